@@ -1,0 +1,43 @@
+# Everything a contributor runs. `make` alone lists it.
+
+PYTHON ?= python3
+DEVICE ?= auto
+BIN := .venv/bin
+LINT_TREE := build/lint
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test fast check format clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## create .venv with vLLM for this machine (about 3 minutes; PYTHON=python3.12, DEVICE=cpu|cuda|auto)
+	@$(PYTHON) tools/setup.py --device $(DEVICE)
+
+demo: setup ## serve a small model under a byte budget and watch it
+	@$(BIN)/python benchmarks/demo/demo.py
+
+test: setup ## all tests, the fast ones first
+	$(BIN)/python -m pytest -m "not engine"
+	$(BIN)/python -m pytest -m engine
+
+fast: setup ## only the tests that start no vLLM engine
+	$(BIN)/python -m pytest -m "not engine"
+
+# mypy and import-linter look for vllm_dymoe.kernels inside vllm_dymoe, but its sources lie beside it
+# (pyproject.toml, package-dir): they get a tree of links that looks like the installed package.
+check: setup ## lint, format, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@rm -rf $(LINT_TREE) && mkdir -p $(LINT_TREE)
+	@cp -rs $(CURDIR)/vllm_dymoe $(LINT_TREE)/ && cp -rs $(CURDIR)/kernels $(LINT_TREE)/vllm_dymoe/
+	cd $(LINT_TREE) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p vllm_dymoe
+	cd $(LINT_TREE) && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
+
+format: setup ## let ruff put the code in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv and everything generated
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

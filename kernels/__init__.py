@@ -1,0 +1,47 @@
+"""Compute kernels over packed experts: the format of one matrix, and experts computed straight from it.
+
+Only torch is needed here: nothing of vLLM, nothing of the rest of vllm_dymoe.
+"""
+
+import torch
+
+from vllm_dymoe.kernels.activation import Activation
+from vllm_dymoe.kernels.base import ExpertKernel, ExpertWork
+from vllm_dymoe.kernels.combine import combine
+from vllm_dymoe.kernels.cpu import CpuKernel
+from vllm_dymoe.kernels.packed import MatrixFormat, PackedMatrix, dequantize, pack, unpack
+from vllm_dymoe.kernels.reference import expert_reference
+from vllm_dymoe.kernels.torch_ops import TorchKernel
+
+__all__ = [
+    "Activation",
+    "CpuKernel",
+    "ExpertKernel",
+    "ExpertWork",
+    "MatrixFormat",
+    "PackedMatrix",
+    "TorchKernel",
+    "combine",
+    "dequantize",
+    "expert_reference",
+    "make_kernel",
+    "pack",
+    "unpack",
+]
+
+
+def make_kernel(device: torch.device | str, workspace_bytes: int | None = None) -> ExpertKernel:
+    """The kernel for a device.
+
+    Args:
+        device: where the experts are.
+        workspace_bytes: bound on the scratch the kernel holds, at least 320 KiB; None for the kernel's own choice.
+
+    Raises:
+        ValueError: a smaller workspace.
+    """
+    options = {} if workspace_bytes is None else {"workspace_bytes": workspace_bytes}
+    device = torch.device(device)
+    if device.type == "cpu":
+        return CpuKernel(**options)
+    return TorchKernel(device, **options)

@@ -1,0 +1,39 @@
+"""What every wrapper says about a wrong tensor: which argument, what it is, what it should be."""
+
+import torch
+from torch import Tensor
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    *,
+    shape: tuple[int | None, ...],
+    dtype: torch.dtype | None = None,
+    contiguous: bool = True,
+) -> None:
+    """Check one argument.
+
+    Args:
+        name: of the argument, for the message.
+        tensor: its value.
+        shape: expected sizes; None where any will do.
+        dtype: expected dtype; None where any will do.
+        contiguous: whether it must be contiguous.
+
+    Raises:
+        TypeError: not a tensor, or of another dtype.
+        ValueError: another shape, or not contiguous.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    if dtype is not None and tensor.dtype != dtype:
+        raise TypeError(f"{name} is {tensor.dtype}, expected {dtype}")
+    sizes = tensor.shape
+    if len(sizes) != len(shape) or any(
+        want is not None and have != want for have, want in zip(sizes, shape, strict=True)
+    ):
+        expected = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(sizes)}, expected [{expected}]")
+    if contiguous and not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")

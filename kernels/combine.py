@@ -1,0 +1,49 @@
+"""The sum of a token's expert outputs, weighted by the router."""
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.kernels.checks import check_tensor
+
+# Products held at a time, in float32: small enough for a cache, and a bound on
+# memory when a prefill brings thousands of tokens.
+_CHUNK_ELEMENTS = 1 << 18
+
+
+def combine(out: Tensor, topk_weights: Tensor, skipped: Tensor | None = None) -> Tensor:
+    """Sum over k of topk_weights[t, k] * out[t * top_k + k], in ascending k.
+
+    Products and sums are float32 and rounded once, at the end; a token's result
+    does not depend on the other tokens.
+
+    Args:
+        out: [tokens * top_k, hidden], as a kernel wrote it.
+        topk_weights: float32 [tokens, top_k].
+        skipped: bool [tokens, top_k], pairs that no kernel wrote; they count as zero whatever `out` holds there.
+
+    Returns:
+        [tokens, hidden] in out's dtype.
+
+    Raises:
+        TypeError: weights that are not float32, or a mask that is not bool.
+        ValueError: shapes that do not fit.
+    """
+    check_tensor("topk_weights", topk_weights, shape=(None, None), dtype=torch.float32, contiguous=False)
+    tokens, top_k = topk_weights.shape
+    check_tensor("out", out, shape=(tokens * top_k, None))
+    if skipped is not None:
+        check_tensor("skipped", skipped, shape=(tokens, top_k), dtype=torch.bool, contiguous=False)
+    hidden = out.shape[1]
+    pairs = out.view(tokens, top_k, hidden)
+    combined = out.new_empty(tokens, hidden)
+    step = max(1, _CHUNK_ELEMENTS // max(1, top_k * hidden))
+    for start in range(0, tokens, step):
+        part = slice(start, start + step)
+        products = pairs[part].float().mul_(topk_weights[part].unsqueeze(2))
+        if skipped is not None:
+            products.masked_fill_(skipped[part].unsqueeze(2), 0.0)
+        total, *rest = products.unbind(1)
+        for product in rest:
+            total.add_(product)
+        combined[part] = total
+    return combined

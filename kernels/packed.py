@@ -1,0 +1,248 @@
+"""One packed matrix: a weight [rows, columns] at 16, 8, 4 or 2 bits as one section of bytes.
+
+The layout serves every reader without repacking. At 4 bits it is byte for byte
+what torch's AVX512 int4 kernel reads, at 2 and 8 bits it becomes that with two
+byte operations or none, and a GPU program that owns 64 rows reads whole cache
+lines. Byte offsets and a worked example: docs/format.md.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.kernels.checks import check_tensor
+
+BLOCK_ROWS = 64
+"""Rows that are interleaved; quantized matrices are padded to whole blocks."""
+
+PAIR_BYTES = 32
+"""Bytes that hold the 4-bit codes of one block's column: row e in the low half of byte e, row e + 32 in the high."""
+
+GROUP_SIZES = (32, 64, 128, 256)
+BIT_WIDTHS = (16, 8, 4, 2)
+DTYPES = (torch.bfloat16, torch.float16)
+
+_SECTION_ALIGNMENT = 256
+_ADDRESS_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class MatrixFormat:
+    """How one logical weight is packed.
+
+    Attributes:
+        rows: outputs N of the projection.
+        columns: inputs K.
+        bits: 16, 8, 4 or 2 per weight.
+        group_size: neighbouring columns of one row that share a scale and a zero; without meaning at 16 bits.
+        dtype: of scales and zeros, and of the weights at 16 bits; bfloat16 or float16.
+
+    Raises:
+        ValueError: a size, bit-width or group size that the format does not have.
+        TypeError: another dtype.
+    """
+
+    rows: int
+    columns: int
+    bits: int
+    group_size: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.columns < 1:
+            raise ValueError(f"a matrix needs at least one row and one column, got {self.rows} x {self.columns}")
+        if self.bits not in BIT_WIDTHS:
+            raise ValueError(f"bits is {self.bits}, expected one of {', '.join(map(str, BIT_WIDTHS))}")
+        if self.bits < 16 and self.group_size not in GROUP_SIZES:
+            raise ValueError(f"group_size is {self.group_size}, expected one of {', '.join(map(str, GROUP_SIZES))}")
+        if self.dtype not in DTYPES:
+            raise TypeError(f"dtype is {self.dtype}, expected torch.bfloat16 or torch.float16")
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the weights are codes with scales, that is, below 16 bits."""
+        return self.bits < 16
+
+    @property
+    def midpoint(self) -> int:
+        """The code whose weight is the group's zero: weight = (code - midpoint) * scale + zero."""
+        return 1 << (self.bits - 1)
+
+    @cached_property
+    def padded_rows(self) -> int:
+        """Rows that are stored: whole blocks of 64, or just the rows at 16 bits."""
+        return _round_up(self.rows, BLOCK_ROWS) if self.quantized else self.rows
+
+    @cached_property
+    def padded_columns(self) -> int:
+        """Columns that are stored: whole groups, or just the columns at 16 bits."""
+        return _round_up(self.columns, self.group_size) if self.quantized else self.columns
+
+    @cached_property
+    def blocks(self) -> int:
+        """Blocks of 64 rows; 0 at 16 bits."""
+        return self.padded_rows // BLOCK_ROWS if self.quantized else 0
+
+    @cached_property
+    def groups(self) -> int:
+        """Groups along the columns of one row; 0 at 16 bits."""
+        return self.padded_columns // self.group_size if self.quantized else 0
+
+    @cached_property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the weight view: of bytes below 16 bits, of `dtype` at 16."""
+        if self.bits == 16:
+            return self.rows, self.columns
+        if self.bits == 8:
+            return self.blocks, 2, self.padded_columns, PAIR_BYTES
+        return self.blocks, self.padded_columns * self.bits // 4, PAIR_BYTES
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, without the padding behind them."""
+        return self.padded_rows * self.padded_columns * self.bits // 8
+
+    @cached_property
+    def scales_offset(self) -> int:
+        """Byte of the section where scales and zeros begin; a multiple of 256."""
+        return _round_up(self.weight_bytes, _SECTION_ALIGNMENT)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the section; a multiple of 256."""
+        scales_bytes = self.groups * self.padded_rows * 2 * self.dtype.itemsize
+        return _round_up(self.scales_offset + scales_bytes, _SECTION_ALIGNMENT)
+
+    def view(self, section: Tensor) -> "PackedMatrix":
+        """See a section's bytes as a packed matrix, without copying.
+
+        Args:
+            section: uint8 [nbytes], contiguous, at an address that is a multiple of 16.
+
+        Raises:
+            TypeError: not uint8.
+            ValueError: another size, not contiguous, or not aligned.
+        """
+        check_tensor("section", section, dtype=torch.uint8, shape=(self.nbytes,))
+        if section.data_ptr() % _ADDRESS_ALIGNMENT or section.storage_offset() % _ADDRESS_ALIGNMENT:
+            raise ValueError(
+                f"section begins at address {section.data_ptr():#x}, offset {section.storage_offset()} of its storage; "
+                f"both must be multiples of {_ADDRESS_ALIGNMENT}"
+            )
+        stored = section[: self.weight_bytes]
+        if not self.quantized:
+            return PackedMatrix(self, stored.view(self.dtype).view(self.weight_shape), None)
+        scales_zeros = section[self.scales_offset :].view(self.dtype)
+        used = self.groups * self.padded_rows * 2
+        return PackedMatrix(
+            self, stored.view(self.weight_shape), scales_zeros[:used].view(self.groups, self.padded_rows, 2)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMatrix:
+    """Zero-copy views into one section.
+
+    Attributes:
+        format: what the bytes mean.
+        weight: uint8 [blocks, columns, 32] at 4 bits, [blocks, columns / 2, 32] at 2, [blocks, 2, columns, 32] at 8
+            (columns padded to whole groups); `dtype` [rows, columns] at 16.
+        scales_zeros: `dtype` [groups, padded_rows, 2], scale then zero; None at 16 bits.
+    """
+
+    format: MatrixFormat
+    weight: Tensor
+    scales_zeros: Tensor | None
+
+
+def pack(format: MatrixFormat, codes: Tensor, scales: Tensor, zeros: Tensor, section: Tensor) -> None:
+    """Write a quantized matrix into a section; bytes that pad are zero.
+
+    Args:
+        format: 8, 4 or 2 bits.
+        codes: uint8 [rows, columns], each below 2**bits.
+        scales: [rows, groups], exact in the format's dtype.
+        zeros: [rows, groups], exact in the format's dtype.
+        section: uint8 [nbytes], overwritten.
+
+    Raises:
+        TypeError: codes or section is not uint8.
+        ValueError: a 16-bit format, a wrong shape, or a code that does not fit.
+    """
+    if not format.quantized:
+        raise ValueError("format has 16 bits: such a matrix has no codes, copy its weights into view(section).weight")
+    check_tensor("codes", codes, dtype=torch.uint8, shape=(format.rows, format.columns), contiguous=False)
+    check_tensor("scales", scales, shape=(format.rows, format.groups), contiguous=False)
+    check_tensor("zeros", zeros, shape=(format.rows, format.groups), contiguous=False)
+    highest = int(codes.max())
+    if highest >> format.bits:
+        raise ValueError(f"codes holds {highest}, which does not fit {format.bits} bits")
+    packed = format.view(section)
+    assert packed.scales_zeros is not None
+    section.zero_()
+
+    padding = (0, format.padded_columns - format.columns, 0, format.padded_rows - format.rows)
+    padded = torch.nn.functional.pad(codes, padding)
+    if format.bits == 8:
+        packed.weight[:, 0].copy_(_pairs(padded >> 4))
+        packed.weight[:, 1].copy_(_pairs(padded & 15))
+    elif format.bits == 4:
+        packed.weight.copy_(_pairs(padded))
+    else:
+        halves = _pairs(padded).reshape(format.blocks * format.groups, 2, -1)
+        packed.weight.copy_((halves[:, 0] | halves[:, 1] << 2).view(format.weight_shape))
+    packed.scales_zeros[:, : format.rows, 0].copy_(scales.t())
+    packed.scales_zeros[:, : format.rows, 1].copy_(zeros.t())
+
+
+def unpack(packed: PackedMatrix) -> Tensor:
+    """The codes of a quantized matrix: uint8 [rows, columns].
+
+    Raises:
+        ValueError: the matrix has 16 bits, and therefore no codes.
+    """
+    format = packed.format
+    if not format.quantized:
+        raise ValueError("the matrix has 16 bits: it holds weights, not codes")
+    if format.bits == 8:
+        codes = _codes(packed.weight[:, 0]) << 4 | _codes(packed.weight[:, 1])
+    elif format.bits == 4:
+        codes = _codes(packed.weight)
+    else:
+        halves = packed.weight.view(format.blocks * format.groups, 1, -1)
+        pairs = torch.cat((halves & 0x33, halves >> 2 & 0x33), 1)
+        codes = _codes(pairs.view(format.blocks, format.padded_columns, PAIR_BYTES))
+    return codes[: format.rows, : format.columns]
+
+
+def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weights that a packed matrix stands for: `dtype` [rows, columns].
+
+    The arithmetic is float32, or float64 if that is asked for; narrower dtypes are rounded to at the end.
+    """
+    format = packed.format
+    if packed.scales_zeros is None:
+        return packed.weight.to(dtype)
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    scales, zeros = packed.scales_zeros.to(precise).permute(2, 1, 0)[:, : format.rows].repeat_interleave(
+        format.group_size, dim=2
+    )[:, :, : format.columns]
+    return ((unpack(packed).to(precise) - format.midpoint) * scales + zeros).to(dtype)
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """4-bit codes [rows, columns] in the layout of a block: a strided uint8 [blocks, columns, 32]."""
+    halves = codes.view(-1, 2, PAIR_BYTES, codes.shape[1])  # [blocks, half, 32, columns]
+    return (halves[:, 0] | halves[:, 1] << 4).transpose(1, 2)
+
+
+def _codes(pairs: Tensor) -> Tensor:
+    """Inverse of :func:`_pairs`: uint8 [rows, columns]."""
+    blocks, columns, _ = pairs.shape
+    return torch.cat((pairs & 15, pairs >> 4), 2).transpose(1, 2).reshape(blocks * BLOCK_ROWS, columns)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

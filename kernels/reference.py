@@ -1,0 +1,37 @@
+"""The plain twin that every kernel is tested against: dequantize everything, compute in float64."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_dymoe.kernels.activation import Activation
+from vllm_dymoe.kernels.packed import PackedMatrix, dequantize
+
+
+def expert_reference(
+    x: Tensor,
+    gate: PackedMatrix,
+    up: PackedMatrix,
+    down: PackedMatrix,
+    activation: Activation,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """One expert: down(activation(gate x) * up x).
+
+    Args:
+        x: [tokens, hidden].
+        gate: [intermediate, hidden].
+        up: [intermediate, hidden].
+        down: [hidden, intermediate].
+        activation: of the gate.
+        dtype: of the whole computation and of the result.
+
+    Returns:
+        [tokens, hidden].
+    """
+    precise = x.to(dtype)
+    hidden = activation.gated(
+        F.linear(precise, dequantize(gate, dtype)),
+        F.linear(precise, dequantize(up, dtype)),
+    )
+    return F.linear(hidden, dequantize(down, dtype))

@@ -1,0 +1,126 @@
+"""Small random MoE checkpoints in every style that ``vllm-dymoe quantize`` reads."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner, Result
+
+from vllm_dymoe.cli import app
+from vllm_dymoe.experts.layout import Projection
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 96, 80, 4, 2
+MOE_LAYERS = (1, 2)  # layer 0 is dense
+NAMES = {
+    "separate": ("gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("w1", "w3", "w2"),
+}
+
+
+@dataclass
+class Model:
+    """A checkpoint on disk, and what is in it.
+
+    Attributes:
+        folder: where it is.
+        config: its config.json.
+        experts: the weights, by position of the layer, expert and projection.
+        dense: every other tensor by name.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    experts: dict[tuple[int, int, Projection], torch.Tensor]
+    dense: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def save(self, *, shards: int = 1) -> None:
+        """Write config.json and the tensors; with an index if there are several shards."""
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "config.json").write_text(json.dumps(self.config))
+        if shards == 1:
+            save_file(self.tensors, self.folder / "model.safetensors")
+            return
+        weight_map = {name: f"part-{number % shards}.safetensors" for number, name in enumerate(self.tensors)}
+        for file in set(weight_map.values()):
+            save_file({n: t for n, t in self.tensors.items() if weight_map[n] == file}, self.folder / file)
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def make_model(folder: Path, style: str = "separate", *, dtype: torch.dtype = torch.bfloat16) -> Model:
+    """Make up a model; ``save`` writes it."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * 0.05).to(dtype)
+
+    shapes = {
+        Projection.GATE: (INTERMEDIATE, HIDDEN),
+        Projection.UP: (INTERMEDIATE, HIDDEN),
+        Projection.DOWN: (HIDDEN, INTERMEDIATE),
+    }
+    experts = {
+        (position, expert, projection): random(*shape)
+        for position in range(len(MOE_LAYERS))
+        for expert in range(EXPERTS)
+        for projection, shape in shapes.items()
+    }
+    dense = {
+        "model.embed_tokens.weight": random(50, HIDDEN),
+        "model.layers.0.mlp.gate_proj.weight": random(128, HIDDEN),
+        "model.layers.0.mlp.odd_bytes": torch.arange(7, dtype=torch.int8),
+        "model.norm.weight": torch.linspace(0.5, 2, HIDDEN),  # float32 among bfloat16
+    }
+    for layer in MOE_LAYERS:
+        dense[f"model.layers.{layer}.mlp.gate.weight"] = random(EXPERTS, HIDDEN)
+        dense[f"model.layers.{layer}.mlp.shared_expert.gate_proj.weight"] = random(INTERMEDIATE, HIDDEN)
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "dtype": str(dtype).removeprefix("torch."),
+        "hidden_size": HIDDEN,
+        "intermediate_size": 128,
+        "moe_intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": 3,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+    }
+    model = Model(folder, config, experts, dense)
+    model.tensors = dense | expert_tensors(experts, style)
+    return model
+
+
+def expert_tensors(experts: dict[tuple[int, int, Projection], torch.Tensor], style: str) -> dict[str, torch.Tensor]:
+    """The experts under the names of one style."""
+    if style in NAMES:
+        return {
+            f"model.layers.{MOE_LAYERS[position]}.mlp.experts.{expert}.{NAMES[style][projection]}.weight": weight
+            for (position, expert, projection), weight in experts.items()
+        }
+    tensors = {}
+    for position, layer in enumerate(MOE_LAYERS):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (torch.stack([experts[position, e, p] for e in range(EXPERTS)]) for p in Projection)
+        tensors[f"{prefix}.gate_up_proj"] = torch.cat((gate, up), dim=1)
+        tensors[f"{prefix}.down_proj"] = down
+    return tensors
+
+
+def command(*arguments: object) -> Result:
+    """Run ``vllm-dymoe`` in this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(*arguments: object) -> str:
+    """Run a command that must be refused with one sentence on stderr, and return the sentence."""
+    result = command(*arguments)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    sentence = result.stderr.strip()
+    assert sentence.startswith("vllm-dymoe: "), sentence
+    assert sentence.endswith("."), sentence
+    assert "\n" not in sentence, sentence
+    return sentence

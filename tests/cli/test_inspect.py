@@ -1,0 +1,156 @@
+"""``vllm-dymoe inspect``: the numbers it prints, and the damage that ``--verify`` finds."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.cli.checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, MOE_LAYERS, command, make_model, refused
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.experts.store import MANIFEST, FileStore, file_name
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.runtime.sizing import plan_slots, workspace_bytes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    model = make_model(tmp_path_factory.mktemp("inspect") / "model")
+    model.save()
+    return model
+
+
+@pytest.fixture(scope="module")
+def original(model):
+    out = model.folder.parent / "checkpoint"
+    assert command("quantize", model.folder, "-o", out, "--hi", 4, "--lo", 2).exit_code == 0
+    return out
+
+
+@pytest.fixture
+def checkpoint(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def store(checkpoint):
+    """Only the store of the checkpoint, as the plugin keeps it for models that it quantizes while they load."""
+    for path in checkpoint.iterdir():
+        if not path.name.startswith("dymoe"):
+            path.unlink()
+    return checkpoint
+
+
+def report(*arguments):
+    result = command("inspect", *arguments, "--json")
+    assert result.exit_code == 0, result.output + result.stderr
+    return json.loads(result.stdout)
+
+
+def test_a_checkpoint(checkpoint, model):
+    found = report(checkpoint)
+    formats = FileStore(checkpoint).experts.formats
+    assert found["kind"] == "dymoe checkpoint"
+    assert found["layers"] == list(MOE_LAYERS)
+    assert (found["num_experts"], found["top_k"]) == (EXPERTS, 2)
+    assert (found["hidden_size"], found["intermediate_size"]) == (HIDDEN, INTERMEDIATE)
+    assert (found["dtype"], found["group_size"], found["quantizer"]) == ("bfloat16", 64, "rtn")
+    assert found["tensor_parallel"] == {"rank": 0, "size": 1}
+    assert found["dense_bytes"] == sum(tensor.nbytes for tensor in model.dense.values())
+    assert found["versions"] == [
+        {"bits": bits, "expert_bytes": formats[bits].nbytes, "total_bytes": 2 * EXPERTS * formats[bits].nbytes}
+        for bits in (4, 2)
+    ]
+
+
+def test_a_store(store):
+    found = report(store)
+    assert found["kind"] == "expert store"
+    assert "dense_bytes" not in found
+
+
+def test_a_checkpoint_that_is_not_quantized_yet(model, original):
+    found = report(model.folder)
+    assert [version["bits"] for version in found["versions"]] == [16, 8, 4, 2]
+    assert found["expert_bytes"] == sum(tensor.nbytes for tensor in model.experts.values())
+    written = report(original)
+    assert found["versions"][2:] == written["versions"]
+    assert found["model"] == written["model"]
+    exact = found["versions"][0]
+    assert exact["total_bytes"] == found["expert_bytes"]
+
+
+@pytest.mark.parametrize("tiers", [{Tier.HI}, {Tier.HI, Tier.LO}])
+def test_the_smallest_budget_is_the_smallest(checkpoint, tiers):
+    experts = FileStore(checkpoint).experts
+    names = [tier.value for tier in (Tier.HI, Tier.LO) if tier in tiers]
+    (smallest,) = (
+        row["bytes"]
+        for row in report(checkpoint)["budgets"]
+        if row["expert_budget"] == "smallest" and row["tiers"] == names
+    )
+    options, workspace = Options(hi=4, lo=2), workspace_bytes(experts)
+    plan_slots(experts, options, frozenset(tiers), smallest, workspace)
+    with pytest.raises(ConfigError):
+        plan_slots(experts, options, frozenset(tiers), smallest - 1, workspace)
+
+
+def test_budgets_of_shares(checkpoint):
+    experts = FileStore(checkpoint).experts
+    rows = {row["expert_budget"]: row for row in report(checkpoint)["budgets"] if row["tiers"] == ["hi"]}
+    everything = experts.nbytes(4)
+    for share in (25, 50, 100):
+        assert rows[f"{share}%"]["bytes"] == everything * share // 100 + workspace_bytes(experts)
+    assert rows["100%"]["experts_kept_per_layer"] == {"hi": EXPERTS}
+
+
+def test_tables(checkpoint, model):
+    result = command("inspect", checkpoint, "--verify")
+    assert result.exit_code == 0
+    for text in ("dymoe checkpoint", "1 to 2", "4, top 2", "rtn", "all match", "smallest", "100%"):
+        assert text in result.stdout
+    assert "not quantized yet" in command("inspect", model.folder).stdout
+
+
+def test_verify(checkpoint, store):
+    assert report(checkpoint, "--verify")["verified"] is True
+    assert "verified" not in report(checkpoint)
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize(("expert", "byte"), [(0, 0), (EXPERTS - 1, -1)])
+def test_verify_finds_one_flipped_bit(checkpoint, bits, expert, byte):
+    fmt = FileStore(checkpoint).experts.formats[bits]
+    path = checkpoint / file_name(MOE_LAYERS[1])
+    content = bytearray(path.read_bytes())
+    header_end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:header_end])
+    begin = header_end + header[f"{bits}bit.blobs"]["data_offsets"][0] + expert * fmt.nbytes
+    content[begin + byte % fmt.nbytes] ^= 0x10
+    path.write_bytes(content)
+    assert command("inspect", checkpoint).exit_code == 0  # without --verify nobody reads the experts
+    sentence = refused("inspect", checkpoint, "--verify")
+    projection = "gate" if byte == 0 else "down"
+    assert f"the {projection} projection of expert {expert} at {bits} bits does not match its checksum" in sentence
+    assert path.name in sentence
+
+
+def test_a_truncated_shard_is_found(checkpoint):
+    path = checkpoint / file_name(MOE_LAYERS[0])
+    path.write_bytes(path.read_bytes()[:-4096])
+    for options in ([], ["--verify"]):
+        assert "was truncated" in refused("inspect", checkpoint, *options)
+
+
+def test_missing_files_are_found(checkpoint):
+    (checkpoint / "model-00001-of-00001.safetensors").unlink()
+    assert "model-00001-of-00001.safetensors cannot be read" in refused("inspect", checkpoint)
+    (checkpoint / file_name(MOE_LAYERS[0])).unlink()
+    assert file_name(MOE_LAYERS[0]) in refused("inspect", checkpoint)
+    (checkpoint / MANIFEST).unlink()
+    assert "holds no expert store" in refused("inspect", checkpoint)
+
+
+def test_what_cannot_be_inspected_is_refused(model, tmp_path):
+    assert "no checksums to verify" in refused("inspect", model.folder, "--verify")
+    assert "no config.json" in refused("inspect", tmp_path)
+    assert "is not a folder" in refused("inspect", tmp_path / "nowhere")

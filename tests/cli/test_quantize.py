@@ -1,0 +1,459 @@
+"""``vllm-dymoe quantize``: what it writes, what it refuses, and that it never leaves half a checkpoint."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.cli.checkpoints import EXPERTS, INTERMEDIATE, MOE_LAYERS, command, make_model, refused
+from vllm_dymoe.experts.layout import Projection
+from vllm_dymoe.experts.store import MANIFEST, BlobKey, FileStore
+from vllm_dymoe.kernels import dequantize
+from vllm_dymoe.quantize import convert, make_quantizer, quantize_matrix, tensors
+from vllm_dymoe.quantize.shards import ShardFiles
+
+STYLES = ("separate", "mixtral", "fused")
+
+
+@pytest.fixture
+def model(tmp_path):
+    model = make_model(tmp_path / "model")
+    model.save()
+    return model
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "written" / "out"
+
+
+def quantized(model, out, *options):
+    result = command("quantize", model.folder, "-o", out, *options)
+    assert result.exit_code == 0, result.output + result.stderr
+    return result
+
+
+def sections(out, bits):
+    """Every stored section: position of the layer, expert, projection, packed matrix."""
+    store = FileStore(out)
+    fmt = store.experts.formats[bits]
+    for layer in range(len(store.experts.layers)):
+        for expert in range(store.experts.num_experts):
+            blob = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
+            store.read_into(BlobKey(layer, expert, bits), blob)
+            for projection in Projection:
+                section = blob[fmt.sections[projection]]
+                yield (layer, expert, projection), fmt.matrices[projection], section
+    store.close()
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("quantizer", ["rtn", "hqq"])
+def test_experts_are_what_quantizing_them_directly_gives(tmp_path, out, style, quantizer):
+    model = make_model(tmp_path / "model", style)
+    model.save()
+    quantized(model, out, "--hi", 4, "--lo", 2, "--group-size", 32, "--quantizer", quantizer)
+    seen = set()
+    for bits in (4, 2):
+        for place, matrix, section in sections(out, bits):
+            expected = torch.full_like(section, 0xEE)
+            quantize_matrix(model.experts[place], matrix, make_quantizer(quantizer), expected)
+            assert torch.equal(section, expected), place
+            assert torch.equal(dequantize(matrix.view(section.clone())), dequantize(matrix.view(expected)))
+            seen.add(place)
+    assert seen == model.experts.keys()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_16_bits_are_exact(tmp_path, out, style):
+    model = make_model(tmp_path / "model", style)
+    model.save()
+    quantized(model, out, "--hi", 16)
+    for place, matrix, section in sections(out, 16):
+        assert torch.equal(matrix.view(section.clone()).weight, model.experts[place]), place
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("shard_bytes", [5 * 10**9, 10_000])
+def test_dense_tensors_are_copied_bit_for_bit(model, out, shards, shard_bytes, monkeypatch):
+    (model.folder / "model.safetensors").unlink()
+    model.save(shards=shards)
+    monkeypatch.setattr(tensors, "_SHARD_BYTES", shard_bytes)
+    quantized(model, out)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == model.dense.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in model.dense.values())
+    files = sorted(set(index["weight_map"].values()))
+    assert (len(files) > 1) == (shard_bytes == 10_000)
+    assert files == sorted(path.name for path in out.glob("model-*.safetensors"))
+    for name, tensor in model.dense.items():
+        with safe_open(out / index["weight_map"][name], framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            copied = file.get_tensor(name)
+        assert copied.dtype == tensor.dtype
+        assert torch.equal(copied, tensor), name
+
+
+def test_the_safetensors_library_reads_every_shard(model, out):
+    quantized(model, out, "--hi", 8, "--lo", 4)
+    store = FileStore(out)
+    for layer in MOE_LAYERS:
+        with safe_open(out / f"dymoe-experts-{layer:05d}.safetensors", framework="pt") as file:
+            assert set(file.keys()) == {"8bit.blobs", "8bit.crc32", "4bit.blobs", "4bit.crc32"}
+            for bits in (8, 4):
+                assert file.get_slice(f"{bits}bit.blobs").get_shape() == [EXPERTS, store.experts.formats[bits].nbytes]
+    assert len(list(out.glob("*.safetensors"))) == len(MOE_LAYERS) + 1
+    store.close()
+
+
+def test_config_and_small_files(model, out):
+    (model.folder / "tokenizer.json").write_text("{}")
+    (model.folder / "chat_template.jinja").write_text("{{ messages }}")
+    (model.folder / "additional_chat_templates").mkdir()
+    (model.folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    for unwanted in ("pytorch_model.bin", "pytorch_model.bin.index.json", ".gitattributes", "model.gguf"):
+        (model.folder / unwanted).write_text("not for us")
+    quantized(model, out, "--lo", 2, "--group-size", 32, "--quantizer", "hqq")
+    assert {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} == {
+        "additional_chat_templates/tools.jinja",
+        "chat_template.jinja",
+        "config.json",
+        MANIFEST,
+        "dymoe-experts-00001.safetensors",
+        "dymoe-experts-00002.safetensors",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    }
+    config = json.loads((out / "config.json").read_text())
+    assert config.pop("quantization_config") == {
+        "quant_method": "dymoe",
+        "format_version": 1,
+        "hi": 4,
+        "lo": 2,
+        "group_size": 32,
+        "quantizer": "hqq",
+    }
+    assert config == model.config
+    manifest = FileStore(out).manifest
+    assert manifest.experts.layers == MOE_LAYERS
+    assert manifest.experts.top_k == 2
+    assert manifest.quantizer == "hqq"
+    assert len(manifest.model) == 16
+
+
+def test_the_dtype_of_experts_becomes_the_model_dtype(model, out):
+    model.config["text_config"] = {**model.config, "torch_dtype": "bfloat16"}
+    model.save()
+    quantized(model, out, "--dtype", "float16")
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == config["text_config"]["dtype"] == config["text_config"]["torch_dtype"] == "float16"
+    assert FileStore(out).experts.formats[4].dtype == torch.float16
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_auto_makes_bfloat16_of_32_bits(tmp_path, out, named):
+    model = make_model(tmp_path / "model", dtype=torch.float32)
+    if not named:
+        del model.config["dtype"]
+    model.save()
+    quantized(model, out, "--hi", 16)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    for place, matrix, section in sections(out, 16):
+        assert torch.equal(matrix.view(section.clone()).weight, model.experts[place].bfloat16())
+
+
+def test_files_that_the_index_does_not_name_are_not_read(model, out):
+    (model.folder / "model.safetensors").unlink()
+    model.save(shards=2)
+    (model.folder / "stray.safetensors").write_bytes(b"not a safetensors file")
+    quantized(model, out)
+    assert not (out / "stray.safetensors").exists()
+
+
+def test_layers_of_multi_token_prediction_are_left_out(model, out):
+    extra = {name.replace("layers.2.", "layers.3."): t for name, t in model.tensors.items() if "layers.2." in name}
+    model.tensors |= extra | {"visual.layers.9.weight": torch.ones(2)}
+    model.save()
+    result = quantized(model, out)
+    assert f"{len(extra)} tensors of multi-token prediction layers were left out" in result.stdout
+    assert FileStore(out).experts.layers == MOE_LAYERS
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == model.dense.keys() | {"visual.layers.9.weight"}
+
+
+def test_the_fingerprint_follows_the_weights_and_not_the_place(model, tmp_path):
+    def fingerprint(folder, out):
+        assert command("quantize", folder, "-o", out).exit_code == 0
+        return FileStore(out).manifest.model
+
+    original = fingerprint(model.folder, tmp_path / "a")
+    shutil.copytree(model.folder, tmp_path / "copy")
+    assert fingerprint(tmp_path / "copy", tmp_path / "b") == original
+    name = f"model.layers.{MOE_LAYERS[1]}.mlp.experts.3.down_proj.weight"
+    model.tensors[name] = model.tensors[name] * 1.5
+    model.save()
+    assert fingerprint(model.folder, tmp_path / "c") != original
+
+
+def test_the_summary_tells_bytes_and_how_to_serve(model, out):
+    result = quantized(model, out, "--lo", 2)
+    assert f"vllm serve {out}" in result.stdout
+    assert "high tier, 4 bits" in result.stdout
+    assert "low tier, 2 bits" in result.stdout
+
+
+# -- nothing half-written ---------------------------------------------------------------------------
+
+
+def fail_after(monkeypatch, writes, error):
+    """Let the disk refuse after a number of sections."""
+    original, left = ShardFiles.write, [writes]
+
+    def write(self, *args):
+        if left[0] == 0:
+            raise error
+        left[0] -= 1
+        original(self, *args)
+
+    monkeypatch.setattr(ShardFiles, "write", write)
+
+
+@pytest.mark.parametrize("writes", [0, 13])
+def test_a_full_disk_leaves_nothing(model, out, monkeypatch, writes):
+    fail_after(monkeypatch, writes, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert "No space left on device" in refused("quantize", model.folder, "-o", out)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_an_interrupt_leaves_nothing(model, out, monkeypatch):
+    fail_after(monkeypatch, 5, KeyboardInterrupt())
+    assert command("quantize", model.folder, "-o", out).exit_code != 0
+    assert list(out.parent.iterdir()) == []
+
+
+def test_a_failed_overwrite_leaves_the_old_checkpoint(model, out, monkeypatch):
+    quantized(model, out, "--hi", 8)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    fail_after(monkeypatch, 5, OSError(errno.EIO, os.strerror(errno.EIO)))
+    refused("quantize", model.folder, "-o", out, "--overwrite")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_a_failed_rename_leaves_the_old_checkpoint(model, out, monkeypatch):
+    quantized(model, out, "--hi", 8)
+    rename = os.rename
+
+    def fail_for_new(source, target):
+        if ".partial-" in str(source):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail_for_new)
+    refused("quantize", model.folder, "-o", out, "--overwrite")
+    assert FileStore(out).experts.formats.keys() == {8}
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_overwrite_replaces_the_whole_folder(model, out):
+    quantized(model, out, "--hi", 8)
+    (out / "left from before").write_text("")
+    quantized(model, out, "--hi", 4, "--overwrite")
+    assert FileStore(out).experts.formats.keys() == {4}
+    assert not (out / "left from before").exists()
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(model, out):
+    program = (
+        "import os, signal, sys; from vllm_dymoe.cli import main; from vllm_dymoe.quantize.shards import ShardFiles;"
+        "ShardFiles.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL); main()"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, "quantize", model.folder, "-o", out], check=False)
+    assert killed.returncode == -9
+    (partial,) = out.parent.iterdir()
+    assert ".partial-" in partial.name
+    assert not (partial / MANIFEST).exists()
+    quantized(model, out)
+    assert list(out.parent.iterdir()) == [out]
+
+
+# -- refusals ---------------------------------------------------------------------------------------
+
+
+def test_too_small_a_disk_is_refused_before_anything_is_written(model, out, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 1000, 1000))
+    monkeypatch.setattr(convert, "make_partial", lambda folder: pytest.fail("something was written"))
+    assert "left; free some space" in refused("quantize", model.folder, "-o", out)
+
+
+def test_an_existing_folder_is_refused(model, out):
+    quantized(model, out)
+    assert "--overwrite" in refused("quantize", model.folder, "-o", out)
+
+
+def test_overwrite_spares_what_is_not_a_dymoe_checkpoint(model, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("precious")
+    assert "is not a dymoe checkpoint" in refused("quantize", model.folder, "-o", tmp_path / "precious", "--overwrite")
+    assert (tmp_path / "precious" / "file").read_text() == "precious"
+
+
+def test_the_source_is_not_its_own_target(model):
+    assert "write to another folder" in refused("quantize", model.folder, "-o", model.folder, "--overwrite")
+
+
+def test_an_empty_folder_is_filled(model, out):
+    out.mkdir(parents=True)
+    quantized(model, out)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(model):
+    sentence = refused("quantize", model.folder, "-o", "/proc/nowhere/out")  # read-only for root too
+    assert "/proc/nowhere" in sentence
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_refused(model, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    assert "Permission denied" in refused("quantize", model.folder, "-o", tmp_path / "locked" / "out")
+
+
+def rename_tensor(model, old, new):
+    model.tensors[new] = model.tensors.pop(old)
+
+
+GATE = "model.layers.1.mlp.experts.0.gate_proj.weight"
+FUSED = "model.layers.1.mlp.experts.gate_up_proj"
+SPOILED = {
+    "biases": (
+        "separate",
+        lambda m: m.tensors.update({"model.layers.1.mlp.experts.0.gate_proj.bias": torch.zeros(INTERMEDIATE)}),
+        r"experts\.0\.gate_proj\.bias \(F32, \[80\]\).* biases",
+    ),
+    "fused biases": (
+        "fused",
+        lambda m: m.tensors.update({FUSED + "_bias": torch.zeros(EXPERTS, 2 * INTERMEDIATE)}),
+        "gate_up_proj_bias .* biases",
+    ),
+    "mxfp4": (
+        "fused",
+        lambda m: m.tensors.update({FUSED + "_blocks": torch.zeros(EXPERTS, 160, 3, 16, dtype=torch.uint8)}),
+        "gate_up_proj_blocks .* quantized",
+    ),
+    "8 bits": (
+        "separate",
+        lambda m: m.tensors.update({GATE: m.tensors[GATE].to(torch.float8_e4m3fn)}),
+        r"\(F8_E4M3, .* quantized",
+    ),
+    "transposed": (
+        "fused",
+        lambda m: m.tensors.update({FUSED: m.tensors[FUSED].transpose(1, 2).contiguous()}),
+        "transposed experts are not supported",
+    ),
+    "another width": ("separate", lambda m: m.config.update(moe_intermediate_size=64), r"\[80, 96\] .* \[64, 96\]"),
+    "too few experts named": ("separate", lambda m: m.config.update(num_experts=3), "config.json says 3"),
+    "too many experts named": ("separate", lambda m: m.config.update(num_experts=5), "lacks 6 projections"),
+    "no number of experts": ("separate", lambda m: m.config.pop("num_experts"), "num_experts or num_local_experts"),
+    "no size": ("separate", lambda m: m.config.update(num_experts_per_tok="two"), "'two', not a size"),
+    "a lost expert": ("separate", lambda m: m.tensors.pop(GATE), "lacks 1 projections"),
+    "a doubled expert": (
+        "separate",
+        lambda m: m.tensors.update({GATE.replace("gate_proj", "w1"): m.tensors[GATE]}),
+        "is there twice",
+    ),
+    "experts in two stacks": (
+        "separate",
+        lambda m: rename_tensor(m, GATE, "other." + GATE),
+        "several places, model.layers and other.model.layers",
+    ),
+    "no experts": ("separate", lambda m: setattr(m, "tensors", dict(m.dense)), "only Mixture-of-Experts"),
+    "awq": ("separate", lambda m: m.config.update(quantization_config={"quant_method": "awq"}), "with awq already"),
+    "ours": ("separate", lambda m: m.config.update(quantization_config={"quant_method": "dymoe"}), "dymoe checkpoint"),
+    "quantized text": (
+        "separate",
+        lambda m: m.config.update(text_config={"quantization_config": {"quant_method": "fp8"}}),
+        "with fp8 already",
+    ),
+    "infinite weights": (
+        "separate",
+        lambda m: m.tensors[GATE].fill_(torch.inf),
+        "gate projection of expert 0 in layer 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_models_that_cannot_be_quantized_are_refused(tmp_path, out, what):
+    style, spoil, sentence = SPOILED[what]
+    model = make_model(tmp_path / "model", style)
+    spoil(model)
+    model.save()
+    found = refused("quantize", model.folder, "-o", out)
+    assert re.search(sentence, found), found
+    assert not out.exists()
+
+
+def test_a_truncated_source_is_refused(model, out):
+    path = model.folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "download it again" in refused("quantize", model.folder, "-o", out)
+
+
+def test_a_missing_shard_is_refused(model, out):
+    model.save(shards=3)
+    (model.folder / "part-1.safetensors").unlink()
+    assert "part-1.safetensors cannot be read" in refused("quantize", model.folder, "-o", out)
+
+
+def test_a_tensor_in_two_files_is_refused(model, out):
+    shutil.copy(model.folder / "model.safetensors", model.folder / "again.safetensors")
+    assert "is both in" in refused("quantize", model.folder, "-o", out)
+
+
+def test_folders_that_are_no_checkpoint_are_refused(tmp_path, out):
+    assert "hf download some/model" in refused("quantize", "some/model", "-o", out)
+    assert "no config.json" in refused("quantize", tmp_path, "-o", out)
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json cannot be read" in refused("quantize", tmp_path, "-o", out)
+    (tmp_path / "config.json").write_text("[]")
+    assert "not a JSON object" in refused("quantize", tmp_path, "-o", out)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_text("")
+    assert "no *.safetensors files" in refused("quantize", tmp_path, "-o", out)
+
+
+def test_options_that_contradict_each_other_are_refused(model, out):
+    assert "must be below hi" in refused("quantize", model.folder, "-o", out, "--hi", 2, "--lo", 4)
+    assert "not supported yet" in refused("quantize", model.folder, "-o", out, "--tensor-parallel-size", 2)
+
+
+def test_an_option_that_does_not_exist_is_a_usage_error(model, out):
+    assert command("quantize", model.folder, "-o", out, "--hi", 3).exit_code == 2
+
+
+def test_a_mistake_of_ours_stays_a_traceback(model, out, monkeypatch):
+    fail_after(monkeypatch, 3, ZeroDivisionError())
+    assert isinstance(command("quantize", model.folder, "-o", out).exception, ZeroDivisionError)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_help_needs_neither_torch_nor_vllm():
+    program = (
+        "import sys; from typer.testing import CliRunner; from vllm_dymoe.cli import app;"
+        "results = [CliRunner().invoke(app, [*c, '--help']) for c in ([], ['quantize'], ['inspect'])];"
+        "assert all(result.exit_code == 0 for result in results);"
+        "assert 'quantize' in results[0].output;"
+        "assert not {'torch', 'vllm', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,22 @@
+"""What several test folders share."""
+
+import pytest
+import torch
+
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.experts.layout import ModelExperts
+from vllm_dymoe.experts.store import MemoryStore
+
+# The tests' matrices are too small to gain from threads, and threads that wait for each other cost much on a busy
+# machine.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def experts() -> ModelExperts:
+    return make_experts()
+
+
+@pytest.fixture(scope="session")
+def memory_store(experts: ModelExperts) -> MemoryStore:
+    return make_store(experts)

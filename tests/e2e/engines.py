@@ -1,0 +1,112 @@
+"""Real vLLM engines in this process, one at a time, and what the tests ask of them."""
+
+import contextlib
+import gc
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Read by vLLM when it is imported: the engine core stays in this process, so that tests can look into the runtime.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
+
+
+def prompts() -> list[str]:
+    """The shipped prompts, 16 of them."""
+    return [entry["prompt"] for entry in json.loads((MODEL / "prompts.json").read_text())][:16]
+
+
+@contextlib.contextmanager
+def engine(model: Path | str = MODEL, dymoe: dict[str, Any] | None = None, **settings: Any) -> Iterator[Any]:
+    """An engine; ``dymoe`` are the plugin's options, None serves without the plugin."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    if dymoe is not None:
+        settings = {"quantization": "dymoe", "additional_config": {"dymoe": dymoe}} | settings
+    defaults = {
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 32,
+        "enable_prefix_caching": False,
+        "max_logprobs": 10,
+    }
+    llm = LLM(model=str(model), **(defaults | settings))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def runtime_of(llm: Any) -> Any:
+    """The plugin's runtime inside the engine."""
+    runtime = llm.llm_engine.vllm_config.quant_config.loaded_model().runtime
+    assert runtime is not None
+    return runtime
+
+
+@dataclass
+class Answer:
+    """Greedy tokens of one prompt, and the top log-probabilities at each."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+
+
+def answer(llm: Any, texts: list[str], max_tokens: int = 32, logprobs: int | None = 5) -> list[Answer]:
+    """Greedy answers to prompts, given to the engine at once."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
+    answers = []
+    for output in llm.generate(texts, sampling, use_tqdm=False):
+        completion = output.outputs[0]
+        tops = [{t: entry.logprob for t, entry in position.items()} for position in completion.logprobs or []]
+        answers.append(Answer(list(completion.token_ids), tops))
+    return answers
+
+
+@contextlib.contextmanager
+def recorded_layers(runtime: Any) -> Iterator[list[torch.Tensor]]:
+    """Collect the output of every MoE layer of every step."""
+    outputs: list[torch.Tensor] = []
+    original = runtime.forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = original(*args, **kwargs)
+        outputs.append(out.clone())
+        return out
+
+    runtime.forward = forward
+    try:
+        yield outputs
+    finally:
+        del runtime.forward
+
+
+def equal_share(ours: list[Answer], theirs: list[Answer]) -> float:
+    """Share of positions with the same token."""
+    pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a.tokens, b.tokens, strict=True)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def check_logprobs_close(ours: list[Answer], theirs: list[Answer]) -> None:
+    """vLLM's own criterion: at the first different token each is among the other's top log-probabilities."""
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        for position, (token_a, token_b) in enumerate(zip(a.tokens, b.tokens, strict=True)):
+            if token_a != token_b:
+                where = f"prompt {number}, token {position}"
+                assert token_a in b.logprobs[position], f"{where}: {token_a} is not among the other's likely tokens"
+                assert token_b in a.logprobs[position], f"{where}: {token_b} is not among the other's likely tokens"
+                break

@@ -1,0 +1,184 @@
+"""The host store: what is written is read, and whatever is not right is found and named."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.small_model import fill, make_experts
+from vllm_dymoe.experts.layout import Projection
+from vllm_dymoe.experts.store import (
+    MANIFEST,
+    BlobKey,
+    FileStore,
+    Manifest,
+    MemoryStore,
+    StoreError,
+    all_keys,
+    file_name,
+)
+from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
+
+
+def write(folder, experts=None):
+    experts = experts or make_experts()
+    packer = ExpertPacker(experts, make_quantizer("rtn"), FileSink(folder, Manifest(experts, "rtn", "a model")))
+    fill(packer)
+    return packer.finish()
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = write(tmp_path / "store")
+    yield store
+    store.close()
+
+
+def read(store, key):
+    blob = torch.full((store.experts.formats[key.bits].nbytes,), 0xEE, dtype=torch.uint8)
+    store.read_into(key, blob)
+    return blob
+
+
+def test_files_and_memory_hold_the_same_bytes(store, memory_store):
+    for key in all_keys(store.experts):
+        assert torch.equal(read(store, key), memory_store.blob(key))
+
+
+def test_a_whole_file_store_goes_into_memory(store, memory_store):
+    copy = MemoryStore.from_files(store, pin=False)
+    assert all(torch.equal(copy.blob(key), memory_store.blob(key)) for key in all_keys(store.experts))
+
+
+def test_the_shards_are_ordinary_safetensors_files(store, memory_store):
+    for layer, index in enumerate(store.experts.layers):
+        with safe_open(store.folder / file_name(index), "pt") as shard:
+            assert sorted(shard.keys()) == ["2bit.blobs", "2bit.crc32", "4bit.blobs", "4bit.crc32"]
+            assert torch.equal(shard.get_tensor("4bit.blobs")[3], memory_store.blob(BlobKey(layer, 3, 4)))
+
+
+def test_blobs_begin_on_a_page(store):
+    with open(store.folder / file_name(1), "rb") as file:
+        assert (8 + int.from_bytes(file.read(8), "little")) % 4096 == 0
+
+
+def test_the_manifest_survives_the_round_trip(store):
+    assert Manifest.read(store.folder) == store.manifest == Manifest(store.experts, "rtn", "a model")
+
+
+def test_nothing_appears_under_its_name_before_it_is_complete(tmp_path):
+    experts = make_experts()
+    folder = tmp_path / "store"
+    packer = ExpertPacker(experts, make_quantizer("rtn"), FileSink(folder, Manifest(experts, "rtn", "a model")))
+    packer.put(0, 0, Projection.GATE, torch.ones(32, 64))
+    assert not folder.exists()
+    with pytest.raises(StoreError, match=r"lacks 35 expert projections.*up projection of expert 0 in layer 1"):
+        packer.finish()
+    assert not folder.exists()
+
+
+def test_two_writers_of_one_store_end_with_one_good_store(tmp_path):
+    experts, folder = make_experts(), tmp_path / "store"
+    packers = [
+        ExpertPacker(experts, make_quantizer("rtn"), FileSink(folder, Manifest(experts, "rtn", "a model")))
+        for _ in range(2)
+    ]
+    for packer in packers:
+        fill(packer)
+    stores = [packer.finish() for packer in packers]
+    assert torch.equal(read(stores[0], BlobKey(0, 0, 4)), read(stores[1], BlobKey(0, 0, 4)))
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_what_a_dead_writer_left_is_removed_and_a_living_one_is_left_alone(tmp_path):
+    experts = make_experts()
+    living = FileSink(tmp_path / "store", Manifest(experts, "rtn", "a model"))
+    partial = living._writer.partial
+    dead = partial.with_name(partial.name.replace(f"-{os.getpid()}-", "-999999999-"))
+    dead.mkdir()
+    FileSink(tmp_path / "store", Manifest(experts, "rtn", "a model"))
+    assert partial.exists()
+    assert not dead.exists()
+
+
+def damage(path, offset, data):
+    with open(path, "r+b") as file:
+        file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
+        file.write(data)
+
+
+def test_a_flipped_bit_is_found_at_the_first_read(store):
+    shard = store.folder / file_name(2)
+    fmt = store.experts.formats[4]
+    damage(shard, 4096 + fmt.nbytes + fmt.sections[1].start, b"\xff\xfe")
+    fresh = FileStore(store.folder)
+    read(fresh, BlobKey(1, 0, 4))
+    with pytest.raises(StoreError, match=r"00002.*corrupted: the up projection of expert 1 at 4 bits"):
+        read(fresh, BlobKey(1, 1, 4))
+    read(FileStore(store.folder, verify=False), BlobKey(1, 1, 4))
+
+
+def test_a_truncated_shard_is_refused_at_opening(store):
+    os.truncate(store.folder / file_name(2), 5000)
+    with pytest.raises(StoreError, match=r"00002\.safetensors has 5000 bytes where its header promises .* truncated"):
+        FileStore(store.folder)
+
+
+def test_a_shard_that_shrinks_while_it_is_open_is_an_error_and_no_crash(store):
+    os.truncate(store.folder / file_name(1), 4096 + 10)
+    with pytest.raises(StoreError, match=r"00001\.safetensors ends at byte 4106, inside expert 0"):
+        read(store, BlobKey(0, 0, 4))
+
+
+def test_a_missing_shard_is_named(store):
+    (store.folder / file_name(1)).unlink()
+    with pytest.raises(StoreError, match=r"00001\.safetensors of the expert store cannot be opened: No such file"):
+        FileStore(store.folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "holds no expert store"),
+        ("{", "is not a manifest"),
+        ("[]", "is not a manifest"),
+        (json.dumps({"version": 99}), "has store version 99, but this vllm-dymoe reads version 1"),
+        (json.dumps({"version": 1}), "is not a manifest"),
+    ],
+)
+def test_a_wrong_manifest_is_named(tmp_path, content, sentence):
+    if content is not None:
+        (tmp_path / MANIFEST).write_text(content)
+    with pytest.raises(StoreError, match=sentence):
+        FileStore(tmp_path)
+
+
+def test_a_file_that_is_no_safetensors_file_is_named(store):
+    (store.folder / file_name(1)).write_bytes(b"\xff" * 100_000)
+    with pytest.raises(StoreError, match="is not a safetensors file"):
+        FileStore(store.folder)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_writing(tmp_path, monkeypatch):
+    experts = make_experts()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    with pytest.raises(StoreError, match=r"needs \d+ bytes, but its disk has 10 left"):
+        FileSink(tmp_path / "store", Manifest(experts, "rtn", "a model"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("weight", "sentence"),
+    [
+        (torch.ones(64, 64), r"gate projection of expert 5 in layer 2 has shape \[64, 64\] .* says \[32, 64\]"),
+        (torch.full((32, 64), float("nan")), "gate projection of expert 5 in layer 2 cannot be quantized to 4 bits"),
+    ],
+)
+def test_wrong_weights_are_named(tmp_path, weight, sentence):
+    experts = make_experts()
+    packer = ExpertPacker(experts, make_quantizer("rtn"), FileSink(tmp_path / "s", Manifest(experts, "rtn", "")))
+    with pytest.raises(StoreError, match=sentence):
+        packer.put(1, 5, Projection.GATE, weight)

@@ -1,0 +1,200 @@
+"""The runtime: residency never changes values, skip is skip, failures leave nothing behind."""
+
+import contextlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.experts.store import StoreError
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.kernels.reference import expert_reference
+from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.transfer import TransferError
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class ByNumber:
+    """A precision plan that depends on the expert alone, so that it is the same for every budget."""
+
+    low: frozenset[int] = frozenset()
+    skipped: frozenset[int] = frozenset()
+
+    @property
+    def tiers(self):
+        return frozenset((Tier.HI, Tier.LO)) if self.low else frozenset((Tier.HI,))
+
+    def plan(self, routing):
+        return {e: Tier.SKIP if e in self.skipped else Tier.LO if e in self.low else Tier.HI for e in routing.active}
+
+
+def make_runtime(store, budget="100%", policy=None, lo=2, **options):
+    return MoERuntime(store, Options(hi=4, lo=lo, group_size=32, expert_budget=budget, **options), CPU, policy=policy)
+
+
+def random_step(seed, tokens, experts):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, experts.num_experts, generator=generator)
+    weights, ids = scores.topk(experts.top_k, dim=1)
+    x = torch.randn(tokens, next(iter(experts.formats.values())).hidden, generator=generator).bfloat16()
+    return x, weights / weights.sum(1, keepdim=True), ids.int()
+
+
+def run(runtime, steps):
+    outputs = [runtime.forward(layer, *random_step(seed, tokens, runtime.experts)) for seed, layer, tokens in steps]
+    runtime.check_integrity()
+    return outputs
+
+
+STEPS = [(seed, seed % 2, (1, 1, 1, 7, 40)[seed % 5]) for seed in range(30)]
+BUDGETS = ["100%", "50%", "25%", "minimum"]
+
+
+def with_budget(store, budget, policy=None, **options):
+    runtime = make_runtime(store, "100%", policy, **options)
+    runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
+    return runtime
+
+
+def test_the_output_is_the_weighted_sum_of_the_experts(memory_store):
+    runtime = make_runtime(memory_store)
+    x, weights, ids = random_step(1, 5, memory_store.experts)
+    got = runtime.forward(1, x, weights, ids)
+    want = torch.zeros(x.shape, dtype=torch.float64)
+    fmt = memory_store.experts.formats[4]
+    from vllm_dymoe.experts.store import BlobKey
+
+    for token in range(5):
+        for k in range(2):
+            blob = memory_store.blob(BlobKey(1, int(ids[token, k]), 4))
+            packed = fmt.view(blob)
+            y = expert_reference(x[token : token + 1], packed.gate, packed.up, packed.down, Activation.SILU)
+            want[token] += weights[token, k].double() * y[0].double()
+    # bf16 keeps 8 bits: rounding the inner activation, each expert's output and the sum stays below 1 %.
+    assert (got.double() - want).norm() / want.norm() < 1e-2
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("policy", [None, ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))])
+def test_no_budget_changes_a_bit(memory_store, policy, threads):
+    want = run(with_budget(memory_store, "100%", policy, io_threads=threads), STEPS)
+    for budget in BUDGETS[1:]:
+        runtime = with_budget(memory_store, budget, policy, io_threads=threads)
+        got = run(runtime, STEPS)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), budget
+        assert runtime.budget.peak <= runtime.budget.limit
+        runtime.engine.close()
+
+
+def test_full_residency_fetches_every_expert_once(memory_store):
+    runtime = make_runtime(memory_store, lo=0)
+    run(runtime, STEPS * 3)
+    stats = runtime.stats()
+    assert stats.misses == stats.transfers["demand"] <= 12
+    assert stats.bytes_moved["demand"] == stats.misses * memory_store.experts.formats[4].nbytes
+
+
+def test_the_smallest_budget_serves_and_one_byte_less_is_refused(memory_store):
+    runtime = with_budget(memory_store, "minimum")
+    assert {tier.value: n for tier, n in runtime.plan.slots.items()} == {"hi": 1}
+    least = runtime.minimum_budget
+    with pytest.raises(ConfigError, match=f"set expert_budget to at least {least} bytes"):
+        make_runtime(memory_store, least - 1)
+    with pytest.raises(ConfigError, match="at least"):
+        runtime.resize(least - 1)
+    run(runtime, STEPS[:5])
+
+
+def test_skipped_experts_move_nothing_and_add_nothing(memory_store):
+    everyone = frozenset(range(6))
+    runtime = make_runtime(memory_store, policy=ByNumber(skipped=everyone))
+    outputs = run(runtime, STEPS)
+    assert all(bool((out == 0).all()) for out in outputs)
+    assert runtime.stats().transfers["demand"] == 0
+
+
+def test_another_ranks_experts_add_nothing(memory_store):
+    x, weights, ids = random_step(3, 8, memory_store.experts)
+    runtime = make_runtime(memory_store)
+    mine = torch.where(ids < 3, ids, -1)
+    theirs = torch.where(ids >= 3, ids, -1)
+    both = runtime.forward(0, x, weights, mine).float() + runtime.forward(0, x, weights, theirs).float()
+    whole = runtime.forward(0, x, weights, ids).float()
+    # Three roundings to bf16 (8 bits) instead of one.
+    torch.testing.assert_close(both, whole, rtol=2e-2, atol=2e-2 * whole.abs().max().item())
+    nobody = runtime.forward(0, x, weights, torch.full_like(ids, -1))
+    assert bool((nobody == 0).all())
+
+
+def test_no_tokens_are_no_work(memory_store):
+    runtime = make_runtime(memory_store)
+    x, weights, ids = random_step(0, 0, memory_store.experts)
+    assert runtime.forward(0, x, weights, ids).shape == (0, 64)
+
+
+def test_resizing_between_steps_changes_slots_and_no_bit(memory_store):
+    want = run(make_runtime(memory_store), STEPS)
+    runtime = make_runtime(memory_store)
+    got = []
+    for number, step in enumerate(STEPS):
+        if number % 4 == 0:
+            runtime.resize(BUDGETS[number // 4 % 3])
+        got += run(runtime, [step])
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+class FailingStore:
+    """Reads fail in the given calls, and otherwise deliver."""
+
+    def __init__(self, store, failing):
+        self._store, self._failing, self.calls = store, failing, 0
+        self.experts, self.description = store.experts, store.description
+
+    def read_into(self, key, destination):
+        self.calls += 1
+        if self.calls in self._failing:
+            destination.fill_(0xEE)
+            raise StoreError("disk error")
+        self._store.read_into(key, destination)
+
+    def close(self):
+        pass
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sets(st.integers(1, 60), max_size=12),
+    st.sampled_from(BUDGETS),
+    st.integers(0, 2),
+    st.sampled_from([None, ByNumber(low=frozenset({0, 3}))]),
+)
+def test_a_failed_read_fails_its_step_and_no_other(failing, budget, threads, policy):
+    want = run(make_runtime(STORE, policy=policy), STEPS)
+    store = FailingStore(STORE, failing)
+    runtime = with_budget(store, budget, policy, io_threads=threads)
+    failures = 0
+    for step, wanted in zip(STEPS, want, strict=True):
+        due = failing & set(range(store.calls + 1, store.calls + 100))
+        got = None
+        with contextlib.suppress(TransferError):
+            got = run(runtime, [step])
+        runtime.check_integrity()
+        if got is None:
+            failures += 1
+            assert due & set(range(store.calls + 1)), "a step failed although no read of it did"
+        else:
+            assert torch.equal(got[0], wanted)
+    assert (failures > 0) == bool(failing & set(range(store.calls + 1)))
+    runtime.engine.close()
+    runtime.cache.clear()
+    runtime.check_integrity()
+
+
+STORE = make_store(make_experts())

@@ -1,0 +1,39 @@
+"""A small random model, for tests that need experts and not a language."""
+
+import torch
+
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
+from vllm_dymoe.experts.store import MemoryStore
+from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize.experts import ExpertPacker, MemorySink
+
+
+def make_experts(
+    *, layers=2, num_experts=6, top_k=2, hidden=64, intermediate=32, bits=(4, 2), group_size=32, dtype=torch.bfloat16
+) -> ModelExperts:
+    """A small model's experts."""
+    formats = {b: ExpertFormat(hidden, intermediate, b, group_size, dtype) for b in bits}
+    return ModelExperts(tuple(range(1, layers + 1)), num_experts, top_k, formats)
+
+
+def random_weight(experts: ModelExperts, layer: int, expert: int, projection: Projection) -> torch.Tensor:
+    """The 16-bit weights of one projection; the same every time."""
+    fmt = next(iter(experts.formats.values()))
+    matrix = fmt.matrices[projection]
+    generator = torch.Generator().manual_seed(layer * 1000 + expert * 10 + projection)
+    return (torch.randn(matrix.rows, matrix.columns, generator=generator) * matrix.columns**-0.5).to(fmt.dtype)
+
+
+def fill(packer: ExpertPacker) -> None:
+    """Put every projection of a random model."""
+    for layer in range(len(packer.experts.layers)):
+        for expert in range(packer.experts.num_experts):
+            for projection in Projection:
+                packer.put(layer, expert, projection, random_weight(packer.experts, layer, expert, projection))
+
+
+def make_store(experts: ModelExperts) -> MemoryStore:
+    """A random model in host memory."""
+    packer = ExpertPacker(experts, make_quantizer("rtn"), MemorySink(experts, pin=False))
+    fill(packer)
+    return packer.finish()

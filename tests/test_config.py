@@ -1,0 +1,90 @@
+"""Options: the order of their sources, and one clear sentence for each mistake."""
+
+import pytest
+from pydantic import ValidationError
+
+from vllm_dymoe.config import ConfigError, ExpertBudget, Options
+
+
+def load(additional=None, checkpoint=None, environment=None):
+    return Options.load(additional, checkpoint, environment or {})
+
+
+def test_the_nearest_source_wins():
+    checkpoint = {"quant_method": "dymoe", "format_version": 1, "hi": 8, "group_size": 128, "seed": 1}
+    environment = {"DYMOE_GROUP_SIZE": "32", "DYMOE_SEED": "2", "PATH": "/bin"}
+    options = load({"seed": 3}, checkpoint, environment)
+    assert (options.hi, options.group_size, options.seed) == (8, 32, 3)
+
+
+def test_environment_values_are_json_or_text():
+    options = load(environment={"DYMOE_EXPERT_BUDGET": "25%", "DYMOE_HOST_STORE": "pinned", "DYMOE_HI": "16"})
+    assert options.expert_budget == ExpertBudget(share=0.25)
+    assert (options.host_store, options.hi) == ("pinned", 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("auto", ExpertBudget()),
+        (1_000, ExpertBudget(bytes=1_000)),
+        ("4GiB", ExpertBudget(bytes=4 * 2**30)),
+        ("1.5 MiB", ExpertBudget(bytes=3 * 2**19)),
+        ("12.5%", ExpertBudget(share=0.125)),
+        (0.25, ExpertBudget(share=0.25)),
+        (1.0, ExpertBudget(share=1.0)),
+        (1, ExpertBudget(bytes=1)),
+    ],
+)
+def test_budgets_are_bytes_or_shares(text, budget):
+    assert load({"expert_budget": text}).expert_budget == budget
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", -5, 0, "lots", "4 parsecs", 1.5e300, None, "nan%", []])
+def test_impossible_budgets_are_refused(text):
+    with pytest.raises(ConfigError, match=r"expert_budget.*(auto|GiB)"):
+        load({"expert_budget": text})
+
+
+def test_a_share_resolves_to_bytes():
+    assert ExpertBudget(share=0.25).resolve(1000) == 250
+    assert ExpertBudget(bytes=77).resolve(1000) == 77
+    with pytest.raises(ValueError, match="automatic"):
+        ExpertBudget().resolve(1000)
+
+
+@pytest.mark.parametrize(
+    ("additional", "environment", "sentence"),
+    [
+        ({"expert_bugdet": "25%"}, {}, 'additional_config.dymoe.expert_bugdet .* did you mean "expert_budget"'),
+        ({"zzz": 1}, {}, "zzz is not an option; the options are .*expert_budget"),
+        ({}, {"DYMOE_HII": "4"}, 'DYMOE_HII is not an option; did you mean "hi"'),
+        ({"hi": 3}, {}, "additional_config.dymoe.hi = 3: input should be 16, 8, 4 or 2"),
+        ({}, {"DYMOE_HI": "five"}, 'DYMOE_HI = "five"'),
+        ({"hi": 4, "lo": 4}, {}, "lo is 4 bits but must be below hi, which is 4"),
+        ({"hi": 2, "lo": 8}, {}, "must be below hi"),
+        ({"policy": "best"}, {}, 'policy "best" does not exist; choose one of exact, uniform-lo'),
+        ({"policy": "uniform-lo"}, {}, "would skip every expert"),
+        ({"group_size": 100}, {}, "group_size = 100"),
+        ({"host_store": "cloud"}, {}, "host_store"),
+        ({"staging_slots": 0}, {}, "staging_slots = 0"),
+        ({"io_threads": -1}, {}, "io_threads = -1"),
+        ("25%", {}, "must be an object of options"),
+    ],
+)
+def test_mistakes_are_one_sentence_that_names_the_place(additional, environment, sentence):
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        load(additional, environment=environment)
+    message = str(caught.value)
+    assert message.startswith("vllm-dymoe: ")
+    assert "\n" not in message
+
+
+def test_options_cannot_be_changed_afterwards():
+    with pytest.raises(ValidationError):
+        Options().hi = 8
+
+
+def test_stored_bits_leave_out_what_is_skipped():
+    assert Options(hi=4, lo=0).stored_bits == (4,)
+    assert Options(hi=8, lo=2).stored_bits == (8, 2)

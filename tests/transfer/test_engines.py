@@ -1,0 +1,224 @@
+"""One suite for every way of moving bytes; CUDA joins in where there is a device."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.transfer.simulated import SimulatedStreams
+from vllm_dymoe.experts.store import BlobKey, StoreError
+from vllm_dymoe.transfer import Reason, TransferError, make_engine
+from vllm_dymoe.transfer.cuda import CudaStreams, PinnedDelivery, StagedDelivery
+from vllm_dymoe.transfer.queue import QueuedEngine
+from vllm_dymoe.transfer.threads import CpuDelivery
+
+CPU = torch.device("cpu")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Harness:
+    """An engine, with a way to make slots and to see what computation would read from one."""
+
+    def __init__(self, kind, store):
+        self.device, self.streams = CPU, None
+        if kind == "inline":
+            self.engine = make_engine(store, CPU, io_threads=0, largest_blob=0)
+        elif kind == "threads":
+            self.engine = make_engine(store, CPU, io_threads=2, largest_blob=0)
+        elif kind.startswith("cuda"):
+            self.device = torch.device("cuda")
+            self.streams = CudaStreams(self.device)
+        else:
+            self.streams = SimulatedStreams(seed=0)
+        buffers = [torch.empty(1 << 16, dtype=torch.uint8, pin_memory=kind.startswith("cuda")) for _ in range(2)]
+        if kind.endswith("pinned"):
+            self.engine = QueuedEngine(PinnedDelivery(store, self.streams), 0, eager=True)
+        elif kind.endswith("staged"):
+            # The simulation is not made for several host threads; the real device is.
+            threads = 2 if kind.startswith("cuda") else 0
+            self.engine = QueuedEngine(StagedDelivery(store, self.streams, buffers), threads)
+
+    def slot(self, nbytes):
+        return torch.full((nbytes,), 0xEE, dtype=torch.uint8, device=self.device)
+
+    def read(self, slot):
+        """What computation issued now sees in the slot."""
+        if isinstance(self.streams, SimulatedStreams):
+            seen = []
+            self.streams.compute(lambda: seen.append(slot.clone()))
+            self.streams.run()
+            return seen[0]
+        return slot.cpu().clone()
+
+
+KINDS = [
+    "inline",
+    "threads",
+    "simulated-pinned",
+    "simulated-staged",
+    pytest.param("cuda-pinned", marks=needs_cuda),
+    pytest.param("cuda-staged", marks=needs_cuda),
+]
+
+
+@pytest.fixture(params=KINDS)
+def harness(request, memory_store):
+    harness = Harness(request.param, memory_store)
+    yield harness
+    harness.engine.close()
+
+
+def blob(store, key):
+    return store.blob(key).clone()
+
+
+def test_the_bytes_arrive(harness, memory_store):
+    for bits in (4, 2):
+        key = BlobKey(1, 3, bits)
+        want = blob(memory_store, key)
+        slot = harness.slot(want.numel())
+        ticket = harness.engine.submit(key, slot, Reason.DEMAND)
+        harness.engine.wait(ticket)
+        assert torch.equal(harness.read(slot), want)
+        harness.engine.wait(ticket)  # a second user of the same version waits too
+
+
+def test_many_transfers_count_by_reason(harness, memory_store):
+    tickets = []
+    for expert in range(6):
+        key = BlobKey(0, expert, 4)
+        slot = harness.slot(blob(memory_store, key).numel())
+        tickets.append((harness.engine.submit(key, slot, Reason(expert % 3)), slot, key))
+    for ticket, slot, key in tickets:
+        harness.engine.wait(ticket)
+        assert torch.equal(harness.read(slot), blob(memory_store, key))
+    nbytes = blob(memory_store, BlobKey(0, 0, 4)).numel()
+    assert harness.engine.stats.bytes_moved == dict.fromkeys(Reason, 2 * nbytes)
+    assert harness.engine.stats.transfers == dict.fromkeys(Reason, 2)
+
+
+def test_a_slot_is_not_rewritten_before_its_last_reader(harness, memory_store):
+    first, second = BlobKey(0, 0, 4), BlobKey(0, 1, 4)
+    slot = harness.slot(blob(memory_store, first).numel())
+    for seed in range(20):
+        if isinstance(harness.streams, SimulatedStreams):
+            harness.streams._random.seed(seed)
+        harness.engine.wait(harness.engine.submit(first, slot, Reason.DEMAND))
+        seen = []
+        if isinstance(harness.streams, SimulatedStreams):
+            harness.streams.compute(lambda seen=seen: seen.append(slot.clone()))
+        else:
+            seen.append(slot.clone())
+        ticket = harness.engine.submit(second, slot, Reason.DEMAND, after=harness.engine.fence())
+        harness.engine.wait(ticket)
+        assert torch.equal(harness.read(slot), blob(memory_store, second))
+        assert torch.equal(seen[0].cpu(), blob(memory_store, first))
+
+
+def test_the_simulation_finds_a_missing_fence(memory_store):
+    """The test above can fail: without ``after`` some order of events shows the reader the wrong bytes."""
+    first, second = BlobKey(0, 0, 4), BlobKey(0, 1, 4)
+    wrong = 0
+    for seed in range(20):
+        streams = SimulatedStreams(seed)
+        engine = QueuedEngine(PinnedDelivery(memory_store, streams), 0, eager=True)
+        slot = torch.zeros_like(memory_store.blob(first))
+        engine.wait(engine.submit(first, slot, Reason.DEMAND))
+        seen = []
+        streams.compute(lambda slot=slot, seen=seen: seen.append(slot.clone()))
+        engine.submit(second, slot, Reason.DEMAND, after=None)
+        streams.run()
+        wrong += not torch.equal(seen[0], memory_store.blob(first))
+    assert wrong > 0
+
+
+def test_settling_means_nobody_writes_the_slot_any_more(harness, memory_store):
+    key = BlobKey(0, 2, 4)
+    slot = harness.slot(blob(memory_store, key).numel())
+    harness.engine.settle(harness.engine.submit(key, slot, Reason.PREFETCH))
+    slot.fill_(7)
+    if isinstance(harness.streams, SimulatedStreams):
+        harness.streams.run()
+    assert bool((slot == 7).all())
+
+
+class FaultyStore:
+    """Fails for one expert, and can hold every reader back."""
+
+    def __init__(self, store, broken):
+        self._store, self._broken = store, broken
+        self.gate = threading.Event()
+        self.gate.set()
+        self.order = []
+
+    def read_into(self, key, destination):
+        self.gate.wait()
+        self.order.append(key.expert)
+        if key.expert == self._broken:
+            raise StoreError("the disk is on fire")
+        self._store.read_into(key, destination)
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_failed_read_is_told_to_whoever_waits(memory_store, threads):
+    engine = QueuedEngine(CpuDelivery(FaultyStore(memory_store, broken=1)), threads)
+    slot = torch.empty_like(memory_store.blob(BlobKey(0, 1, 4)))
+    bad = engine.submit(BlobKey(0, 1, 4), slot, Reason.DEMAND)
+    with pytest.raises(TransferError, match="on fire"):
+        engine.wait(bad)
+    engine.wait(engine.submit(BlobKey(0, 2, 4), slot, Reason.DEMAND))
+    assert torch.equal(slot, memory_store.blob(BlobKey(0, 2, 4)))
+    assert engine.stats.failed == 1
+    engine.close()
+
+
+def test_demand_overtakes_prefetch_and_migration(memory_store):
+    store = FaultyStore(memory_store, broken=-1)
+    store.gate.clear()
+    engine = QueuedEngine(CpuDelivery(store), threads=1)
+    slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(5)]
+    blocker = engine.submit(BlobKey(0, 0, 4), slots[0], Reason.MIGRATION)
+    while blocker.state.value == "pending":
+        time.sleep(0.001)
+    reasons = {1: Reason.MIGRATION, 2: Reason.PREFETCH, 3: Reason.DEMAND, 4: Reason.DEMAND}
+    tickets = [engine.submit(BlobKey(0, e, 4), slots[e], reason) for e, reason in reasons.items()]
+    store.gate.set()
+    for ticket in tickets:
+        assert ticket.finished.wait(10)
+    assert store.order == [0, 3, 4, 2, 1]
+    engine.close()
+
+
+def test_whoever_waits_runs_what_nobody_has_begun(memory_store):
+    store = FaultyStore(memory_store, broken=-1)
+    engine = QueuedEngine(CpuDelivery(store), threads=0)
+    slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(2)]
+    first = engine.submit(BlobKey(0, 0, 4), slots[0], Reason.DEMAND)
+    second = engine.submit(BlobKey(0, 1, 4), slots[1], Reason.DEMAND)
+    engine.wait(second)
+    assert store.order == [1]
+    assert engine.cancel(first)
+    with pytest.raises(TransferError, match="cancelled"):
+        engine.wait(first)
+    assert not engine.cancel(second), "it is done already"
+    engine.close()
+
+
+def test_closing_ends_every_thread_and_cancels_what_waits(memory_store):
+    before = threading.active_count()
+    store = FaultyStore(memory_store, broken=-1)
+    store.gate.clear()
+    engine = QueuedEngine(CpuDelivery(store), threads=2)
+    slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(5)]
+    tickets = [engine.submit(BlobKey(0, e, 4), slots[e], Reason.DEMAND) for e in range(5)]
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    time.sleep(0.05)
+    store.gate.set()
+    closer.join(10)
+    assert not closer.is_alive()
+    assert threading.active_count() == before
+    assert all(ticket.finished.is_set() for ticket in tickets)
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(BlobKey(0, 0, 4), slots[0], Reason.DEMAND)

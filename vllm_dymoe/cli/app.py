@@ -1,0 +1,79 @@
+"""The commands and their options."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from vllm_dymoe import __version__
+from vllm_dymoe.cli.errors import one_sentence_errors
+
+app = typer.Typer(
+    name="vllm-dymoe",
+    help="Serve Mixture-of-Experts models that do not fit on the accelerator, with vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+@one_sentence_errors
+def quantize(
+    model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint with 16-bit weights.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; `vllm serve` opens it as it is.")],
+    hi: Annotated[Literal["16", "8", "4", "2"], typer.Option(help="Bits per weight of the high tier.")] = "4",
+    lo: Annotated[
+        Literal["8", "4", "2", "0"], typer.Option(help="Bits per weight of the low tier; 0 stores none.")
+    ] = "0",
+    group_size: Annotated[
+        Literal["32", "64", "128"], typer.Option(help="Weights that share one scale and zero.")
+    ] = "64",
+    quantizer: Annotated[
+        Literal["rtn", "hqq"], typer.Option(help="Round to nearest, or HQQ: slower, better at 2 bits.")
+    ] = "rtn",
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16"],
+        typer.Option(help="Of scales, activations and 16-bit experts; auto takes the checkpoint's."),
+    ] = "auto",
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Number of GPUs that share the model; only 1 so far.")
+    ] = 1,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a dymoe checkpoint.")] = False,
+) -> None:
+    """Write a checkpoint with packed experts, which vLLM then opens in seconds."""
+    from vllm_dymoe.cli.quantize import run
+
+    run(
+        model,
+        out,
+        hi=int(hi),
+        lo=int(lo),
+        group_size=int(group_size),
+        quantizer=quantizer,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        overwrite=overwrite,
+    )
+
+
+@app.command()
+@one_sentence_errors
+def inspect(
+    path: Annotated[Path, typer.Argument(help="Folder of an expert store, a dymoe checkpoint or a MoE checkpoint.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every expert and check its checksums.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Show layers, experts, bytes and feasible budgets of a store or a checkpoint."""
+    from vllm_dymoe.cli.inspect import run
+
+    run(path, verify=verify, as_json=as_json)

@@ -1,0 +1,29 @@
+"""Bytes for people: as a number with a unit, and as a progress bar."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from pydantic import ByteSize
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+
+def size(nbytes: int) -> str:
+    """Bytes with a unit: 1536 -> 1.5 KiB."""
+    return ByteSize(nbytes).human_readable(separator=" ")
+
+
+@contextmanager
+def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr if that is a terminal; yields what is called with each number of bytes done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda nbytes: progress.advance(task, nbytes)

@@ -1,0 +1,181 @@
+"""``vllm-dymoe inspect``: what a store or a checkpoint holds, and which budgets can serve it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vllm_dymoe.cli.display import byte_progress, size
+from vllm_dymoe.config import ConfigError, ExpertBudget, Options
+from vllm_dymoe.experts.layout import ModelExperts
+from vllm_dymoe.experts.store import MANIFEST, FileStore, all_keys
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.quantize.checkpoint import Checkpoint, read_config
+from vllm_dymoe.quantize.tensors import read_tensors
+from vllm_dymoe.runtime.sizing import limit_in_bytes, minimum_budget, plan_slots, workspace_bytes
+
+_SHARES = (0.25, 0.5, 1.0)
+
+
+def run(path: Path, *, verify: bool, as_json: bool) -> None:
+    """Print what ``path`` holds.
+
+    Raises:
+        CheckpointError: it is a checkpoint that cannot be read.
+        ConfigError: ``verify`` for a checkpoint without packed experts.
+        StoreError: the store is incomplete, or a checksum does not match.
+    """
+    if (path / MANIFEST).is_file() or _is_ours(path):
+        store = FileStore(path)
+        try:
+            report = _describe_store(store)
+            if verify:
+                _verify(store)
+                report["verified"] = True
+        finally:
+            store.close()
+    elif verify:
+        raise ConfigError(f"{path} holds no packed experts, so it has no checksums to verify.")
+    else:
+        report = _describe_checkpoint(Checkpoint(path))
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print(report)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether config.json says that this is a dymoe checkpoint."""
+    if not (path / "config.json").is_file():
+        return False
+    return (read_config(path).get("quantization_config") or {}).get("quant_method") == "dymoe"
+
+
+def _describe_store(store: FileStore) -> dict[str, Any]:
+    manifest, experts = store.manifest, store.experts
+    checkpoint = _is_ours(store.folder)
+    rank, ranks = manifest.tensor_parallel
+    bits = sorted(experts.formats, reverse=True)
+    return {
+        "kind": "dymoe checkpoint" if checkpoint else "expert store",
+        "folder": str(store.folder),
+        "model": manifest.model,
+        "quantizer": manifest.quantizer,
+        "tensor_parallel": {"rank": rank, "size": ranks},
+        **({"dense_bytes": sum(p.nbytes for p in read_tensors(store.folder).values())} if checkpoint else {}),
+        **_describe_experts(experts),
+        "budgets": _budgets(experts, Options.model_validate({"hi": bits[0], "lo": bits[1] if len(bits) > 1 else 0})),
+    }
+
+
+def _describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    options = Options()
+    experts = checkpoint.model_experts((16, 8, 4, 2), options.group_size, checkpoint.dtype)
+    return {
+        "kind": "MoE checkpoint, not quantized yet",
+        "folder": str(checkpoint.folder),
+        "model": checkpoint.fingerprint(),
+        "dense_bytes": checkpoint.dense_bytes,
+        "expert_bytes": checkpoint.expert_bytes,
+        **_describe_experts(experts),
+        "budgets": _budgets(experts, options),
+    }
+
+
+def _describe_experts(experts: ModelExperts) -> dict[str, Any]:
+    fmt = next(iter(experts.formats.values()))
+    return {
+        "layers": list(experts.layers),
+        "num_experts": experts.num_experts,
+        "top_k": experts.top_k,
+        "hidden_size": fmt.hidden,
+        "intermediate_size": fmt.intermediate,
+        "dtype": str(fmt.dtype).removeprefix("torch."),
+        "group_size": fmt.group_size,
+        "versions": [
+            {"bits": bits, "expert_bytes": version.nbytes, "total_bytes": experts.nbytes(bits)}
+            for bits, version in sorted(experts.formats.items(), reverse=True)
+        ],
+    }
+
+
+def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
+    """The smallest feasible budget and some shares, for the tiers that a policy may use.
+
+    Each says how many experts a layer then keeps in the high tier, and in the low one.
+    """
+    workspace = workspace_bytes(experts)
+    choices = [frozenset((Tier.HI,))] + ([frozenset((Tier.HI, Tier.LO))] if options.lo else [])
+    rows = []
+    for tiers in choices:
+        limits = {"smallest": minimum_budget(experts, options, tiers, workspace)}
+        for share in _SHARES:
+            limits[f"{share:.0%}"] = limit_in_bytes(ExpertBudget(share=share), experts, options, workspace, 0)
+        for name, limit in limits.items():
+            if limit < limits["smallest"]:
+                continue
+            plan = plan_slots(experts, options, tiers, limit, workspace)
+            kept = {tier.value: min(plan.quotas(tier, len(experts.layers))) for tier in plan.slots}
+            names = [tier.value for tier in plan.slots]
+            rows.append({"tiers": names, "expert_budget": name, "bytes": limit, "experts_kept_per_layer": kept})
+    return rows
+
+
+def _verify(store: FileStore) -> None:
+    """Read every blob once; the store checks each section against its checksum.
+
+    Raises:
+        StoreError: one cannot be read or does not match.
+    """
+    experts = store.experts
+    buffers = {bits: torch.empty(fmt.nbytes, dtype=torch.uint8) for bits, fmt in experts.formats.items()}
+    total = sum(experts.nbytes(bits) for bits in experts.formats)
+    with byte_progress(f"Verifying {escape(store.folder.name)}", total) as advance:
+        for key in all_keys(experts):
+            store.read_into(key, buffers[key.bits])
+            advance(experts.formats[key.bits].nbytes)
+
+
+def _print(report: dict[str, Any]) -> None:
+    console = Console()
+    layers = report["layers"]
+    facts = Table(title=f"{escape(report['folder'])}: {report['kind']}", title_justify="left", show_header=False)
+    facts.add_row("MoE layers", f"{len(layers)} ({layers[0]} to {layers[-1]})")
+    facts.add_row("experts per layer", f"{report['num_experts']}, top {report['top_k']}")
+    facts.add_row("hidden, intermediate", f"{report['hidden_size']}, {report['intermediate_size']}")
+    facts.add_row("dtype, group size", f"{report['dtype']}, {report['group_size']}")
+    if "quantizer" in report:
+        facts.add_row("quantizer", report["quantizer"])
+        parallel = report["tensor_parallel"]
+        facts.add_row("tensor-parallel rank", f"{parallel['rank']} of {parallel['size']}")
+    if "dense_bytes" in report:
+        facts.add_row("dense part", size(report["dense_bytes"]))
+    if "expert_bytes" in report:
+        facts.add_row("experts as they are", size(report["expert_bytes"]))
+    facts.add_row("model fingerprint", escape(report["model"]))
+    if report.get("verified"):
+        facts.add_row("checksums", "all match")
+    console.print(facts)
+
+    versions = Table("bits", title="Experts" if "quantizer" in report else "Experts if quantized", title_justify="left")
+    versions.add_column("an expert", justify="right")
+    versions.add_column("all experts", justify="right")
+    for version in report["versions"]:
+        versions.add_row(str(version["bits"]), size(version["expert_bytes"]), size(version["total_bytes"]))
+    console.print(versions)
+
+    bits = "" if "quantizer" in report else f" at {Options().hi} bits"
+    budgets = Table(
+        "tiers in use", "expert_budget", title=f"Budgets{bits}, kernel workspace included", title_justify="left"
+    )
+    budgets.add_column("bytes", justify="right")
+    budgets.add_column("kept per layer")
+    for row in report["budgets"]:
+        kept = ", ".join(f"{count} {tier}" for tier, count in row["experts_kept_per_layer"].items())
+        tiers = " + ".join(row["tiers"])
+        budgets.add_row(tiers, row["expert_budget"], f"{row['bytes']} ({size(row['bytes'])})", kept)
+    console.print(budgets)

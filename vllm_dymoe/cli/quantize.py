@@ -1,0 +1,80 @@
+"""``vllm-dymoe quantize``: progress while it runs, a table at the end."""
+
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vllm_dymoe.cli.display import byte_progress, size
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.quantize.convert import Conversion, Recipe, convert
+
+
+def run(
+    model: Path,
+    out: Path,
+    *,
+    hi: int,
+    lo: int,
+    group_size: int,
+    quantizer: str,
+    dtype: str,
+    tensor_parallel_size: int,
+    overwrite: bool,
+) -> None:
+    """Convert ``model`` to ``out`` and say what it became.
+
+    Raises:
+        ConfigError: options that cannot work together.
+        CheckpointError: the source cannot be read, or the target not be written.
+        StoreError: experts cannot be quantized.
+    """
+    if tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size {tensor_parallel_size} is not supported yet: a checkpoint holds the experts of "
+            "one rank; serve the original with --quantization dymoe, which cuts the experts while it loads."
+        )
+    _check_options(hi, lo, group_size, quantizer)
+    recipe = Recipe(hi, lo, group_size, quantizer, None if dtype == "auto" else getattr(torch, dtype))
+    checkpoint = Checkpoint(model)
+    with byte_progress(f"Quantizing {escape(model.name)}", checkpoint.dense_bytes + checkpoint.expert_bytes) as advance:
+        conversion = convert(checkpoint, out, recipe, overwrite=overwrite, progress=advance)
+    _print_summary(conversion)
+
+
+def _check_options(hi: int, lo: int, group_size: int, quantizer: str) -> None:
+    """Apply the rules that the options have when a model is served.
+
+    Raises:
+        ConfigError: the sentence for the user.
+    """
+    try:
+        Options.model_validate({"hi": hi, "lo": lo, "group_size": group_size, "quantizer": quantizer})
+    except ValidationError as error:
+        raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ") + ".") from None
+
+
+def _print_summary(conversion: Conversion) -> None:
+    experts = conversion.experts
+    count = len(experts.layers) * experts.num_experts
+    dense, before = conversion.dense_bytes, conversion.expert_bytes_before
+    table = Table("", title=escape(str(conversion.folder)), title_justify="left")
+    for column in ("before", "after", "an expert"):
+        table.add_column(column, justify="right")
+    table.add_row("dense", size(dense), size(dense), "")
+    for position, (bits, fmt) in enumerate(experts.formats.items()):
+        name = f"{count} experts, {'low' if position else 'high'} tier, {bits} bits"
+        table.add_row(name, "" if position else size(before), size(experts.nbytes(bits)), size(fmt.nbytes))
+    after = dense + sum(experts.nbytes(bits) for bits in experts.formats)
+    table.add_section()
+    table.add_row("in all", size(dense + before), size(after), "")
+    console = Console()
+    console.print(table)
+    if conversion.left_out:
+        console.print(f"{conversion.left_out} tensors of multi-token prediction layers were left out.")
+    console.print(f"Written in {conversion.seconds:.1f} s. To serve it:", soft_wrap=True)
+    console.print(f"vllm serve {conversion.folder}", soft_wrap=True, markup=False)

@@ -1,0 +1,238 @@
+"""Every option a user can set, in one validated, frozen model.
+
+An option is looked for in three places, and the first that names it wins:
+
+1. ``--additional-config '{"dymoe": {...}}'`` (offline: ``LLM(additional_config={"dymoe": {...}})``)
+2. the environment, ``DYMOE_<OPTION>`` in capitals: ``DYMOE_EXPERT_BUDGET=25%``
+3. the checkpoint's own ``quantization_config`` in its config.json
+
+and the defaults below come last. Whatever cannot be honoured is refused with a
+sentence that names the place it came from; nothing is ignored.
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+ENVIRONMENT_PREFIX = "DYMOE_"
+# Keys of a checkpoint's quantization_config that describe the checkpoint, not an option.
+_CHECKPOINT_ONLY_KEYS = frozenset({"quant_method", "format_version"})
+
+
+class ConfigError(ValueError):
+    """An option that cannot be honoured; the message is one sentence for the user."""
+
+
+class Source(Enum):
+    """Where an option's value came from, in the words a user would recognise."""
+
+    CHECKPOINT = "the checkpoint's quantization_config"
+    ENVIRONMENT = "the environment"
+    ADDITIONAL_CONFIG = "--additional-config"
+
+    def name_of(self, option: str) -> str:
+        """The option as the user wrote it at this place."""
+        if self is Source.ENVIRONMENT:
+            return ENVIRONMENT_PREFIX + option.upper()
+        if self is Source.CHECKPOINT:
+            return f"quantization_config.{option} (config.json)"
+        return f"additional_config.dymoe.{option}"
+
+
+class ExpertBudget(BaseModel):
+    """How much device memory experts may take on each rank: bytes, a share, or automatic.
+
+    Exactly one of ``bytes`` and ``share`` is set; neither means automatic.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bytes: int | None = Field(default=None, gt=0)
+    share: float | None = Field(default=None, gt=0, le=1)
+
+    @classmethod
+    def parse(cls, value: Any) -> "ExpertBudget":
+        """Read ``"auto"``, bytes (``1073741824``, ``"1.5GiB"``) or a share (``0.25``, ``"25%"``).
+
+        A float of at most 1 is a share of all experts' bytes in the high tier.
+
+        Raises:
+            ValueError: the value is none of these.
+        """
+        if isinstance(value, ExpertBudget):
+            return value
+        if value == "auto":
+            return cls()
+        if isinstance(value, float) and value <= 1:
+            return cls(share=value)
+        if isinstance(value, str) and value.strip().endswith("%"):
+            return cls(share=float(value.strip()[:-1]) / 100)
+        return cls(bytes=TypeAdapter(ByteSize).validate_python(value))
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the budget follows from the free device memory."""
+        return self.bytes is None and self.share is None
+
+    def resolve(self, all_experts_bytes: int) -> int:
+        """Bytes that this budget stands for.
+
+        Args:
+            all_experts_bytes: bytes of every expert of the rank in the high tier.
+
+        Raises:
+            ValueError: the budget is automatic; only the device can say.
+        """
+        if self.share is not None:
+            return int(self.share * all_experts_bytes)
+        if self.bytes is None:
+            raise ValueError("an automatic budget needs the device's free memory")
+        return self.bytes
+
+    def __str__(self) -> str:
+        if self.is_auto:
+            return "auto"
+        return f"{self.share:.0%} of the experts" if self.share is not None else f"{self.bytes} bytes"
+
+
+class Options(BaseModel):
+    """The options of vllm-dymoe. See the module for where they are read from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    hi: Literal[16, 8, 4, 2] = 4
+    """Bits per weight of the high tier."""
+    lo: Literal[16, 8, 4, 2, 0] = 0
+    """Bits per weight of the low tier; 0 stores no second version, so that a low expert is skipped."""
+    group_size: Literal[32, 64, 128] = 64
+    """Weights that share one scale and zero, along the input dimension."""
+    quantizer: Literal["rtn", "hqq"] = "rtn"
+    """How a 16-bit checkpoint is quantized while it loads: round to nearest, or HQQ (slower, better at 2 bits)."""
+    expert_budget: ExpertBudget = ExpertBudget()
+    """Device memory for experts, on each rank: "auto", bytes ("4GiB") or a share of all experts ("25%")."""
+    host_store: Literal["file", "pinned"] = "file"
+    """Where the packed experts live: safetensors shards on disk, or page-locked host memory."""
+    store_dir: Path | None = None
+    """Folder of the `file` store for checkpoints that are quantized while they load (default: ~/.cache/vllm-dymoe)."""
+    policy: str = "exact"
+    """Which expert gets which tier: "exact" (all high) or "uniform-lo" (all low)."""
+    policy_options: dict[str, Any] = {}
+    """Parameters of the policy, by name."""
+    staging_slots: int = Field(default=2, ge=1)
+    """Slots kept out of the per-layer caches, through which a step streams more experts than its layer may keep."""
+    io_threads: int = Field(default=1, ge=0, le=64)
+    """Threads that read the host store; 0 reads only when an expert is waited for."""
+    seed: int = 0
+    """Seed of everything random (dummy weights)."""
+
+    @field_validator("expert_budget", mode="before")
+    @classmethod
+    def _parse_budget(cls, value: Any) -> ExpertBudget:
+        try:
+            return ExpertBudget.parse(value)
+        except (ValidationError, ValueError) as error:
+            raise ValueError(
+                'must be "auto", bytes such as "4GiB", or a share above 0% and up to 100% such as "25%"'
+            ) from error
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> Self:
+        from vllm_dymoe.policy import POLICIES
+
+        if self.lo >= self.hi:
+            raise ValueError(
+                f"lo is {self.lo} bits but must be below hi, which is {self.hi}; "
+                "set lo to 0 to store one version of each expert only"
+            )
+        if self.policy not in POLICIES:
+            raise ValueError(f'policy "{self.policy}" does not exist; choose one of {", ".join(sorted(POLICIES))}')
+        if self.policy == "uniform-lo" and self.lo == 0:
+            raise ValueError('policy "uniform-lo" with lo = 0 would skip every expert; set lo to 2, 4 or 8')
+        return self
+
+    @property
+    def stored_bits(self) -> tuple[int, ...]:
+        """Bit-widths that the host store holds, the high tier first."""
+        return (self.hi,) if self.lo == 0 else (self.hi, self.lo)
+
+    @classmethod
+    def load(
+        cls,
+        additional: Mapping[str, Any] | None = None,
+        checkpoint: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Merge the three places that options are read from, and validate.
+
+        Args:
+            additional: the "dymoe" entry of vLLM's additional_config.
+            checkpoint: quantization_config of the checkpoint's config.json, if it is ours.
+            environment: process environment; ``os.environ`` if None.
+
+        Raises:
+            ConfigError: an unknown key, an impossible value, or a combination that cannot work.
+        """
+        if not isinstance(additional or {}, Mapping):
+            raise ConfigError(
+                'vllm-dymoe: additional_config.dymoe must be an object of options such as {"hi": 4}, '
+                f"but is {additional!r}."
+            )
+        layers = (
+            (Source.CHECKPOINT, {k: v for k, v in (checkpoint or {}).items() if k not in _CHECKPOINT_ONLY_KEYS}),
+            (Source.ENVIRONMENT, _read_environment(os.environ if environment is None else environment)),
+            (Source.ADDITIONAL_CONFIG, dict(additional or {})),
+        )
+        values: dict[str, Any] = {}
+        sources: dict[str, Source] = {}
+        for source, layer in layers:
+            values |= layer
+            sources |= dict.fromkeys(layer, source)
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ConfigError(_sentence(error, sources, sorted(cls.model_fields))) from None
+
+
+def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    options = {}
+    for name, text in environment.items():
+        if name.startswith(ENVIRONMENT_PREFIX):
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError:
+                value = text
+            options[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = value
+    return options
+
+
+def _sentence(error: ValidationError, sources: Mapping[str, Source], known: list[str]) -> str:
+    """One sentence per mistake: what is wrong, where it was written, what to do."""
+    sentences = []
+    for item in error.errors():
+        option = str(item["loc"][0]) if item["loc"] else ""
+        place = sources.get(option, Source.ADDITIONAL_CONFIG).name_of(option) if option else "the options together"
+        if item["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(option, known, n=1)
+            hint = f'did you mean "{close[0]}"?' if close else f"the options are {', '.join(known)}."
+            sentences.append(f"{place} is not an option; {hint}")
+            continue
+        reason = item["msg"].removeprefix("Value error, ")
+        reason = reason[0].lower() + reason[1:]
+        shown = f" = {json.dumps(item['input'], default=str)}" if option else ""
+        sentences.append(f"{place}{shown}: {reason}.")
+    return "vllm-dymoe: " + " ".join(sentences)

@@ -1,0 +1,242 @@
+"""Which experts are on the device: a least-recently-used share for each layer, two precisions, pins.
+
+The rules of DyMoE 4.4.2 hold across both tiers:
+
+- *no duplication*: an expert is cached in one version;
+- *promotion*: high wanted, low cached is a miss that replaces the low version;
+- *conservative reuse*: low wanted, high cached uses the high version.
+
+Two more come from what such caches got wrong elsewhere:
+
+- What a step has acquired is pinned until the step releases it, so no miss of
+  the same step can evict an expert which the step still has to read.
+- Each layer keeps to its own share of the slots. A step that needs more experts
+  than its layer may keep streams the rest through a few staging slots and leaves
+  the kept ones alone; one LRU over all layers would never hit in decode.
+
+The cache decides and counts. It moves no bytes: who acquires a version that is
+not ``resident`` fills its slot and then publishes it, or abandons it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_dymoe.experts.handles import HandleTable, Version
+from vllm_dymoe.experts.slots import Slot, SlotPool
+from vllm_dymoe.experts.tier import Tier
+
+
+@dataclass
+class CacheStats:
+    """Counts of acquired experts; a hit needs no transfer, a miss needs one."""
+
+    hits: int = 0
+    misses: int = 0
+    promotions: int = 0
+    reuses: int = 0
+    evictions: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits among all acquired experts; 0 before the first."""
+        return self.hits / max(1, self.hits + self.misses)
+
+
+@dataclass
+class _Shelf:
+    """The slots of one tier: what each layer keeps, oldest first, and what is only passing through."""
+
+    pool: SlotPool
+    quotas: list[int]
+    kept: list[OrderedDict[int, Version]]
+    passing: set[Version] = field(default_factory=set)
+    unfilled: int = 0  # slots that layers are entitled to but do not use yet
+
+    def __post_init__(self) -> None:
+        self.unfilled = sum(self.quotas)
+
+
+def layer_quotas(slots: int, num_layers: int, staging: int) -> list[int]:
+    """Slots that each layer may keep: an even share of what staging leaves, the remainder to the first layers."""
+    share, extra = divmod(max(0, slots - staging), num_layers)
+    return [share + (layer < extra) for layer in range(num_layers)]
+
+
+class ExpertCache:
+    """Residency of experts in slot pools.
+
+    Args:
+        pools: one per tier in use.
+        num_layers: number of MoE layers.
+        staging: slots of each pool that no layer keeps.
+        stats: counts to go on with; new ones if None.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[Tier, SlotPool],
+        num_layers: int,
+        staging: Mapping[Tier, int],
+        stats: CacheStats | None = None,
+    ) -> None:
+        self.stats = stats or CacheStats()
+        self.handles = HandleTable(num_layers)
+        self._shelves = {
+            tier: _Shelf(
+                pool,
+                layer_quotas(pool.count, num_layers, staging[tier]),
+                [OrderedDict() for _ in range(num_layers)],
+            )
+            for tier, pool in pools.items()
+        }
+
+    def quota(self, layer: int, tier: Tier) -> int:
+        """Experts of one tier that ``layer`` may keep."""
+        return self._shelves[tier].quotas[layer]
+
+    def holds(self, layer: int, expert: int, tier: Tier) -> bool:
+        """Whether ``acquire`` would be a hit."""
+        version = self.handles.get(layer, expert)
+        return version is not None and _serves(version, tier)
+
+    def acquire(self, layer: int, expert: int, tier: Tier, *, stream: bool = False) -> Version | None:
+        """Pin a version of an expert that serves ``tier``.
+
+        Args:
+            layer: position of the MoE layer.
+            expert: local index.
+            tier: HI or LO.
+            stream: the step needs more experts than the layer may keep, so what
+                is kept stays and this one passes through a staging slot.
+
+        Returns:
+            A pinned version. Where it is not ``resident`` and carries no ticket,
+            the caller fills the slot and calls ``publish`` or ``abandon``.
+            None if every slot that could be used is pinned: release one first.
+        """
+        version = self.handles.get(layer, expert)
+        if version is not None and _serves(version, tier):
+            self.stats.hits += 1
+            self.stats.reuses += version.tier is not tier
+            version.pins += 1
+            kept = self._shelves[version.tier].kept[layer]
+            if expert in kept:
+                kept.move_to_end(expert)
+            return version
+
+        shelf = self._shelves[tier]
+        keeps = self._make_room(shelf, layer, stream)
+        if not keeps and shelf.pool.free <= shelf.unfilled:
+            return None
+        if version is not None:
+            self.stats.promotions += 1
+            self._detach(version)
+        self.stats.misses += 1
+        fresh = Version(layer, expert, tier, shelf.pool.allocate(), pins=1, transient=not keeps)
+        if keeps:
+            shelf.kept[layer][expert] = fresh
+            shelf.unfilled -= 1
+        else:
+            shelf.passing.add(fresh)
+        self.handles.put(fresh)
+        return fresh
+
+    def publish(self, version: Version) -> None:
+        """Declare the bytes of a version complete: from now on its handle resolves."""
+        version.resident = True
+        version.ticket = None
+
+    def abandon(self, version: Version) -> None:
+        """Forget a version whose bytes will not arrive; its slot is free after the last ``release``."""
+        self._detach(version)
+
+    def release(self, version: Version, last_read: Any = None) -> None:
+        """Unpin a version.
+
+        Args:
+            version: what ``acquire`` returned.
+            last_read: fence of the computation that reads the slot, for whoever fills it next.
+        """
+        assert version.pins > 0, f"expert {version.expert} of layer {version.layer} is released more than acquired"
+        version.pins -= 1
+        if last_read is not None:
+            version.slot.last_read = last_read
+        if version.pins == 0 and version.transient:
+            self._drop(version)
+
+    def clear(self) -> None:
+        """Empty the cache.
+
+        Raises:
+            AssertionError: something is pinned.
+        """
+        for version in self.handles.versions():
+            assert version.pins == 0, "the cache cannot be cleared in the middle of a step"
+            self._detach(version)
+
+    def resident_experts(self, tier: Tier) -> int:
+        """Experts of all layers that are complete in one tier."""
+        return sum(version.resident and version.tier is tier for version in self.handles.versions())
+
+    def check_integrity(self) -> None:
+        """Every slot is free, kept or passing, exactly once, and every handle points at one of them.
+
+        Raises:
+            AssertionError: it is not so.
+        """
+        for tier, shelf in self._shelves.items():
+            held = [version for kept in shelf.kept for version in kept.values()]
+            for layer, kept in enumerate(shelf.kept):
+                assert len(kept) <= shelf.quotas[layer], f"layer {layer} keeps more than its {shelf.quotas[layer]}"
+            assert shelf.unfilled == sum(shelf.quotas) - len(held)
+            assert all(version.pins > 0 and version.transient for version in shelf.passing)
+            held += shelf.passing
+            assert all(version.tier is tier for version in held)
+            shelf.pool.check_integrity([version.slot for version in held])
+        held_anywhere = {v for s in self._shelves.values() for k in s.kept for v in k.values()}
+        held_anywhere |= {v for s in self._shelves.values() for v in s.passing}
+        for version in self.handles.versions():
+            assert version in held_anywhere, f"a handle points at a slot given away: {version}"
+            assert version.resident or version.pins > 0, f"nobody fills {version}"
+
+    def _make_room(self, shelf: _Shelf, layer: int, stream: bool) -> bool:
+        """Whether the layer can keep one more; evicts its oldest unpinned expert if need be."""
+        kept = shelf.kept[layer]
+        if len(kept) < shelf.quotas[layer]:
+            return shelf.pool.free > 0
+        if stream:
+            return False
+        victim = next((version for version in kept.values() if version.pins == 0), None)
+        if victim is None:
+            return False
+        self.stats.evictions += 1
+        self._detach(victim)
+        return True
+
+    def _detach(self, version: Version) -> None:
+        """Take a version out of the table; its slot stays with whoever has it pinned."""
+        if not self.handles.remove(version):
+            return
+        shelf = self._shelves[version.tier]
+        if not version.transient:
+            del shelf.kept[version.layer][version.expert]
+            shelf.unfilled += 1
+            version.transient = True
+            shelf.passing.add(version)
+        if version.pins == 0:
+            self._drop(version)
+
+    def _drop(self, version: Version) -> None:
+        shelf = self._shelves[version.tier]
+        self.handles.remove(version)
+        shelf.passing.remove(version)
+        shelf.pool.give_back(version.slot)
+
+
+def _serves(version: Version, tier: Tier) -> bool:
+    return version.tier is tier or version.tier is Tier.HI
+
+
+__all__ = ["CacheStats", "ExpertCache", "Slot", "Version", "layer_quotas"]

@@ -1,0 +1,98 @@
+"""One version of one expert is one contiguous blob: gate | up | down, each packed weights and scales.
+
+A transfer is then one copy (or one per projection), a slot is an address, and a
+kernel needs that address and the format. Byte offsets: docs/format.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import torch
+
+from vllm_dymoe.kernels import MatrixFormat, PackedMatrix
+
+
+class Projection(IntEnum):
+    """The three matrices of a gated expert, in the order they lie in a blob."""
+
+    GATE = 0
+    UP = 1
+    DOWN = 2
+
+
+@dataclass(frozen=True)
+class PackedExpert:
+    """Zero-copy views into one blob."""
+
+    gate: PackedMatrix
+    up: PackedMatrix
+    down: PackedMatrix
+
+
+@dataclass(frozen=True)
+class ExpertFormat:
+    """How one version of an expert is packed.
+
+    Attributes:
+        hidden: model width H; gate and up are [I, H], down is [H, I].
+        intermediate: expert width I on this rank.
+        bits: 16, 8, 4 or 2.
+        group_size: weights that share one scale and zero.
+        dtype: of the scales, and of the weights at 16 bits; bfloat16 or float16.
+    """
+
+    hidden: int
+    intermediate: int
+    bits: int
+    group_size: int
+    dtype: torch.dtype
+
+    @cached_property
+    def matrices(self) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
+        """Formats of gate [I, H], up [I, H] and down [H, I]."""
+        wide = MatrixFormat(self.intermediate, self.hidden, self.bits, self.group_size, self.dtype)
+        down = MatrixFormat(self.hidden, self.intermediate, self.bits, self.group_size, self.dtype)
+        return wide, wide, down
+
+    @cached_property
+    def sections(self) -> tuple[slice, slice, slice]:
+        """Bytes of the blob that each projection takes."""
+        ends = [0]
+        for matrix in self.matrices:
+            ends.append(ends[-1] + matrix.nbytes)
+        return slice(ends[0], ends[1]), slice(ends[1], ends[2]), slice(ends[2], ends[3])
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the whole blob."""
+        return sum(matrix.nbytes for matrix in self.matrices)
+
+    def view(self, blob: torch.Tensor) -> PackedExpert:
+        """See a blob (uint8 [nbytes], contiguous) as packed matrices, without copying."""
+        gate, up, down = (
+            matrix.view(blob[section]) for matrix, section in zip(self.matrices, self.sections, strict=True)
+        )
+        return PackedExpert(gate, up, down)
+
+
+@dataclass(frozen=True)
+class ModelExperts:
+    """The experts of one model on one rank: what the store holds and the cache serves.
+
+    Attributes:
+        layers: index of each MoE layer in the model, ascending; dense layers are absent.
+        num_experts: experts per layer on this rank.
+        top_k: experts that one token uses in one layer.
+        formats: one per stored bit-width.
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    formats: Mapping[int, ExpertFormat]
+
+    def nbytes(self, bits: int) -> int:
+        """Bytes of every expert of every layer at one bit-width."""
+        return len(self.layers) * self.num_experts * self.formats[bits].nbytes

@@ -1,0 +1,79 @@
+"""Fixed-size pieces of device memory, handed out and taken back in constant time."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_dymoe.experts.layout import ExpertFormat, PackedExpert
+
+
+@dataclass(eq=False)
+class Slot:
+    """One blob-sized piece of device memory.
+
+    Attributes:
+        index: position in its pool.
+        blob: uint8 [format.nbytes].
+        expert: the blob seen as packed matrices; views, made once.
+        last_read: fence of the last computation that reads the slot; whoever
+            fills the slot next waits for it. None where computation is synchronous.
+    """
+
+    index: int
+    blob: torch.Tensor
+    expert: PackedExpert
+    last_read: Any = None
+
+
+@dataclass
+class SlotPool:
+    """``count`` slots of one format in one allocation, with an O(1) free list.
+
+    Attributes:
+        format: what one slot holds.
+        count: number of slots.
+        device: where they lie.
+    """
+
+    format: ExpertFormat
+    count: int
+    device: torch.device
+    slots: list[Slot] = field(init=False, repr=False)
+    _free: list[Slot] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        arena = torch.empty(self.count, self.format.nbytes, dtype=torch.uint8, device=self.device)
+        self.slots = [Slot(i, arena[i], self.format.view(arena[i])) for i in range(self.count)]
+        self._free = self.slots[::-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.count * self.format.nbytes
+
+    @property
+    def free(self) -> int:
+        """Slots that ``allocate`` can hand out."""
+        return len(self._free)
+
+    def allocate(self) -> Slot:
+        """Take a free slot; its bytes are whatever was there before.
+
+        Raises:
+            IndexError: every slot is taken.
+        """
+        return self._free.pop()
+
+    def give_back(self, slot: Slot) -> None:
+        """Return a slot that ``allocate`` handed out."""
+        self._free.append(slot)
+
+    def check_integrity(self, in_use: list[Slot]) -> None:
+        """Every slot is either free or in ``in_use``, once.
+
+        Raises:
+            AssertionError: a slot is lost, or is in two places.
+        """
+        indices = sorted(slot.index for slot in (*self._free, *in_use))
+        assert indices == list(range(self.count)), f"slots lost or doubled: {indices} of {self.count}"

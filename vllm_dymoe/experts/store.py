@@ -1,0 +1,341 @@
+"""The host store: every expert's packed bytes, outside the device.
+
+One safetensors file per MoE layer holds a ``uint8 [experts, blob bytes]`` tensor
+for each bit-width and, beside it, the checksum of every section. The manifest
+``dymoe_experts.json`` describes them and is written last, so a folder with a
+manifest is complete. Byte offsets: docs/format.md.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
+
+MANIFEST = "dymoe_experts.json"
+STORE_VERSION = 1
+
+
+class StoreError(RuntimeError):
+    """A store that cannot be read or written; the message names the file and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlobKey:
+    """One version of one expert: position of its layer, local index, bit-width."""
+
+    layer: int
+    expert: int
+    bits: int
+
+
+class HostStore(Protocol):
+    """Reads blobs. Implementations are safe to call from several threads."""
+
+    experts: ModelExperts
+
+    @property
+    def description(self) -> str:
+        """Where the bytes lie, for the line printed at start."""
+        ...
+
+    def read_into(self, key: BlobKey, destination: torch.Tensor) -> None:
+        """Copy one blob into host memory: ``destination`` is uint8 [nbytes], contiguous.
+
+        Raises:
+            StoreError: the bytes cannot be read, or are not what was written.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give files and memory back."""
+        ...
+
+
+def file_name(layer_index: int) -> str:
+    """Name of the shard of one model layer."""
+    return f"dymoe-experts-{layer_index:05d}.safetensors"
+
+
+def checksums(fmt: ExpertFormat, blob: memoryview) -> list[int]:
+    """CRC-32 of the gate, up and down sections of a blob."""
+    return [zlib.crc32(blob[section]) for section in fmt.sections]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a store holds and for whom.
+
+    Attributes:
+        experts: layers, counts and formats.
+        quantizer: how the bytes were made.
+        model: fingerprint of the checkpoint they were made from.
+        tensor_parallel: (rank, size) of the slice that the store holds.
+    """
+
+    experts: ModelExperts
+    quantizer: str
+    model: str
+    tensor_parallel: tuple[int, int] = (0, 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest as it is written."""
+        fmt = next(iter(self.experts.formats.values()))
+        rank, size = self.tensor_parallel
+        return {
+            "format": "vllm-dymoe experts",
+            "version": STORE_VERSION,
+            "layers": list(self.experts.layers),
+            "num_experts": self.experts.num_experts,
+            "top_k": self.experts.top_k,
+            "hidden_size": fmt.hidden,
+            "intermediate_size": fmt.intermediate,
+            "bits": sorted(self.experts.formats, reverse=True),
+            "group_size": fmt.group_size,
+            "dtype": str(fmt.dtype).removeprefix("torch."),
+            "quantizer": self.quantizer,
+            "model": self.model,
+            "tensor_parallel": {"rank": rank, "size": size},
+            "blob_bytes": {str(bits): f.nbytes for bits, f in self.experts.formats.items()},
+        }
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read the manifest of a store.
+
+        Raises:
+            StoreError: there is none, or it is not one this version can read.
+        """
+        path = folder / MANIFEST
+        try:
+            data = json.loads(path.read_text())
+            if data["version"] != STORE_VERSION:
+                raise StoreError(
+                    f"{path} has store version {data['version']}, but this vllm-dymoe reads version {STORE_VERSION}; "
+                    "write the store again with `vllm-dymoe quantize`."
+                )
+            dtype = getattr(torch, data["dtype"])
+            formats = {
+                bits: ExpertFormat(data["hidden_size"], data["intermediate_size"], bits, data["group_size"], dtype)
+                for bits in data["bits"]
+            }
+            experts = ModelExperts(tuple(data["layers"]), data["num_experts"], data["top_k"], formats)
+            parallel = data["tensor_parallel"]
+            return cls(experts, data["quantizer"], data["model"], (parallel["rank"], parallel["size"]))
+        except OSError as error:
+            raise StoreError(f"{folder} holds no expert store: {MANIFEST} cannot be read ({error}).") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StoreError(
+                f"{path} is not a manifest of an expert store ({error!r}); write the store again."
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """Where one tensor lies in its file: first byte, and bytes per expert."""
+
+    offset: int
+    nbytes: int
+
+
+class FileStore:
+    """Blobs in safetensors shards, read one at a time.
+
+    Reads are ``preadv`` and not loads through a mapping: a truncated or failing
+    file is then an error that a request can report, where a mapping would kill
+    the process with SIGBUS. The page cache serves both alike.
+
+    Args:
+        folder: where manifest and shards are.
+        verify: check each section's checksum when it is first read.
+
+    Raises:
+        StoreError: a shard is missing, or shorter than its header says.
+    """
+
+    def __init__(self, folder: Path, *, verify: bool = True) -> None:
+        self.folder = folder
+        self.manifest = Manifest.read(folder)
+        self.experts = self.manifest.experts
+        self._verify = verify
+        self._files: list[int] = []
+        self._extents: list[Mapping[int, _Extent]] = []
+        self._expected: list[Mapping[int, torch.Tensor]] = []
+        self._verified: set[BlobKey] = set()
+        try:
+            for layer_index in self.experts.layers:
+                self._open(folder / file_name(layer_index))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def description(self) -> str:
+        """The folder."""
+        return f"files in {self.folder}"
+
+    def read_into(self, key: BlobKey, destination: torch.Tensor) -> None:
+        """Read one blob with ``preadv``; see :class:`HostStore`."""
+        extent = self._extents[key.layer][key.bits]
+        view = destination.numpy().data
+        offset = extent.offset + key.expert * extent.nbytes
+        done = 0
+        while done < extent.nbytes:
+            try:
+                count = os.preadv(self._files[key.layer], [view[done:]], offset + done)
+            except OSError as error:
+                raise StoreError(f"{self._path(key.layer)} could not be read: {error}.") from error
+            if count == 0:
+                raise StoreError(
+                    f"{self._path(key.layer)} ends at byte {offset + done}, inside expert {key.expert}; "
+                    "the file was truncated: write the store again."
+                )
+            done += count
+        if self._verify and key not in self._verified:
+            self._check(key, view)
+
+    def close(self) -> None:
+        """Close the shards; reading afterwards fails."""
+        while self._files:
+            os.close(self._files.pop())
+
+    def _check(self, key: BlobKey, blob: memoryview) -> None:
+        expected = self._expected[key.layer][key.bits][key.expert].tolist()
+        found = checksums(self.experts.formats[key.bits], blob)
+        for projection, want, got in zip(Projection, expected, found, strict=True):
+            if want != got:
+                raise StoreError(
+                    f"{self._path(key.layer)} is corrupted: the {projection.name.lower()} projection of expert "
+                    f"{key.expert} at {key.bits} bits does not match its checksum; write the store again."
+                )
+        self._verified.add(key)
+
+    def _path(self, layer: int) -> Path:
+        return self.folder / file_name(self.experts.layers[layer])
+
+    def _open(self, path: Path) -> None:
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StoreError(f"{path} of the expert store cannot be opened: {error.strerror}.") from error
+        self._files.append(file)
+        size = os.fstat(file).st_size
+        header, start = read_header(path, file)
+        extents: dict[int, _Extent] = {}
+        expected: dict[int, torch.Tensor] = {}
+        for bits, fmt in self.experts.formats.items():
+            begin, end = self._locate(path, header, f"{bits}bit.blobs", self.experts.num_experts * fmt.nbytes)
+            extents[bits] = _Extent(start + begin, fmt.nbytes)
+            if start + end > size:
+                raise StoreError(
+                    f"{path} has {size} bytes where its header promises {start + end}; "
+                    "the file was truncated: write the store again."
+                )
+            begin, end = self._locate(path, header, f"{bits}bit.crc32", self.experts.num_experts * 3 * 8)
+            expected[bits] = torch.frombuffer(bytearray(os.pread(file, end - begin, start + begin)), dtype=torch.int64)
+            expected[bits] = expected[bits].view(self.experts.num_experts, 3)
+        self._extents.append(extents)
+        self._expected.append(expected)
+
+    @staticmethod
+    def _locate(path: Path, header: Mapping[str, Any], name: str, nbytes: int) -> tuple[int, int]:
+        if name not in header:
+            raise StoreError(f"{path} has no tensor {name}, which the manifest promises; write the store again.")
+        begin, end = header[name]["data_offsets"]
+        if end - begin != nbytes:
+            raise StoreError(
+                f"{path} holds {end - begin} bytes of {name} where the manifest says {nbytes}; write the store again."
+            )
+        return begin, end
+
+
+class MemoryStore:
+    """Blobs in host memory, page-locked where there is a CUDA device to copy to.
+
+    Args:
+        experts: what is stored.
+        pin: page-lock the memory.
+
+    Raises:
+        StoreError: the memory cannot be had, or not be locked.
+    """
+
+    def __init__(self, experts: ModelExperts, *, pin: bool) -> None:
+        self.experts = experts
+        self.pinned = pin
+        self._blobs: list[dict[int, torch.Tensor]] = []
+        try:
+            for _ in experts.layers:
+                self._blobs.append(
+                    {
+                        bits: torch.empty(experts.num_experts, fmt.nbytes, dtype=torch.uint8, pin_memory=pin)
+                        for bits, fmt in experts.formats.items()
+                    }
+                )
+        except RuntimeError as error:
+            total = sum(experts.nbytes(bits) for bits in experts.formats)
+            raise StoreError(
+                f"{total} bytes of {'page-locked ' if pin else ''}host memory for the experts could not be had "
+                f'({error}); use host_store = "file", or raise the limit on locked memory (ulimit -l).'
+            ) from error
+
+    @property
+    def description(self) -> str:
+        """The kind of memory."""
+        return "page-locked host memory" if self.pinned else "host memory (not page-locked: there is no CUDA device)"
+
+    def blob(self, key: BlobKey) -> torch.Tensor:
+        """The bytes themselves: uint8 [nbytes]."""
+        return self._blobs[key.layer][key.bits][key.expert]
+
+    def read_into(self, key: BlobKey, destination: torch.Tensor) -> None:
+        """Copy one blob; see :class:`HostStore`."""
+        destination.copy_(self.blob(key))
+
+    def close(self) -> None:
+        """Let the memory go."""
+        self._blobs.clear()
+
+    @classmethod
+    def from_files(cls, source: FileStore, *, pin: bool) -> "MemoryStore":
+        """Read a whole file store into memory.
+
+        Raises:
+            StoreError: the memory cannot be had, or the files cannot be read.
+        """
+        store = cls(source.experts, pin=pin)
+        for key in all_keys(source.experts):
+            source.read_into(key, store.blob(key))
+        return store
+
+
+def all_keys(experts: ModelExperts) -> Iterator[BlobKey]:
+    """Every blob of a model, layer by layer, in the order it lies on disk."""
+    for layer in range(len(experts.layers)):
+        for bits in experts.formats:
+            for expert in range(experts.num_experts):
+                yield BlobKey(layer, expert, bits)
+
+
+def read_header(path: Path, file: int) -> tuple[dict[str, Any], int]:
+    """Parse the header of a safetensors file.
+
+    Returns:
+        The header, and the offset of the first data byte.
+
+    Raises:
+        StoreError: it is not a safetensors file.
+    """
+    length = int.from_bytes(os.pread(file, 8, 0), "little")
+    try:
+        if not 0 < length <= 100_000_000:
+            raise ValueError(f"a header of {length} bytes")
+        return json.loads(os.pread(file, length, 8)), 8 + length
+    except ValueError as error:
+        raise StoreError(f"{path} is not a safetensors file ({error}); write the store again.") from error

@@ -1,0 +1,11 @@
+"""The precision an expert gets in one step."""
+
+from enum import Enum
+
+
+class Tier(Enum):
+    """High, low, or skipped: how many bits each means is the configuration's."""
+
+    HI = "hi"
+    LO = "lo"
+    SKIP = "skip"

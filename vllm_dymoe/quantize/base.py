@@ -1,0 +1,146 @@
+"""From real weights to one packed matrix."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_dymoe.kernels import MatrixFormat, pack
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """A quantized matrix before packing: weight = (code - 2**(bits - 1)) * scale + zero.
+
+    Attributes:
+        codes: uint8 [rows, columns].
+        scales: the format's dtype [rows, groups], not negative.
+        zeros: the format's dtype [rows, groups].
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+
+class Quantizer(Protocol):
+    """A way to choose codes, scales and zeros.
+
+    Attributes:
+        name: as it stands in the configuration.
+    """
+
+    name: str
+
+    def quantize(self, weight: Tensor, format: MatrixFormat) -> Codes:
+        """Choose codes for a matrix.
+
+        Args:
+            weight: float [rows, columns], any float dtype.
+            format: of the packed matrix, below 16 bits.
+
+        Raises:
+            ValueError: weights that are not finite, too large for the format's dtype, or of another shape.
+        """
+        ...
+
+
+def quantize_matrix(weight: Tensor, format: MatrixFormat, quantizer: Quantizer, section: Tensor) -> None:
+    """Quantize a matrix and pack it; at 16 bits just round it to the format's dtype.
+
+    Args:
+        weight: float [rows, columns].
+        format: of the section.
+        quantizer: not used at 16 bits.
+        section: uint8 [format.nbytes], overwritten.
+
+    Raises:
+        ValueError: weights that cannot be represented, or shapes that do not fit.
+    """
+    if format.quantized:
+        codes = quantizer.quantize(weight, format)
+        pack(format, codes.codes, codes.scales, codes.zeros, section)
+        return
+    _check_shape(weight, format)
+    packed = format.view(section)
+    section[format.weight_bytes :].zero_()
+    packed.weight.copy_(weight)
+    if not bool(torch.isfinite(packed.weight).all()):
+        raise _not_representable(weight, format)
+
+
+def grouped(weight: Tensor, format: MatrixFormat) -> Tensor:
+    """A matrix cut into groups: float32 [rows, groups, group_size].
+
+    The last group is filled up with its row's last weight, which changes neither
+    its smallest nor its largest.
+
+    Raises:
+        ValueError: not a matrix of the format's shape.
+    """
+    _check_shape(weight, format)
+    precise = weight.float()
+    missing = format.padded_columns - format.columns
+    if missing:
+        precise = F.pad(precise.unsqueeze(0), (0, missing), mode="replicate").squeeze(0)
+    return precise.reshape(format.rows, format.groups, format.group_size)
+
+
+def group_ranges(groups: Tensor, format: MatrixFormat) -> tuple[Tensor, Tensor]:
+    """Scale and zero of each group that cover it from its smallest to its largest weight.
+
+    The scale is rounded up to the format's dtype, so that rounding never cuts off
+    an end; what that adds is shared by both ends. A group of equal weights gets
+    scale 0 and the weight as its zero.
+
+    Args:
+        groups: float32 [rows, groups, group_size].
+        format: says how many codes there are.
+
+    Returns:
+        scales and zeros, the format's dtype [rows, groups].
+
+    Raises:
+        ValueError: weights that are not finite, or too large for the format's dtype.
+    """
+    low, high = groups.aminmax(dim=2)
+    exact = (high - low) / (2**format.bits - 1)
+    scales = exact.to(format.dtype)
+    # The successor of a float that is not negative is the successor of its bits.
+    above = (scales.view(torch.int16) + 1).view(format.dtype)
+    scales = torch.where(scales.float() < exact, above, scales)
+    # Codes run from -2**(bits-1) to 2**(bits-1) - 1, so their middle is half a step below the zero.
+    zeros = ((low + high) / 2 + scales.float() / 2).to(format.dtype)
+    zeros = torch.where(low == high, low.to(format.dtype), zeros)
+    if not bool((torch.isfinite(scales) & torch.isfinite(zeros)).all()):
+        raise _not_representable(groups, format)
+    return scales, zeros
+
+
+def nearest_codes(groups: Tensor, scales: Tensor, zeros: Tensor, format: MatrixFormat) -> Tensor:
+    """The code nearest to each weight under scales and zeros as they are stored: float32, like groups.
+
+    Args:
+        groups: float32 [..., group_size].
+        scales: [...]; where it is 0 every code means the zero, and the middle one is taken.
+        zeros: [...].
+        format: says how many codes there are.
+    """
+    steps = scales.float().unsqueeze(-1)
+    offsets = groups - zeros.float().unsqueeze(-1)
+    offsets.div_(torch.where(steps == 0, torch.inf, steps)).round_()
+    return offsets.add_(format.midpoint).clamp_(0, 2**format.bits - 1)
+
+
+def _check_shape(weight: Tensor, format: MatrixFormat) -> None:
+    if tuple(weight.shape) != (format.rows, format.columns):
+        raise ValueError(f"the weight has shape {list(weight.shape)}, expected [{format.rows}, {format.columns}].")
+
+
+def _not_representable(weight: Tensor, format: MatrixFormat) -> ValueError:
+    finite = torch.isfinite(weight)
+    if not bool(finite.all()):
+        return ValueError(f"{int((~finite).sum())} of its weights are NaN or infinite.")
+    return ValueError(f"its largest weight, {weight.abs().max():.3g}, is too large for {format.dtype}; use bfloat16.")

@@ -1,0 +1,249 @@
+"""Writing a checkpoint that ``vllm serve`` opens in seconds: dense tensors as they were, experts packed.
+
+The folder is written beside its final place, synced and renamed. What is there
+is either complete or, after a crash, a temporary folder that the next run removes.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_dymoe.experts.layout import ModelExperts, Projection
+from vllm_dymoe.experts.store import MANIFEST, BlobKey, FileStore, Manifest
+from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.quantize.experts import ExpertPacker
+from vllm_dymoe.quantize.shards import ShardFiles, make_partial, sync_folder
+from vllm_dymoe.quantize.tensors import CheckpointError, copy_tensors, write_synced
+
+FORMAT_VERSION = 1
+
+_WEIGHT_SUFFIXES = frozenset(
+    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".tflite", ".ot")
+)
+_WEIGHT_INDEX = ".index.json"
+_TEMPLATE_FOLDER = "additional_chat_templates"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How experts are quantized.
+
+    Attributes:
+        hi: bits per weight of the high tier.
+        lo: bits per weight of the low tier; 0 stores no second version.
+        group_size: weights that share one scale and zero.
+        quantizer: name of the quantizer.
+        dtype: of the scales, and of weights at 16 bits; None takes the checkpoint's.
+    """
+
+    hi: int = 4
+    lo: int = 0
+    group_size: int = 64
+    quantizer: str = "rtn"
+    dtype: torch.dtype | None = None
+
+    @property
+    def stored_bits(self) -> tuple[int, ...]:
+        """Bit-widths that are stored, the high tier first."""
+        return (self.hi,) if self.lo == 0 else (self.hi, self.lo)
+
+    def to_json(self) -> dict[str, Any]:
+        """The quantization_config that vLLM finds in config.json."""
+        return {
+            "quant_method": "dymoe",
+            "format_version": FORMAT_VERSION,
+            "hi": self.hi,
+            "lo": self.lo,
+            "group_size": self.group_size,
+            "quantizer": self.quantizer,
+        }
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was written.
+
+    Attributes:
+        folder: where.
+        experts: what the store holds.
+        dense_bytes: bytes of the dense tensors, the same before and after.
+        expert_bytes_before: bytes of the experts in the source.
+        left_out: tensors that were not copied.
+        seconds: how long it took.
+    """
+
+    folder: Path
+    experts: ModelExperts
+    dense_bytes: int
+    expert_bytes_before: int
+    left_out: int
+    seconds: float
+
+
+def convert(
+    checkpoint: Checkpoint,
+    out: Path,
+    recipe: Recipe,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Conversion:
+    """Write ``checkpoint`` with packed experts to the folder ``out``.
+
+    Args:
+        checkpoint: the source.
+        out: a folder that does not exist.
+        recipe: how to quantize.
+        overwrite: replace ``out`` if it is a dymoe checkpoint.
+        progress: called with every number of source bytes done; the whole is dense_bytes + expert_bytes.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or the source cannot be read.
+        StoreError: experts cannot be quantized.
+    """
+    began = time.perf_counter()
+    out = out.absolute()
+    experts = checkpoint.model_experts(recipe.stored_bits, recipe.group_size, recipe.dtype or checkpoint.dtype)
+    _check_target(checkpoint.folder, out, overwrite)
+    partial: Path | None = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _check_space(checkpoint, out, experts)
+        partial = make_partial(out)
+        _write(checkpoint, partial, recipe, experts, progress)
+        _publish(partial, out)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error}.") from error
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
+    return Conversion(
+        out,
+        experts,
+        checkpoint.dense_bytes,
+        checkpoint.expert_bytes,
+        len(checkpoint.left_out),
+        time.perf_counter() - began,
+    )
+
+
+class _ShardSink:
+    """Packed sections into the folder that the dense tensors are in."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._shards = ShardFiles(folder, manifest)
+
+    def write(self, key: BlobKey, projection: Projection, section: torch.Tensor) -> None:
+        """Write the section at its offset."""
+        self._shards.write(key, projection, section)
+
+    def finish(self) -> FileStore:
+        """Complete the shards and open them."""
+        self._shards.finish()
+        return FileStore(self._folder)
+
+    def close(self) -> None:
+        """Give the files back, complete or not."""
+        self._shards.close()
+
+
+def _write(
+    checkpoint: Checkpoint, folder: Path, recipe: Recipe, experts: ModelExperts, progress: Callable[[int], None]
+) -> None:
+    _copy_small_files(checkpoint.folder, folder)
+    dtype = next(iter(experts.formats.values())).dtype
+    config = _with_dtype(checkpoint.config, dtype) | {"quantization_config": recipe.to_json()}
+    write_synced(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    copy_tensors(checkpoint.dense, folder, progress)
+    sink = _ShardSink(folder, Manifest(experts, recipe.quantizer, checkpoint.fingerprint()))
+    try:
+        packer = ExpertPacker(experts, make_quantizer(recipe.quantizer), sink)
+        for layer, expert, projection, weight in checkpoint.projections():
+            packer.put(layer, expert, projection, weight)
+            progress(weight.nbytes)
+        packer.finish().close()
+    finally:
+        sink.close()
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The configuration with the dtype that the experts have, so that vLLM's "auto" chooses it for the rest."""
+    name = str(dtype).removeprefix("torch.")
+    changed = {**config, **{key: name for key in ("dtype", "torch_dtype") if key in config}}
+    if isinstance(nested := config.get("text_config"), dict):
+        changed["text_config"] = {**nested, **{key: name for key in ("dtype", "torch_dtype") if key in nested}}
+    if not {"dtype", "torch_dtype"} & changed.keys():
+        changed["dtype"] = name
+    return changed
+
+
+def _check_target(source: Path, out: Path, overwrite: bool) -> None:
+    if not out.exists():
+        return
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.resolve() == source.resolve():
+        raise CheckpointError(f"{out} is the checkpoint to read; write to another folder.")
+    if not overwrite:
+        raise CheckpointError(f"{out} exists already; name another folder, or replace it with --overwrite.")
+    if not (out / MANIFEST).is_file():
+        raise CheckpointError(f"{out} is not a dymoe checkpoint, so it is not overwritten; remove it yourself.")
+
+
+def _check_space(checkpoint: Checkpoint, out: Path, experts: ModelExperts) -> None:
+    needed = checkpoint.dense_bytes + sum(experts.nbytes(bits) for bits in experts.formats)
+    needed += sum(path.stat().st_size for path in _small_files(checkpoint.folder))
+    free = shutil.disk_usage(out.parent).free
+    if free < needed:
+        raise CheckpointError(
+            f"{out} needs {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB left; free some space."
+        )
+
+
+def _small_files(folder: Path) -> list[Path]:
+    """Everything beside the weights: tokenizer, generation config, chat templates, code, licence."""
+    return [
+        path
+        for path in sorted((*folder.iterdir(), *folder.glob(f"{_TEMPLATE_FOLDER}/*")))
+        if path.is_file()
+        and path.suffix not in _WEIGHT_SUFFIXES
+        and not path.name.endswith(_WEIGHT_INDEX)
+        and not path.name.startswith(".")
+        and path.name != "config.json"
+    ]
+
+
+def _copy_small_files(source: Path, folder: Path) -> None:
+    for path in _small_files(source):
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        write_synced(target, path.read_bytes())
+
+
+def _publish(partial: Path, out: Path) -> None:
+    """Give the complete folder its name; what had it before is removed afterwards."""
+    for path in (partial, *(path for path in partial.iterdir() if path.is_dir())):
+        sync_folder(path)
+    replaced: Path | None = None
+    if out.exists():
+        replaced = Path(tempfile.mkdtemp(prefix=f"{out.name}.replaced-", dir=out.parent))
+        os.rename(out, replaced)
+    try:
+        os.rename(partial, out)
+    except OSError:
+        if replaced is not None:
+            os.rename(replaced, out)
+        raise
+    sync_folder(out.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)

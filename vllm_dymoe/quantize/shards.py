@@ -1,0 +1,232 @@
+"""Writing a store so that it is either complete or not there.
+
+Sections are written at their final offsets into shards in a temporary folder
+beside the final one. Publishing checksums, syncs and renames it; a crash leaves
+a temporary folder that the next writer removes, and of two processes that write
+the same store the second finds the first one's and uses it.
+"""
+
+import glob
+import json
+import os
+import shutil
+import socket
+import tempfile
+import zlib
+from pathlib import Path
+
+import torch
+
+from vllm_dymoe.experts.layout import Projection
+from vllm_dymoe.experts.store import MANIFEST, BlobKey, Manifest, StoreError, file_name
+
+# Data begins on a page, so that every blob of a page-sized format does too.
+_DATA_ALIGNMENT = 4096
+_TEMPORARY = ".partial-"
+
+
+class ShardFiles:
+    """The shards of one store, written into a folder that exists.
+
+    What the disk refuses is raised as OSError: whoever made the folder knows what to tell the user.
+
+    Args:
+        folder: where the shards go.
+        manifest: what they will hold.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._layout = _Layout(manifest)
+        self._files: list[int] = []
+        try:
+            for layer_index in manifest.experts.layers:
+                file = os.open(folder / file_name(layer_index), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._files.append(file)
+                os.pwrite(file, self._layout.header, 0)
+                os.ftruncate(file, self._layout.size)
+        except OSError:
+            self.close()
+            raise
+
+    def write(self, key: BlobKey, projection: Projection, section: torch.Tensor) -> None:
+        """Write one packed section (uint8, contiguous) and its checksum at their offsets."""
+        file = self._files[key.layer]
+        offset = self._layout.blob_offset(key) + self._manifest.experts.formats[key.bits].sections[projection].start
+        _pwrite(file, section.numpy().data, offset)
+        checksum = zlib.crc32(section.numpy().data)
+        _pwrite(file, memoryview(checksum.to_bytes(8, "little")), self._layout.checksum_offset(key, projection))
+
+    def finish(self) -> None:
+        """Sync the shards, then write the manifest that declares them complete."""
+        while self._files:
+            file = self._files.pop()
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+        write_manifest(self._folder, self._manifest)
+
+    def close(self) -> None:
+        """Close the files, complete or not."""
+        while self._files:
+            os.close(self._files.pop())
+
+
+class ShardWriter:
+    """Writes one store into a temporary folder and gives it its name when it is complete.
+
+    Args:
+        folder: final place of the store.
+        manifest: what it will hold.
+
+    Raises:
+        StoreError: the folder cannot be written, or the disk is too small.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self._shards: ShardFiles | None = None
+        needed = sum(manifest.experts.nbytes(bits) for bits in manifest.experts.formats)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder.parent).free
+            if free < needed:
+                raise StoreError(
+                    f"the expert store in {folder} needs {needed} bytes, but its disk has {free} left; "
+                    "free some space or set store_dir to another disk."
+                )
+            self.partial = make_partial(folder)
+            self._shards = ShardFiles(self.partial, manifest)
+        except OSError as error:
+            self.discard()
+            raise StoreError(
+                f"the expert store cannot be written to {folder}: {error.strerror}; set store_dir to a folder that can."
+            ) from error
+
+    def write(self, key: BlobKey, projection: Projection, section: torch.Tensor) -> None:
+        """Write one packed section (uint8, contiguous) at its offset.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        assert self._shards is not None, "the store is published or discarded already"
+        try:
+            self._shards.write(key, projection, section)
+        except OSError as error:
+            self.discard()
+            raise StoreError(
+                f"writing the expert store to {self.folder} failed: {error.strerror}; "
+                "free some space or set store_dir to another disk."
+            ) from error
+
+    def publish(self) -> Path:
+        """Sync everything and give the folder its name.
+
+        Returns:
+            The folder: this one, or the one that another process published first.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        assert self._shards is not None, "the store is published or discarded already"
+        try:
+            self._shards.finish()
+            _rename_into_place(self.partial, self.folder)
+        except OSError as error:
+            self.discard()
+            raise StoreError(f"the expert store cannot be completed in {self.folder}: {error.strerror}.") from error
+        return self.folder
+
+    def discard(self) -> None:
+        """Remove everything written so far."""
+        if self._shards is not None:
+            self._shards.close()
+            self._shards = None
+        if hasattr(self, "partial"):
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+
+class _Layout:
+    """Offsets inside one shard; all shards are alike."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        experts = manifest.experts
+        self._offsets: dict[int, tuple[int, int, int]] = {}  # bits -> blobs, checksums, bytes per blob
+        tensors: dict[str, object] = {}
+        end = 0
+        for bits, fmt in experts.formats.items():
+            blobs, checks = end, end + experts.num_experts * fmt.nbytes
+            end = checks + experts.num_experts * len(Projection) * 8
+            self._offsets[bits] = (blobs, checks, fmt.nbytes)
+            tensors[f"{bits}bit.blobs"] = {
+                "dtype": "U8",
+                "shape": [experts.num_experts, fmt.nbytes],
+                "data_offsets": [blobs, checks],
+            }
+            tensors[f"{bits}bit.crc32"] = {
+                "dtype": "I64",
+                "shape": [experts.num_experts, len(Projection)],
+                "data_offsets": [checks, end],
+            }
+        text = json.dumps({"__metadata__": {"format": "vllm-dymoe experts"}, **tensors}).encode()
+        padded = -(-(8 + len(text)) // _DATA_ALIGNMENT) * _DATA_ALIGNMENT - 8
+        self.header = padded.to_bytes(8, "little") + text.ljust(padded)
+        self.size = len(self.header) + end
+
+    def blob_offset(self, key: BlobKey) -> int:
+        blobs, _, nbytes = self._offsets[key.bits]
+        return len(self.header) + blobs + key.expert * nbytes
+
+    def checksum_offset(self, key: BlobKey, projection: Projection) -> int:
+        _, checks, _ = self._offsets[key.bits]
+        return len(self.header) + checks + (key.expert * len(Projection) + projection) * 8
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest and sync it and its folder."""
+    path = folder / MANIFEST
+    with path.open("w") as file:
+        json.dump(manifest.to_json(), file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def make_partial(folder: Path) -> Path:
+    """Make the temporary folder beside ``folder``, after removing what writers that died on this host left there."""
+    prefix = f"{folder.name}{_TEMPORARY}{socket.gethostname()}-"
+    for leftover in folder.parent.glob(f"{glob.escape(prefix)}*"):
+        pid = leftover.name.removeprefix(prefix).partition("-")[0]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(leftover, ignore_errors=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=folder.parent))
+    partial.chmod(0o755)
+    return partial
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename_into_place(partial: Path, folder: Path) -> None:
+    try:
+        os.rename(partial, folder)
+    except OSError:
+        if not (folder / MANIFEST).is_file():
+            raise
+        shutil.rmtree(partial)  # another process was first; its store is the same
+    sync_folder(folder.parent)
+
+
+def _pwrite(file: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:], offset + done)

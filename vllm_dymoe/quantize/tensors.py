@@ -1,0 +1,161 @@
+"""Where the tensors of a checkpoint lie, and copying some of them byte for byte into shards of our own."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from vllm_dymoe.experts.store import StoreError, read_header
+
+INDEX = "model.safetensors.index.json"
+
+_SHARD_BYTES = 5 * 10**9
+_PIECE_BYTES = 16 * 2**20
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be read or written; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where one tensor lies.
+
+    Attributes:
+        path: its file.
+        dtype: in safetensors' words, "BF16".
+        shape: its sizes.
+        begin: first byte in the file.
+        end: the byte after its last.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.end - self.begin
+
+
+def read_tensors(folder: Path) -> dict[str, TensorPlace]:
+    """Find every tensor of a checkpoint: in the files that its index names, else in all of them.
+
+    Raises:
+        CheckpointError: there are no safetensors files, one is damaged, or one tensor is in two of them.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} cannot be read ({error!r}); download it again.") from error
+    else:
+        # Mistral's repositories hold the same weights a second time under this name.
+        names = sorted(path.name for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if not names:
+        raise CheckpointError(f"{folder} has no *.safetensors files; other formats are not read.")
+    tensors: dict[str, TensorPlace] = {}
+    for path in (folder / name for name in names):
+        for name, place in _read_places(path).items():
+            if name in tensors:
+                raise CheckpointError(f"{name} is both in {tensors[name].path} and in {path}.")
+            tensors[name] = place
+    return tensors
+
+
+def copy_tensors(tensors: Mapping[str, TensorPlace], folder: Path, progress: Callable[[int], None]) -> None:
+    """Copy tensors into synced shards ``model-00001-of-0000n.safetensors`` with an index.
+
+    The index is what keeps other safetensors files of the folder out of vLLM's loader.
+
+    Args:
+        tensors: what to copy.
+        folder: where to.
+        progress: called with every number of bytes copied.
+
+    Raises:
+        CheckpointError: a source file ends early.
+        OSError: a disk refuses.
+    """
+    # Wide elements first, so that each tensor is aligned to its own; then in the order of the sources.
+    names = sorted(tensors, key=lambda name: (-_element_bytes(tensors[name]), tensors[name].path, tensors[name].begin))
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in names:
+        if shards[-1] and size + tensors[name].nbytes > _SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensors[name].nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= dict.fromkeys(shard, file_name)
+        _write_shard(folder / file_name, {name: tensors[name] for name in shard}, progress)
+    total = sum(place.nbytes for place in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_synced(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and sync it."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_places(path: Path) -> dict[str, TensorPlace]:
+    try:
+        with safe_open(path, framework="pt"):
+            pass  # checks the header, and that the file is as long as it says
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            header, start = read_header(path, file)
+        finally:
+            os.close(file)
+    except (OSError, SafetensorError, StoreError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); download it again.") from error
+    header.pop("__metadata__", None)
+    places = {}
+    for name, tensor in header.items():
+        begin, end = tensor["data_offsets"]
+        places[name] = TensorPlace(path, tensor["dtype"], tuple(tensor["shape"]), start + begin, start + end)
+    return places
+
+
+def _write_shard(path: Path, tensors: Mapping[str, TensorPlace], progress: Callable[[int], None]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, place in tensors.items():
+        header[name] = {"dtype": place.dtype, "shape": place.shape, "data_offsets": [end, end + place.nbytes]}
+        end += place.nbytes
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    with path.open("wb") as target:
+        target.write(len(text).to_bytes(8, "little") + text)
+        for place in tensors.values():
+            with place.path.open("rb") as source:
+                source.seek(place.begin)
+                left = place.nbytes
+                while left:
+                    piece = source.read(min(left, _PIECE_BYTES))
+                    if not piece:
+                        raise CheckpointError(f"{place.path} became shorter while it was read; download it again.")
+                    target.write(piece)
+                    left -= len(piece)
+                    progress(len(piece))
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _element_bytes(place: TensorPlace) -> int:
+    return place.nbytes // max(1, math.prod(place.shape))

@@ -1,0 +1,69 @@
+"""What the runtime did, as plain numbers that travel between processes."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_dymoe.experts.budget import BudgetTracker
+from vllm_dymoe.experts.cache import CacheStats
+from vllm_dymoe.runtime.sizing import SlotPlan
+from vllm_dymoe.transfer import Reason, TransferStats
+
+
+@dataclass(frozen=True)
+class RuntimeStats:
+    """A snapshot of one rank.
+
+    Attributes:
+        hits: experts that a layer needed and found on the device.
+        misses: experts that a layer needed and had to fetch.
+        hit_rate: hits among both, 0 to 1.
+        promotions: misses that replaced a low version by a high one.
+        reuses: hits that used a high version where a low one would have done.
+        evictions: experts that made room for others.
+        bytes_moved: bytes from host to device, by reason.
+        transfers: blobs from host to device, by reason.
+        failed_transfers: transfers that ended in an error.
+        exposed_wait_seconds: host time spent waiting for transfers.
+        budget_bytes: the hard limit of device memory for experts.
+        peak_expert_bytes: the most device memory that experts ever held.
+        slots: slots by tier.
+    """
+
+    hits: int
+    misses: int
+    hit_rate: float
+    promotions: int
+    reuses: int
+    evictions: int
+    bytes_moved: dict[str, int]
+    transfers: dict[str, int]
+    failed_transfers: int
+    exposed_wait_seconds: float
+    budget_bytes: int
+    peak_expert_bytes: int
+    slots: dict[str, int]
+
+    @classmethod
+    def collect(
+        cls, cache: CacheStats, transfer: TransferStats, budget: BudgetTracker, plan: SlotPlan
+    ) -> "RuntimeStats":
+        """Read the counters of one runtime."""
+        return cls(
+            hits=cache.hits,
+            misses=cache.misses,
+            hit_rate=cache.hit_rate,
+            promotions=cache.promotions,
+            reuses=cache.reuses,
+            evictions=cache.evictions,
+            bytes_moved={reason.name.lower(): transfer.bytes_moved[reason] for reason in Reason},
+            transfers={reason.name.lower(): transfer.transfers[reason] for reason in Reason},
+            failed_transfers=transfer.failed,
+            exposed_wait_seconds=transfer.exposed_wait_seconds,
+            budget_bytes=budget.limit,
+            peak_expert_bytes=budget.peak,
+            slots={tier.value: count for tier, count in plan.slots.items()},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The snapshot as JSON-serialisable data."""
+        return asdict(self)

@@ -1,0 +1,142 @@
+"""Delivery to a CUDA device: copies on streams of their own, ordered by events.
+
+Two orders make a slot safe. A copy into a slot waits for the event behind the
+slot's last reader, and computation waits for the event behind the copy. The
+host waits for neither. The streams stand behind a small seam so that the same
+delivery is tested against a simulated device where there is no GPU.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from vllm_dymoe.experts.store import HostStore, MemoryStore
+from vllm_dymoe.transfer.ticket import Reason, Ticket
+
+
+class Streams(Protocol):
+    """The few things that delivery needs from a device."""
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> Any:
+        """Enqueue a copy behind ``after`` (an event or None) and return the event behind it."""
+        ...
+
+    def computation_waits(self, event: Any) -> None:
+        """Enqueue, on the computing stream, a wait for ``event``."""
+        ...
+
+    def record_computation(self) -> Any:
+        """The event behind all computation enqueued so far."""
+        ...
+
+    def synchronize(self, event: Any) -> None:
+        """Block the host until ``event``."""
+        ...
+
+
+class CudaStreams:
+    """CUDA streams: one for demand, one of lower priority for everything else."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._urgent = torch.cuda.Stream(device, priority=-1)
+        self._background = torch.cuda.Stream(device, priority=0)
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> torch.cuda.Event:
+        """Enqueue an asynchronous copy from page-locked memory."""
+        stream = self._urgent if urgent else self._background
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            destination.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event
+
+    def computation_waits(self, event: torch.cuda.Event) -> None:
+        """Make the current stream wait."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def record_computation(self) -> torch.cuda.Event:
+        """Record on the current stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        """Block until the event has happened."""
+        event.synchronize()
+
+
+class _StreamDelivery:
+    """What both deliveries share: ordering by events."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def receive(self, fence: Any) -> None:
+        """Order computation behind a copy."""
+        self._streams.computation_waits(fence)
+
+    def drain(self, fence: Any) -> None:
+        """Wait for a copy on the host."""
+        self._streams.synchronize(fence)
+
+    def fence(self) -> Any:
+        """The event behind all computation so far."""
+        return self._streams.record_computation()
+
+    def _enqueue(self, source: torch.Tensor, ticket: Ticket) -> Any:
+        urgent = ticket.reason is Reason.DEMAND
+        return self._streams.copy(source, ticket.destination, urgent=urgent, after=ticket.after)
+
+
+class PinnedDelivery(_StreamDelivery):
+    """From page-locked memory: one asynchronous copy."""
+
+    def __init__(self, store: MemoryStore, streams: Streams) -> None:
+        super().__init__(streams)
+        self._store = store
+
+    def deliver(self, ticket: Ticket) -> Any:
+        """Enqueue the copy."""
+        return self._enqueue(self._store.blob(ticket.key), ticket)
+
+
+class StagedDelivery(_StreamDelivery):
+    """From files, through page-locked buffers.
+
+    Args:
+        store: where the bytes come from.
+        streams: the device's streams.
+        buffers: uint8, each as large as the largest blob; as many transfers can be under way.
+    """
+
+    def __init__(self, store: HostStore, streams: Streams, buffers: Sequence[torch.Tensor]) -> None:
+        super().__init__(streams)
+        self._store = store
+        # Oldest first: each buffer with the event of the copy that still may read it.
+        self._buffers: deque[tuple[torch.Tensor, Any]] = deque((buffer, None) for buffer in buffers)
+        self._returned = threading.Condition()
+
+    def deliver(self, ticket: Ticket) -> Any:
+        """Read into a buffer, then enqueue the copy."""
+        with self._returned:
+            while not self._buffers:
+                self._returned.wait()
+            buffer, busy = self._buffers.popleft()
+        event = None
+        try:
+            if busy is not None:
+                self._streams.synchronize(busy)
+            staged = buffer[: ticket.destination.numel()]
+            self._store.read_into(ticket.key, staged)
+            event = self._enqueue(staged, ticket)
+            return event
+        finally:
+            with self._returned:
+                self._buffers.append((buffer, event))
+                self._returned.notify()

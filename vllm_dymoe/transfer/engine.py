@@ -1,0 +1,60 @@
+"""What every transfer engine does, whatever the device."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from vllm_dymoe.experts.store import BlobKey
+from vllm_dymoe.transfer.ticket import Reason, Ticket
+
+
+@dataclass
+class TransferStats:
+    """What was moved, and how long somebody had to wait for it.
+
+    Attributes:
+        bytes_moved: bytes that arrived, by reason.
+        transfers: blobs that arrived, by reason.
+        failed: transfers that ended in an error.
+        exposed_wait_seconds: host time spent in ``wait``.
+    """
+
+    bytes_moved: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    transfers: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    failed: int = 0
+    exposed_wait_seconds: float = 0.0
+
+
+class TransferEngine(Protocol):
+    """Moves blobs into slots, demand before prefetch before migration."""
+
+    stats: TransferStats
+
+    def submit(self, key: BlobKey, destination: torch.Tensor, reason: Reason, after: Any = None) -> Ticket:
+        """Ask for a transfer and return at once."""
+        ...
+
+    def wait(self, ticket: Ticket) -> None:
+        """Return when computation issued from now on will see the bytes.
+
+        Raises:
+            TransferError: the transfer failed or was cancelled.
+        """
+        ...
+
+    def settle(self, ticket: Ticket) -> None:
+        """Return when nothing writes the ticket's slot any more: cancelled, finished or failed. Never raises."""
+        ...
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Take a transfer back if it has not begun; False if it has."""
+        ...
+
+    def fence(self) -> Any:
+        """A fence behind the computation issued so far, for the next ``submit`` into a slot it reads; or None."""
+        ...
+
+    def close(self) -> None:
+        """Finish what runs, cancel what waits, and end all threads."""
+        ...

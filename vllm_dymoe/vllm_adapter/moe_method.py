@@ -1,0 +1,173 @@
+"""vLLM's seam for one MoE layer: create (almost) no weights, take the checkpoint's, run ours."""
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.utils import set_weight_attrs
+
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.experts.layout import Projection
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.vllm_adapter.rank_model import LayerSpec, RankModel
+
+_ACTIVATIONS = {
+    MoEActivation.SILU: Activation.SILU,
+    MoEActivation.GELU: Activation.GELU,
+    MoEActivation.GELU_TANH: Activation.GELU_TANH,
+}
+_PROJECTIONS = {"w1": Projection.GATE, "w3": Projection.UP, "w2": Projection.DOWN}
+# The dimension of a projection that tensor parallelism slices: rows of gate and up, columns of down.
+_SLICED_DIMENSION = {Projection.GATE: 0, Projection.UP: 0, Projection.DOWN: 1}
+
+
+class DymoeMoEMethod(FusedMoEMethodBase):
+    """One MoE layer whose experts live in the host store.
+
+    Routing and shared experts stay vLLM's.
+    """
+
+    def __init__(self, moe: FusedMoEConfig, model: RankModel) -> None:
+        super().__init__(moe)
+        self.model = model
+        self.position = -1
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
+        """None: vLLM's own kernels never see our weights."""
+        return None
+
+    def create_weights(
+        self,
+        layer: Any,  # a RoutedExperts; torch.nn.Module hides its attributes from type checkers
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register empty placeholders that vLLM's loaders hand every expert's weights to.
+
+        Raises:
+            ConfigError: the layer needs something that is not supported.
+        """
+        _refuse_unsupported(layer, self.moe)
+        self.position = self.model.add_layer(
+            LayerSpec(
+                name=layer.layer_name,
+                num_experts=num_experts,
+                top_k=self.moe.experts_per_token,
+                hidden=hidden_size,
+                intermediate=intermediate_size_per_partition,
+                dtype=params_dtype,
+                rank=self.moe.moe_parallel_config.tp_rank,
+                ranks=self.moe.moe_parallel_config.tp_size,
+                expert_rank=self.moe.moe_parallel_config.ep_rank,
+                expert_ranks=self.moe.moe_parallel_config.ep_size,
+            )
+        )
+        self._activation = _ACTIVATIONS[self.moe.activation]
+        for name in ("w13_weight", "w2_weight"):
+            placeholder = torch.nn.Parameter(torch.empty(0, dtype=params_dtype), requires_grad=False)
+            set_weight_attrs(placeholder, {"weight_loader": _WeightLoader(self, layer)})
+            layer.register_parameter(name, placeholder)
+        # The custom operator finds its layer by name in the forward context, as vLLM's own does.
+        get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Complete the store when the last layer has been loaded."""
+        self._expert_map = layer.expert_map
+        self.model.layer_loaded()
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the routed experts: x [tokens, hidden] -> [tokens, hidden]."""
+        return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, layer.layer_name)
+
+    def run(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """What the operator does, outside of any compilation."""
+        if self._expert_map is not None:
+            topk_ids = self._expert_map[topk_ids.long()]
+        warming_up = get_forward_context().attn_metadata is None
+        return self.model.forward(self.position, x, topk_weights, topk_ids, self._activation, warming_up=warming_up)
+
+
+class _WeightLoader:
+    """Takes one projection of one expert from vLLM's loader into the store."""
+
+    def __init__(self, method: DymoeMoEMethod, layer: Any) -> None:
+        self._method = method
+        self._layer = layer
+
+    def __call__(
+        self,
+        param: torch.nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        expert = self._layer._map_global_expert_id_to_local_expert_id(expert_id)
+        if expert == -1:
+            return False if return_success else None
+        if "weight" not in weight_name or loaded_weight.dim() != 2:
+            raise ConfigError(
+                f"vllm-dymoe: cannot take the checkpoint's tensor {weight_name} with shape "
+                f"{list(loaded_weight.shape)}; expected one 2-D weight per expert and projection."
+            )
+        projection = _PROJECTIONS[shard_id]
+        parallel = self._method.moe.moe_parallel_config
+        dimension = _SLICED_DIMENSION[projection]
+        width = loaded_weight.shape[dimension] // parallel.tp_size
+        mine = loaded_weight.narrow(dimension, parallel.tp_rank * width, width)
+        self._method.model.put(self._method.position, expert, projection, mine)
+        return True if return_success else None
+
+
+def _refuse_unsupported(layer: Any, moe: FusedMoEConfig) -> None:
+    problem = None
+    if moe.activation not in _ACTIVATIONS:
+        problem = f"the expert activation {moe.activation.value}"
+    elif getattr(moe, "swiglu_limit", None) is not None:
+        problem = "a clamped SwiGLU in the experts"
+    elif moe.has_bias:
+        problem = "biases in the experts"
+    elif layer.apply_router_weight_on_input:
+        problem = "router weights that are applied to the experts' input"
+    elif moe.is_lora_enabled:
+        problem = "LoRA on the experts"
+    elif moe.moe_parallel_config.enable_eplb:
+        problem = "expert-parallel load balancing (EPLB)"
+    elif moe.moe_parallel_config.dp_size > 1:
+        problem = "data parallelism of MoE layers"
+    if problem is not None:
+        raise ConfigError(
+            f"vllm-dymoe: {layer.layer_name} needs {problem}, which is not supported yet; "
+            "serve this model without --quantization dymoe."
+        )
+
+
+def _context_key(layer_name: str) -> str:
+    return f"{layer_name}.dymoe"
+
+
+@torch.library.custom_op("vllm_dymoe::moe", mutates_args=())
+def _moe(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
+    method: DymoeMoEMethod = get_forward_context().no_compile_layers[_context_key(layer_name)]
+    return method.run(x, topk_weights, topk_ids)
+
+
+@_moe.register_fake
+def _moe_fake(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
+    return torch.empty_like(x)

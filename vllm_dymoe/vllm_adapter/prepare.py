@@ -1,0 +1,99 @@
+"""What is checked and set in the user's process, after vLLM has made its configuration."""
+
+from typing import Any
+
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.platforms import current_platform
+
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.policy import make_policy
+from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots
+from vllm_dymoe.vllm_adapter.log import logger
+from vllm_dymoe.vllm_adapter.rank_model import read_options
+
+WORKER_EXTENSION = "vllm_dymoe.vllm_adapter.worker.DymoeWorkerExtension"
+# The operators inside of which the host decides and waits; a captured graph would replay one step's decisions.
+_HOST_OPERATORS = ("vllm::moe_forward", "vllm::moe_forward_shared")
+
+
+def prepare(config: VllmConfig) -> None:
+    """Refuse what cannot work, keep host decisions out of CUDA graphs, and add the worker methods.
+
+    Raises:
+        ConfigError: an option, a combination or the budget cannot work.
+    """
+    options = read_options(config, getattr(config.quant_config, "checkpoint", None))
+    if config.model_config.get_num_experts() == 0:
+        raise ConfigError(
+            f"vllm-dymoe: {config.model_config.model} is not a Mixture-of-Experts model; "
+            "leave --quantization dymoe out for it."
+        )
+    _check_budget(config, options)
+    if current_platform.is_cuda_alike():
+        _keep_graphs_piecewise(config)
+    _add_worker_methods(config)
+
+
+def _check_budget(config: VllmConfig, options: Options) -> None:
+    """Refuse a hopeless budget before any process starts; the worker checks again with the real layers.
+
+    Raises:
+        ConfigError: not even one expert of each tier fits.
+    """
+    experts = experts_of(config, options)
+    if experts is None or options.expert_budget.is_auto:
+        return
+    tiers = make_policy(options.policy, options.policy_options).tiers
+    plan_slots(experts, options, tiers, limit_in_bytes(options.expert_budget, experts, options, 0, 0), 0)
+
+
+def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
+    """The experts of one rank as far as the model's config.json tells; None where it names no expert width."""
+    model = config.model_config
+    text = model.hf_text_config
+    width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    if not isinstance(width, int):
+        return None
+    parallel = config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    experts, width = (
+        (-(-model.get_num_experts() // ranks), width)
+        if parallel.enable_expert_parallel
+        else (model.get_num_experts(), width // ranks)
+    )
+    formats = {
+        bits: ExpertFormat(model.get_hidden_size(), width, bits, options.group_size, model.dtype)
+        for bits in options.stored_bits
+    }
+    layers = tuple(range(model.get_num_layers(parallel)))
+    return ModelExperts(layers, experts, getattr(text, "num_experts_per_tok", None) or 1, formats)
+
+
+def _keep_graphs_piecewise(config: VllmConfig) -> None:
+    compilation = config.compilation_config
+    operators: list[str] | None = compilation.splitting_ops
+    if operators is not None:
+        operators.extend(name for name in _HOST_OPERATORS if name not in operators)
+    mode = compilation.cudagraph_mode
+    if mode is not None and mode.has_full_cudagraphs():
+        wanted = CUDAGraphMode.PIECEWISE if operators else CUDAGraphMode.NONE
+        logger.warning(
+            "vllm-dymoe: cudagraph_mode %s becomes %s, because the host chooses and fetches experts in every step",
+            mode.name,
+            wanted.name,
+        )
+        compilation.cudagraph_mode = wanted
+
+
+def _add_worker_methods(config: VllmConfig) -> None:
+    parallel: Any = config.parallel_config
+    if not parallel.worker_extension_cls:
+        parallel.worker_extension_cls = WORKER_EXTENSION
+    elif parallel.worker_extension_cls != WORKER_EXTENSION:
+        logger.info(
+            "vllm-dymoe: worker_extension_cls is %s, so dymoe_stats and dymoe_resize are not there; "
+            "derive your class from %s to have both.",
+            parallel.worker_extension_cls,
+            WORKER_EXTENSION,
+        )

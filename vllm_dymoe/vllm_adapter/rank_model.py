@@ -1,0 +1,260 @@
+"""The MoE layers of one rank, from their creation over loading to the running model."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
+from vllm_dymoe.experts.store import FileStore, HostStore, Manifest, MemoryStore, StoreError
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.policy import make_policy
+from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize.experts import ExpertPacker, FileSink, MemorySink
+from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.vllm_adapter.checkpoint import cached_store, fingerprint, local_folder
+from vllm_dymoe.vllm_adapter.log import logger
+from vllm_dymoe.vllm_adapter.memory import automatic_budget
+from vllm_dymoe.vllm_adapter.report import announce
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What vLLM says of one MoE layer on this rank.
+
+    Attributes:
+        name: prefix in the model, ``model.layers.3.mlp.experts``.
+        num_experts: local experts.
+        top_k: experts per token.
+        hidden: model width.
+        intermediate: expert width on this rank.
+        dtype: of the weights.
+        rank: tensor-parallel rank, of ``ranks``.
+        expert_rank: expert-parallel rank, of ``expert_ranks``.
+    """
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    dtype: torch.dtype
+    rank: int
+    ranks: int
+    expert_rank: int
+    expert_ranks: int
+
+
+class RankModel:
+    """Collects the MoE layers that vLLM creates, fills the store, and runs them.
+
+    Args:
+        vllm_config: vLLM's configuration of this engine.
+        checkpoint: quantization_config of the checkpoint, if it is ours.
+
+    Raises:
+        ConfigError: the options are wrong.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None) -> None:
+        self.options = read_options(vllm_config, checkpoint)
+        self._checkpoint_is_ours = checkpoint is not None
+        self._vllm_config = vllm_config
+        self._layers: list[LayerSpec] = []
+        self._loaded = 0
+        self._packer: ExpertPacker | None = None
+        self._store: HostStore | None = None
+        self._progress: tqdm[Any] | None = None
+        self._begin = time.perf_counter()
+        self.runtime: MoERuntime | None = None
+        self._served = False
+
+    # -- creation ---------------------------------------------------------------------------------
+
+    def add_layer(self, spec: LayerSpec) -> int:
+        """Enter one MoE layer and return its position.
+
+        Raises:
+            ConfigError: it differs from the layers before it, or comes after loading began.
+        """
+        if self._store is not None or self._packer is not None:
+            raise ConfigError(
+                f"vllm-dymoe: {spec.name} belongs to a second model with MoE layers (a speculative draft?), "
+                "which is not supported yet; serve without speculative decoding."
+            )
+        if self._layers and replace(spec, name="") != replace(self._layers[0], name=""):
+            raise ConfigError(
+                f"vllm-dymoe: the experts of {spec.name} have another shape than those of {self._layers[0].name}, "
+                "which is not supported yet; serve this model without --quantization dymoe."
+            )
+        self._layers.append(spec)
+        return len(self._layers) - 1
+
+    @property
+    def experts(self) -> ModelExperts:
+        """The rank's experts, as the model's configuration describes them."""
+        spec = self._layers[0]
+        formats = {
+            bits: ExpertFormat(spec.hidden, spec.intermediate, bits, self.options.group_size, spec.dtype)
+            for bits in self.options.stored_bits
+        }
+        layers = tuple(extract_layer_index(layer.name) for layer in self._layers)
+        return ModelExperts(layers, spec.num_experts, spec.top_k, formats)
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    def put(self, layer: int, expert: int, projection: Projection, weight: torch.Tensor) -> None:
+        """Take one projection from the checkpoint; nothing to do where a complete store exists.
+
+        Raises:
+            StoreError: the store cannot be written, or the weights cannot be quantized.
+        """
+        self._prepare()
+        if self._packer is not None:
+            self._packer.put(layer, expert, projection, weight.cpu())
+
+    def layer_loaded(self) -> None:
+        """Note that vLLM has loaded one more layer; with the last one the model can run."""
+        self._prepare()
+        self._loaded += 1
+        if self._loaded < len(self._layers):
+            return
+        if self._packer is not None:
+            if self._vllm_config.load_config.load_format == "dummy":
+                self._fill_with_random_weights(self._packer)
+            self._store = self._packer.finish()
+            self._packer = None
+        if self._progress is not None:
+            self._progress.close()
+        assert self._store is not None
+        device = torch.device(self._vllm_config.device_config.device)
+        automatic = automatic_budget(self._vllm_config, device)
+        self.runtime = MoERuntime(self._store, self.options, device, automatic)
+        announce(self.runtime, seconds=time.perf_counter() - self._begin)
+
+    def _prepare(self) -> None:
+        """Open the store or the way into it, once, before the first weight."""
+        if self._store is not None or self._packer is not None:
+            return
+        experts = self.experts
+        pinned = self.options.host_store == "pinned"
+        can_pin = self._vllm_config.device_config.device_type == "cuda"
+        existing = self._existing_store(experts)
+        if existing is not None:
+            if pinned:
+                self._store = MemoryStore.from_files(existing, pin=can_pin)
+                existing.close()
+            else:
+                self._store = existing
+            logger.info("vllm-dymoe: the experts are packed already; reading them from %s", existing.folder)
+            return
+        sink = MemorySink(experts, pin=can_pin) if pinned else FileSink(self._cache_folder(), self._manifest(experts))
+        total = len(experts.layers) * experts.num_experts * len(Projection)
+        self._progress = tqdm(total=total, desc="Quantizing experts", unit=" projections", dynamic_ncols=True)
+        self._packer = ExpertPacker(experts, make_quantizer(self.options.quantizer), sink, self._progress.update)
+
+    def _existing_store(self, experts: ModelExperts) -> FileStore | None:
+        """The checkpoint's own store, or the one that an earlier start has left; None if there is none.
+
+        Raises:
+            StoreError: the checkpoint's store is not for this model, dtype or rank.
+        """
+        if self._checkpoint_is_ours:
+            folder = local_folder(self._vllm_config)
+            store = FileStore(folder)
+            _check_belongs(store, experts, self._layers[0], folder)
+            return store
+        if self.options.host_store == "pinned":
+            return None
+        return cached_store(self._cache_folder(), self._manifest(experts))
+
+    def _cache_folder(self) -> Path:
+        spec = self._layers[0]
+        root = self.options.store_dir or Path.home() / ".cache" / "vllm-dymoe"
+        name = Path(self._vllm_config.model_config.model).name
+        return root.expanduser() / f"{name}-{self._fingerprint()}" / f"rank-{spec.rank}-{spec.expert_rank}"
+
+    def _fingerprint(self) -> str:
+        spec = self._layers[0]
+        described = (self.experts, self.options.quantizer, spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks)
+        dummy = self._vllm_config.load_config.load_format == "dummy"
+        seed = f"dummy weights, seed {self.options.seed}" if dummy else ""
+        return fingerprint(local_folder(self._vllm_config), f"{described} {seed}")
+
+    def _manifest(self, experts: ModelExperts) -> Manifest:
+        spec = self._layers[0]
+        return Manifest(experts, self.options.quantizer, self._fingerprint(), (spec.rank, spec.ranks))
+
+    def _fill_with_random_weights(self, packer: ExpertPacker) -> None:
+        """``--load-format dummy``: weights of the size that random initialisation has."""
+        generator = torch.Generator().manual_seed(self.options.seed)
+        fmt = next(iter(packer.experts.formats.values()))
+        for layer in range(len(packer.experts.layers)):
+            for expert in range(packer.experts.num_experts):
+                for projection, matrix in zip(Projection, fmt.matrices, strict=True):
+                    weight = torch.randn(matrix.rows, matrix.columns, generator=generator) * 0.02
+                    packer.put(layer, expert, projection, weight.to(fmt.dtype))
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Activation,
+        *,
+        warming_up: bool,
+    ) -> torch.Tensor:
+        """Run one MoE layer; what vLLM runs to warm up is not counted."""
+        assert self.runtime is not None, "vLLM runs a model that it has not finished loading"
+        if not warming_up and not self._served:
+            self._served = True
+            self.runtime.reset_stats()
+        return self.runtime.forward(layer, x, topk_weights, topk_ids, activation)
+
+
+def read_options(vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None) -> Options:
+    """The options of an engine.
+
+    Raises:
+        ConfigError: they are wrong, or contradict the checkpoint.
+    """
+    additional = vllm_config.additional_config
+    asked = additional.get("dymoe") if isinstance(additional, Mapping) else None
+    options = Options.load(asked, checkpoint)
+    make_policy(options.policy, options.policy_options)
+    if checkpoint is not None:
+        for option in ("hi", "lo", "group_size", "quantizer"):
+            stored, wanted = checkpoint.get(option), getattr(options, option)
+            if stored is not None and stored != wanted:
+                raise ConfigError(
+                    f"vllm-dymoe: {option} = {wanted} was asked for, but this checkpoint was written with "
+                    f"{option} = {stored}; leave the option out, or write the checkpoint again with "
+                    "`vllm-dymoe quantize`."
+                )
+    return options
+
+
+def _check_belongs(store: FileStore, experts: ModelExperts, spec: LayerSpec, folder: Path) -> None:
+    held = store.experts
+    for what, has, needs in (
+        ("tensor-parallel ranks", store.manifest.tensor_parallel, (spec.rank, spec.ranks)),
+        ("MoE layers", held.layers, experts.layers),
+        ("experts per layer", held.num_experts, experts.num_experts),
+        ("expert formats", held.formats, experts.formats),
+    ):
+        if has != needs:
+            store.close()
+            raise StoreError(
+                f"the experts in {folder} do not fit this model: the store has {what} {has}, the model needs {needs}; "
+                "write the checkpoint again with `vllm-dymoe quantize` for this model, dtype and parallel size."
+            )

@@ -1,0 +1,64 @@
+"""The lines at start: what is active, and what will not work well."""
+
+from vllm_dymoe import __version__
+from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime.sizing import tier_bits
+from vllm_dymoe.vllm_adapter.log import logger
+
+
+def announce(runtime: MoERuntime, seconds: float) -> None:
+    """Say in one line what is active, and warn if the cache cannot work."""
+    logger.info("%s Experts were ready after %.1f s.", describe(runtime), seconds)
+    for warning in warnings(runtime):
+        logger.warning("vllm-dymoe: %s", warning)
+
+
+def describe(runtime: MoERuntime) -> str:
+    """Model, policy, tiers, budget, slots and store in one line."""
+    experts, options, plan = runtime.experts, runtime.options, runtime.plan
+    layers = len(experts.layers)
+    tiers = []
+    for tier, count in plan.slots.items():
+        bits = tier_bits(options, tier)
+        quotas = plan.quotas(tier, layers)
+        least, most = min(quotas), max(quotas)
+        per_layer = f"{least}" if least == most else f"{least}-{most}"
+        tiers.append(
+            f"{tier.value} = {bits} bits ({size(experts.formats[bits].nbytes)} an expert): {count} slots, "
+            f"{per_layer} of {experts.num_experts} experts per layer + {plan.staging[tier]} for streaming"
+        )
+    return (
+        f"vllm-dymoe {__version__} is active: {layers} MoE layers x {experts.num_experts} experts, "
+        f"top {experts.top_k}; policy {options.policy}; {'; '.join(tiers)}; "
+        f"budget {size(plan.limit)} of {size(experts.nbytes(options.hi))}; "
+        f"kernel {runtime.kernel.name}; host store: {runtime.store.description}."
+    )
+
+
+def warnings(runtime: MoERuntime) -> list[str]:
+    """Sentences about settings that work, but badly."""
+    experts, plan = runtime.experts, runtime.plan
+    found = []
+    for tier in plan.slots:
+        least = min(plan.quotas(tier, len(experts.layers)))
+        if least == 0:
+            found.append(
+                f"with {plan.slots[tier]} slots in the {tier.value} tier some layers keep no expert at all, so their "
+                "cache can never hit and every expert is fetched for every token; raise expert_budget."
+            )
+        elif least < experts.top_k:
+            found.append(
+                f"a layer keeps {least} experts of the {tier.value} tier but one token uses {experts.top_k}, "
+                "so most experts are fetched for every token; raise expert_budget."
+            )
+    return found
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: 1536 -> 1.5 KiB."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,40 @@
+"""Methods that every vLLM worker gets, for ``LLM.collective_rpc`` and ``/collective_rpc``."""
+
+from typing import Any
+
+from vllm_dymoe.runtime import MoERuntime
+
+
+class DymoeWorkerExtension:
+    """vLLM mixes this class into its worker; each method runs on every rank, between two steps."""
+
+    def dymoe_stats(self) -> dict[str, Any]:
+        """Counts since the first request; see :class:`~vllm_dymoe.runtime.stats.RuntimeStats`."""
+        return _runtime(self).stats().to_dict()
+
+    def dymoe_reset_stats(self) -> None:
+        """Count from zero."""
+        _runtime(self).reset_stats()
+
+    def dymoe_resize(self, expert_budget: str | int | float) -> dict[str, Any]:
+        """Change the expert budget while the server runs; the cache starts empty.
+
+        Args:
+            expert_budget: as the option of that name.
+
+        Raises:
+            ValueError: it is not a budget, or too small; the old one stays.
+        """
+        runtime = _runtime(self)
+        runtime.resize(expert_budget)
+        return runtime.stats().to_dict()
+
+    def dymoe_check_integrity(self) -> None:
+        """Raise AssertionError if a slot, pin or byte of the budget is unaccounted for."""
+        _runtime(self).check_integrity()
+
+
+def _runtime(worker: Any) -> MoERuntime:
+    runtime = worker.vllm_config.quant_config.loaded_model().runtime
+    assert runtime is not None
+    return runtime

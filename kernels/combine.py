@@ -35,15 +35,22 @@ def combine(out: Tensor, topk_weights: Tensor, skipped: Tensor | None = None) ->
         check_tensor("skipped", skipped, shape=(tokens, top_k), dtype=torch.bool, contiguous=False)
     hidden = out.shape[1]
     pairs = out.view(tokens, top_k, hidden)
-    combined = out.new_empty(tokens, hidden)
     step = max(1, _CHUNK_ELEMENTS // max(1, top_k * hidden))
+    if tokens <= step:
+        return _weighted_sum(pairs, topk_weights, skipped).to(out.dtype)
+    combined = out.new_empty(tokens, hidden)
     for start in range(0, tokens, step):
         part = slice(start, start + step)
-        products = pairs[part].float().mul_(topk_weights[part].unsqueeze(2))
-        if skipped is not None:
-            products.masked_fill_(skipped[part].unsqueeze(2), 0.0)
-        total, *rest = products.unbind(1)
-        for product in rest:
-            total.add_(product)
-        combined[part] = total
+        combined[part] = _weighted_sum(pairs[part], topk_weights[part], None if skipped is None else skipped[part])
     return combined
+
+
+def _weighted_sum(pairs: Tensor, weights: Tensor, skipped: Tensor | None) -> Tensor:
+    """[tokens, top_k, hidden] and [tokens, top_k] to float32 [tokens, hidden]."""
+    products = pairs.float().mul_(weights.unsqueeze(2))
+    if skipped is not None:
+        products.masked_fill_(skipped.unsqueeze(2), 0.0)
+    total, *rest = products.unbind(1)
+    for product in rest:
+        total.add_(product)
+    return total

@@ -7,6 +7,7 @@ many. Which path a matrix takes depends on its format and on the number of its
 tokens, never on where it lies.
 """
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -22,32 +23,45 @@ from vllm_dymoe.kernels.tiled import TiledLinear
 DEFAULT_WORKSPACE_BYTES = 1 << 20
 
 
+# Measured with groups of 64 on AVX512 without bfloat16 instructions, one thread,
+# 768 x 2048: at 4 bits tiles cost 1.6 times the int4 kernel for 32 tokens, 1.0 for
+# 64, 0.6 for 128; at 8 bits 1.5 for 16 and 0.9 for 32; at 2 bits 1.8 for 32 and
+# 1.1 for 64. At 16 bits they cost 1.25 times torch's linear for 4 tokens and 0.85
+# for 8. Smaller matrices prefer the int4 kernel for longer.
+_INT4_TOKENS = 56
+_LINEAR_TOKENS = 4
+
+
 class CpuKernel:
     """Experts on a CPU.
 
-    Up to `int4_tokens` tokens of an expert the results of its rows are those of any
-    other batch, bit for bit; beyond that, and at 16 bits, their last bit may depend
-    on how many tokens the expert got.
+    On the int4 path a token's result is the same, bit for bit, whatever else is in
+    the batch; on the others its last bit may depend on how many tokens the expert got.
 
     Args:
         workspace_bytes: scratch that is held, at least 320 KiB.
-        int4_tokens: most tokens of one expert that take the int4 kernel; 0 turns it off. Ignored without AVX512,
-            where that kernel reads another layout.
-        linear_tokens: most tokens of one expert that take torch's 16-bit linear.
+        int4_tokens: most tokens of one expert that take the int4 kernel, at 8 bits half as many; 0 turns it off.
+            Ignored without AVX512, where that kernel reads another layout.
+        linear_tokens: most tokens of one expert that take torch's 16-bit linear. None for this machine's default.
 
     Raises:
         ValueError: a smaller workspace.
     """
 
     def __init__(
-        self, workspace_bytes: int = DEFAULT_WORKSPACE_BYTES, int4_tokens: int = 32, linear_tokens: int = 1
+        self,
+        workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+        int4_tokens: int = _INT4_TOKENS,
+        linear_tokens: int | None = None,
     ) -> None:
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8)
         self.workspace_bytes = workspace_bytes
-        self._int4_tokens = int4_tokens if int4_available() else 0
-        self._linear_tokens = linear_tokens
         self._int4 = Int4Linear(workspace)
         self._tiled = TiledLinear(workspace)
+        self._int4_tokens = int4_tokens if int4_available() else 0
+        if linear_tokens is None:
+            linear_tokens = sys.maxsize if _has_bfloat16_instructions() else _LINEAR_TOKENS
+        self._linear_tokens = linear_tokens
         self.name = f"cpu, int4 up to {int4_tokens} tokens" if self._int4_tokens else "cpu, dequantizing"
 
     def forward(self, x: Tensor, work: Sequence[ExpertWork], out: Tensor, activation: Activation) -> None:
@@ -55,10 +69,15 @@ class CpuKernel:
         forward_experts(self._linear, x, work, out, activation)
 
     def _linear(self, x: Tensor, packed: PackedMatrix) -> Tensor:
-        count = x.shape[0]
-        if packed.format.bits == 16:
+        count, bits = x.shape[0], packed.format.bits
+        if bits == 16:
             if count <= self._linear_tokens:
                 return F.linear(x, packed.weight)
-        elif count <= self._int4_tokens and self._int4.supports(packed.format):
+        elif (2 * count if bits == 8 else count) <= self._int4_tokens and self._int4.supports(packed.format):
             return self._int4(x, packed)
         return self._tiled(x, packed)
+
+
+def _has_bfloat16_instructions() -> bool:
+    """Whether a bfloat16 product is faster than a float32 one, whatever the number of tokens."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -13,14 +13,20 @@ columns, and x beside itself meets it in one call, with one rounding at the end.
 All factors are powers of two: the scales stay exact.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_dymoe.kernels.packed import BLOCK_ROWS, PAIR_BYTES, MatrixFormat, PackedMatrix
-from vllm_dymoe.kernels.unfold import SCALE_FACTOR, unfold
+from vllm_dymoe.kernels.unfold import SCALE_FACTOR, unfold_groups
 
 _int4_linear = torch._weight_int4pack_mm_for_cpu
+
+# As tensors: a Python number costs another five microseconds in each operation.
+_LOW_WORD = torch.tensor(0xFFFF, dtype=torch.int32)
+_IN_BOTH_WORDS = torch.tensor(0x10001, dtype=torch.int32)
 
 
 def int4_available() -> bool:
@@ -32,21 +38,17 @@ class Int4Linear:
     """x @ weight.T for a packed weight of 8, 4 or 2 bits.
 
     Args:
-        workspace: uint8 on the CPU, for 2-bit codes on their way to 4. Its contents are overwritten.
+        workspace: uint8 on the CPU, for what 2 and 8 bits need on their way to 4. Its contents are overwritten.
     """
 
     def __init__(self, workspace: Tensor) -> None:
         self._workspace = workspace
-        self._patterns: dict[tuple[float, float, int], Tensor] = {}
+        self._plans: dict[MatrixFormat, Sequence[_Unfolding | _Planes]] = {}
 
     def supports(self, format: MatrixFormat) -> bool:
         """Whether a format can be computed here: a matter of the format alone."""
         # In float16 torch's kernel is scalar code, a hundred times slower.
-        return (
-            format.quantized
-            and format.dtype is torch.bfloat16
-            and (format.bits != 2 or format.padded_columns * PAIR_BYTES <= self._workspace.numel())
-        )
+        return format.quantized and format.dtype is torch.bfloat16 and _block_bytes(format) <= self._workspace.numel()
 
     def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
         """x bfloat16 [n, columns] times the weight: bfloat16 [n, rows], accumulated in float32."""
@@ -55,49 +57,112 @@ class Int4Linear:
             x = F.pad(x, (0, format.padded_columns - format.columns))
         x = x.contiguous()  # a result without its padding rows is not, and comes back here as input
         if format.bits == 4:
-            weight = packed.weight.view(format.padded_rows, -1)
-            result = _int4_linear(x, weight, format.group_size, packed.scales_zeros)
-        elif format.bits == 8:
-            weight = packed.weight.view(format.padded_rows, -1)
-            result = _int4_linear(torch.cat((x, x), 1), weight, format.group_size, self._two_planes(packed))
+            assert packed.scales_zeros is not None
+            result = _int4_linear(x, packed.byte_rows, format.group_size, packed.scales_zeros)
         else:
-            result = self._unfolded(x, packed)
+            if format not in self._plans:
+                self._plans[format] = _plan(format, self._workspace)
+            if format.bits == 8:
+                x = torch.cat((x, x), 1)
+            parts = [part(x, packed) for part in self._plans[format]]
+            result = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return result if format.padded_rows == format.rows else result[:, : format.rows]
 
-    def _unfolded(self, x: Tensor, packed: PackedMatrix) -> Tensor:
-        format = packed.format
-        columns = slice(0, format.padded_columns)
-        step = self._workspace.numel() // (format.padded_columns * PAIR_BYTES)
-        parts = []
-        for block in range(0, format.blocks, step):
-            blocks = slice(block, min(block + step, format.blocks))
-            rows = slice(blocks.start * BLOCK_ROWS, blocks.stop * BLOCK_ROWS)
-            weight = unfold(packed, blocks, columns, self._workspace).view(rows.stop - rows.start, -1)
-            parts.append(_int4_linear(x, weight, format.group_size, self._scaled(packed, rows, SCALE_FACTOR, 1)))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def _two_planes(self, packed: PackedMatrix) -> Tensor:
-        """Scales and zeros of an 8-bit matrix as of one with twice the columns: [2 * groups, padded_rows, 2]."""
-        format = packed.format
-        assert packed.scales_zeros is not None
-        planes = packed.scales_zeros.new_empty(2, format.groups, format.padded_rows * 2)
-        flat = packed.scales_zeros.view(format.groups, -1)
-        torch.mul(flat, self._pattern(16, 1, format.padded_rows), out=planes[0])
+class _Unfolding:
+    """Some blocks of a 2-bit format on their way to 4 bits: views prepared once.
+
+    Args:
+        format: 2 bits.
+        blocks: which.
+        workspace: uint8, at least _block_bytes(format) for each of them.
+    """
+
+    def __init__(self, format: MatrixFormat, blocks: slice, workspace: Tensor) -> None:
+        self._group_size = format.group_size
+        self._groups = _part(blocks, format.groups, format)
+        self._words = _part(blocks, 2 * BLOCK_ROWS, format)
+        rows = (blocks.stop - blocks.start) * BLOCK_ROWS
+        pairs, scales = _split(workspace, rows * format.padded_columns // 2, format.groups * rows * 4)
+        self._weight = pairs.view(rows, -1)
+        self._halves = pairs.view(-1, 2, format.group_size // 2 * PAIR_BYTES).unbind(1)
+        self._scales_zeros = scales.view(format.dtype).view(format.groups, rows, 2)
+        self._scales_zeros_rows = self._scales_zeros.view(format.groups, -1)
+        self._factors = _alternating(SCALE_FACTOR, 1, rows)
+
+    def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
+        """x [n, padded_columns] times these blocks: [n, rows]."""
+        whole = self._groups is None
+        unfold_groups(packed.folded_groups if whole else packed.folded_groups[self._groups], *self._halves)
+        scales_zeros = packed.scales_zeros_rows if whole else packed.scales_zeros_rows[:, self._words]
+        torch.mul(scales_zeros, self._factors, out=self._scales_zeros_rows)
+        return _int4_linear(x, self._weight, self._group_size, self._scales_zeros)
+
+
+class _Planes:
+    """Some blocks of an 8-bit format as 4-bit blocks of twice the columns: views prepared once.
+
+    Args:
+        format: 8 bits.
+        blocks: which.
+        workspace: uint8, at least _block_bytes(format) for each of them.
+    """
+
+    def __init__(self, format: MatrixFormat, blocks: slice, workspace: Tensor) -> None:
+        self._group_size = format.group_size
+        self._rows = _part(blocks, BLOCK_ROWS, format)
+        self._words = _part(blocks, 2 * BLOCK_ROWS, format)
+        rows = (blocks.stop - blocks.start) * BLOCK_ROWS
+        plane_bytes = format.groups * rows * 4
+        planes, twice = _split(workspace, 2 * plane_bytes, plane_bytes)
+        self._scales_zeros = planes.view(format.dtype).view(2 * format.groups, rows, 2)
+        self._high, self._low = self._scales_zeros.view(2, format.groups, -1).unbind(0)
+        self._twice_words = twice.view(torch.int32).view(format.groups, -1)
+        self._twice = twice.view(format.dtype).view(format.groups, -1)
+        self._high_factors = _alternating(16, 1, rows)
+        self._low_factors = _alternating(1, 8, rows)
+
+    def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
+        """x beside itself [n, 2 * padded_columns] times these blocks: [n, rows]."""
+        whole = self._rows is None
+        weight = packed.byte_rows if whole else packed.byte_rows[self._rows]
+        scales_zeros = packed.scales_zeros_rows if whole else packed.scales_zeros_rows[:, self._words]
+        torch.mul(scales_zeros, self._high_factors, out=self._high)
         # (scale, zero) is one 32-bit word on a little-endian CPU: this puts the scale in both halves.
-        twice = (flat.view(torch.int32) & 0xFFFF).mul_(0x10001).view(format.dtype)
-        torch.mul(twice, self._pattern(1, 8, format.padded_rows), out=planes[1])
-        return planes.view(2 * format.groups, format.padded_rows, 2)
+        torch.bitwise_and(scales_zeros.view(torch.int32), _LOW_WORD, out=self._twice_words)
+        self._twice_words.mul_(_IN_BOTH_WORDS)
+        torch.mul(self._twice, self._low_factors, out=self._low)
+        return _int4_linear(x, weight, self._group_size, self._scales_zeros)
 
-    def _scaled(self, packed: PackedMatrix, rows: slice, scale: float, zero: float) -> Tensor:
-        """Scales and zeros of some rows, multiplied: [groups, rows, 2]."""
-        assert packed.scales_zeros is not None
-        height = rows.stop - rows.start
-        flat = packed.scales_zeros.view(packed.format.groups, -1)[:, 2 * rows.start : 2 * rows.stop]
-        return (flat * self._pattern(scale, zero, height)).view(-1, height, 2)
 
-    def _pattern(self, scale: float, zero: float, rows: int) -> Tensor:
-        """scale, zero, scale, zero, ... for a number of rows: a product with it runs three times as fast as with two."""
-        key = scale, zero, rows
-        if key not in self._patterns:
-            self._patterns[key] = torch.tensor([scale, zero], dtype=torch.bfloat16).repeat(rows)
-        return self._patterns[key]
+def _plan(format: MatrixFormat, workspace: Tensor) -> Sequence[_Unfolding | _Planes]:
+    """As many blocks at a time as the workspace holds."""
+    step = workspace.numel() // _block_bytes(format)
+    parts = [slice(start, min(start + step, format.blocks)) for start in range(0, format.blocks, step)]
+    if format.bits == 2:
+        return [_Unfolding(format, blocks, workspace) for blocks in parts]
+    return [_Planes(format, blocks, workspace) for blocks in parts]
+
+
+def _block_bytes(format: MatrixFormat) -> int:
+    """Workspace that one block needs."""
+    scales_bytes = format.groups * BLOCK_ROWS * 2 * format.dtype.itemsize
+    if format.bits == 2:
+        return format.padded_columns * PAIR_BYTES + scales_bytes
+    return 3 * scales_bytes if format.bits == 8 else 0
+
+
+def _part(blocks: slice, per_block: int, format: MatrixFormat) -> slice | None:
+    """What belongs to some blocks; None if that is everything, which need not be sliced."""
+    if blocks == slice(0, format.blocks):
+        return None
+    return slice(blocks.start * per_block, blocks.stop * per_block)
+
+
+def _split(workspace: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
+    return workspace[:first], workspace[first : first + second]
+
+
+def _alternating(scale: float, zero: float, rows: int) -> Tensor:
+    """scale, zero, scale, zero, ... for some rows: a product with it is three times as fast as with two numbers."""
+    return torch.tensor([scale, zero], dtype=torch.bfloat16).repeat(rows)

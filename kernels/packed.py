@@ -156,6 +156,22 @@ class PackedMatrix:
     weight: Tensor
     scales_zeros: Tensor | None
 
+    @cached_property
+    def byte_rows(self) -> Tensor:
+        """Weight as torch's int4 kernel takes it: uint8 [padded_rows, bytes of a row] (not at 16 bits)."""
+        return self.weight.view(self.format.padded_rows, -1)
+
+    @cached_property
+    def folded_groups(self) -> Tensor:
+        """Weight of a 2-bit matrix, a group of a block in each row: uint8 [blocks * groups, group_size / 2 * 32]."""
+        return self.weight.view(self.format.blocks * self.format.groups, -1)
+
+    @cached_property
+    def scales_zeros_rows(self) -> Tensor:
+        """Scales and zeros, one group in each row: [groups, padded_rows * 2] (not at 16 bits)."""
+        assert self.scales_zeros is not None
+        return self.scales_zeros.view(self.format.groups, -1)
+
 
 def pack(format: MatrixFormat, codes: Tensor, scales: Tensor, zeros: Tensor, section: Tensor) -> None:
     """Write a quantized matrix into a section; bytes that pad are zero.
@@ -226,9 +242,11 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
     if packed.scales_zeros is None:
         return packed.weight.to(dtype)
     precise = torch.float64 if dtype == torch.float64 else torch.float32
-    scales, zeros = packed.scales_zeros.to(precise).permute(2, 1, 0)[:, : format.rows].repeat_interleave(
-        format.group_size, dim=2
-    )[:, :, : format.columns]
+    scales, zeros = (
+        packed.scales_zeros.to(precise)
+        .permute(2, 1, 0)[:, : format.rows]
+        .repeat_interleave(format.group_size, dim=2)[:, :, : format.columns]
+    )
     return ((unpack(packed).to(precise) - format.midpoint) * scales + zeros).to(dtype)
 
 

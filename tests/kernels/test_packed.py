@@ -1,0 +1,99 @@
+"""The format of one packed matrix."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.matrices import random_packed
+from vllm_dymoe.kernels import MatrixFormat, dequantize, pack, unpack
+from vllm_dymoe.kernels.int4 import int4_available
+
+formats = st.builds(
+    MatrixFormat,
+    rows=st.integers(1, 150),
+    columns=st.integers(1, 200),
+    bits=st.sampled_from([8, 4, 2]),
+    group_size=st.sampled_from([32, 64, 128]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(formats, st.integers(0, 2**31))
+def test_codes_scales_and_zeros_survive(format, seed):
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << format.bits, (format.rows, format.columns), generator=generator, dtype=torch.uint8)
+    scales, zeros = (torch.randn(2, format.rows, format.groups, generator=generator)).to(format.dtype)
+    section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
+    pack(format, codes, scales, zeros, section)
+    packed = format.view(section)
+    assert torch.equal(unpack(packed), codes)
+    spread = [t.float().repeat_interleave(format.group_size, 1)[:, : format.columns] for t in (scales, zeros)]
+    want = (codes.float() - (1 << format.bits) // 2) * spread[0] + spread[1]
+    assert torch.equal(dequantize(packed), want)
+
+
+@settings(max_examples=40, deadline=None)
+@given(formats)
+def test_sections_are_aligned_and_padding_is_zero(format):
+    assert format.nbytes % 256 == 0
+    assert format.scales_offset % 256 == 0
+    section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
+    zeros = torch.zeros(format.rows, format.groups)
+    pack(format, torch.zeros(format.rows, format.columns, dtype=torch.uint8), zeros, zeros, section)
+    assert not section.any()
+
+
+@pytest.mark.skipif(not int4_available(), reason="torch's int4 kernel has another layout without AVX512")
+@pytest.mark.parametrize(("rows", "columns"), [(64, 32), (128, 256), (192, 96)])
+def test_four_bits_are_torchs_own_layout(rows, columns):
+    format = MatrixFormat(rows, columns, 4, 32, torch.bfloat16)
+    packed = random_packed(format)
+    theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack(packed).int(), 1)
+    assert torch.equal(packed.weight.view(rows, columns // 2), theirs)
+
+
+def test_the_view_is_no_copy():
+    format = MatrixFormat(64, 64, 4, 32, torch.bfloat16)
+    section = torch.zeros(format.nbytes, dtype=torch.uint8)
+    packed = format.view(section)
+    section.fill_(0x21)
+    assert bool((packed.weight == 0x21).all())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"bits": 3}, ValueError, "bits is 3, expected one of 16, 8, 4, 2"),
+        ({"group_size": 48}, ValueError, "group_size is 48"),
+        ({"rows": 0}, ValueError, "at least one row"),
+        ({"dtype": torch.float32}, TypeError, r"dtype is torch\.float32"),
+    ],
+)
+def test_impossible_formats_are_refused(change, error, sentence):
+    values = {"rows": 64, "columns": 64, "bits": 4, "group_size": 32, "dtype": torch.bfloat16}
+    with pytest.raises(error, match=sentence):
+        MatrixFormat(**(values | change))
+
+
+@pytest.mark.parametrize(
+    ("section", "error", "sentence"),
+    [
+        (lambda n: torch.zeros(n - 1, dtype=torch.uint8), ValueError, "section has shape"),
+        (lambda n: torch.zeros(n), TypeError, "section is torch.float32"),
+        (lambda n: torch.zeros(2 * n, dtype=torch.uint8)[::2], ValueError, "expected a contiguous tensor"),
+        (lambda n: torch.zeros(n + 1, dtype=torch.uint8)[1:], ValueError, "multiples of 16"),
+    ],
+)
+def test_wrong_sections_are_refused(section, error, sentence):
+    format = MatrixFormat(64, 64, 4, 32, torch.bfloat16)
+    with pytest.raises(error, match=sentence):
+        format.view(section(format.nbytes))
+
+
+def test_codes_that_do_not_fit_are_refused():
+    format = MatrixFormat(2, 32, 2, 32, torch.bfloat16)
+    codes, ones = torch.full((2, 32), 4, dtype=torch.uint8), torch.ones(2, 1)
+    with pytest.raises(ValueError, match="codes holds 4, which does not fit 2 bits"):
+        pack(format, codes, ones, ones, torch.empty(format.nbytes, dtype=torch.uint8))

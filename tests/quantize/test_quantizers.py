@@ -1,0 +1,97 @@
+"""Round to nearest, and half-quadratic quantization."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_dymoe.kernels import MatrixFormat, dequantize
+from vllm_dymoe.quantize import QUANTIZERS, make_quantizer, quantize_matrix
+
+NORM = 0.7  # of HQQ's objective
+
+
+def quantized(weight, bits, name, group_size=32, dtype=torch.bfloat16):
+    format = MatrixFormat(*weight.shape, bits, group_size, dtype)
+    section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
+    quantize_matrix(weight, format, make_quantizer(name), section)
+    return format.view(section)
+
+
+def random_weight(rows, columns, seed, outliers=False):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator) * 0.05
+    return weight.pow(3) * 400 if outliers else weight
+
+
+weights = st.builds(random_weight, st.integers(1, 70), st.integers(1, 130), st.integers(0, 10**6), st.booleans())
+bit_widths = st.sampled_from([8, 4, 2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights, bit_widths, st.sampled_from([32, 64]), st.sampled_from([torch.bfloat16, torch.float16]))
+def test_rounding_is_off_by_half_a_step_at_most(weight, bits, group_size, dtype):
+    packed = quantized(weight, bits, "rtn", group_size, dtype)
+    step = packed.scales_zeros[:, : weight.shape[0], 0].float().t().repeat_interleave(group_size, 1)
+    zero = packed.scales_zeros[:, : weight.shape[0], 1].float().t().repeat_interleave(group_size, 1)
+    step, zero = step[:, : weight.shape[1]], zero[:, : weight.shape[1]]
+    # The zero itself is rounded to the dtype, which can push the ends of a group out by that much.
+    slack = zero.abs() * (2**-8 if dtype is torch.bfloat16 else 2**-11) + 1e-6
+    assert bool(((weight - dequantize(packed)).abs() <= step / 2 * (1 + 1e-3) + slack).all())
+
+
+@settings(max_examples=40, deadline=None)
+@given(weights, bit_widths)
+def test_hqq_is_no_worse_than_rounding_in_its_own_norm(weight, bits):
+    errors = {
+        name: (weight - dequantize(quantized(weight, bits, name))).abs().pow(NORM).sum().item() for name in QUANTIZERS
+    }
+    assert errors["hqq"] <= errors["rtn"] * (1 + 1e-5)
+
+
+def test_hqq_is_better_at_two_bits():
+    weight = random_weight(256, 256, 1)
+    error = {
+        name: (weight - dequantize(quantized(weight, 2, name, 64))).abs().pow(NORM).mean().item() for name in QUANTIZERS
+    }
+    assert error["hqq"] < 0.97 * error["rtn"]
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_constant_groups_are_exact(name, bits):
+    weight = torch.full((3, 64), 0.25)
+    weight[1] = 0
+    assert torch.equal(dequantize(quantized(weight, bits, name)), weight)
+
+
+def test_sixteen_bits_are_a_copy():
+    weight = random_weight(5, 40, 0).bfloat16()
+    assert torch.equal(dequantize(quantized(weight, 16, "rtn"), torch.bfloat16), weight)
+
+
+def test_more_bits_are_better():
+    weight = random_weight(64, 256, 2)
+    errors = [(weight - dequantize(quantized(weight, bits, "rtn"))).norm().item() for bits in (8, 4, 2)]
+    assert errors[0] < errors[1] / 8 < errors[2] / 24
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+@pytest.mark.parametrize(
+    ("bad", "dtype", "sentence"),
+    [
+        (float("nan"), torch.bfloat16, "1 of its weights are NaN or infinite"),
+        (float("inf"), torch.bfloat16, "1 of its weights are NaN or infinite"),
+        (1e30, torch.float16, r"largest weight, 1e\+30, is too large for torch\.float16; use bfloat16"),
+    ],
+)
+def test_weights_that_cannot_be_represented_are_refused(bits, bad, dtype, sentence):
+    weight = random_weight(4, 32, 0)
+    weight[2, 3] = bad
+    with pytest.raises(ValueError, match=sentence):
+        quantized(weight, bits, "rtn", dtype=dtype)
+
+
+def test_unknown_quantizers_are_refused_with_the_names():
+    with pytest.raises(ValueError, match=r"no quantizer named 'best'; choose one of rtn, hqq"):
+        make_quantizer("best")

@@ -41,7 +41,8 @@ def combine(out: Tensor, topk_weights: Tensor, skipped: Tensor | None = None) ->
     combined = out.new_empty(tokens, hidden)
     for start in range(0, tokens, step):
         part = slice(start, start + step)
-        combined[part] = _weighted_sum(pairs[part], topk_weights[part], None if skipped is None else skipped[part])
+        mask = None if skipped is None else skipped[part]
+        combined[part] = _weighted_sum(pairs[part], topk_weights[part], mask)
     return combined
 
 

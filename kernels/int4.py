@@ -46,7 +46,7 @@ class Int4Linear:
         self._plans: dict[MatrixFormat, Sequence[_Unfolding | _Planes]] = {}
 
     def supports(self, format: MatrixFormat) -> bool:
-        """Whether a format can be computed here: a matter of the format alone."""
+        """Whether a format can be computed here: a matter of the format and the workspace."""
         # In float16 torch's kernel is scalar code, a hundred times slower.
         return format.quantized and format.dtype is torch.bfloat16 and _block_bytes(format) <= self._workspace.numel()
 

@@ -247,7 +247,8 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
         .permute(2, 1, 0)[:, : format.rows]
         .repeat_interleave(format.group_size, dim=2)[:, :, : format.columns]
     )
-    return ((unpack(packed).to(precise) - format.midpoint) * scales + zeros).to(dtype)
+    weights: Tensor = (unpack(packed).to(precise) - format.midpoint) * scales + zeros
+    return weights.to(dtype)
 
 
 def _pairs(codes: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from vllm_dymoe.experts.store import MANIFEST, BlobKey, FileStore
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import convert, make_quantizer, quantize_matrix, tensors
 from vllm_dymoe.quantize.shards import ShardFiles
+from vllm_dymoe.quantize.tensors import read_tensors
 
 STYLES = ("separate", "mixtral", "fused")
 
@@ -98,6 +99,7 @@ def test_dense_tensors_are_copied_bit_for_bit(model, out, shards, shard_bytes, m
         with safe_open(out / index["weight_map"][name], framework="pt") as file:
             assert file.metadata() == {"format": "pt"}
             copied = file.get_tensor(name)
+        assert read_tensors(out)[name].begin % tensor.itemsize == 0, f"{name} is not aligned"
         assert copied.dtype == tensor.dtype
         assert torch.equal(copied, tensor), name
 

@@ -1,5 +1,6 @@
 """From real weights to one packed matrix."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_dymoe.kernels import MatrixFormat, pack
+
+# Weights that are quantized together on a CPU: half a megabyte of floats.
+_CHUNK = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,21 +75,37 @@ def quantize_matrix(weight: Tensor, format: MatrixFormat, quantizer: Quantizer, 
         raise _not_representable(weight, format)
 
 
-def grouped(weight: Tensor, format: MatrixFormat) -> Tensor:
-    """A matrix cut into groups: float32 [rows, groups, group_size].
+def quantize_groups(
+    weight: Tensor, format: MatrixFormat, quantize: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+) -> Codes:
+    """Cut a matrix into groups and quantize them some rows at a time, so that they stay in a cache.
 
-    The last group is filled up with its row's last weight, which changes neither
-    its smallest nor its largest.
+    Args:
+        weight: float [rows, columns].
+        format: below 16 bits.
+        quantize: (groups, partial) -> codes [n, group_size], scales [n], zeros [n]. groups is float32
+            [n, group_size]; a row's last group is filled up with its last weight, which changes neither its smallest
+            nor its largest. partial is None, or float32 like groups, 1 for each weight and 0 for what fills up.
 
     Raises:
-        ValueError: not a matrix of the format's shape.
+        ValueError: the weight has another shape than the format, or what `quantize` raises.
     """
     _check_shape(weight, format)
-    precise = weight.float()
     missing = format.padded_columns - format.columns
-    if missing:
-        precise = F.pad(precise.unsqueeze(0), (0, missing), mode="replicate").squeeze(0)
-    return precise.reshape(format.rows, format.groups, format.group_size)
+    codes = weight.new_empty(format.rows, format.padded_columns, dtype=torch.uint8)
+    scales, zeros = weight.new_empty(2, format.rows, format.groups, dtype=format.dtype).unbind(0)
+    step = max(1, (_CHUNK if weight.device.type == "cpu" else 64 * _CHUNK) // format.padded_columns)
+    for start in range(0, format.rows, step):
+        rows = slice(start, min(start + step, format.rows))
+        part = weight[rows].float()
+        partial = None
+        if missing:
+            partial = F.pad(torch.ones_like(part), (0, missing)).view(-1, format.group_size)
+            part = torch.cat((part, part[:, -1:].expand(-1, missing)), 1)
+        found = quantize(part.reshape(-1, format.group_size), partial)
+        for whole, piece in zip((codes, scales, zeros), found, strict=True):
+            whole[rows].view(-1).copy_(piece.reshape(-1))
+    return Codes(codes[:, : format.columns], scales, zeros)
 
 
 def group_ranges(groups: Tensor, format: MatrixFormat) -> tuple[Tensor, Tensor]:
@@ -96,16 +116,16 @@ def group_ranges(groups: Tensor, format: MatrixFormat) -> tuple[Tensor, Tensor]:
     scale 0 and the weight as its zero.
 
     Args:
-        groups: float32 [rows, groups, group_size].
+        groups: float32 [n, group_size].
         format: says how many codes there are.
 
     Returns:
-        scales and zeros, the format's dtype [rows, groups].
+        scales and zeros, the format's dtype [n].
 
     Raises:
         ValueError: weights that are not finite, or too large for the format's dtype.
     """
-    low, high = groups.aminmax(dim=2)
+    low, high = groups.aminmax(dim=1)
     exact = (high - low) / (2**format.bits - 1)
     scales = exact.to(format.dtype)
     # The successor of a float that is not negative is the successor of its bits.
@@ -123,14 +143,13 @@ def nearest_codes(groups: Tensor, scales: Tensor, zeros: Tensor, format: MatrixF
     """The code nearest to each weight under scales and zeros as they are stored: float32, like groups.
 
     Args:
-        groups: float32 [..., group_size].
-        scales: [...]; where it is 0 every code means the zero, and the middle one is taken.
-        zeros: [...].
+        groups: float32 [n, group_size].
+        scales: [n]; where it is 0 every code means the zero, and the middle one is taken.
+        zeros: [n].
         format: says how many codes there are.
     """
-    steps = scales.float().unsqueeze(-1)
-    offsets = groups - zeros.float().unsqueeze(-1)
-    offsets.div_(torch.where(steps == 0, torch.inf, steps)).round_()
+    steps = torch.where(scales == 0, torch.inf, scales).float().unsqueeze(1)
+    offsets = (groups - zeros.float().unsqueeze(1)).div_(steps).round_()
     return offsets.add_(format.midpoint).clamp_(0, 2**format.bits - 1)
 
 

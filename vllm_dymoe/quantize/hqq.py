@@ -11,20 +11,26 @@ and beta grows with each round. A few large errors then cost less than many smal
 ones, which suits weights with outliers. No data are needed.
 """
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels import MatrixFormat
-from vllm_dymoe.quantize.base import Codes, group_ranges, grouped, nearest_codes
+from vllm_dymoe.quantize.base import Codes, group_ranges, nearest_codes, quantize_groups
 
 _NORM = 0.7
 _BETA = 10.0
 _BETA_GROWTH = 1.01
 _ROUNDS = 20
 
+# Keeps 0 / 0 out of the shrinking of an error that is 0.
+_TINY = 1e-30
+
 
 class HalfQuadratic:
-    """HQQ from the start of round-to-nearest; each group keeps the best zero that was seen.
+    """HQQ from the start of round-to-nearest; each group keeps the best zero it had, and stops when its zero rests.
 
     Errors are measured in units of the group's scale, so that the result does not
     depend on how large the weights are, and with the zero rounded as it is stored.
@@ -34,42 +40,75 @@ class HalfQuadratic:
 
     def quantize(self, weight: Tensor, format: MatrixFormat) -> Codes:
         """See :class:`vllm_dymoe.quantize.base.Quantizer`."""
-        groups = grouped(weight, format)
-        scales, zeros = group_ranges(groups, format)
-        best_codes = nearest_codes(groups, scales, zeros, format)
-        # Groups of equal weights are exact already; any step but 0 keeps them so.
-        steps = torch.where(scales == 0, 1, scales).float().unsqueeze(2)
-        scaled = groups / steps
-        valid = torch.arange(format.padded_columns, device=weight.device).view(1, format.groups, -1) < format.columns
-        count = valid.sum(2)
-        codes = best_codes
-        errors = self._errors(scaled, codes, zeros, steps, format)
-        best_zeros, best_norms = zeros, self._norms(errors, valid)
-        beta = _BETA
-        for _ in range(_ROUNDS):
-            size = errors.abs()
-            shrunk = errors.sign() * (size - size.pow(_NORM - 1) / beta).clamp_(min=0)
-            target = scaled - shrunk - (codes - format.midpoint)
-            means = (target * valid).sum(2) / count
-            zeros = torch.where(scales == 0, zeros, (means * steps.squeeze(2)).to(format.dtype))
-            codes = nearest_codes(groups, scales, zeros, format)
-            errors = self._errors(scaled, codes, zeros, steps, format)
-            norms = self._norms(errors, valid)
-            better = norms < best_norms
-            if not bool(better.any()):
-                break
-            best_norms = torch.where(better, norms, best_norms)
-            best_zeros = torch.where(better, zeros, best_zeros)
-            beta *= _BETA_GROWTH
-        best_codes = nearest_codes(groups, scales, best_zeros, format).to(torch.uint8)
-        return Codes(best_codes.view(format.rows, -1)[:, : format.columns], scales, best_zeros)
+        return quantize_groups(weight, format, partial(_quantize, format=format))
 
-    @staticmethod
-    def _errors(scaled: Tensor, codes: Tensor, zeros: Tensor, steps: Tensor, format: MatrixFormat) -> Tensor:
-        """Weight minus its quantized value, in steps."""
-        return scaled - zeros.float().unsqueeze(2) / steps - (codes - format.midpoint)
 
-    @staticmethod
-    def _norms(errors: Tensor, valid: Tensor) -> Tensor:
-        """The l_p norm of each group, to the power of p."""
-        return (errors.abs().pow(_NORM) * valid).sum(2)
+@dataclass(frozen=True, eq=False)
+class _Solution:
+    """Groups under one choice of zeros.
+
+    Attributes:
+        groups: float32 [n, group_size], the weights.
+        valid: the same, 1 for a weight and 0 for what fills a group up.
+        scales: [n], as stored, not 0.
+        zeros: [n], as stored.
+        codes: float32 [n, group_size].
+        errors: float32 [n, group_size], in steps of the scale, 0 where not valid.
+        powers: |errors| ** p.
+        norms: float32 [n], their sums.
+    """
+
+    groups: Tensor
+    valid: Tensor
+    scales: Tensor
+    zeros: Tensor
+    codes: Tensor
+    errors: Tensor
+    powers: Tensor
+    norms: Tensor
+
+def _quantize(groups: Tensor, valid: Tensor | None, format: MatrixFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zeros of groups [n, group_size]."""
+    scales, zeros = group_ranges(groups, format)
+    codes = nearest_codes(groups, scales, zeros, format)
+    zeros = zeros.clone()
+    # A group of equal weights is exact already.
+    active = torch.nonzero(scales).flatten()
+    valid = torch.ones(1, 1, device=groups.device).expand_as(groups) if valid is None else valid
+    solution = _solve(groups[active], valid[active], scales[active], zeros[active], format)
+    lowest = torch.full_like(zeros, torch.inf, dtype=torch.float32)
+    lowest[active] = solution.norms
+    beta = _BETA
+    for _ in range(_ROUNDS):
+        moved = _moved_zeros(solution, beta)
+        moving = torch.nonzero(moved != solution.zeros).flatten()
+        if len(moving) == 0:
+            break
+        active, moved = active[moving], moved[moving]
+        solution = _solve(solution.groups[moving], solution.valid[moving], solution.scales[moving], moved, format)
+        better = torch.nonzero(solution.norms < lowest[active]).flatten()
+        improved = active[better]
+        codes[improved], zeros[improved] = solution.codes[better], moved[better]
+        lowest[improved] = solution.norms[better]
+        beta *= _BETA_GROWTH
+    return codes, scales, zeros
+
+
+def _solve(groups: Tensor, valid: Tensor, scales: Tensor, zeros: Tensor, format: MatrixFormat) -> _Solution:
+    codes = nearest_codes(groups, scales, zeros, format)
+    errors = groups - zeros.float().unsqueeze(1)
+    errors.div_(scales.float().unsqueeze(1)).sub_(codes).add_(format.midpoint).mul_(valid)
+    powers = errors.abs().pow_(_NORM)
+    return _Solution(groups, valid, scales, zeros, codes, errors, powers, powers.sum(1))
+
+
+def _moved_zeros(solution: _Solution, beta: float) -> Tensor:
+    """Zeros that minimise the half of the problem that is quadratic: the mean of what shrinking takes off the errors.
+
+    With x - shrink(x) = x * min(1, |x|**p / (beta * x**2)), in steps, the mean of
+    w - e - (code - midpoint) * scale is the old zero plus that.
+    """
+    errors = solution.errors
+    taken = (solution.powers / (errors.square() + _TINY)).div_(beta).clamp_(max=1).mul_(errors)
+    means = taken.sum(1) / solution.valid.sum(1)
+    return (solution.zeros.float() + means * solution.scales.float()).to(solution.zeros.dtype)

@@ -1,10 +1,9 @@
 """Round to nearest: each group's codes spread evenly between its smallest and its largest weight."""
 
-import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels import MatrixFormat
-from vllm_dymoe.quantize.base import Codes, group_ranges, grouped, nearest_codes
+from vllm_dymoe.quantize.base import Codes, group_ranges, nearest_codes, quantize_groups
 
 
 class RoundToNearest:
@@ -14,7 +13,9 @@ class RoundToNearest:
 
     def quantize(self, weight: Tensor, format: MatrixFormat) -> Codes:
         """See :class:`vllm_dymoe.quantize.base.Quantizer`."""
-        groups = grouped(weight, format)
-        scales, zeros = group_ranges(groups, format)
-        codes = nearest_codes(groups, scales, zeros, format).to(torch.uint8)
-        return Codes(codes.view(format.rows, -1)[:, : format.columns], scales, zeros)
+
+        def quantize(groups: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+            scales, zeros = group_ranges(groups, format)
+            return nearest_codes(groups, scales, zeros, format), scales, zeros
+
+        return quantize_groups(weight, format, quantize)

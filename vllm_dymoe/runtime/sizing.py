@@ -9,8 +9,8 @@ from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
 
-# More buys nothing: a tile should stay in a CPU's second-level cache.
-_LARGEST_WORKSPACE_BYTES = 1 << 20
+# On a CPU more buys nothing, since a tile should stay in the second-level cache; on a GPU tiles are launches.
+_LARGEST_WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 32 << 20}
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class SlotPlan:
         return layer_quotas(self.slots[tier], num_layers, self.staging[tier])
 
 
-def workspace_bytes(experts: ModelExperts) -> int:
-    """Scratch that the kernel gets: room for one projection in float32, between the kernel's minimum and 1 MiB."""
-    largest = max(m.rows * m.columns * 4 for fmt in experts.formats.values() for m in fmt.matrices)
-    return min(max(largest, MINIMUM_WORKSPACE_BYTES), _LARGEST_WORKSPACE_BYTES)
+def workspace_bytes(experts: ModelExperts, device_type: str = "cpu") -> int:
+    """Scratch that the kernel gets: one projection in float32 with its codes, within what suits the device."""
+    largest = max(m.padded_rows * m.padded_columns * 5 for fmt in experts.formats.values() for m in fmt.matrices)
+    return min(max(largest, MINIMUM_WORKSPACE_BYTES), _LARGEST_WORKSPACE_BYTES[device_type])
 
 
 def tier_bits(options: Options, tier: Tier) -> int:

@@ -1,0 +1,71 @@
+"""Invariants 2 and 4 through the real engine: mixed tiers, complete bytes, one version of each expert."""
+
+import pytest
+import torch
+
+from tests.e2e.engines import answer, engine, prompts, runtime_of
+from vllm_dymoe.experts.store import BlobKey
+from vllm_dymoe.experts.tier import Tier
+
+pytestmark = pytest.mark.engine
+
+
+class ByWeight:
+    """High for an expert that is some token's first choice, low for the others; every fifth step skips the last one."""
+
+    tiers = frozenset((Tier.HI, Tier.LO))
+
+    def __init__(self):
+        self.calls = 0
+
+    def plan(self, routing):
+        self.calls += 1
+        best = routing.weights.argmax(dim=1, keepdim=True)
+        first = set(routing.expert_ids.gather(1, best).flatten().tolist())
+        plan = {expert: Tier.HI if expert in first else Tier.LO for expert in routing.active}
+        if self.calls % 5 == 0:
+            plan[routing.active[-1]] = Tier.SKIP
+        return plan
+
+
+def watch(runtime):
+    """Check every slot when its computation is done: the bytes are the store's, and the handle was right."""
+    cache, seen = runtime.cache, []
+    release, expected = cache.release, {}
+
+    def checked(version, last_read=None):
+        bits = runtime.options.hi if version.tier is Tier.HI else runtime.options.lo
+        key = BlobKey(version.layer, version.expert, bits)
+        if key not in expected:
+            expected[key] = torch.empty(runtime.experts.formats[bits].nbytes, dtype=torch.uint8)
+            runtime.store.read_into(key, expected[key])
+        assert version.resident
+        assert torch.equal(version.slot.blob, expected[key]), f"{version} holds other bytes than the store"
+        seen.append(version.tier)
+        release(version, last_read)
+
+    cache.release = checked
+    return seen
+
+
+@pytest.mark.parametrize("store", ["file", "pinned"])
+def test_mixed_tiers_read_complete_bytes_and_keep_one_version(store):
+    options = {"hi": 4, "lo": 2, "expert_budget": "50%", "host_store": store, "io_threads": 2}
+    with engine(dymoe=options) as llm:
+        runtime = runtime_of(llm)
+        runtime.policy = ByWeight()
+        for budget in ("50%", "10%", "100%"):
+            runtime.resize(budget)
+            runtime.reset_stats()
+            seen = watch(runtime)
+            answer(llm, prompts()[:2], max_tokens=24)
+            answer(llm, prompts(), max_tokens=12)
+            runtime.check_integrity()
+            stats = runtime.stats()
+            assert {Tier.HI, Tier.LO} <= set(seen)
+            assert stats.promotions > 0
+            assert stats.reuses > 0
+            assert stats.misses == stats.transfers["demand"]
+            assert stats.peak_expert_bytes <= stats.budget_bytes
+        low, high = (runtime.experts.formats[bits].nbytes for bits in (2, 4))
+        assert low * stats.misses < stats.bytes_moved["demand"] < high * stats.misses

@@ -1,0 +1,144 @@
+"""The project as a package: its version, its imports, its wheel, and the rules that ``make check`` enforces."""
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import vllm_dymoe
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
+LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
+
+
+def run(*command, cwd=ROOT):
+    return subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def folder_of(package):
+    """Where a package's sources are."""
+    return ROOT / PROJECT["tool"]["setuptools"]["package-dir"].get(package, package.replace(".", "/"))
+
+
+def test_the_version_is_the_same_everywhere():
+    assert vllm_dymoe.__version__ == PROJECT["project"]["version"]
+    assert f"## [{vllm_dymoe.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    program = (
+        "import sys, vllm_dymoe; print(sorted({'torch', 'vllm', 'transformers', 'pydantic'} & sys.modules.keys()))"
+    )
+    result = run(sys.executable, "-c", program)
+    assert result.stdout == "[]\n", result.stdout + result.stderr
+
+
+def test_entry_points_are_installed_and_lead_somewhere():
+    entries = {entry.name: entry for entry in importlib.metadata.distribution("vllm-dymoe").entry_points}
+    assert entries["dymoe"].group == "vllm.general_plugins"
+    assert entries["dymoe"].load() is vllm_dymoe.register
+    assert entries["vllm-dymoe"].group == "console_scripts"
+    assert callable(entries["vllm-dymoe"].load())
+
+
+def test_every_folder_with_code_is_a_declared_package():
+    found = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "vllm_dymoe").rglob("__init__.py")}
+    found |= {
+        ".".join(("vllm_dymoe", *path.parent.relative_to(ROOT).parts))
+        for path in (ROOT / "kernels").rglob("__init__.py")
+    }
+    assert found == set(PACKAGES)
+
+
+def test_the_license_is_complete():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from a copy, because setuptools leaves a build folder beside the sources."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("vllm_dymoe", "kernels"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    options = ("--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--wheel-dir", target)
+    built = run(sys.executable, "-m", "pip", "wheel", *options, source)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = target.iterdir()
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+def test_the_wheel_holds_every_module(wheel):
+    names = set(wheel.namelist())
+    for package in PACKAGES:
+        for path in folder_of(package).glob("*.py"):
+            assert f"{package.replace('.', '/')}/{path.name}" in names
+    assert not [name for name in names if name.startswith(("kernels/", "tests/", "benchmarks/", "build/"))]
+
+
+def test_the_wheel_holds_the_small_model(wheel):
+    folder = ROOT / "vllm_dymoe" / "data" / "tiny_moe"
+    files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert files, "the small model is missing from the sources"
+    sizes = {info.filename: info.file_size for info in wheel.infolist()}
+    for path in files:
+        assert sizes.get(path.relative_to(ROOT).as_posix()) == path.stat().st_size, path
+
+
+def test_the_wheel_says_what_the_project_says(wheel):
+    (info,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = wheel.read(info).decode()
+    assert f"Version: {vllm_dymoe.__version__}" in metadata
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "[vllm.general_plugins]" in wheel.read(info.replace("METADATA", "entry_points.txt")).decode()
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """The package as it is installed, kernels and all, for planting mistakes in."""
+    ignored = shutil.ignore_patterns("__pycache__", "tiny_moe")
+    shutil.copytree(ROOT / "vllm_dymoe", tmp_path / "vllm_dymoe", ignore=ignored)
+    shutil.copytree(ROOT / "kernels", tmp_path / "vllm_dymoe" / "kernels", ignore=ignored)
+    return tmp_path
+
+
+def lint_imports(tree):
+    return run(LINT_IMPORTS, "--config", ROOT / "pyproject.toml", "--no-cache", cwd=tree)
+
+
+@pytest.mark.skipif(not LINT_IMPORTS.exists(), reason="import-linter is not installed")
+def test_imports_point_downwards(tree):
+    result = lint_imports(tree)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.skipif(not LINT_IMPORTS.exists(), reason="import-linter is not installed")
+@pytest.mark.parametrize(
+    ("path", "line", "message"),
+    [
+        ("kernels/__init__.py", "import vllm_dymoe.runtime", "vllm_dymoe.kernels is not allowed to import"),
+        ("policy/base.py", "from vllm_dymoe import transfer, config", "vllm_dymoe.policy is not allowed to import"),
+        ("cli/app.py", "import vllm_dymoe.vllm_adapter", "vllm_dymoe.cli is not allowed to import"),
+        ("runtime/stats.py", "import vllm.config", "vllm_dymoe.runtime is not allowed to import vllm"),
+        ("another/__init__.py", "", "vllm_dymoe.another"),
+    ],
+)
+def test_an_import_that_points_upwards_is_found(tree, path, line, message):
+    file = tree / "vllm_dymoe" / path
+    file.parent.mkdir(exist_ok=True)
+    with file.open("a") as stream:
+        stream.write(f"\n{line}\n")
+    result = lint_imports(tree)
+    assert result.returncode == 1
+    assert message in result.stdout

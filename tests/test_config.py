@@ -40,7 +40,7 @@ def test_budgets_are_bytes_or_shares(text, budget):
     assert load({"expert_budget": text}).expert_budget == budget
 
 
-@pytest.mark.parametrize("text", ["0%", "101%", -5, 0, "lots", "4 parsecs", 1.5e300, None, "nan%", []])
+@pytest.mark.parametrize("text", ["0%", "101%", -5, 0, "lots", "4 parsecs", 1.5e300, None, "nan%", [], True])
 def test_impossible_budgets_are_refused(text):
     with pytest.raises(ConfigError, match=r"expert_budget.*(auto|GiB)"):
         load({"expert_budget": text})
@@ -78,6 +78,11 @@ def test_mistakes_are_one_sentence_that_names_the_place(additional, environment,
     message = str(caught.value)
     assert message.startswith("vllm-dymoe: ")
     assert "\n" not in message
+
+
+def test_a_checkpoint_of_another_version_is_refused():
+    with pytest.raises(ConfigError, match="has format_version 2, but this vllm-dymoe reads version 1"):
+        load(checkpoint={"quant_method": "dymoe", "format_version": 2, "hi": 4})
 
 
 def test_options_cannot_be_changed_afterwards():

@@ -10,8 +10,7 @@ __version__ = "0.1.0"
 def register() -> None:
     """Make ``--quantization dymoe`` known to vLLM; calling it again changes nothing.
 
-    Raises:
-        RuntimeError: the installed vLLM is outside the supported range.
+    With a vLLM outside the supported range the name is known, and its use refused.
     """
     from vllm_dymoe.vllm_adapter import register as register_with_vllm
 

@@ -78,6 +78,8 @@ class ExpertBudget(BaseModel):
             return value
         if value == "auto":
             return cls()
+        if isinstance(value, bool):
+            raise ValueError("a truth value is no budget")
         if isinstance(value, float) and value <= 1:
             return cls(share=value)
         if isinstance(value, str) and value.strip().endswith("%"):
@@ -107,7 +109,7 @@ class ExpertBudget(BaseModel):
     def __str__(self) -> str:
         if self.is_auto:
             return "auto"
-        return f"{self.share:.0%} of the experts" if self.share is not None else f"{self.bytes} bytes"
+        return f"{self.share:.4g} of the experts" if self.share is not None else f"{self.bytes} bytes"
 
 
 class Options(BaseModel):
@@ -117,7 +119,7 @@ class Options(BaseModel):
 
     hi: Literal[16, 8, 4, 2] = 4
     """Bits per weight of the high tier."""
-    lo: Literal[16, 8, 4, 2, 0] = 0
+    lo: Literal[8, 4, 2, 0] = 0
     """Bits per weight of the low tier; 0 stores no second version, so that a low expert is skipped."""
     group_size: Literal[32, 64, 128] = 64
     """Weights that share one scale and zero, along the input dimension."""
@@ -191,6 +193,14 @@ class Options(BaseModel):
             raise ConfigError(
                 'vllm-dymoe: additional_config.dymoe must be an object of options such as {"hi": 4}, '
                 f"but is {additional!r}."
+            )
+        from vllm_dymoe.experts.store import STORE_VERSION
+
+        version = (checkpoint or {}).get("format_version", STORE_VERSION)
+        if version != STORE_VERSION:
+            raise ConfigError(
+                f"vllm-dymoe: this checkpoint has format_version {version}, but this vllm-dymoe reads version "
+                f"{STORE_VERSION}; install the version that wrote it, or write it again with `vllm-dymoe quantize`."
             )
         layers = (
             (Source.CHECKPOINT, {k: v for k, v in (checkpoint or {}).items() if k not in _CHECKPOINT_ONLY_KEYS}),

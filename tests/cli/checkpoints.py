@@ -69,9 +69,9 @@ def make_model(folder: Path, style: str = "separate", *, dtype: torch.dtype = to
         for projection, shape in shapes.items()
     }
     dense = {
+        "model.layers.0.mlp.odd_bytes": torch.arange(7, dtype=torch.int8),  # what follows it must still be aligned
         "model.embed_tokens.weight": random(50, HIDDEN),
         "model.layers.0.mlp.gate_proj.weight": random(128, HIDDEN),
-        "model.layers.0.mlp.odd_bytes": torch.arange(7, dtype=torch.int8),
         "model.norm.weight": torch.linspace(0.5, 2, HIDDEN),  # float32 among bfloat16
     }
     for layer in MOE_LAYERS:

@@ -181,6 +181,11 @@ def test_files_that_the_index_does_not_name_are_not_read(model, out):
     assert not (out / "stray.safetensors").exists()
 
 
+def test_the_second_copy_in_repositories_of_mistral_is_not_read(model, out):
+    (model.folder / "consolidated.safetensors").write_bytes(b"the same weights under other names")
+    quantized(model, out)
+
+
 def test_layers_of_multi_token_prediction_are_left_out(model, out):
     extra = {
         name.replace("layers.2.", "layers.3."): t.clone() for name, t in model.tensors.items() if "layers.2." in name

@@ -18,6 +18,7 @@ from vllm_dymoe.experts.store import (
     StoreError,
     all_keys,
     file_name,
+    read_header,
 )
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
@@ -60,9 +61,14 @@ def test_the_shards_are_ordinary_safetensors_files(store, memory_store):
             assert torch.equal(shard.get_tensor("4bit.blobs")[3], memory_store.blob(BlobKey(layer, 3, 4)))
 
 
-def test_blobs_begin_on_a_page(store):
-    with open(store.folder / file_name(1), "rb") as file:
-        assert (8 + int.from_bytes(file.read(8), "little")) % 4096 == 0
+def test_data_begin_on_a_page_and_every_blob_is_aligned(store):
+    path = store.folder / file_name(1)
+    with path.open("rb") as file:
+        header, start = read_header(path, file.fileno())
+    assert start % 4096 == 0
+    for bits, fmt in store.experts.formats.items():
+        assert (start + header[f"{bits}bit.blobs"]["data_offsets"][0]) % 256 == 0
+        assert fmt.nbytes % 256 == 0
 
 
 def test_the_manifest_survives_the_round_trip(store):

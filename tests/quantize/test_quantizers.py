@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_dymoe.kernels import MatrixFormat, dequantize
-from vllm_dymoe.quantize import QUANTIZERS, make_quantizer, quantize_matrix
+from vllm_dymoe.quantize import QUANTIZERS, base, make_quantizer, quantize_matrix
+from vllm_dymoe.quantize.base import group_ranges
 
 NORM = 0.7  # of HQQ's objective
 
@@ -38,6 +40,29 @@ def test_rounding_is_off_by_half_a_step_at_most(weight, bits, group_size, dtype)
     # The zero itself is rounded to the dtype, which can push the ends of a group out by that much.
     slack = zero.abs() * (2**-8 if dtype is torch.bfloat16 else 2**-11) + 1e-6
     assert bool(((weight - dequantize(packed)).abs() <= step / 2 * (1 + 1e-3) + slack).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights, bit_widths, st.sampled_from([torch.bfloat16, torch.float16]))
+def test_rounding_the_scale_never_cuts_off_an_end(weight, bits, dtype):
+    """All codes together reach as far as the weights do, and the scale is the smallest of its dtype that does."""
+    format = MatrixFormat(weight.shape[0], weight.shape[1], bits, 32, dtype)
+    groups = F.pad(weight[:, None], (0, -weight.shape[1] % 32), mode="replicate").reshape(-1, 32)
+    scales, _ = group_ranges(groups, format)
+    needed = (groups.amax(1) - groups.amin(1)) / (2**bits - 1)
+    assert bool((scales.float() >= needed).all())
+    below = (scales.view(torch.int16) - 1).view(dtype)
+    assert bool(((below.float() < needed) | (needed == 0)).all())
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_rows_that_are_quantized_together_change_nothing(name, monkeypatch):
+    weight = random_weight(40, 100, 3, outliers=True)
+    together = quantized(weight, 4, name)
+    monkeypatch.setattr(base, "_CHUNK", 1)
+    alone = quantized(weight, 4, name)
+    assert torch.equal(together.weight, alone.weight)
+    assert torch.equal(together.scales_zeros, alone.scales_zeros)
 
 
 @settings(max_examples=40, deadline=None)

@@ -98,6 +98,16 @@ def test_many_transfers_count_by_reason(harness, memory_store):
     assert harness.engine.stats.transfers == dict.fromkeys(Reason, 2)
 
 
+def test_transfers_under_way_do_not_share_a_staging_buffer(harness, memory_store):
+    """More transfers than buffers, and nobody looks before the last one is enqueued."""
+    keys = [BlobKey(layer, expert, 4) for layer in range(2) for expert in range(6)]
+    slots = [harness.slot(memory_store.blob(key).numel()) for key in keys]
+    for key, slot in zip(keys, slots, strict=True):
+        harness.engine.wait(harness.engine.submit(key, slot, Reason.DEMAND))
+    for key, slot in zip(keys, slots, strict=True):
+        assert torch.equal(harness.read(slot), memory_store.blob(key))
+
+
 def test_a_slot_is_not_rewritten_before_its_last_reader(harness, memory_store):
     first, second = BlobKey(0, 0, 4), BlobKey(0, 1, 4)
     slot = harness.slot(blob(memory_store, first).numel())

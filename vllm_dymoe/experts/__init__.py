@@ -1,1 +1,1 @@
-"""Being built."""
+"""What an expert is and where its bytes are: layout, host store, slots, budget, handles, cache."""

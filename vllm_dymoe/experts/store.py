@@ -126,6 +126,9 @@ class Manifest:
                 for bits in data["bits"]
             }
             experts = ModelExperts(tuple(data["layers"]), data["num_experts"], data["top_k"], formats)
+            for bits, fmt in formats.items():
+                if data["blob_bytes"][str(bits)] != fmt.nbytes:
+                    raise ValueError(f"blobs of {data['blob_bytes'][str(bits)]} bytes where {fmt.nbytes} are expected")
             parallel = data["tensor_parallel"]
             return cls(experts, data["quantizer"], data["model"], (parallel["rank"], parallel["size"]))
         except OSError as error:

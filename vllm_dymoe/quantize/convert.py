@@ -8,8 +8,11 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +20,12 @@ from typing import Any
 import torch
 
 from vllm_dymoe.experts.layout import ModelExperts, Projection
-from vllm_dymoe.experts.store import MANIFEST, BlobKey, FileStore, Manifest
+from vllm_dymoe.experts.store import MANIFEST, STORE_VERSION, BlobKey, FileStore, Manifest
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.experts import ExpertPacker
+from vllm_dymoe.quantize.experts import ExpertPacker, Sink
 from vllm_dymoe.quantize.shards import ShardFiles, make_partial, sync_folder
 from vllm_dymoe.quantize.tensors import CheckpointError, copy_tensors, write_synced
-
-FORMAT_VERSION = 1
 
 _WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".tflite", ".ot")
@@ -60,7 +61,7 @@ class Recipe:
         """The quantization_config that vLLM finds in config.json."""
         return {
             "quant_method": "dymoe",
-            "format_version": FORMAT_VERSION,
+            "format_version": STORE_VERSION,
             "hi": self.hi,
             "lo": self.lo,
             "group_size": self.group_size,
@@ -167,13 +168,42 @@ def _write(
     copy_tensors(checkpoint.dense, folder, progress)
     sink = _ShardSink(folder, Manifest(experts, recipe.quantizer, checkpoint.fingerprint()))
     try:
-        packer = ExpertPacker(experts, make_quantizer(recipe.quantizer), sink)
-        for layer, expert, projection, weight in checkpoint.projections():
-            packer.put(layer, expert, projection, weight)
-            progress(weight.nbytes)
-        packer.finish().close()
+        _pack(checkpoint, experts, recipe, sink, progress)
+        sink.finish().close()
     finally:
         sink.close()
+
+
+def _pack(
+    checkpoint: Checkpoint, experts: ModelExperts, recipe: Recipe, sink: Sink, progress: Callable[[int], None]
+) -> None:
+    """Quantize projections side by side, each on one core, with at most two for each core in memory.
+
+    Quantizing is many small operations: spreading each of them over the cores costs more in waiting than it gains.
+    """
+    cores = len(os.sched_getaffinity(0))
+    own = threading.local()
+
+    def put(layer: int, expert: int, projection: Projection, weight: torch.Tensor) -> int:
+        if not hasattr(own, "packer"):
+            own.packer = ExpertPacker(experts, make_quantizer(recipe.quantizer), sink)
+        own.packer.put(layer, expert, projection, weight)
+        return weight.nbytes
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = ThreadPoolExecutor(cores)
+    pending: deque[Future[int]] = deque()
+    try:
+        for projection in checkpoint.projections():
+            pending.append(pool.submit(put, *projection))
+            if len(pending) == 2 * cores:
+                progress(pending.popleft().result())
+        while pending:
+            progress(pending.popleft().result())
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class _Solution:
     powers: Tensor
     norms: Tensor
 
+
 def _quantize(groups: Tensor, valid: Tensor | None, format: MatrixFormat) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zeros of groups [n, group_size]."""
     scales, zeros = group_ranges(groups, format)

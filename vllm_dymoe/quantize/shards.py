@@ -8,6 +8,7 @@ the same store the second finds the first one's and uses it.
 
 import glob
 import json
+import math
 import os
 import shutil
 import socket
@@ -20,7 +21,7 @@ import torch
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.experts.store import MANIFEST, BlobKey, Manifest, StoreError, file_name
 
-# Data begins on a page, so that every blob of a page-sized format does too.
+# Data begins on a page.
 _DATA_ALIGNMENT = 4096
 _TEMPORARY = ".partial-"
 
@@ -153,35 +154,34 @@ class _Layout:
 
     def __init__(self, manifest: Manifest) -> None:
         experts = manifest.experts
-        self._offsets: dict[int, tuple[int, int, int]] = {}  # bits -> blobs, checksums, bytes per blob
+        self._blobs: dict[int, tuple[int, int]] = {}  # bits -> first byte, bytes per blob
+        self._checksums: dict[int, int] = {}
         tensors: dict[str, object] = {}
         end = 0
+
+        def place(name: str, dtype: str, shape: list[int], itemsize: int) -> int:
+            nonlocal end
+            begin, end = end, end + math.prod(shape) * itemsize
+            tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+            return begin
+
+        # All blobs come first: their sizes are multiples of 256, so that each of them is aligned to that.
         for bits, fmt in experts.formats.items():
-            blobs, checks = end, end + experts.num_experts * fmt.nbytes
-            end = checks + experts.num_experts * len(Projection) * 8
-            self._offsets[bits] = (blobs, checks, fmt.nbytes)
-            tensors[f"{bits}bit.blobs"] = {
-                "dtype": "U8",
-                "shape": [experts.num_experts, fmt.nbytes],
-                "data_offsets": [blobs, checks],
-            }
-            tensors[f"{bits}bit.crc32"] = {
-                "dtype": "I64",
-                "shape": [experts.num_experts, len(Projection)],
-                "data_offsets": [checks, end],
-            }
+            begin = place(f"{bits}bit.blobs", "U8", [experts.num_experts, fmt.nbytes], 1)
+            self._blobs[bits] = (begin, fmt.nbytes)
+        for bits in experts.formats:
+            self._checksums[bits] = place(f"{bits}bit.crc32", "I64", [experts.num_experts, len(Projection)], 8)
         text = json.dumps({"__metadata__": {"format": "vllm-dymoe experts"}, **tensors}).encode()
         padded = -(-(8 + len(text)) // _DATA_ALIGNMENT) * _DATA_ALIGNMENT - 8
         self.header = padded.to_bytes(8, "little") + text.ljust(padded)
         self.size = len(self.header) + end
 
     def blob_offset(self, key: BlobKey) -> int:
-        blobs, _, nbytes = self._offsets[key.bits]
-        return len(self.header) + blobs + key.expert * nbytes
+        begin, nbytes = self._blobs[key.bits]
+        return len(self.header) + begin + key.expert * nbytes
 
     def checksum_offset(self, key: BlobKey, projection: Projection) -> int:
-        _, checks, _ = self._offsets[key.bits]
-        return len(self.header) + checks + (key.expert * len(Projection) + projection) * 8
+        return len(self.header) + self._checksums[key.bits] + (key.expert * len(Projection) + projection) * 8
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
 from vllm_dymoe.policy import make_policy
-from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots
+from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.vllm_adapter.log import logger
 from vllm_dymoe.vllm_adapter.rank_model import read_options
 
@@ -45,7 +45,9 @@ def _check_budget(config: VllmConfig, options: Options) -> None:
     if experts is None or options.expert_budget.is_auto:
         return
     tiers = make_policy(options.policy, options.policy_options).tiers
-    plan_slots(experts, options, tiers, limit_in_bytes(options.expert_budget, experts, options, 0, 0), 0)
+    workspace = workspace_bytes(experts, current_platform.device_type)
+    limit = limit_in_bytes(options.expert_budget, experts, options, workspace, automatic=0)
+    plan_slots(experts, options, tiers, limit, workspace)
 
 
 def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:

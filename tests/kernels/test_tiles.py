@@ -1,0 +1,83 @@
+"""Matrices bigger than a tile, than the workspace, and than combine's chunk."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.kernels.matrices import random_packed
+from vllm_dymoe.kernels import MatrixFormat, combine, dequantize
+from vllm_dymoe.kernels.int4 import Int4Linear, int4_available
+from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
+
+# One rounding of the result at 8 and at 11 bits of mantissa: the sums are float32.
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+# Seven blocks of rows and three tiles of columns, none of them whole, in the smallest workspace.
+ROWS, COLUMNS = 405, 2500
+
+
+def poisoned_workspace():
+    return torch.full((MINIMUM_WORKSPACE_BYTES,), 0xFF, dtype=torch.uint8)
+
+
+def relative_error(got, x, packed):
+    want = F.linear(x.double(), dequantize(packed, torch.float64))
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("tokens", [1, 19])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+def test_tiles_meet_at_their_edges(bits, dtype, tokens):
+    packed = random_packed(MatrixFormat(ROWS, COLUMNS, bits, 64, dtype))
+    x = torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert relative_error(TiledLinear(poisoned_workspace())(x, packed), x, packed) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("path", [TiledLinear, Int4Linear])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 70), (65, 33), (130, 5)])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_the_smallest_matrices_are_rounded_once(path, rows, columns, bits):
+    if path is Int4Linear and not int4_available():
+        pytest.skip("needs torch's AVX512 int4 kernel")
+    packed = random_packed(MatrixFormat(rows, columns, bits, 32, torch.bfloat16))
+    x = torch.randn(3, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
+    want = F.linear(x.double(), dequantize(packed, torch.float64))
+    # Half a unit in the last place of bfloat16, and float32 sums of at most 70 terms of size 1.
+    torch.testing.assert_close(path(poisoned_workspace())(x, packed).double(), want, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.skipif(not int4_available(), reason="needs torch's AVX512 int4 kernel")
+@pytest.mark.parametrize("tokens", [1, 19])
+@pytest.mark.parametrize("group_size", [32, 256])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_the_int4_path_cuts_rows_to_its_workspace(bits, group_size, tokens):
+    packed = random_packed(MatrixFormat(ROWS, COLUMNS, bits, group_size, torch.bfloat16))
+    x = torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(1)).bfloat16()
+    got = Int4Linear(poisoned_workspace())(x, packed)
+    assert relative_error(got, x, packed) < TOLERANCE[torch.bfloat16]
+    whole = Int4Linear(torch.empty(1 << 22, dtype=torch.uint8))(x, packed)
+    assert torch.equal(got, whole), "the size of the workspace changes the result"
+
+
+@pytest.mark.skipif(not int4_available(), reason="needs torch's AVX512 int4 kernel")
+def test_the_int4_path_declines_what_its_workspace_cannot_hold():
+    """The caller dequantizes instead: a decision about the format, not an error in the middle of a step."""
+    int4 = Int4Linear(poisoned_workspace())
+    assert not int4.supports(MatrixFormat(64, 16384, 2, 64, torch.bfloat16))
+    assert int4.supports(MatrixFormat(64, 16384, 4, 64, torch.bfloat16))
+    assert not int4.supports(MatrixFormat(64, 64, 4, 64, torch.float16))
+    assert not int4.supports(MatrixFormat(64, 64, 16, 64, torch.bfloat16))
+
+
+def test_combine_in_chunks_adds_the_same():
+    generator = torch.Generator().manual_seed(0)
+    out = torch.randn(200 * 4, 1024, generator=generator).bfloat16()
+    weights = torch.rand(200, 4, generator=generator)
+    skipped = torch.rand(200, 4, generator=generator) < 0.3
+    out[skipped.flatten()] = float("nan")
+    whole = combine(out, weights, skipped)
+    for token in (0, 63, 64, 199):
+        rows = slice(4 * token, 4 * token + 4)
+        alone = combine(out[rows], weights[token : token + 1], skipped[token : token + 1])
+        assert torch.equal(whole[token], alone[0])

@@ -1,0 +1,190 @@
+"""What is refused and set before any process starts, through vLLM's own EngineArgs and without an engine."""
+
+import json
+import os
+import re
+import shutil
+from importlib import resources
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from vllm_dymoe.config import ENVIRONMENT_PREFIX, ConfigError
+from vllm_dymoe.vllm_adapter import prepare
+from vllm_dymoe.vllm_adapter.prepare import WORKER_EXTENSION, experts_of
+from vllm_dymoe.vllm_adapter.rank_model import read_options
+from vllm_dymoe.vllm_adapter.worker import DymoeWorkerExtension
+
+MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
+EXPERTS = 8 * 32
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "head_dim": 32,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 256,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_options_from_outside(monkeypatch):
+    """What whoever runs the tests has exported must not decide them."""
+    for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:
+        monkeypatch.delenv(name)
+
+
+def configure(dymoe=None, model=MODEL, **settings):
+    defaults = {"quantization": "dymoe", "max_model_len": 128}
+    additional = {} if dymoe is None else {"additional_config": {"dymoe": dymoe}}
+    return EngineArgs(model=str(model), **(defaults | additional | settings)).create_engine_config()
+
+
+def refusal(dymoe=None, **settings):
+    with pytest.raises(ConfigError) as caught:
+        configure(dymoe, **settings)
+    message = str(caught.value)
+    assert message.startswith("vllm-dymoe: ")
+    assert "\n" not in message
+    return message
+
+
+def with_quantization_config(folder, quantization_config):
+    """The shipped model's configuration, as a checkpoint that says how it is quantized."""
+    for path in MODEL.glob("*.json"):
+        shutil.copy(path, folder)
+    config = json.loads((MODEL / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config}))
+    return folder
+
+
+def test_the_defaults_are_accepted():
+    config = configure()
+    assert config.model_config.quantization == "dymoe"
+    assert config.quant_config.get_name() == "dymoe"
+
+
+@pytest.mark.parametrize(
+    ("dymoe", "sentence"),
+    [
+        ({"expert_bugdet": "25%"}, 'expert_bugdet is not an option; did you mean "expert_budget"?'),
+        ({"hi": 3}, "additional_config.dymoe.hi = 3: input should be 16, 8, 4 or 2."),
+        ({"hi": 4, "lo": 8}, "lo is 8 bits but must be below hi"),
+        ({"policy": "dymoe"}, 'policy "dymoe" does not exist; choose one of exact, uniform-lo'),
+        ("25%", "additional_config.dymoe must be an object of options"),
+    ],
+)
+def test_wrong_options_are_refused(dymoe, sentence):
+    assert sentence in refusal(dymoe)
+
+
+def test_a_wrong_variable_of_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("DYMOE_HI", "5")
+    assert "DYMOE_HI = 5: input should be 16, 8, 4 or 2." in refusal()
+
+
+@pytest.mark.parametrize(("budget", "bits"), [(1000, 4), ("0.001%", 4), ("20 KiB", 16)])
+def test_a_hopeless_budget_is_refused_with_a_number(budget, bits):
+    message = refusal({"hi": bits, "expert_budget": budget})
+    assert re.search(
+        r"expert_budget is \d+ bytes on each rank, but .* set expert_budget to at least \d+ bytes", message
+    )
+
+
+def test_a_model_without_experts_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    message = refusal(model=tmp_path, skip_tokenizer_init=True)
+    assert f"{tmp_path} is not a Mixture-of-Experts model; leave --quantization dymoe out" in message
+
+
+def test_other_models_and_methods_are_left_alone(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    config = configure({"hi": 3}, model=tmp_path, quantization=None, skip_tokenizer_init=True)
+    assert not config.parallel_config.worker_extension_cls
+
+
+def test_a_checkpoint_of_ours_needs_no_flag(tmp_path):
+    checkpoint = with_quantization_config(tmp_path, {"quant_method": "dymoe", "format_version": 1, "hi": 8, "lo": 2})
+    config = configure(model=checkpoint, quantization=None)
+    assert config.model_config.quantization == "dymoe"
+    options = read_options(config, config.quant_config.checkpoint)
+    assert (options.hi, options.lo) == (8, 2)
+
+
+def test_an_option_that_contradicts_the_checkpoint_is_refused(tmp_path):
+    checkpoint = with_quantization_config(tmp_path, {"quant_method": "dymoe", "format_version": 1, "hi": 8, "lo": 2})
+    message = refusal({"hi": 4}, model=checkpoint, quantization=None)
+    assert "hi = 4 was asked for, but this checkpoint was written with hi = 8" in message
+
+
+def test_a_checkpoint_of_another_method_is_refused_by_vllm(tmp_path):
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
+    with pytest.raises(ValueError, match=r"Quantization method.*awq.*does not match.*dymoe"):
+        configure(model=with_quantization_config(tmp_path, awq))
+
+
+def test_the_worker_methods_are_added():
+    assert configure().parallel_config.worker_extension_cls == WORKER_EXTENSION
+    assert resolve_obj_by_qualname(WORKER_EXTENSION) is DymoeWorkerExtension
+
+
+def test_a_users_own_worker_methods_stay(monkeypatch):
+    said = []
+    monkeypatch.setattr(prepare.logger, "info", lambda text, *values: said.append(text % values))
+    config = configure(worker_extension_cls="somebody.Extension")
+    assert config.parallel_config.worker_extension_cls == "somebody.Extension"
+    assert any("somebody.Extension" in line and WORKER_EXTENSION in line for line in said)
+
+
+def test_our_own_class_given_by_hand_is_no_news(monkeypatch):
+    said = []
+    monkeypatch.setattr(prepare.logger, "info", lambda text, *values: said.append(text % values))
+    assert configure(worker_extension_cls=WORKER_EXTENSION).parallel_config.worker_extension_cls == WORKER_EXTENSION
+    assert said == []
+
+
+def test_the_experts_are_those_of_the_models_configuration():
+    config = configure({"hi": 4, "lo": 2})
+    experts = experts_of(config, read_options(config, None))
+    assert (len(experts.layers), experts.num_experts, experts.top_k) == (8, 32, 4)
+    assert experts.formats.keys() == {4, 2}
+    assert (experts.formats[4].hidden, experts.formats[4].intermediate) == (256, 64)
+    assert experts.nbytes(4) == EXPERTS * experts.formats[4].nbytes
+
+
+@pytest.mark.parametrize(
+    ("before", "operators", "after"),
+    [
+        (CUDAGraphMode.FULL, ["vllm::attention"], CUDAGraphMode.PIECEWISE),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, ["vllm::attention"], CUDAGraphMode.PIECEWISE),
+        (CUDAGraphMode.FULL_DECODE_ONLY, None, CUDAGraphMode.NONE),
+        (CUDAGraphMode.PIECEWISE, ["vllm::attention"], CUDAGraphMode.PIECEWISE),
+        (CUDAGraphMode.NONE, None, CUDAGraphMode.NONE),
+    ],
+)
+def test_no_graph_captures_a_decision_of_the_host(before, operators, after):
+    compilation = CompilationConfig(cudagraph_mode=before)
+    compilation.splitting_ops = operators
+    for _ in range(2):
+        prepare._keep_graphs_piecewise(SimpleNamespace(compilation_config=compilation))
+    assert compilation.cudagraph_mode == after
+    if operators is not None:
+        assert compilation.splitting_ops == ["vllm::attention", *prepare._HOST_OPERATORS]
+
+
+@pytest.mark.parametrize("operator", prepare._HOST_OPERATORS)
+def test_the_operators_that_graphs_are_split_at_exist(operator):
+    import torch
+    import vllm.model_executor.layers.fused_moe.layer  # noqa: F401  (its import registers them)
+
+    namespace, name = operator.split("::")
+    assert callable(getattr(getattr(torch.ops, namespace), name))

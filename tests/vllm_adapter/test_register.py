@@ -1,0 +1,84 @@
+"""Registration: once, whatever vLLM does, and a refusal where the installed vLLM is not supported."""
+
+import pytest
+import torch
+from vllm.model_executor.layers.quantization import (
+    QUANTIZATION_METHODS,
+    get_quantization_config,
+    register_quantization_config,
+)
+from vllm.platforms import current_platform
+
+import vllm_dymoe
+from vllm_dymoe import vllm_adapter
+from vllm_dymoe.vllm_adapter import version_problem
+from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
+from vllm_dymoe.vllm_adapter.refusal import refusing_config
+
+
+def test_registering_twice_is_harmless():
+    vllm_dymoe.register()
+    before = list(QUANTIZATION_METHODS)
+    vllm_dymoe.register()
+    assert before == QUANTIZATION_METHODS
+    assert QUANTIZATION_METHODS.count("dymoe") == 1
+    assert get_quantization_config("dymoe") is DymoeConfig
+
+
+def test_a_second_copy_of_the_module_changes_nothing(monkeypatch):
+    """A process may load its plugins before and after a fork, where the flag is set in one of them only."""
+    vllm_dymoe.register()
+    monkeypatch.setattr(vllm_adapter, "_registered", False)
+    vllm_dymoe.register()
+    assert QUANTIZATION_METHODS.count("dymoe") == 1
+    assert (current_platform.supported_quantization or ["dymoe"]).count("dymoe") == 1
+
+
+def test_the_config_keeps_the_checkpoints_options_and_leaves_other_layers_to_vllm():
+    config = DymoeConfig.from_config({"quant_method": "dymoe", "hi": 4})
+    assert config.get_name() == "dymoe"
+    assert config.checkpoint == {"quant_method": "dymoe", "hi": 4}
+    assert config.get_quant_method(torch.nn.Embedding(2, 2), "model.embed_tokens") is None
+
+
+@pytest.mark.parametrize("version", ["0.26", "0.26.0", "0.26.0+cpu", "0.32.0", "0.33.1", "0.33.9.post1"])
+def test_supported_versions(version):
+    assert version_problem(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.33.1.dev12+gabcdef", "0.40.0.dev3", "0.1.dev1+g1234567", "0.0.0"])
+def test_builds_from_source_are_trusted(version):
+    assert version_problem(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.9.2", "0.25.1", "0.34.0", "0.34.0+cpu", "1.0.0"])
+def test_other_versions_are_refused_by_name(version):
+    problem = version_problem(version)
+    assert problem is not None
+    assert f"supports vLLM 0.26 up to but not including 0.34, and this is vLLM {version};" in problem
+    assert 'pip install "vllm>=0.26,<0.34"' in problem
+
+
+def test_the_installed_version_is_supported():
+    assert version_problem() is None
+
+
+def test_a_refusing_config_says_the_sentence_when_it_is_used():
+    refusing = refusing_config("the sentence")
+    with pytest.raises(RuntimeError, match=r"^the sentence$"):
+        refusing()
+    with pytest.raises(RuntimeError, match=r"^the sentence$"):
+        refusing.from_config({})
+    assert refusing.get_config_filenames() == []
+
+
+def test_an_unsupported_vllm_still_knows_the_name_but_refuses_it(monkeypatch):
+    monkeypatch.setattr(vllm_adapter, "_registered", False)
+    monkeypatch.setattr(vllm_adapter, "_installed_vllm", lambda: "0.25.1")
+    try:
+        vllm_dymoe.register()
+        assert "dymoe" in QUANTIZATION_METHODS
+        with pytest.raises(RuntimeError, match=r"this is vLLM 0\.25\.1"):
+            get_quantization_config("dymoe")()
+    finally:
+        register_quantization_config("dymoe")(DymoeConfig)

@@ -1,0 +1,79 @@
+"""The lines at start."""
+
+import pytest
+import torch
+
+from tests.small_model import make_experts, make_store
+from vllm_dymoe import __version__
+from vllm_dymoe.config import Options
+from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.vllm_adapter.report import describe, size, warnings
+
+LAYERS, EXPERTS, TOP_K, STAGING = 2, 6, 2, 2
+
+
+@pytest.fixture(scope="module")
+def store():
+    return make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K))
+
+
+def runtime_with(store, slots, **options):
+    """A runtime with this many slots in each tier that its policy uses."""
+    chosen = Options(hi=4, lo=2, group_size=32, staging_slots=STAGING, **options)
+    runtime = MoERuntime(store, chosen, torch.device("cpu"), automatic_budget=10**9)
+    bits = chosen.lo if chosen.policy == "uniform-lo" else chosen.hi
+    runtime.resize(runtime.kernel.workspace_bytes + slots * runtime.experts.formats[bits].nbytes)
+    assert list(runtime.plan.slots.values()) == [slots]
+    return runtime
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (27648, "27.0 KiB"),
+        (5 * 2**20, "5.0 MiB"),
+        (2**30 + 2**29, "1.5 GiB"),
+        (3 * 2**40, "3.0 TiB"),
+        (5000 * 2**40, "5000.0 TiB"),
+    ],
+)
+def test_sizes_are_for_people(nbytes, text):
+    assert size(nbytes) == text
+
+
+@pytest.mark.parametrize("policy", ["exact", "uniform-lo"])
+def test_a_layer_that_keeps_nothing_is_a_warning(store, policy):
+    tier = "hi" if policy == "exact" else "lo"
+    (warning,) = warnings(runtime_with(store, slots=LAYERS + STAGING - 1, policy=policy))
+    assert f"with 3 slots in the {tier} tier some layers keep no expert at all" in warning
+    assert "raise expert_budget" in warning
+
+
+def test_a_layer_that_keeps_less_than_a_token_uses_is_a_warning(store):
+    (warning,) = warnings(runtime_with(store, slots=LAYERS * (TOP_K - 1) + STAGING))
+    assert "a layer keeps 1 experts of the hi tier but one token uses 2" in warning
+    assert "raise expert_budget" in warning
+
+
+@pytest.mark.parametrize("slots", [LAYERS * TOP_K + STAGING, LAYERS * EXPERTS])
+def test_a_budget_that_holds_what_a_token_uses_is_none(store, slots):
+    assert warnings(runtime_with(store, slots)) == []
+
+
+def test_the_first_line_says_what_is_active(store):
+    runtime = runtime_with(store, slots=7)
+    line = describe(runtime)
+    assert "\n" not in line
+    for part in (
+        f"vllm-dymoe {__version__} is active: 2 MoE layers x 6 experts, top 2",
+        "policy exact",
+        "hi = 4 bits (6.2 KiB an expert): 7 slots, 2-3 of 6 experts per layer + 2 for streaming",
+        f"budget {size(runtime.plan.limit)} of {size(LAYERS * EXPERTS * runtime.experts.formats[4].nbytes)}",
+        f"kernel {runtime.kernel.name}",
+        "host store: host memory (not page-locked",
+    ):
+        assert part in line, part

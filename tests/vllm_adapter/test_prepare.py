@@ -93,11 +93,19 @@ def test_a_wrong_variable_of_the_environment_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(("budget", "bits"), [(1000, 4), ("0.001%", 4), ("20 KiB", 16)])
-def test_a_hopeless_budget_is_refused_with_a_number(budget, bits):
+def test_a_hopeless_budget_is_refused_with_the_number_that_works(budget, bits):
     message = refusal({"hi": bits, "expert_budget": budget})
-    assert re.search(
-        r"expert_budget is \d+ bytes on each rank, but .* set expert_budget to at least \d+ bytes", message
+    found = re.search(
+        r"expert_budget is \d+ bytes on each rank, but .* set expert_budget to at least (\d+) bytes", message
     )
+    assert found, message
+    least = int(found[1])
+    configure({"hi": bits, "expert_budget": least})
+    assert f"at least {least} bytes" in refusal({"hi": bits, "expert_budget": least - 1})
+
+
+def test_options_without_the_plugin_are_refused():
+    assert "add --quantization dymoe" in refusal({"hi": 4}, quantization=None)
 
 
 def test_a_model_without_experts_is_refused(tmp_path):
@@ -108,7 +116,7 @@ def test_a_model_without_experts_is_refused(tmp_path):
 
 def test_other_models_and_methods_are_left_alone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
-    config = configure({"hi": 3}, model=tmp_path, quantization=None, skip_tokenizer_init=True)
+    config = configure(None, model=tmp_path, quantization=None, skip_tokenizer_init=True)
     assert not config.parallel_config.worker_extension_cls
 
 

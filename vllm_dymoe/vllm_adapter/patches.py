@@ -30,11 +30,13 @@ class Patch:
 def _with_prepared_config(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_dymoe.vllm_adapter.prepare import prepare
+        from vllm_dymoe.vllm_adapter.prepare import prepare, refuse_idle_options
 
         config = original(self, *args, **kwargs)
         if config.model_config is not None and config.model_config.quantization == "dymoe":
             prepare(config)
+        else:
+            refuse_idle_options(config)
         return config
 
     create_engine_config.dymoe_patched = True  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """What is checked and set in the user's process, after vLLM has made its configuration."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -33,6 +34,20 @@ def prepare(config: VllmConfig) -> None:
     if current_platform.is_cuda_alike():
         _keep_graphs_piecewise(config)
     _add_worker_methods(config)
+
+
+def refuse_idle_options(config: VllmConfig) -> None:
+    """Refuse our options where the plugin is not in use: a model that was to be offloaded would not be.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    additional = config.additional_config
+    if isinstance(additional, Mapping) and "dymoe" in additional:
+        raise ConfigError(
+            "vllm-dymoe: additional_config.dymoe is set, but the model is not served with dymoe; "
+            "add --quantization dymoe, or leave additional_config.dymoe out."
+        )
 
 
 def _check_budget(config: VllmConfig, options: Options) -> None:

@@ -39,5 +39,5 @@ format: setup ## let ruff put the code in order
 	$(BIN)/ruff format .
 
 clean: ## remove .venv and everything generated
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist *.egg-info tools/vllm-alias/build tools/vllm-alias/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -112,8 +112,8 @@ class MatrixFormat:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the section; a multiple of 256."""
-        scales_bytes = self.groups * self.padded_rows * 2 * self.dtype.itemsize
-        return _round_up(self.scales_offset + scales_bytes, _SECTION_ALIGNMENT)
+        # Scales and zeros of one group of one block are 256 bytes: nothing is left to round up.
+        return self.scales_offset + self.groups * self.padded_rows * 2 * self.dtype.itemsize
 
     def view(self, section: Tensor) -> "PackedMatrix":
         """See a section's bytes as a packed matrix, without copying.

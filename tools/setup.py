@@ -94,12 +94,13 @@ def choose_device(asked: str, existing_stamp: str) -> str:
 
 
 def stamp_for(device: str) -> str:
-    """What .venv was made for, one line each: device, Python and place; this file and the dependencies."""
+    """What .venv was made for, one line each: device, Python and place; these files and the dependencies."""
     import tomllib  # since Python 3.11, and this line must not stop an older one from saying so
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     described = (project["build-system"], project["project"], project["tool"]["setuptools"], sys.version)
-    digest = hashlib.sha256(Path(__file__).read_bytes() + repr(described).encode()).hexdigest()
+    own = Path(__file__).read_bytes() + (ALIAS / "pyproject.toml").read_bytes()
+    digest = hashlib.sha256(own + repr(described).encode()).hexdigest()
     return f"{device} {PYTHON_VERSION} {VENV}\n{digest}\n"
 
 

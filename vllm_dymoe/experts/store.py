@@ -232,17 +232,18 @@ class FileStore:
         header, start = read_header(path, file)
         extents: dict[int, _Extent] = {}
         expected: dict[int, torch.Tensor] = {}
+        promised = start + max((end for _, end in map(_data_offsets, header.values())), default=0)
+        if promised > size:
+            raise StoreError(
+                f"{path} has {size} bytes where its header promises {promised}; "
+                "the file was truncated: write the store again."
+            )
         for bits, fmt in self.experts.formats.items():
-            begin, end = self._locate(path, header, f"{bits}bit.blobs", self.experts.num_experts * fmt.nbytes)
+            begin, _ = self._locate(path, header, f"{bits}bit.blobs", self.experts.num_experts * fmt.nbytes)
             extents[bits] = _Extent(start + begin, fmt.nbytes)
-            if start + end > size:
-                raise StoreError(
-                    f"{path} has {size} bytes where its header promises {start + end}; "
-                    "the file was truncated: write the store again."
-                )
             begin, end = self._locate(path, header, f"{bits}bit.crc32", self.experts.num_experts * 3 * 8)
-            expected[bits] = torch.frombuffer(bytearray(os.pread(file, end - begin, start + begin)), dtype=torch.int64)
-            expected[bits] = expected[bits].view(self.experts.num_experts, 3)
+            checks = torch.frombuffer(bytearray(os.pread(file, end - begin, start + begin)), dtype=torch.int64)
+            expected[bits] = checks.view(self.experts.num_experts, 3)
         self._extents.append(extents)
         self._expected.append(expected)
 
@@ -250,12 +251,18 @@ class FileStore:
     def _locate(path: Path, header: Mapping[str, Any], name: str, nbytes: int) -> tuple[int, int]:
         if name not in header:
             raise StoreError(f"{path} has no tensor {name}, which the manifest promises; write the store again.")
-        begin, end = header[name]["data_offsets"]
+        begin, end = _data_offsets(header[name])
         if end - begin != nbytes:
             raise StoreError(
                 f"{path} holds {end - begin} bytes of {name} where the manifest says {nbytes}; write the store again."
             )
         return begin, end
+
+
+def _data_offsets(entry: Mapping[str, Any]) -> tuple[int, int]:
+    """Where a safetensors header says that a tensor lies; nothing for the entry of metadata."""
+    begin, end = entry.get("data_offsets", (0, 0))
+    return begin, end
 
 
 class MemoryStore:

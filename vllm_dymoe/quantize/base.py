@@ -133,7 +133,6 @@ def group_ranges(groups: Tensor, format: MatrixFormat) -> tuple[Tensor, Tensor]:
     scales = torch.where(scales.float() < exact, above, scales)
     # Codes run from -2**(bits-1) to 2**(bits-1) - 1, so their middle is half a step below the zero.
     zeros = ((low + high) / 2 + scales.float() / 2).to(format.dtype)
-    zeros = torch.where(low == high, low.to(format.dtype), zeros)
     if not bool((torch.isfinite(scales) & torch.isfinite(zeros)).all()):
         raise _not_representable(groups, format)
     return scales, zeros

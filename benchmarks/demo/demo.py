@@ -86,10 +86,22 @@ def run_engine(name: str, log: Path) -> dict[str, Any]:
         return data
 
 
-def equal_share(tokens: list[list[int]], reference: list[list[int]]) -> float:
-    """Share of positions at which both have the same token."""
-    pairs = [(a, b) for one, other in zip(tokens, reference, strict=True) for a, b in zip(one, other, strict=True)]
-    return sum(a == b for a, b in pairs) / len(pairs)
+def equal_share(tokens: list[list[int]], reference: list[list[int]], *, comparable: bool) -> float:
+    """Share of equal tokens.
+
+    Args:
+        tokens: of each answer.
+        reference: of vLLM's.
+        comparable: look no further than each answer's first difference, behind which the two continue other texts.
+    """
+    equal = compared = 0
+    for ours, theirs in zip(tokens, reference, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            compared += 1
+            equal += a == b
+            if comparable and a != b:
+                break
+    return equal / compared
 
 
 def size(nbytes: float) -> str:
@@ -125,16 +137,23 @@ def show_table(console: Console, results: dict[str, dict[str, Any]]) -> None:
         return lambda data: "-" if data["stats"] is None else show(data["stats"])
 
     reference = results["vLLM"]["tokens"]
-    row("time to first token, one request", lambda d: f"{statistics.median(d['ttft_ms']):.1f} ms")
-    row("time per output token, one request", lambda d: f"{statistics.median(d['tpot_ms']):.1f} ms")
-    row(f"output rate, batch of {len(reference)}", lambda d: f"{d['batch_tokens_per_second']:.0f} tokens/s")
+    row("time to first token", lambda d: f"{statistics.median(d['ttft_ms']):.1f} ms")
+    row("time per output token", lambda d: f"{statistics.median(d['tpot_ms']):.1f} ms")
+    row(f"rate, batch of {len(reference)}", lambda d: f"{d['batch_tokens_per_second']:.0f} tok/s")
     row("engine ready after", lambda d: f"{d['ready_seconds']:.1f} s")
-    row("expert cache hit rate", stat(lambda s: f"{s['hit_rate']:.1%}"))
-    row("bytes moved to the device", stat(lambda s: size(sum(s["bytes_moved"].values()))))
-    row("peak expert bytes on the device", stat(lambda s: size(s["peak_expert_bytes"])))
-    row("their budget", stat(lambda s: size(s["budget_bytes"])))
-    row("tokens equal to vLLM's", lambda d: f"{equal_share(d['tokens'], reference):.1%}")
+    row("cache hit rate", stat(lambda s: f"{s['hit_rate']:.1%}"))
+    row("bytes moved", stat(lambda s: size(sum(s["bytes_moved"].values()))))
+    row("peak expert bytes", stat(lambda s: size(s["peak_expert_bytes"])))
+    row("expert budget", stat(lambda s: size(s["budget_bytes"])))
+    row("equal tokens", lambda d: f"{equal_share(d['tokens'], reference, comparable=False):.1%}")
+    row("... to the first difference", lambda d: f"{equal_share(d['tokens'], reference, comparable=True):.1%}")
     console.print(table)
+    console.print(
+        "Times of one request at a time; equal tokens against vLLM without the plugin, greedy, at the same position.\n"
+        "A budget of 25% holds a quarter of the experts; the kernel's workspace comes on top and is counted.",
+        style="dim",
+        highlight=False,
+    )
 
 
 def main() -> None:

@@ -54,39 +54,6 @@ def test_four_bits_are_torchs_own_layout(rows, columns):
     assert torch.equal(packed.weight.view(rows, columns // 2), theirs)
 
 
-@pytest.mark.parametrize(
-    ("bits", "places"),
-    # Byte of the section, and shift of the code's bits in it.
-    [(8, [(24646, 0, 4), (34886, 0, 0)]), (4, [(14406, 0, 0)]), (2, [(7238, 0, 0)])],
-)
-def test_the_example_of_the_documentation(bits, places):
-    """docs/format.md: row 70, column 130 of a 100 x 300 matrix in groups of 64."""
-    format = MatrixFormat(100, 300, bits, 64, torch.bfloat16)
-    codes = torch.zeros(100, 300, dtype=torch.uint8)
-    code = codes[70, 130] = {8: 0xA5, 4: 0xA, 2: 0b10}[bits]
-    section = torch.empty(format.nbytes, dtype=torch.uint8)
-    pack(format, codes, torch.zeros(100, 5), torch.zeros(100, 5), section)
-    want = torch.zeros_like(section)
-    for byte, shift, down in places:
-        want[byte] = ((int(code) >> down) & 15) << shift
-    assert torch.equal(section, want)
-
-
-@pytest.mark.parametrize(
-    ("bits", "offset", "nbytes"), [(8, 40960, 43520), (4, 20480, 23040), (2, 10240, 12800), (16, 60160, 60160)]
-)
-def test_the_offsets_of_the_documentation(bits, offset, nbytes):
-    format = MatrixFormat(100, 300, bits, 64, torch.bfloat16)
-    assert (format.scales_offset, format.nbytes) == (offset, nbytes)
-    if bits < 16:
-        scales, zeros = torch.zeros(2, 100, 5).unbind()
-        scales[70, 2], zeros[70, 2] = 1.0, -1.0
-        section = torch.empty(nbytes, dtype=torch.uint8)
-        pack(format, torch.zeros(100, 300, dtype=torch.uint8), scales, zeros, section)
-        assert section[offset + 1304 :][:4].view(torch.bfloat16).tolist() == [1.0, -1.0]
-        assert int((section != 0).sum()) == 4
-
-
 def test_the_view_is_no_copy():
     format = MatrixFormat(64, 64, 4, 32, torch.bfloat16)
     section = torch.zeros(format.nbytes, dtype=torch.uint8)

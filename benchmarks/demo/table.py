@@ -1,0 +1,61 @@
+"""Put what the demo measured into README.md.
+
+Reads the file that ``demo.py --json FILE`` wrote and replaces what stands between
+the markers of the table, so that no number in the README is typed by hand.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from pathlib import Path
+
+from demo import ENGINES, equal_share
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+BEGIN, END = "<!-- demo:begin -->\n", "<!-- demo:end -->"
+
+
+def rows(results: dict) -> list[list[str]]:
+    """One row per engine: latency, rate, hits, bytes and equal tokens."""
+    reference = results["vLLM"]["tokens"]
+    table = []
+    for name, data in results.items():
+        stats = data["stats"]
+        table.append(
+            [
+                name,
+                f"{statistics.median(data['ttft_ms']):.0f}",
+                f"{statistics.median(data['tpot_ms']):.1f}",
+                f"{data['batch_tokens_per_second']:.0f}",
+                "all" if stats is None else f"{stats['peak_expert_bytes'] / 2**20:.2f} MiB",
+                "" if stats is None else f"{stats['hit_rate']:.0%}",
+                "" if stats is None else f"{sum(stats['bytes_moved'].values()) / 2**20:.0f} MiB",
+                f"{equal_share(data['tokens'], reference, comparable=False):.1%}",
+                f"{equal_share(data['tokens'], reference, comparable=True):.1%}",
+            ]
+        )
+    return table
+
+
+def main() -> None:
+    """Write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    results = json.loads(parser.parse_args().results.read_text())
+    assert list(results) == list(ENGINES)
+    head = ["", "TTFT ms", "TPOT ms", "batch of 16, tokens/s", "experts on device", "hits", "moved", "equal tokens"]
+    head.append("to first difference")
+    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows(results))]
+    text = (
+        "\n".join(lines)
+        + f"\n\nMedians; {platform.machine()} CPU with two cores; dymoe with a quarter of the experts.\n"
+    )
+    readme = README.read_text()
+    before, rest = readme.split(BEGIN)
+    README.write_text(before + BEGIN + text + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -48,10 +48,9 @@ def main() -> None:
     head = ["", "TTFT ms", "TPOT ms", "batch of 16, tokens/s", "experts on device", "hits", "moved", "equal tokens"]
     head.append("to first difference")
     lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows(results))]
-    text = (
-        "\n".join(lines)
-        + f"\n\nMedians; {platform.machine()} CPU with two cores; dymoe with a quarter of the experts.\n"
-    )
+    machine = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    note = f"Medians of one run on one {machine}; one request at a time but for the batch."
+    text = "\n".join([*lines, "", note, ""])
     readme = README.read_text()
     before, rest = readme.split(BEGIN)
     README.write_text(before + BEGIN + text + END + rest.split(END)[1])

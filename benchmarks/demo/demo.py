@@ -1,7 +1,7 @@
 """`make demo`: the shipped model through vLLM with a quarter of its experts on the device.
 
-Four engines answer the same prompts one after the other, each in a process of its
-own: vLLM as it is, and vllm-dymoe with 16-bit, 8-bit and 4-bit experts. The parent
+Three engines answer the same prompts one after the other, each in a process of its
+own: vLLM as it is, and vllm-dymoe with 16-bit and with 4-bit experts. The parent
 prints the texts, what serving them cost, and how many tokens are the same.
 """
 
@@ -26,7 +26,6 @@ NEW_TOKENS = 48
 ENGINES: dict[str, dict[str, Any] | None] = {
     "vLLM": None,
     "dymoe 16-bit": {"hi": 16, "expert_budget": "25%"},
-    "dymoe 8-bit": {"hi": 8, "expert_budget": "25%"},
     "dymoe 4-bit": {"hi": 4, "expert_budget": "25%"},
 }
 

@@ -36,9 +36,7 @@ def group_by_expert(expert_ids: torch.Tensor) -> Mapping[int, Group]:
         return {expert: Group(row, pairs[k : k + 1]) for expert, k in chosen}
     order = expert_ids.flatten().sort(stable=True)
     experts, counts = torch.unique_consecutive(order.values, return_counts=True)
-    rows = order.indices.split(counts.tolist())
-    return {
-        expert: Group(torch.div(pairs, top_k, rounding_mode="floor"), pairs)
-        for expert, pairs in zip(experts.tolist(), rows, strict=True)
-        if expert >= 0
-    }
+    sizes = counts.tolist()
+    rows = torch.div(order.indices, top_k, rounding_mode="floor").split(sizes)
+    groups = zip(experts.tolist(), rows, order.indices.split(sizes), strict=True)
+    return {expert: Group(tokens, pairs) for expert, tokens, pairs in groups if expert >= 0}

@@ -42,7 +42,7 @@ def workspace_bytes(experts: ModelExperts, device_type: str = "cpu") -> int:
 
 def tier_bits(options: Options, tier: Tier) -> int:
     """Bits per weight of a tier."""
-    return {Tier.HI: options.hi, Tier.LO: options.lo, Tier.SKIP: 0}[tier]
+    return options.hi if tier is Tier.HI else options.lo if tier is Tier.LO else 0  # asked for each expert of each step
 
 
 def used_tiers(options: Options, tiers: frozenset[Tier]) -> tuple[Tier, ...]:

@@ -26,13 +26,14 @@ fast: setup ## only the tests that start no vLLM engine
 
 # mypy and import-linter look for vllm_dymoe.kernels inside vllm_dymoe, but its sources lie beside it
 # (pyproject.toml, package-dir): they get a tree of links that looks like the installed package.
-check: setup ## lint, format, types and the direction of imports
+check: setup ## lint, format, types, the direction of imports, and the fast tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@rm -rf $(LINT_TREE) && mkdir -p $(LINT_TREE)
 	@cp -rs $(CURDIR)/vllm_dymoe $(LINT_TREE)/ && cp -rs $(CURDIR)/kernels $(LINT_TREE)/vllm_dymoe/
 	cd $(LINT_TREE) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p vllm_dymoe
 	cd $(LINT_TREE) && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
+	$(BIN)/python -m pytest -q -m "not engine"
 
 format: setup ## let ruff put the code in order
 	$(BIN)/ruff check --fix .

@@ -92,12 +92,14 @@ def plan_slots(
     every_expert = len(experts.layers) * experts.num_experts
     spare = limit - least
     slots: dict[Tier, int] = {}
-    for position, tier in enumerate(used):
+    # The low tier first: what it has no use for, once every expert has a slot there, goes to the high one.
+    for position, tier in enumerate(reversed(used)):
         nbytes = experts.formats[tier_bits(options, tier)].nbytes
         share = spare // (len(used) - position)
         extra = min(share // nbytes, every_expert - 1)
         spare -= extra * nbytes
         slots[tier] = 1 + extra
+    slots = {tier: slots[tier] for tier in used}
     # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
     staging = {tier: 0 if count == every_expert else min(options.staging_slots, count) for tier, count in slots.items()}
     return SlotPlan(limit, workspace_bytes, slots, staging)

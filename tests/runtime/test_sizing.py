@@ -1,0 +1,79 @@
+"""From budgets to slots."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.small_model import make_experts
+from vllm_dymoe.config import ConfigError, ExpertBudget, Options
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.runtime import minimum_budget, plan_slots
+from vllm_dymoe.runtime.sizing import limit_in_bytes, workspace_bytes
+
+EXPERTS = make_experts(layers=3, num_experts=8, bits=(4, 2))
+BOTH = frozenset((Tier.HI, Tier.LO))
+OPTIONS = Options(hi=4, lo=2, group_size=32)
+WORKSPACE = 1000
+
+
+def limit(budget, automatic=0):
+    return limit_in_bytes(ExpertBudget.parse(budget), EXPERTS, OPTIONS, WORKSPACE, automatic)
+
+
+def test_a_share_counts_experts_and_the_workspace_comes_on_top():
+    assert limit("100%") == EXPERTS.nbytes(4) + WORKSPACE
+    assert limit("50%") == EXPERTS.nbytes(4) // 2 + WORKSPACE
+
+
+def test_bytes_are_strict():
+    assert limit("10KiB") == 10 * 1024
+
+
+def test_automatic_takes_what_is_free_and_no_more_than_all_experts_need():
+    assert limit("auto", automatic=5000) == 5000
+    assert limit("auto", automatic=10**12) == EXPERTS.nbytes(4) + WORKSPACE
+
+
+def test_with_a_slot_for_every_expert_nothing_is_kept_for_staging():
+    plan = plan_slots(EXPERTS, OPTIONS, frozenset((Tier.HI,)), limit("100%"), WORKSPACE)
+    assert plan.slots == {Tier.HI: 24}
+    assert plan.staging == {Tier.HI: 0}
+    assert plan.quotas(Tier.HI, 3) == [8, 8, 8]
+
+
+@given(st.integers(0, 400_000), st.sampled_from([frozenset((Tier.HI,)), frozenset((Tier.LO,)), BOTH]))
+def test_every_plan_fits_and_spends_what_it_can(nbytes, tiers):
+    least = minimum_budget(EXPERTS, OPTIONS, tiers, WORKSPACE)
+    if nbytes < least:
+        with pytest.raises(ConfigError, match=f"at least {least} bytes"):
+            plan_slots(EXPERTS, OPTIONS, tiers, nbytes, WORKSPACE)
+        return
+    plan = plan_slots(EXPERTS, OPTIONS, tiers, nbytes, WORKSPACE)
+    sizes = {Tier.HI: EXPERTS.formats[4].nbytes, Tier.LO: EXPERTS.formats[2].nbytes}
+    spent = WORKSPACE + sum(count * sizes[tier] for tier, count in plan.slots.items())
+    assert spent <= nbytes
+    assert set(plan.slots) == set(tiers)
+    assert all(1 <= count <= 24 for count in plan.slots.values())
+    best = Tier.HI if Tier.HI in tiers else Tier.LO
+    # With every expert in the best tier the rest has no use; otherwise less than a slot of each tier is left.
+    assert plan.slots[best] == 24 or nbytes - spent < sum(sizes[tier] for tier in tiers)
+
+
+def test_the_workspace_suits_the_device():
+    big = make_experts(layers=1, num_experts=1, hidden=4096, intermediate=14336)
+    assert workspace_bytes(big, "cpu") == 1 << 20
+    assert workspace_bytes(big, "cuda") == 32 << 20
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu")])
+def test_the_machine_has_memory_for_an_automatic_budget(device, monkeypatch):
+    from types import SimpleNamespace
+
+    from vllm_dymoe.vllm_adapter.memory import automatic_budget
+
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10 * 2**30))
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert automatic_budget(SimpleNamespace(), device) == 4 * 2**30
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "20")
+    assert automatic_budget(SimpleNamespace(), device) == 0

@@ -1,10 +1,13 @@
 """Real vLLM engines in this process, one at a time, and what the tests ask of them."""
 
+import atexit
 import contextlib
 import gc
 import itertools
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -16,6 +19,10 @@ import torch
 # Read by vLLM when it is imported: the engine core stays in this process, so that tests can look into the runtime.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# Stores that a test run packs are its own, and go with it.
+_STORES = tempfile.mkdtemp(prefix="dymoe-test-stores-")
+atexit.register(shutil.rmtree, _STORES, ignore_errors=True)
+os.environ["DYMOE_STORE_DIR"] = _STORES
 
 MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -179,9 +180,11 @@ class RankModel:
         spec = self._layers[0]
         root = self.options.store_dir or Path.home() / ".cache" / "vllm-dymoe"
         name = Path(self._vllm_config.model_config.model).name
-        return root.expanduser() / f"{name}-{self._fingerprint()}" / f"rank-{spec.rank}-{spec.expert_rank}"
+        return root.expanduser() / f"{name}-{self._fingerprint}" / f"rank-{spec.rank}-{spec.expert_rank}"
 
+    @cached_property
     def _fingerprint(self) -> str:
+        """Asked for once the last layer was added; it looks at every file of the checkpoint."""
         spec = self._layers[0]
         described = (self.experts, self.options.quantizer, spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks)
         dummy = self._vllm_config.load_config.load_format == "dummy"
@@ -190,7 +193,7 @@ class RankModel:
 
     def _manifest(self, experts: ModelExperts) -> Manifest:
         spec = self._layers[0]
-        return Manifest(experts, self.options.quantizer, self._fingerprint(), (spec.rank, spec.ranks))
+        return Manifest(experts, self.options.quantizer, self._fingerprint, (spec.rank, spec.ranks))
 
     def _fill_with_random_weights(self, packer: ExpertPacker) -> None:
         """``--load-format dummy``: weights of the size that random initialisation has."""

@@ -45,7 +45,7 @@ class ExpertKernel(Protocol):
     def forward(self, x: Tensor, work: Sequence[ExpertWork], out: Tensor, activation: Activation) -> None:
         """Write unweighted expert outputs: out[pairs] = down(activation(gate x) * up x).
 
-        Rows of `out` that no work names keep what they held.
+        A projection that has a bias adds it. Rows of `out` that no work names keep what they held.
 
         Args:
             x: [tokens, hidden] bfloat16 or float16, contiguous.
@@ -70,7 +70,7 @@ def forward_experts(
     """:meth:`ExpertKernel.forward` one expert after the other, for kernels that have one linear operation.
 
     Args:
-        linear: (x [n, columns], packed) -> x @ weight.T [n, rows], a new tensor.
+        linear: (x [n, columns], packed) -> x @ weight.T + bias [n, rows], a new tensor.
         x: as in forward, like the others.
         work: the active experts.
         out: the outputs.

@@ -72,7 +72,7 @@ class CpuKernel:
         count, bits = x.shape[0], packed.format.bits
         if bits == 16:
             if count <= self._linear_tokens:
-                return F.linear(x, packed.weight)
+                return F.linear(x, packed.weight, packed.bias)
         elif (2 * count if bits == 8 else count) <= self._int4_tokens and self._int4.supports(packed.format):
             return self._int4(x, packed)
         return self._tiled(x, packed)

@@ -35,7 +35,7 @@ def int4_available() -> bool:
 
 
 class Int4Linear:
-    """x @ weight.T for a packed weight of 8, 4 or 2 bits.
+    """x @ weight.T + bias for a packed weight of 8, 4 or 2 bits.
 
     Args:
         workspace: uint8 on the CPU, for what 2 and 8 bits need on their way to 4. Its contents are overwritten.
@@ -51,7 +51,7 @@ class Int4Linear:
         return format.quantized and format.dtype is torch.bfloat16 and _block_bytes(format) <= self._workspace.numel()
 
     def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
-        """x bfloat16 [n, columns] times the weight: bfloat16 [n, rows], accumulated in float32."""
+        """x bfloat16 [n, columns] times the weight: bfloat16 [n, rows], accumulated in float32; then plus the bias."""
         format = packed.format
         if format.padded_columns != format.columns:
             x = F.pad(x, (0, format.padded_columns - format.columns))
@@ -66,7 +66,9 @@ class Int4Linear:
                 x = torch.cat((x, x), 1)
             parts = [part(x, packed) for part in self._plans[format]]
             result = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return result if format.padded_rows == format.rows else result[:, : format.rows]
+        if format.padded_rows != format.rows:
+            result = result[:, : format.rows]
+        return result if packed.bias is None else result.add_(packed.bias)
 
 
 class _Unfolding:

@@ -37,7 +37,8 @@ class MatrixFormat:
         columns: inputs K.
         bits: 16, 8, 4 or 2 per weight.
         group_size: neighbouring columns of one row that share a scale and a zero; without meaning at 16 bits.
-        dtype: of scales and zeros, and of the weights at 16 bits; bfloat16 or float16.
+        dtype: of scales and zeros, of the bias, and of the weights at 16 bits; bfloat16 or float16.
+        bias: whether a bias for each row lies behind the weights.
 
     Raises:
         ValueError: a size, bit-width or group size that the format does not have.
@@ -49,6 +50,7 @@ class MatrixFormat:
     bits: int
     group_size: int
     dtype: torch.dtype
+    bias: bool = False
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.columns < 1:
@@ -110,10 +112,16 @@ class MatrixFormat:
         return _round_up(self.weight_bytes, _SECTION_ALIGNMENT)
 
     @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the section; a multiple of 256."""
+    def bias_offset(self) -> int:
+        """Byte of the section where the bias begins, and where the section ends without one; a multiple of 256."""
         # Scales and zeros of one group of one block are 256 bytes: nothing is left to round up.
         return self.scales_offset + self.groups * self.padded_rows * 2 * self.dtype.itemsize
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the section; a multiple of 256."""
+        bias_bytes = _round_up(self.padded_rows * self.dtype.itemsize, _SECTION_ALIGNMENT) if self.bias else 0
+        return self.bias_offset + bias_bytes
 
     def view(self, section: Tensor) -> "PackedMatrix":
         """See a section's bytes as a packed matrix, without copying.
@@ -132,12 +140,12 @@ class MatrixFormat:
                 f"both must be multiples of {_ADDRESS_ALIGNMENT}"
             )
         stored = section[: self.weight_bytes]
+        bias = section[self.bias_offset :].view(self.dtype)[: self.rows] if self.bias else None
         if not self.quantized:
-            return PackedMatrix(self, stored.view(self.dtype).view(self.weight_shape), None)
-        scales_zeros = section[self.scales_offset :].view(self.dtype)
-        used = self.groups * self.padded_rows * 2
+            return PackedMatrix(self, stored.view(self.dtype).view(self.weight_shape), None, bias)
+        scales_zeros = section[self.scales_offset : self.bias_offset].view(self.dtype)
         return PackedMatrix(
-            self, stored.view(self.weight_shape), scales_zeros[:used].view(self.groups, self.padded_rows, 2)
+            self, stored.view(self.weight_shape), scales_zeros.view(self.groups, self.padded_rows, 2), bias
         )
 
 
@@ -150,11 +158,13 @@ class PackedMatrix:
         weight: uint8 [blocks, columns, 32] at 4 bits, [blocks, columns / 2, 32] at 2, [blocks, 2, columns, 32] at 8
             (columns padded to whole groups); `dtype` [rows, columns] at 16.
         scales_zeros: `dtype` [groups, padded_rows, 2], scale then zero; None at 16 bits.
+        bias: `dtype` [rows]; None where the format has none.
     """
 
     format: MatrixFormat
     weight: Tensor
     scales_zeros: Tensor | None
+    bias: Tensor | None = None
 
     @cached_property
     def byte_rows(self) -> Tensor:
@@ -174,7 +184,8 @@ class PackedMatrix:
 
 
 def pack(format: MatrixFormat, codes: Tensor, scales: Tensor, zeros: Tensor, section: Tensor) -> None:
-    """Write a quantized matrix into a section; bytes that pad are zero.
+    """Write a quantized matrix into a section; bytes that pad are zero, and so is a bias, until it is copied into
+    view(section).bias.
 
     Args:
         format: 8, 4 or 2 bits.

@@ -16,7 +16,7 @@ def expert_reference(
     activation: Activation,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """One expert: down(activation(gate x) * up x).
+    """One expert: down(activation(gate x) * up x), each projection with its bias if it has one.
 
     Args:
         x: [tokens, hidden].
@@ -31,7 +31,12 @@ def expert_reference(
     """
     precise = x.to(dtype)
     hidden = activation.gated(
-        F.linear(precise, dequantize(gate, dtype)),
-        F.linear(precise, dequantize(up, dtype)),
+        _linear(precise, gate),
+        _linear(precise, up),
     )
-    return F.linear(hidden, dequantize(down, dtype))
+    return _linear(hidden, down)
+
+
+def _linear(x: Tensor, packed: PackedMatrix) -> Tensor:
+    bias = None if packed.bias is None else packed.bias.to(x.dtype)
+    return F.linear(x, dequantize(packed, x.dtype), bias)

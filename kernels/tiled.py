@@ -71,7 +71,7 @@ class _Tile:
 
 
 class TiledLinear:
-    """x @ weight.T for a packed weight, through a fixed workspace.
+    """x @ weight.T + bias for a packed weight, through a fixed workspace.
 
     Args:
         workspace: uint8, on the device where the matrices are; it bounds the tile. Its contents are overwritten.
@@ -90,7 +90,7 @@ class TiledLinear:
         self._tilings: dict[MatrixFormat, list[_Tile]] = {}
 
     def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
-        """x [n, columns] times the weight: [n, rows], in x's dtype, accumulated in float32."""
+        """x [n, columns] times the weight, plus the bias: [n, rows], in x's dtype, accumulated in float32."""
         format = packed.format
         precise = x.float()
         sums = precise.new_empty(x.shape[0], format.padded_rows)
@@ -100,7 +100,10 @@ class TiledLinear:
             self._add_quantized(precise, packed, sums)
         else:
             self._add_plain(precise, packed, sums)
-        return sums[:, : format.rows].to(x.dtype)
+        result = sums[:, : format.rows]
+        if packed.bias is not None:
+            result += packed.bias
+        return result.to(x.dtype)
 
     def _add_plain(self, x: Tensor, packed: PackedMatrix, sums: Tensor) -> None:
         """16 bits: rows [rows, columns] of the weight become float32 a few at a time."""

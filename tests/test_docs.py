@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -88,7 +89,9 @@ def test_sizes_of_the_example():
             "bytes of weights": format.weight_bytes,
             "S": format.scales_offset,
             "bytes of scales and zeros": format.groups * format.padded_rows * 2 * BFLOAT16.itemsize,
+            "T": format.bias_offset,
             "bytes of the section": format.nbytes,
+            "with a bias": replace(format, bias=True).nbytes,
         }
 
 

@@ -8,20 +8,26 @@ from vllm_dymoe.kernels import ExpertWork, MatrixFormat, PackedMatrix, pack
 
 
 def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
-    """A random matrix of a format, with weights of about the size that models have, over poisoned bytes."""
+    """A random matrix of a format, with weights and biases of about the size that models have, over poisoned bytes."""
     generator = torch.Generator().manual_seed(seed)
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     size = format.columns**-0.5
     if not format.quantized:
         packed = format.view(section)
         packed.weight.copy_(torch.randn(format.rows, format.columns, generator=generator) * size)
-        return packed
+        return _with_bias(packed, generator)
     shape = (format.rows, format.columns)
     codes = torch.randint(0, 1 << format.bits, shape, generator=generator, dtype=torch.uint8)
     scales = (torch.rand(format.rows, format.groups, generator=generator) + 0.5) * size * 4 / (1 << format.bits)
     zeros = torch.randn(format.rows, format.groups, generator=generator) * size / 4
     pack(format, codes, scales.to(format.dtype), zeros.to(format.dtype), section)
-    return format.view(section)
+    return _with_bias(format.view(section), generator)
+
+
+def _with_bias(packed: PackedMatrix, generator: torch.Generator) -> PackedMatrix:
+    if packed.bias is not None:
+        packed.bias.copy_(torch.randn(packed.format.rows, generator=generator))
+    return packed
 
 
 @dataclass(frozen=True)
@@ -38,8 +44,8 @@ class Expert:
         return ExpertWork(self.gate, self.up, self.down, rows, torch.tensor(pairs, dtype=torch.int64))
 
 
-def random_expert(hidden, intermediate, bits, group_size=32, dtype=torch.bfloat16, seed=0) -> Expert:
+def random_expert(hidden, intermediate, bits, group_size=32, dtype=torch.bfloat16, seed=0, *, bias=False) -> Expert:
     """An expert of [hidden] -> [intermediate] -> [hidden]."""
-    wide = MatrixFormat(intermediate, hidden, bits, group_size, dtype)
-    narrow = MatrixFormat(hidden, intermediate, bits, group_size, dtype)
+    wide = MatrixFormat(intermediate, hidden, bits, group_size, dtype, bias)
+    narrow = MatrixFormat(hidden, intermediate, bits, group_size, dtype, bias)
     return Expert(random_packed(wide, seed), random_packed(wide, seed + 1), random_packed(narrow, seed + 2))

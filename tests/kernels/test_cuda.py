@@ -19,6 +19,8 @@ def on_gpu(packed):
     else:
         format.view(section).weight.copy_(packed.weight)
     moved = format.view(section)
+    if packed.bias is not None:
+        moved.bias.copy_(packed.bias)
     assert torch.equal(dequantize(moved).cpu(), dequantize(packed))
     return moved
 
@@ -27,8 +29,9 @@ def on_gpu(packed):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 @pytest.mark.parametrize("tokens", [1, 33])
-def test_the_plain_kernel_agrees_with_the_reference(bits, tokens, dtype, tolerance):
-    expert = random_expert(1100, 200, bits, 64, dtype)
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_plain_kernel_agrees_with_the_reference(bits, tokens, dtype, tolerance, bias):
+    expert = random_expert(1100, 200, bits, 64, dtype, bias=bias)
     x = torch.randn(tokens, 1100, generator=torch.Generator().manual_seed(0)).to(dtype)
     rows = torch.arange(tokens, device="cuda")
     work = ExpertWork(on_gpu(expert.gate), on_gpu(expert.up), on_gpu(expert.down), rows, rows)

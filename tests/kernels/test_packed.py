@@ -1,5 +1,7 @@
 """The format of one packed matrix."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ formats = st.builds(
     bits=st.sampled_from([8, 4, 2]),
     group_size=st.sampled_from([32, 64, 128]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    bias=st.booleans(),
 )
 
 
@@ -32,6 +35,11 @@ def test_codes_scales_and_zeros_survive(format, seed):
     spread = [t.float().repeat_interleave(format.group_size, 1)[:, : format.columns] for t in (scales, zeros)]
     want = (codes.float() - (1 << format.bits) // 2) * spread[0] + spread[1]
     assert torch.equal(dequantize(packed), want)
+    if packed.bias is not None:
+        packed.bias.fill_(1.0)
+        assert torch.equal(dequantize(packed), want), "the bias lies on the weights"
+        tail = section[format.bias_offset :].view(format.dtype)
+        assert tail.nonzero().flatten().tolist() == list(range(format.rows))
 
 
 @settings(max_examples=40, deadline=None)
@@ -39,10 +47,28 @@ def test_codes_scales_and_zeros_survive(format, seed):
 def test_sections_are_aligned_and_padding_is_zero(format):
     assert format.nbytes % 256 == 0
     assert format.scales_offset % 256 == 0
+    assert format.bias_offset % 256 == 0
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     zeros = torch.zeros(format.rows, format.groups)
     pack(format, torch.zeros(format.rows, format.columns, dtype=torch.uint8), zeros, zeros, section)
     assert not section.any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(formats, st.booleans())
+def test_a_bias_lies_behind_everything_else(format, plain):
+    if plain:
+        format = replace(format, bits=16)
+    without = replace(format, bias=False)
+    with_bias = replace(format, bias=True)
+    assert without.view(torch.zeros(without.nbytes, dtype=torch.uint8)).bias is None
+    assert with_bias.bias_offset == without.bias_offset == without.nbytes
+    assert 0 <= with_bias.nbytes - without.nbytes - 2 * with_bias.padded_rows < 256
+    section = torch.zeros(with_bias.nbytes, dtype=torch.uint8)
+    packed = with_bias.view(section)
+    assert packed.bias.shape == (format.rows,)
+    packed.bias.fill_(1.0)
+    assert not section[: without.nbytes].any()
 
 
 @pytest.mark.skipif(not int4_available(), reason="torch's int4 kernel has another layout without AVX512")

@@ -21,15 +21,17 @@ def poisoned_workspace():
 
 
 def relative_error(got, x, packed):
-    want = F.linear(x.double(), dequantize(packed, torch.float64))
+    bias = None if packed.bias is None else packed.bias.double()
+    want = F.linear(x.double(), dequantize(packed, torch.float64), bias)
     return ((got.double() - want).norm() / want.norm()).item()
 
 
 @pytest.mark.parametrize("tokens", [1, 19])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
-def test_tiles_meet_at_their_edges(bits, dtype, tokens):
-    packed = random_packed(MatrixFormat(ROWS, COLUMNS, bits, 64, dtype))
+@pytest.mark.parametrize("bias", [False, True])
+def test_tiles_meet_at_their_edges(bias, bits, dtype, tokens):
+    packed = random_packed(MatrixFormat(ROWS, COLUMNS, bits, 64, dtype, bias))
     x = torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert relative_error(TiledLinear(poisoned_workspace())(x, packed), x, packed) < TOLERANCE[dtype]
 

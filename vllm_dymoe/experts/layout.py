@@ -41,6 +41,7 @@ class ExpertFormat:
         bits: 16, 8, 4 or 2.
         group_size: weights that share one scale and zero.
         dtype: of the scales, and of the weights at 16 bits; bfloat16 or float16.
+        bias: whether every projection has one.
     """
 
     hidden: int
@@ -48,12 +49,13 @@ class ExpertFormat:
     bits: int
     group_size: int
     dtype: torch.dtype
+    bias: bool = False
 
     @cached_property
     def matrices(self) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
         """Formats of gate [I, H], up [I, H] and down [H, I]."""
-        wide = MatrixFormat(self.intermediate, self.hidden, self.bits, self.group_size, self.dtype)
-        down = MatrixFormat(self.hidden, self.intermediate, self.bits, self.group_size, self.dtype)
+        wide = MatrixFormat(self.intermediate, self.hidden, self.bits, self.group_size, self.dtype, self.bias)
+        down = MatrixFormat(self.hidden, self.intermediate, self.bits, self.group_size, self.dtype, self.bias)
         return wide, wide, down
 
     @cached_property

@@ -99,6 +99,7 @@ class Manifest:
             "bits": sorted(self.experts.formats, reverse=True),
             "group_size": fmt.group_size,
             "dtype": str(fmt.dtype).removeprefix("torch."),
+            "bias": fmt.bias,
             "quantizer": self.quantizer,
             "model": self.model,
             "tensor_parallel": {"rank": rank, "size": size},
@@ -122,7 +123,9 @@ class Manifest:
                 )
             dtype = getattr(torch, data["dtype"])
             formats = {
-                bits: ExpertFormat(data["hidden_size"], data["intermediate_size"], bits, data["group_size"], dtype)
+                bits: ExpertFormat(
+                    data["hidden_size"], data["intermediate_size"], bits, data["group_size"], dtype, data["bias"]
+                )
                 for bits in data["bits"]
             }
             experts = ModelExperts(tuple(data["layers"]), data["num_experts"], data["top_k"], formats)

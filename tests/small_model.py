@@ -9,10 +9,19 @@ from vllm_dymoe.quantize.experts import ExpertPacker, MemorySink
 
 
 def make_experts(
-    *, layers=2, num_experts=6, top_k=2, hidden=64, intermediate=32, bits=(4, 2), group_size=32, dtype=torch.bfloat16
+    *,
+    layers=2,
+    num_experts=6,
+    top_k=2,
+    hidden=64,
+    intermediate=32,
+    bits=(4, 2),
+    group_size=32,
+    dtype=torch.bfloat16,
+    bias=False,
 ) -> ModelExperts:
     """A small model's experts."""
-    formats = {b: ExpertFormat(hidden, intermediate, b, group_size, dtype) for b in bits}
+    formats = {b: ExpertFormat(hidden, intermediate, b, group_size, dtype, bias) for b in bits}
     return ModelExperts(tuple(range(1, layers + 1)), num_experts, top_k, formats)
 
 

@@ -17,7 +17,11 @@ MOE_LAYERS = (1, 2)  # layer 0 is dense
 NAMES = {
     "separate": ("gate_proj", "up_proj", "down_proj"),
     "mixtral": ("w1", "w3", "w2"),
+    "biases": ("gate_proj", "up_proj", "down_proj"),
 }
+MODEL_TYPES = {"gpt-oss": "gpt_oss", "llama-4": "llama4_text"}
+WITH_BIASES = ("biases", "gpt-oss")
+STYLES = (*NAMES, "fused", "gpt-oss", "llama-4")
 
 
 @dataclass
@@ -28,12 +32,14 @@ class Model:
         folder: where it is.
         config: its config.json.
         experts: the weights, by position of the layer, expert and projection.
+        biases: the same, in the style of a model that has them.
         dense: every other tensor by name.
     """
 
     folder: Path
     config: dict[str, Any]
     experts: dict[tuple[int, int, Projection], torch.Tensor]
+    biases: dict[tuple[int, int, Projection], torch.Tensor]
     dense: dict[str, torch.Tensor]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -88,13 +94,23 @@ def make_model(folder: Path, style: str = "separate", *, dtype: torch.dtype = to
         "num_experts": EXPERTS,
         "num_experts_per_tok": TOP_K,
     }
-    model = Model(folder, config, experts, dense)
+    if style in MODEL_TYPES:
+        config["model_type"] = MODEL_TYPES[style]
+    biases = {}
+    if style in WITH_BIASES:
+        biases = {place: random(weight.shape[0]) for place, weight in experts.items()}
+    model = Model(folder, config, experts, biases, dense)
     model.tensors = dense | expert_tensors(experts, style)
+    if biases:
+        model.tensors |= {
+            name.replace(".weight", ".bias") if name.endswith(".weight") else f"{name}_bias": bias
+            for name, bias in expert_tensors(biases, style).items()
+        }
     return model
 
 
 def expert_tensors(experts: dict[tuple[int, int, Projection], torch.Tensor], style: str) -> dict[str, torch.Tensor]:
-    """The experts under the names of one style."""
+    """The experts, or their biases, under the names and in the order of one style."""
     if style in NAMES:
         return {
             f"model.layers.{MOE_LAYERS[position]}.mlp.experts.{expert}.{NAMES[style][projection]}.weight": weight
@@ -104,8 +120,12 @@ def expert_tensors(experts: dict[tuple[int, int, Projection], torch.Tensor], sty
     for position, layer in enumerate(MOE_LAYERS):
         prefix = f"model.layers.{layer}.mlp.experts"
         gate, up, down = (torch.stack([experts[position, e, p] for e in range(EXPERTS)]) for p in Projection)
-        tensors[f"{prefix}.gate_up_proj"] = torch.cat((gate, up), dim=1)
-        tensors[f"{prefix}.down_proj"] = down
+        gate_up = torch.cat((gate, up), dim=1)
+        if style == "gpt-oss":  # gate and up in turns
+            gate_up = torch.stack((gate, up), dim=2).flatten(1, 2)
+        turned = style in ("gpt-oss", "llama-4") and gate.dim() == 3
+        tensors[f"{prefix}.gate_up_proj"] = gate_up.mT.contiguous() if turned else gate_up
+        tensors[f"{prefix}.down_proj"] = down.mT.contiguous() if turned else down
     return tensors
 
 

@@ -13,15 +13,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.cli.checkpoints import EXPERTS, INTERMEDIATE, MOE_LAYERS, command, make_model, refused
+from tests.cli.checkpoints import EXPERTS, INTERMEDIATE, MOE_LAYERS, STYLES, command, make_model, refused
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.experts.store import MANIFEST, BlobKey, FileStore
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import convert, make_quantizer, quantize_matrix, tensors
+from vllm_dymoe.quantize.base import pack_bias
 from vllm_dymoe.quantize.shards import ShardFiles
 from vllm_dymoe.quantize.tensors import read_tensors
-
-STYLES = ("separate", "mixtral", "fused")
 
 
 @pytest.fixture
@@ -67,6 +66,8 @@ def test_experts_are_what_quantizing_them_directly_gives(tmp_path, out, style, q
         for place, matrix, section in sections(out, bits):
             expected = torch.full_like(section, 0xEE)
             quantize_matrix(model.experts[place], matrix, make_quantizer(quantizer), expected)
+            if model.biases:
+                pack_bias(model.biases[place], matrix, expected)
             assert torch.equal(section, expected), place
             assert torch.equal(dequantize(matrix.view(section.clone())), dequantize(matrix.view(expected)))
             seen.add(place)
@@ -79,7 +80,9 @@ def test_16_bits_are_exact(tmp_path, out, style):
     model.save()
     quantized(model, out, "--hi", 16)
     for place, matrix, section in sections(out, 16):
-        assert torch.equal(matrix.view(section.clone()).weight, model.experts[place]), place
+        packed = matrix.view(section.clone())
+        assert torch.equal(packed.weight, model.experts[place]), place
+        assert packed.bias is None if not model.biases else torch.equal(packed.bias, model.biases[place]), place
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -348,12 +351,23 @@ SPOILED = {
     "biases": (
         "separate",
         lambda m: m.tensors.update({"model.layers.1.mlp.experts.0.gate_proj.bias": torch.zeros(INTERMEDIATE)}),
-        r"experts\.0\.gate_proj\.bias \(F32, \[80\]\).* biases",
+        "biases for some projections of its experts and not for 23 others",
     ),
     "fused biases": (
         "fused",
         lambda m: m.tensors.update({FUSED + "_bias": torch.zeros(EXPERTS, 2 * INTERMEDIATE)}),
-        "gate_up_proj_bias .* biases",
+        "biases for some .* not for 3 others",
+    ),
+    "a lost bias": ("gpt-oss", lambda m: m.tensors.pop(FUSED + "_bias"), "biases for some .* not for 1 others"),
+    "a bias of another width": (
+        "gpt-oss",
+        lambda m: m.tensors.update({FUSED + "_bias": torch.zeros(EXPERTS, INTERMEDIATE)}),
+        r"gate_up_proj_bias .* \[4, 80\] .* \[4, 160\]\.",
+    ),
+    "infinite biases": (
+        "gpt-oss",
+        lambda m: m.tensors[FUSED + "_bias"].fill_(torch.inf),
+        "bias of the gate projection of expert . in layer 1 cannot be stored: 80 of its weights are NaN or infinite",
     ),
     "mxfp4": (
         "fused",

@@ -72,11 +72,14 @@ class Answer:
     logprobs: list[dict[int, float]]
 
 
-def answer(llm: Any, texts: list[str], max_tokens: int = 32, logprobs: int | None = 5) -> list[Answer]:
-    """Greedy answers to prompts, given to the engine at once."""
+def answer(llm: Any, texts: list[Any], max_tokens: int = 32, logprobs: int | None = 5) -> list[Answer]:
+    """Greedy answers to prompts, given to the engine at once; texts, or {"prompt_token_ids": [...]} for each."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
+    words = isinstance(texts[0], str)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs, detokenize=words
+    )
     answers = []
     for output in llm.generate(texts, sampling, use_tqdm=False):
         completion = output.outputs[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import transformers
 from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -134,10 +135,26 @@ def test_an_option_that_contradicts_the_checkpoint_is_refused(tmp_path):
     assert "hi = 4 was asked for, but this checkpoint was written with hi = 8" in message
 
 
-def test_a_checkpoint_of_another_method_is_refused_by_vllm(tmp_path):
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
-    with pytest.raises(ValueError, match=r"Quantization method.*awq.*does not match.*dymoe"):
-        configure(model=with_quantization_config(tmp_path, awq))
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True},
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    ],
+)
+def test_a_checkpoint_of_another_method_is_refused(tmp_path, quantization):
+    method = quantization["quant_method"]
+    sentence = f"vllm-dymoe: this checkpoint is quantized with {method} already.*16-bit weights; serve one of those"
+    with pytest.raises(ValueError, match=sentence):
+        configure(model=with_quantization_config(tmp_path, quantization))
+
+
+def test_phi_under_the_name_that_vllm_cannot_run_is_refused(tmp_path):
+    config = transformers.PhimoeConfig(num_hidden_layers=1, architectures=["PhimoeForCausalLM"])
+    config.save_pretrained(tmp_path)
+    message = refusal(model=tmp_path, skip_tokenizer_init=True)
+    assert f'write "PhiMoEForCausalLM" into architectures in the config.json of {tmp_path}' in message
 
 
 def test_the_worker_methods_are_added():

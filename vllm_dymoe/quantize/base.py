@@ -75,6 +75,31 @@ def quantize_matrix(weight: Tensor, format: MatrixFormat, quantizer: Quantizer, 
         raise _not_representable(weight, format)
 
 
+def pack_bias(bias: Tensor, format: MatrixFormat, section: Tensor) -> Tensor:
+    """Write a bias behind the weights of its section.
+
+    Args:
+        bias: float [rows].
+        format: of the section, one that has a bias.
+        section: uint8 [format.nbytes], overwritten from format.bias_offset on.
+
+    Returns:
+        What was written: uint8, the section from format.bias_offset on.
+
+    Raises:
+        ValueError: another shape, or values that cannot be represented.
+    """
+    if tuple(bias.shape) != (format.rows,):
+        raise ValueError(f"the bias has shape {list(bias.shape)}, expected [{format.rows}].")
+    tail = section[format.bias_offset :].zero_()
+    packed = format.view(section)
+    assert packed.bias is not None, "the format has no bias"
+    packed.bias.copy_(bias)
+    if not bool(torch.isfinite(packed.bias).all()):
+        raise _not_representable(bias, format)
+    return tail
+
+
 def quantize_groups(
     weight: Tensor, format: MatrixFormat, quantize: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 ) -> Codes:

@@ -1,10 +1,6 @@
 """Reading a local Hugging Face checkpoint of a Mixture-of-Experts model, without vLLM.
 
-Experts come in two styles: a tensor for each projection of each expert
-(``layers.3.mlp.experts.7.gate_proj.weight``, Mixtral's ``w1``, ``w3``, ``w2``),
-or one for all experts of a layer (``experts.gate_up_proj`` [E, 2 I, H] and
-``experts.down_proj`` [E, H, I], as transformers 5 names them). Headers say where
-every tensor lies, so that whatever cannot work is refused before a byte is read.
+Headers say where every tensor lies, so that whatever cannot work is refused before a byte is read.
 """
 
 import hashlib
@@ -21,20 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
+from vllm_dymoe.quantize.spelling import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, TensorPlace, read_tensors
 
-_GATE, _UP, _DOWN = (Projection.GATE,), (Projection.UP,), (Projection.DOWN,)
-_SEPARATE = {
-    "gate_proj.weight": _GATE,
-    "up_proj.weight": _UP,
-    "down_proj.weight": _DOWN,
-    "w1.weight": _GATE,
-    "w3.weight": _UP,
-    "w2.weight": _DOWN,
-}
-_FUSED = {"gate_up_proj": (Projection.GATE, Projection.UP), "down_proj": _DOWN}
-
-_EXPERT_NAME = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<layer>\d+)\.(?:[^.]+\.)*experts\.(?P<rest>.+)")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOP_K = ("num_experts_per_tok",)
 _INTERMEDIATE = ("moe_intermediate_size", "intermediate_size")
@@ -44,12 +29,12 @@ _SAMPLE_BYTES = 512
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """One tensor of experts, as its name describes it.
+    """One tensor of experts.
 
     Attributes:
         name: in the checkpoint.
         layer: index of the layer in the model.
-        expert: which one; None for a tensor of all the layer's experts.
+        expert: which one; None for a stack of all the layer's experts.
         projections: what its rows are.
         place: where it lies.
     """
@@ -59,6 +44,11 @@ class ExpertTensor:
     expert: int | None
     projections: tuple[Projection, ...]
     place: TensorPlace
+
+    @property
+    def matrix(self) -> tuple[int, int | None, tuple[Projection, ...]]:
+        """What a weight and its bias have in common."""
+        return self.layer, self.expert, self.projections
 
 
 class Checkpoint:
@@ -70,7 +60,8 @@ class Checkpoint:
     Attributes:
         config: config.json.
         dense: every tensor that is not of an expert, by name.
-        experts: the experts' tensors, in the order in which they lie in the files.
+        experts: the experts' weights, in the order in which they lie in the files.
+        biases: the experts' biases.
         left_out: tensors of layers beyond the model's last (multi-token prediction), which vLLM's model does not load.
 
     Raises:
@@ -85,13 +76,16 @@ class Checkpoint:
         self.dense: dict[str, TensorPlace] = {}
         self.left_out: dict[str, TensorPlace] = {}
         self.experts: list[ExpertTensor] = []
+        self.biases: list[ExpertTensor] = []
+        self._stacking = Stacking.of(self._text_config.get("model_type"))
         stack, beyond = self._stack_of_experts(tensors)
         for name, place in tensors.items():
             layer = re.match(rf"{re.escape(stack)}\.(\d+)\.", name)
             if layer is not None and int(layer[1]) >= beyond:
                 self.left_out[name] = place
-            elif (expert := self._expert_tensor(name, place)) is not None:
-                self.experts.append(expert)
+            elif (described := read_name(name)) is not None:
+                tensors_of_kind = self.biases if described.bias else self.experts
+                tensors_of_kind.append(self._expert_tensor(name, described, place))
             else:
                 self.dense[name] = place
         self.experts.sort(key=lambda tensor: (tensor.place.path, tensor.place.begin))
@@ -100,7 +94,7 @@ class Checkpoint:
     @property
     def expert_bytes(self) -> int:
         """Bytes of all experts in the checkpoint."""
-        return sum(tensor.place.nbytes for tensor in self.experts)
+        return sum(tensor.place.nbytes for tensor in (*self.experts, *self.biases))
 
     @property
     def dense_bytes(self) -> int:
@@ -134,7 +128,8 @@ class Checkpoint:
             CheckpointError: config.json lacks a size, or the format cannot hold this model.
         """
         hidden, intermediate = self._size(("hidden_size",)), self._size(_INTERMEDIATE)
-        formats = {width: ExpertFormat(hidden, intermediate, width, group_size, dtype) for width in bits}
+        biased = bool(self.biases)
+        formats = {width: ExpertFormat(hidden, intermediate, width, group_size, dtype, biased) for width in bits}
         try:
             for fmt in formats.values():
                 _ = fmt.nbytes
@@ -142,8 +137,8 @@ class Checkpoint:
             raise CheckpointError(f"the experts of {self.folder} cannot be packed: {error}.") from error
         return ModelExperts(self.layers, self._size(_NUM_EXPERTS), self._size(_TOP_K), formats)
 
-    def projections(self) -> Iterator[tuple[int, int, Projection, torch.Tensor]]:
-        """Every projection of every expert: position of the layer, expert, which, and the weight [rows, columns].
+    def projections(self) -> Iterator[tuple[int, int, Projection, torch.Tensor, torch.Tensor | None]]:
+        """Every projection of every expert: layer's position, expert, which, weight [rows, columns] and bias [rows].
 
         They come in the order in which they lie on disk, one file open at a time.
 
@@ -151,21 +146,28 @@ class Checkpoint:
             CheckpointError: a file cannot be read.
         """
         positions = {layer: position for position, layer in enumerate(self.layers)}
+        biases = {tensor.matrix: tensor for tensor in self.biases}
         opened: Path | None = None
         for tensor in self.experts:
             try:
                 if tensor.place.path != opened:
                     file = safe_open(tensor.place.path, framework="pt")
                     opened = tensor.place.path
+                bias = _read(biases[tensor.matrix]) if biases else None
                 if tensor.expert is not None:
                     weight = file.get_tensor(tensor.name)
-                    yield positions[tensor.layer], tensor.expert, tensor.projections[0], weight
+                    yield positions[tensor.layer], tensor.expert, tensor.projections[0], weight, bias
                     continue
                 stacked = file.get_slice(tensor.name)
                 for expert in range(tensor.place.shape[0]):
-                    parts = stacked[expert].chunk(len(tensor.projections))
-                    for projection, weight in zip(tensor.projections, parts, strict=True):
-                        yield positions[tensor.layer], expert, projection, weight
+                    weights = self._stacking.split(stacked[expert], tensor.projections)
+                    parts = (
+                        [None] * len(weights)
+                        if bias is None
+                        else self._stacking.split(bias[expert], tensor.projections)
+                    )
+                    for projection, weight, part in zip(tensor.projections, weights, parts, strict=True):
+                        yield positions[tensor.layer], expert, projection, weight, part
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{tensor.place.path} cannot be read ({error}); download it again.") from error
 
@@ -176,7 +178,7 @@ class Checkpoint:
         """
         digest = hashlib.sha256()
         files: dict[Path, int] = {}
-        everything = self.dense | {tensor.name: tensor.place for tensor in self.experts}
+        everything = self.dense | {tensor.name: tensor.place for tensor in (*self.experts, *self.biases)}
         try:
             for name, place in sorted(everything.items()):
                 if place.path not in files:
@@ -208,7 +210,7 @@ class Checkpoint:
 
     def _stack_of_experts(self, tensors: Mapping[str, TensorPlace]) -> tuple[str, int]:
         """Name of the one stack of layers with experts, and the index after the model's last layer."""
-        stacks = {match["stack"] for name in tensors if (match := _EXPERT_NAME.fullmatch(name))}
+        stacks = {described.layers for name in tensors if (described := read_name(name))}
         if not stacks:
             raise CheckpointError(
                 f"{self.folder} holds no tensor of an expert (layers.0.….experts.0.gate_proj.weight or the like); "
@@ -218,21 +220,14 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder} has experts in several places, {' and '.join(sorted(stacks))}.")
         return stacks.pop(), self._size(("num_hidden_layers",))
 
-    def _expert_tensor(self, name: str, place: TensorPlace) -> ExpertTensor | None:
-        match = _EXPERT_NAME.fullmatch(name)
-        if match is None:
-            return None
-        number, _, projection = match["rest"].partition(".")
-        layer = int(match["layer"])
-        if place.dtype in _DTYPES:
-            if number.isdecimal() and projection in _SEPARATE and len(place.shape) == 2:
-                return ExpertTensor(name, layer, int(number), _SEPARATE[projection], place)
-            if match["rest"] in _FUSED and len(place.shape) == 3:
-                return ExpertTensor(name, layer, None, _FUSED[match["rest"]], place)
-        raise CheckpointError(
-            f"{name} ({place.dtype}, {list(place.shape)}) in {self.folder} belongs to experts but is not the 16-bit "
-            "weight of a gate, up or down projection; experts with biases or that are quantized are not supported yet."
-        )
+    def _expert_tensor(self, name: str, described: ExpertName, place: TensorPlace) -> ExpertTensor:
+        dimensions = (2 if described.expert is not None else 3) - described.bias
+        if place.dtype not in _DTYPES or not described.projections or len(place.shape) != dimensions:
+            raise CheckpointError(
+                f"{name} ({place.dtype}, {list(place.shape)}) in {self.folder} belongs to experts but is not the "
+                "16-bit weight or bias of a gate, up or down projection; quantized experts are not supported yet."
+            )
+        return ExpertTensor(name, described.layer, described.expert, described.projections, place)
 
     def _check_experts(self) -> None:
         """Refuse shapes that are not the configuration's, and experts that are missing or there twice."""
@@ -241,14 +236,7 @@ class Checkpoint:
         found: set[tuple[int, int, Projection]] = set()
         for tensor in self.experts:
             rows = sum(fmt.matrices[projection].rows for projection in tensor.projections)
-            matrix = (rows, fmt.matrices[tensor.projections[0]].columns)
-            expected = matrix if tensor.expert is not None else (count, *matrix)
-            if tensor.place.shape != expected:
-                turned = tensor.expert is None and tensor.place.shape == (count, *matrix[::-1])
-                raise CheckpointError(
-                    f"{tensor.name} in {self.folder} has shape {list(tensor.place.shape)} where config.json says "
-                    f"{list(expected)}{'; transposed experts are not supported yet' if turned else ''}."
-                )
+            self._check_shape(tensor, (rows, fmt.matrices[tensor.projections[0]].columns), count)
             for expert in range(count) if tensor.expert is None else (tensor.expert,):
                 for projection in tensor.projections:
                     if (tensor.layer, expert, projection) in found or expert >= count:
@@ -258,6 +246,30 @@ class Checkpoint:
         missing = len(self.layers) * count * len(Projection) - len(found)
         if missing:
             raise CheckpointError(f"{self.folder} lacks {missing} projections of experts; download it again.")
+        for tensor in self.biases:
+            rows = sum(fmt.matrices[projection].rows for projection in tensor.projections)
+            self._check_shape(tensor, (rows,), count)
+        alone = {tensor.matrix for tensor in self.experts} ^ {tensor.matrix for tensor in self.biases}
+        if self.biases and alone:
+            raise CheckpointError(
+                f"{self.folder} has biases for some projections of its experts and not for {len(alone)} others; "
+                "only models in which all of them or none have one can be quantized here."
+            )
+
+    def _check_shape(self, tensor: ExpertTensor, matrix: tuple[int, ...], count: int) -> None:
+        expected = matrix if tensor.expert is not None else (count, *self._stacking.shape(matrix))
+        if tensor.place.shape != expected:
+            turned = tensor.expert is None and tensor.place.shape[1:] == expected[:0:-1]
+            raise CheckpointError(
+                f"{tensor.name} in {self.folder} has shape {list(tensor.place.shape)} where config.json says "
+                f"{list(expected)}{'; transposed experts are not supported yet' if turned else ''}."
+            )
+
+
+def _read(tensor: ExpertTensor) -> torch.Tensor:
+    with safe_open(tensor.place.path, framework="pt") as file:
+        found: torch.Tensor = file.get_tensor(tensor.name)
+    return found
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -144,9 +144,9 @@ class _ShardSink:
         self._folder = folder
         self._shards = ShardFiles(folder, manifest)
 
-    def write(self, key: BlobKey, projection: Projection, section: torch.Tensor) -> None:
-        """Write the section at its offset."""
-        self._shards.write(key, projection, section)
+    def write(self, key: BlobKey, projection: Projection, part: torch.Tensor, start: int = 0) -> None:
+        """Write the part at its offset."""
+        self._shards.write(key, projection, part, start)
 
     def finish(self) -> FileStore:
         """Complete the shards and open them."""
@@ -184,11 +184,14 @@ def _pack(
     cores = len(os.sched_getaffinity(0))
     own = threading.local()
 
-    def put(layer: int, expert: int, projection: Projection, weight: torch.Tensor) -> int:
+    def put(layer: int, expert: int, projection: Projection, weight: torch.Tensor, bias: torch.Tensor | None) -> int:
         if not hasattr(own, "packer"):
             own.packer = ExpertPacker(experts, make_quantizer(recipe.quantizer), sink)
         own.packer.put(layer, expert, projection, weight)
-        return weight.nbytes
+        if bias is None:
+            return weight.nbytes
+        own.packer.put_bias(layer, expert, projection, bias)
+        return weight.nbytes + bias.nbytes
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

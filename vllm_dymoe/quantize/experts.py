@@ -14,15 +14,22 @@ import torch
 
 from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.experts.store import BlobKey, FileStore, HostStore, Manifest, MemoryStore, StoreError
-from vllm_dymoe.quantize.base import Quantizer, quantize_matrix
+from vllm_dymoe.quantize.base import Quantizer, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.shards import ShardWriter
 
 
 class Sink(Protocol):
     """Where packed sections go."""
 
-    def write(self, key: BlobKey, projection: Projection, section: torch.Tensor) -> None:
-        """Take one packed projection: uint8 [section bytes]."""
+    def write(self, key: BlobKey, projection: Projection, part: torch.Tensor, start: int = 0) -> None:
+        """Take a part of one packed projection.
+
+        Args:
+            key: which blob.
+            projection: which section of it.
+            part: uint8, the section from ``start`` on.
+            start: 0, or the byte where the part before this one ended.
+        """
         ...
 
     def finish(self) -> HostStore:
@@ -36,10 +43,10 @@ class MemorySink:
     def __init__(self, experts: ModelExperts, *, pin: bool) -> None:
         self._store = MemoryStore(experts, pin=pin)
 
-    def write(self, key: BlobKey, projection: Projection, section: torch.Tensor) -> None:
-        """Copy the section into its blob."""
-        place = self._store.experts.formats[key.bits].sections[projection]
-        self._store.blob(key)[place].copy_(section)
+    def write(self, key: BlobKey, projection: Projection, part: torch.Tensor, start: int = 0) -> None:
+        """Copy the part into its blob."""
+        section = self._store.blob(key)[self._store.experts.formats[key.bits].sections[projection]]
+        section[start : start + part.numel()].copy_(part)
 
     def finish(self) -> HostStore:
         """The store itself."""
@@ -52,9 +59,9 @@ class FileSink:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._writer = ShardWriter(folder, manifest)
 
-    def write(self, key: BlobKey, projection: Projection, section: torch.Tensor) -> None:
-        """Write the section at its offset."""
-        self._writer.write(key, projection, section)
+    def write(self, key: BlobKey, projection: Projection, part: torch.Tensor, start: int = 0) -> None:
+        """Write the part at its offset."""
+        self._writer.write(key, projection, part, start)
 
     def finish(self) -> HostStore:
         """Publish the folder and open it."""
@@ -88,6 +95,9 @@ class ExpertPacker:
             for expert in range(experts.num_experts)
             for projection in Projection
         }
+        with_bias = any(fmt.bias for fmt in experts.formats.values())
+        self._missing_biases = set(self._missing) if with_bias else set()
+        self._early_biases: dict[tuple[int, int, Projection], torch.Tensor] = {}
         self._scratch = {
             (bits, projection): torch.empty(fmt.matrices[projection].nbytes, dtype=torch.uint8)
             for bits, fmt in experts.formats.items()
@@ -106,7 +116,7 @@ class ExpertPacker:
         Raises:
             StoreError: the shape is not the model's, or the weights are not finite.
         """
-        name = f"{projection.name.lower()} projection of expert {expert} in layer {self.experts.layers[layer]}"
+        name = self._name(layer, expert, projection)
         for bits, fmt in self.experts.formats.items():
             matrix = fmt.matrices[projection]
             if tuple(weight.shape) != (matrix.rows, matrix.columns):
@@ -119,9 +129,37 @@ class ExpertPacker:
                 quantize_matrix(weight, matrix, self._quantizer, section)
             except ValueError as error:
                 raise StoreError(f"the {name} cannot be quantized to {bits} bits: {error}") from error
-            self._sink.write(BlobKey(layer, expert, bits), projection, section)
-        self._missing.discard((layer, expert, projection))
+            self._sink.write(BlobKey(layer, expert, bits), projection, section[: matrix.bias_offset])
+        place = (layer, expert, projection)
+        self._missing.discard(place)
         self._progress()
+        if place in self._early_biases:
+            self.put_bias(*place, self._early_biases.pop(place))
+
+    def put_bias(self, layer: int, expert: int, projection: Projection, bias: torch.Tensor) -> None:
+        """Store the bias of one projection, before or after its weight.
+
+        Args:
+            layer: position of the MoE layer.
+            expert: local index.
+            projection: which matrix.
+            bias: [rows], already this rank's.
+
+        Raises:
+            StoreError: the shape is not the model's, or the values are not finite.
+        """
+        place = (layer, expert, projection)
+        if place in self._missing:  # a checksum covers weight and bias in this order
+            self._early_biases[place] = bias.clone()
+            return
+        for bits, fmt in self.experts.formats.items():
+            matrix = fmt.matrices[projection]
+            try:
+                tail = pack_bias(bias, matrix, self._scratch[bits, projection])
+            except ValueError as error:
+                raise StoreError(f"the bias of the {self._name(*place)} cannot be stored: {error}") from error
+            self._sink.write(BlobKey(layer, expert, bits), projection, tail, matrix.bias_offset)
+        self._missing_biases.discard(place)
 
     def finish(self) -> HostStore:
         """Complete the store.
@@ -129,11 +167,13 @@ class ExpertPacker:
         Raises:
             StoreError: the checkpoint did not hold every projection.
         """
-        if self._missing:
-            layer, expert, projection = min(self._missing)
-            raise StoreError(
-                f"the checkpoint lacks {len(self._missing)} expert projections, the first being the "
-                f"{projection.name.lower()} projection of expert {expert} in layer {self.experts.layers[layer]}; "
-                "download it again."
-            )
+        for missing, what in ((self._missing, "expert projections"), (self._missing_biases, "biases of experts")):
+            if missing:
+                raise StoreError(
+                    f"the checkpoint lacks {len(missing)} {what}, the first being that of the "
+                    f"{self._name(*min(missing))}; download it again."
+                )
         return self._sink.finish()
+
+    def _name(self, layer: int, expert: int, projection: Projection) -> str:
+        return f"{projection.name.lower()} projection of expert {expert} in layer {self.experts.layers[layer]}"

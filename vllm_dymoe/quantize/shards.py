@@ -51,13 +51,18 @@ class ShardFiles:
             self.close()
             raise
 
-    def write(self, key: BlobKey, projection: Projection, section: torch.Tensor) -> None:
-        """Write one packed section (uint8, contiguous) and its checksum at their offsets."""
+    def write(self, key: BlobKey, projection: Projection, part: torch.Tensor, start: int = 0) -> None:
+        """Write a part of one packed section (uint8, contiguous) and the section's checksum so far at their offsets.
+
+        A part that begins at a byte ``start`` of the section comes after the part that ends there.
+        """
         file = self._files[key.layer]
-        offset = self._layout.blob_offset(key) + self._manifest.experts.formats[key.bits].sections[projection].start
-        _pwrite(file, section.numpy().data, offset)
-        checksum = zlib.crc32(section.numpy().data)
-        _pwrite(file, memoryview(checksum.to_bytes(8, "little")), self._layout.checksum_offset(key, projection))
+        section = self._manifest.experts.formats[key.bits].sections[projection]
+        _pwrite(file, part.numpy().data, self._layout.blob_offset(key) + section.start + start)
+        place = self._layout.checksum_offset(key, projection)
+        before = int.from_bytes(os.pread(file, 8, place), "little") if start else 0
+        checksum = zlib.crc32(part.numpy().data, before)
+        _pwrite(file, memoryview(checksum.to_bytes(8, "little")), place)
 
     def finish(self) -> None:
         """Sync the shards, then write the manifest that declares them complete."""
@@ -106,15 +111,15 @@ class ShardWriter:
                 f"the expert store cannot be written to {folder}: {error.strerror}; set store_dir to a folder that can."
             ) from error
 
-    def write(self, key: BlobKey, projection: Projection, section: torch.Tensor) -> None:
-        """Write one packed section (uint8, contiguous) at its offset.
+    def write(self, key: BlobKey, projection: Projection, part: torch.Tensor, start: int = 0) -> None:
+        """Write a part of one packed section at its offset; see :meth:`ShardFiles.write`.
 
         Raises:
             StoreError: the disk refuses.
         """
         assert self._shards is not None, "the store is published or discarded already"
         try:
-            self._shards.write(key, projection, section)
+            self._shards.write(key, projection, part, start)
         except OSError as error:
             self.discard()
             raise StoreError(

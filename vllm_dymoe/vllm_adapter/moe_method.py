@@ -1,5 +1,6 @@
 """vLLM's seam for one MoE layer: create (almost) no weights, take the checkpoint's, run ours."""
 
+import functools
 from typing import Any
 
 import torch
@@ -8,21 +9,18 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader
 from vllm_dymoe.vllm_adapter.rank_model import LayerSpec, RankModel
 
 _ACTIVATIONS = {
     MoEActivation.SILU: Activation.SILU,
     MoEActivation.GELU: Activation.GELU,
     MoEActivation.GELU_TANH: Activation.GELU_TANH,
+    MoEActivation.SWIGLUOAI: Activation.SWIGLU_OAI,
 }
-_PROJECTIONS = {"w1": Projection.GATE, "w3": Projection.UP, "w2": Projection.DOWN}
-# The dimension of a projection that tensor parallelism slices: rows of gate and up, columns of down.
-_SLICED_DIMENSION = {Projection.GATE: 0, Projection.UP: 0, Projection.DOWN: 1}
 
 
 class DymoeMoEMethod(FusedMoEMethodBase):
@@ -63,6 +61,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
                 hidden=hidden_size,
                 intermediate=intermediate_size_per_partition,
                 dtype=params_dtype,
+                bias=self.moe.has_bias,
                 rank=self.moe.moe_parallel_config.tp_rank,
                 ranks=self.moe.moe_parallel_config.tp_size,
                 expert_rank=self.moe.moe_parallel_config.ep_rank,
@@ -70,10 +69,10 @@ class DymoeMoEMethod(FusedMoEMethodBase):
             )
         )
         self._activation = _ACTIVATIONS[self.moe.activation]
-        for name in ("w13_weight", "w2_weight"):
-            placeholder = torch.nn.Parameter(torch.empty(0, dtype=params_dtype), requires_grad=False)
-            set_weight_attrs(placeholder, {"weight_loader": _WeightLoader(self, layer)})
-            layer.register_parameter(name, placeholder)
+        self._weights_on_input = layer.apply_router_weight_on_input
+        put = functools.partial(self.model.put, self.position)
+        put_bias = functools.partial(self.model.put_bias, self.position)
+        ExpertLoader(layer, put, put_bias).register(layer, params_dtype, bias=self.moe.has_bias)
         # The custom operator finds its layer by name in the forward context, as vLLM's own does.
         get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self
 
@@ -92,6 +91,8 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the routed experts: x [tokens, hidden] -> [tokens, hidden]."""
+        if self._weights_on_input:  # one expert for each token
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, layer.layer_name)
 
     def run(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -102,49 +103,14 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         return self.model.forward(self.position, x, topk_weights, topk_ids, self._activation, warming_up=warming_up)
 
 
-class _WeightLoader:
-    """Takes one projection of one expert from vLLM's loader into the store."""
-
-    def __init__(self, method: DymoeMoEMethod, layer: Any) -> None:
-        self._method = method
-        self._layer = layer
-
-    def __call__(
-        self,
-        param: torch.nn.Parameter,
-        loaded_weight: torch.Tensor,
-        weight_name: str,
-        shard_id: str,
-        expert_id: int,
-        return_success: bool = False,
-    ) -> bool | None:
-        expert = self._layer._map_global_expert_id_to_local_expert_id(expert_id)
-        if expert == -1:
-            return False if return_success else None
-        if "weight" not in weight_name or loaded_weight.dim() != 2:
-            raise ConfigError(
-                f"vllm-dymoe: cannot take the checkpoint's tensor {weight_name} with shape "
-                f"{list(loaded_weight.shape)}; expected one 2-D weight per expert and projection."
-            )
-        projection = _PROJECTIONS[shard_id]
-        parallel = self._method.moe.moe_parallel_config
-        dimension = _SLICED_DIMENSION[projection]
-        width = loaded_weight.shape[dimension] // parallel.tp_size
-        mine = loaded_weight.narrow(dimension, parallel.tp_rank * width, width)
-        self._method.model.put(self._method.position, expert, projection, mine)
-        return True if return_success else None
-
-
 def _refuse_unsupported(layer: Any, moe: FusedMoEConfig) -> None:
     problem = None
     if moe.activation not in _ACTIVATIONS:
         problem = f"the expert activation {moe.activation.value}"
     elif getattr(moe, "swiglu_limit", None) is not None:
         problem = "a clamped SwiGLU in the experts"
-    elif moe.has_bias:
-        problem = "biases in the experts"
-    elif layer.apply_router_weight_on_input:
-        problem = "router weights that are applied to the experts' input"
+    elif layer.apply_router_weight_on_input and moe.experts_per_token != 1:
+        problem = "router weights on the input of several experts for each token"
     elif moe.is_lora_enabled:
         problem = "LoRA on the experts"
     elif moe.moe_parallel_config.enable_eplb:

@@ -30,6 +30,7 @@ def prepare(config: VllmConfig) -> None:
             f"vllm-dymoe: {config.model_config.model} is not a Mixture-of-Experts model; "
             "leave --quantization dymoe out for it."
         )
+    _refuse_broken_model(config)
     _check_budget(config, options)
     if current_platform.is_cuda_alike():
         _keep_graphs_piecewise(config)
@@ -47,6 +48,20 @@ def refuse_idle_options(config: VllmConfig) -> None:
         raise ConfigError(
             "vllm-dymoe: additional_config.dymoe is set, but the model is not served with dymoe; "
             "add --quantization dymoe, or leave additional_config.dymoe out."
+        )
+
+
+def _refuse_broken_model(config: VllmConfig) -> None:
+    """Refuse what vLLM itself cannot run, where that is known and there is a way out.
+
+    Raises:
+        ConfigError: it is such a model.
+    """
+    if "PhimoeForCausalLM" in config.model_config.architectures:
+        raise ConfigError(
+            "vllm-dymoe: vLLM runs PhimoeForCausalLM with transformers' code, which fails in its router; for vLLM's "
+            'own model, which works, write "PhiMoEForCausalLM" into architectures in the config.json of '
+            f"{config.model_config.model}."
         )
 
 

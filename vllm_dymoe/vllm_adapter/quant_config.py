@@ -48,6 +48,22 @@ class DymoeConfig(QuantizationConfig):
         """Read the quantization_config of a checkpoint written by ``vllm-dymoe quantize``."""
         return cls(dict(config))
 
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None) -> None:
+        """Never another method than the checkpoint's; vLLM asks before it compares the two.
+
+        Raises:
+            ConfigError: ``--quantization dymoe`` for a checkpoint that is quantized otherwise.
+        """
+        method = hf_quant_cfg.get("quant_method", "a method it does not name")
+        if user_quant == "dymoe" and method != "dymoe":
+            raise ConfigError(
+                f"vllm-dymoe: this checkpoint is quantized with {method} already, and --quantization dymoe takes only "
+                "checkpoints with 16-bit weights; serve one of those (transformers writes it from most quantized ones: "
+                "from_pretrained with dequantize=True in its quantization config, then save_pretrained), or leave "
+                "--quantization dymoe out."
+            )
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Our method for a MoE layer, the unquantized one for a linear layer, else None."""
         from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod

@@ -37,6 +37,7 @@ class LayerSpec:
         hidden: model width.
         intermediate: expert width on this rank.
         dtype: of the weights.
+        bias: whether every projection has one.
         rank: tensor-parallel rank, of ``ranks``.
         expert_rank: expert-parallel rank, of ``expert_ranks``.
     """
@@ -47,6 +48,7 @@ class LayerSpec:
     hidden: int
     intermediate: int
     dtype: torch.dtype
+    bias: bool
     rank: int
     ranks: int
     expert_rank: int
@@ -103,7 +105,7 @@ class RankModel:
         """The rank's experts, as the model's configuration describes them."""
         spec = self._layers[0]
         formats = {
-            bits: ExpertFormat(spec.hidden, spec.intermediate, bits, self.options.group_size, spec.dtype)
+            bits: ExpertFormat(spec.hidden, spec.intermediate, bits, self.options.group_size, spec.dtype, spec.bias)
             for bits in self.options.stored_bits
         }
         layers = tuple(extract_layer_index(layer.name) for layer in self._layers)
@@ -120,6 +122,16 @@ class RankModel:
         self._prepare()
         if self._packer is not None:
             self._packer.put(layer, expert, projection, weight.cpu())
+
+    def put_bias(self, layer: int, expert: int, projection: Projection, bias: torch.Tensor) -> None:
+        """Take one projection's bias; otherwise as ``put``.
+
+        Raises:
+            StoreError: the store cannot be written, or the bias not be stored.
+        """
+        self._prepare()
+        if self._packer is not None:
+            self._packer.put_bias(layer, expert, projection, bias.cpu())
 
     def layer_loaded(self) -> None:
         """Note that vLLM has loaded one more layer; with the last one the model can run."""
@@ -204,6 +216,9 @@ class RankModel:
                 for projection, matrix in zip(Projection, fmt.matrices, strict=True):
                     weight = torch.randn(matrix.rows, matrix.columns, generator=generator) * 0.02
                     packer.put(layer, expert, projection, weight.to(fmt.dtype))
+                    if fmt.bias:
+                        bias = torch.randn(matrix.rows, generator=generator) * 0.02
+                        packer.put_bias(layer, expert, projection, bias.to(fmt.dtype))
 
     # -- running ----------------------------------------------------------------------------------
 

@@ -1,0 +1,175 @@
+"""Small random checkpoints of many architectures, written by transformers.
+
+Every model has few layers and experts, a small vocabulary and no tokenizer. Sizes that no block of 64 rows and no group
+of 64 columns divides are meant: experts have such sizes after tensor parallelism has cut them.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY = 512
+_HIDDEN = 128
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": _HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How to make one model.
+
+    Attributes:
+        config: name of transformers' configuration class; the model class follows from it.
+        sizes: what differs from the common sizes.
+        written: what is changed in config.json afterwards, where transformers writes other words than the checkpoints
+            that people serve have.
+    """
+
+    config: str
+    sizes: dict[str, Any]
+    written: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, folder: Path, *, fused: bool = False) -> Path:
+        """Write a random bf16 checkpoint, the same weights every time.
+
+        Args:
+            folder: where to.
+            fused: all experts of a layer in one tensor, as transformers 5 has them in memory, in place of the spelling
+                that checkpoints of this architecture have.
+        """
+        config = getattr(transformers, self.config)(**(_COMMON | self.sizes))
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for name, tensor in model.state_dict().items():
+            _fill(name, tensor)
+        model.save_pretrained(folder, save_original_format=not fused)
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | self.written))
+        return folder
+
+
+def _fill(name: str, tensor: torch.Tensor) -> None:
+    """Weights that make experts matter: behind transformers' own small ones the residual stream hides them."""
+    if name.endswith(("bias", "sinks")):
+        tensor.normal_(std=0.3)
+    elif tensor.dim() > 1 and "embed" not in name:
+        tensor.normal_(std=1.5 * (_HIDDEN if "experts" in name else tensor.shape[-1]) ** -0.5)
+
+
+ARCHITECTURES = {
+    "mixtral": Architecture(
+        "MixtralConfig", {"intermediate_size": 160, "num_local_experts": 8, "num_experts_per_tok": 2}
+    ),
+    "qwen2-moe": Architecture(
+        "Qwen2MoeConfig",
+        {
+            "moe_intermediate_size": 96,
+            "shared_expert_intermediate_size": 128,
+            "intermediate_size": 192,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3-moe": Architecture(
+        "Qwen3MoeConfig",
+        {
+            "moe_intermediate_size": 64,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "head_dim": 32,
+        },
+    ),
+    "olmoe": Architecture("OlmoeConfig", {"intermediate_size": 72, "num_experts": 8, "num_experts_per_tok": 4}),
+    "deepseek-v2": Architecture(
+        "DeepseekV2Config",
+        {
+            "num_hidden_layers": 3,
+            "intermediate_size": 192,
+            "moe_intermediate_size": 96,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 64,
+            "num_key_value_heads": 4,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek-v3": Architecture(
+        "DeepseekV3Config",
+        {
+            "num_hidden_layers": 2,
+            "intermediate_size": 192,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "noaux_tc",
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 64,
+            "num_key_value_heads": 4,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "gpt-oss": Architecture(
+        "GptOssConfig",
+        {
+            "intermediate_size": 96,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "head_dim": 32,
+            "sliding_window": 128,
+        },
+    ),
+    "phi-3.5-moe": Architecture(
+        "PhimoeConfig",
+        {
+            "intermediate_size": 96,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+        },
+        # As in microsoft/Phi-3.5-MoE-instruct. With transformers' own name vLLM takes transformers' model, which fails.
+        written={"architectures": ["PhiMoEForCausalLM"]},
+    ),
+    "llama-4": Architecture(
+        "Llama4TextConfig",
+        {
+            "intermediate_size": 96,
+            "intermediate_size_mlp": 192,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 1,
+            "head_dim": 32,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+}

@@ -1,0 +1,86 @@
+"""Packing experts in whatever order a checkpoint has weights and biases."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from tests.small_model import make_experts, random_weight
+from vllm_dymoe.experts.layout import Projection
+from vllm_dymoe.experts.store import FileStore, Manifest, MemoryStore, StoreError, all_keys
+from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize.experts import ExpertPacker, FileSink, MemorySink
+
+
+def random_bias(experts, place):
+    layer, expert, projection = place
+    rows = next(iter(experts.formats.values())).matrices[projection].rows
+    generator = torch.Generator().manual_seed(layer * 1000 + expert * 10 + projection)
+    return torch.randn(rows, generator=generator).bfloat16()
+
+
+def places(experts):
+    return list(itertools.product(range(len(experts.layers)), range(experts.num_experts), Projection))
+
+
+def pack(experts, sink, order):
+    packer = ExpertPacker(experts, make_quantizer("rtn"), sink)
+    steps = [(place, kind) for place in places(experts) for kind in ("weight", "bias")]
+    if order == "biases first":
+        steps.sort(key=lambda step: step[1])
+    elif order == "weights first":
+        steps.sort(key=lambda step: step[1], reverse=True)
+    elif order == "any":
+        random.Random(0).shuffle(steps)
+    for place, kind in steps:
+        if kind == "weight":
+            packer.put(*place, random_weight(experts, *place))
+        else:
+            packer.put_bias(*place, random_bias(experts, place))
+    return packer.finish()
+
+
+ORDERS = ("together", "biases first", "weights first", "any")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("bits", [(16,), (4, 2)])
+def test_weights_and_biases_come_in_any_order(tmp_path, order, bits):
+    """Files and memory hold the same bytes whatever the order, and the checksums of the files are theirs."""
+    experts = make_experts(bits=bits, hidden=70, intermediate=33, bias=True)
+    files = pack(experts, FileSink(tmp_path / "store", Manifest(experts, "rtn", "0" * 16)), order)
+    memory = pack(experts, MemorySink(experts, pin=False), ORDERS[0])
+    assert isinstance(files, FileStore)
+    assert isinstance(memory, MemoryStore)
+    assert files.experts == experts
+    for key in all_keys(experts):
+        fmt = experts.formats[key.bits]
+        blob = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
+        files.read_into(key, blob)  # checks the checksums
+        assert torch.equal(blob, memory.blob(key))
+        expert = fmt.view(blob)
+        for projection, matrix in zip(Projection, (expert.gate, expert.up, expert.down), strict=True):
+            assert torch.equal(matrix.bias, random_bias(experts, (key.layer, key.expert, projection)))
+    files.close()
+
+
+def test_a_missing_bias_is_named():
+    experts = make_experts(bias=True)
+    packer = ExpertPacker(experts, make_quantizer("rtn"), MemorySink(experts, pin=False))
+    for place in places(experts):
+        packer.put(*place, random_weight(experts, *place))
+        if place != (1, 2, Projection.UP):
+            packer.put_bias(*place, random_bias(experts, place))
+    with pytest.raises(
+        StoreError, match="lacks 1 biases of experts, the first being that of the up projection of expert 2"
+    ):
+        packer.finish()
+
+
+def test_a_bias_of_another_width_is_refused():
+    experts = make_experts(bias=True)
+    packer = ExpertPacker(experts, make_quantizer("rtn"), MemorySink(experts, pin=False))
+    packer.put(0, 0, Projection.GATE, random_weight(experts, 0, 0, Projection.GATE))
+    with pytest.raises(StoreError, match=r"bias of the gate projection of expert 0 .* shape \[5\], expected \[32\]"):
+        packer.put_bias(0, 0, Projection.GATE, torch.zeros(5))

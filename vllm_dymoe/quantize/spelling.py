@@ -1,0 +1,89 @@
+"""How checkpoints name their experts, and how several projections lie in one tensor.
+
+Experts come in two spellings: a tensor for each projection of each expert (``layers.3.mlp.experts.7.gate_proj.weight``,
+Mixtral's ``w1``, ``w3``, ``w2``), or one for all experts of a layer, a stack: ``experts.gate_up_proj`` [E, 2 I, H] and
+``experts.down_proj`` [E, H, I]. GPT-OSS's and Llama 4's stacks are transposed, [E, H, 2 I] and [E, I, H], and GPT-OSS
+has gate and up in turns, row by row. A bias is a tensor beside its weight, without the columns.
+"""
+
+import re
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vllm_dymoe.experts.layout import Projection
+
+_NAME = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<layer>\d+)\.(?:[^.]+\.)*experts\.(?P<rest>.+)")
+_GATE, _UP, _DOWN = (Projection.GATE,), (Projection.UP,), (Projection.DOWN,)
+_SEPARATE = {"gate_proj": _GATE, "up_proj": _UP, "down_proj": _DOWN, "w1": _GATE, "w3": _UP, "w2": _DOWN}
+_STACKED = {"gate_up_proj": (Projection.GATE, Projection.UP), "down_proj": _DOWN}
+
+
+@dataclass(frozen=True)
+class ExpertName:
+    """What the name of a tensor says of an expert.
+
+    Attributes:
+        layers: the list of layers that it is in, ``model.layers``.
+        layer: index of the layer in the model.
+        expert: which one; None for a stack of all the layer's experts.
+        projections: what its rows are; none if the rest of the name is not known.
+        bias: whether it is the bias and not the weight.
+    """
+
+    layers: str
+    layer: int
+    expert: int | None
+    projections: tuple[Projection, ...]
+    bias: bool
+
+
+def read_name(name: str) -> ExpertName | None:
+    """Read the name of a tensor; None if it is not of an expert."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    layers, layer, rest = match["stack"], int(match["layer"]), match["rest"]
+    number, _, tail = rest.partition(".")
+    if number.isdecimal():
+        matrix, _, kind = tail.partition(".")
+        known = kind in ("weight", "bias")
+        return ExpertName(layers, layer, int(number), _SEPARATE.get(matrix, ()) if known else (), kind == "bias")
+    matrix = rest.removesuffix("_bias")
+    return ExpertName(layers, layer, None, _STACKED.get(matrix, ()), rest != matrix)
+
+
+@dataclass(frozen=True)
+class Stacking:
+    """How a stack's matrices lie.
+
+    Attributes:
+        transposed: columns first.
+        interleaved: gate and up in turns, row by row, in place of all gates before all ups.
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+
+    @classmethod
+    def of(cls, model_type: object) -> "Stacking":
+        """The stacks of a model, by ``model_type`` in its configuration."""
+        return _STACKINGS.get(model_type, cls())
+
+    def shape(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
+        """What a matrix [rows, columns], or a bias [rows], looks like in a stack."""
+        return matrix[::-1] if self.transposed else matrix
+
+    def split(self, matrix: Tensor, projections: tuple[Projection, ...]) -> tuple[Tensor, ...]:
+        """One expert of a stack, or its bias [rows], as a view for each projection: [rows, columns], or [rows]."""
+        rows = matrix.t() if self.transposed else matrix  # t() leaves a bias as it is
+        if len(projections) == 1:
+            return (rows,)
+        return (rows[0::2], rows[1::2]) if self.interleaved else rows.chunk(2)
+
+
+_STACKINGS: dict[object, Stacking] = {
+    "gpt_oss": Stacking(transposed=True, interleaved=True),
+    "llama4": Stacking(transposed=True),
+    "llama4_text": Stacking(transposed=True),
+}

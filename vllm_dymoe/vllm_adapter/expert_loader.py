@@ -1,0 +1,137 @@
+"""From vLLM's weight loaders to the store: which expert, which projection, which slice of it.
+
+vLLM's models hand experts over in four ways, and all of them end here:
+
+- one projection of one expert, [rows, columns], through ``param.weight_loader``: most models; vLLM itself cuts stacks
+  of all experts into such pieces;
+- one projection of all local experts, [experts, rows, columns], the same way: Llama 4;
+- gate and up of one expert as GPT-OSS's checkpoints have them, transposed and interleaved, the same way (vLLM 0.32);
+- gate and up, or down, of all local experts, sliced already, through ``param.copy_``: GPT-OSS.
+
+Only views are taken of what vLLM hands over, so nothing bigger than one projection is ever copied.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.utils import set_weight_attrs
+
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.experts.layout import Projection
+
+PutProjection = Callable[[int, Projection, Tensor], None]
+"""(local expert, projection, weight or bias of this rank)."""
+
+_PROJECTIONS = {"w1": Projection.GATE, "w3": Projection.UP, "w2": Projection.DOWN}
+# The dimension of a projection that tensor parallelism slices: rows of gate and up, columns of down.
+_SLICED_DIMENSION = {Projection.GATE: 0, Projection.UP: 0, Projection.DOWN: 1}
+
+
+class ExpertLoader:
+    """Takes the experts of one layer from vLLM's loaders.
+
+    Args:
+        layer: the RoutedExperts.
+        put_weight: receives every projection's weight.
+        put_bias: receives every projection's bias.
+    """
+
+    def __init__(self, layer: Any, put_weight: PutProjection, put_bias: PutProjection) -> None:
+        parallel = layer.moe_config.moe_parallel_config
+        self._local = layer._map_global_expert_id_to_local_expert_id
+        self._rank, self._ranks = parallel.tp_rank, parallel.tp_size
+        self._interleaved = layer.moe_config.activation is MoEActivation.SWIGLUOAI
+        self._put_weight, self._put_bias = put_weight, put_bias
+
+    def register(self, layer: Any, dtype: torch.dtype, *, bias: bool) -> None:
+        """Give the layer the parameters that vLLM's loaders look for, without elements."""
+        for name in ("w13_weight", "w2_weight", *(("w13_bias", "w2_bias") if bias else ())):
+            placeholder = _Placeholder(torch.empty(0, dtype=dtype), requires_grad=False)
+            set_weight_attrs(placeholder, {"weight_loader": self, "stack_name": name})
+            layer.register_parameter(name, placeholder)
+
+    def __call__(
+        self,
+        param: torch.nn.Parameter,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Take what belongs to one shard, as RoutedExperts.weight_loader does.
+
+        Raises:
+            ConfigError: it is neither a weight nor a bias.
+        """
+        is_bias = weight_name.endswith("bias")
+        if loaded_weight.dim() == 3 and not is_bias:
+            for expert, weight in enumerate(loaded_weight):
+                self._take(expert, _PROJECTIONS[shard_id], weight)
+            return True if return_success else None
+        expert = self._local(expert_id)
+        if expert == -1:
+            return False if return_success else None
+        if loaded_weight.dim() != (1 if is_bias else 2) or not (is_bias or weight_name.endswith("weight")):
+            raise ConfigError(
+                f"vllm-dymoe: cannot take the checkpoint's tensor {weight_name} with shape "
+                f"{list(loaded_weight.shape)}; expected the 16-bit weight or bias of one expert's projection."
+            )
+        take = self._take_bias if is_bias else self._take
+        if shard_id in _PROJECTIONS:
+            take(expert, _PROJECTIONS[shard_id], loaded_weight)
+        else:  # "gpt_oss_w13" and "gpt_oss_w2"
+            rows = loaded_weight if is_bias else loaded_weight.t()
+            for projection, part in _split(shard_id.removeprefix("gpt_oss_"), rows, interleaved=self._interleaved):
+                take(expert, projection, part)
+        return True if return_success else None
+
+    def take_stack(self, name: str, stack: Tensor) -> None:
+        """Take a parameter of all local experts, sliced for this rank already.
+
+        Args:
+            name: the parameter.
+            stack: [experts, rows, columns], or [experts, rows] for a bias; what vLLM would copy into its own parameter.
+        """
+        stem, _, kind = name.partition("_")
+        put = self._put_bias if kind == "bias" else self._put_weight
+        for expert, rows in enumerate(stack):
+            for projection, part in _split(stem, rows, interleaved=self._interleaved):
+                put(expert, projection, part)
+
+    def _take(self, expert: int, projection: Projection, weight: Tensor) -> None:
+        self._put_weight(expert, projection, self._slice(weight, _SLICED_DIMENSION[projection]))
+
+    def _take_bias(self, expert: int, projection: Projection, bias: Tensor) -> None:
+        if projection is not Projection.DOWN:
+            bias = self._slice(bias, 0)
+        elif self._rank > 0:
+            bias = torch.zeros_like(bias)  # the ranks' results are added up: one of them brings the bias
+        self._put_bias(expert, projection, bias)
+
+    def _slice(self, whole: Tensor, dimension: int) -> Tensor:
+        width = whole.shape[dimension] // self._ranks
+        return whole.narrow(dimension, self._rank * width, width)
+
+
+class _Placeholder(torch.nn.Parameter):
+    """An empty parameter in the place of a layer's experts."""
+
+    weight_loader: ExpertLoader
+    stack_name: str
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> "_Placeholder":
+        """What GPT-OSS's loader does instead of calling weight_loader."""
+        self.weight_loader.take_stack(self.stack_name, source)
+        return self
+
+
+def _split(stem: str, rows: Tensor, *, interleaved: bool) -> tuple[tuple[Projection, Tensor], ...]:
+    """The projections of one expert's w13 or w2, whose first dimension is their rows."""
+    if stem == "w2":
+        return ((Projection.DOWN, rows),)
+    gate, up = (rows[0::2], rows[1::2]) if interleaved else rows.chunk(2)
+    return (Projection.GATE, gate), (Projection.UP, up)

@@ -1,19 +1,28 @@
 """What a layer's step asks of a kernel, and what every kernel promises."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.checks import check_tensor
-from vllm_dymoe.kernels.packed import DTYPES, PackedMatrix
+from vllm_dymoe.kernels.packed import BLOCK_ROWS, DTYPES, MatrixFormat, PackedMatrix
+
+Linear = Callable[[Tensor, PackedMatrix], Tensor]
+"""(x [n, columns], packed) -> x @ weight.T + bias [n, rows], a new tensor."""
+
+Choose = Callable[[MatrixFormat, int], Linear]
+"""The linear operation for a format and a number of tokens."""
+
+# Experts whose activations fit one chunk of torch's elementwise loops share one call. In a larger tensor, or with
+# rows that are no whole vectors, an element's neighbours decide whether vector or scalar code computes it, and the
+# two may differ in the last bit: then the order in which experts arrive would show.
+_ELEMENTS_AT_ONCE = 32768
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertWork:
+class ExpertWork(NamedTuple):
     """One expert's share of one layer's step.
 
     Attributes:
@@ -61,16 +70,19 @@ class ExpertKernel(Protocol):
 
 
 def forward_experts(
-    linear: Callable[[Tensor, PackedMatrix], Tensor],
+    choose: Choose,
     x: Tensor,
     work: Sequence[ExpertWork],
     out: Tensor,
     activation: Activation,
 ) -> None:
-    """:meth:`ExpertKernel.forward` one expert after the other, for kernels that have one linear operation.
+    """:meth:`ExpertKernel.forward` for kernels that have linear operations of one matrix.
+
+    Several experts of few tokens are gathered, activated and written together: outside of
+    the matrix products every operation costs more in calls than in work.
 
     Args:
-        linear: (x [n, columns], packed) -> x @ weight.T + bias [n, rows], a new tensor.
+        choose: the linear operation for a format and a number of tokens.
         x: as in forward, like the others.
         work: the active experts.
         out: the outputs.
@@ -80,26 +92,71 @@ def forward_experts(
         raise TypeError(f"x is {x.dtype}, expected torch.bfloat16 or torch.float16")
     check_tensor("x", x, shape=(None, None))
     check_tensor("out", out, shape=(None, x.shape[1]), dtype=x.dtype)
-    single = x.shape[0] == 1
+    for batch, counts in _batches(work, x):
+        if x.shape[0] == 1:  # each of them has this token
+            rows: Sequence[Tensor] = [x] * len(batch)
+        else:
+            rows = _parts(x.index_select(0, _joined([expert.tokens for expert in batch])), counts)
+        gates = _products(choose, rows, [expert.gate for expert in batch])
+        ups = _products(choose, rows, [expert.up for expert in batch])
+        hidden = _parts(activation.gated(gates, ups), counts)
+        outputs = _products(choose, hidden, [expert.down for expert in batch])
+        out.index_copy_(0, _joined([expert.pairs for expert in batch]), outputs)
+
+
+def _products(choose: Choose, inputs: Sequence[Tensor], packed: Sequence[PackedMatrix]) -> Tensor:
+    """Each input times its matrix, one below the other."""
+    products = []
+    linears: dict[tuple[int, int], Linear] = {}  # by identity: hashing a format costs more than choosing
+    for x, matrix in zip(inputs, packed, strict=True):
+        kind = id(matrix.format), x.shape[0]
+        linear = linears.get(kind)
+        if linear is None:
+            linear = linears[kind] = choose(matrix.format, x.shape[0])
+        products.append(linear(x, matrix))
+    return _joined(products)
+
+
+def _batches(work: Sequence[ExpertWork], x: Tensor) -> Iterator[tuple[list[ExpertWork], list[int]]]:
+    """Experts that are computed together, with the number of tokens of each; those without tokens are left out."""
+    batch: list[ExpertWork] = []
+    counts: list[int] = []
+    elements = 0
+    formats = None
     for expert in work:
-        check_work(expert, x)
-        count = expert.tokens.shape[0]
+        if formats != (these := (expert.gate.format, expert.up.format, expert.down.format)):
+            formats = these
+            check_formats(*formats, x)
+        count = check_tokens(expert)
         if count == 0:
             continue
-        # With a batch of one token the selection is the batch.
-        rows = x if single and count == 1 else x.index_select(0, expert.tokens)
-        hidden = activation.gated(linear(rows, expert.gate), linear(rows, expert.up))
-        out.index_copy_(0, expert.pairs, linear(hidden, expert.down))
+        width = expert.gate.format.rows
+        elements += count * width
+        if batch and (elements > _ELEMENTS_AT_ONCE or width % BLOCK_ROWS or width != batch[0].gate.format.rows):
+            yield batch, counts
+            batch, counts, elements = [], [], count * width
+        batch.append(expert)
+        counts.append(count)
+    if batch:
+        yield batch, counts
 
 
-def check_work(expert: ExpertWork, x: Tensor) -> None:
-    """Refuse work that does not fit the activations; cheap enough for every step.
+def _parts(rows: Tensor, counts: list[int]) -> Sequence[Tensor]:
+    """Rows by expert; one row each is the usual case of decode, and half as dear without counts."""
+    return rows.unsqueeze(1).unbind() if len(counts) == rows.shape[0] else rows.split(counts)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def check_formats(gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, x: Tensor) -> None:
+    """Refuse experts that do not fit the activations.
 
     Raises:
-        TypeError: scales of another dtype than x, or tokens or pairs that are not int64.
-        ValueError: projections whose shapes do not fit together, or as many pairs as tokens are missing.
+        TypeError: scales of another dtype than x.
+        ValueError: projections whose shapes do not fit together.
     """
-    gate, up, down = expert.gate.format, expert.up.format, expert.down.format
     hidden = x.shape[1]
     if not (gate.columns == up.columns == down.rows == hidden and gate.rows == up.rows == down.columns):
         raise ValueError(
@@ -108,8 +165,18 @@ def check_work(expert: ExpertWork, x: Tensor) -> None:
         )
     if not (gate.dtype is up.dtype is down.dtype is x.dtype):
         raise TypeError(f"work is packed for {gate.dtype}, {up.dtype} and {down.dtype}, but x is {x.dtype}")
+
+
+def check_tokens(expert: ExpertWork) -> int:
+    """The number of tokens of one expert.
+
+    Raises:
+        TypeError: tokens or pairs that are not int64.
+        ValueError: as many pairs as tokens are missing.
+    """
     tokens, pairs = expert.tokens, expert.pairs
     if tokens.dtype is not torch.int64 or pairs.dtype is not torch.int64:
         raise TypeError(f"tokens is {tokens.dtype} and pairs is {pairs.dtype}, expected torch.int64")
     if tokens.dim() != 1 or tokens.shape != pairs.shape:
         raise ValueError(f"tokens has shape {list(tokens.shape)} and pairs {list(pairs.shape)}, expected [n] twice")
+    return tokens.shape[0]

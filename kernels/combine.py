@@ -9,6 +9,9 @@ from vllm_dymoe.kernels.checks import check_tensor
 # memory when a prefill brings thousands of tokens.
 _CHUNK_ELEMENTS = 1 << 18
 
+# torch's reduction adds in ascending order as long as one thread does it, in whole vectors.
+_CHUNK_OF_A_LOOP = 32768
+
 
 def combine(out: Tensor, topk_weights: Tensor, skipped: Tensor | None = None) -> Tensor:
     """Sum over k of topk_weights[t, k] * out[t * top_k + k], in ascending k.
@@ -48,9 +51,12 @@ def combine(out: Tensor, topk_weights: Tensor, skipped: Tensor | None = None) ->
 
 def _weighted_sum(pairs: Tensor, weights: Tensor, skipped: Tensor | None) -> Tensor:
     """[tokens, top_k, hidden] and [tokens, top_k] to float32 [tokens, hidden]."""
+    _, top_k, hidden = pairs.shape
     products = pairs.float().mul_(weights.unsqueeze(2))
     if skipped is not None:
         products.masked_fill_(skipped.unsqueeze(2), 0.0)
+    if top_k <= 16 and hidden % 64 == 0 and products.numel() <= _CHUNK_OF_A_LOOP:
+        return products.sum(1)  # the same order, in one call
     total, *rest = products.unbind(1)
     for product in rest:
         total.add_(product)

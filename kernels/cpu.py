@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import ExpertWork, forward_experts
+from vllm_dymoe.kernels.base import ExpertWork, Linear, forward_experts
 from vllm_dymoe.kernels.int4 import Int4Linear, int4_available
-from vllm_dymoe.kernels.packed import PackedMatrix
+from vllm_dymoe.kernels.packed import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.tiled import TiledLinear
 
 DEFAULT_WORKSPACE_BYTES = 1 << 20
@@ -66,16 +66,20 @@ class CpuKernel:
 
     def forward(self, x: Tensor, work: Sequence[ExpertWork], out: Tensor, activation: Activation) -> None:
         """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
-        forward_experts(self._linear, x, work, out, activation)
+        forward_experts(self._choose, x, work, out, activation)
 
-    def _linear(self, x: Tensor, packed: PackedMatrix) -> Tensor:
-        count, bits = x.shape[0], packed.format.bits
-        if bits == 16:
-            if count <= self._linear_tokens:
-                return F.linear(x, packed.weight, packed.bias)
-        elif (2 * count if bits == 8 else count) <= self._int4_tokens and self._int4.supports(packed.format):
-            return self._int4(x, packed)
-        return self._tiled(x, packed)
+    def _choose(self, format: MatrixFormat, tokens: int) -> Linear:
+        """The path of a matrix: a matter of its format and of the number of its tokens."""
+        if format.bits == 16:
+            if tokens <= self._linear_tokens:
+                return _plain_linear
+        elif (2 * tokens if format.bits == 8 else tokens) <= self._int4_tokens and self._int4.supports(format):
+            return self._int4.linear(format)
+        return self._tiled
+
+
+def _plain_linear(x: Tensor, packed: PackedMatrix) -> Tensor:
+    return F.linear(x, packed.weight, packed.bias)
 
 
 def _has_bfloat16_instructions() -> bool:

@@ -13,7 +13,7 @@ columns, and x beside itself meets it in one call, with one rounding at the end.
 All factors are powers of two: the scales stay exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch import Tensor
 from vllm_dymoe.kernels.packed import BLOCK_ROWS, PAIR_BYTES, MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.unfold import SCALE_FACTOR, unfold_groups
 
+Linear = Callable[[Tensor, PackedMatrix], Tensor]
 _int4_linear = torch._weight_int4pack_mm_for_cpu
 
 # As tensors: a Python number costs another five microseconds in each operation.
@@ -50,25 +51,33 @@ class Int4Linear:
         # In float16 torch's kernel is scalar code, a hundred times slower.
         return format.quantized and format.dtype is torch.bfloat16 and _block_bytes(format) <= self._workspace.numel()
 
+    def linear(self, format: MatrixFormat) -> Linear:
+        """The operation for matrices of one format: bfloat16 [n, columns] to [n, rows], accumulated in float32."""
+        padded = format.padded_rows != format.rows or format.padded_columns != format.columns
+        return self if format.bits != 4 or padded or format.bias else _four_bits
+
     def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
         """x bfloat16 [n, columns] times the weight: bfloat16 [n, rows], accumulated in float32; then plus the bias."""
         format = packed.format
         if format.padded_columns != format.columns:
             x = F.pad(x, (0, format.padded_columns - format.columns))
-        x = x.contiguous()  # a result without its padding rows is not, and comes back here as input
         if format.bits == 4:
-            assert packed.scales_zeros is not None
-            result = _int4_linear(x, packed.byte_rows, format.group_size, packed.scales_zeros)
+            result = _four_bits(x, packed)
         else:
             if format not in self._plans:
                 self._plans[format] = _plan(format, self._workspace)
-            if format.bits == 8:
-                x = torch.cat((x, x), 1)
+            x = torch.cat((x, x), 1) if format.bits == 8 else x.contiguous()
             parts = [part(x, packed) for part in self._plans[format]]
             result = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         if format.padded_rows != format.rows:
             result = result[:, : format.rows]
         return result if packed.bias is None else result.add_(packed.bias)
+
+
+def _four_bits(x: Tensor, packed: PackedMatrix) -> Tensor:
+    """x [n, padded_columns] times the padded rows."""
+    # A result without its padding rows is not contiguous, and comes back here as input.
+    return _int4_linear(x.contiguous(), packed.byte_rows, packed.format.group_size, packed.scales_zeros)
 
 
 class _Unfolding:

@@ -30,4 +30,4 @@ class TorchKernel:
 
     def forward(self, x: Tensor, work: Sequence[ExpertWork], out: Tensor, activation: Activation) -> None:
         """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
-        forward_experts(self._tiled, x, work, out, activation)
+        forward_experts(lambda format, tokens: self._tiled, x, work, out, activation)

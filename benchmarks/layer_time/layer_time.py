@@ -1,100 +1,191 @@
-"""What does one MoE layer cost on this CPU, and how much of it is not the kernel?
+"""What does one MoE layer cost on this CPU, and how much of it is the host's own work?
 
-Runs the runtime alone, without vLLM, on random experts of the shipped model's shape
-in a real store on disk: 1 and 16 tokens, every expert resident and a quarter of
-them, with and without a thread that reads ahead. The kernel's time is the bound:
-the rest is the host's work and the wait for transfers.
+Runs the runtime alone, without vLLM, on random experts in a real store on disk, in
+the layer shapes of a real model or of the shipped one: 1 and 16 tokens, every expert
+resident and a quarter of them. The bound is printed first: the packed matrix
+products of the layer and nothing else. What a layer takes beyond them, and beyond
+waiting for transfers, is host overhead, listed by parts.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
+import vllm_dymoe.runtime.moe as moe
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
-from vllm_dymoe.experts.store import Manifest
-from vllm_dymoe.quantize import make_quantizer
-from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
+from vllm_dymoe.experts.store import BlobKey, FileStore, Manifest
+from vllm_dymoe.quantize.experts import FileSink
 from vllm_dymoe.runtime import MoERuntime
 
-LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 32, 4, 256, 64
-WARM_UP, STEPS = 10, 60
+STEPS = 40
+PARTS = ("grouping", "policy", "cache", "submitting", "waiting", "kernel", "products", "combining")
 
 
-def make_store(folder: Path, bits: int):
-    """Random experts, packed into files."""
-    formats = {bits: ExpertFormat(HIDDEN, INTERMEDIATE, bits, 64, torch.bfloat16)}
-    experts = ModelExperts(tuple(range(LAYERS)), EXPERTS, TOP_K, formats)
-    packer = ExpertPacker(experts, make_quantizer("rtn"), FileSink(folder, Manifest(experts, "rtn", "random")))
-    for layer in range(LAYERS):
-        for expert in range(EXPERTS):
-            for projection, matrix in zip(Projection, formats[bits].matrices, strict=True):
-                packer.put(layer, expert, projection, torch.randn(matrix.rows, matrix.columns) * 0.05)
-    return packer.finish()
+@dataclass(frozen=True)
+class Shape:
+    """Layers of a model; only as many as give every step cold caches."""
+
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
 
 
-def measure(store, bits: int, tokens: int, threads: int, budget: str) -> dict[str, float]:
-    """Medians over all layers of all steps."""
-    runtime = MoERuntime(store, Options(hi=bits, expert_budget=budget, io_threads=threads), torch.device("cpu"))
-    kernel_forward, kernel_seconds = runtime.kernel.forward, 0.0
+SHAPES = {
+    "shipped": Shape(8, 32, 4, 256, 64),
+    "qwen3-30b-a3b": Shape(3, 128, 8, 2048, 768),
+}
 
-    def timed(*arguments) -> None:
-        nonlocal kernel_seconds
-        begin = time.perf_counter()
-        kernel_forward(*arguments)
-        kernel_seconds += time.perf_counter() - begin
 
-    runtime.kernel.forward = timed
-    x = torch.randn(tokens, HIDDEN).bfloat16()
-    weights = torch.full((tokens, TOP_K), 1 / TOP_K)
-    totals, others = [], []
-    for step in range(WARM_UP + STEPS):
-        ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)]).int()
-        if step == WARM_UP:
-            runtime.reset_stats()
-            totals, others = [], []
-        for layer in range(LAYERS):
-            kernel_seconds = 0.0
+class Clock:
+    """Time inside of named calls, summed over one layer."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def timed(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` with its time counted under ``label``."""
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                self.seconds[label] = self.seconds.get(label, 0.0) + time.perf_counter() - begin
+
+        return timed
+
+    def take(self) -> dict[str, float]:
+        """What was counted since the last call."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+def make_store(folder: Path, shape: Shape, bits: int) -> FileStore:
+    """Experts of random bytes: what is in them changes no time."""
+    fmt = ExpertFormat(shape.hidden, shape.intermediate, bits, 64, torch.bfloat16)
+    experts = ModelExperts(tuple(range(shape.layers)), shape.experts, shape.top_k, {bits: fmt})
+    sink = FileSink(folder, Manifest(experts, "rtn", "random"))
+    for layer, expert in itertools.product(range(shape.layers), range(shape.experts)):
+        for projection, matrix in zip(Projection, fmt.matrices, strict=True):
+            sink.write(BlobKey(layer, expert, bits), projection, torch.zeros(matrix.nbytes, dtype=torch.uint8))
+    return sink.finish()
+
+
+def count_parts(runtime: MoERuntime, clock: Clock) -> None:
+    """Count what a layer is made of; counting itself takes about half a microsecond a call."""
+    plan = runtime.policy.plan
+    runtime.policy = SimpleNamespace(tiers=runtime.policy.tiers, plan=clock.timed("policy", plan))
+    for name in ("acquire_held", "acquire", "publish", "release"):
+        setattr(runtime.cache, name, clock.timed("cache", getattr(runtime.cache, name)))
+    runtime.engine.submit = clock.timed("submitting", runtime.engine.submit)
+    runtime.engine.wait = clock.timed("waiting", runtime.engine.wait)
+    runtime.kernel.forward = clock.timed("kernel", runtime.kernel.forward)
+    choose = runtime.kernel._choose
+    runtime.kernel._choose = lambda *kind: clock.timed("products", choose(*kind))
+
+
+def bare_products(runtime: MoERuntime, layer: int, x: torch.Tensor, ids: torch.Tensor) -> float:
+    """Seconds of the packed matrix products of a step alone; experts that are not there stand in for one another."""
+    there = [version for version in runtime.cache.handles.row(layer).values() if version.resident]
+    counts = ids.flatten().unique(return_counts=True)[1].tolist()
+    choose, rows = runtime.kernel._choose, {count: x[:count] for count in set(counts)}
+    begin = time.perf_counter()
+    for version, count in zip(itertools.cycle(there), counts, strict=False):
+        gate, up, down = version.slot.expert
+        hidden = choose(gate.format, count)(rows[count], gate)
+        choose(up.format, count)(rows[count], up)
+        choose(down.format, count)(hidden, down)
+    return time.perf_counter() - begin
+
+
+def measure(store: FileStore, shape: Shape, bits: int, tokens: int, budget: str) -> dict[str, float]:
+    """Medians over all layers of all steps, in microseconds; host overhead is what neither computes nor waits."""
+    generator = torch.Generator().manual_seed(0)
+    runtime = MoERuntime(store, Options(hi=bits, expert_budget=budget), torch.device("cpu"))
+    x = torch.randn(tokens, shape.hidden, generator=generator).bfloat16()
+    weights = torch.full((tokens, shape.top_k), 1 / shape.top_k)
+
+    def steps(count: int) -> Iterator[tuple[int, torch.Tensor]]:
+        for _ in range(count):
+            scores = torch.rand(tokens, shape.experts, generator=generator)
+            ids = scores.topk(shape.top_k, dim=1).indices.int()
+            yield from ((layer, ids) for layer in range(shape.layers))
+
+    with torch.inference_mode():
+        for layer in range(shape.layers):  # every expert that fits is there before anything is measured
+            everyone = torch.arange(shape.experts).view(-1, shape.top_k).int()
+            runtime.forward(
+                layer, x[:1].expand(len(everyone), -1).contiguous(), weights[:1].expand(len(everyone), -1), everyone
+            )
+        runtime.reset_stats()
+        totals, products = [], []
+        for layer, ids in steps(STEPS):
             begin = time.perf_counter()
             runtime.forward(layer, x, weights, ids)
             totals.append(time.perf_counter() - begin)
-            others.append(totals[-1] - kernel_seconds)
-    stats = runtime.stats()
+            products.append(bare_products(runtime, layer, x, ids))
+        clock, parts = Clock(), []
+        count_parts(runtime, clock)
+        group, combine = moe.group_by_expert, moe.combine
+        moe.group_by_expert, moe.combine = clock.timed("grouping", group), clock.timed("combining", combine)
+        for layer, ids in steps(STEPS):
+            runtime.forward(layer, x, weights, ids)
+            parts.append(clock.take())
+        moe.group_by_expert, moe.combine = group, combine
+    hit_rate = runtime.stats().hit_rate
     runtime.engine.close()
-    total, other = statistics.median(totals), statistics.median(others)
-    return {
-        "layer_us": round(total * 1e6),
-        "kernel_us": round((total - other) * 1e6),
-        "not_kernel_us": round(other * 1e6),
-        "hit_rate": round(stats.hit_rate, 3),
-        "exposed_wait_ms_in_all": round(stats.exposed_wait_seconds * 1e3, 1),
-    }
+    medians = {label: statistics.median(part.get(label, 0.0) for part in parts) for label in PARTS}
+    medians["around the products"] = medians.pop("kernel") - medians.pop("products")
+    total, bound = statistics.median(totals), statistics.median(products)
+    numbers = {"layer": total, "bound": bound, "host": total - bound - medians["waiting"], **medians}
+    return {f"{label}_us": round(1e6 * seconds) for label, seconds in numbers.items()} | {"hit_rate": hit_rate}
 
 
 def main() -> None:
-    """Print a line for each case, and one JSON line at the end."""
+    """Print one table, and one JSON line at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--bits", type=int, default=4, choices=(16, 8, 4, 2))
-    parser.add_argument("--threads", type=int, default=1, help="torch's threads")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's threads")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    torch.manual_seed(0)
+    shape = SHAPES[arguments.shape]
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        store = make_store(Path(folder) / "store", arguments.bits)
-        for tokens in (1, 16):
-            for threads in (0, 1):
-                for budget in ("100%", "25%"):
-                    case = f"{tokens} tokens, io_threads {threads}, budget {budget}"
-                    results[case] = measure(store, arguments.bits, tokens, threads, budget)
-                    print(f"{case:38}", results[case])
+        store = make_store(Path(folder) / "store", shape, arguments.bits)
+        for tokens, budget in itertools.product((1, 16), ("100%", "25%")):
+            results[f"{tokens} tokens, {budget}"] = measure(store, shape, arguments.bits, tokens, budget)
         store.close()
-    print(json.dumps(results))
+    table = Table(
+        title=f"One layer of {arguments.shape}, {arguments.bits} bits, {arguments.threads} threads, microseconds"
+    )
+    table.add_column("")
+    for case in results:
+        table.add_column(case, justify="right")
+    for label in next(iter(results.values())):
+        table.add_row(
+            label.removesuffix("_us"),
+            *(f"{result[label]:.3g}" if label == "hit_rate" else str(result[label]) for result in results.values()),
+        )
+    Console().print(table)
+    print(
+        json.dumps({"shape": arguments.shape, "bits": arguments.bits, "threads": arguments.threads, "cases": results})
+    )
 
 
 if __name__ == "__main__":

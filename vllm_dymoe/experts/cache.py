@@ -96,10 +96,24 @@ class ExpertCache:
         """Experts of one tier that ``layer`` may keep."""
         return self._shelves[tier].quotas[layer]
 
-    def holds(self, layer: int, expert: int, tier: Tier) -> bool:
-        """Whether ``acquire`` would be a hit."""
-        version = self.handles.get(layer, expert)
-        return version is not None and _serves(version, tier)
+    def acquire_held(self, layer: int, wanted: Mapping[int, Tier]) -> tuple[list[Version], list[tuple[int, Tier]]]:
+        """Pin what the cache holds of a step's experts, before any miss of the step can evict it.
+
+        Args:
+            layer: position of the MoE layer.
+            wanted: tier by expert.
+
+        Returns:
+            Pinned versions, resident or arriving, and the experts that are to be acquired one by one.
+        """
+        row, held, missing = self.handles.row(layer), [], []
+        for expert, tier in wanted.items():
+            version = row.get(expert)
+            if version is not None and _serves(version, tier):
+                held.append(self._hit(version, tier))
+            else:
+                missing.append((expert, tier))
+        return held, missing
 
     def acquire(self, layer: int, expert: int, tier: Tier, *, stream: bool = False) -> Version | None:
         """Pin a version of an expert that serves ``tier``.
@@ -118,13 +132,7 @@ class ExpertCache:
         """
         version = self.handles.get(layer, expert)
         if version is not None and _serves(version, tier):
-            self.stats.hits += 1
-            self.stats.reuses += version.tier is not tier
-            version.pins += 1
-            kept = self._shelves[version.tier].kept[layer]
-            if expert in kept:
-                kept.move_to_end(expert)
-            return version
+            return self._hit(version, tier)
 
         shelf = self._shelves[tier]
         keeps = self._make_room(shelf, layer, stream)
@@ -200,6 +208,14 @@ class ExpertCache:
         for version in self.handles.versions():
             assert version in held_anywhere, f"a handle points at a slot given away: {version}"
             assert version.resident or version.pins > 0, f"nobody fills {version}"
+
+    def _hit(self, version: Version, tier: Tier) -> Version:
+        self.stats.hits += 1
+        self.stats.reuses += version.tier is not tier
+        version.pins += 1
+        if not version.transient:
+            self._shelves[version.tier].kept[version.layer].move_to_end(version.expert)
+        return version
 
     def _make_room(self, shelf: _Shelf, layer: int, stream: bool) -> bool:
         """Whether the layer can keep one more; evicts its oldest unpinned expert if need be."""

@@ -1,5 +1,6 @@
 """Stable handles: one entry per expert that says which version of it is on the device."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,10 @@ class HandleTable:
     def get(self, layer: int, expert: int) -> Version | None:
         """The expert's version, complete or arriving; None if there is none."""
         return self._rows[layer].get(expert)
+
+    def row(self, layer: int) -> Mapping[int, Version]:
+        """Every version of one layer, by expert."""
+        return self._rows[layer]
 
     def resolve(self, layer: int, expert: int) -> Version | None:
         """The expert's version if its bytes are complete."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +23,7 @@ class Projection(IntEnum):
     DOWN = 2
 
 
-@dataclass(frozen=True)
-class PackedExpert:
+class PackedExpert(NamedTuple):
     """Zero-copy views into one blob."""
 
     gate: PackedMatrix

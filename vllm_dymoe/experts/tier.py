@@ -1,9 +1,9 @@
 """The precision an expert gets in one step."""
 
-from enum import Enum
+from enum import StrEnum
 
 
-class Tier(Enum):
+class Tier(StrEnum):
     """High, low, or skipped: how many bits each means is the configuration's."""
 
     HI = "hi"

@@ -1,22 +1,24 @@
 """Tokens by expert: which rows each expert computes, and where its results go."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """One expert's share of a step.
 
     Attributes:
         tokens: int64 [n] rows of the layer's input.
         pairs: int64 [n] rows of the unweighted output, ``token * top_k + k``.
+        count: n.
     """
 
     tokens: torch.Tensor
     pairs: torch.Tensor
+    count: int
 
 
 def group_by_expert(expert_ids: torch.Tensor) -> Mapping[int, Group]:
@@ -30,13 +32,19 @@ def group_by_expert(expert_ids: torch.Tensor) -> Mapping[int, Group]:
     """
     tokens, top_k = expert_ids.shape
     if tokens == 1:  # decode of one request: no sorting, no tensors to split
-        row = torch.zeros(1, dtype=torch.int64, device=expert_ids.device)
-        pairs = torch.arange(top_k, device=expert_ids.device)
-        chosen = sorted((expert, k) for k, expert in enumerate(expert_ids[0].tolist()) if expert >= 0)
-        return {expert: Group(row, pairs[k : k + 1]) for expert, k in chosen}
+        places = _places(top_k, expert_ids.device)
+        chosen = {expert: group for expert, group in zip(expert_ids[0].tolist(), places, strict=True) if expert >= 0}
+        return {expert: chosen[expert] for expert in sorted(chosen)}
     order = expert_ids.flatten().sort(stable=True)
     experts, counts = torch.unique_consecutive(order.values, return_counts=True)
     sizes = counts.tolist()
     rows = torch.div(order.indices, top_k, rounding_mode="floor").split(sizes)
-    groups = zip(experts.tolist(), rows, order.indices.split(sizes), strict=True)
-    return {expert: Group(tokens, pairs) for expert, tokens, pairs in groups if expert >= 0}
+    groups = zip(experts.tolist(), rows, order.indices.split(sizes), sizes, strict=True)
+    return {expert: Group(*group) for expert, *group in groups if expert >= 0}
+
+
+@lru_cache
+def _places(top_k: int, device: torch.device) -> list[Group]:
+    """The groups of a single token, by k: the same in every step."""
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    return [Group(token, pair, 1) for pair in torch.arange(top_k, device=device).split(1)]

@@ -1,13 +1,15 @@
 """The forward of one MoE layer: plan, acquire, compute, combine.
 
 Experts that are on the device compute first while the others are on their way;
-each of these computes when it arrives, and its slot takes the next one. Every
+each of these computes when it arrives, and its slot takes the next one. Where the
+"device" is host memory and a transfer is a copy by the cores that compute, the two
+take turns instead: threads that compete for a core cost both far more. Every
 result goes to its own row, and the rows are added in the router's order at the
 end. So neither the cache nor the timing of a transfer can change a bit of the
 output (invariant 1), and a few slots serve any number of experts.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,6 +70,7 @@ class MoERuntime:
         self.kernel: ExpertKernel = make_kernel(device, workspace_bytes(self.experts, device.type))
         largest = max(fmt.nbytes for fmt in self.experts.formats.values())
         self.engine = engine or make_engine(store, device, options.io_threads, largest)
+        self._bits = {tier: tier_bits(options, tier) for tier in Tier}
         self._automatic_budget = automatic_budget
         self._cache_stats = CacheStats()
         limit = limit_in_bytes(
@@ -105,8 +108,8 @@ class MoERuntime:
             return torch.empty_like(x)
         groups = group_by_expert(topk_ids)
         plan = self.policy.plan(Routing(layer, topk_ids, topk_weights, tuple(groups)))
-        wanted = {expert: tier for expert, tier in plan.items() if tier_bits(self.options, tier) > 0}
-        computed = sum(len(groups[expert].pairs) for expert in wanted)
+        wanted = {expert: tier for expert, tier in plan.items() if self._bits[tier] > 0}
+        computed = sum(groups[expert].count for expert in wanted)
         # Pairs that nobody computes (skipped, or another rank's) must add nothing.
         allocate = x.new_empty if computed == tokens * top_k else x.new_zeros
         out = allocate((tokens * top_k, x.shape[1]))
@@ -122,61 +125,60 @@ class MoERuntime:
         out: torch.Tensor,
         activation: Activation,
     ) -> None:
+        """Compute the experts that are there, and the others as they arrive."""
         cache, engine = self.cache, self.engine
-        demand = {tier: sum(want is tier for want in wanted.values()) for tier in set(wanted.values())}
-        stream = {tier: count > cache.quota(layer, tier) for tier, count in demand.items()}
-        held: set[Version] = set()
-        arriving: deque[Version] = deque()
-
-        def acquire(expert: int, tier: Tier) -> Version | None:
-            version = cache.acquire(layer, expert, tier, stream=stream[tier])
-            if version is not None:
-                held.add(version)
-            return version
+        # Every hit is pinned before the first miss is acquired: a miss must not evict what this step still reads.
+        hits, misses = cache.acquire_held(layer, wanted)
+        held, missing, streamed = set(hits), deque(misses), self._streamed(layer, wanted) if misses else frozenset()
+        arriving = deque(version for version in hits if not version.resident)
 
         def fetch() -> None:
             """Start as many transfers as there are slots for."""
             while missing:
                 expert, tier = missing[0]
-                version = acquire(expert, tier)
+                version = cache.acquire(layer, expert, tier, stream=tier in streamed)
                 if version is None:
                     return
+                held.add(version)
                 missing.popleft()
-                key = BlobKey(layer, expert, tier_bits(self.options, tier))
+                key = BlobKey(layer, expert, self._bits[tier])
                 slot = version.slot
                 version.ticket = engine.submit(key, slot.blob, Reason.DEMAND, slot.last_read)
                 arriving.append(version)
 
+        def receive() -> Version:
+            version = arriving.popleft()
+            engine.wait(version.ticket)
+            cache.publish(version)
+            return version
+
         def compute(versions: Sequence[Version]) -> None:
-            work = [
-                ExpertWork(expert.gate, expert.up, expert.down, group.tokens, group.pairs)
-                for expert, group in ((v.slot.expert, groups[v.expert]) for v in versions)
-            ]
+            work = [ExpertWork(*version.slot.expert, *groups[version.expert][:2]) for version in versions]
             self.kernel.forward(x, work, out, activation)
             last_read = engine.fence()
             for version in versions:
                 held.discard(version)
                 cache.release(version, last_read)
 
-        # Pin every hit before the first miss is acquired: a miss must not evict what this step still reads.
-        missing = deque((expert, tier) for expert, tier in wanted.items() if not cache.holds(layer, expert, tier))
-        absent = {expert for expert, _ in missing}
-        hits = [acquire(expert, tier) for expert, tier in wanted.items() if expert not in absent]
-        ready = [version for version in hits if version is not None and version.resident]
-        arriving.extend(version for version in hits if version is not None and not version.resident)
+        ready = [version for version in hits if version.resident]
         try:
-            fetch()
-            if ready:
-                compute(ready)
-            while missing or arriving:
+            while missing or arriving or ready:
                 fetch()
-                version = arriving.popleft()  # never empty: with nothing held, a slot could be had
-                engine.wait(version.ticket)
-                cache.publish(version)
-                compute((version,))
+                together = engine.occupies_cores
+                if arriving and (together or not ready):
+                    ready.append(receive())
+                    while together and arriving:
+                        ready.append(receive())
+                compute(ready)  # never nothing: with nothing held, a slot could be had
+                ready = []
         except BaseException:
             self._let_go(held)
             raise
+
+    def _streamed(self, layer: int, wanted: Mapping[int, Tier]) -> frozenset[Tier]:
+        """Tiers of which the step needs more experts than the layer may keep."""
+        demand = Counter(wanted.values())
+        return frozenset(tier for tier, count in demand.items() if count > self.cache.quota(layer, tier))
 
     def _let_go(self, held: set[Version]) -> None:
         """After a failure in the middle of a step: no slot stays pinned, none is freed while it is written."""

@@ -74,6 +74,8 @@ class CudaStreams:
 class _StreamDelivery:
     """What both deliveries share: ordering by events."""
 
+    occupies_cores = False  # a copy engine moves the bytes
+
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
 

@@ -31,6 +31,11 @@ class TransferEngine(Protocol):
 
     stats: TransferStats
 
+    @property
+    def occupies_cores(self) -> bool:
+        """Whether transfers take the cores that compute: then the two are better done in turn than side by side."""
+        ...
+
     def submit(self, key: BlobKey, destination: torch.Tensor, reason: Reason, after: Any = None) -> Ticket:
         """Ask for a transfer and return at once."""
         ...

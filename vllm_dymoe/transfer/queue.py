@@ -21,6 +21,11 @@ from vllm_dymoe.transfer.ticket import Reason, State, Ticket, TransferError
 class Delivery(Protocol):
     """How bytes get from the store into a slot on one kind of device."""
 
+    @property
+    def occupies_cores(self) -> bool:
+        """Whether moving bytes takes the cores that compute."""
+        ...
+
     def deliver(self, ticket: Ticket) -> Any:
         """Move the bytes. Returns the copy's fence, or None if they are there on return."""
         ...
@@ -62,6 +67,11 @@ class QueuedEngine:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def occupies_cores(self) -> bool:
+        """Whether transfers take the cores that compute."""
+        return self._delivery.occupies_cores
 
     def submit(self, key: BlobKey, destination: torch.Tensor, reason: Reason, after: Any = None) -> Ticket:
         """Queue a transfer; see :class:`~vllm_dymoe.transfer.engine.TransferEngine`.

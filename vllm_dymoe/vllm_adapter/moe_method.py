@@ -128,12 +128,17 @@ def _context_key(layer_name: str) -> str:
     return f"{layer_name}.dymoe"
 
 
-@torch.library.custom_op("vllm_dymoe::moe", mutates_args=())
 def _moe(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
     method: DymoeMoEMethod = get_forward_context().no_compile_layers[_context_key(layer_name)]
     return method.run(x, topk_weights, topk_ids)
 
 
-@_moe.register_fake
 def _moe_fake(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+# Not torch.library.custom_op, whose wrappers cost as much again as the call: there is one in every layer.
+_library = torch.library.Library("vllm_dymoe", "DEF")
+_library.define("moe(Tensor x, Tensor topk_weights, Tensor topk_ids, str layer_name) -> Tensor")
+_library.impl("moe", _moe, "CompositeExplicitAutograd")
+torch.library.register_fake("vllm_dymoe::moe", _moe_fake, lib=_library)

@@ -146,7 +146,7 @@ def _parts(rows: Tensor, counts: list[int]) -> Sequence[Tensor]:
     return rows.unsqueeze(1).unbind() if len(counts) == rows.shape[0] else rows.split(counts)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

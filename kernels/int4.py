@@ -76,6 +76,7 @@ class Int4Linear:
 
 def _four_bits(x: Tensor, packed: PackedMatrix) -> Tensor:
     """x [n, padded_columns] times the padded rows."""
+    assert packed.scales_zeros is not None
     # A result without its padding rows is not contiguous, and comes back here as input.
     return _int4_linear(x.contiguous(), packed.byte_rows, packed.format.group_size, packed.scales_zeros)
 

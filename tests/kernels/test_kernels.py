@@ -160,7 +160,12 @@ def test_wrong_arguments_are_named(change, error, sentence):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 70), st.integers(1, 20), st.integers(1, 300) | st.sampled_from([64, 512, 2048]), st.integers(0, 1000))
+@given(
+    st.integers(0, 70),
+    st.integers(1, 20),
+    st.integers(1, 300) | st.sampled_from([64, 512, 2048]),
+    st.integers(0, 1000),
+)
 def test_combine_adds_in_the_routers_order(tokens, top_k, hidden, seed):
     generator = torch.Generator().manual_seed(seed)
     out = torch.randn(tokens * top_k, hidden, generator=generator).bfloat16()

@@ -1,8 +1,9 @@
 """The runtime: residency never changes values, skip is skip, failures leave nothing behind."""
 
 import contextlib
-import time
+import itertools
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,27 +152,23 @@ def test_resizing_between_steps_changes_slots_and_no_bit(memory_store):
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
-@pytest.mark.parametrize("seconds", [0, 0.01])
-def test_a_transfer_by_the_cores_that_compute_takes_turns_with_computation(memory_store, seconds):
+@pytest.mark.parametrize("blocks", [0, 1 << 20])
+def test_a_transfer_by_the_cores_that_compute_takes_turns_with_computation(memory_store, blocks, monkeypatch):
     """Copies by a core: all arrivals and the hits in one call. Waits for a disk: each as it arrives."""
-
-    class Disk(FailingStore):
-        def read_into(self, key, destination):
-            time.sleep(seconds)
-            super().read_into(key, destination)
-
-    runtime = make_runtime(Disk(memory_store, failing=set()), lo=0)
+    from_disk = itertools.count(step=blocks)
+    usage = lambda who: SimpleNamespace(ru_inblock=next(from_disk))  # noqa: E731
+    monkeypatch.setattr("vllm_dymoe.transfer.threads.resource.getrusage", usage)
+    runtime = make_runtime(memory_store, lo=0)
     x, weights, ids = random_step(0, 40, memory_store.experts)
-    for layer in (0, 1):  # what its reads took says which of the two this store is
+    for layer in (0, 1):  # what its reads were says which of the two this store is
         runtime.forward(layer, x, weights, ids)
-    assert runtime.engine.occupies_cores == (seconds == 0)
+    assert runtime.engine.occupies_cores == (blocks == 0)
     calls, forward = [], runtime.kernel.forward
     runtime.kernel.forward = lambda x, work, *rest: (calls.append(len(work)), forward(x, work, *rest))
-    some = random_step(1, 40, memory_store.experts)[2] % 3
     runtime.cache.clear()
-    runtime.forward(0, x, weights, some)
+    runtime.forward(0, x, weights, ids % 3)
     runtime.forward(0, x, weights, ids)
-    assert calls == ([3, 6] if seconds == 0 else [1, 1, 1, 3, 1, 1, 1])
+    assert calls == ([3, 6] if blocks == 0 else [1, 1, 1, 3, 1, 1, 1])
     runtime.engine.close()
 
 

@@ -139,6 +139,8 @@ class Options(BaseModel):
     """Slots kept out of the per-layer caches, through which a step streams more experts than its layer may keep."""
     io_threads: int = Field(default=1, ge=0, le=64)
     """Threads that read the host store; 0 reads only when an expert is waited for."""
+    transfer_timeout_s: float = Field(default=60, ge=0)
+    """Seconds that one expert's transfer may take before the requests that wait for it fail; 0 waits for ever."""
     seed: int = 0
     """Seed of everything random (dummy weights)."""
 

@@ -179,12 +179,12 @@ class FailingStore:
         self._store, self._failing, self.calls = store, failing, 0
         self.experts, self.description = store.experts, store.description
 
-    def read_into(self, key, destination):
+    def read_into(self, key, destination, *, wait=True):
         self.calls += 1
         if self.calls in self._failing:
             destination.fill_(0xEE)
             raise StoreError("disk error")
-        self._store.read_into(key, destination)
+        self._store.read_into(key, destination, wait=wait)
 
     def close(self):
         pass

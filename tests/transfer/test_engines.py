@@ -162,12 +162,12 @@ class FaultyStore:
         self.gate.set()
         self.order = []
 
-    def read_into(self, key, destination):
+    def read_into(self, key, destination, *, wait=True):
         self.gate.wait()
         self.order.append(key.expert)
         if key.expert == self._broken:
             raise StoreError("the disk is on fire")
-        self._store.read_into(key, destination)
+        self._store.read_into(key, destination, wait=wait)
 
 
 @pytest.mark.parametrize("threads", [0, 2])

@@ -6,6 +6,7 @@ for each bit-width and, beside it, the checksum of every section. The manifest
 manifest is complete. Byte offsets: docs/format.md.
 """
 
+import errno
 import json
 import os
 import zlib
@@ -45,11 +46,17 @@ class HostStore(Protocol):
         """Where the bytes lie, for the line printed at start."""
         ...
 
-    def read_into(self, key: BlobKey, destination: torch.Tensor) -> None:
-        """Copy one blob into host memory: ``destination`` is uint8 [nbytes], contiguous.
+    def read_into(self, key: BlobKey, destination: torch.Tensor, *, wait: bool = True) -> None:
+        """Copy one blob into host memory.
+
+        Args:
+            key: which.
+            destination: uint8 [nbytes], contiguous.
+            wait: for a disk, if need be.
 
         Raises:
             StoreError: the bytes cannot be read, or are not what was written.
+            BlockingIOError: without ``wait``, they are not in memory; ``destination`` may be half-written.
         """
         ...
 
@@ -186,17 +193,23 @@ class FileStore:
         """The folder."""
         return f"files in {self.folder}"
 
-    def read_into(self, key: BlobKey, destination: torch.Tensor) -> None:
+    def read_into(self, key: BlobKey, destination: torch.Tensor, *, wait: bool = True) -> None:
         """Read one blob with ``preadv``; see :class:`HostStore`."""
+        flags = 0 if wait else os.RWF_NOWAIT
         extent = self._extents[key.layer][key.bits]
         view = destination.numpy().data
         offset = extent.offset + key.expert * extent.nbytes
         done = 0
         while done < extent.nbytes:
             try:
-                count = os.preadv(self._files[key.layer], [view[done:]], offset + done)
+                count = os.preadv(self._files[key.layer], [view[done:]], offset + done, flags)
             except OSError as error:
-                raise StoreError(f"{self._path(key.layer)} could not be read: {error}.") from error
+                # Not every file system can say whether it would have to wait.
+                if not wait and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
+                    raise BlockingIOError(error.errno, error.strerror) from None
+                raise StoreError(
+                    f"{self._path(key.layer)} cannot be read at expert {key.expert} ({error.strerror}); check its disk."
+                ) from error
             if count == 0:
                 raise StoreError(
                     f"{self._path(key.layer)} ends at byte {offset + done}, inside expert {key.expert}; "
@@ -307,8 +320,8 @@ class MemoryStore:
         """The bytes themselves: uint8 [nbytes]."""
         return self._blobs[key.layer][key.bits][key.expert]
 
-    def read_into(self, key: BlobKey, destination: torch.Tensor) -> None:
-        """Copy one blob; see :class:`HostStore`."""
+    def read_into(self, key: BlobKey, destination: torch.Tensor, *, wait: bool = True) -> None:
+        """Copy one blob, which never waits; see :class:`HostStore`."""
         destination.copy_(self.blob(key))
 
     def close(self) -> None:
@@ -326,6 +339,11 @@ class MemoryStore:
         for key in all_keys(source.experts):
             source.read_into(key, store.blob(key))
         return store
+
+
+def blob_name(store: HostStore, key: BlobKey) -> str:
+    """One blob, for people."""
+    return f"expert {key.expert} of layer {store.experts.layers[key.layer]} at {key.bits} bits ({store.description})"
 
 
 def all_keys(experts: ModelExperts) -> Iterator[BlobKey]:

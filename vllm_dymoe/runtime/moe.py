@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.config import ExpertBudget, Options
+from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.budget import BudgetTracker
 from vllm_dymoe.experts.cache import CacheStats, ExpertCache
 from vllm_dymoe.experts.handles import Version
@@ -35,7 +35,7 @@ from vllm_dymoe.runtime.sizing import (
     workspace_bytes,
 )
 from vllm_dymoe.runtime.stats import RuntimeStats
-from vllm_dymoe.transfer import Reason, TransferEngine, TransferStats, make_engine
+from vllm_dymoe.transfer import Reason, TransferEngine, TransferError, TransferStats, make_engine
 
 
 class MoERuntime:
@@ -69,7 +69,10 @@ class MoERuntime:
         self.policy = policy or make_policy(options.policy, options.policy_options)
         self.kernel: ExpertKernel = make_kernel(device, workspace_bytes(self.experts, device.type))
         largest = max(fmt.nbytes for fmt in self.experts.formats.values())
-        self.engine = engine or make_engine(store, device, options.io_threads, largest)
+        self.engine = engine or make_engine(
+            store, device, options.io_threads, largest, options.transfer_timeout_s or None
+        )
+        self._late: list[Version] = []
         self._bits = {tier: tier_bits(options, tier) for tier in Tier}
         self._automatic_budget = automatic_budget
         self._cache_stats = CacheStats()
@@ -106,6 +109,8 @@ class MoERuntime:
         tokens, top_k = topk_ids.shape
         if tokens == 0:
             return torch.empty_like(x)
+        if self._late:
+            self._release_late()
         groups = group_by_expert(topk_ids)
         plan = self.policy.plan(Routing(layer, topk_ids, topk_weights, tuple(groups)))
         wanted = {expert: tier for expert, tier in plan.items() if self._bits[tier] > 0}
@@ -164,12 +169,20 @@ class MoERuntime:
         try:
             while missing or arriving or ready:
                 fetch()
+                if not (arriving or ready):  # late reads have the staging slots: make do with what the layer keeps
+                    streamed = frozenset()
+                    fetch()
                 together = engine.occupies_cores
                 if arriving and (together or not ready):
                     ready.append(receive())
                     while together and arriving:
                         ready.append(receive())
-                compute(ready)  # never nothing: with nothing held, a slot could be had
+                if not ready:  # with nothing held a slot could be had, but for late reads
+                    raise TransferError(
+                        "every slot that could take another expert belongs to a read that has not ended "
+                        f"({self.store.description}); check the disk."
+                    )
+                compute(ready)
                 ready = []
         except BaseException:
             self._let_go(held)
@@ -183,11 +196,25 @@ class MoERuntime:
     def _let_go(self, held: set[Version]) -> None:
         """After a failure in the middle of a step: no slot stays pinned, none is freed while it is written."""
         for version in held:
+            if version.ticket is not None:
+                self.engine.cancel(version.ticket)
+        for version in held:
             if not version.resident:
-                if version.ticket is not None:
-                    self.engine.settle(version.ticket)
+                settled = version.ticket is None or self.engine.settle(version.ticket)
                 self.cache.abandon(version)
+                if not settled:
+                    self._late.append(version)
+                    continue
             self.cache.release(version)
+
+    def _release_late(self) -> None:
+        """Take back the slots of reads that have ended after whoever waited for them had given up."""
+        late, self._late = self._late, []
+        for version in late:
+            if self.engine.settle(version.ticket):
+                self.cache.release(version)
+            else:
+                self._late.append(version)
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -198,8 +225,15 @@ class MoERuntime:
             budget: as the option ``expert_budget``.
 
         Raises:
-            ValueError: it is not a budget, or cannot hold one expert of each tier; the old one stays.
+            ValueError: it is not a budget, or cannot hold one expert of each tier, or a read of a failed step still
+                has not ended; the old one stays.
         """
+        self._release_late()
+        if self._late:
+            raise ConfigError(
+                f"vllm-dymoe: expert_budget cannot change while {len(self._late)} reads of failed steps have not ended "
+                f"({self.store.description}); try again later."
+            )
         limit = limit_in_bytes(
             ExpertBudget.parse(budget),
             self.experts,
@@ -256,6 +290,7 @@ class MoERuntime:
         Raises:
             AssertionError: it is not so.
         """
+        self._release_late()
         self.cache.check_integrity()
         assert all(version.pins == 0 for version in self.cache.handles.versions()), "something is pinned between steps"
         assert self.budget.peak <= self.budget.limit

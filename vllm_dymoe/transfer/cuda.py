@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_dymoe.experts.store import HostStore, MemoryStore
+from vllm_dymoe.experts.store import BlobKey, HostStore, MemoryStore, blob_name
 from vllm_dymoe.transfer.ticket import Reason, Ticket
 
 
@@ -76,8 +76,13 @@ class _StreamDelivery:
 
     occupies_cores = False  # a copy engine moves the bytes
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, store: HostStore, streams: Streams) -> None:
+        self._store = store
         self._streams = streams
+
+    def name(self, key: BlobKey) -> str:
+        """The blob, for people."""
+        return blob_name(self._store, key)
 
     def receive(self, fence: Any) -> None:
         """Order computation behind a copy."""
@@ -100,12 +105,12 @@ class PinnedDelivery(_StreamDelivery):
     """From page-locked memory: one asynchronous copy."""
 
     def __init__(self, store: MemoryStore, streams: Streams) -> None:
-        super().__init__(streams)
-        self._store = store
+        super().__init__(store, streams)
+        self._memory = store
 
-    def deliver(self, ticket: Ticket) -> Any:
-        """Enqueue the copy."""
-        return self._enqueue(self._store.blob(ticket.key), ticket)
+    def deliver(self, ticket: Ticket, *, wait: bool = True) -> Any:
+        """Enqueue the copy, which never waits."""
+        return self._enqueue(self._memory.blob(ticket.key), ticket)
 
 
 class StagedDelivery(_StreamDelivery):
@@ -118,16 +123,17 @@ class StagedDelivery(_StreamDelivery):
     """
 
     def __init__(self, store: HostStore, streams: Streams, buffers: Sequence[torch.Tensor]) -> None:
-        super().__init__(streams)
-        self._store = store
+        super().__init__(store, streams)
         # Oldest first: each buffer with the event of the copy that still may read it.
         self._buffers: deque[tuple[torch.Tensor, Any]] = deque((buffer, None) for buffer in buffers)
         self._returned = threading.Condition()
 
-    def deliver(self, ticket: Ticket) -> Any:
+    def deliver(self, ticket: Ticket, *, wait: bool = True) -> Any:
         """Read into a buffer, then enqueue the copy."""
         with self._returned:
             while not self._buffers:
+                if not wait:
+                    raise BlockingIOError("every buffer is being read into")
                 self._returned.wait()
             buffer, busy = self._buffers.popleft()
         event = None
@@ -135,7 +141,7 @@ class StagedDelivery(_StreamDelivery):
             if busy is not None:
                 self._streams.synchronize(busy)
             staged = buffer[: ticket.destination.numel()]
-            self._store.read_into(ticket.key, staged)
+            self._store.read_into(ticket.key, staged, wait=wait)
             event = self._enqueue(staged, ticket)
             return event
         finally:

@@ -44,12 +44,15 @@ class TransferEngine(Protocol):
         """Return when computation issued from now on will see the bytes.
 
         Raises:
-            TransferError: the transfer failed or was cancelled.
+            TransferError: the transfer failed, was cancelled, or took longer than the engine waits.
         """
         ...
 
-    def settle(self, ticket: Ticket) -> None:
-        """Return when nothing writes the ticket's slot any more: cancelled, finished or failed. Never raises."""
+    def settle(self, ticket: Ticket) -> bool:
+        """Whether nothing writes the ticket's slot any more: it is cancelled, finished or failed. Never raises.
+
+        Waits for a transfer that runs, but not for ever, and not a second time.
+        """
         ...
 
     def cancel(self, ticket: Ticket) -> bool:
@@ -61,5 +64,5 @@ class TransferEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish what runs, cancel what waits, and end all threads."""
+        """Cancel what waits, finish what runs, and end all threads but those whose reads do not end."""
         ...

@@ -1,14 +1,22 @@
 """The one engine: a priority queue of tickets, served by threads and by whoever waits.
 
-A ticket that nobody has begun is run by the thread that waits for it. A miss on
-the critical path therefore costs a read and no hand-over between threads, while
-threads fetch ahead whatever computation leaves them time for.
+A ticket that nobody has begun is run by the thread that waits for it, as far as
+the bytes are in memory. A miss on the critical path therefore costs a copy and no
+hand-over between threads, while threads fetch ahead whatever computation leaves
+them time for.
+
+A disk may never answer, and a thread inside a read cannot be called back. So what
+has to wait for a disk is handed over to a thread that does nothing else, and waited
+for with a limit. A read that outlasts it keeps its slot until it ends, and its
+thread is replaced.
 """
 
 import heapq
 import itertools
 import threading
 import time
+from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +24,10 @@ import torch
 from vllm_dymoe.experts.store import BlobKey
 from vllm_dymoe.transfer.engine import TransferStats
 from vllm_dymoe.transfer.ticket import Reason, State, Ticket, TransferError
+
+_SECONDS_TO_CLOSE = 5.0
+# After a failure the reads of its step that still run are waited for this long; then they count as late.
+_SECONDS_TO_SETTLE = 1.0
 
 
 class Delivery(Protocol):
@@ -26,8 +38,16 @@ class Delivery(Protocol):
         """Whether moving bytes takes the cores that compute."""
         ...
 
-    def deliver(self, ticket: Ticket) -> Any:
-        """Move the bytes. Returns the copy's fence, or None if they are there on return."""
+    def deliver(self, ticket: Ticket, *, wait: bool = True) -> Any:
+        """Move the bytes. Returns the copy's fence, or None if they are there on return.
+
+        Raises:
+            BlockingIOError: without ``wait``, a disk would have to be waited for.
+        """
+        ...
+
+    def name(self, key: BlobKey) -> str:
+        """A blob, for people."""
         ...
 
     def receive(self, fence: Any) -> None:
@@ -50,9 +70,10 @@ class QueuedEngine:
         delivery: the device's way of moving bytes.
         threads: threads that serve the queue; with 0 whoever waits does.
         eager: deliver inside ``submit``, for devices where that only enqueues.
+        timeout: seconds that a transfer is waited for; None for ever.
     """
 
-    def __init__(self, delivery: Delivery, threads: int, *, eager: bool = False) -> None:
+    def __init__(self, delivery: Delivery, threads: int, *, eager: bool = False, timeout: float | None = None) -> None:
         self.stats = TransferStats()
         self._delivery = delivery
         self._eager = eager
@@ -61,12 +82,13 @@ class QueuedEngine:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"dymoe-transfer-{index}", daemon=True)
-            for index in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._timeout = timeout
+        self._handed_over: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._threads: set[threading.Thread] = set()
+        for _ in range(threads):
+            self._start(self._serve)
+        if timeout is not None:
+            self._start(self._serve_handed_over)
 
     @property
     def occupies_cores(self) -> bool:
@@ -85,7 +107,7 @@ class QueuedEngine:
                 raise RuntimeError("the transfer engine is closed")
             if self._eager:
                 ticket.state = State.RUNNING
-            elif self._threads:
+            else:
                 heapq.heappush(self._queue, (reason, next(self._order), ticket))
                 self._work.notify()
         if self._eager:
@@ -95,10 +117,11 @@ class QueuedEngine:
     def wait(self, ticket: Ticket) -> None:
         """Wait for a transfer, running it here if nobody has begun; may be called again."""
         begin = time.perf_counter()
-        if self._claim(ticket):
-            self._run(ticket)
-        else:
-            ticket.finished.wait()
+        if self._claim(ticket) and not self._run(ticket, wait=self._timeout is None):
+            ticket.handed_over = True
+            self._handed_over.put(ticket)
+        if not ticket.finished.wait(self._timeout):
+            self._give_up(ticket)
         if ticket.state is State.DONE and ticket.fence is not None:
             self._delivery.receive(ticket.fence)
         self.stats.exposed_wait_seconds += time.perf_counter() - begin
@@ -107,12 +130,16 @@ class QueuedEngine:
         if ticket.state is State.CANCELLED:
             raise TransferError(f"the transfer of {ticket.key} was cancelled")
 
-    def settle(self, ticket: Ticket) -> None:
-        """Wait until nothing writes the slot any more."""
-        if not self.cancel(ticket):
-            ticket.finished.wait()
-            if ticket.fence is not None:
-                self._delivery.drain(ticket.fence)
+    def settle(self, ticket: Ticket) -> bool:
+        """Whether nothing writes the slot any more, after waiting for it once."""
+        if self.cancel(ticket):
+            return True
+        patience = None if self._timeout is None else min(self._timeout, _SECONDS_TO_SETTLE)
+        if not ticket.finished.wait(0 if ticket.late else patience) and not self._abandon(ticket):
+            return False
+        if ticket.fence is not None:
+            self._delivery.drain(ticket.fence)
+        return True
 
     def cancel(self, ticket: Ticket) -> bool:
         """Take back a transfer that has not begun."""
@@ -133,10 +160,14 @@ class QueuedEngine:
             self._closed = True
             waiting = [ticket for _, _, ticket in self._queue]
             self._work.notify_all()
+            self._handed_over.put(None)
+            threads = list(self._threads)
         for ticket in waiting:
             self.cancel(ticket)
-        for thread in self._threads:
-            thread.join()
+        # A thread whose read does not end dies with the process.
+        deadline = time.monotonic() + _SECONDS_TO_CLOSE
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _claim(self, ticket: Ticket) -> bool:
         with self._lock:
@@ -145,10 +176,15 @@ class QueuedEngine:
             ticket.state = State.RUNNING
             return True
 
-    def _run(self, ticket: Ticket) -> None:
+    def _run(self, ticket: Ticket, *, wait: bool = True) -> bool:
+        """Run a ticket to its end; False if that would need a disk and ``wait`` is not set."""
         try:
-            ticket.fence = self._delivery.deliver(ticket)
+            ticket.fence = self._delivery.deliver(ticket, wait=wait)
             end = State.DONE
+        except BlockingIOError as error:
+            if not wait:
+                return False
+            ticket.error, end = error, State.FAILED
         except Exception as error:  # whatever went wrong belongs to whoever waits, not to this thread
             ticket.error = error
             end = State.FAILED
@@ -160,6 +196,36 @@ class QueuedEngine:
             else:
                 self.stats.failed += 1
         ticket.finished.set()
+        return True
+
+    def _give_up(self, ticket: Ticket) -> None:
+        """Nobody waits any longer for a ticket.
+
+        Raises:
+            TransferError: unless it has just ended.
+        """
+        if self.cancel(ticket) or not self._abandon(ticket):
+            self.stats.failed += 1
+            raise TransferError(
+                f"reading {self._delivery.name(ticket.key)} took longer than transfer_timeout_s, which is "
+                f"{self._timeout:g} seconds; check the disk, or raise transfer_timeout_s."
+            )
+
+    def _abandon(self, ticket: Ticket) -> bool:
+        """Let a running ticket end when it will, with another thread in the place of its own; True if it has ended."""
+        with self._lock:
+            if ticket.state is not State.RUNNING:
+                return True
+            if not ticket.late:
+                ticket.late = True
+                if not self._closed:
+                    self._start(self._serve_handed_over if ticket.handed_over else self._serve)
+            return False
+
+    def _start(self, serve: Callable[[], None]) -> None:
+        thread = threading.Thread(target=serve, name="dymoe-transfer", daemon=True)
+        self._threads.add(thread)
+        thread.start()
 
     def _serve(self) -> None:
         while True:
@@ -173,3 +239,18 @@ class QueuedEngine:
                     continue
                 ticket.state = State.RUNNING
             self._run(ticket)
+            if self._replaced(ticket):
+                return
+
+    def _serve_handed_over(self) -> None:
+        while (ticket := self._handed_over.get()) is not None:
+            self._run(ticket)
+            if self._replaced(ticket):
+                return
+
+    def _replaced(self, ticket: Ticket) -> bool:
+        """Whether the thread that ran a ticket has to end, because another one has come in its place meanwhile."""
+        with self._lock:
+            if ticket.late:
+                self._threads.discard(threading.current_thread())
+            return ticket.late

@@ -3,7 +3,7 @@
 import resource
 from typing import Any
 
-from vllm_dymoe.experts.store import HostStore
+from vllm_dymoe.experts.store import BlobKey, HostStore, blob_name
 from vllm_dymoe.transfer.ticket import Ticket
 
 # How much a new read counts in the running share; about the last ten matter.
@@ -23,15 +23,19 @@ class CpuDelivery:
         """Whether reads are copies by a core (memory, page cache) rather than waits for a disk."""
         return self._disk_share < 0.5
 
-    def deliver(self, ticket: Ticket) -> None:
+    def deliver(self, ticket: Ticket, *, wait: bool = True) -> None:
         """Read the blob; file reads release the interpreter lock."""
         # What the kernel fetched for this thread from a disk. Times would tell less: a core that others use looks
         # like a disk.
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
-        self._store.read_into(ticket.key, ticket.destination)
+        self._store.read_into(ticket.key, ticket.destination, wait=wait)
         blocks = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock - before
         share = min(1.0, blocks * _BLOCK_BYTES / ticket.destination.numel())
         self._disk_share += _WEIGHT * (share - self._disk_share)
+
+    def name(self, key: BlobKey) -> str:
+        """The blob, for people."""
+        return blob_name(self._store, key)
 
     def receive(self, fence: Any) -> None:
         """Nothing to order: computation is synchronous."""

@@ -44,6 +44,8 @@ class Ticket:
         state: see :class:`State`; changes under the engine's lock.
         fence: fence of the copy itself where the device copies asynchronously.
         error: what went wrong, if it failed.
+        handed_over: whoever waited for it has left it to a thread, because a disk has to be waited for.
+        late: whoever waited has given up while it was running.
         finished: set at the end, whichever it is.
     """
 
@@ -54,4 +56,6 @@ class Ticket:
     state: State = State.PENDING
     fence: Any = None
     error: BaseException | None = None
+    handed_over: bool = False
+    late: bool = False
     finished: threading.Event = field(default_factory=threading.Event)

@@ -1,0 +1,168 @@
+"""Reads that do not end: whoever waits gives up, the slot stays taken, and no thread is lost."""
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.experts.store import BlobKey, StoreError
+from vllm_dymoe.transfer import Reason, TransferError
+from vllm_dymoe.transfer.queue import QueuedEngine
+from vllm_dymoe.transfer.threads import CpuDelivery
+from vllm_dymoe.transfer.ticket import State
+
+STORE = make_store(make_experts())
+KEYS = [BlobKey(layer, expert, 4) for layer in range(2) for expert in range(6)]
+TIMEOUT = 0.05
+
+
+class Disk:
+    """A store whose reads are answered from memory, wait for a disk, fail, or do not end.
+
+    Attributes:
+        faults: by number of the read, "fail" or "hang"; every read waits for a disk unless it is named "warm".
+    """
+
+    def __init__(self, faults):
+        self.faults, self.experts, self.description = faults, STORE.experts, "files in /disk"
+        self.gate = threading.Event()
+        self.threads = []
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def read_into(self, key, destination, *, wait=True):
+        if not wait and self.faults.get(self._count) != "warm":
+            raise BlockingIOError("not in memory")
+        with self._lock:
+            fault = self.faults.get(self._count)
+            self._count += 1
+            self.threads.append(threading.current_thread())
+        if fault == "hang":
+            self.gate.wait()
+        if fault == "fail":
+            raise StoreError("the disk is on fire")
+        STORE.read_into(key, destination)
+
+
+def slot():
+    return torch.zeros_like(STORE.blob(KEYS[0]))
+
+
+def engine_over(disk, threads=0, timeout=TIMEOUT):
+    return QueuedEngine(CpuDelivery(disk), threads, timeout=timeout)
+
+
+def transfer_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "dymoe-transfer"]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    before = len(transfer_threads())
+    yield
+    deadline = time.monotonic() + 10
+    while len(transfer_threads()) > before and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert len(transfer_threads()) == before
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_read_that_does_not_end_is_given_up_with_a_sentence(threads):
+    disk = Disk({0: "hang"})
+    engine = engine_over(disk, threads)
+    stuck = engine.submit(KEYS[7], slot(), Reason.DEMAND)
+    sentence = r"expert 1 of layer 2 at 4 bits \(files in /disk\) took longer than transfer_timeout_s, which is 0.05 s"
+    with pytest.raises(TransferError, match=sentence):
+        engine.wait(stuck)
+    assert not engine.settle(stuck), "it still writes its slot"
+    well = engine.submit(KEYS[2], slot(), Reason.DEMAND)
+    engine.wait(well)
+    assert torch.equal(well.destination, STORE.blob(KEYS[2]))
+    disk.gate.set()
+    assert stuck.finished.wait(10)
+    assert engine.settle(stuck)
+    engine.close()
+
+
+def test_what_is_in_memory_is_read_by_whoever_waits():
+    disk = Disk({0: "warm"})
+    engine = engine_over(disk)
+    for key in KEYS[:2]:
+        engine.wait(engine.submit(key, slot(), Reason.DEMAND))
+    assert disk.threads[0] is threading.current_thread()
+    assert disk.threads[1] is not threading.current_thread(), "a disk is never waited for outside of a thread"
+    engine.close()
+
+
+def test_a_transfer_that_nobody_could_begin_in_time_gives_its_slot_back_at_once():
+    disk = Disk({0: "hang"})
+    engine = engine_over(disk, threads=1)
+    running = engine.submit(KEYS[0], slot(), Reason.PREFETCH)
+    while running.state is not State.RUNNING:
+        time.sleep(0.001)
+    waiting = engine.submit(KEYS[1], slot(), Reason.PREFETCH)
+    assert engine.cancel(waiting)
+    assert engine.settle(waiting)
+    assert not engine.settle(running)
+    disk.gate.set()
+    engine.close()
+
+
+def test_closing_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr("vllm_dymoe.transfer.queue._SECONDS_TO_CLOSE", 0.1)
+    disk = Disk({0: "hang"})
+    engine = engine_over(disk, threads=1)
+    running = engine.submit(KEYS[0], slot(), Reason.DEMAND)
+    while running.state is not State.RUNNING:
+        time.sleep(0.001)
+    begin = time.monotonic()
+    engine.close()
+    assert time.monotonic() - begin < 5
+    disk.gate.set()
+
+
+def test_without_a_limit_it_is_waited_for():
+    disk = Disk({0: "hang"})
+    engine = engine_over(disk, threads=1, timeout=None)
+    ticket = engine.submit(KEYS[0], slot(), Reason.DEMAND)
+    while ticket.state is not State.RUNNING:
+        time.sleep(0.001)
+    threading.Timer(3 * TIMEOUT, disk.gate.set).start()
+    engine.wait(ticket)
+    assert torch.equal(ticket.destination, STORE.blob(KEYS[0]))
+    engine.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.dictionaries(st.integers(0, 20), st.sampled_from(["fail", "hang", "warm"]), max_size=6),
+    st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(list(Reason))), min_size=1, max_size=16),
+    st.integers(0, 2),
+)
+def test_every_ticket_ends_and_every_slot_comes_back(faults, wanted, threads):
+    """Random faults at random reads: what arrives is right, what fails is told, and in the end nobody writes."""
+    disk = Disk(faults)
+    engine = engine_over(disk, threads, timeout=0.02)
+    tickets = [engine.submit(key, slot(), reason) for key, reason in wanted]
+    late = []
+    for ticket in tickets:
+        try:
+            engine.wait(ticket)
+        except TransferError:
+            assert ticket.state is not State.DONE or ticket.late
+            if not engine.settle(ticket):
+                late.append(ticket)
+        else:
+            assert torch.equal(ticket.destination, STORE.blob(ticket.key))
+    assert all(ticket.late for ticket in late)
+    disk.gate.set()
+    for ticket in late:
+        assert ticket.finished.wait(10)
+        assert engine.settle(ticket)
+    assert all(ticket.finished.is_set() for ticket in tickets)
+    engine.close()
+    assert not engine._threads or all(not thread.is_alive() for thread in engine._threads)

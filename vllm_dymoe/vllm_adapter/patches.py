@@ -43,6 +43,70 @@ def _with_prepared_config(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
+def _with_a_beginning(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        failures = _step_failures(self)
+        if failures is None or scheduler_output.total_num_scheduled_tokens == 0:
+            return original(self, scheduler_output)
+        failures.begin()
+        output = original(self, scheduler_output)
+        return output if output is None else failures.finish(output)  # without an output, sample_tokens comes next
+
+    execute_model.dymoe_patched = True  # type: ignore[attr-defined]
+    return execute_model
+
+
+def _with_an_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        output = original(self, grammar_output)
+        failures = _step_failures(self)
+        return output if failures is None else failures.finish(output)
+
+    sample_tokens.dymoe_patched = True  # type: ignore[attr-defined]
+    return sample_tokens
+
+
+def _step_failures(worker: Any) -> Any:
+    """The worker's StepFailures; None if its model is not ours."""
+    from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
+
+    config = worker.vllm_config.quant_config
+    return config.model.failures if isinstance(config, DymoeConfig) and config.model is not None else None
+
+
+def _without_failed_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        from vllm_dymoe.vllm_adapter.failed_requests import add_failures, end_failed_requests
+
+        failed = end_failed_requests(self, scheduler_output, model_runner_output)
+        outputs = original(self, scheduler_output, model_runner_output)
+        add_failures(outputs, failed, model_runner_output)
+        return outputs
+
+    update_from_output.dymoe_patched = True  # type: ignore[attr-defined]
+    return update_from_output
+
+
+def _with_failures_raised(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_dymoe.vllm_adapter.failed_requests import raise_failure
+
+        outputs = original(self, *args, **kwargs)
+        try:
+            async for output in outputs:
+                raise_failure(output)
+                yield output
+        finally:
+            await outputs.aclose()
+
+    generate.dymoe_patched = True  # type: ignore[attr-defined]
+    return generate
+
+
 PATCHES = (
     Patch(
         target=("vllm.engine.arg_utils.EngineArgs", "create_engine_config"),
@@ -52,6 +116,30 @@ PATCHES = (
         ),
         wrapper=_with_prepared_config,
         removable="a hook of QuantizationConfig that sees the finished VllmConfig",
+    ),
+    Patch(
+        target=("vllm.v1.worker.gpu_worker.Worker", "execute_model"),
+        why="An expert that cannot be fetched must fail its step alone, so it has to be known where a step begins.",
+        wrapper=_with_a_beginning,
+        removable="an exception of a model that fails a step and not the engine",
+    ),
+    Patch(
+        target=("vllm.v1.worker.gpu_worker.Worker", "sample_tokens"),
+        why="Here a step ends, and its failure has to leave the worker with its output.",
+        wrapper=_with_an_end,
+        removable="an exception of a model that fails a step and not the engine",
+    ),
+    Patch(
+        target=("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output"),
+        why="The requests of a failed step have to end, and nothing it wrote may stay in the prefix cache.",
+        wrapper=_without_failed_requests,
+        removable="an exception of a model that fails a step and not the engine",
+    ),
+    Patch(
+        target=("vllm.v1.engine.async_llm.AsyncLLM", "generate"),
+        why='vLLM\'s servers answer "Internal server error" to a failed request, and its sentence would be lost.',
+        wrapper=_with_failures_raised,
+        removable="an error message in EngineCoreOutput that servers pass on (vLLM 0.33 has the field)",
     ),
 )
 

@@ -20,10 +20,12 @@ from vllm_dymoe.policy import make_policy
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink, MemorySink
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter.checkpoint import cached_store, fingerprint, local_folder
 from vllm_dymoe.vllm_adapter.log import logger
 from vllm_dymoe.vllm_adapter.memory import automatic_budget
 from vllm_dymoe.vllm_adapter.report import announce
+from vllm_dymoe.vllm_adapter.step_failures import StepFailures, make_step_failures
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,11 @@ class RankModel:
 
     # -- running ----------------------------------------------------------------------------------
 
+    @cached_property
+    def failures(self) -> StepFailures:
+        """What went wrong in the running step."""
+        return make_step_failures()
+
     def forward(
         self,
         layer: int,
@@ -232,12 +239,23 @@ class RankModel:
         *,
         warming_up: bool,
     ) -> torch.Tensor:
-        """Run one MoE layer; what vLLM runs to warm up is not counted."""
+        """Run one MoE layer; what vLLM runs to warm up is not counted.
+
+        A layer that cannot be computed gives zeros and fails the step; see ``step_failures``.
+        """
         assert self.runtime is not None, "vLLM runs a model that it has not finished loading"
+        if self.failures.sentence is not None and self.failures.in_step:
+            return torch.zeros_like(x)  # the step has failed already
         if not warming_up and not self._served:
             self._served = True
             self.runtime.reset_stats()
-        return self.runtime.forward(layer, x, topk_weights, topk_ids, activation)
+        try:
+            return self.runtime.forward(layer, x, topk_weights, topk_ids, activation)
+        except TransferError as error:
+            if not self.failures.in_step and self.failures.alone:
+                raise  # vLLM warms up: the start ends with this sentence
+            self.failures.record(f"vllm-dymoe: {error}")
+            return torch.zeros_like(x)
 
 
 def read_options(vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None) -> Options:

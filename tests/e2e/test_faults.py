@@ -1,0 +1,265 @@
+"""Faults of the store under a real engine: the requests of the step fail with one sentence, the next ones are right."""
+
+import contextlib
+import os
+import threading
+import time
+
+import pytest
+from vllm import SamplingParams
+
+from tests.e2e.engines import answer, engine, prompts, runtime_of
+from vllm_dymoe.experts.store import StoreError, file_name
+
+pytestmark = pytest.mark.engine
+
+LAYERS = 8
+LONG = " ".join(prompts())[:1200]  # more tokens than one step takes
+
+
+class FaultyReads:
+    """Breaks reads of a runtime's store; counts each read once, wherever it is done.
+
+    Attributes:
+        broken: how many reads were broken since the last ``arm``.
+        gate: a slow read waits for it.
+    """
+
+    def __init__(self, store):
+        self._read = store.read_into
+        self.gate = threading.Event()
+        self.disarm()
+
+    def arm(self, layer=None, nth=1, how="error"):
+        """Break the ``nth`` read from now on, of one layer if it is named, and every later one."""
+        self._armed, self._layer, self._nth, self._how = True, layer, nth, how
+        self._seen = self.broken = 0
+
+    def disarm(self):
+        """Let every read do its work."""
+        self.arm()
+        self._armed = False
+
+    def __call__(self, key, destination, *, wait=True):
+        if not wait:
+            raise BlockingIOError  # every read is left to a thread, as that of a cold file
+        if self._armed and self._layer in (None, key.layer):
+            self._seen += 1
+            if self._seen >= self._nth:
+                self.broken += 1
+                destination.fill_(0xFF)  # as 16 bits a NaN: nothing may compute with it
+                if self._how == "error":
+                    raise StoreError(f"layer {key.layer} is on fire")
+                self.gate.wait(60)
+        self._read(key, destination)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """Steps of at most 64 tokens and 8 requests, prefixes cached, a quarter of the experts on the device."""
+    settings = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    with engine(dymoe={"hi": 4, "expert_budget": "25%"}, **settings) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def want(llm):
+    return [a.tokens for a in answer(llm, prompts()[:6], max_tokens=12)]
+
+
+@pytest.fixture
+def reads(llm):
+    runtime = runtime_of(llm)
+    reads = FaultyReads(runtime.store)
+    runtime.store.read_into = reads
+    yield reads
+    reads.gate.set()
+    del runtime.store.read_into
+
+
+def start(llm, numbers, **settings):
+    """Give requests for prompts to the engine, without a step."""
+    sampling = SamplingParams(**({"temperature": 0, "max_tokens": 12, "ignore_eos": True} | settings))
+    start.count = getattr(start, "count", 0) + 1
+    for number in numbers:
+        prompt = number if isinstance(number, str) else prompts()[number]
+        llm.llm_engine.add_request(f"{start.count}-{number}"[:40], prompt, sampling)
+
+
+def step(llm, times=1):
+    """Run steps of the engine; the requests that finished, by id."""
+    done = {}
+    for _ in range(times):
+        done |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
+    return done
+
+
+def finish(llm):
+    """Run steps until nobody waits."""
+    done = {}
+    while llm.llm_engine.has_unfinished_requests():
+        done |= step(llm)
+    return list(done.values())
+
+
+def check_failed(outputs, sentence):
+    for output in outputs:
+        for completion in output.outputs:
+            assert completion.finish_reason == "error"
+            assert completion.stop_reason.startswith("vllm-dymoe: ")
+            assert sentence in completion.stop_reason
+
+
+def check_well(llm, want):
+    """Nothing is lost, and the same prompts give the same tokens, found in the prefix cache or not."""
+    runtime = runtime_of(llm)
+    runtime.check_integrity()
+    for _ in range(2):
+        assert [a.tokens for a in answer(llm, prompts()[: len(want)], max_tokens=12)] == want
+    runtime.check_integrity()
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "mixed"])
+def test_a_fault_in_any_layer_fails_the_requests_of_its_step(llm, want, reads, phase):
+    for layer in range(LAYERS):
+        start(llm, [0] if phase == "mixed" else [0, 1])
+        if phase != "prefill":
+            assert not step(llm, 3)
+        if phase == "mixed":
+            start(llm, [1])
+        reads.arm(layer, nth=1 + layer % 3)
+        done = finish_with_fault(llm, reads)
+        assert len(done) == 2
+        check_failed(done, f"layer {layer} is on fire")
+        reads.disarm()
+        runtime_of(llm).check_integrity()
+    check_well(llm, want)
+
+
+def finish_with_fault(llm, reads):
+    """Step until a read was broken; that step must end every request, and the reads after it are well again."""
+    done = {}
+    while not reads.broken:
+        done |= step(llm)
+    assert not llm.llm_engine.has_unfinished_requests()
+    return list(done.values())
+
+
+def test_only_the_requests_of_the_step_fail(llm, want, reads):
+    """Nine requests for eight places: the ninth was not in the step and is answered."""
+    start(llm, [2, 3, 4, 5], n=2, temperature=1.0)
+    start(llm, [0])
+    reads.arm(3)
+    done = step(llm)
+    reads.disarm()
+    done = list(done.values()) + finish(llm)
+    failed = [output for output in done if output.outputs[0].finish_reason == "error"]
+    answered = [output for output in done if output.outputs[0].finish_reason != "error"]
+    check_failed(failed, "on fire")
+    assert failed
+    assert answered
+    assert len(done) == 5
+    zero = [output for output in answered if output.prompt == prompts()[0] or output.request_id.endswith("-0")]
+    assert [list(output.outputs[0].token_ids) for output in zero] == [want[0]] * len(zero)
+    check_well(llm, want)
+
+
+def test_a_prompt_that_fails_in_its_second_chunk_leaves_nothing_in_the_prefix_cache(llm, want, reads):
+    before = answer(llm, [LONG], max_tokens=12)[0].tokens
+    llm.reset_prefix_cache()
+    start(llm, [LONG])
+    assert not step(llm)
+    reads.arm(2)
+    (output,) = finish_with_fault(llm, reads)
+    check_failed([output], "layer 2 is on fire")
+    assert not output.outputs[0].token_ids
+    reads.disarm()
+    for _ in range(2):
+        assert answer(llm, [LONG], max_tokens=12)[0].tokens == before
+    check_well(llm, want)
+
+
+def test_generate_returns_the_sentence(llm, want, reads):
+    reads.arm(5)
+    outputs = llm.generate(prompts()[:2], SamplingParams(max_tokens=4), use_tqdm=False)
+    check_failed(outputs, "layer 5 is on fire")
+    reads.disarm()
+    check_well(llm, want)
+
+
+@contextlib.contextmanager
+def damaged(path, damage):
+    """A shard that is damaged for a while, under the same inode."""
+    whole = path.read_bytes()
+    with path.open("r+b") as file:
+        damage(file, len(whole))
+    try:
+        yield
+    finally:
+        with path.open("r+b") as file:
+            file.write(whole)
+
+
+def cut(file, size):
+    os.truncate(file.fileno(), size // 16)
+
+
+def flip(file, size):
+    file.seek(size // 16)
+    file.write(b"\x55" * (size - size // 16))
+
+
+@pytest.mark.parametrize(("damage", "sentence"), [(cut, "the file was truncated"), (flip, "is corrupted")])
+def test_a_file_that_is_damaged_while_the_engine_serves(llm, want, damage, sentence):
+    runtime = runtime_of(llm)
+    path = runtime.store.folder / file_name(4)
+    runtime.store._verified.clear()  # as if it had been damaged before its first reading
+    runtime.cache.clear()
+    with damaged(path, damage):
+        outputs = llm.generate(prompts()[:2], SamplingParams(max_tokens=4), use_tqdm=False)
+        check_failed(outputs, sentence)
+        check_failed(outputs, str(path))
+    check_well(llm, want)
+
+
+@pytest.fixture
+def impatient(llm):
+    transfers = runtime_of(llm).engine
+    usual, transfers._timeout = transfers._timeout, 0.2
+    yield
+    transfers._timeout = usual
+
+
+def wait_for_late_reads(runtime):
+    deadline = time.monotonic() + 30
+    while runtime._late and time.monotonic() < deadline:
+        time.sleep(0.01)
+        runtime._release_late()
+    assert not runtime._late
+
+
+@pytest.mark.parametrize("budget", ["25%", "minimum"])
+def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot_until_it_ends(llm, want, reads, impatient, budget):
+    runtime = runtime_of(llm)
+    threads = threading.active_count()
+    runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
+    free = {tier: pool.count for tier, pool in runtime.pools.items()}
+    reads.arm(4, how="slow")
+    check_failed(llm.generate(prompts()[:2], SamplingParams(max_tokens=4), use_tqdm=False), "transfer_timeout_s")
+    reads.disarm()
+    runtime.check_integrity()
+    assert runtime._late
+    with pytest.raises(ValueError, match="have not ended"):
+        runtime.resize("50%")
+    if budget == "minimum":  # its only slot is the one that is being read into
+        check_failed(llm.generate(prompts()[:1], SamplingParams(max_tokens=4), use_tqdm=False), "has not ended")
+    else:
+        assert answer(llm, prompts()[:1], max_tokens=12)[0].tokens == want[0]
+    assert runtime._late
+    reads.gate.set()
+    wait_for_late_reads(runtime)
+    check_well(llm, want)
+    runtime.cache.clear()
+    assert {tier: pool.free for tier, pool in runtime.pools.items()} == free
+    assert threading.active_count() == threads
+    runtime.resize("25%")

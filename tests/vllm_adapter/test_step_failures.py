@@ -1,0 +1,125 @@
+"""The failure of a step: it leaves the worker with the step's output, whichever rank it happened on."""
+
+import pickle
+
+import pytest
+from torch.distributed import TCPStore
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+
+from vllm_dymoe.vllm_adapter.step_failures import FailedStep, ProcessGroupBoard, StepFailures
+
+
+@pytest.fixture(scope="module")
+def store():
+    return TCPStore("127.0.0.1", 0, 1, is_master=True)
+
+
+def output():
+    return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[7]])
+
+
+class Later(AsyncModelRunnerOutput):
+    def __init__(self, before=lambda: None):
+        self._before = before
+
+    def get_output(self):
+        self._before()
+        return output()
+
+
+def test_a_step_without_a_failure_is_left_alone():
+    failures = StepFailures()
+    failures.begin()
+    given = output()
+    assert failures.finish(given) is given
+
+
+def test_the_first_sentence_of_a_step_wins_and_the_next_step_is_well():
+    failures = StepFailures()
+    failures.begin()
+    failures.record("first")
+    failures.record("second")
+    failed = failures.finish(output())
+    assert isinstance(failed, FailedStep)
+    assert (failed.failure, failed.req_ids, failed.sampled_token_ids) == ("first", ["a"], [[7]])
+    assert not failures.in_step
+    failures.begin()
+    assert not isinstance(failures.finish(output()), FailedStep)
+
+
+def test_what_failed_outside_of_a_step_fails_no_step():
+    """Warm-up: its results are thrown away."""
+    failures = StepFailures()
+    failures.record("in the warm-up")
+    failures.begin()
+    assert not isinstance(failures.finish(output()), FailedStep)
+
+
+def test_the_output_that_all_steps_share_is_not_written_to():
+    failures = StepFailures()
+    failures.begin()
+    failures.record("it failed")
+    assert isinstance(failures.finish(EMPTY_MODEL_RUNNER_OUTPUT), FailedStep)
+    assert not isinstance(EMPTY_MODEL_RUNNER_OUTPUT, FailedStep)
+
+
+def test_the_sentence_survives_the_way_between_processes():
+    again = pickle.loads(pickle.dumps(FailedStep.of(output(), "it failed")))
+    assert isinstance(again, FailedStep)
+    assert again.failure == "it failed"
+
+
+def test_an_asynchronous_output_is_checked_when_it_is_there(store):
+    board = ProcessGroupBoard(store)
+    here, there = StepFailures(board), StepFailures(board, collects=False)
+    here.begin()
+    there.begin()
+    # The other rank fails after this one has enqueued all its work, but before the step's tokens are there.
+    pending = here.finish(Later(before=lambda: there.record("on the other rank")))
+    failed = pending.get_output()
+    assert isinstance(failed, FailedStep)
+    assert failed.failure == "on the other rank"
+
+
+def test_another_ranks_failure_fails_its_step_and_no_other(store):
+    board = ProcessGroupBoard(store)
+    here, there = StepFailures(board), StepFailures(board, collects=False)
+    for number in range(6):
+        here.begin()
+        there.begin()
+        if number in (2, 3):
+            there.record(f"step {number}")
+        given = output()
+        assert there.finish(given) is given
+        got = here.finish(given)
+        if number in (2, 3):
+            assert got.failure == f"step {number}"
+        else:
+            assert got is given
+
+
+def test_ranks_of_a_pipeline_may_be_in_different_steps(store):
+    board = ProcessGroupBoard(store)
+    last, first = StepFailures(board), StepFailures(board, collects=False)
+    first.begin()
+    assert first.finish(None) is None
+    first.begin()
+    first.record("the second step")
+    first.finish(None)
+    last.begin()
+    assert not isinstance(last.finish(output()), FailedStep)
+    last.begin()
+    assert last.finish(output()).failure == "the second step"
+
+
+def test_both_ranks_may_fail(store):
+    board = ProcessGroupBoard(store)
+    here, there = StepFailures(board), StepFailures(board, collects=False)
+    here.begin()
+    there.begin()
+    there.record("there")
+    here.record("here")
+    assert here.finish(output()).failure in ("here", "there")
+    here.begin()
+    there.begin()
+    assert not isinstance(here.finish(output()), FailedStep)

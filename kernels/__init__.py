@@ -44,4 +44,9 @@ def make_kernel(device: torch.device | str, workspace_bytes: int | None = None) 
     device = torch.device(device)
     if device.type == "cpu":
         return CpuKernel(**options)
+    if device.type == "cuda":
+        # Here and not above: importing triton takes a second, and nobody without a GPU needs it.
+        from vllm_dymoe.kernels.triton import TritonKernel
+
+        return TritonKernel(device, **options)
     return TorchKernel(device, **options)

@@ -1,0 +1,311 @@
+"""Decode: few tokens for each expert, bound by memory. Two launches for all experts of a step.
+
+A program owns 64 rows of one expert's projection, or one of SPLIT parts of their
+columns. Partial sums go to memory in float32, and the program that takes the last
+ticket adds them in ascending order, so that the result does not depend on which
+one that was: integers are counted atomically, floats never.
+
+Launches are described by device tensors; every index is an int32.
+
+    addresses     int64 [experts, 3]     sections of gate, up and down
+    destinations  int64 [experts, 3]     where to store them too, 0 for nowhere (FETCH)
+    bits          int32 [experts, 3]     16, 8, 4 or 2
+    items         int32 [items, 3]       expert, first and last + 1 of its positions
+    rows          int32 [positions]      row of x of each (token, expert) pair, sorted by expert
+    pairs         int32 [positions]      row of the output, token * top_k + k
+"""
+
+import triton
+import triton.language as tl
+
+from vllm_dymoe.kernels.triton.activation import gated
+from vllm_dymoe.kernels.triton.fetch import fetch_share
+from vllm_dymoe.kernels.triton.rows import row_products
+
+
+@triton.jit
+def gate_up_kernel(
+    x,
+    hidden,
+    addresses,
+    destinations,
+    bits,
+    items,
+    rows,
+    partials,
+    tickets,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TIERS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FETCH: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """hidden[position] = activation(gate x[row]) * up x[row]; grid [blocks of 64 rows, items, SPLIT].
+
+    Args:
+        x: [tokens, COLUMNS] bfloat16 or float16.
+        hidden: [positions, ROWS] like x, overwritten.
+        addresses: see above, like the others.
+        destinations: with FETCH.
+        bits: the tiers.
+        items: the work.
+        rows: of x.
+        partials: float32 [positions, SPLIT, 2, 64 * blocks], scratch if SPLIT > 1.
+        tickets: int32 [positions, blocks], zeros before and after, if SPLIT > 1.
+        ROWS: I, rows of gate and up.
+        COLUMNS: H.
+        GROUP: columns that share a scale.
+        TIERS: sum of the bits that may occur.
+        BIAS: whether sections have biases.
+        ACTIVATION: see ACTIVATIONS.
+        SPLIT: parts of the columns.
+        FETCH: whether destinations holds addresses; SPLIT is then 1.
+        WARPS: the launch's num_warps.
+    """
+    item = tl.program_id(1)
+    expert = tl.load(items + 3 * item)
+    first = tl.load(items + 3 * item + 1)
+    last = tl.load(items + 3 * item + 2)
+    source = addresses + 3 * expert
+    if FETCH:
+        source = _fetch_two(source, destinations + 3 * expert, bits + 3 * expert, ROWS, COLUMNS, GROUP, TIERS, BIAS)
+    if last - first == 1:
+        _gate_up(
+            x, hidden, source, bits + 3 * expert, rows, partials, tickets, first, last,
+            ROWS, COLUMNS, GROUP, TIERS, BIAS, ACTIVATION, 1, SPLIT, WARPS,
+        )  # fmt: skip
+    else:
+        for number in range((last - first + 1) // 2):
+            _gate_up(
+                x, hidden, source, bits + 3 * expert, rows, partials, tickets, first + 2 * number, last,
+                ROWS, COLUMNS, GROUP, TIERS, BIAS, ACTIVATION, 2, SPLIT, WARPS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _fetch_two(source, destination, bits, ROWS, COLUMNS, GROUP, TIERS: tl.constexpr, BIAS: tl.constexpr):
+    """Fetch this program's shares of gate and up, if they have a destination; where to read the two addresses then."""
+    if tl.load(destination) != 0:
+        block = tl.program_id(0)
+        for number in range(2):
+            fetch_share(
+                tl.load(source + number), tl.load(destination + number), tl.load(bits + number), block,
+                ROWS, COLUMNS, GROUP, TIERS, BIAS,
+            )  # fmt: skip
+        tl.debug_barrier()
+        source = destination
+    return source
+
+
+@triton.jit
+def _gate_up(
+    x, hidden, source, bits, rows, partials, tickets, first, last,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """One or two positions from `first` on."""
+    FLOAT16: tl.constexpr = x.dtype.element_ty == tl.float16
+    block = tl.program_id(0)
+    split = tl.program_id(2)
+    x_first, x_second = _two_rows(x, rows, first, last, COLUMNS, TOKENS)
+    gate = tl.zeros([TOKENS, 64], tl.float32)
+    up = gate
+    for number in range(2):  # a loop, for the products to be compiled once
+        gate = up
+        up = row_products(
+            tl.load(source + number), tl.load(bits + number), block, x_first, x_second, split,
+            ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+        )  # fmt: skip
+    position = first + tl.arange(0, TOKENS)[:, None]
+    row = block * 64 + tl.arange(0, 64)[None, :]
+    inside = (position < last) & (row < ROWS)
+    hidden_at = hidden + position.to(tl.int64) * ROWS + row
+    if SPLIT == 1:
+        tl.store(hidden_at, gated(gate, up, ACTIVATION).to(hidden.dtype.element_ty), mask=inside)
+    else:
+        BLOCKS: tl.constexpr = (ROWS + 63) // 64
+        PADDED: tl.constexpr = BLOCKS * 64
+        partials_at = partials + position.to(tl.int64) * (SPLIT * 2 * PADDED) + row
+        tl.store(partials_at + split * 2 * PADDED, gate, mask=position < last)
+        tl.store(partials_at + split * 2 * PADDED + PADDED, up, mask=position < last)
+        if take_ticket(tickets + first * BLOCKS + block, SPLIT):
+            gate = tl.zeros([TOKENS, 64], tl.float32)
+            up = tl.zeros([TOKENS, 64], tl.float32)
+            for part in tl.static_range(SPLIT):
+                gate += tl.load(partials_at + part * 2 * PADDED, mask=inside, other=0.0, cache_modifier=".cg")
+                up += tl.load(partials_at + part * 2 * PADDED + PADDED, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(hidden_at, gated(gate, up, ACTIVATION).to(hidden.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _two_rows(x, rows, first, last, COLUMNS: tl.constexpr, TOKENS: tl.constexpr):
+    """Pointers to the rows of one or two positions; the second is the first again behind the last position."""
+    x_first = x + tl.load(rows + first).to(tl.int64) * COLUMNS
+    x_second = x_first
+    if TOKENS == 2:
+        x_second = x + tl.load(rows + tl.minimum(first + 1, last - 1)).to(tl.int64) * COLUMNS
+    return x_first, x_second
+
+
+@triton.jit
+def take_ticket(ticket, count):
+    """Whether this program is the last of `count` that come here; it then sees what the others stored before.
+
+    The ticket is zero again afterwards.
+    """
+    tl.debug_barrier()  # every thread's stores are in front of the one thread that counts
+    is_last = tl.atomic_add(ticket, 1, sem="acq_rel") == count - 1
+    tl.debug_barrier()
+    if is_last:
+        tl.store(ticket, 0)
+    return is_last
+
+
+@triton.jit
+def down_kernel(
+    hidden,
+    out,
+    addresses,
+    destinations,
+    bits,
+    items,
+    pairs,
+    weights,
+    computed,
+    partials,
+    tickets,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TIERS: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FETCH: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Down projections; grid [blocks of 64 rows, items, SPLIT].
+
+    WEIGHTED: out[token] = sum over its computed k, ascending, of weights[token, k] * down(hidden of the pair), where
+    every other row of `out` keeps what it held. Otherwise out[pair] = down(hidden of the pair).
+
+    Args:
+        hidden: [positions, COLUMNS] as gate_up_kernel left it.
+        out: [tokens, ROWS] if WEIGHTED, else [tokens * TOP_K, ROWS].
+        addresses: see above, like the others.
+        destinations: with FETCH.
+        bits: the tiers.
+        items: the work.
+        pairs: rows of the output.
+        weights: float32 [tokens, TOP_K], of the router, if WEIGHTED.
+        computed: int32 [tokens, TOP_K], 1 for the pairs that this launch computes and 0 for the others, if WEIGHTED.
+        partials: float32 [pairs, SPLIT, 64 * blocks], scratch if WEIGHTED; [positions, ...] if only SPLIT > 1.
+        tickets: int32 [positions or tokens, blocks], zeros before and after, under the same conditions.
+        ROWS: H, rows of down.
+        COLUMNS: I.
+        GROUP: as in gate_up_kernel, like the others.
+        TIERS: sum of the bits.
+        BIAS: whether there is one.
+        TOP_K: pairs of a token.
+        WEIGHTED: see above.
+        SPLIT: parts of the columns.
+        FETCH: whether destinations holds addresses.
+        WARPS: the launch's num_warps.
+    """
+    item = tl.program_id(1)
+    expert = tl.load(items + 3 * item)
+    first = tl.load(items + 3 * item + 1)
+    last = tl.load(items + 3 * item + 2)
+    section = tl.load(addresses + 3 * expert + 2)
+    width = tl.load(bits + 3 * expert + 2)
+    if FETCH:
+        destination = tl.load(destinations + 3 * expert + 2)
+        if destination != 0:
+            fetch_share(section, destination, width, tl.program_id(0), ROWS, COLUMNS, GROUP, TIERS, BIAS)
+            tl.debug_barrier()
+            section = destination
+    if last - first == 1:
+        _down(
+            hidden, out, section, width, pairs, weights, computed, partials, tickets, first, last,
+            ROWS, COLUMNS, GROUP, TIERS, BIAS, TOP_K, WEIGHTED, 1, SPLIT, WARPS,
+        )  # fmt: skip
+    else:
+        for number in range((last - first + 1) // 2):
+            _down(
+                hidden, out, section, width, pairs, weights, computed, partials, tickets, first + 2 * number, last,
+                ROWS, COLUMNS, GROUP, TIERS, BIAS, TOP_K, WEIGHTED, 2, SPLIT, WARPS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _down(
+    hidden, out, section, width, pairs, weights, computed, partials, tickets, first, last,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, BIAS: tl.constexpr,
+    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """One or two positions from `first` on."""
+    FLOAT16: tl.constexpr = hidden.dtype.element_ty == tl.float16
+    BLOCKS: tl.constexpr = (ROWS + 63) // 64
+    PADDED: tl.constexpr = BLOCKS * 64
+    block = tl.program_id(0)
+    split = tl.program_id(2)
+    h_first = hidden + first.to(tl.int64) * COLUMNS
+    h_second = hidden + tl.minimum(first + 1, last - 1).to(tl.int64) * COLUMNS
+    sums = row_products(
+        section, width, block, h_first, h_second, split,
+        ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+    )  # fmt: skip
+    position = first + tl.arange(0, TOKENS)[:, None]
+    pair = tl.load(pairs + position, mask=position < last, other=0)
+    row = block * 64 + tl.arange(0, 64)[None, :]
+    inside = (position < last) & (row < ROWS)
+    if WEIGHTED:
+        tl.store(partials + (pair.to(tl.int64) * SPLIT + split) * PADDED + row, sums, mask=position < last)
+        for token_number in tl.static_range(TOKENS):
+            if first + token_number < last:
+                token = tl.load(pairs + first + token_number) // TOP_K
+                add_experts(
+                    out, weights, computed, partials, tickets + token * BLOCKS + block, token, block,
+                    ROWS, TOP_K, SPLIT,
+                )  # fmt: skip
+    else:
+        out_at = out + pair.to(tl.int64) * ROWS + row
+        if SPLIT == 1:
+            tl.store(out_at, sums.to(out.dtype.element_ty), mask=inside)
+        else:
+            partials_at = partials + position.to(tl.int64) * (SPLIT * PADDED) + row
+            tl.store(partials_at + split * PADDED, sums, mask=position < last)
+            if take_ticket(tickets + first * BLOCKS + block, SPLIT):
+                sums = tl.zeros([TOKENS, 64], tl.float32)
+                for part in tl.static_range(SPLIT):
+                    sums += tl.load(partials_at + part * PADDED, mask=inside, other=0.0, cache_modifier=".cg")
+                tl.store(out_at, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_experts(
+    out, weights, computed, partials, ticket, token, block,
+    ROWS: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """If all experts of a token have come, write 64 rows of its output: the sum in ascending k, parts ascending."""
+    PADDED: tl.constexpr = (ROWS + 63) // 64 * 64
+    count = 0
+    for k in tl.static_range(TOP_K):
+        count += tl.load(computed + token * TOP_K + k)
+    if take_ticket(ticket, count * SPLIT):
+        row = block * 64 + tl.arange(0, 64)
+        total = tl.zeros([64], tl.float32)
+        for k in tl.static_range(TOP_K):
+            pair = token * TOP_K + k
+            if tl.load(computed + pair) != 0:
+                sums = tl.zeros([64], tl.float32)
+                for part in tl.static_range(SPLIT):
+                    at = partials + (pair.to(tl.int64) * SPLIT + part) * PADDED + row
+                    sums += tl.load(at, cache_modifier=".cg")
+                total += tl.load(weights + pair) * sums
+        tl.store(out + token.to(tl.int64) * ROWS + row, total.to(out.dtype.element_ty), mask=row < ROWS)

@@ -1,0 +1,237 @@
+"""Many tokens for each expert: tensor cores on tiles that are dequantized in registers.
+
+A program owns BLOCK_M positions of one expert and BLOCK_N rows of a projection. Codes
+become float32 by being written into the mantissa of 2^23, are scaled there, and
+rounded once to the dtype that the tensor core multiplies; the sum is float32.
+
+At 2 bits each word is loaded for both halves of its group, a column after the
+other: the second time it comes out of the cache, and x keeps its order.
+
+`addresses`, `bits`, `items`, `rows` and `pairs` are those of decode.py.
+"""
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+from vllm_dymoe.kernels.triton.activation import gated
+from vllm_dymoe.kernels.triton.section import load_bias, unpack_scales, weight_bytes
+
+# Triton's interpreter keeps a bfloat16 as 16 bits and multiplies them as integers in tl.dot.
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+
+
+@triton.jit
+def grouped_gate_up_kernel(
+    x,
+    hidden,
+    addresses,
+    bits,
+    items,
+    rows,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TIERS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """hidden[position] = activation(gate x[row]) * up x[row]; grid [items, tiles of BLOCK_N rows].
+
+    Args:
+        x: [tokens, COLUMNS] bfloat16 or float16.
+        hidden: [positions, ROWS] like x, overwritten.
+        addresses: int64 [experts, 3].
+        bits: int32 [experts, 3].
+        items: int32 [items, 3]; an item has at most BLOCK_M positions.
+        rows: int32 [positions], of x.
+        ROWS: I.
+        COLUMNS: H.
+        GROUP: columns that share a scale, a multiple of BLOCK_K.
+        TIERS: sum of the bits that may occur.
+        BIAS: whether sections have biases.
+        ACTIVATION: see ACTIVATIONS.
+        BLOCK_M: positions of a tile.
+        BLOCK_N: rows of a tile, a multiple of 64.
+        BLOCK_K: columns of a step.
+    """
+    item = tl.program_id(0)
+    tile = tl.program_id(1)
+    expert = tl.load(items + 3 * item)
+    position = tl.load(items + 3 * item + 1) + tl.arange(0, BLOCK_M)
+    inside = position < tl.load(items + 3 * item + 2)
+    row_of_x = tl.load(rows + position, mask=inside, other=0)
+    x_rows = x + row_of_x.to(tl.int64)[:, None] * COLUMNS
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    address = addresses + 3 * expert
+    width = bits + 3 * expert
+    gate = tile_products(
+        gate, tl.load(address), tl.load(width), tile, x_rows, inside,
+        ROWS, COLUMNS, GROUP, TIERS, BIAS, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    up = tile_products(
+        up, tl.load(address + 1), tl.load(width + 1), tile, x_rows, inside,
+        ROWS, COLUMNS, GROUP, TIERS, BIAS, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = hidden + position.to(tl.int64)[:, None] * ROWS + row[None, :]
+    result = gated(gate, up, ACTIVATION).to(hidden.dtype.element_ty)
+    tl.store(at, result, mask=inside[:, None] & (row < ROWS)[None, :])
+
+
+@triton.jit
+def grouped_linear_kernel(
+    x,
+    out,
+    addresses,
+    bits,
+    items,
+    sources,
+    targets,
+    PROJECTION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TIERS: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[target] = one projection of x[source]; grid [items, tiles of BLOCK_N rows].
+
+    Args:
+        x: [any, COLUMNS] bfloat16 or float16.
+        out: [any, ROWS] like x, overwritten where targets are.
+        addresses: int64 [experts, 3].
+        bits: int32 [experts, 3].
+        items: int32 [items, 3]; an item has at most BLOCK_M positions.
+        sources: int32 [positions], rows of x, if GATHER; otherwise position i is row i.
+        targets: int32 [positions], rows of out, if SCATTER; otherwise position i is row i.
+        PROJECTION: 0 gate, 1 up, 2 down.
+        ROWS: of the projection.
+        COLUMNS: of the projection.
+        GROUP: as in grouped_gate_up_kernel, like the others.
+        TIERS: sum of the bits.
+        BIAS: whether sections have biases.
+        GATHER: see above.
+        SCATTER: see above.
+        BLOCK_M: positions of a tile.
+        BLOCK_N: rows of a tile.
+        BLOCK_K: columns of a step.
+    """
+    item = tl.program_id(0)
+    tile = tl.program_id(1)
+    expert = tl.load(items + 3 * item)
+    position = tl.load(items + 3 * item + 1) + tl.arange(0, BLOCK_M)
+    inside = position < tl.load(items + 3 * item + 2)
+    source = tl.load(sources + position, mask=inside, other=0) if GATHER else tl.where(inside, position, 0)
+    target = tl.load(targets + position, mask=inside, other=0) if SCATTER else position
+    x_rows = x + source.to(tl.int64)[:, None] * COLUMNS
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    sums = tile_products(
+        sums, tl.load(addresses + 3 * expert + PROJECTION), tl.load(bits + 3 * expert + PROJECTION), tile, x_rows,
+        inside, ROWS, COLUMNS, GROUP, TIERS, BIAS, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = out + target.to(tl.int64)[:, None] * ROWS + row[None, :]
+    tl.store(at, sums.to(out.dtype.element_ty), mask=inside[:, None] & (row < ROWS)[None, :])
+
+
+@triton.jit
+def tile_products(
+    sums, section, bits, tile, x_rows, inside,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """sums + x rows times BLOCK_N rows of a section, and its bias.
+
+    Args:
+        sums: float32 [BLOCK_M, BLOCK_N].
+        section: int64 address.
+        bits: int32, one of the widths whose sum is TIERS; for any other nothing is added.
+        tile: which BLOCK_N rows.
+        x_rows: pointers [BLOCK_M, 1].
+        inside: [BLOCK_M], which of them count.
+    """
+    FLOAT16: tl.constexpr = x_rows.dtype.element_ty == tl.float16
+    row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    for width in tl.static_range(1, 5):
+        if TIERS & (1 << width):
+            if bits == (1 << width):
+                for start in range(0, COLUMNS, BLOCK_K):
+                    column = start + tl.arange(0, BLOCK_K)
+                    x_inside = inside[:, None]
+                    if COLUMNS % BLOCK_K != 0:
+                        x_inside = x_inside & (column < COLUMNS)[None, :]
+                    x = tl.load(x_rows + column[None, :], mask=x_inside, other=0.0)
+                    weights = load_weights(
+                        section, tile, start, ROWS, COLUMNS, GROUP, 1 << width, BLOCK_N, BLOCK_K, FLOAT16
+                    )
+                    if _INTERPRETED:
+                        sums = tl.dot(x.to(tl.float32), weights.to(tl.float32), sums)
+                    else:
+                        sums = tl.dot(x, weights, sums)
+                if BIAS:
+                    sums += load_bias(section, row, ROWS, COLUMNS, GROUP, 1 << width, FLOAT16)[None, :]
+    return sums
+
+
+@triton.jit
+def load_weights(
+    section, tile, start,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FLOAT16: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_K, BLOCK_N] of a transposed weight, dequantized; anything but NaN behind the last row or column."""
+    dtype: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
+    column = start + tl.arange(0, BLOCK_K)
+    if BITS == 16:
+        row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        pointers = section.to(tl.pointer_type(dtype)) + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+        if COLUMNS % 8 == 0:
+            pointers = tl.multiple_of(pointers, [1, 16])
+        if ROWS % BLOCK_N == 0 and COLUMNS % BLOCK_K == 0:
+            return tl.load(pointers).trans(1, 0)
+        else:
+            mask = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
+            return tl.load(pointers, mask=mask, other=0.0).trans(1, 0)
+    else:
+        PADDED_ROWS: tl.constexpr = (ROWS + 63) // 64 * 64
+        PADDED_COLUMNS: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP * GROUP
+        BLOCKS: tl.constexpr = BLOCK_N // 64
+        block = tile * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
+        word = tl.arange(0, 8)[None, None, :]
+        half = tl.arange(0, 2)[None, None, :, None, None]
+        byte = tl.arange(0, 4)[None, None, None, None, :]
+        FOLDED: tl.constexpr = GROUP // 2
+        place = column // GROUP * FOLDED + column % FOLDED if BITS == 2 else column
+        base = tl.multiple_of(section.to(tl.pointer_type(tl.int32)), 16)
+        pointers = base + block * (PADDED_COLUMNS * BITS * 2) + place[:, None, None] * 8 + word
+        WHOLE: tl.constexpr = PADDED_ROWS % BLOCK_N == 0
+        valid = block < PADDED_ROWS // 64
+        words = tl.load(pointers) if WHOLE else tl.load(pointers, mask=valid, other=0)
+        words = words[:, :, None, :, None]  # [BLOCK_K, BLOCKS, half, word, byte] below: rows in their order
+        shift = 8 * byte + 4 * half
+        if BITS == 2:
+            shift = shift + 2 * (column % GROUP // FOLDED)[:, None, None, None, None]
+        codes = (words >> shift) & (3 if BITS == 2 else 15)
+        if BITS == 8:
+            pointers += PADDED_COLUMNS * 8
+            below = tl.load(pointers) if WHOLE else tl.load(pointers, mask=valid, other=0)
+            codes = codes * 16 + ((below[:, :, None, :, None] >> shift) & 15)
+        codes = codes.reshape(BLOCK_K, BLOCK_N)
+        # 2^23 with the code in its last bits is 2^23 + code: a conversion without a conversion instruction.
+        floats = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + (1 << (BITS - 1)))
+        row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        scales_at = (section + weight_bytes(ROWS, COLUMNS, GROUP, BITS)).to(tl.pointer_type(tl.int32))
+        scales_at = tl.multiple_of(scales_at, 16) + start // GROUP * PADDED_ROWS + row
+        scales = tl.load(scales_at) if WHOLE else tl.load(scales_at, mask=row < PADDED_ROWS, other=0)
+        scale, zero = unpack_scales(scales, FLOAT16)
+        return (floats * scale[None, :] + zero[None, :]).to(dtype)

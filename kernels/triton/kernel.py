@@ -1,0 +1,216 @@
+"""The kernel for experts in a GPU's memory."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.kernels.activation import Activation
+from vllm_dymoe.kernels.base import ExpertWork, check_formats, check_tokens
+from vllm_dymoe.kernels.checks import check_tensor
+from vllm_dymoe.kernels.packed import DTYPES
+from vllm_dymoe.kernels.triton.launch import (
+    DOWN,
+    Scratch,
+    decode_down,
+    decode_gate_up,
+    grouped_gate_up,
+    grouped_linear,
+)
+from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList, check_addresses
+from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
+
+DEFAULT_WORKSPACE_BYTES = 32 << 20
+MINIMUM_WORKSPACE_BYTES = 320 << 10
+_TICKETS = 1 << 14
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Experts of one class that are launched together.
+
+    Attributes:
+        grouped: index of the grouped tiles, -1 for decode.
+        first: first of its positions in the call's order.
+        positions: how many.
+        items: first of its items.
+        stop: last + 1 of its items.
+    """
+
+    grouped: int
+    first: int
+    positions: int
+    items: int
+    stop: int
+
+
+class TritonKernel:
+    """Experts on a GPU, straight from their packed bytes.
+
+    How an expert is computed follows from its shape and from the number of its tokens in the call, never from the other
+    experts: which of them happen to be on the device changes no bit.
+
+    Args:
+        device: where the experts are; a CPU only in Triton's interpreter.
+        workspace_bytes: scratch that is held, at least 320 KiB. It bounds the tokens that are computed together.
+
+    Raises:
+        ValueError: a smaller workspace.
+    """
+
+    name = "triton"
+
+    def __init__(self, device: torch.device | str, workspace_bytes: int = DEFAULT_WORKSPACE_BYTES) -> None:
+        if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
+            raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
+        self.workspace_bytes = workspace_bytes
+        self._device = torch.device(device)
+        self._tickets = torch.zeros(_TICKETS, dtype=torch.int32, device=device)
+        self._memory = torch.empty(workspace_bytes - 4 * _TICKETS, dtype=torch.uint8, device=device)
+        self._architecture = 90
+        if self._device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(self._device)
+            self._architecture = 10 * major + minor
+
+    def forward(self, x: Tensor, work: Sequence[ExpertWork], out: Tensor, activation: Activation) -> None:
+        """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
+        if x.dtype not in DTYPES:
+            raise TypeError(f"x is {x.dtype}, expected torch.bfloat16 or torch.float16")
+        check_tensor("x", x, shape=(None, None))
+        check_tensor("out", out, shape=(None, x.shape[1]), dtype=x.dtype)
+        for expert in work:
+            check_formats(expert.gate.format, expert.up.format, expert.down.format, x)
+        active = [expert for expert in work if check_tokens(expert)]
+        if not active:
+            return
+        shape = common_shape(active)
+        tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
+        active.sort(key=lambda expert: _class(tiles, expert.tokens.shape[0]))
+        items, runs = _cut(active, tiles, self._limits(shape, tiles))
+        table, items_tensor = self._describe(shape, active, items)
+        rows = torch.cat([expert.tokens for expert in active]) if len(active) > 1 else active[0].tokens
+        pairs = torch.cat([expert.pairs for expert in active]) if len(active) > 1 else active[0].pairs
+        for run in runs:
+            part = slice(run.first, run.first + run.positions)
+            self._launch(run, x, out, table, WorkList(items_tensor[run.items : run.stop], rows[part], pairs[part]),
+                         activation, tiles)  # fmt: skip
+
+    def _launch(
+        self,
+        run: _Run,
+        x: Tensor,
+        out: Tensor,
+        table: ExpertTable,
+        work: WorkList,
+        activation: Activation,
+        tiles: Tiles,
+    ) -> None:
+        inner = table.shape.intermediate
+        used = _round_up(2 * inner * work.positions)
+        hidden = self._memory[: 2 * inner * work.positions].view(x.dtype).view(work.positions, inner)
+        if run.grouped < 0:
+            scratch = Scratch(self._memory[used : len(self._memory) // 4 * 4].view(torch.float32), self._tickets)
+            decode_gate_up(x, hidden, table, work, activation, tiles.gate_up, scratch)
+            decode_down(hidden, out, table, work, tiles.down, scratch)
+        else:
+            grouped_gate_up(x, hidden, table, work, activation, tiles.grouped_gate_up[run.grouped])
+            grouped_linear(hidden, out, table, work, DOWN, tiles.grouped_linear[run.grouped], scatter=True)
+
+    def _limits(self, shape: ExpertShape, tiles: Tiles) -> tuple[int, int]:
+        """Positions that the workspace holds at a time: in decode, and grouped."""
+        hidden = 2 * shape.intermediate
+        blocks = -(-shape.intermediate // 64), -(-shape.hidden // 64)
+        partials = max(
+            2 * 256 * blocks[0] * tiles.gate_up.split if tiles.gate_up.split > 1 else 0,
+            256 * blocks[1] * tiles.down.split if tiles.down.split > 1 else 0,
+        )
+        room = len(self._memory) - 512
+        decode = min(room // (hidden + partials), _TICKETS // max(blocks) if partials else room)
+        if decode < 1:
+            raise ValueError(
+                f"workspace has {self.workspace_bytes} bytes, expected at least "
+                f"{hidden + partials + 512 + 4 * _TICKETS} for experts of {shape.hidden} x {shape.intermediate}"
+            )
+        return decode, room // hidden
+
+    def _describe(
+        self, shape: ExpertShape, active: Sequence[ExpertWork], items: list[list[int]]
+    ) -> tuple[ExpertTable, Tensor]:
+        """Everything that the host knows, in one copy to the device."""
+        matrices = [(expert.gate, expert.up, expert.down) for expert in active]
+        addresses = [matrix.weight.data_ptr() for three in matrices for matrix in three]
+        check_addresses("work", addresses)
+        widths = [matrix.format.bits for three in matrices for matrix in three]
+        host = torch.empty(len(addresses) + (len(widths) + 3 * len(items) + 1) // 2, dtype=torch.int64)
+        host[: len(addresses)] = torch.tensor(addresses)
+        small = host[len(addresses) :].view(torch.int32)
+        small[: len(widths)] = torch.tensor(widths)
+        small[len(widths) : len(widths) + 3 * len(items)] = torch.tensor(items).view(-1)
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        moved = host.to(self._device, non_blocking=True)
+        small = moved[len(addresses) :].view(torch.int32)
+        table = ExpertTable(
+            shape, frozenset(widths), moved[: len(addresses)].view(-1, 3), small[: len(widths)].view(-1, 3)
+        )
+        return table, small[len(widths) : len(widths) + 3 * len(items)].view(-1, 3)
+
+
+def common_shape(work: Sequence[ExpertWork]) -> ExpertShape:
+    """What all experts of a call have in common; a group size counts below 16 bits only.
+
+    Raises:
+        ValueError: they do not have it in common.
+    """
+    formats = [matrix.format for expert in work for matrix in (expert.gate, expert.up, expert.down)]
+    groups = {fmt.group_size for fmt in formats if fmt.quantized}
+    inner = {expert.gate.format.rows for expert in work}
+    biases = {fmt.bias for fmt in formats}
+    for name, values in (("group sizes", groups), ("intermediate sizes", inner)):
+        if len(values) > 1:
+            raise ValueError(f"work holds experts of different {name}: {', '.join(map(str, sorted(values)))}")
+    if len(biases) > 1:
+        raise ValueError("work holds projections with a bias and projections without one")
+    first = work[0].gate.format
+    return ExpertShape(first.columns, first.rows, groups.pop() if groups else 32, first.dtype, first.bias)
+
+
+def _class(tiles: Tiles, tokens: int) -> int:
+    """-1 for decode, else the index of the grouped tiles."""
+    return -1 if tokens <= tiles.decode_tokens else tiles.grouped_class(tokens)
+
+
+def _cut(work: Sequence[ExpertWork], tiles: Tiles, limits: tuple[int, int]) -> tuple[list[list[int]], list[_Run]]:
+    """Items of one tile each, and runs of them that fit the workspace; work is sorted by class."""
+    items: list[list[int]] = []
+    runs: list[_Run] = []
+    for expert, grouped, begin, stop in _pieces(work, tiles, limits):
+        run = runs[-1] if runs else None
+        limit = limits[grouped >= 0]
+        if run is None or run.grouped != grouped or run.positions + stop - begin > limit:
+            run = _Run(grouped, begin, 0, len(items), len(items))
+            runs.append(run)
+        step = 2 if grouped < 0 else tiles.grouped_linear[grouped].block_m
+        for first in range(begin, stop, step):
+            items.append([expert, first - run.first, min(first + step, stop) - run.first])
+        runs[-1] = _Run(grouped, run.first, stop - run.first, run.items, len(items))
+    return items, runs
+
+
+def _pieces(work: Sequence[ExpertWork], tiles: Tiles, limits: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
+    """(expert, class, first and last + 1 of its positions), no piece larger than its limit."""
+    position = 0
+    for number, expert in enumerate(work):
+        count = expert.tokens.shape[0]
+        grouped = _class(tiles, count)
+        limit = limits[grouped >= 0]
+        if grouped >= 0:
+            limit = max(limit // tiles.grouped_linear[grouped].block_m, 1) * tiles.grouped_linear[grouped].block_m
+        for begin in range(position, position + count, limit):
+            yield number, grouped, begin, min(begin + limit, position + count)
+        position += count
+
+
+def _round_up(size: int) -> int:
+    return -(-size // 256) * 256

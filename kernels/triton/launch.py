@@ -1,0 +1,296 @@
+"""The four entry points: checks that cost microseconds, then one launch each.
+
+Every argument that changes from step to step is a device tensor; nothing here
+waits for the device, so that a step can be captured in a CUDA graph.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.kernels.activation import Activation
+from vllm_dymoe.kernels.checks import check_tensor
+from vllm_dymoe.kernels.triton.activation import ACTIVATIONS
+from vllm_dymoe.kernels.triton.decode import down_kernel, gate_up_kernel
+from vllm_dymoe.kernels.triton.grouped import grouped_gate_up_kernel, grouped_linear_kernel
+from vllm_dymoe.kernels.triton.table import ExpertTable, WorkList
+from vllm_dymoe.kernels.triton.tiles import DecodeTile, GroupedTile
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """What decode needs beside its tensors when programs share a sum; one launch at a time may use it.
+
+    Attributes:
+        partials: float32, contents do not matter.
+        tickets: int32, zeros before and after every launch.
+    """
+
+    partials: Tensor
+    tickets: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Weighting:
+    """How decode_down sums a token's experts.
+
+    Attributes:
+        weights: float32 [tokens, top_k], of the router.
+        computed: int32 [tokens, top_k], 1 for the pairs that are in the work list, 0 for the others.
+    """
+
+    weights: Tensor
+    computed: Tensor
+
+
+def decode_gate_up(
+    x: Tensor,
+    hidden: Tensor,
+    table: ExpertTable,
+    work: WorkList,
+    activation: Activation,
+    tile: DecodeTile,
+    scratch: Scratch,
+) -> None:
+    """hidden[position] = activation(gate x[row]) * up x[row], for few positions of each expert.
+
+    Args:
+        x: [tokens, hidden] in the experts' dtype.
+        hidden: [positions, intermediate] like x, overwritten.
+        table: the experts. With destinations, gate and up are stored there too, all bytes of their sections.
+        work: an item may have any number of positions, two are computed at a time; with destinations an expert is in
+            one item only, so that its bytes are read once.
+        activation: of the gate.
+        tile: with destinations its split is taken for 1.
+        scratch: if the tile's split is above 1.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: sizes that disagree, or too little scratch.
+    """
+    shape = table.shape
+    check_tensor("x", x, shape=(None, shape.hidden), dtype=shape.dtype)
+    check_tensor("hidden", hidden, shape=(work.positions, shape.intermediate), dtype=shape.dtype)
+    if not len(work.items):
+        return
+    blocks = _blocks(shape.intermediate)
+    split = 1 if table.destinations is not None else tile.split
+    if split > 1:
+        _check_scratch(scratch, work.positions * split * 2 * 64 * blocks, work.positions * blocks)
+    gate_up_kernel[blocks, len(work.items), split](
+        x,
+        hidden,
+        table.addresses,
+        table.addresses if table.destinations is None else table.destinations,
+        table.bits,
+        work.items,
+        work.rows,
+        scratch.partials,
+        scratch.tickets,
+        ROWS=shape.intermediate,
+        COLUMNS=shape.hidden,
+        GROUP=shape.group_size,
+        TIERS=table.mask,
+        BIAS=shape.bias,
+        ACTIVATION=ACTIVATIONS[activation],
+        SPLIT=split,
+        FETCH=table.destinations is not None,
+        WARPS=tile.warps,
+        num_warps=tile.warps,
+        enable_fp_fusion=True,
+    )
+
+
+def decode_down(
+    hidden: Tensor,
+    out: Tensor,
+    table: ExpertTable,
+    work: WorkList,
+    tile: DecodeTile,
+    scratch: Scratch,
+    weighting: Weighting | None = None,
+) -> None:
+    """Down projections of what decode_gate_up left, for all experts in one launch.
+
+    Without a weighting out[pair] = down(hidden[position]). With one, out[token] is the weighted sum over the token's
+    computed pairs, in ascending k and float32, rounded once; tokens with no computed pair keep what they held.
+
+    Args:
+        hidden: [positions, intermediate] in the experts' dtype.
+        out: [tokens * top_k, hidden] or, with a weighting, [tokens, hidden]; overwritten where named.
+        table: the experts. With destinations, down is stored there too.
+        work: as for decode_gate_up.
+        tile: with destinations its split is taken for 1.
+        scratch: if the tile's split is above 1, or with a weighting.
+        weighting: of the router.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: sizes that disagree, or too little scratch.
+    """
+    shape = table.shape
+    check_tensor("hidden", hidden, shape=(work.positions, shape.intermediate), dtype=shape.dtype)
+    top_k = 1
+    if weighting is None:
+        check_tensor("out", out, shape=(None, shape.hidden), dtype=shape.dtype)
+    else:
+        check_tensor("weights", weighting.weights, shape=(None, None), dtype=torch.float32)
+        tokens, top_k = weighting.weights.shape
+        check_tensor("computed", weighting.computed, shape=(tokens, top_k), dtype=torch.int32)
+        check_tensor("out", out, shape=(tokens, shape.hidden), dtype=shape.dtype)
+    if not len(work.items):
+        return
+    blocks = _blocks(shape.hidden)
+    split = 1 if table.destinations is not None else tile.split
+    if weighting is not None:
+        _check_scratch(scratch, weighting.weights.numel() * split * 64 * blocks, out.shape[0] * blocks)
+    elif split > 1:
+        _check_scratch(scratch, work.positions * split * 64 * blocks, work.positions * blocks)
+    down_kernel[blocks, len(work.items), split](
+        hidden,
+        out,
+        table.addresses,
+        table.addresses if table.destinations is None else table.destinations,
+        table.bits,
+        work.items,
+        work.pairs,
+        scratch.partials if weighting is None else weighting.weights,
+        scratch.tickets if weighting is None else weighting.computed,
+        scratch.partials,
+        scratch.tickets,
+        ROWS=shape.hidden,
+        COLUMNS=shape.intermediate,
+        GROUP=shape.group_size,
+        TIERS=table.mask,
+        BIAS=shape.bias,
+        TOP_K=top_k,
+        WEIGHTED=weighting is not None,
+        SPLIT=split,
+        FETCH=table.destinations is not None,
+        WARPS=tile.warps,
+        num_warps=tile.warps,
+        enable_fp_fusion=True,
+    )
+
+
+def grouped_gate_up(
+    x: Tensor, hidden: Tensor, table: ExpertTable, work: WorkList, activation: Activation, tile: GroupedTile
+) -> None:
+    """The same as decode_gate_up on tensor cores, for many positions of each expert; nothing is fetched.
+
+    Args:
+        x: [tokens, hidden] in the experts' dtype.
+        hidden: [positions, intermediate] like x, overwritten.
+        table: the experts.
+        work: an item has at most tile.block_m positions.
+        activation: of the gate.
+        tile: size of a program.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: sizes that disagree.
+    """
+    shape = table.shape
+    check_tensor("x", x, shape=(None, shape.hidden), dtype=shape.dtype)
+    check_tensor("hidden", hidden, shape=(work.positions, shape.intermediate), dtype=shape.dtype)
+    if not len(work.items):
+        return
+    grouped_gate_up_kernel[len(work.items), -(-shape.intermediate // tile.block_n)](
+        x,
+        hidden,
+        table.addresses,
+        table.bits,
+        work.items,
+        work.rows,
+        ROWS=shape.intermediate,
+        COLUMNS=shape.hidden,
+        GROUP=shape.group_size,
+        TIERS=table.mask,
+        BIAS=shape.bias,
+        ACTIVATION=ACTIVATIONS[activation],
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=min(tile.block_k, shape.group_size),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=True,
+    )
+
+
+GATE, UP, DOWN = range(3)
+
+
+def grouped_linear(
+    x: Tensor,
+    out: Tensor,
+    table: ExpertTable,
+    work: WorkList,
+    projection: int,
+    tile: GroupedTile,
+    *,
+    gather: bool = False,
+    scatter: bool = False,
+) -> None:
+    """One projection of many positions: out[pair or position] = projection(x[row or position]).
+
+    Args:
+        x: [any, columns of the projection] in the experts' dtype.
+        out: [any, rows of the projection] like x, overwritten where named.
+        table: the experts; only this projection's sections have to be there.
+        work: an item has at most tile.block_m positions.
+        projection: GATE, UP or DOWN.
+        tile: size of a program.
+        gather: whether inputs are rows of x by work.rows, or x has one row for each position.
+        scatter: whether results go to work.pairs, or to one row for each position.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: sizes that disagree, or another projection.
+    """
+    shape = table.shape
+    if projection not in (GATE, UP, DOWN):
+        raise ValueError(f"projection is {projection}, expected 0 (gate), 1 (up) or 2 (down)")
+    rows, columns = shape.intermediate, shape.hidden
+    if projection == DOWN:
+        rows, columns = columns, rows
+    check_tensor("x", x, shape=(None if gather else work.positions, columns), dtype=shape.dtype)
+    check_tensor("out", out, shape=(None if scatter else work.positions, rows), dtype=shape.dtype)
+    if not len(work.items):
+        return
+    grouped_linear_kernel[len(work.items), -(-rows // tile.block_n)](
+        x,
+        out,
+        table.addresses,
+        table.bits,
+        work.items,
+        work.rows,
+        work.pairs,
+        PROJECTION=projection,
+        ROWS=rows,
+        COLUMNS=columns,
+        GROUP=shape.group_size,
+        TIERS=table.mask,
+        BIAS=shape.bias,
+        GATHER=gather,
+        SCATTER=scatter,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=min(tile.block_k, shape.group_size),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=True,
+    )
+
+
+def _blocks(rows: int) -> int:
+    return -(-rows // 64)
+
+
+def _check_scratch(scratch: Scratch, partials: int, tickets: int) -> None:
+    """Refuse scratch that is too small; both tensors are one-dimensional."""
+    check_tensor("partials", scratch.partials, shape=(None,), dtype=torch.float32)
+    check_tensor("tickets", scratch.tickets, shape=(None,), dtype=torch.int32)
+    for name, tensor, needed in (("partials", scratch.partials, partials), ("tickets", scratch.tickets, tickets)):
+        if tensor.numel() < needed:
+            raise ValueError(f"{name} has {tensor.numel()} elements, expected at least {needed}")

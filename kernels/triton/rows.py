@@ -1,0 +1,281 @@
+"""Inner products of 64 rows with one or two tokens, straight from packed bytes: what decode is made of.
+
+Decode is bound by memory: a weight is read once and multiplied once or twice, so
+tensor cores would idle, and the way to them (shuffling dequantized tiles through
+shared memory) costs more than the products. What has to be small is the number
+of instructions for each weight. On an H200 a 4-bit weight has 1/8 of a lane's
+issue slot in which to pass by if memory is to be the bound, so that about three
+instructions are the limit.
+
+- A thread keeps one word of a column: eight rows at 4 bits. It walks down the columns, every fourth one of a
+  strip, so that a warp's load is 128 contiguous bytes and nothing crosses lanes before the end.
+- A code becomes a float by being written into the mantissa of 1.0: (word & mask) | 0x3F800000 is 1 + code / 2^n
+  exactly, one instruction and no conversion. The sum of x that this adds is known and taken off once in a strip.
+- Scale and zero are applied once in a strip, to the strip's sums: that of x ((code - mid) scale + zero) is
+  scale sum(x code) + (zero - mid scale) sum(x).
+- A warp owns a strip of up to 64 columns of one group, for the line above to be rare.
+
+Every sum is taken in one order that depends on the shape alone, never on where the bytes lie.
+"""
+
+import triton
+import triton.language as tl
+
+from vllm_dymoe.kernels.triton.section import load_bias, unpack_scales, weight_bytes
+
+
+@triton.jit
+def quantized_rows(
+    section,
+    block,
+    x_first,
+    x_second,
+    split,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WARPS: tl.constexpr,
+    FLOAT16: tl.constexpr,
+):
+    """Products with one block of 64 rows of 8, 4 or 2 bits, over one part of the columns.
+
+    Args:
+        section: int64 address.
+        block: which 64 rows.
+        x_first: pointer to a row of x.
+        x_second: pointer to another one, used if TOKENS is 2.
+        split: which of the SPLIT parts of the columns.
+
+    Returns:
+        float32 [TOKENS, 64].
+    """
+    THREADS: tl.constexpr = 32 * WARPS
+    FOLD: tl.constexpr = 2 if BITS == 2 else 1
+    # Columns of words; at 2 bits a word serves two columns, half a group apart.
+    SPAN: tl.constexpr = GROUP // FOLD
+    STRIP: tl.constexpr = 64 if SPAN > 64 else SPAN
+    PADDED_ROWS: tl.constexpr = (ROWS + 63) // 64 * 64
+    PADDED_COLUMNS: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP * GROUP
+    STRIPS: tl.constexpr = PADDED_COLUMNS // FOLD // STRIP
+    # A share is a whole number of strips for each warp.
+    SHARE: tl.constexpr = (STRIPS + SPLIT * WARPS - 1) // (SPLIT * WARPS) * WARPS
+    EVEN: tl.constexpr = STRIPS % WARPS == 0 and COLUMNS == PADDED_COLUMNS
+    MIDPOINT: tl.constexpr = 1 << (BITS - 1)
+    LOW_FACTOR: tl.constexpr = 256
+    HIGH_FACTOR: tl.constexpr = 256 if BITS == 8 else 16
+
+    # One dimension is the threads, those in front of it are registers: the compiler then has one layout to choose from,
+    # and moves nothing between threads in the loop.
+    thread = tl.arange(0, THREADS)
+    word = thread & 7
+    beside = (thread >> 3) & 3
+    warp = thread >> 5
+    byte = tl.arange(0, 4)[:, None]
+    # What moves byte b of a word to bits 15 to 22, the upper mantissa.
+    left = tl.maximum(15 - 8 * byte, 0)
+    right = tl.maximum(8 * byte - 15, 0)
+    # 0x3F800000, the bits of 1.0, but nothing that the compiler knows: of two constants in one instruction it would
+    # load one anew each time.
+    one = 0x3F800000 + (section >> 62).to(tl.int32)
+
+    words_at = section.to(tl.pointer_type(tl.int32)) + block * (PADDED_COLUMNS * BITS * 2) + (8 * beside + word)
+    scales_zeros = (section + weight_bytes(ROWS, COLUMNS, GROUP, BITS)).to(tl.pointer_type(tl.int32))
+    scales_zeros = tl.multiple_of(scales_zeros + block * 64, 16)
+    low_sum = tl.zeros([TOKENS, 4, THREADS], tl.float32)
+    high_sum = tl.zeros([TOKENS, 4, THREADS], tl.float32)
+
+    last = tl.minimum((split + 1) * SHARE, STRIPS)
+    words = _load_words(words_at, split * SHARE + warp, last, STRIP, PADDED_COLUMNS, BITS)
+    for chunk in range(split * SHARE, last, WARPS):
+        strip = chunk + warp
+        # On their way while this chunk is computed. What is not there stays undefined, and meets zeros.
+        next_words = _load_words(words_at, strip + WARPS, last, STRIP, PADDED_COLUMNS, BITS)
+        valid = strip < last
+        folded = strip * STRIP
+        group = folded // SPAN
+        column = beside + (folded if FOLD == 1 else group * GROUP + folded % SPAN)
+        low = tl.zeros([TOKENS, 4, THREADS], tl.float32)
+        high = tl.zeros([TOKENS, 4, THREADS], tl.float32)
+        total = tl.zeros([TOKENS, 1, THREADS], tl.float32)
+        ones = total
+        for step in tl.static_range(STRIP // 4):
+            x = _load_x(x_first, x_second, column + 4 * step, valid, COLUMNS, TOKENS, EVEN)
+            total += x
+            ones += x
+            if BITS == 8:
+                above = words[2 * step]
+                below = words[2 * step + 1]
+                low_codes = ((above & 0x0F0F0F0F) << 4) | (below & 0x0F0F0F0F)
+                high_codes = (above & -0x0F0F0F10) | ((below >> 4) & 0x0F0F0F0F)
+                low += x * _factors((low_codes[None, :] << left) >> right, 0x7F8000, one)
+                high += x * _factors((high_codes[None, :] << left) >> right, 0x7F8000, one)
+            elif BITS == 4:
+                codes = (words[step][None, :] << left) >> right
+                low += x * _factors(codes, 0x078000, one)
+                high += x * _factors(codes, 0x780000, one)
+            else:
+                codes = (words[step][None, :] << left) >> right
+                low += x * _factors(codes, 0x018000, one)
+                high += x * _factors(codes, 0x180000, one)
+                x = _load_x(x_first, x_second, column + SPAN + 4 * step, valid, COLUMNS, TOKENS, EVEN)
+                total += x
+                # Its codes lie two bits higher in the mantissa, so a quarter of it brings them to the same sum.
+                x *= 0.25
+                ones += x
+                low += x * _factors(codes, 0x060000, one)
+                high += x * _factors(codes, 0x600000, one)
+        scales_at = scales_zeros + (group * PADDED_ROWS + 4 * word)[None, :] + byte
+        scale, zero = unpack_scales(_load(scales_at, valid[None, :], EVEN)[None], FLOAT16)
+        low_sum += scale * ((low - ones) * LOW_FACTOR) + (zero - scale * MIDPOINT) * total
+        scale, zero = unpack_scales(_load(scales_at + 32, valid[None, :], EVEN)[None], FLOAT16)
+        high_sum += scale * ((high - ones) * HIGH_FACTOR) + (zero - scale * MIDPOINT) * total
+        words = next_words
+    # Row 32 half + 4 word + byte of [TOKENS, byte, word, half].
+    low_rows = tl.sum(low_sum.reshape(TOKENS, 4, 4 * WARPS, 8), 2)
+    high_rows = tl.sum(high_sum.reshape(TOKENS, 4, 4 * WARPS, 8), 2)
+    return tl.join(low_rows, high_rows).permute(0, 3, 2, 1).reshape(TOKENS, 64)
+
+
+@triton.jit
+def _load_words(words_at, strip, last, STRIP: tl.constexpr, PADDED_COLUMNS: tl.constexpr, BITS: tl.constexpr):
+    """A strip for each warp: a tuple of int32 [THREADS], one for each step; two for each at 8 bits, by plane."""
+    pointers = words_at + strip * (STRIP * 8)
+    words = ()
+    for step in tl.static_range(STRIP // 4):
+        words = words + (tl.load(pointers + 32 * step, mask=strip < last),)
+        if BITS == 8:
+            words = words + (tl.load(pointers + 32 * step + PADDED_COLUMNS * 8, mask=strip < last),)
+    return words
+
+
+@triton.jit
+def _load_x(first, second, column, valid, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr):
+    """float32 [TOKENS, 1, THREADS]: eight threads of a warp load the same column, each where it needs it."""
+    inside = valid & (column < COLUMNS)
+    x = _load(first + column, inside, EVEN).to(tl.float32)
+    if TOKENS == 1:
+        return x[None, None, :]
+    else:
+        return tl.join(x, _load(second + column, inside, EVEN).to(tl.float32)).permute(1, 0)[:, None, :]
+
+
+@triton.jit
+def _load(pointers, mask, ALL: tl.constexpr):
+    """What is masked out is zero; ALL says that nothing is, and saves the instruction that sets the zero."""
+    if ALL:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def _factors(codes, MASK: tl.constexpr, one):
+    """1 + code / 2^n for the codes under a mask; `one` has the bits of 1.0."""
+    return ((codes & MASK) | one).to(tl.float32, bitcast=True)[None]
+
+
+@triton.jit
+def plain_rows(
+    section,
+    block,
+    x_first,
+    x_second,
+    split,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WARPS: tl.constexpr,
+    FLOAT16: tl.constexpr,
+):
+    """The same for 16 bits: arguments and result as in quantized_rows."""
+    WIDTH: tl.constexpr = 256  # eight columns for each lane: a warp reads 512 bytes of a row
+    STRIPS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
+    SHARE: tl.constexpr = (STRIPS + SPLIT - 1) // SPLIT
+    HEIGHT: tl.constexpr = 64 // WARPS
+    WHOLE_X: tl.constexpr = COLUMNS % WIDTH == 0
+    dtype: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
+    warp = tl.arange(0, WARPS)[:, None]
+    weights_at = section.to(tl.pointer_type(dtype)) + (block * 64 + warp).to(tl.int64) * COLUMNS
+    sums = ()
+    for _ in tl.static_range(HEIGHT * TOKENS):
+        sums = sums + (tl.zeros([WARPS, WIDTH], tl.float32),)
+    for strip in range(split * SHARE, tl.minimum((split + 1) * SHARE, STRIPS)):
+        column = strip * WIDTH + tl.arange(0, WIDTH)[None, :]
+        inside = column < COLUMNS
+        # The same row of x for every warp.
+        x = _load(x_first + column + 0 * warp, inside, WHOLE_X).to(tl.float32)
+        if TOKENS == 2:
+            y = _load(x_second + column + 0 * warp, inside, WHOLE_X).to(tl.float32)
+        added = ()
+        for height in tl.static_range(HEIGHT):
+            pointers = weights_at + height * WARPS * COLUMNS + column
+            if COLUMNS % 8 == 0:
+                # Rows then begin on 16 bytes, because sections do: one load fetches eight weights.
+                pointers = tl.multiple_of(pointers, [1, 16])
+            row = block * 64 + height * WARPS + warp
+            weights = _load(pointers, (row < ROWS) & inside, WHOLE_X and ROWS % 64 == 0).to(tl.float32)
+            added = added + (sums[height * TOKENS] + weights * x,)
+            if TOKENS == 2:
+                added = added + (sums[height * TOKENS + 1] + weights * y,)
+        sums = added
+    rows = tl.zeros([TOKENS, HEIGHT, WARPS], tl.float32)
+    for number in tl.static_range(HEIGHT * TOKENS):
+        token = tl.arange(0, TOKENS)[:, None, None] == number % TOKENS
+        height = tl.arange(0, HEIGHT)[None, :, None] == number // TOKENS
+        rows = tl.where(token & height, tl.sum(sums[number], 1)[None, None, :], rows)
+    return rows.reshape(TOKENS, 64)
+
+
+@triton.jit
+def row_products(
+    section,
+    bits,
+    block,
+    x_first,
+    x_second,
+    split,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TIERS: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WARPS: tl.constexpr,
+    FLOAT16: tl.constexpr,
+):
+    """Products with 64 rows of whatever bits the section has; the first part adds the bias.
+
+    Args:
+        section: int64 address.
+        bits: int32, one of the widths whose sum is TIERS; for any other the products are zero.
+        block: as in quantized_rows, like the others.
+        x_first: pointer to a row of x.
+        x_second: pointer to another one.
+        split: which part of the columns.
+
+    Returns:
+        float32 [TOKENS, 64].
+    """
+    sums = tl.zeros([TOKENS, 64], tl.float32)
+    row = block * 64 + tl.arange(0, 64)
+    for width in tl.static_range(1, 5):
+        if TIERS & (1 << width):
+            if bits == (1 << width):
+                if width == 4:
+                    sums = plain_rows(
+                        section, block, x_first, x_second, split, ROWS, COLUMNS, TOKENS, SPLIT, WARPS, FLOAT16
+                    )
+                else:
+                    sums = quantized_rows(
+                        section, block, x_first, x_second, split,
+                        ROWS, COLUMNS, GROUP, 1 << width, TOKENS, SPLIT, WARPS, FLOAT16,
+                    )  # fmt: skip
+                if BIAS:
+                    if split == 0:
+                        sums += load_bias(section, row, ROWS, COLUMNS, GROUP, 1 << width, FLOAT16)[None, :]
+    return sums

@@ -1,0 +1,58 @@
+"""Where a section's bytes are, for kernels: device functions over docs/format.md's formulas.
+
+Sizes are compile-time constants, so every offset but the block's and the group's folds away.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def weight_bytes(ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
+    """Bytes of a section in front of its scales: a multiple of 256."""
+    if BITS == 16:
+        return (2 * ROWS * COLUMNS + 255) // 256 * 256
+    return (ROWS + 63) // 64 * 64 * ((COLUMNS + GROUP - 1) // GROUP * GROUP) * BITS // 8
+
+
+@triton.jit
+def bias_offset(ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
+    """Byte of a section where its bias begins, or where it ends without one."""
+    if BITS == 16:
+        return (2 * ROWS * COLUMNS + 255) // 256 * 256
+    padded: tl.constexpr = (ROWS + 63) // 64 * 64 * ((COLUMNS + GROUP - 1) // GROUP * GROUP)
+    return padded * BITS // 8 + padded // GROUP * 4
+
+
+@triton.jit
+def unpack_scales(words, FLOAT16: tl.constexpr):
+    """Scale and zero, each float32, of int32 words that hold the pair in 16 bits each."""
+    if FLOAT16:
+        scale = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        zero = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        # A bfloat16 is the upper half of a float32.
+        scale = (words << 16).to(tl.float32, bitcast=True)
+        zero = (words & -65536).to(tl.float32, bitcast=True)
+    return scale, zero
+
+
+@triton.jit
+def load_bias(
+    section,
+    rows,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    FLOAT16: tl.constexpr,
+):
+    """float32 biases of some rows; zero behind the last one.
+
+    Args:
+        section: int64 address of the section.
+        rows: int32, any shape.
+    """
+    dtype: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
+    address = section + bias_offset(ROWS, COLUMNS, GROUP, BITS)
+    return tl.load(address.to(tl.pointer_type(dtype)) + rows, mask=rows < ROWS, other=0.0).to(tl.float32)

@@ -1,0 +1,189 @@
+"""What a launch is told: which sections experts have, and which tokens go to which expert. Device tensors only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.kernels.checks import check_tensor
+from vllm_dymoe.kernels.packed import BIT_WIDTHS, DTYPES, GROUP_SIZES, MatrixFormat
+
+ADDRESS_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """What all experts of a launch have in common.
+
+    Attributes:
+        hidden: H.
+        intermediate: I.
+        group_size: of every section below 16 bits.
+        dtype: of activations, scales and 16-bit weights.
+        bias: whether every projection has one.
+
+    Raises:
+        ValueError: a size or a group size that the format does not have.
+        TypeError: another dtype.
+    """
+
+    hidden: int
+    intermediate: int
+    group_size: int
+    dtype: torch.dtype
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hidden < 1 or self.intermediate < 1:
+            raise ValueError(f"hidden is {self.hidden} and intermediate {self.intermediate}, expected at least 1")
+        if self.group_size not in GROUP_SIZES:
+            raise ValueError(f"group_size is {self.group_size}, expected one of {', '.join(map(str, GROUP_SIZES))}")
+        if self.dtype not in DTYPES:
+            raise TypeError(f"dtype is {self.dtype}, expected torch.bfloat16 or torch.float16")
+
+    def formats(self, bits: int) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
+        """Gate [I, H], up [I, H] and down [H, I] at some bits."""
+        wide = MatrixFormat(self.intermediate, self.hidden, bits, self.group_size, self.dtype, self.bias)
+        down = MatrixFormat(self.hidden, self.intermediate, bits, self.group_size, self.dtype, self.bias)
+        return wide, wide, down
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertTable:
+    """Where experts are. The tensors may be rewritten between launches; only `tiers` and the shape are compiled in.
+
+    Attributes:
+        shape: of every expert.
+        tiers: bit-widths that `bits` may hold.
+        addresses: int64 [experts, 3], sections of gate, up and down, each a multiple of 16.
+        bits: int32 [experts, 3].
+        destinations: int64 [experts, 3], where decode stores the sections too, 0 for nowhere; None to fetch nothing.
+
+    Raises:
+        TypeError: a tensor of another dtype.
+        ValueError: another shape, another device, or a bit-width that the format does not have.
+    """
+
+    shape: ExpertShape
+    tiers: frozenset[int]
+    addresses: Tensor
+    bits: Tensor
+    destinations: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_tiers(self.tiers)
+        check_tensor("addresses", self.addresses, shape=(None, 3), dtype=torch.int64)
+        check_tensor("bits", self.bits, shape=(self.addresses.shape[0], 3), dtype=torch.int32)
+        if self.bits.device != self.addresses.device:
+            raise ValueError(f"bits is on {self.bits.device}, but addresses on {self.addresses.device}")
+        if self.destinations is not None:
+            check_tensor("destinations", self.destinations, shape=tuple(self.addresses.shape), dtype=torch.int64)
+            if self.destinations.device != self.addresses.device:
+                raise ValueError(f"destinations is on {self.destinations.device}, addresses on {self.addresses.device}")
+
+    @property
+    def mask(self) -> int:
+        """The tiers' sum, as kernels want them."""
+        return sum(self.tiers)
+
+    @classmethod
+    def of_blobs(
+        cls,
+        shape: ExpertShape,
+        blobs: Sequence[int],
+        bits: Sequence[int],
+        device: torch.device | str,
+        destinations: Sequence[int] | None = None,
+    ) -> "ExpertTable":
+        """The table of experts that are one blob each: gate, up and down behind one another.
+
+        Args:
+            shape: of every expert.
+            blobs: addresses, multiples of 16.
+            bits: of each expert.
+            device: where kernels run.
+            destinations: addresses of slots that decode fills as it reads, 0 for none.
+
+        Raises:
+            ValueError: an address that is no multiple of 16, bits that the format does not have, or unequal numbers.
+        """
+        if len(blobs) != len(bits):
+            raise ValueError(f"blobs has {len(blobs)} addresses, but bits {len(bits)}")
+        if destinations is not None and len(destinations) != len(blobs):
+            raise ValueError(f"destinations has {len(destinations)} addresses, but blobs {len(blobs)}")
+        check_tiers(frozenset(bits))
+        offsets = {width: section_offsets(shape, width) for width in set(bits)}
+
+        def sections(name: str, starts: Sequence[int]) -> Tensor:
+            check_addresses(name, starts)
+            rows = [
+                [start + offset if start else 0 for offset in offsets[width]]
+                for start, width in zip(starts, bits, strict=True)
+            ]
+            return torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(device)
+
+        widths = torch.tensor([[width] * 3 for width in bits], dtype=torch.int32).view(-1, 3).to(device)
+        targets = None if destinations is None else sections("destinations", destinations)
+        return cls(shape, frozenset(bits), sections("blobs", blobs), widths, targets)
+
+
+@dataclass(frozen=True, eq=False)
+class WorkList:
+    """Tokens by expert.
+
+    Attributes:
+        items: int32 [items, 3]: expert of the table, first and last + 1 of its positions; empty ones are allowed.
+        rows: int32 or int64 [positions], rows of x.
+        pairs: int32 or int64 [positions], rows of the output, token * top_k + k.
+
+    Raises:
+        TypeError: a tensor of another dtype.
+        ValueError: another shape.
+    """
+
+    items: Tensor
+    rows: Tensor
+    pairs: Tensor
+
+    def __post_init__(self) -> None:
+        check_tensor("items", self.items, shape=(None, 3), dtype=torch.int32)
+        for name, tensor in (("rows", self.rows), ("pairs", self.pairs)):
+            check_tensor(name, tensor, shape=(None,))
+            if tensor.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"{name} is {tensor.dtype}, expected torch.int32 or torch.int64")
+        if self.rows.shape != self.pairs.shape:
+            raise ValueError(f"rows has {self.rows.shape[0]} positions, but pairs {self.pairs.shape[0]}")
+
+    @property
+    def positions(self) -> int:
+        """How many (token, expert) pairs there are."""
+        return self.rows.shape[0]
+
+
+def section_offsets(shape: ExpertShape, bits: int) -> tuple[int, int, int]:
+    """Bytes from a blob's beginning to gate, up and down."""
+    gate, up, _ = shape.formats(bits)
+    return 0, gate.nbytes, gate.nbytes + up.nbytes
+
+
+def check_tiers(tiers: frozenset[int]) -> None:
+    """Refuse bit-widths that the format does not have.
+
+    Raises:
+        ValueError: there is one.
+    """
+    wrong = sorted(tiers - set(BIT_WIDTHS))
+    if wrong:
+        raise ValueError(f"tiers holds {wrong[0]} bits, expected some of {', '.join(map(str, BIT_WIDTHS))}")
+
+
+def check_addresses(name: str, addresses: Sequence[int]) -> None:
+    """Refuse addresses that kernels cannot load 16 bytes from.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for address in addresses:
+        if address % ADDRESS_ALIGNMENT:
+            raise ValueError(f"{name} holds address {address:#x}, expected multiples of {ADDRESS_ALIGNMENT}")

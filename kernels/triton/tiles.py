@@ -1,0 +1,112 @@
+"""How big a program is: one function returns one record, from a small committed table.
+
+``tiles.json`` has defaults for each architecture, reasoned from the hardware, and records by shape; tune.py measures
+and rewrites the latter. A record never depends on how many experts a launch has: what one expert's result is, to the
+last bit, would then depend on which others happen to be on the device.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("tiles.json")
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """A program of 64 rows.
+
+    Attributes:
+        warps: each owns a strip of up to 64 columns at a time; 4 or 8.
+        split: programs that share the columns of one block of rows.
+    """
+
+    warps: int
+    split: int
+
+
+@dataclass(frozen=True)
+class GroupedTile:
+    """A program of block_m positions and block_n rows that walks down the columns in steps of block_k.
+
+    Attributes:
+        block_m: positions, at least 16.
+        block_n: rows, a multiple of 64.
+        block_k: columns, at least 16; a group's size if that is smaller.
+        warps: 4 or 8.
+        stages: steps in flight.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Everything that launches need to know for one shape on one architecture.
+
+    Attributes:
+        decode_tokens: an expert with at most so many tokens is decoded, one with more is grouped.
+        gate_up: of decode.
+        down: of decode.
+        grouped_gate_up: by ascending block_m; an expert takes the first that holds its tokens, or the last.
+        grouped_linear: the same for one projection.
+    """
+
+    decode_tokens: int
+    gate_up: DecodeTile
+    down: DecodeTile
+    grouped_gate_up: tuple[GroupedTile, ...]
+    grouped_linear: tuple[GroupedTile, ...]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Tiles":
+        """Inverse of to_json."""
+        return cls(
+            data["decode_tokens"],
+            DecodeTile(**data["gate_up"]),
+            DecodeTile(**data["down"]),
+            tuple(GroupedTile(**tile) for tile in data["grouped_gate_up"]),
+            tuple(GroupedTile(**tile) for tile in data["grouped_linear"]),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in the table."""
+        return asdict(self)
+
+    def grouped_class(self, tokens: int) -> int:
+        """Which of the grouped tiles an expert with so many tokens takes."""
+        for number, tile in enumerate(self.grouped_linear):
+            if tokens <= tile.block_m:
+                return number
+        return len(self.grouped_linear) - 1
+
+
+@cache
+def choose_tiles(architecture: int, hidden: int, intermediate: int) -> Tiles:
+    """The record for a shape.
+
+    Args:
+        architecture: compute capability times ten, such as 90; the newest known one that is not newer serves others.
+        hidden: H.
+        intermediate: I.
+    """
+    table = json.loads(TABLE.read_text())
+    known = sorted(int(name) for name in table)
+    entry = table[str(max((a for a in known if a <= architecture), default=known[0]))]
+    data = {**entry["default"], "down": {"warps": 4, "split": _split(hidden, intermediate)}}
+    data["gate_up"] = {"warps": 4, "split": _split(intermediate, hidden)}
+    return Tiles.from_json({**data, **entry["shapes"].get(f"{hidden}x{intermediate}", {})})
+
+
+def _split(rows: int, columns: int) -> int:
+    """Parts of the columns so that one expert makes about 64 programs, each of two chunks of 256 columns or more."""
+    split = 1
+    while 2 * split * -(-rows // 64) <= 64 and 4 * split * 256 <= columns:
+        split *= 2
+    return split

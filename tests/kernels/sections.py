@@ -1,0 +1,69 @@
+"""Experts at addresses, for the tests of Triton's kernels."""
+
+import os
+
+import torch
+
+from tests.kernels.matrices import random_packed
+from vllm_dymoe.kernels import expert_reference
+from vllm_dymoe.kernels.triton import ExpertTable, WorkList
+from vllm_dymoe.kernels.triton.table import section_offsets
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+# Three roundings (the dequantized weight of a tile, the inner activation, the result): issue's bounds, 8 and 11 bits.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def relative_error(got, want):
+    return ((got.cpu().double() - want).norm() / want.norm()).item()
+
+
+def random_x(tokens, columns, dtype, seed=0):
+    return torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def poisoned(*shape, dtype):
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+class Experts:
+    """Random experts of one shape, one blob each, and what they should compute.
+
+    Args:
+        shape: of all.
+        bits: of each.
+        seed: of the first.
+    """
+
+    def __init__(self, shape, bits, seed=0):
+        self.shape, self.bits = shape, list(bits)
+        self.matrices, self.blobs = [], []
+        for number, width in enumerate(self.bits):
+            formats = shape.formats(width)
+            three = [random_packed(fmt, seed + 3 * number + i) for i, fmt in enumerate(formats)]
+            self.matrices.append(three)
+            sections = [torch.tensor([], dtype=torch.uint8).set_(packed.weight.untyped_storage()) for packed in three]
+            blob = torch.cat(sections).to(DEVICE)
+            assert section_offsets(shape, width)[2] + formats[2].nbytes == blob.numel()
+            assert blob.data_ptr() % 16 == 0
+            self.blobs.append(blob)
+
+    def table(self, destinations=None):
+        starts = [blob.data_ptr() for blob in self.blobs]
+        return ExpertTable.of_blobs(self.shape, starts, self.bits, DEVICE, destinations)
+
+    def reference(self, expert, x, activation):
+        return expert_reference(x.cpu(), *self.matrices[expert], activation)
+
+
+def work_list(tokens_by_expert, top_k, step=2):
+    """Items of at most `step` positions. tokens_by_expert: a list of (token, k) for each expert of the table."""
+    items, rows, pairs = [], [], []
+    for expert, chosen in enumerate(tokens_by_expert):
+        first = len(rows)
+        rows += [token for token, _ in chosen]
+        pairs += [token * top_k + k for token, k in chosen]
+        items += [[expert, i, min(i + step, len(rows))] for i in range(first, len(rows), step)]
+    make = lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)  # noqa: E731
+    return WorkList(make(items).view(-1, 3), make(rows), make(pairs))

@@ -1,0 +1,247 @@
+"""The decode launches by themselves: split sums, the router's weights, fetching through, device-side work lists."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.sections import DEVICE, TOLERANCE, Experts, poisoned, random_x, relative_error, work_list
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.kernels.triton import (
+    DecodeTile,
+    ExpertShape,
+    ExpertTable,
+    Scratch,
+    Weighting,
+    WorkList,
+    decode_down,
+    decode_gate_up,
+)
+
+BFLOAT16, SILU = torch.bfloat16, Activation.SILU
+
+
+def make_scratch(floats=1 << 16):
+    partials = torch.full((floats,), float("nan"), device=DEVICE)
+    return Scratch(partials, torch.zeros(1 << 10, dtype=torch.int32, device=DEVICE))
+
+
+def run(x, table, work, tile, activation=SILU, weighting=None, rows=None, scratch=None):
+    """Both launches; what gate and up left, and the output."""
+    scratch = scratch or make_scratch()
+    hidden = poisoned(work.positions, table.shape.intermediate, dtype=x.dtype)
+    decode_gate_up(x, hidden, table, work, activation, tile, scratch)
+    out = poisoned(rows, table.shape.hidden, dtype=x.dtype)
+    decode_down(hidden, out, table, work, tile, scratch, weighting)
+    assert not scratch.tickets.any(), "tickets are left"
+    return hidden, out
+
+
+def routing(tokens, top_k, experts, seed=0):
+    """ids [tokens][top_k], float32 weights, and (token, k) by expert."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)]).tolist()
+    weights = torch.rand(tokens, top_k, generator=generator)
+    chosen = [[(t, k) for t in range(tokens) for k in range(top_k) if ids[t][k] == e] for e in range(experts)]
+    return ids, weights.to(DEVICE), chosen
+
+
+def weighted_reference(experts, ids, weights, x, activation, skipped=()):
+    """float64 [tokens, hidden]."""
+    want = torch.zeros(x.shape, dtype=torch.float64)
+    for t, row in enumerate(ids):
+        for k, expert in enumerate(row):
+            if (t, k) not in skipped:
+                want[t] += float(weights[t, k]) * experts.reference(expert, x[t : t + 1], activation)[0]
+    return want
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    bits=st.lists(st.sampled_from([16, 8, 4, 2]), min_size=3, max_size=3),
+    tokens=st.sampled_from([1, 3]),
+    hidden=st.integers(40, 270),
+    intermediate=st.integers(40, 100),
+    group_size=st.sampled_from([32, 64, 128]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    activation=st.sampled_from(Activation),
+    bias=st.booleans(),
+    tile=st.builds(DecodeTile, st.sampled_from([4, 8]), st.sampled_from([1, 2, 3])),
+    seed=st.integers(0, 1000),
+)
+def test_the_weighted_sum(bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, tile, seed):
+    """Any tiers in one launch, any number of parts; one expert of each token is left out."""
+    experts = Experts(ExpertShape(hidden, intermediate, group_size, dtype, bias), bits, seed)
+    x = random_x(tokens, hidden, dtype, seed)
+    ids, weights, chosen = routing(tokens, 2, 3, seed)
+    chosen[0] = []
+    skipped = {(t, k) for t in range(tokens) for k in range(2) if ids[t][k] == 0}
+    computed = torch.tensor([[int((t, k) not in skipped) for k in range(2)] for t in range(tokens)], dtype=torch.int32)
+    weighting = Weighting(weights, computed.to(DEVICE))
+    _, out = run(x, experts.table(), work_list(chosen, 2), tile, activation, weighting, tokens)
+    want = weighted_reference(experts, ids, weights, x, activation, skipped)
+    assert relative_error(out, want) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("bits", "split"), [(16, 2), (8, 3), (4, 3), (2, 2)])
+def test_parts_of_the_columns_add_up(bits, split):
+    """Unweighted, with fewer columns in the last part, or none at all."""
+    experts = Experts(ExpertShape(270, 60, 32, torch.float16, True), [bits])
+    x = random_x(2, 270, torch.float16)
+    work = work_list([[(0, 0), (1, 0)]], 1)
+    _, out = run(x, experts.table(), work, DecodeTile(4, split), rows=2)
+    assert relative_error(out, experts.reference(0, x, SILU)) < TOLERANCE[torch.float16]
+
+
+def test_the_order_of_programs_changes_no_bit():
+    """Another program takes the last ticket when the items come in another order."""
+    experts = Experts(ExpertShape(130, 64, 32, BFLOAT16), [4, 2, 4])
+    x = random_x(2, 130, BFLOAT16)
+    _, weights, chosen = routing(2, 3, 3)
+    work = work_list(chosen, 3)
+    weighting = Weighting(weights, torch.ones(2, 3, dtype=torch.int32, device=DEVICE))
+    results = []
+    for items in (work.items, work.items.flip(0)):
+        turned = WorkList(items.contiguous(), work.rows, work.pairs)
+        results.append(run(x, experts.table(), turned, DecodeTile(4, 2), SILU, weighting, 2)[1])
+    assert torch.equal(*results)
+    assert not results[0].isnan().any()
+
+
+def test_where_the_bytes_lie_changes_no_bit():
+    shape = ExpertShape(128, 64, 32, BFLOAT16, True)
+    experts = Experts(shape, [4, 2])
+    x = random_x(1, 128, BFLOAT16)
+    work = work_list([[(0, 0)], [(0, 1)]], 2)
+    want = run(x, experts.table(), work, DecodeTile(4, 1), rows=2)[1]
+    arena = torch.full((1 << 17,), 0xEE, dtype=torch.uint8, device=DEVICE)
+    for offset in (16, 4096 + 48):
+        places = [arena[offset + (i << 15) :][: blob.numel()].copy_(blob) for i, blob in enumerate(experts.blobs)]
+        table = ExpertTable.of_blobs(shape, [place.data_ptr() for place in places], [4, 2], DEVICE)
+        assert torch.equal(run(x, table, work, DecodeTile(4, 1), rows=2)[1], want)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "group_size", "tokens", "bias"),
+    [(100, 70, 32, 1, False), (65, 64, 128, 3, True)],
+)
+def test_what_is_fetched_is_the_source_and_changes_no_bit(hidden, intermediate, group_size, tokens, bias):
+    """Every byte of the blob arrives, padding included, none beside it, and the output is that of the slot."""
+    bits = [16, 8, 4, 2, 4]
+    experts = Experts(ExpertShape(hidden, intermediate, group_size, BFLOAT16, bias), bits)
+    x = random_x(tokens, hidden, BFLOAT16)
+    chosen = [[(t, e) for t in range(tokens)] for e in range(len(bits))]
+    slots = [torch.full((blob.numel() + 32,), 0xEE, dtype=torch.uint8, device=DEVICE) for blob in experts.blobs]
+    # The last one is on the device already.
+    targets = [slot.data_ptr() + 16 for slot in slots[:-1]] + [0]
+    assert all(address % 16 == 0 for address in targets)
+    whole = work_list(chosen, len(bits), step=tokens)
+    hidden_states, out = run(x, experts.table(targets), whole, DecodeTile(4, 3), rows=tokens * len(bits))
+    for slot, blob in zip(slots[:-1], experts.blobs, strict=False):
+        assert torch.equal(slot[16:-16], blob)
+        assert bool((slot[:16] == 0xEE).all())
+        assert bool((slot[-16:] == 0xEE).all())
+    assert bool((slots[-1] == 0xEE).all())
+    starts = [slot.data_ptr() + 16 for slot in slots[:-1]] + [experts.blobs[-1].data_ptr()]
+    again = ExpertTable.of_blobs(experts.shape, starts, bits, DEVICE)
+    slot_states, slot_out = run(x, again, whole, DecodeTile(4, 1), rows=tokens * len(bits))
+    assert torch.equal(hidden_states, slot_states)
+    assert torch.equal(out, slot_out)
+    for expert in range(len(bits)):
+        want = experts.reference(expert, x, SILU)
+        assert relative_error(out.view(tokens, len(bits), -1)[:, expert], want) < TOLERANCE[BFLOAT16]
+
+
+def test_bytes_of_nobody_arrive_too():
+    """Random bytes as a blob: whatever lies in padding is copied like everything else."""
+    for bits in (16, 8, 4, 2):
+        shape = ExpertShape(70, 67, 32, BFLOAT16, True)
+        experts = Experts(shape, [bits])
+        experts.blobs[0].random_(0, 60)  # no infinities among the scales
+        slot = torch.zeros_like(experts.blobs[0])
+        run(
+            random_x(1, 70, BFLOAT16),
+            experts.table([slot.data_ptr()]),
+            work_list([[(0, 0)]], 1),
+            DecodeTile(4, 1),
+            rows=1,
+        )
+        assert torch.equal(slot, experts.blobs[0])
+
+
+def test_empty_items_are_nothing():
+    """A list made on the device has room for more items than there are."""
+    experts = Experts(ExpertShape(64, 64, 32, BFLOAT16), [4])
+    x = random_x(1, 64, BFLOAT16)
+    work = work_list([[(0, 0)]], 1)
+    want = run(x, experts.table(), work, DecodeTile(4, 1), rows=1)[1]
+    items = torch.cat([work.items, torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)])
+    assert torch.equal(
+        run(x, experts.table(), WorkList(items, work.rows, work.pairs), DecodeTile(4, 1), rows=1)[1], want
+    )
+
+
+SHAPE = ExpertShape(64, 64, 32, BFLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"x": torch.zeros(1, 64)}, TypeError, r"x is torch.float32, expected torch.bfloat16"),
+        ({"x": torch.zeros(1, 65, dtype=BFLOAT16)}, ValueError, r"x has shape \[1, 65\], expected \[\*, 64\]"),
+        ({"hidden": torch.zeros(2, 64, dtype=BFLOAT16)}, ValueError, r"hidden has shape \[2, 64\], expected \[1, 64\]"),
+        ({"tile": DecodeTile(4, 2), "partials": 8}, ValueError, "partials has 8 elements, expected at least 256"),
+    ],
+)
+def test_wrong_arguments_are_named(change, error, sentence):
+    experts = Experts(SHAPE, [4])
+    tile = change.pop("tile", DecodeTile(4, 1))
+    scratch = make_scratch(change.pop("partials", 1 << 10))
+    arguments = {"x": torch.zeros(1, 64, dtype=BFLOAT16), "hidden": torch.zeros(1, 64, dtype=BFLOAT16)} | change
+    with pytest.raises(error, match=sentence):
+        decode_gate_up(
+            **{name: tensor.to(DEVICE) for name, tensor in arguments.items()},
+            table=experts.table(), work=work_list([[(0, 0)]], 1), activation=SILU, tile=tile, scratch=scratch,
+        )  # fmt: skip
+
+
+def test_wrong_weightings_are_named():
+    experts, work = Experts(SHAPE, [4]), work_list([[(0, 0)]], 1)
+    hidden, out = (torch.zeros(1, 64, dtype=BFLOAT16, device=DEVICE) for _ in range(2))
+    ones = torch.ones(1, 1, device=DEVICE)
+    for weighting, error, sentence in [
+        (Weighting(ones.half(), ones.int()), TypeError, r"weights is torch.float16"),
+        (Weighting(ones, ones), TypeError, r"computed is torch.float32, expected torch.int32"),
+        (Weighting(ones, torch.ones(1, 2, dtype=torch.int32, device=DEVICE)), ValueError, "computed has shape"),
+        (
+            Weighting(ones.repeat(2, 1), ones.int().repeat(2, 1)),
+            ValueError,
+            r"out has shape \[1, 64\], expected \[2, 64\]",
+        ),
+    ]:
+        with pytest.raises(error, match=sentence):
+            decode_down(hidden, out, experts.table(), work, DecodeTile(4, 1), make_scratch(), weighting)
+
+
+def test_wrong_tables_are_named():
+    with pytest.raises(ValueError, match="tiers holds 3 bits, expected some of 16, 8, 4, 2"):
+        ExpertTable.of_blobs(SHAPE, [0], [3], DEVICE)
+    with pytest.raises(ValueError, match="blobs holds address 0x1008, expected multiples of 16"):
+        ExpertTable.of_blobs(SHAPE, [0x1008], [4], DEVICE)
+    with pytest.raises(ValueError, match="destinations holds address 0x2004"):
+        ExpertTable.of_blobs(SHAPE, [0x1000], [4], DEVICE, [0x2004])
+    with pytest.raises(ValueError, match="blobs has 1 addresses, but bits 2"):
+        ExpertTable.of_blobs(SHAPE, [0x1000], [4, 4], DEVICE)
+    table = ExpertTable.of_blobs(SHAPE, [0x1000], [4], DEVICE)
+    with pytest.raises(TypeError, match=r"addresses is torch.int32"):
+        ExpertTable(SHAPE, table.tiers, table.addresses.int(), table.bits)
+    with pytest.raises(ValueError, match="bits has shape"):
+        ExpertTable(SHAPE, table.tiers, table.addresses, table.bits[:, :2].contiguous())
+    with pytest.raises(ValueError, match="group_size is 48"):
+        ExpertShape(64, 64, 48, BFLOAT16)
+    with pytest.raises(TypeError, match=r"dtype is torch.float32"):
+        ExpertShape(64, 64, 32, torch.float32)
+    with pytest.raises(TypeError, match=r"rows is torch.float32"):
+        WorkList(torch.zeros(0, 3, dtype=torch.int32), torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ValueError, match="rows has 1 positions, but pairs 2"):
+        WorkList(torch.zeros(0, 3, dtype=torch.int32), torch.zeros(1).int(), torch.zeros(2).int())

@@ -1,0 +1,166 @@
+"""TritonKernel as the runtime calls it, against the float64 reference."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.matrices import random_expert
+from tests.kernels.sections import DEVICE, TOLERANCE, relative_error
+from vllm_dymoe.kernels import Activation, ExpertWork, PackedMatrix, expert_reference
+from vllm_dymoe.kernels.triton import TritonKernel
+from vllm_dymoe.kernels.triton.kernel import MINIMUM_WORKSPACE_BYTES
+
+
+def on_device(packed):
+    """The same bytes where the kernel runs."""
+    section = torch.tensor([], dtype=torch.uint8).set_(packed.weight.untyped_storage()).to(DEVICE)
+    return packed.format.view(section)
+
+
+def work_of(expert, tokens, pairs):
+    index = [torch.tensor(rows, dtype=torch.int64, device=DEVICE) for rows in (tokens, pairs)]
+    return ExpertWork(on_device(expert.gate), on_device(expert.up), on_device(expert.down), *index)
+
+
+def make_kernel(workspace_bytes=MINIMUM_WORKSPACE_BYTES):
+    kernel = TritonKernel(DEVICE, workspace_bytes)
+    kernel._memory.fill_(0xFF)  # NaN, whatever it is seen as
+    return kernel
+
+
+def compute(kernel, x, work, rows, activation=Activation.SILU):
+    out = torch.full((rows, x.shape[1]), float("nan"), dtype=x.dtype, device=DEVICE)
+    kernel.forward(x, work, out, activation)
+    assert not kernel._tickets.any(), "tickets are left"
+    return out
+
+
+def random_x(tokens, hidden, dtype=torch.bfloat16, seed=0):
+    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    bits=st.lists(st.sampled_from([16, 8, 4, 2]), min_size=1, max_size=3),
+    tokens=st.sampled_from([1, 2, 5, 20]),
+    hidden=st.integers(30, 140),
+    intermediate=st.integers(30, 140),
+    group_size=st.sampled_from([32, 64, 128]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    activation=st.sampled_from(Activation),
+    bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_mix_agrees_with_the_reference(
+    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, seed
+):
+    """Any mix of bit-widths and numbers of tokens in one call, sizes off every tile, an expert with no token."""
+    x = random_x(tokens, hidden, dtype, seed)
+    experts = [
+        random_expert(hidden, intermediate, b, group_size, dtype, seed + i, bias=bias) for i, b in enumerate(bits)
+    ]
+    chosen = [[t for t in range(tokens) if (t + i) % (3 * i + 1) == 0] for i in range(len(bits))]
+    count = len(bits)
+    work = [
+        work_of(e, rows, [t * count + i for t in rows]) for i, (e, rows) in enumerate(zip(experts, chosen, strict=True))
+    ]
+    work.append(work_of(experts[0], [], []))
+    out = compute(make_kernel(), x, work, tokens * count, activation).view(tokens, count, hidden)
+    for i, (expert, rows) in enumerate(zip(experts, chosen, strict=True)):
+        want = expert_reference(x[rows].cpu(), expert.gate, expert.up, expert.down, activation)
+        assert not rows or relative_error(out[rows, i], want) < TOLERANCE[dtype], bits[i]
+        others = [t for t in range(tokens) if t not in rows]
+        assert bool(out[others, i].isnan().all()), "rows of nobody were written"
+
+
+def test_one_at_a_time_is_the_same_to_the_last_bit():
+    """Which experts are in a call depends on what is on the device; their results must not."""
+    x = random_x(6, 96)
+    chosen = [[0], [1, 2], [0, 3, 4], [0, 1, 2, 3, 4, 5], [5]]
+    bits = [4, 2, 4, 4, 16]
+    experts = [random_expert(96, 64, b, seed=i) for i, b in enumerate(bits)]
+    work = [
+        work_of(e, rows, [t * 5 + i for t in rows]) for i, (e, rows) in enumerate(zip(experts, chosen, strict=True))
+    ]
+    kernel = make_kernel()
+    together = compute(kernel, x, work, 30)
+    alone = torch.full_like(together, float("nan"))
+    for part in work:
+        kernel.forward(x, [part], alone, Activation.SILU)
+    assert torch.equal(together.view(torch.int16), alone.view(torch.int16))
+
+
+def test_many_tokens_pass_through_a_small_workspace(monkeypatch):
+    """Thousands of tokens, scaled down: more than the workspace holds at a time."""
+    tokens, hidden, intermediate = 150, 64, 64
+    x = random_x(tokens, hidden)
+    expert, other = random_expert(hidden, intermediate, 4), random_expert(hidden, intermediate, 2, seed=9)
+    rows = list(range(tokens))
+    work = [work_of(expert, rows, [2 * t for t in rows]), work_of(other, rows[:70], [2 * t + 1 for t in rows[:70]])]
+    kernel = make_kernel()
+    whole = compute(kernel, x, work, 2 * tokens)
+    monkeypatch.setattr(kernel, "_limits", lambda shape, tiles: (2, 130))
+    parts = compute(kernel, x, work, 2 * tokens)
+    assert torch.equal(whole.view(torch.int16), parts.view(torch.int16))
+    want = expert_reference(x.cpu(), expert.gate, expert.up, expert.down, Activation.SILU)
+    assert relative_error(parts[0::2], want) < TOLERANCE[torch.bfloat16]
+
+
+def test_few_tokens_pass_through_a_small_workspace(monkeypatch):
+    x = random_x(3, 64)
+    work = [work_of(random_expert(64, 64, 4, seed=i), [0, 1, 2], [i, 4 + i, 8 + i]) for i in range(4)]
+    kernel = make_kernel()
+    whole = compute(kernel, x, work, 12)
+    monkeypatch.setattr(kernel, "_limits", lambda shape, tiles: (7, 130))
+    assert torch.equal(compute(kernel, x, work, 12), whole)
+    assert not whole.isnan().any()
+
+
+def test_nothing_to_do():
+    out = torch.ones(2, 64, dtype=torch.bfloat16, device=DEVICE)
+    make_kernel().forward(random_x(2, 64), [], out, Activation.SILU)
+    make_kernel().forward(random_x(2, 64), [work_of(random_expert(64, 64, 4), [], [])], out, Activation.SILU)
+    assert bool((out == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("second", "sentence"),
+    [
+        ({"group_size": 64}, "different group sizes: 32, 64"),
+        ({"intermediate": 96}, "different intermediate sizes: 64, 96"),
+        ({"bias": True}, "with a bias and projections without one"),
+    ],
+)
+def test_experts_that_disagree_are_refused(second, sentence):
+    arguments = {"hidden": 64, "intermediate": 64, "bits": 4}
+    work = [work_of(random_expert(**arguments), [0], [0]), work_of(random_expert(**arguments | second), [0], [1])]
+    out = torch.zeros(2, 64, dtype=torch.bfloat16, device=DEVICE)
+    with pytest.raises(ValueError, match=sentence):
+        make_kernel().forward(random_x(1, 64), work, out, Activation.SILU)
+
+
+def test_a_misaligned_address_is_refused():
+    work = work_of(random_expert(64, 64, 4), [0], [0])
+    section = torch.zeros(work.gate.format.nbytes + 8, dtype=torch.uint8, device=DEVICE)[8:]
+    stored = section[: work.gate.format.weight_bytes].view(work.gate.format.weight_shape)
+    crooked = PackedMatrix(work.gate.format, stored, work.gate.scales_zeros)
+    out = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
+    with pytest.raises(ValueError, match=r"work holds address 0x.*8, expected multiples of 16"):
+        make_kernel().forward(
+            random_x(1, 64), [ExpertWork(crooked, work.up, work.down, work.tokens, work.pairs)], out, Activation.SILU
+        )
+
+
+def test_wrong_activations_are_refused():
+    work = [work_of(random_expert(64, 64, 4), [0], [0])]
+    out = torch.zeros(1, 64, dtype=torch.float16, device=DEVICE)
+    with pytest.raises(TypeError, match=r"x is torch.float32"):
+        make_kernel().forward(random_x(1, 64).float(), work, out.float(), Activation.SILU)
+    with pytest.raises(TypeError, match=r"packed for torch.bfloat16.*but x is torch.float16"):
+        make_kernel().forward(random_x(1, 64).half(), work, out, Activation.SILU)
+
+
+def test_a_workspace_that_holds_nothing_is_refused():
+    with pytest.raises(ValueError, match=f"expected at least {MINIMUM_WORKSPACE_BYTES}"):
+        TritonKernel(DEVICE, 1000)

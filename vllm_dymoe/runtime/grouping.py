@@ -13,12 +13,12 @@ class Group(NamedTuple):
     Attributes:
         tokens: int64 [n] rows of the layer's input.
         pairs: int64 [n] rows of the unweighted output, ``token * top_k + k``.
-        count: n.
+        size: n.
     """
 
     tokens: torch.Tensor
     pairs: torch.Tensor
-    count: int
+    size: int
 
 
 def group_by_expert(expert_ids: torch.Tensor) -> Mapping[int, Group]:

@@ -114,7 +114,7 @@ class MoERuntime:
         groups = group_by_expert(topk_ids)
         plan = self.policy.plan(Routing(layer, topk_ids, topk_weights, tuple(groups)))
         wanted = {expert: tier for expert, tier in plan.items() if self._bits[tier] > 0}
-        computed = sum(groups[expert].count for expert in wanted)
+        computed = sum(groups[expert].size for expert in wanted)
         # Pairs that nobody computes (skipped, or another rank's) must add nothing.
         allocate = x.new_empty if computed == tokens * top_k else x.new_zeros
         out = allocate((tokens * top_k, x.shape[1]))

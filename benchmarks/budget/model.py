@@ -1,0 +1,114 @@
+"""The synthetic model: layer shapes of Qwen3-30B-A3B, random weights, as many layers as fit.
+
+Attention, norms and router are as in the real model. The vocabulary shrinks with the
+number of layers, so that the output head keeps the share of a token's time that it has
+in the real one. A random router chooses experts almost evenly and hardly ever the same
+ones for the next token: the worst case for any cache.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+REAL_LAYERS, REAL_VOCABULARY = 48, 151_936
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 2048, 32, 4, 128
+EXPERTS, TOP_K, INTERMEDIATE = 128, 8, 768
+
+
+def vocabulary(layers: int) -> int:
+    """Entries that keep the head's share of the time."""
+    return -(-REAL_VOCABULARY * layers // REAL_LAYERS // 64) * 64
+
+
+def config(layers: int) -> dict:
+    """config.json of the model."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "torch_dtype": "bfloat16",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": 3 * HIDDEN,
+        "moe_intermediate_size": INTERMEDIATE,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 4096,
+        "vocab_size": vocabulary(layers),
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+def write(folder: Path, layers: int) -> None:
+    """Write the bf16 checkpoint; its last file is config.json, so that a folder with one is complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    # Weights are windows of one random pool: drawing ten billion numbers takes longer than writing them.
+    pool = torch.randn(1 << 25, generator=generator).bfloat16()
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        count = rows * columns
+        start = int(torch.randint(pool.numel(), (1,), generator=generator))
+        numbers = pool[start : start + count]
+        if len(numbers) < count:
+            numbers = torch.cat((numbers, pool.repeat(-(-count // pool.numel()))))
+        return (numbers[:count] * columns**-0.5).view(rows, columns)
+
+    weight_map: dict[str, str] = {}
+    size = 0
+
+    def save(name: str, tensors: dict[str, torch.Tensor]) -> None:
+        nonlocal size
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, name))
+        size += sum(tensor.nbytes for tensor in tensors.values())
+
+    save(
+        "dense.safetensors",
+        {
+            "model.embed_tokens.weight": weight(vocabulary(layers), HIDDEN),
+            "lm_head.weight": weight(vocabulary(layers), HIDDEN),
+            "model.norm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
+        },
+    )
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        tensors = {
+            f"{prefix}.input_layernorm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
+            f"{prefix}.post_attention_layernorm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
+            f"{prefix}.self_attn.q_proj.weight": weight(HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}.self_attn.k_proj.weight": weight(KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}.self_attn.v_proj.weight": weight(KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}.self_attn.o_proj.weight": weight(HIDDEN, HEADS * HEAD_DIM),
+            f"{prefix}.self_attn.q_norm.weight": torch.ones(HEAD_DIM, dtype=torch.bfloat16),
+            f"{prefix}.self_attn.k_norm.weight": torch.ones(HEAD_DIM, dtype=torch.bfloat16),
+            f"{prefix}.mlp.gate.weight": weight(EXPERTS, HIDDEN),
+        }
+        for expert in range(EXPERTS):
+            tensors[f"{prefix}.mlp.experts.{expert}.gate_proj.weight"] = weight(INTERMEDIATE, HIDDEN)
+            tensors[f"{prefix}.mlp.experts.{expert}.up_proj.weight"] = weight(INTERMEDIATE, HIDDEN)
+            tensors[f"{prefix}.mlp.experts.{expert}.down_proj.weight"] = weight(HIDDEN, INTERMEDIATE)
+        save(f"layer-{layer:02d}.safetensors", tensors)
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "generation_config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(config(layers), indent=2))
+
+
+def prompts(layers: int, count: int, length: int) -> list[list[int]]:
+    """Random prompts as token numbers: there is no tokenizer."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(2, vocabulary(layers), (count, length), generator=generator).tolist()

@@ -11,7 +11,7 @@ def load(additional=None, checkpoint=None, environment=None):
 
 
 def test_the_nearest_source_wins():
-    checkpoint = {"quant_method": "dymoe", "format_version": 1, "hi": 8, "group_size": 128, "seed": 1}
+    checkpoint = {"quant_method": "dymoe", "format_version": 2, "hi": 8, "group_size": 128, "seed": 1}
     environment = {"DYMOE_GROUP_SIZE": "32", "DYMOE_SEED": "2", "PATH": "/bin"}
     options = load({"seed": 3}, checkpoint, environment)
     assert (options.hi, options.group_size, options.seed) == (8, 32, 3)
@@ -81,8 +81,8 @@ def test_mistakes_are_one_sentence_that_names_the_place(additional, environment,
 
 
 def test_a_checkpoint_of_another_version_is_refused():
-    with pytest.raises(ConfigError, match="has format_version 2, but this vllm-dymoe reads version 1"):
-        load(checkpoint={"quant_method": "dymoe", "format_version": 2, "hi": 4})
+    with pytest.raises(ConfigError, match="has format_version 1, but this vllm-dymoe reads version 2"):
+        load(checkpoint={"quant_method": "dymoe", "format_version": 1, "hi": 4})
 
 
 def test_options_cannot_be_changed_afterwards():

@@ -36,7 +36,7 @@ def prepare(work: Path, layers: int) -> tuple[Path, Path, float | None]:
     if not packed.exists():
         begin = time.perf_counter()
         tool = Path(sys.executable).with_name("vllm-dymoe")
-        command = [tool, "quantize", bf16, packed, "--hi", "4", "--lo", "0", "--quantizer", "rtn"]
+        command = [tool, "quantize", bf16, "--out", packed, "--hi", "4", "--lo", "0", "--quantizer", "rtn"]
         subprocess.run(command, check=True)
         seconds = time.perf_counter() - begin
     return bf16, packed, seconds

@@ -112,7 +112,7 @@ def test_the_safetensors_library_reads_every_shard(model, out):
     store = FileStore(out)
     for layer in MOE_LAYERS:
         with safe_open(out / f"dymoe-experts-{layer:05d}.safetensors", framework="pt") as file:
-            assert set(file.keys()) == {"8bit.blobs", "8bit.crc32", "4bit.blobs", "4bit.crc32"}
+            assert set(file.keys()) == {"8bit.blobs", "8bit.xxh3", "4bit.blobs", "4bit.xxh3"}
             for bits in (8, 4):
                 assert file.get_slice(f"{bits}bit.blobs").get_shape() == [EXPERTS, store.experts.formats[bits].nbytes]
     assert len(list(out.glob("*.safetensors"))) == len(MOE_LAYERS) + 1
@@ -141,7 +141,7 @@ def test_config_and_small_files(model, out):
     config = json.loads((out / "config.json").read_text())
     assert config.pop("quantization_config") == {
         "quant_method": "dymoe",
-        "format_version": 1,
+        "format_version": 2,
         "hi": 4,
         "lo": 2,
         "group_size": 32,

@@ -57,7 +57,7 @@ def test_a_whole_file_store_goes_into_memory(store, memory_store):
 def test_the_shards_are_ordinary_safetensors_files(store, memory_store):
     for layer, index in enumerate(store.experts.layers):
         with safe_open(store.folder / file_name(index), "pt") as shard:
-            assert sorted(shard.keys()) == ["2bit.blobs", "2bit.crc32", "4bit.blobs", "4bit.crc32"]
+            assert sorted(shard.keys()) == ["2bit.blobs", "2bit.xxh3", "4bit.blobs", "4bit.xxh3"]
             assert torch.equal(shard.get_tensor("4bit.blobs")[3], memory_store.blob(BlobKey(layer, 3, 4)))
 
 
@@ -151,8 +151,8 @@ def test_a_missing_shard_is_named(store):
         (None, "holds no expert store"),
         ("{", "is not a manifest"),
         ("[]", "is not a manifest"),
-        (json.dumps({"version": 99}), "has store version 99, but this vllm-dymoe reads version 1"),
-        (json.dumps({"version": 1}), "is not a manifest"),
+        (json.dumps({"version": 99}), "has store version 99, but this vllm-dymoe reads version 2"),
+        (json.dumps({"version": 2}), "is not a manifest"),
     ],
 )
 def test_a_wrong_manifest_is_named(tmp_path, content, sentence):

@@ -13,13 +13,12 @@ import os
 import shutil
 import socket
 import tempfile
-import zlib
 from pathlib import Path
 
 import torch
 
 from vllm_dymoe.experts.layout import Projection
-from vllm_dymoe.experts.store import MANIFEST, BlobKey, Manifest, StoreError, file_name
+from vllm_dymoe.experts.store import MANIFEST, BlobKey, Manifest, StoreError, checksum, file_name
 
 # Data begins on a page.
 _DATA_ALIGNMENT = 4096
@@ -60,9 +59,11 @@ class ShardFiles:
         section = self._manifest.experts.formats[key.bits].sections[projection]
         _pwrite(file, part.numpy().data, self._layout.blob_offset(key) + section.start + start)
         place = self._layout.checksum_offset(key, projection)
-        before = int.from_bytes(os.pread(file, 8, place), "little") if start else 0
-        checksum = zlib.crc32(part.numpy().data, before)
-        _pwrite(file, memoryview(checksum.to_bytes(8, "little")), place)
+        written = part.numpy().data
+        if start:
+            offset = self._layout.blob_offset(key) + section.start
+            written = memoryview(os.pread(file, start + len(written), offset))
+        _pwrite(file, memoryview(checksum(written).to_bytes(8, "little", signed=True)), place)
 
     def finish(self) -> None:
         """Sync the shards, then write the manifest that declares them complete."""
@@ -175,7 +176,7 @@ class _Layout:
             begin = place(f"{bits}bit.blobs", "U8", [experts.num_experts, fmt.nbytes], 1)
             self._blobs[bits] = (begin, fmt.nbytes)
         for bits in experts.formats:
-            self._checksums[bits] = place(f"{bits}bit.crc32", "I64", [experts.num_experts, len(Projection)], 8)
+            self._checksums[bits] = place(f"{bits}bit.xxh3", "I64", [experts.num_experts, len(Projection)], 8)
         text = json.dumps({"__metadata__": {"format": "vllm-dymoe experts"}, **tensors}).encode()
         padded = -(-(8 + len(text)) // _DATA_ALIGNMENT) * _DATA_ALIGNMENT - 8
         self.header = padded.to_bytes(8, "little") + text.ljust(padded)

@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from vllm.config import VllmConfig
 
-from vllm_dymoe.experts.store import MANIFEST, FileStore, Manifest
+from vllm_dymoe.experts.store import MANIFEST, STORE_VERSION, FileStore, Manifest
 from vllm_dymoe.vllm_adapter.log import logger
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
@@ -29,11 +29,11 @@ def local_folder(vllm_config: VllmConfig) -> Path:
 
 
 def fingerprint(folder: Path, purpose: str) -> str:
-    """Sixteen hex digits that change with the checkpoint's files or with what is made of them.
+    """Sixteen hex digits that change with the checkpoint's files, with what is made of them and with our format.
 
     Files count with name, size and time of change: reading them all would cost a start its speed.
     """
-    digest = hashlib.sha256(purpose.encode())
+    digest = hashlib.sha256(f"{STORE_VERSION} {purpose}".encode())
     config = folder / "config.json"
     if config.is_file():
         digest.update(config.read_bytes())

@@ -172,4 +172,35 @@ ARCHITECTURES = {
             "interleave_moe_layer_step": 1,
         },
     ),
+    "glm-4-moe": Architecture(
+        "Glm4MoeConfig",
+        {
+            "intermediate_size": 192,
+            "moe_intermediate_size": 96,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "head_dim": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "granite-moe": Architecture(
+        "GraniteMoeConfig", {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
+    ),
+    "ernie-4.5-moe": Architecture(
+        "Ernie4_5_MoeConfig",
+        {
+            "intermediate_size": 192,
+            "moe_intermediate_size": 96,
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 1,
+            "head_dim": 32,
+        },
+    ),
 }

@@ -23,7 +23,7 @@ BUDGETS = ("100%", "50%", "minimum")
 TOKENS = 12
 # vLLM reads these in both spellings: a tensor for each projection of each expert, or one for all experts of a layer.
 FUSED = ("olmoe", "qwen3-moe")
-CONVERTED = ("mixtral", "deepseek-v2", "gpt-oss", "llama-4")
+CONVERTED = ("mixtral", "deepseek-v2", "gpt-oss", "llama-4", "granite-moe", "ernie-4.5-moe")
 
 
 def prompts():

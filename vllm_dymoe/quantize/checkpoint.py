@@ -20,8 +20,8 @@ from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.quantize.spelling import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, TensorPlace, read_tensors
 
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_TOP_K = ("num_experts_per_tok",)
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "moe_k")
 _INTERMEDIATE = ("moe_intermediate_size", "intermediate_size")
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _SAMPLE_BYTES = 512

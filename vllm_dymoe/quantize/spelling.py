@@ -2,8 +2,9 @@
 
 Experts come in two spellings: a tensor for each projection of each expert (``layers.3.mlp.experts.7.gate_proj.weight``,
 Mixtral's ``w1``, ``w3``, ``w2``), or one for all experts of a layer, a stack: ``experts.gate_up_proj`` [E, 2 I, H] and
-``experts.down_proj`` [E, H, I]. GPT-OSS's and Llama 4's stacks are transposed, [E, H, 2 I] and [E, I, H], and GPT-OSS
-has gate and up in turns, row by row. A bias is a tensor beside its weight, without the columns.
+``experts.down_proj`` [E, H, I]; Granite's are named ``input_linear`` and ``output_linear``. GPT-OSS's and Llama 4's
+stacks are transposed, [E, H, 2 I] and [E, I, H], and GPT-OSS has gate and up in turns, row by row. A bias is a tensor
+beside its weight, without the columns.
 """
 
 import re
@@ -14,9 +15,15 @@ from torch import Tensor
 from vllm_dymoe.experts.layout import Projection
 
 _NAME = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<layer>\d+)\.(?:[^.]+\.)*experts\.(?P<rest>.+)")
+_GRANITE = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<layer>\d+)\.block_sparse_moe\.(?P<rest>\w+_linear)\.weight")
 _GATE, _UP, _DOWN = (Projection.GATE,), (Projection.UP,), (Projection.DOWN,)
 _SEPARATE = {"gate_proj": _GATE, "up_proj": _UP, "down_proj": _DOWN, "w1": _GATE, "w3": _UP, "w2": _DOWN}
-_STACKED = {"gate_up_proj": (Projection.GATE, Projection.UP), "down_proj": _DOWN}
+_STACKED = {
+    "gate_up_proj": (Projection.GATE, Projection.UP),
+    "input_linear": (Projection.GATE, Projection.UP),
+    "down_proj": _DOWN,
+    "output_linear": _DOWN,
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class ExpertName:
 
 def read_name(name: str) -> ExpertName | None:
     """Read the name of a tensor; None if it is not of an expert."""
-    match = _NAME.fullmatch(name)
+    match = _NAME.fullmatch(name) or _GRANITE.fullmatch(name)
     if match is None:
         return None
     layers, layer, rest = match["stack"], int(match["layer"]), match["rest"]

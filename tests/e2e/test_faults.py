@@ -1,14 +1,19 @@
 """Faults of the store under a real engine: the requests of the step fail with one sentence, the next ones are right."""
 
 import contextlib
+import json
 import os
+import re
 import threading
 import time
 
+import httpx
+import openai
 import pytest
 from vllm import SamplingParams
 
-from tests.e2e.engines import answer, engine, prompts, runtime_of
+from tests.e2e.engines import MODEL, answer, engine, prompts, runtime_of
+from tests.e2e.test_server import Server
 from vllm_dymoe.experts.store import StoreError, file_name
 
 pytestmark = pytest.mark.engine
@@ -263,3 +268,69 @@ def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot_until_it_end
     assert {tier: pool.free for tier, pool in runtime.pools.items()} == free
     assert threading.active_count() == threads
     runtime.resize("25%")
+
+
+# -- other processes ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A server over a 16-bit checkpoint's own store, and its folder; the budget keeps one expert at a time."""
+    folder = tmp_path_factory.mktemp("stores")
+    options = {"hi": 4, "expert_budget": "2%", "store_dir": str(folder)}
+    arguments = ["--quantization", "dymoe", "--additional-config", json.dumps({"dymoe": options})]
+    server = Server(MODEL, folder / "log", *arguments, "--enable-prefix-caching")
+    server.wait_until_ready()
+    (store,) = {path.parent for path in folder.rglob("dymoe_experts.json")}
+    yield server, store
+    server.stop()
+
+
+def test_a_server_answers_500_with_the_sentence_and_goes_on(served):
+    server, store = served
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    path = store / file_name(4)
+
+    def complete(**settings):
+        return client.completions.create(**({"model": "tiny", "prompt": prompts()[0], "temperature": 0} | settings))
+
+    def chat(**settings):
+        messages = [{"role": "user", "content": "Tom has 3 apples."}]
+        return client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0, **settings)
+
+    text, said = complete().choices[0].text, chat().choices[0].message.content
+    for number in range(2):
+        with damaged(path, cut):
+            for ask in (complete, chat):
+                with pytest.raises(openai.InternalServerError) as caught:
+                    ask(**({"n": 2, "temperature": 1.0} if number and ask is complete else {}))
+                assert caught.value.status_code == 500
+                # vLLM's servers keep paths to themselves; the log names the file.
+                assert re.search(r"vllm-dymoe: \S+ ends at byte .* the file was truncated", caught.value.message)
+            with pytest.raises(openai.APIError, match="the file was truncated"):
+                list(complete(stream=True))
+        assert complete().choices[0].text == text
+        assert chat().choices[0].message.content == said
+        httpx.post(f"{server.url}/collective_rpc", json={"method": "dymoe_check_integrity"}).raise_for_status()
+    log = server.log.read_text()
+    assert log.count(f"vllm-dymoe: {path} ends at byte") >= 6
+    assert "EngineDeadError" not in log
+
+
+def test_another_ranks_fault_fails_the_step(monkeypatch, tmp_path):
+    """Two ranks: only rank 1's file is damaged, only rank 0's output is collected, and nobody waits for ever."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("two ranks need two cores")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2]))
+    options = {"hi": 4, "expert_budget": "2%", "store_dir": str(tmp_path)}
+    settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_prefix_caching": True}
+    with engine(dymoe=options, **settings) as llm:
+        want = [a.tokens for a in answer(llm, prompts()[:2], max_tokens=8)]
+        for rank in (1, 0):
+            (path,) = tmp_path.rglob(f"rank-{rank}-*/{file_name(5)}")
+            with damaged(path, cut):
+                outputs = llm.generate(prompts()[:2], SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
+                check_failed(outputs, f"{path} ends at byte")
+            llm.collective_rpc("dymoe_check_integrity")
+            for _ in range(2):
+                assert [a.tokens for a in answer(llm, prompts()[:2], max_tokens=8)] == want

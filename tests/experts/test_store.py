@@ -1,13 +1,18 @@
 """The host store: what is written is read, and whatever is not right is found and named."""
 
+import collections
+import errno
+import itertools
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from tests.small_model import fill, make_experts
+from tests.small_model import fill, make_experts, make_store
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.experts.store import (
     MANIFEST,
@@ -99,6 +104,23 @@ def test_two_writers_of_one_store_end_with_one_good_store(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
+def test_a_store_of_another_kind_in_the_place_is_replaced_and_not_used(tmp_path):
+    write(tmp_path / "store", make_experts(bits=(8,))).close()
+    store = write(tmp_path / "store")
+    assert store.experts.formats.keys() == {4, 2}
+    assert torch.equal(read(store, BlobKey(1, 3, 4)), make_store(make_experts()).blob(BlobKey(1, 3, 4)))
+    store.close()
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def test_a_truncated_store_in_the_place_is_replaced(tmp_path):
+    write(tmp_path / "store").close()
+    os.truncate(tmp_path / "store" / file_name(1), 5000)
+    write(tmp_path / "store").close()
+    FileStore(tmp_path / "store").close()
+    assert os.listdir(tmp_path) == ["store"]
+
+
 def test_what_a_dead_writer_left_is_removed_and_a_living_one_is_left_alone(tmp_path):
     experts = make_experts()
     living = FileSink(tmp_path / "store", Manifest(experts, "rtn", "a model"))
@@ -141,7 +163,7 @@ def test_a_shard_that_shrinks_while_it_is_open_is_an_error_and_no_crash(store):
 
 def test_a_missing_shard_is_named(store):
     (store.folder / file_name(1)).unlink()
-    with pytest.raises(StoreError, match=r"00001\.safetensors of the expert store cannot be opened: No such file"):
+    with pytest.raises(StoreError, match=r"00001\.safetensors of the expert store cannot be opened \(No such file"):
         FileStore(store.folder)
 
 
@@ -188,3 +210,108 @@ def test_wrong_weights_are_named(tmp_path, weight, sentence):
     packer = ExpertPacker(experts, make_quantizer("rtn"), FileSink(tmp_path / "s", Manifest(experts, "rtn", "")))
     with pytest.raises(StoreError, match=sentence):
         packer.put(1, 5, Projection.GATE, weight)
+
+
+@pytest.mark.parametrize("number", [0, 7, 40])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_fails_while_it_is_written_to_leaves_nothing(tmp_path, monkeypatch, number, code):
+    real, calls = os.pwrite, itertools.count()
+
+    def pwrite(*arguments):
+        if next(calls) >= number:
+            raise OSError(code, os.strerror(code))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(StoreError) as caught:
+        write(tmp_path / "store")
+    assert str(tmp_path / "store") in str(caught.value)
+    assert os.strerror(code) in str(caught.value)
+    assert "set store_dir to" in str(caught.value)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_disk_that_fails_at_the_last_sync_leaves_nothing(tmp_path, monkeypatch):
+    def fsync(file):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(StoreError, match=r"cannot be completed .* set store_dir to"):
+        write(tmp_path / "store")
+    assert not os.listdir(tmp_path)
+
+
+def test_a_real_disk_that_is_full(tmp_path):
+    """On a file system of 64 KiB: refused before writing, and where the space goes meanwhile, at the write."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path], check=False).returncode:
+        pytest.skip("may not mount")
+    try:
+        with pytest.raises(StoreError, match=r"needs \d+ bytes, but its disk has \d+ left"):
+            write(tmp_path / "store")
+        usage = collections.namedtuple("usage", "free")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("shutil.disk_usage", lambda path: usage(2**40))
+            with pytest.raises(StoreError, match="No space left on device; free some space or set store_dir"):
+                write(tmp_path / "store")
+        assert not os.listdir(tmp_path)
+        subprocess.run(["mount", "-o", "remount,ro,size=1m", tmp_path], check=True)
+        with pytest.raises(StoreError, match="Read-only file system; set store_dir to a folder that can"):
+            write(tmp_path / "store")
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_read_only_folder_is_named(tmp_path, monkeypatch):
+    def mkdtemp(**settings):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
+    with pytest.raises(StoreError, match="Read-only file system; set store_dir to a folder that can"):
+        write(tmp_path / "store")
+
+
+def test_experts_that_are_missing_are_named(tmp_path):
+    experts = make_experts()
+    sink = FileSink(tmp_path / "store", Manifest(experts, "rtn", "a model"))
+    packer = ExpertPacker(experts, make_quantizer("rtn"), sink)
+    put = packer.put
+    packer.put = lambda *what: None if what[:3] == (1, 4, Projection.UP) else put(*what)
+    fill(packer)
+    with pytest.raises(StoreError, match=r"lacks 1 expert .* up projection of expert 4 in layer 2; download it again"):
+        packer.finish()
+    packer.discard()
+    assert not os.listdir(tmp_path)
+
+
+def test_too_little_host_memory_is_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setattr("vllm_dymoe.experts.store.available_host_memory", lambda: 1000)
+    with pytest.raises(StoreError, match=r'host_store = "pinned" needs \d+ bytes .* but 1000 are available; use host_'):
+        MemoryStore(make_experts(), pin=False)
+
+
+def test_memory_that_cannot_be_locked_names_the_limit(monkeypatch):
+    def empty(*shape, **settings):
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported elsewhere")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (65536, 65536))
+    with pytest.raises(StoreError) as caught:
+        MemoryStore(make_experts(), pin=True)
+    assert "page-locked" in str(caught.value)
+    assert "(CUDA error: out of memory), the limit on locked memory (ulimit -l) is 65536 bytes" in str(caught.value)
+    assert str(caught.value).endswith('use host_store = "file".')
+
+
+def test_a_killed_writer_leaves_no_store_and_the_next_one_cleans_up(tmp_path):
+    program = (
+        "import os, signal, sys; from pathlib import Path; from tests.experts import test_store as t;"
+        "from vllm_dymoe.quantize import shards;"
+        "shards.write_manifest = lambda *a: os.kill(os.getpid(), signal.SIGKILL); t.write(Path(sys.argv[1]))"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, tmp_path / "store"], check=False)
+    assert killed.returncode == -9
+    (partial,) = tmp_path.iterdir()
+    with pytest.raises(StoreError, match="holds no expert store"):
+        FileStore(partial)
+    write(tmp_path / "store").close()
+    assert os.listdir(tmp_path) == ["store"]

@@ -5,6 +5,7 @@ import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -170,6 +171,33 @@ def test_a_transfer_by_the_cores_that_compute_takes_turns_with_computation(memor
     runtime.forward(0, x, weights, ids)
     assert calls == ([3, 6] if blocks == 0 else [1, 1, 1, 3, 1, 1, 1])
     runtime.engine.close()
+
+
+def test_memory_that_another_process_has_taken_is_refused_at_start(memory_store, monkeypatch):
+    monkeypatch.setattr("vllm_dymoe.runtime.moe.available_host_memory", lambda: 5000)
+    sentence = "expert_budget needs .* bytes for 12 slots, but 5000 bytes of host memory .*lower expert_budget"
+    with pytest.raises(ConfigError, match=sentence):
+        make_runtime(memory_store, "100%")
+
+
+def test_a_device_without_room_is_refused_with_the_options_that_matter(memory_store, monkeypatch):
+    def pool(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore lines")
+
+    monkeypatch.setattr("vllm_dymoe.runtime.moe.SlotPool", pool)
+    sentence = "CUDA out of memory. Tried to allocate 2 GiB.; lower expert_budget or gpu_memory_utilization"
+    with pytest.raises(ConfigError, match=sentence):
+        make_runtime(memory_store, "100%")
+
+
+def test_slots_are_really_there_from_the_start():
+    """Nobody else can take the memory later: every page of the arena has been written."""
+    from vllm_dymoe.experts.slots import SlotPool
+
+    fmt = make_experts(hidden=1024, intermediate=1024).formats[4]
+    before = psutil.Process().memory_info().rss
+    pool = SlotPool(fmt, 64, CPU)
+    assert psutil.Process().memory_info().rss - before > 0.9 * pool.nbytes
 
 
 class FailingStore:

@@ -109,6 +109,19 @@ def test_options_without_the_plugin_are_refused():
     assert "add --quantization dymoe" in refusal({"hi": 4}, quantization=None)
 
 
+@pytest.mark.parametrize("damage", ["cut", "missing"])
+def test_a_checkpoint_that_is_not_whole_is_refused_before_it_is_loaded(tmp_path, damage):
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    (file,) = model.glob("*.safetensors")
+    if damage == "cut":
+        os.truncate(file, file.stat().st_size - 1)
+    else:
+        (model / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "lost.safetensors"}}')
+    message = refusal(model=model)
+    assert str(model / "lost.safetensors" if damage == "missing" else file) in message
+    assert "download it again" in message
+
+
 def test_a_model_without_experts_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     message = refusal(model=tmp_path, skip_tokenizer_init=True)

@@ -43,7 +43,8 @@ class SlotPool:
     _free: list[Slot] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        arena = torch.empty(self.count, self.format.nbytes, dtype=torch.uint8, device=self.device)
+        # Written once, so that the memory is really there: a machine short of it would end the process later.
+        arena = torch.empty(self.count, self.format.nbytes, dtype=torch.uint8, device=self.device).fill_(0)
         self.slots = [Slot(i, arena[i], self.format.view(arena[i])) for i in range(self.count)]
         self._free = self.slots[::-1]
 

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import json
 import os
+import resource
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 import xxhash
 
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
+from vllm_dymoe.experts.memory import available_host_memory
 
 MANIFEST = "dymoe_experts.json"
 STORE_VERSION = 2
@@ -220,7 +222,7 @@ class FileStore:
             if count == 0:
                 raise StoreError(
                     f"{self._path(key.layer)} ends at byte {offset + done}, inside expert {key.expert}; "
-                    "the file was truncated: write the store again."
+                    f"the file was truncated: {_again(self.folder)}."
                 )
             done += count
         if self._verify and key not in self._verified:
@@ -238,7 +240,7 @@ class FileStore:
             if want != got:
                 raise StoreError(
                     f"{self._path(key.layer)} is corrupted: the {projection.name.lower()} projection of expert "
-                    f"{key.expert} at {key.bits} bits does not match its checksum; write the store again."
+                    f"{key.expert} at {key.bits} bits does not match its checksum; {_again(self.folder)}."
                 )
         self._verified.add(key)
 
@@ -249,7 +251,9 @@ class FileStore:
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise StoreError(f"{path} of the expert store cannot be opened: {error.strerror}.") from error
+            raise StoreError(
+                f"{path} of the expert store cannot be opened ({error.strerror}); {_again(path.parent)}."
+            ) from error
         self._files.append(file)
         size = os.fstat(file).st_size
         header, start = read_header(path, file)
@@ -259,7 +263,7 @@ class FileStore:
         if promised > size:
             raise StoreError(
                 f"{path} has {size} bytes where its header promises {promised}; "
-                "the file was truncated: write the store again."
+                f"the file was truncated: {_again(path.parent)}."
             )
         for bits, fmt in self.experts.formats.items():
             begin, _ = self._locate(path, header, f"{bits}bit.blobs", self.experts.num_experts * fmt.nbytes)
@@ -273,13 +277,18 @@ class FileStore:
     @staticmethod
     def _locate(path: Path, header: Mapping[str, Any], name: str, nbytes: int) -> tuple[int, int]:
         if name not in header:
-            raise StoreError(f"{path} has no tensor {name}, which the manifest promises; write the store again.")
+            raise StoreError(f"{path} has no tensor {name}, which the manifest promises; {_again(path.parent)}.")
         begin, end = _data_offsets(header[name])
         if end - begin != nbytes:
             raise StoreError(
-                f"{path} holds {end - begin} bytes of {name} where the manifest says {nbytes}; write the store again."
+                f"{path} holds {end - begin} bytes of {name} where the manifest says {nbytes}; {_again(path.parent)}."
             )
         return begin, end
+
+
+def _again(folder: Path) -> str:
+    """What to do about a store that is not what was written."""
+    return f"write the store again with `vllm-dymoe quantize`, or, if vLLM wrote it, remove {folder} and start again"
 
 
 def _data_offsets(entry: Mapping[str, Any]) -> tuple[int, int]:
@@ -303,6 +312,13 @@ class MemoryStore:
         self.experts = experts
         self.pinned = pin
         self._blobs: list[dict[int, torch.Tensor]] = []
+        total = sum(experts.nbytes(bits) for bits in experts.formats)
+        available = available_host_memory()
+        if available < total:
+            raise StoreError(
+                f'host_store = "pinned" needs {total} bytes of host memory for the experts, but {available} are '
+                'available; use host_store = "file", or fewer bits.'
+            )
         try:
             for _ in experts.layers:
                 self._blobs.append(
@@ -312,10 +328,11 @@ class MemoryStore:
                     }
                 )
         except RuntimeError as error:
-            total = sum(experts.nbytes(bits) for bits in experts.formats)
+            self._blobs.clear()
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise StoreError(
-                f"{total} bytes of {'page-locked ' if pin else ''}host memory for the experts could not be had "
-                f'({error}); use host_store = "file", or raise the limit on locked memory (ulimit -l).'
+                f'host_store = "pinned" needs {total} bytes of {"page-locked " if pin else ""}host memory, which could '
+                f'not be had ({reason}){_locked_limit() if pin else ""}; use host_store = "file".'
             ) from error
 
     @property
@@ -348,6 +365,12 @@ class MemoryStore:
             for _ in pool.map(lambda key: source.read_into(key, store.blob(key)), all_keys(source.experts)):
                 pass
         return store
+
+
+def _locked_limit() -> str:
+    """The limit on locked memory, as a remark; nothing if there is none."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "" if limit == resource.RLIM_INFINITY else f", the limit on locked memory (ulimit -l) is {limit} bytes"
 
 
 def blob_name(store: HostStore, key: BlobKey) -> str:

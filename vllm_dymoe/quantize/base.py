@@ -185,5 +185,5 @@ def _check_shape(weight: Tensor, format: MatrixFormat) -> None:
 def _not_representable(weight: Tensor, format: MatrixFormat) -> ValueError:
     finite = torch.isfinite(weight)
     if not bool(finite.all()):
-        return ValueError(f"{int((~finite).sum())} of its weights are NaN or infinite.")
+        return ValueError(f"{int((~finite).sum())} of its weights are NaN or infinite; download the checkpoint again.")
     return ValueError(f"its largest weight, {weight.abs().max():.3g}, is too large for {format.dtype}; use bfloat16.")

@@ -243,9 +243,13 @@ class Checkpoint:
                         why = "is there twice" if expert < count else f"is one too many: config.json says {count}"
                         raise CheckpointError(f"expert {expert} of {tensor.name} in {self.folder} {why}.")
                     found.add((tensor.layer, expert, projection))
-        missing = len(self.layers) * count * len(Projection) - len(found)
+        missing = sorted({(layer, e, p) for layer in self.layers for e in range(count) for p in Projection} - found)
         if missing:
-            raise CheckpointError(f"{self.folder} lacks {missing} projections of experts; download it again.")
+            layer, expert, projection = missing[0]
+            raise CheckpointError(
+                f"{self.folder} lacks {len(missing)} projections of experts, the first being the "
+                f"{projection.name.lower()} projection of expert {expert} in layer {layer}; download it again."
+            )
         for tensor in self.biases:
             rows = sum(fmt.matrices[projection].rows for projection in tensor.projections)
             self._check_shape(tensor, (rows,), count)

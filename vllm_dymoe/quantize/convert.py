@@ -153,6 +153,10 @@ class _ShardSink:
         self._shards.finish()
         return FileStore(self._folder)
 
+    def discard(self) -> None:
+        """Give the files back; whoever made the folder removes it."""
+        self._shards.close()
+
     def close(self) -> None:
         """Give the files back, complete or not."""
         self._shards.close()

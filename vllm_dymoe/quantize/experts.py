@@ -36,6 +36,10 @@ class Sink(Protocol):
         """Complete the store and open it for reading."""
         ...
 
+    def discard(self) -> None:
+        """Remove what was written."""
+        ...
+
 
 class MemorySink:
     """Into host memory."""
@@ -52,6 +56,10 @@ class MemorySink:
         """The store itself."""
         return self._store
 
+    def discard(self) -> None:
+        """Give the memory back."""
+        self._store.close()
+
 
 class FileSink:
     """Into shards in a temporary folder, which gets its name when it is complete."""
@@ -66,6 +74,10 @@ class FileSink:
     def finish(self) -> HostStore:
         """Publish the folder and open it."""
         return FileStore(self._writer.publish())
+
+    def discard(self) -> None:
+        """Remove the temporary folder."""
+        self._writer.discard()
 
 
 class ExpertPacker:
@@ -177,3 +189,7 @@ class ExpertPacker:
 
     def _name(self, layer: int, expert: int, projection: Projection) -> str:
         return f"{projection.name.lower()} projection of expert {expert} in layer {self.experts.layers[layer]}"
+
+    def discard(self) -> None:
+        """Give up: remove what was written."""
+        self._sink.discard()

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from vllm_dymoe.experts.layout import Projection
-from vllm_dymoe.experts.store import MANIFEST, BlobKey, Manifest, StoreError, checksum, file_name
+from vllm_dymoe.experts.store import MANIFEST, BlobKey, FileStore, Manifest, StoreError, checksum, file_name
 
 # Data begins on a page.
 _DATA_ALIGNMENT = 4096
@@ -143,7 +143,10 @@ class ShardWriter:
             _rename_into_place(self.partial, self.folder)
         except OSError as error:
             self.discard()
-            raise StoreError(f"the expert store cannot be completed in {self.folder}: {error.strerror}.") from error
+            raise StoreError(
+                f"the expert store cannot be completed in {self.folder}: {error.strerror}; "
+                "free some space or set store_dir to another disk."
+            ) from error
         return self.folder
 
     def discard(self) -> None:
@@ -228,8 +231,22 @@ def _rename_into_place(partial: Path, folder: Path) -> None:
     except OSError:
         if not (folder / MANIFEST).is_file():
             raise
-        shutil.rmtree(partial)  # another process was first; its store is the same
+        if _is_complete(folder, Manifest.read(partial)):
+            shutil.rmtree(partial)  # another process was first; its store is the same
+        else:
+            os.rename(folder, partial.with_name(f"{partial.name}-replaced"))
+            os.rename(partial, folder)
+            shutil.rmtree(partial.with_name(f"{partial.name}-replaced"), ignore_errors=True)
     sync_folder(folder.parent)
+
+
+def _is_complete(folder: Path, manifest: Manifest) -> bool:
+    try:
+        store = FileStore(folder)
+    except StoreError:
+        return False
+    store.close()
+    return store.manifest == manifest
 
 
 def _pwrite(file: int, data: memoryview, offset: int) -> None:

@@ -51,24 +51,26 @@ def read_tensors(folder: Path) -> dict[str, TensorPlace]:
     Raises:
         CheckpointError: there are no safetensors files, one is damaged, or one tensor is in two of them.
     """
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} cannot be read ({error!r}); download it again.") from error
-    else:
-        # Mistral's repositories hold the same weights a second time under this name.
-        names = sorted(path.name for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
-    if not names:
+    files = _weight_files(folder)
+    if not files:
         raise CheckpointError(f"{folder} has no *.safetensors files; other formats are not read.")
     tensors: dict[str, TensorPlace] = {}
-    for path in (folder / name for name in names):
+    for path in files:
         for name, place in _read_places(path).items():
             if name in tensors:
                 raise CheckpointError(f"{name} is both in {tensors[name].path} and in {path}.")
             tensors[name] = place
     return tensors
+
+
+def check_files(folder: Path) -> None:
+    """Check that no safetensors file of a checkpoint is missing or shorter than its header says.
+
+    Raises:
+        CheckpointError: one is.
+    """
+    for path in _weight_files(folder):
+        _read_places(path)
 
 
 def copy_tensors(tensors: Mapping[str, TensorPlace], folder: Path, progress: Callable[[int], None]) -> None:
@@ -111,6 +113,18 @@ def write_synced(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that the checkpoint's index names, else all of them."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            return sorted(folder / name for name in set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} cannot be read ({error!r}); download it again.") from error
+    # Mistral's repositories hold the same weights a second time under this name.
+    return sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
 
 
 def _read_places(path: Path) -> dict[str, TensorPlace]:

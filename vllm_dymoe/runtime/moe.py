@@ -19,6 +19,8 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.budget import BudgetTracker
 from vllm_dymoe.experts.cache import CacheStats, ExpertCache
 from vllm_dymoe.experts.handles import Version
+from vllm_dymoe.experts.layout import ExpertFormat
+from vllm_dymoe.experts.memory import available_host_memory
 from vllm_dymoe.experts.slots import SlotPool
 from vllm_dymoe.experts.store import BlobKey, HostStore
 from vllm_dymoe.experts.tier import Tier
@@ -265,8 +267,31 @@ class MoERuntime:
         for tier, count in plan.slots.items():
             fmt = self.experts.formats[tier_bits(self.options, tier)]
             self.budget.reserve(f"{count} slots of tier {tier.value}", count * fmt.nbytes)
-            self.pools[tier] = SlotPool(fmt, count, self.device)
+            self.pools[tier] = self._make_pool(fmt, count)
         self.cache = ExpertCache(self.pools, len(self.experts.layers), plan.staging, self._cache_stats)
+
+    def _make_pool(self, fmt: ExpertFormat, count: int) -> SlotPool:
+        """Slots whose memory is there from now on, whatever other processes take later.
+
+        Raises:
+            ConfigError: another process has taken it already.
+        """
+        nbytes = count * fmt.nbytes
+        if self.device.type == "cpu":
+            available = available_host_memory()
+            if available < nbytes:
+                raise ConfigError(
+                    f"vllm-dymoe: expert_budget needs {nbytes} bytes for {count} slots, but {available} bytes of host "
+                    "memory are available; lower expert_budget, or end what else takes memory."
+                )
+        try:
+            return SlotPool(fmt, count, self.device)
+        except RuntimeError as error:  # torch.OutOfMemoryError among them
+            raise ConfigError(
+                f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self.device.type} memory for {count} slots, which "
+                f"could not be had ({str(error).splitlines()[0]}); lower expert_budget or gpu_memory_utilization, or "
+                "end what else takes memory."
+            ) from error
 
     # -- seeing inside ----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from vllm.config import VllmConfig
 
-from vllm_dymoe.experts.store import MANIFEST, STORE_VERSION, FileStore, Manifest
+from vllm_dymoe.experts.store import MANIFEST, STORE_VERSION, FileStore, Manifest, StoreError
 from vllm_dymoe.vllm_adapter.log import logger
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
@@ -48,9 +48,13 @@ def cached_store(folder: Path, manifest: Manifest) -> FileStore | None:
     """The store of an earlier start, if it is the one that would be written now."""
     if not (folder / MANIFEST).is_file():
         return None
-    store = FileStore(folder)
+    try:
+        store = FileStore(folder)
+    except StoreError as error:
+        logger.warning("vllm-dymoe: %s It is written again now.", error)
+        return None
     if store.manifest != manifest:
-        logger.warning("vllm-dymoe: the store in %s is another model's; it is not used", folder)
+        logger.warning("vllm-dymoe: the store in %s is another model's; it is replaced", folder)
         store.close()
         return None
     return store

@@ -2,9 +2,10 @@
 
 import os
 
-import psutil
 import torch
 from vllm.config import VllmConfig
+
+from vllm_dymoe.experts.memory import available_host_memory
 
 # Of the memory that vLLM may use and the dense weights have left; the rest is for the KV cache and activations.
 _SHARE_OF_FREE_DEVICE_MEMORY = 0.7
@@ -21,7 +22,7 @@ def automatic_budget(vllm_config: VllmConfig, device: torch.device) -> int:
     """
     if device.type == "cpu":
         cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 4) * _GIB)
-        return int(max(0, psutil.virtual_memory().available - cache) * _SHARE_OF_FREE_HOST_MEMORY)
+        return int(max(0, available_host_memory() - cache) * _SHARE_OF_FREE_HOST_MEMORY)
     free, total = torch.cuda.mem_get_info(device)
     allowed = vllm_config.cache_config.gpu_memory_utilization * total - (total - free)
     return int(max(0, allowed) * _SHARE_OF_FREE_DEVICE_MEMORY)

@@ -1,6 +1,7 @@
 """What is checked and set in the user's process, after vLLM has made its configuration."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -9,6 +10,7 @@ from vllm.platforms import current_platform
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
 from vllm_dymoe.policy import make_policy
+from vllm_dymoe.quantize.tensors import CheckpointError, check_files
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.vllm_adapter.log import logger
 from vllm_dymoe.vllm_adapter.rank_model import read_options
@@ -32,6 +34,7 @@ def prepare(config: VllmConfig) -> None:
         )
     _refuse_broken_model(config)
     _check_budget(config, options)
+    _check_weights(config)
     if current_platform.is_cuda_alike():
         _keep_graphs_piecewise(config)
     _add_worker_methods(config)
@@ -100,6 +103,20 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
     }
     layers = tuple(range(model.get_num_layers(parallel)))
     return ModelExperts(layers, experts, getattr(text, "num_experts_per_tok", None) or 1, formats)
+
+
+def _check_weights(config: VllmConfig) -> None:
+    """Refuse a local checkpoint whose files are cut off before hours of loading it; what was downloaded is whole.
+
+    Raises:
+        ConfigError: a file is missing, or shorter than its header says.
+    """
+    folder = Path(config.model_config.model)
+    if folder.is_dir() and config.load_config.load_format in ("auto", "hf", "safetensors"):
+        try:
+            check_files(folder)
+        except CheckpointError as error:
+            raise ConfigError(f"vllm-dymoe: {error}") from error
 
 
 def _keep_graphs_piecewise(config: VllmConfig) -> None:

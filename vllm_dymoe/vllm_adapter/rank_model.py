@@ -1,7 +1,8 @@
 """The MoE layers of one rank, from their creation over loading to the running model."""
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -121,9 +122,10 @@ class RankModel:
         Raises:
             StoreError: the store cannot be written, or the weights cannot be quantized.
         """
-        self._prepare()
-        if self._packer is not None:
-            self._packer.put(layer, expert, projection, weight.cpu())
+        with self._loading():
+            self._prepare()
+            if self._packer is not None:
+                self._packer.put(layer, expert, projection, weight.cpu())
 
     def put_bias(self, layer: int, expert: int, projection: Projection, bias: torch.Tensor) -> None:
         """Take one projection's bias; otherwise as ``put``.
@@ -131,20 +133,28 @@ class RankModel:
         Raises:
             StoreError: the store cannot be written, or the bias not be stored.
         """
-        self._prepare()
-        if self._packer is not None:
-            self._packer.put_bias(layer, expert, projection, bias.cpu())
+        with self._loading():
+            self._prepare()
+            if self._packer is not None:
+                self._packer.put_bias(layer, expert, projection, bias.cpu())
 
     def layer_loaded(self) -> None:
-        """Note that vLLM has loaded one more layer; with the last one the model can run."""
-        self._prepare()
+        """Note that vLLM has loaded one more layer; with the last one the model can run.
+
+        Raises:
+            StoreError: the checkpoint lacks an expert, or the store cannot be written.
+            ConfigError: the budget cannot work.
+        """
+        with self._loading():
+            self._prepare()
         self._loaded += 1
         if self._loaded < len(self._layers):
             return
         if self._packer is not None:
             if self._vllm_config.load_config.load_format == "dummy":
                 self._fill_with_random_weights(self._packer)
-            self._store = self._packer.finish()
+            with self._loading():
+                self._store = self._packer.finish()
             self._packer = None
         if self._progress is not None:
             self._progress.close()
@@ -153,6 +163,16 @@ class RankModel:
         automatic = automatic_budget(self._vllm_config, device)
         self.runtime = MoERuntime(self._store, self.options, device, automatic)
         announce(self.runtime, seconds=time.perf_counter() - self._begin)
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """After an error nothing half-written stays, and the user reads whose error it is."""
+        try:
+            yield
+        except StoreError as error:
+            if self._packer is not None:
+                self._packer.discard()
+            raise StoreError(f"vllm-dymoe: {error}") from error
 
     def _prepare(self) -> None:
         """Open the store or the way into it, once, before the first weight."""

@@ -6,10 +6,10 @@ BIN := .venv/bin
 LINT_TREE := build/lint
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast check format clean
+.PHONY: help setup demo test fast check format bench-gpu kernels-table clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## create .venv with vLLM for this machine (about 3 minutes; PYTHON=python3.12, DEVICE=cpu|cuda|auto)
 	@$(PYTHON) tools/setup.py --device $(DEVICE)
@@ -38,6 +38,12 @@ check: setup ## lint, format, types, the direction of imports, and the fast test
 format: setup ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench-gpu: ## measure the Triton kernels on a GPU (PYTHON=one with torch and triton; nothing is installed)
+	$(PYTHON) benchmarks/gpu/bench_gpu.py
+
+kernels-table: setup ## compile every Triton kernel for six architectures, without a GPU (about half an hour of one core)
+	$(BIN)/python benchmarks/gpu/compile_table.py --jobs 2
 
 clean: ## remove .venv and everything generated
 	rm -rf .venv build dist *.egg-info tools/vllm-alias/build tools/vllm-alias/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

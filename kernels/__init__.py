@@ -3,6 +3,8 @@
 Only torch is needed here: nothing of vLLM, nothing of the rest of vllm_dymoe.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from vllm_dymoe.kernels.activation import Activation
@@ -30,12 +32,15 @@ __all__ = [
 ]
 
 
-def make_kernel(device: torch.device | str, workspace_bytes: int | None = None) -> ExpertKernel:
+def make_kernel(
+    device: torch.device | str, workspace_bytes: int | None = None, bits: Iterable[int] | None = None
+) -> ExpertKernel:
     """The kernel for a device.
 
     Args:
         device: where the experts are.
         workspace_bytes: bound on the scratch the kernel holds, at least 320 KiB; None for the kernel's own choice.
+        bits: widths that work may have, for a kernel that is compiled for them; None if that is not known.
 
     Raises:
         ValueError: a smaller workspace.
@@ -48,5 +53,5 @@ def make_kernel(device: torch.device | str, workspace_bytes: int | None = None) 
         # Here and not above: importing triton takes a second, and nobody without a GPU needs it.
         from vllm_dymoe.kernels.triton import TritonKernel
 
-        return TritonKernel(device, **options)
+        return TritonKernel(device, bits=bits, **options)
     return TorchKernel(device, **options)

@@ -21,9 +21,10 @@ import triton.language as tl
 from vllm_dymoe.kernels.triton.activation import gated
 from vllm_dymoe.kernels.triton.fetch import fetch_share
 from vllm_dymoe.kernels.triton.rows import row_products
+from vllm_dymoe.kernels.triton.section import DESCRIPTIONS
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=DESCRIPTIONS)
 def gate_up_kernel(
     x,
     hidden,
@@ -165,7 +166,7 @@ def take_ticket(ticket, count):
     return is_last
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=DESCRIPTIONS)
 def down_kernel(
     hidden,
     out,

@@ -59,9 +59,7 @@ def _fetch(
     block_bytes = 128 * COLUMNS if BITS == 16 else 8 * PADDED_COLUMNS * BITS
     begin = block.to(tl.int64) * block_bytes
     # The last block of 16 bits has fewer rows, and the padding behind them.
-    end = tl.minimum(begin + block_bytes, weight_bytes(ROWS, COLUMNS, GROUP, BITS))
-    if block == BLOCKS - 1:
-        end = weight_bytes(ROWS, COLUMNS, GROUP, BITS)
+    end = tl.where(block == BLOCKS - 1, weight_bytes(ROWS, COLUMNS, GROUP, BITS), begin + block_bytes)
     _copy(source + begin, destination + begin, (end - begin) // 4)
     if BITS < 16:
         # 256 bytes for each group.
@@ -69,18 +67,18 @@ def _fetch(
         words = tl.arange(0, 1024)
         at = words // 64 * PADDED_ROWS + words % 64
         GROUPS: tl.constexpr = PADDED_COLUMNS // GROUP
+        source_words = tl.multiple_of((source + begin).to(tl.pointer_type(tl.int32)), 16)
+        destination_words = tl.multiple_of((destination + begin).to(tl.pointer_type(tl.int32)), 16)
         for first in range(0, GROUPS, 16):
             offset = first * PADDED_ROWS + at
             inside = first + words // 64 < GROUPS
-            values = tl.load((source + begin).to(tl.pointer_type(tl.int32)) + offset, mask=inside)
-            tl.store((destination + begin).to(tl.pointer_type(tl.int32)) + offset, values, mask=inside)
+            values = tl.load(source_words + offset, mask=inside)
+            tl.store(destination_words + offset, values, mask=inside)
     if BIAS:
         stored: tl.constexpr = ROWS if BITS == 16 else PADDED_ROWS
         BIAS_BYTES: tl.constexpr = (2 * stored + 255) // 256 * 256
         begin = bias_offset(ROWS, COLUMNS, GROUP, BITS) + block.to(tl.int64) * 128
-        end = begin + 128
-        if block == BLOCKS - 1:
-            end = bias_offset(ROWS, COLUMNS, GROUP, BITS) + BIAS_BYTES
+        end = tl.where(block == BLOCKS - 1, bias_offset(ROWS, COLUMNS, GROUP, BITS) + BIAS_BYTES, begin + 128)
         _copy(source + begin, destination + begin, (end - begin) // 4)
 
 

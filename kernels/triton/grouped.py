@@ -15,13 +15,13 @@ import triton.language as tl
 from triton import knobs
 
 from vllm_dymoe.kernels.triton.activation import gated
-from vllm_dymoe.kernels.triton.section import load_bias, unpack_scales, weight_bytes
+from vllm_dymoe.kernels.triton.section import DESCRIPTIONS, load_bias, unpack_scales, weight_bytes
 
 # Triton's interpreter keeps a bfloat16 as 16 bits and multiplies them as integers in tl.dot.
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=DESCRIPTIONS)
 def grouped_gate_up_kernel(
     x,
     hidden,
@@ -83,7 +83,7 @@ def grouped_gate_up_kernel(
     tl.store(at, result, mask=inside[:, None] & (row < ROWS)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=DESCRIPTIONS)
 def grouped_linear_kernel(
     x,
     out,

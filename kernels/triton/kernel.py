@@ -1,6 +1,6 @@
 """The kernel for experts in a GPU's memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from vllm_dymoe.kernels.triton.launch import (
     grouped_gate_up,
     grouped_linear,
 )
-from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList, check_addresses
+from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList, check_addresses, check_tiers
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
 
 DEFAULT_WORKSPACE_BYTES = 32 << 20
@@ -45,6 +45,21 @@ class _Run:
     stop: int
 
 
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A call, ready to be launched any number of times while its experts stay where they are.
+
+    Attributes:
+        table: its experts.
+        tiles: of its shape.
+        runs: what is launched together: the index of its grouped tiles or -1 for decode, and its tokens.
+    """
+
+    table: ExpertTable
+    tiles: Tiles
+    runs: tuple[tuple[int, WorkList], ...]
+
+
 class TritonKernel:
     """Experts on a GPU, straight from their packed bytes.
 
@@ -54,17 +69,26 @@ class TritonKernel:
     Args:
         device: where the experts are; a CPU only in Triton's interpreter.
         workspace_bytes: scratch that is held, at least 320 KiB. It bounds the tokens that are computed together.
+        bits: widths that calls may hold, to compile once for all of them; None for those of each call, which compiles
+            again when another mix comes.
 
     Raises:
-        ValueError: a smaller workspace.
+        ValueError: a smaller workspace, or bits that the format does not have.
     """
 
     name = "triton"
 
-    def __init__(self, device: torch.device | str, workspace_bytes: int = DEFAULT_WORKSPACE_BYTES) -> None:
+    def __init__(
+        self,
+        device: torch.device | str,
+        workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+        bits: Iterable[int] | None = None,
+    ) -> None:
         if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
         self.workspace_bytes = workspace_bytes
+        self._bits = frozenset() if bits is None else frozenset(bits)
+        check_tiers(self._bits)
         self._device = torch.device(device)
         self._tickets = torch.zeros(_TICKETS, dtype=torch.int32, device=device)
         self._memory = torch.empty(workspace_bytes - 4 * _TICKETS, dtype=torch.uint8, device=device)
@@ -81,9 +105,20 @@ class TritonKernel:
         check_tensor("out", out, shape=(None, x.shape[1]), dtype=x.dtype)
         for expert in work:
             check_formats(expert.gate.format, expert.up.format, expert.down.format, x)
+        prepared = self.prepare(work)
+        if prepared is not None:
+            self.launch(prepared, x, out, activation)
+
+    def prepare(self, work: Sequence[ExpertWork]) -> Prepared | None:
+        """The host's part of a call: what is launched, and one copy of its description to the device.
+
+        Raises:
+            TypeError: tokens or pairs that are not int64.
+            ValueError: experts that cannot share a launch, or a misaligned address.
+        """
         active = [expert for expert in work if check_tokens(expert)]
         if not active:
-            return
+            return None
         shape = common_shape(active)
         tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
         active.sort(key=lambda expert: _class(tiles, expert.tokens.shape[0]))
@@ -91,14 +126,20 @@ class TritonKernel:
         table, items_tensor = self._describe(shape, active, items)
         rows = torch.cat([expert.tokens for expert in active]) if len(active) > 1 else active[0].tokens
         pairs = torch.cat([expert.pairs for expert in active]) if len(active) > 1 else active[0].pairs
+        lists = []
         for run in runs:
             part = slice(run.first, run.first + run.positions)
-            self._launch(run, x, out, table, WorkList(items_tensor[run.items : run.stop], rows[part], pairs[part]),
-                         activation, tiles)  # fmt: skip
+            lists.append((run.grouped, WorkList(items_tensor[run.items : run.stop], rows[part], pairs[part])))
+        return Prepared(table, tiles, tuple(lists))
+
+    def launch(self, prepared: Prepared, x: Tensor, out: Tensor, activation: Activation) -> None:
+        """The device's part: launches only, so that a graph can capture it."""
+        for grouped, work in prepared.runs:
+            self._launch(grouped, x, out, prepared.table, work, activation, prepared.tiles)
 
     def _launch(
         self,
-        run: _Run,
+        grouped: int,
         x: Tensor,
         out: Tensor,
         table: ExpertTable,
@@ -109,13 +150,13 @@ class TritonKernel:
         inner = table.shape.intermediate
         used = _round_up(2 * inner * work.positions)
         hidden = self._memory[: 2 * inner * work.positions].view(x.dtype).view(work.positions, inner)
-        if run.grouped < 0:
+        if grouped < 0:
             scratch = Scratch(self._memory[used : len(self._memory) // 4 * 4].view(torch.float32), self._tickets)
             decode_gate_up(x, hidden, table, work, activation, tiles.gate_up, scratch)
             decode_down(hidden, out, table, work, tiles.down, scratch)
         else:
-            grouped_gate_up(x, hidden, table, work, activation, tiles.grouped_gate_up[run.grouped])
-            grouped_linear(hidden, out, table, work, DOWN, tiles.grouped_linear[run.grouped], scatter=True)
+            grouped_gate_up(x, hidden, table, work, activation, tiles.grouped_gate_up[grouped])
+            grouped_linear(hidden, out, table, work, DOWN, tiles.grouped_linear[grouped], scatter=True)
 
     def _limits(self, shape: ExpertShape, tiles: Tiles) -> tuple[int, int]:
         """Positions that the workspace holds at a time: in decode, and grouped."""
@@ -152,7 +193,7 @@ class TritonKernel:
         moved = host.to(self._device, non_blocking=True)
         small = moved[len(addresses) :].view(torch.int32)
         table = ExpertTable(
-            shape, frozenset(widths), moved[: len(addresses)].view(-1, 3), small[: len(widths)].view(-1, 3)
+            shape, self._bits | frozenset(widths), moved[: len(addresses)].view(-1, 3), small[: len(widths)].view(-1, 3)
         )
         return table, small[len(widths) : len(widths) + 3 * len(items)].view(-1, 3)
 
@@ -173,7 +214,7 @@ def common_shape(work: Sequence[ExpertWork]) -> ExpertShape:
     if len(biases) > 1:
         raise ValueError("work holds projections with a bias and projections without one")
     first = work[0].gate.format
-    return ExpertShape(first.columns, first.rows, groups.pop() if groups else 32, first.dtype, first.bias)
+    return ExpertShape(first.columns, first.rows, groups.pop() if groups else first.group_size, first.dtype, first.bias)
 
 
 def _class(tiles: Tiles, tokens: int) -> int:

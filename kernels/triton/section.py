@@ -6,6 +6,11 @@ Sizes are compile-time constants, so every offset but the block's and the group'
 import triton
 import triton.language as tl
 
+DESCRIPTIONS = [
+    "addresses", "destinations", "bits", "items", "rows", "pairs", "sources", "targets", "weights", "computed",
+]  # fmt: skip
+"""Arguments that may begin anywhere: no kernel is compiled again because one of them is a slice of a tensor."""
+
 
 @triton.jit
 def weight_bytes(ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):

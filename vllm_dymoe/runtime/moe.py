@@ -69,7 +69,9 @@ class MoERuntime:
         self.options = options
         self.device = device
         self.policy = policy or make_policy(options.policy, options.policy_options)
-        self.kernel: ExpertKernel = make_kernel(device, workspace_bytes(self.experts, device.type))
+        self.kernel: ExpertKernel = make_kernel(
+            device, workspace_bytes(self.experts, device.type), self.experts.formats
+        )
         largest = max(fmt.nbytes for fmt in self.experts.formats.values())
         self.engine = engine or make_engine(
             store, device, options.io_threads, largest, options.transfer_timeout_s or None

@@ -1,0 +1,205 @@
+"""How close do the Triton kernels come to what a GPU can do?
+
+Needs torch, triton and a CUDA device; no vLLM, no network, no install. Compares every variant with float64 first, and
+measures nothing if one is wrong. Then, for each layer shape, tier and number of tokens: the bound that the card's own
+copy bandwidth and matrix rate set, the time of one layer's experts, and that of dequantizing and torch's matmul. Times
+are of CUDA graphs that rotate over copies of the experts, so that weights come from memory and not from a cache.
+"""
+
+import argparse
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from datetime import date
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkout import find_package
+from layers import LAYERS, TIERS, TOKENS, Layer, expert_bytes, route, work_of
+
+find_package()
+
+HERE = Path(__file__).parent
+
+
+def main() -> int:
+    """Measure, or say in one sentence why not."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", help="only these")
+    parser.add_argument("--tokens", nargs="*", type=int, help="only these")
+    parser.add_argument("--no-readme", action="store_true", help="leave the README's table as it is")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench_gpu: torch finds no CUDA device here, so there is nothing to measure.", file=sys.stderr)
+        return 1
+    # Compiling takes longer than measuring; processes do it side by side, and Triton's cache on disk keeps it.
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn")) as pool:
+        wrong = check(pool)
+        if not wrong:
+            list(pool.map(compile_layer, *zip(*chosen(arguments.models), strict=True)))
+    for sentence in wrong:
+        print(f"bench_gpu: {sentence}", file=sys.stderr)
+    if wrong:
+        print("bench_gpu: the kernels are wrong on this card; nothing is measured.", file=sys.stderr)
+        return 1
+    print("every variant agrees with float64, and repeats its bits")
+    results = measure(arguments.models, arguments.tokens)
+    from report import verdicts, write_readme
+
+    for aim, value, reached in verdicts(results):
+        print(f"{'reached    ' if reached else 'NOT reached'} {value:.2f}  {aim}")
+    path = HERE / f"results-{results['card'].replace(' ', '-')}-{results['date']}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    if not arguments.no_readme:
+        write_readme(results)
+    print(json.dumps(results))
+    return 0
+
+
+def check(pool: ProcessPoolExecutor) -> list[str]:
+    """What is wrong with the kernels, as sentences."""
+    from correctness import DECODE_CASES, FORWARD_CASES, check_decode, check_forward
+
+    found = [pool.submit(check_forward, case) for case in FORWARD_CASES]
+    found += [pool.submit(check_decode, case) for case in DECODE_CASES]
+    return [sentence for part in found for sentence in part.result()]
+
+
+def chosen(models: list[str] | None) -> list[tuple[Layer, str]]:
+    """Layers and tiers to measure."""
+    return [(layer, tiers) for layer in LAYERS if not models or layer.model in models for tiers in TIERS]
+
+
+def compile_layer(layer: Layer, tiers: str) -> None:
+    """Launch every kernel of a layer once: experts of so many tokens that each class is there."""
+    from measure import DTYPE, random_expert
+
+    from vllm_dymoe.kernels import Activation, ExpertWork
+    from vllm_dymoe.kernels.triton import TritonKernel
+
+    bits = TIERS[tiers]
+    expert = random_expert(layer, bits[0])
+    x = torch.zeros(130, layer.hidden, device="cuda", dtype=DTYPE)
+    out = torch.empty_like(x)
+    kernel = TritonKernel("cuda", 64 << 20, bits)
+    for count in (1, 10, 40, 130):
+        rows = torch.arange(count, device="cuda")
+        kernel.forward(x, [ExpertWork(*expert, rows, rows)], out, Activation.SILU)
+    torch.cuda.synchronize()
+
+
+def measure(models: list[str] | None, tokens: list[int] | None) -> dict[str, Any]:
+    """All rows."""
+    import triton
+    from measure import measure_machine
+    from others import VllmKernel
+
+    machine = measure_machine()
+    print(
+        f"{machine.name}: copy {machine.copy_bytes_per_second / 1e9:.0f} GB/s, dense bf16 "
+        f"{machine.flops_per_second / 1e12:.0f} TFLOP/s, from the host {machine.host_bytes_per_second / 1e9:.1f} GB/s"
+    )
+    vllm = VllmKernel()
+    rows = []
+    for layer, tiers in chosen(models):
+        for count in tokens or TOKENS:
+            rows.append(measure_layer(machine, layer, tiers, TIERS[tiers], count, vllm))
+    return {
+        "card": machine.name,
+        "date": date.today().isoformat(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "copy_gb_per_s": machine.copy_bytes_per_second / 1e9,
+        "matmul_tflop_per_s": machine.flops_per_second / 1e12,
+        "host_gb_per_s": machine.host_bytes_per_second / 1e9,
+        "fetch_host_bandwidth_share": measure_fetch(machine),
+        "vllm_note": vllm.note,
+        "rows": rows,
+    }
+
+
+def measure_layer(machine, layer, tiers, bits, count, vllm) -> dict[str, Any]:
+    """One row; the bound is printed before the time."""
+    from measure import DTYPE, copies, graphed, random_expert, seconds, work_for
+    from others import dequantize_matmul
+
+    from vllm_dymoe.kernels import Activation
+    from vllm_dymoe.kernels.triton import TritonKernel
+
+    routing = route(layer, count)
+    work = work_of(layer, routing, bits)
+    bound = work.seconds(machine)
+    print(f"{layer.model:18} {tiers:>4} bits {count:5} tokens: bound {bound * 1e6:9.1f} us", end="", flush=True)
+    # Hidden activations of all tokens at once, as far as memory goes: the table is of kernels, not of workspaces.
+    pairs = count * layer.top_k
+    kernel = TritonKernel("cuda", (1 << 20) + min(4 << 30, 8 * pairs * layer.intermediate + (64 << 20)), bits)
+    x = torch.randn(count, layer.hidden, device="cuda", dtype=DTYPE)
+    out = torch.empty(pairs, layer.hidden, device="cuda", dtype=DTYPE)
+    active = {expert for row in routing for expert in row}
+    sets = []
+    for _ in range(copies(work.weight_bytes)):
+        experts = {expert: random_expert(layer, bits[expert % len(bits)]) for expert in active}
+        sets.append(work_for(experts, routing))
+    prepared = [kernel.prepare(one) for one in sets]
+    replay = graphed([lambda one=one: kernel.launch(one, x, out, Activation.SILU) for one in prepared])
+    time = seconds(replay) / len(prepared)
+    moved = work.weight_bytes + work.other_bytes
+    row = {
+        "model": layer.model, "tiers": tiers, "tokens": count,
+        "bound_us": bound * 1e6, "time_us": time * 1e6, "bound_share": bound / time,
+        "gb_per_s": moved / time / 1e9, "tflop_per_s": work.flops / time / 1e12,
+        "copy_bandwidth_share": moved / time / machine.copy_bytes_per_second,
+        "matmul_rate_share": work.flops / time / machine.flops_per_second,
+        "dequantize_matmul_us": seconds(lambda: dequantize_matmul(x, sets[0], out), 0.02) * 1e6,
+        "vllm_us": vllm.microseconds(layer, x, routing) if tiers == "4" else None,
+    }  # fmt: skip
+    print(f", time {row['time_us']:9.1f} us, bound / time {row['bound_share']:.0%}", flush=True)
+    return row
+
+
+def measure_fetch(machine) -> float:
+    """Share of the copy bandwidth from pinned memory at which missing experts are computed and cached in one pass."""
+    from measure import DTYPE, seconds
+
+    from vllm_dymoe.kernels import Activation
+    from vllm_dymoe.kernels.triton import (
+        DecodeTile,
+        ExpertShape,
+        ExpertTable,
+        Scratch,
+        WorkList,
+        decode_down,
+        decode_gate_up,
+    )
+
+    layer = LAYERS[0]
+    size = expert_bytes(layer, 4)
+    blobs = [torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    slots = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    shape = ExpertShape(layer.hidden, layer.intermediate, 64, DTYPE)
+    starts, targets = ([blob.data_ptr() for blob in some] for some in (blobs, slots))
+    table = ExpertTable.of_blobs(shape, starts, [4, 4], "cuda", targets)
+    items = torch.tensor([[0, 0, 1], [1, 1, 2]], dtype=torch.int32, device="cuda")
+    work = WorkList(items, torch.zeros(2, dtype=torch.int64, device="cuda"), torch.arange(2, device="cuda"))
+    x = torch.randn(1, layer.hidden, device="cuda", dtype=DTYPE)
+    hidden = torch.empty(2, layer.intermediate, device="cuda", dtype=DTYPE)
+    out = torch.empty(2, layer.hidden, device="cuda", dtype=DTYPE)
+    scratch = Scratch(torch.empty(1, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda"))
+    tile = DecodeTile(8, 1)
+
+    def step() -> None:
+        decode_gate_up(x, hidden, table, work, Activation.SILU, tile, scratch)
+        decode_down(hidden, out, table, work, tile, scratch)
+
+    bound = 2 * size / machine.host_bytes_per_second
+    print(f"fetch-through, two experts of {layer.model} at 4 bits: bound {bound * 1e6:.0f} us", end="", flush=True)
+    time = seconds(step)
+    print(f", time {time * 1e6:.0f} us, bound / time {bound / time:.0%}")
+    return bound / time
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Every variant compiled and compared with float64 on the CPU, before a single time is taken."""
+
+import itertools
+
+import torch
+
+from vllm_dymoe.kernels import Activation, ExpertWork, PackedMatrix, expert_reference, pack
+from vllm_dymoe.kernels.triton import (
+    DecodeTile,
+    ExpertShape,
+    ExpertTable,
+    Scratch,
+    TritonKernel,
+    Weighting,
+    WorkList,
+    decode_down,
+    decode_gate_up,
+)
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+BITS = (16, 8, 4, 2)
+DEVICE = "cuda"
+
+FORWARD_CASES = (
+    (torch.bfloat16, 64, False, 300, 203, Activation.SILU),
+    (torch.float16, 32, True, 512, 384, Activation.SWIGLU_OAI),
+    (torch.bfloat16, 128, True, 512, 384, Activation.GELU),
+    (torch.float16, 64, False, 300, 203, Activation.GELU_TANH),
+)
+DECODE_CASES = (
+    (torch.bfloat16, DecodeTile(4, 1)),
+    (torch.bfloat16, DecodeTile(8, 4)),
+    (torch.float16, DecodeTile(4, 2)),
+)
+
+
+def make_expert(shape: ExpertShape, bits: int, seed: int) -> tuple[list[PackedMatrix], torch.Tensor]:
+    """Random matrices on the CPU, and their blob."""
+    generator = torch.Generator().manual_seed(seed)
+    matrices, sections = [], []
+    for fmt in shape.formats(bits):
+        section = torch.zeros(fmt.nbytes, dtype=torch.uint8)
+        packed = fmt.view(section)
+        size = fmt.columns**-0.5
+        if fmt.quantized:
+            codes = torch.randint(0, 1 << bits, (fmt.rows, fmt.columns), generator=generator, dtype=torch.uint8)
+            scales = (torch.rand(fmt.rows, fmt.groups, generator=generator) + 0.5) * size * 4 / (1 << bits)
+            zeros = torch.randn(fmt.rows, fmt.groups, generator=generator) * size / 4
+            pack(fmt, codes, scales.to(fmt.dtype), zeros.to(fmt.dtype), section)
+        else:
+            packed.weight.copy_(torch.randn(fmt.rows, fmt.columns, generator=generator) * size)
+        if packed.bias is not None:
+            packed.bias.copy_(torch.randn(fmt.rows, generator=generator))
+        matrices.append(packed)
+        sections.append(section)
+    return matrices, torch.cat(sections)
+
+
+def check_forward(case: tuple[torch.dtype, int, bool, int, int, Activation]) -> list[str]:
+    """TritonKernel.forward with every tier and class of tokens in one call; what is wrong, as sentences."""
+    dtype, group, bias, hidden, intermediate, activation = case
+    shape = ExpertShape(hidden, intermediate, group, dtype, bias)
+    wrong = []
+    kernel = TritonKernel(DEVICE, bits=BITS)
+    tokens = 200
+    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(group)).to(dtype)
+    work, references = [], []
+    for expert, (bits, count) in enumerate(itertools.product(BITS, (1, 2, 3, 40, 200))):
+        matrices, blob = make_expert(shape, bits, expert)
+        blob = blob.to(DEVICE)
+        views, start = [], 0
+        for packed in matrices:
+            views.append(packed.format.view(blob[start : start + packed.format.nbytes]))
+            start += packed.format.nbytes
+        rows = torch.arange(count)
+        work.append(ExpertWork(*views, rows.to(DEVICE), (rows * 20 + expert).to(DEVICE)))
+        references.append((rows, expert_reference(x[:count], *matrices, activation)))
+    out = torch.full((tokens * 20, hidden), float("nan"), dtype=dtype, device=DEVICE)
+    kernel.forward(x.to(DEVICE), work, out, activation)
+    got = out.view(tokens, 20, hidden).cpu().double()
+    for expert, (rows, want) in enumerate(references):
+        error = float((got[rows, expert] - want).norm() / want.norm())
+        if not error < TOLERANCE[dtype]:
+            wrong.append(f"forward {shape} {activation} expert {expert}: relative error {error:.2g}")
+    again = torch.full_like(out, float("nan"))
+    for part in work:  # one at a time: the same bits
+        kernel.forward(x.to(DEVICE), [part], again, activation)
+    if not torch.equal(out.view(torch.int16), again.view(torch.int16)):
+        wrong.append(f"forward {shape}: experts one at a time give other bits than together")
+    return wrong
+
+
+def check_decode(case: tuple[torch.dtype, DecodeTile]) -> list[str]:
+    """The weighted sum, split, in one launch, a hundred times the same; and fetching through from pinned memory."""
+    dtype, tile = case
+    wrong = []
+    shape = ExpertShape(1100, 500, 64, dtype, True)
+    experts = [make_expert(shape, bits, i) for i, bits in enumerate(BITS)]
+    blobs = [blob.to(DEVICE) for _, blob in experts]
+    table = ExpertTable.of_blobs(shape, [blob.data_ptr() for blob in blobs], BITS, DEVICE)
+    x = torch.randn(3, 1100, generator=torch.Generator().manual_seed(tile.split)).to(dtype)
+    items = torch.tensor([[e, 3 * e + a, 3 * e + b] for e in range(4) for a, b in ((0, 2), (2, 3))])
+    rows = torch.arange(3).repeat(4)
+    pairs = torch.cat([torch.arange(3) * 4 + e for e in range(4)])
+    work = WorkList(items.int().to(DEVICE), rows.to(DEVICE), pairs.to(DEVICE))
+    weights = torch.rand(3, 4)
+    weighting = Weighting(weights.to(DEVICE), torch.ones(3, 4, dtype=torch.int32, device=DEVICE))
+    scratch = Scratch(
+        torch.full((1 << 20,), float("nan"), device=DEVICE), torch.zeros(1 << 12, dtype=torch.int32, device=DEVICE)
+    )
+
+    def run(table: ExpertTable = table, work: WorkList = work, tile: DecodeTile = tile) -> torch.Tensor:
+        hidden = torch.full((12, 500), float("nan"), dtype=x.dtype, device=DEVICE)
+        out = torch.full((3, 1100), float("nan"), dtype=x.dtype, device=DEVICE)
+        decode_gate_up(x.to(DEVICE), hidden, table, work, Activation.SILU, tile, scratch)
+        decode_down(hidden, out, table, work, tile, scratch, weighting)
+        return out
+
+    out = run()
+    want = sum(
+        weights[:, e : e + 1] * expert_reference(x, *experts[e][0], Activation.SILU) for e in range(len(experts))
+    )
+    error = float((out.cpu().double() - want).norm() / want.norm())
+    name = f"decode {dtype} {tile}"
+    if not error < TOLERANCE[dtype]:
+        wrong.append(f"{name}: relative error {error:.2g}")
+    if not all(torch.equal(run(), out) for _ in range(100)):
+        wrong.append(f"{name}: the same launch gives different bits")
+    if scratch.tickets.any():
+        wrong.append(f"{name}: tickets are left")
+    pinned = [blob.pin_memory() for _, blob in experts]
+    slots = [torch.full_like(blob, 0xEE) for blob in blobs]
+    whole = WorkList(torch.tensor([[e, 3 * e, 3 * e + 3] for e in range(4)]).int().to(DEVICE), work.rows, work.pairs)
+    targets = [slot.data_ptr() for slot in slots]
+    through = ExpertTable.of_blobs(shape, [blob.data_ptr() for blob in pinned], BITS, DEVICE, targets)
+    fetched = run(table=through, work=whole)
+    one = DecodeTile(tile.warps, 1)  # what fetching takes
+    if not all(torch.equal(slot, blob) for slot, blob in zip(slots, blobs, strict=True)):
+        wrong.append(f"{name}: a slot does not hold the source's bytes")
+    if not torch.equal(fetched, run(table=ExpertTable.of_blobs(shape, targets, BITS, DEVICE), work=whole, tile=one)):
+        wrong.append(f"{name}: fetching through gives other bits than a launch from the slot")
+    return wrong

@@ -1,0 +1,110 @@
+"""The layers that are measured, and what the hardware could do at best. No GPU is needed for this part."""
+
+import random
+from dataclasses import dataclass
+
+TOKENS = (1, 4, 16, 64, 512, 4096)
+TIERS: dict[str, tuple[int, ...]] = {"16": (16,), "8": (8,), "4": (4,), "2": (2,), "4/2": (4, 2)}
+"""Bits of the experts, in turn."""
+GROUP = 64
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One MoE layer, from the model's config.json on Hugging Face.
+
+    Attributes:
+        model: its name.
+        hidden: H.
+        intermediate: I of one expert.
+        experts: in the layer.
+        top_k: experts of one token.
+    """
+
+    model: str
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+
+
+LAYERS = (
+    Layer("Mixtral-8x7B", 4096, 14336, 8, 2),
+    Layer("Qwen3-30B-A3B", 2048, 768, 128, 8),
+    Layer("OLMoE-1B-7B", 2048, 1024, 64, 8),
+    Layer("DeepSeek-V2-Lite", 2048, 1408, 64, 6),
+    Layer("Qwen1.5-MoE", 2048, 1408, 60, 4),
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured of the card before anything else.
+
+    Attributes:
+        name: of the card.
+        copy_bytes_per_second: read and written bytes of a large copy on the device.
+        flops_per_second: of a large dense bf16 product.
+        host_bytes_per_second: of a large copy from pinned host memory.
+    """
+
+    name: str
+    copy_bytes_per_second: float
+    flops_per_second: float
+    host_bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step of a layer has to move and to compute, whoever does it.
+
+    Attributes:
+        weight_bytes: of all active experts, read once.
+        other_bytes: inputs, inner activations (written and read) and outputs.
+        flops: two for each weight and token.
+    """
+
+    weight_bytes: int
+    other_bytes: int
+    flops: int
+
+    def seconds(self, machine: Machine) -> float:
+        """The bound: whichever of moving and computing takes longer."""
+        moving = (self.weight_bytes + self.other_bytes) / machine.copy_bytes_per_second
+        return max(moving, self.flops / machine.flops_per_second)
+
+    def moves(self, machine: Machine) -> bool:
+        """Whether moving takes longer."""
+        moving = (self.weight_bytes + self.other_bytes) / machine.copy_bytes_per_second
+        return moving >= self.flops / machine.flops_per_second
+
+
+def route(layer: Layer, tokens: int, seed: int = 0) -> list[list[int]]:
+    """Experts of each token: uniformly random, which is the worst case for few tokens."""
+    generator = random.Random(seed)
+    return [sorted(generator.sample(range(layer.experts), layer.top_k)) for _ in range(tokens)]
+
+
+def expert_bytes(layer: Layer, bits: int) -> int:
+    """Bytes of one expert's blob by docs/format.md: sections end on 256 bytes, groups of 64."""
+    total = 0
+    for rows, columns in ((layer.intermediate, layer.hidden),) * 2 + ((layer.hidden, layer.intermediate),):
+        if bits == 16:
+            total += _round_up(2 * rows * columns, 256)
+        else:
+            padded = _round_up(rows, 64) * _round_up(columns, GROUP)
+            total += padded * bits // 8 + 4 * padded // GROUP
+    return total
+
+
+def work_of(layer: Layer, routing: list[list[int]], bits: tuple[int, ...]) -> Work:
+    """The work of a step; expert e has bits[e % len(bits)]."""
+    active = {expert for row in routing for expert in row}
+    pairs = sum(len(row) for row in routing)
+    weights = sum(expert_bytes(layer, bits[expert % len(bits)]) for expert in active)
+    others = 2 * len(routing) * layer.hidden + pairs * (4 * layer.intermediate + 2 * layer.hidden)
+    return Work(weights, others, 6 * pairs * layer.hidden * layer.intermediate)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

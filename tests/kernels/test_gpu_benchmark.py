@@ -1,0 +1,239 @@
+"""The parts of benchmarks/gpu that need no GPU, and what it says where there is none."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_dymoe.experts.layout import ExpertFormat
+from vllm_dymoe.kernels.triton.tiles import TABLE as TILES
+from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "benchmarks" / "gpu"
+
+
+@pytest.fixture(scope="module")
+def gpu_folder():
+    """Its modules import each other by name, as scripts do."""
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def layers(gpu_folder):
+    import layers
+
+    return layers
+
+
+@pytest.fixture(scope="module")
+def report(gpu_folder):
+    import report
+
+    return report
+
+
+@pytest.fixture(scope="module")
+def compile_table(gpu_folder):
+    import compile_table
+
+    return compile_table
+
+
+@pytest.fixture(scope="module")
+def variants(gpu_folder):
+    import variants
+
+    return variants
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+def test_bytes_of_an_expert_are_those_of_the_format(layers, bits):
+    for layer in layers.LAYERS:
+        fmt = ExpertFormat(layer.hidden, layer.intermediate, bits, layers.GROUP, torch.bfloat16)
+        assert layers.expert_bytes(layer, bits) == fmt.nbytes
+
+
+def test_work_and_bound(layers):
+    layer = layers.Layer("small", 64, 128, 4, 2)
+    work = layers.work_of(layer, [[0, 1], [1, 3]], (4, 2))
+    four, two = layers.expert_bytes(layer, 4), layers.expert_bytes(layer, 2)
+    assert work.weight_bytes == four + 2 * two  # expert 0 has 4 bits, 1 and 3 have 2
+    assert work.flops == 4 * 3 * 2 * 64 * 128
+    # x twice; h written and read, and an output, for four pairs: two bytes each.
+    assert work.other_bytes == 2 * (2 * 64) + 4 * (2 * 128 * 2 + 2 * 64)
+    slow_memory = layers.Machine("", 1e6, 1e15, 1.0)
+    slow_units = layers.Machine("", 1e15, 1e6, 1.0)
+    assert work.seconds(slow_memory) == pytest.approx((work.weight_bytes + work.other_bytes) / 1e6)
+    assert work.seconds(slow_units) == pytest.approx(work.flops / 1e6)
+
+
+def test_routing_is_what_it_says(layers):
+    for layer in layers.LAYERS:
+        rows = layers.route(layer, 50)
+        assert rows == layers.route(layer, 50)
+        assert all(len(set(row)) == layer.top_k and min(row) >= 0 and max(row) < layer.experts for row in rows)
+
+
+def results(**changes):
+    row = {
+        "model": "Mixtral-8x7B", "tiers": "4", "tokens": 1, "bound_us": 40.0, "time_us": 50.0, "bound_share": 0.8,
+        "gb_per_s": 3000.0, "tflop_per_s": 10.0, "copy_bandwidth_share": 0.71, "matmul_rate_share": 0.01,
+        "dequantize_matmul_us": 900.0, "vllm_us": None,
+    }  # fmt: skip
+    rows = [row, row | {"tiers": "2", "time_us": 40.0}, row | {"tokens": 4096, "matmul_rate_share": 0.61}]
+    return {
+        "card": "a card", "date": "2026-11-21", "torch": "2", "triton": "3", "copy_gb_per_s": 4200.0,
+        "matmul_tflop_per_s": 700.0, "host_gb_per_s": 55.0, "fetch_host_bandwidth_share": 0.5, "vllm_note": "none.",
+        "rows": rows,
+    } | changes  # fmt: skip
+
+
+def test_verdicts(report):
+    found = {aim: (round(value, 2), reached) for aim, value, reached in report.verdicts(results())}
+    assert found == dict(zip(report.AIMS, [(0.71, True), (0.61, True), (1.25, False), (0.5, False)], strict=True))
+    assert report.verdicts(results(rows=[], fetch_host_bandwidth_share=None)) == []
+
+
+def test_the_table_goes_between_its_markers(report, tmp_path):
+    path = tmp_path / "README.md"
+    shutil.copy(FOLDER / "README.md", path)
+    before = path.read_text()
+    report.write_readme(results(), path)
+    report.write_readme(results(), path)
+    text = path.read_text()
+    assert text.count("| Mixtral-8x7B | 4 | 1 | 40.0 | 50.0 | 80% |") == 1
+    assert "1.25, not reached" in text
+    assert text.split(report.BEGIN)[0] == before.split(report.BEGIN)[0]
+    assert text.split(report.END)[1] == before.split(report.END)[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "command",
+    [[str(FOLDER / "bench_gpu.py")], ["-m", "vllm_dymoe.kernels.triton.tune", "64", "64"]],
+    ids=["bench_gpu", "tune"],
+)
+def test_without_a_gpu_one_sentence_says_so(command):
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert done.stderr.endswith("torch finds no CUDA device here, so there is nothing to measure.\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_package_is_found_in_a_bare_checkout():
+    """No site-packages with our package in it: torch and triton alone, as on a rented machine."""
+    program = (
+        "from checkout import find_package; find_package(); import vllm_dymoe.kernels.triton as t; print(t.__file__)"
+    )
+    packages = str(Path(torch.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        env={**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{packages}"},
+        capture_output=True, text=True, check=False, cwd="/",
+    )  # fmt: skip
+    assert done.stdout.strip().endswith(str(ROOT / "kernels" / "triton" / "__init__.py")), done.stdout + done.stderr
+
+
+def test_tiles_of_every_architecture_are_readable():
+    table = json.loads(TILES.read_text())
+    assert {80, 86, 89, 90, 100, 120} <= {int(name) for name in table}
+    for name, entry in table.items():
+        for shape in ["64x64", *entry["shapes"]]:
+            hidden, intermediate = map(int, shape.split("x"))
+            tiles = choose_tiles(int(name), hidden, intermediate)
+            assert Tiles.from_json(tiles.to_json()) == tiles
+            assert [tile.block_m for tile in tiles.grouped_gate_up] == [tile.block_m for tile in tiles.grouped_linear]
+            assert all(tile.warps in (4, 8) for tile in (tiles.gate_up, tiles.down))
+    assert choose_tiles(103, 64, 64) == choose_tiles(100, 64, 64)
+    assert choose_tiles(75, 64, 64) == choose_tiles(80, 64, 64)
+
+
+def test_the_table_of_the_compiler_is_up_to_date(compile_table, variants):
+    table = json.loads(compile_table.TABLE.read_text())
+    assert table["source"] == variants.source_hash(), "kernels or tiles changed: run make kernels-table"
+    keys = [tuple(row[column] for column in compile_table.COLUMNS) for row in table["rows"]]
+    assert len(set(keys)) == len(keys)
+    assert set(keys) <= {variant.key for variant in variants.all_variants()}
+    assert [sentence for row in table["rows"] for sentence in compile_table.problems(row)] == []
+    text = compile_table.README.read_text()
+    assert compile_table.markdown(table) == text.split(compile_table.BEGIN)[1].split(compile_table.END)[0]
+
+
+def test_problems_are_found(compile_table):
+    good = {
+        "architecture": 86, "kernel": "down", "model": "m", "tiers": "4", "note": "", "registers": 1, "spill_bytes": 0,
+        "shared_bytes": 99 * 1024, "tensor_cores": "", "barriers_in_loops": 0, "instructions": 1,
+    }  # fmt: skip
+    assert compile_table.problems(good) == []
+    assert "spills 8 bytes" in compile_table.problems(good | {"spill_bytes": 8})[0]
+    assert "shared memory" in compile_table.problems(good | {"shared_bytes": 99 * 1024 + 1})[0]
+    assert "exchanges data" in compile_table.problems(good | {"barriers_in_loops": 1})[0]
+    grouped = good | {"kernel": "grouped_linear", "spill_bytes": 8, "barriers_in_loops": 2}
+    assert "no tensor-core" in compile_table.problems(grouped)[0]
+    assert compile_table.problems(grouped | {"tensor_cores": "mma"}) == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kernel", "tiers", "note"),
+    [(90, "gate_up", "4", ""), (80, "down", "16", ""), (86, "grouped_linear", "4", "m 128"),
+     (120, "grouped_gate_up", "2", "m 64")],
+)  # fmt: skip
+def test_some_variants_compile_as_the_table_says(compile_table, variants, architecture, kernel, tiers, note):
+    wanted = (architecture, kernel, "Qwen3-30B-A3B", tiers, note)
+    (variant,) = (variant for variant in variants.variants(architecture, "Qwen3-30B-A3B") if variant.key == wanted)
+    row = compile_table.compile_row(variant)
+    assert compile_table.problems(row) == []
+    import triton
+
+    table = json.loads(compile_table.TABLE.read_text())
+    known = [tuple(row[column] for column in compile_table.COLUMNS) for row in table["rows"]]
+    if triton.__version__ == table["triton"] and wanted in known:
+        assert row in table["rows"]
+
+
+def test_the_fastest_tile_that_runs_is_taken(capsys):
+    from vllm_dymoe.kernels.triton.tune import best
+
+    costs = {1: 3.0, 2: 1.0, 3: None, 4: 2.0}
+
+    def time(run):
+        run()
+        return costs[ran[-1]]
+
+    ran = []
+
+    def run(tile):
+        ran.append(tile)
+        if costs[tile] is None:
+            raise MemoryError("too much shared memory")
+
+    assert best(iter(costs), run, time) == 2
+    assert ran == [1, 2, 3, 4]
+    assert "3: MemoryError" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="no tile"):
+        best(iter([3]), run, time)
+
+
+def test_what_is_tuned_is_found_again(monkeypatch, tmp_path):
+    from vllm_dymoe.kernels.triton import ExpertShape, tiles, tune
+
+    table = tmp_path / "tiles.json"
+    shutil.copy(TILES, table)
+    monkeypatch.setattr(tune, "TABLE", table)
+    monkeypatch.setattr(tiles, "TABLE", table)
+    choose_tiles.cache_clear()
+    other = choose_tiles(90, 2048, 768)
+    tune.store(103, ExpertShape(64, 128, 64, torch.bfloat16), other, "a card")
+    choose_tiles.cache_clear()
+    assert choose_tiles(103, 64, 128) == other
+    assert choose_tiles(100, 64, 128) != other
+    choose_tiles.cache_clear()

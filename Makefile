@@ -6,7 +6,7 @@ BIN := .venv/bin
 LINT_TREE := build/lint
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast check format bench-gpu kernels-table clean
+.PHONY: help setup demo test fast check format bench-budget bench-gpu kernels-table clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,6 +16,10 @@ setup: ## create .venv with vLLM for this machine (about 3 minutes; PYTHON=pytho
 
 demo: setup ## serve a small model under a byte budget and watch it
 	@$(BIN)/python benchmarks/demo/demo.py
+
+bench-budget: setup ## what a byte budget costs: vLLM, accelerate and this plugin (40 minutes, 20 GB of disk, a quiet machine)
+	@$(BIN)/python -m pip install --quiet accelerate
+	@$(BIN)/python benchmarks/budget/budget.py
 
 test: setup ## all tests, the fast ones first
 	$(BIN)/python -m pytest -m "not engine"

@@ -52,7 +52,7 @@ def combine(out: Tensor, topk_weights: Tensor, skipped: Tensor | None = None) ->
 def _weighted_sum(pairs: Tensor, weights: Tensor, skipped: Tensor | None) -> Tensor:
     """[tokens, top_k, hidden] and [tokens, top_k] to float32 [tokens, hidden]."""
     _, top_k, hidden = pairs.shape
-    products = pairs.float().mul_(weights.unsqueeze(2))
+    products = pairs * weights.unsqueeze(2)  # float32, as the weights are
     if skipped is not None:
         products.masked_fill_(skipped.unsqueeze(2), 0.0)
     if top_k <= 16 and hidden % 64 == 0 and products.numel() <= _CHUNK_OF_A_LOOP:

@@ -215,6 +215,20 @@ def test_whoever_waits_runs_what_nobody_has_begun(memory_store):
     engine.close()
 
 
+@pytest.mark.parametrize("threads", [0, 1])
+def test_what_has_arrived_is_remembered_by_nobody(memory_store, threads):
+    """The engine of a server that runs for months holds no ticket of last week."""
+    engine = QueuedEngine(CpuDelivery(memory_store), threads, timeout=10)
+    slot = torch.empty_like(memory_store.blob(BlobKey(0, 0, 4)))
+    for expert in range(6):
+        engine.wait(engine.submit(BlobKey(0, expert, 4), slot, Reason.DEMAND))
+    deadline = time.monotonic() + 5  # a thread takes out what others have run when its turn comes
+    while engine._queue and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not engine._queue
+    engine.close()
+
+
 def test_closing_ends_every_thread_and_cancels_what_waits(memory_store):
     before = threading.active_count()
     store = FaultyStore(memory_store, broken=-1)

@@ -82,6 +82,7 @@ class QueuedEngine:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._closed = False
+        self._served = threads > 0  # a queue that nobody serves would only grow
         self._timeout = timeout
         self._handed_over: SimpleQueue[Ticket | None] = SimpleQueue()
         self._threads: set[threading.Thread] = set()
@@ -107,7 +108,7 @@ class QueuedEngine:
                 raise RuntimeError("the transfer engine is closed")
             if self._eager:
                 ticket.state = State.RUNNING
-            else:
+            elif self._served:
                 heapq.heappush(self._queue, (reason, next(self._order), ticket))
                 self._work.notify()
         if self._eager:

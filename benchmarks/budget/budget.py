@@ -24,7 +24,7 @@ import report
 from engines import SYSTEMS
 
 HERE = Path(__file__).resolve().parent
-BUDGETS = ["minimum", "10%", "25%", "50%", "75%", "100%"]
+BUDGETS = ["minimum", "25%", "50%", "100%"]
 
 
 def prepare(work: Path, layers: int) -> tuple[Path, Path, float | None]:
@@ -43,8 +43,11 @@ def prepare(work: Path, layers: int) -> tuple[Path, Path, float | None]:
 
 
 def run(system: str, arguments: argparse.Namespace, bf16: Path, packed: Path, logs: Path) -> dict[str, Any]:
-    """One system in a process of its own; its log is shown if it fails."""
+    """One system in a process of its own; what an interrupted run has measured already is not measured again."""
     result, log = logs / f"{system}.json", logs / f"{system}.log"
+    if result.exists():
+        earlier: dict[str, Any] = json.loads(result.read_text())
+        return earlier
     command = [sys.executable, HERE / "engines.py", system, "--bf16", bf16, "--packed", packed, "--result", result]
     command += ["--layers", str(arguments.layers), "--budgets", *arguments.budgets]
     environment = os.environ | {
@@ -68,9 +71,10 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--budgets", nargs="+", default=BUDGETS)
     parser.add_argument("--out", type=Path, default=HERE, help="where results.json and budget.png go")
+    parser.add_argument("--logs", type=Path, help="folder of an interrupted run, to go on with it")
     arguments = parser.parse_args()
     bf16, packed, seconds = prepare(arguments.work, arguments.layers)
-    logs = Path(tempfile.mkdtemp(prefix="dymoe-budget-logs-"))
+    logs = arguments.logs or Path(tempfile.mkdtemp(prefix="dymoe-budget-logs-"))
     results: dict[str, Any] = {
         "machine": f"{platform.machine()} CPU, {os.cpu_count()} cores",
         "layers": arguments.layers,

@@ -79,18 +79,18 @@ def answer(llm: Any, prompts: list[list[int]], label: str) -> dict[str, Any]:
     return {"ttft": list(first.values()), "steps": steps, "tokens_per_second": len(prompts) / statistics.median(steps)}
 
 
-def serve(llm: Any, layers: int, label: str) -> dict[str, Any]:
+def serve(llm: Any, layers: int, label: str, *, batch: bool = True) -> dict[str, Any]:
     """The measurement itself, the same for every engine."""
     prompts = model.prompts(layers, BATCH, PROMPT_LENGTH)
     singles = [answer(llm, [prompt], f"{label}-single-{n}") for n, prompt in enumerate(prompts[:SINGLES])]
-    batch = answer(llm, prompts, f"{label}-batch")
+    together = answer(llm, prompts, f"{label}-batch") if batch else {"tokens_per_second": None}
     steps = sorted(step for single in singles for step in single["steps"])
     return {
         "ttft_ms": 1e3 * statistics.median(single["ttft"][0] for single in singles),
         "tpot_ms": 1e3 * statistics.median(steps),
         "tpot_p99_ms": 1e3 * steps[min(len(steps) - 1, int(0.99 * len(steps)))],
         "batch_1_tokens_per_second": 1 / statistics.median(steps),
-        "batch_16_tokens_per_second": batch["tokens_per_second"],
+        "batch_16_tokens_per_second": together["tokens_per_second"],
     }
 
 
@@ -151,22 +151,23 @@ def run_dymoe(arguments: argparse.Namespace) -> dict[str, Any]:
     cases = {}
     for budget in arguments.budgets:
         cases[budget] = dymoe_case(llm, runtime, arguments.layers, budget)
+        print(budget, json.dumps(cases[budget]), flush=True)
     tight = arguments.budgets[1]
     with reads_from_disk(runtime.store):
-        cases[f"{tight}, store on disk"] = dymoe_case(llm, runtime, arguments.layers, tight)
+        cases[f"{tight}, store on disk"] = dymoe_case(llm, runtime, arguments.layers, tight, batch=False)
     return {"ready_s": ready, "cases": cases, "bare_read": bare, "loading": loading}
 
 
-def dymoe_case(llm: Any, runtime: Any, layers: int, budget: str) -> dict[str, Any]:
+def dymoe_case(llm: Any, runtime: Any, layers: int, budget: str, *, batch: bool = True) -> dict[str, Any]:
     """Resize, warm up, measure."""
     runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
     label = f"dymoe-{budget}-{random.random()}"
     for number, prompt in enumerate(model.prompts(layers, 4, PROMPT_LENGTH)):
         answer(llm, [prompt], f"{label}-warm-up-{number}")
     if budget == "100%":  # every expert is there before anything is timed
-        answer(llm, model.prompts(layers, BATCH, 8 * PROMPT_LENGTH), f"{label}-fill")
+        answer(llm, model.prompts(layers, BATCH, PROMPT_LENGTH), f"{label}-fill")
     runtime.reset_stats()
-    case = serve(llm, layers, label)
+    case = serve(llm, layers, label, batch=batch)
     stats = runtime.stats()
     # Decode of one request at a time, for the link: prefill and batches have other proportions.
     runtime.reset_stats()
@@ -209,11 +210,11 @@ class reads_from_disk:  # noqa: N801 - a context manager
     def __enter__(self) -> None:
         read_into = self._store.read_into
 
-        def cold(key: Any, destination: Any) -> None:
+        def cold(key: Any, destination: Any, **settings: Any) -> None:
             extent = self._store._extents[key.layer][key.bits]
             offset = extent.offset + key.expert * extent.nbytes
             os.posix_fadvise(self._store._files[key.layer], offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
-            read_into(key, destination)
+            read_into(key, destination, **settings)
 
         self._store.read_into = cold
 

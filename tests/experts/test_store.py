@@ -315,3 +315,17 @@ def test_a_killed_writer_leaves_no_store_and_the_next_one_cleans_up(tmp_path):
         FileStore(partial)
     write(tmp_path / "store").close()
     assert os.listdir(tmp_path) == ["store"]
+
+
+def test_a_pipeline_stage_opens_its_own_layers_only(store, memory_store):
+    os.remove(store.folder / file_name(1))  # the other stage's: nobody asks for it
+    stage = FileStore(store.folder, (2,))
+    assert stage.experts.layers == (2,)
+    for expert in range(stage.experts.num_experts):
+        assert torch.equal(read(stage, BlobKey(0, expert, 4)), memory_store.blob(BlobKey(1, expert, 4)))
+    stage.close()
+
+
+def test_layers_that_a_store_does_not_have_are_named(store):
+    with pytest.raises(StoreError, match=r"those of the layers \[1, 2\], but \[2, 3\] are needed"):
+        FileStore(store.folder, (2, 3))

@@ -13,7 +13,7 @@ import os
 import resource
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -175,16 +175,23 @@ class FileStore:
 
     Args:
         folder: where manifest and shards are.
+        layers: model layers to open, as a pipeline stage needs them; all of the manifest's if None.
         verify: check each section's checksum when it is first read.
 
     Raises:
         StoreError: a shard is missing, or shorter than its header says.
     """
 
-    def __init__(self, folder: Path, *, verify: bool = True) -> None:
+    def __init__(self, folder: Path, layers: tuple[int, ...] | None = None, *, verify: bool = True) -> None:
         self.folder = folder
         self.manifest = Manifest.read(folder)
-        self.experts = self.manifest.experts
+        held = self.manifest.experts
+        if layers is not None and not set(layers) <= set(held.layers):
+            raise StoreError(
+                f"the experts in {folder} are those of the layers {list(held.layers)}, but {list(layers)} are needed; "
+                "write the store again for this model."
+            )
+        self.experts = held if layers is None else replace(held, layers=layers)
         self._verify = verify
         self._files: list[int] = []
         self._extents: list[Mapping[int, _Extent]] = []

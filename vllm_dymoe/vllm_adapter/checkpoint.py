@@ -28,12 +28,15 @@ def local_folder(vllm_config: VllmConfig) -> Path:
     )
 
 
-def fingerprint(folder: Path, purpose: str) -> str:
+def fingerprint(folder: Path | None, purpose: str) -> str:
     """Sixteen hex digits that change with the checkpoint's files, with what is made of them and with our format.
 
     Files count with name, size and time of change: reading them all would cost a start its speed.
+    Without a folder only the purpose counts.
     """
     digest = hashlib.sha256(f"{STORE_VERSION} {purpose}".encode())
+    if folder is None:
+        return digest.hexdigest()[:16]
     config = folder / "config.json"
     if config.is_file():
         digest.update(config.read_bytes())

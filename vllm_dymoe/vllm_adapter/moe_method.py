@@ -111,12 +111,6 @@ def _refuse_unsupported(layer: Any, moe: FusedMoEConfig) -> None:
         problem = "a clamped SwiGLU in the experts"
     elif layer.apply_router_weight_on_input and moe.experts_per_token != 1:
         problem = "router weights on the input of several experts for each token"
-    elif moe.is_lora_enabled:
-        problem = "LoRA on the experts"
-    elif moe.moe_parallel_config.enable_eplb:
-        problem = "expert-parallel load balancing (EPLB)"
-    elif moe.moe_parallel_config.dp_size > 1:
-        problem = "data parallelism of MoE layers"
     if problem is not None:
         raise ConfigError(
             f"vllm-dymoe: {layer.layer_name} needs {problem}, which is not supported yet; "

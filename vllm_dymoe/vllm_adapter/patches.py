@@ -19,12 +19,14 @@ class Patch:
         why: what vLLM has no other way for.
         wrapper: makes the replacement from the original.
         removable: what upstream would have to offer.
+        in_worker: for processes that hold weights only; importing the target everywhere would cost every start seconds.
     """
 
     target: tuple[str, str]
     why: str
     wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
     removable: str
+    in_worker: bool = False
 
 
 def _with_prepared_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,6 +109,20 @@ def _with_failures_raised(original: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
+def _without_reloading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reload_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_dymoe.config import ConfigError
+        from vllm_dymoe.vllm_adapter.features import RELOADING
+
+        if self.vllm_config.model_config.quantization == "dymoe":
+            raise ConfigError(RELOADING)
+        return original(self, *args, **kwargs)
+
+    reload_weights.dymoe_patched = True  # type: ignore[attr-defined]
+    return reload_weights
+
+
 PATCHES = (
     Patch(
         target=("vllm.engine.arg_utils.EngineArgs", "create_engine_config"),
@@ -141,14 +157,26 @@ PATCHES = (
         wrapper=_with_failures_raised,
         removable="an error message in EngineCoreOutput that servers pass on (vLLM 0.33 has the field)",
     ),
+    Patch(
+        target=("vllm.v1.worker.gpu_worker.Worker", "reload_weights"),
+        why=(
+            "Reloading would exchange the dense layers and leave the packed experts as they are, and vLLM asks nobody "
+            "before it begins."
+        ),
+        wrapper=_without_reloading,
+        removable="a way for a quantization method to refuse or to take part in reloading",
+        in_worker=True,
+    ),
 )
 
 
-def apply_patches() -> None:
-    """Apply every patch of the register, each once."""
+def apply_patches(*, in_worker: bool = False) -> None:
+    """Apply the patches for this kind of process, each once."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     for patch in PATCHES:
+        if patch.in_worker and not in_worker:
+            continue
         owner = resolve_obj_by_qualname(patch.target[0])
         original = getattr(owner, patch.target[1])
         if not getattr(original, "dymoe_patched", False):

@@ -9,9 +9,11 @@ from vllm.platforms import current_platform
 
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.experts.store import MANIFEST, Manifest, StoreError
 from vllm_dymoe.policy import make_policy
 from vllm_dymoe.quantize.tensors import CheckpointError, check_files
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
+from vllm_dymoe.vllm_adapter.features import refuse_unsupported_features
 from vllm_dymoe.vllm_adapter.log import logger
 from vllm_dymoe.vllm_adapter.rank_model import read_options
 
@@ -33,6 +35,8 @@ def prepare(config: VllmConfig) -> None:
             "leave --quantization dymoe out for it."
         )
     _refuse_broken_model(config)
+    refuse_unsupported_features(config)
+    _check_ranks(config)
     _check_budget(config, options)
     _check_weights(config)
     if current_platform.is_cuda_alike():
@@ -65,6 +69,28 @@ def _refuse_broken_model(config: VllmConfig) -> None:
             "vllm-dymoe: vLLM runs PhimoeForCausalLM with transformers' code, which fails in its router; for vLLM's "
             'own model, which works, write "PhiMoEForCausalLM" into architectures in the config.json of '
             f"{config.model_config.model}."
+        )
+
+
+def _check_ranks(config: VllmConfig) -> None:
+    """Refuse a packed checkpoint for other ranks than those it will have; the workers check again.
+
+    Raises:
+        ConfigError: its experts are cut for another number of ranks.
+    """
+    folder = Path(config.model_config.model)
+    packed = getattr(config.quant_config, "checkpoint", None) is not None and (folder / MANIFEST).is_file()
+    if not packed or config.load_config.load_format == "dummy":
+        return
+    try:
+        _, packed_for = Manifest.read(folder).tensor_parallel
+    except StoreError as error:
+        raise ConfigError(f"vllm-dymoe: {error}") from error
+    ranks = config.parallel_config.tensor_parallel_size
+    if ranks != packed_for:
+        raise ConfigError(
+            f"vllm-dymoe: the experts in {folder} are packed for --tensor-parallel-size {packed_for}, not {ranks}; "
+            "serve them with that, or serve the 16-bit checkpoint that they were made from."
         )
 
 

@@ -19,12 +19,14 @@ from vllm_dymoe.experts.store import FileStore, HostStore, Manifest, MemoryStore
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.policy import make_policy
 from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink, MemorySink
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter.checkpoint import cached_store, fingerprint, local_folder
 from vllm_dymoe.vllm_adapter.log import logger
 from vllm_dymoe.vllm_adapter.memory import automatic_budget
+from vllm_dymoe.vllm_adapter.patches import apply_patches
 from vllm_dymoe.vllm_adapter.report import announce
 from vllm_dymoe.vllm_adapter.step_failures import StepFailures, make_step_failures
 
@@ -70,8 +72,10 @@ class RankModel:
     """
 
     def __init__(self, vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None) -> None:
+        apply_patches(in_worker=True)
         self.options = read_options(vllm_config, checkpoint)
         self._checkpoint_is_ours = checkpoint is not None
+        self._dummy = vllm_config.load_config.load_format == "dummy"
         self._vllm_config = vllm_config
         self._layers: list[LayerSpec] = []
         self._loaded = 0
@@ -151,8 +155,6 @@ class RankModel:
         if self._loaded < len(self._layers):
             return
         if self._packer is not None:
-            if self._vllm_config.load_config.load_format == "dummy":
-                self._fill_with_random_weights(self._packer)
             with self._loading():
                 self._store = self._packer.finish()
             self._packer = None
@@ -162,7 +164,14 @@ class RankModel:
         device = torch.device(self._vllm_config.device_config.device)
         automatic = automatic_budget(self._vllm_config, device)
         self.runtime = MoERuntime(self._store, self.options, device, automatic)
-        announce(self.runtime, seconds=time.perf_counter() - self._begin)
+        announce(self.runtime, self._rank_name, seconds=time.perf_counter() - self._begin)
+
+    @property
+    def _rank_name(self) -> str:
+        """Which of several ranks this is; empty for the only one."""
+        parallel = self._vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        return f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
@@ -192,7 +201,11 @@ class RankModel:
             return
         sink = MemorySink(experts, pin=can_pin) if pinned else FileSink(self._cache_folder(), self._manifest(experts))
         total = len(experts.layers) * experts.num_experts * len(Projection)
-        self._progress = tqdm(total=total, desc="Quantizing experts", unit=" projections", dynamic_ncols=True)
+        what = "Making random experts" if self._dummy else "Quantizing experts"
+        self._progress = tqdm(total=total, desc=what, unit=" projections", dynamic_ncols=True)
+        if self._dummy:
+            self._store = random_store(experts, sink, self.options.seed, self._progress.update)
+            return
         self._packer = ExpertPacker(experts, make_quantizer(self.options.quantizer), sink, self._progress.update)
 
     def _existing_store(self, experts: ModelExperts) -> FileStore | None:
@@ -201,9 +214,9 @@ class RankModel:
         Raises:
             StoreError: the checkpoint's store is not for this model, dtype or rank.
         """
-        if self._checkpoint_is_ours:
+        if self._checkpoint_is_ours and not self._dummy:
             folder = local_folder(self._vllm_config)
-            store = FileStore(folder)
+            store = FileStore(folder, experts.layers)
             _check_belongs(store, experts, self._layers[0], folder)
             return store
         if self.options.host_store == "pinned":
@@ -221,26 +234,14 @@ class RankModel:
         """Asked for once the last layer was added; it looks at every file of the checkpoint."""
         spec = self._layers[0]
         described = (self.experts, self.options.quantizer, spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks)
-        dummy = self._vllm_config.load_config.load_format == "dummy"
-        seed = f"dummy weights, seed {self.options.seed}" if dummy else ""
-        return fingerprint(local_folder(self._vllm_config), f"{described} {seed}")
+        if self._dummy:  # of the checkpoint, only the shapes count
+            return fingerprint(None, f"{described} random with seed {self.options.seed}")
+        return fingerprint(local_folder(self._vllm_config), str(described))
 
     def _manifest(self, experts: ModelExperts) -> Manifest:
         spec = self._layers[0]
-        return Manifest(experts, self.options.quantizer, self._fingerprint, (spec.rank, spec.ranks))
-
-    def _fill_with_random_weights(self, packer: ExpertPacker) -> None:
-        """``--load-format dummy``: weights of the size that random initialisation has."""
-        generator = torch.Generator().manual_seed(self.options.seed)
-        fmt = next(iter(packer.experts.formats.values()))
-        for layer in range(len(packer.experts.layers)):
-            for expert in range(packer.experts.num_experts):
-                for projection, matrix in zip(Projection, fmt.matrices, strict=True):
-                    weight = torch.randn(matrix.rows, matrix.columns, generator=generator) * 0.02
-                    packer.put(layer, expert, projection, weight.to(fmt.dtype))
-                    if fmt.bias:
-                        bias = torch.randn(matrix.rows, generator=generator) * 0.02
-                        packer.put_bias(layer, expert, projection, bias.to(fmt.dtype))
+        quantizer = "dummy" if self._dummy else self.options.quantizer
+        return Manifest(experts, quantizer, self._fingerprint, (spec.rank, spec.ranks))
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -304,7 +305,6 @@ def _check_belongs(store: FileStore, experts: ModelExperts, spec: LayerSpec, fol
     held = store.experts
     for what, has, needs in (
         ("tensor-parallel ranks", store.manifest.tensor_parallel, (spec.rank, spec.ranks)),
-        ("MoE layers", held.layers, experts.layers),
         ("experts per layer", held.num_experts, experts.num_experts),
         ("expert formats", held.formats, experts.formats),
     ):

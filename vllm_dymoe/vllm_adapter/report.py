@@ -6,15 +6,21 @@ from vllm_dymoe.runtime.sizing import tier_bits
 from vllm_dymoe.vllm_adapter.log import logger
 
 
-def announce(runtime: MoERuntime, seconds: float) -> None:
-    """Say in one line what is active, and warn if the cache cannot work."""
-    logger.info("%s Experts were ready after %.1f s.", describe(runtime), seconds)
+def announce(runtime: MoERuntime, rank: str, seconds: float) -> None:
+    """Say in one line what is active, and warn if the cache cannot work.
+
+    Args:
+        runtime: that is ready.
+        rank: which of several ranks this is, empty for the only one.
+        seconds: from its creation until it was ready.
+    """
+    logger.info("%s Experts were ready after %.1f s.", describe(runtime, rank), seconds)
     for warning in warnings(runtime):
         logger.warning("vllm-dymoe: %s", warning)
 
 
-def describe(runtime: MoERuntime) -> str:
-    """Model, policy, tiers, budget, slots and store in one line."""
+def describe(runtime: MoERuntime, rank: str = "") -> str:
+    """Model, policy, tiers, budget, slots and store in one line; a budget is each rank's own."""
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
     layers = len(experts.layers)
     tiers = []
@@ -30,7 +36,7 @@ def describe(runtime: MoERuntime) -> str:
     return (
         f"vllm-dymoe {__version__} is active: {layers} MoE layers x {experts.num_experts} experts, "
         f"top {experts.top_k}; policy {options.policy}; {'; '.join(tiers)}; "
-        f"budget {size(plan.limit)} of {size(experts.nbytes(options.hi))}; "
+        f"budget {size(plan.limit)} of {size(experts.nbytes(options.hi))}{f' on {rank} alone' if rank else ''}; "
         f"kernel {runtime.kernel.name}; host store: {runtime.store.description}."
     )
 

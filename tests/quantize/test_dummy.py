@@ -1,0 +1,80 @@
+"""Random stores: finite, repeatable, different from expert to expert, and in the format like any other."""
+
+import pytest
+import torch
+
+from tests.small_model import make_experts
+from vllm_dymoe.experts.layout import Projection
+from vllm_dymoe.experts.store import BlobKey, FileStore, Manifest, all_keys
+from vllm_dymoe.kernels.packed import dequantize
+from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.quantize.experts import FileSink, MemorySink
+
+PROJECTIONS = len(Projection)
+
+
+def make(seed=0, **changes):
+    experts = make_experts(**changes)
+    return random_store(experts, MemorySink(experts, pin=False), seed)
+
+
+def blobs(store):
+    return {key: store.blob(key) for key in all_keys(store.experts)}
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 64), (100, 70)])
+def test_weights_are_finite_and_centred_and_of_the_usual_size(bits, dtype, hidden, intermediate):
+    store = make(bits=(bits,), dtype=dtype, hidden=hidden, intermediate=intermediate)
+    fmt = store.experts.formats[bits]
+    weights = [dequantize(matrix) for key in all_keys(store.experts) for matrix in _matrices(fmt.view(store.blob(key)))]
+    everything = torch.cat([weight.flatten() for weight in weights])
+    assert torch.isfinite(everything).all()
+    assert 0.015 < everything.std() < 0.03
+    assert everything.mean().abs() < 0.002
+    assert everything.unique().numel() >= min(2**bits, 64)
+
+
+def _matrices(expert):
+    return expert.gate, expert.up, expert.down
+
+
+def test_a_seed_is_repeated_and_another_one_differs():
+    first, again, other = blobs(make(1)), blobs(make(1)), blobs(make(2))
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not any(torch.equal(first[key], other[key]) for key in first)
+
+
+def test_no_two_experts_are_the_same():
+    store = make(bits=(4,))
+    assert len({bytes(blob.numpy()) for blob in blobs(store).values()}) == 2 * 6
+
+
+def test_padding_stands_for_zeros():
+    store = make(bits=(4,), hidden=100, intermediate=70)
+    gate = store.experts.formats[4].view(store.blob(BlobKey(0, 0, 4))).gate
+    assert gate.format.padded_rows > 70
+    assert (gate.scales_zeros[:, 70:] == 0).all()
+    assert (gate.scales_zeros[:, :70] != 0).all()
+
+
+def test_biases_are_filled():
+    store = make(bits=(4,), bias=True)
+    bias = store.experts.formats[4].view(store.blob(BlobKey(1, 3, 4))).down.bias
+    assert torch.isfinite(bias).all()
+    assert bias.std() > 0
+
+
+def test_a_store_in_files_passes_its_checksums_and_counts_its_progress(tmp_path):
+    experts = make_experts()
+    manifest, done = Manifest(experts, "dummy", "0" * 16), []
+    store = random_store(experts, FileSink(tmp_path / "store", manifest), 5, lambda: done.append(1))
+    assert len(done) == 2 * 6 * PROJECTIONS
+    assert isinstance(store, FileStore)
+    in_memory = random_store(experts, MemorySink(experts, pin=False), 5)
+    for key in all_keys(experts):
+        blob = torch.empty(experts.formats[key.bits].nbytes, dtype=torch.uint8)
+        store.read_into(key, blob)
+        assert torch.equal(blob, in_memory.blob(key))
+    store.close()

@@ -1,0 +1,132 @@
+"""Features of vLLM that cannot work: each is refused by its name, and what can work beside it is not."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import LoRAConfig
+from vllm.v1.worker.gpu_worker import Worker
+
+from tests.vllm_adapter.test_prepare import MODEL, configure, refusal
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.experts.store import MANIFEST, Manifest
+from vllm_dymoe.vllm_adapter.features import refuse_unsupported_features
+from vllm_dymoe.vllm_adapter.patches import apply_patches
+from vllm_dymoe.vllm_adapter.prepare import experts_of
+from vllm_dymoe.vllm_adapter.rank_model import read_options
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def engine_config(**changes):
+    """As much of a VllmConfig as is looked at, with everything off."""
+    model = SimpleNamespace(get_num_experts=lambda: 32, enable_sleep_mode=False)
+    config = {
+        "model_config": model,
+        "lora_config": None,
+        "parallel_config": SimpleNamespace(enable_eplb=False, data_parallel_size=1),
+        "speculative_config": None,
+        "weight_transfer_config": None,
+    }
+    return SimpleNamespace(**(config | changes))
+
+
+def refusal_of(**changes):
+    with pytest.raises(ConfigError) as caught:
+        refuse_unsupported_features(engine_config(**changes))
+    return str(caught.value)
+
+
+def draft(experts):
+    return SimpleNamespace(draft_model_config=SimpleNamespace(get_num_experts=lambda: experts))
+
+
+def test_nothing_is_refused_where_nothing_is_on():
+    refuse_unsupported_features(engine_config())
+
+
+@pytest.mark.parametrize(
+    "targets", [None, ["experts"], [*ATTENTION, "experts.3.up_proj"], ["model.layers.0.mlp.experts"]]
+)
+def test_lora_that_reaches_the_experts_is_refused(targets):
+    assert "LoRA on the experts is not supported" in refusal(enable_lora=True, lora_target_modules=targets)
+
+
+def test_lora_on_attention_is_accepted():
+    config = configure(enable_lora=True, lora_target_modules=ATTENTION)
+    assert isinstance(config.lora_config, LoRAConfig)
+
+
+def test_data_parallelism_is_refused():
+    assert "data parallelism is not supported" in refusal(data_parallel_size=2)
+
+
+def test_load_balancing_of_experts_is_refused():
+    """vLLM itself refuses it without CUDA, so the finished configuration of a GPU stands in."""
+    parallel = SimpleNamespace(enable_eplb=True, data_parallel_size=1)
+    assert "expert-parallel load balancing is not supported" in refusal_of(parallel_config=parallel)
+
+
+def test_a_draft_model_with_experts_is_refused():
+    assert "a speculative draft model with experts" in refusal_of(speculative_config=draft(8))
+
+
+def test_a_dense_draft_model_and_ngram_are_accepted():
+    refuse_unsupported_features(engine_config(speculative_config=draft(0)))
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    assert configure(speculative_config=speculation).speculative_config.method == "ngram"
+
+
+def test_the_models_own_config_as_draft_is_no_draft_model():
+    config = engine_config()
+    config.speculative_config = SimpleNamespace(draft_model_config=config.model_config)
+    refuse_unsupported_features(config)
+
+
+def test_a_draft_of_the_shipped_model_is_refused():
+    speculation = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
+    assert "a speculative draft model with experts" in refusal(speculative_config=speculation)
+
+
+def test_sleep_mode_and_weight_transfer_are_refused():
+    sleepy = SimpleNamespace(enable_sleep_mode=True, get_num_experts=lambda: 32)
+    assert "sleep mode is not supported" in refusal_of(model_config=sleepy)
+    assert "weight transfer is not supported" in refusal_of(weight_transfer_config=object())
+
+
+@pytest.mark.parametrize(("method", "refused"), [("dymoe", True), (None, False)])
+def test_only_our_weights_cannot_be_reloaded(method, refused):
+    apply_patches(in_worker=True)
+    asked = []
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(quantization=method)),
+        model_runner=SimpleNamespace(reload_weights=lambda *_, **__: asked.append(True)),
+    )
+    if refused:
+        with pytest.raises(ConfigError, match="weights cannot be replaced while the model is served"):
+            Worker.reload_weights(worker)
+    else:
+        Worker.reload_weights(worker)
+    assert asked == ([] if refused else [True])
+
+
+def packed_for(folder, ranks):
+    """The shipped model's configuration with the manifest of a store of this many ranks, and no bytes."""
+    for path in MODEL.glob("*.json"):
+        shutil.copy(path, folder)
+    config = configure({"hi": 4})
+    experts = experts_of(config, read_options(config, None))
+    manifest = Manifest(experts, "rtn", "0" * 16, (0, ranks))
+    (folder / MANIFEST).write_text(json.dumps(manifest.to_json()))
+    ours = {"quant_method": "dymoe", "format_version": 2, "hi": 4, "lo": 0, "group_size": 64, "quantizer": "rtn"}
+    text = json.loads((MODEL / "config.json").read_text()) | {"quantization_config": ours}
+    (folder / "config.json").write_text(json.dumps(text))
+    return folder
+
+
+def test_a_store_of_another_tensor_parallel_size_is_refused_before_anything_starts(tmp_path):
+    folder = packed_for(tmp_path, ranks=1)
+    configure(model=folder, quantization=None)
+    message = refusal(model=folder, quantization=None, tensor_parallel_size=2)
+    assert f"the experts in {folder} are packed for --tensor-parallel-size 1, not 2; " in message

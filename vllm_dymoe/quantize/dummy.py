@@ -1,0 +1,69 @@
+"""Random experts for ``--load-format dummy``: bytes as they would be, made without quantizing anything.
+
+What a kernel computes with them is finite and means nothing. The bytes differ
+from expert to expert, so that a wrong one is as visible as in a real store.
+Codes of padding rows are random too; their scales and zeros are zero, so they
+still stand for zeros.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_dymoe.experts.layout import ModelExperts, Projection
+from vllm_dymoe.experts.store import BlobKey, HostStore
+from vllm_dymoe.kernels import MatrixFormat
+from vllm_dymoe.quantize.experts import Sink
+
+# The standard deviation that models are initialised with.
+_SPREAD = 0.02
+# 16-bit weights have one exponent, and a random sign and mantissa: their size lies between this and twice this.
+_SMALLEST = 2.0**-6
+
+
+def random_store(
+    experts: ModelExperts, sink: Sink, seed: int, progress: Callable[[], object] = lambda: None
+) -> HostStore:
+    """Fill a store with random experts.
+
+    Args:
+        experts: what the store holds.
+        sink: where it goes.
+        seed: the same one gives the same bytes.
+        progress: called after each projection.
+
+    Raises:
+        StoreError: the store cannot be written.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    try:
+        for layer in range(len(experts.layers)):
+            for expert in range(experts.num_experts):
+                for projection in Projection:
+                    for bits, fmt in experts.formats.items():
+                        matrix = fmt.matrices[projection]
+                        section = torch.empty(matrix.nbytes, dtype=torch.uint8)
+                        fill_randomly(matrix, section, generator)
+                        sink.write(BlobKey(layer, expert, bits), projection, section)
+                    progress()
+        return sink.finish()
+    except BaseException:
+        sink.discard()
+        raise
+
+
+def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.Generator) -> None:
+    """Overwrite a section (uint8 [matrix.nbytes]) with a random matrix of finite weights around zero."""
+    section.view(torch.int64).random_(-(2**63), None, generator=generator)
+    section[matrix.weight_bytes :].zero_()
+    packed = matrix.view(section)
+    if packed.scales_zeros is None:
+        sign_and_mantissa = round(1 / torch.finfo(matrix.dtype).eps) - 1 - 2**15
+        exponent = int(torch.tensor(_SMALLEST, dtype=matrix.dtype).view(torch.int16))
+        packed.weight.view(torch.int16).bitwise_and_(sign_and_mantissa).bitwise_or_(exponent)
+    else:
+        scale = _SPREAD * 12**0.5 / 2**matrix.bits  # codes are uniform
+        packed.scales_zeros[:, : matrix.rows, 0] = scale
+        packed.scales_zeros[:, : matrix.rows, 1] = scale / 2  # the mean of the codes is half a step below the middle
+    if packed.bias is not None:
+        packed.bias.copy_(torch.randn(matrix.rows, generator=generator) * _SPREAD)

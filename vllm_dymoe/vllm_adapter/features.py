@@ -1,0 +1,71 @@
+"""Features of vLLM that do not go together with streamed experts, each refused by its name before anything loads."""
+
+from collections.abc import Callable
+
+from vllm.config import VllmConfig
+
+from vllm_dymoe.config import ConfigError
+
+RELOADING = (
+    "vllm-dymoe: weights cannot be replaced while the model is served, because its experts are packed in a store; "
+    "nothing was changed: start again with the new checkpoint."
+)
+
+
+def refuse_unsupported_features(config: VllmConfig) -> None:
+    """Refuse the first feature that is on and cannot work.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for is_on, sentence in _UNSUPPORTED:
+        if is_on(config):
+            raise ConfigError(f"vllm-dymoe: {sentence}")
+
+
+def _adapts_experts(config: VllmConfig) -> bool:
+    """Whether LoRA may reach the experts: vLLM wraps every layer unless target modules leave it out."""
+    lora = config.lora_config
+    if lora is None:
+        return False
+    # "experts" stands for the whole layer, "experts.3.up_proj" for one of its projections.
+    return lora.target_modules is None or any("experts" in name.split(".") for name in lora.target_modules)
+
+
+def _drafts_with_experts(config: VllmConfig) -> bool:
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    # Methods without a draft model, such as ngram, have the target's own config there.
+    return draft is not None and draft is not config.model_config and draft.get_num_experts() > 0
+
+
+_UNSUPPORTED: tuple[tuple[Callable[[VllmConfig], bool], str], ...] = (
+    (
+        _adapts_experts,
+        "LoRA on the experts is not supported; name the layers that adapters may change with --lora-target-modules, "
+        "for instance q_proj k_proj v_proj o_proj.",
+    ),
+    (
+        lambda config: config.parallel_config.enable_eplb,
+        "expert-parallel load balancing is not supported, because every rank has a store of its own experts; "
+        "leave --enable-eplb out.",
+    ),
+    (
+        lambda config: config.parallel_config.data_parallel_size > 1,
+        "data parallelism is not supported; leave --data-parallel-size out, and start one server for each replica.",
+    ),
+    (
+        _drafts_with_experts,
+        "a speculative draft model with experts of its own is not supported; use a dense draft model or the method "
+        "ngram in --speculative-config.",
+    ),
+    (
+        lambda config: bool(getattr(config.model_config, "enable_sleep_mode", False)),
+        "sleep mode is not supported, because experts in their slots would not survive it; leave --enable-sleep-mode "
+        "out, and lower the budget with dymoe_resize to give memory back.",
+    ),
+    (
+        lambda config: getattr(config, "weight_transfer_config", None) is not None,
+        "weight transfer is not supported, because the experts are packed in a store; leave --weight-transfer-config "
+        "out.",
+    ),
+)

@@ -4,6 +4,11 @@ vLLM finds :func:`register` through the ``vllm.general_plugins`` entry point and
 calls it in each of its processes. Importing this package imports nothing heavy.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_dymoe.vllm_adapter.summary import RankSummary
+
 __version__ = "0.1.0"
 
 
@@ -15,3 +20,10 @@ def register() -> None:
     from vllm_dymoe.vllm_adapter import register as register_with_vllm
 
     register_with_vllm()
+
+
+def summary(llm: Any) -> "tuple[RankSummary, ...]":
+    """What each rank of an ``LLM`` or ``LLMEngine`` did since the start or the last reset."""
+    from vllm_dymoe.vllm_adapter.summary import summarize
+
+    return summarize(llm)

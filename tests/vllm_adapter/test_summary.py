@@ -1,0 +1,53 @@
+"""The summary for users of ``LLM()``."""
+
+from dataclasses import replace
+
+from vllm_dymoe import summary
+from vllm_dymoe.runtime.stats import RuntimeStats
+
+STATS = RuntimeStats(
+    hits=3,
+    misses=1,
+    hit_rate=0.75,
+    promotions=0,
+    reuses=0,
+    evictions=7,
+    bytes_moved={"demand": 2 << 30, "prefetch": 0, "migration": 0},
+    transfers={"demand": 1, "prefetch": 0, "migration": 0},
+    failed_transfers=0,
+    exposed_wait_seconds=1.25,
+    budget_bytes=4 << 30,
+    peak_expert_bytes=3 << 30,
+    slots={"high": 5},
+)
+
+
+class Ranks:
+    """Answers as an engine with these ranks does."""
+
+    def __init__(self, *stats: RuntimeStats) -> None:
+        self.stats = stats
+
+    def collective_rpc(self, method: str) -> list[dict]:
+        assert method == "dymoe_stats"
+        return [stats.to_dict() for stats in self.stats]
+
+
+def test_every_rank_is_summarized():
+    first, second = summary(Ranks(STATS, replace(STATS, hits=9)))
+    assert (first.rank, first.stats) == (0, STATS)
+    assert (second.rank, second.stats.hits) == (1, 9)
+    assert second.to_dict() == {"rank": 1, **second.stats.to_dict()}
+
+
+def test_text_names_what_happened():
+    (rank,) = summary(Ranks(STATS))
+    text = str(rank)
+    for part in ("75.0% of 4", "1.25 s", "2.0 GiB", "high 5"):
+        assert part in text
+
+
+def test_nothing_needed_is_not_a_hit_rate():
+    (rank,) = summary(Ranks(replace(STATS, hits=0, misses=0, hit_rate=0.0)))
+    assert "no expert needed yet" in str(rank)
+    assert "%" not in str(rank)

@@ -18,10 +18,12 @@ from vllm_dymoe.policy import POLICIES
 from vllm_dymoe.quantize.convert import Recipe
 from vllm_dymoe.quantize.shards import ShardFiles
 from vllm_dymoe.vllm_adapter import NEWEST_VLLM, OLDEST_VLLM
+from vllm_dymoe.vllm_adapter.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 FORMAT = (ROOT / "docs" / "format.md").read_text()
+METRICS_PAGE = (ROOT / "docs" / "metrics.md").read_text()
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -284,6 +286,22 @@ def test_the_sentence_of_the_example():
     assert f"    {caught.value}\n" in OPTIONS
 
 
+# -- docs/metrics.md ------------------------------------------------------------------------------
+
+
+def test_the_table_of_metrics():
+    rows = table(METRICS_PAGE, "metrics")
+    assert [(*code(row["metric"]), row["type"], *code(row["labels"]), row["meaning"]) for row in rows] == [
+        (metric.full_name, metric.kind.__name__.lower(), *metric.labels, metric.meaning) for metric in METRICS
+    ]
+
+
+def test_queries_name_metrics_that_exist():
+    named = re.findall(r"vllm_dymoe_[a-z_]+(?=\[)", METRICS_PAGE)
+    assert named
+    assert set(named) <= {metric.full_name for metric in METRICS}
+
+
 # -- README.md ------------------------------------------------------------------------------------
 
 
@@ -314,7 +332,9 @@ def test_every_package_folder_is_in_the_tree():
     assert folders <= set(tree())
 
 
-@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "docs/format.md", "docs/options.md"])
+@pytest.mark.parametrize(
+    "path", ["README.md", "CONTRIBUTING.md", "docs/format.md", "docs/metrics.md", "docs/options.md"]
+)
 def test_links_lead_somewhere(path):
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / path).read_text()):
         assert link.startswith("https://") or ((ROOT / path).parent / link).exists(), f"{path}: {link}"

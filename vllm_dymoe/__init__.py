@@ -7,7 +7,7 @@ calls it in each of its processes. Importing this package imports nothing heavy.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_dymoe.vllm_adapter.summary import RankSummary
+    from vllm_dymoe.vllm_adapter import Summary
 
 __version__ = "0.1.0"
 
@@ -22,8 +22,8 @@ def register() -> None:
     register_with_vllm()
 
 
-def summary(llm: Any) -> "tuple[RankSummary, ...]":
-    """What each rank of an ``LLM`` or ``LLMEngine`` did since the start or the last reset."""
-    from vllm_dymoe.vllm_adapter.summary import summarize
+def summary(llm: Any) -> "Summary":
+    """What an ``LLM`` did since its first request or the last reset: print it, or take ``to_dict()``."""
+    from vllm_dymoe.vllm_adapter import summarize
 
     return summarize(llm)

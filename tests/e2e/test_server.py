@@ -12,8 +12,10 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.engines import MODEL, prompts
+from vllm_dymoe.experts.store import Manifest
 
 pytestmark = pytest.mark.engine
 
@@ -50,6 +52,7 @@ class Server:
         command += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", "512", *arguments]
         # As for any user: the engine core is a process of its own, whatever other tests asked of vLLM.
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        environment["VLLM_LOG_STATS_INTERVAL"] = "1"
         with log.open("w") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
@@ -145,6 +148,59 @@ def test_statistics_and_live_resizing(client, server):
     assert rpc(server, "dymoe_resize", "50%")[0]["slots"]["hi"] == 128
     assert complete(client, prompts()[1], max_tokens=24).choices[0].text == before
     rpc(server, "dymoe_check_integrity")
+
+
+def metrics(server):
+    """Samples of /metrics that are ours, by name and the value of the label beside model and rank."""
+    text = httpx.get(f"{server.url}/metrics").text
+    assert "vllm:generation_tokens_total" in text, "vLLM's own metrics are gone"
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("vllm_dymoe_") and not sample.name.endswith("_created"):
+                labels = dict(sample.labels)
+                assert (labels.pop("model_name"), labels.pop("rank")) == ("tiny", "0")
+                found[sample.name, *labels.values()] = sample.value
+    return found
+
+
+def settled_metrics(server):
+    """What /metrics shows two intervals after the last request."""
+    time.sleep(2.5)
+    return metrics(server)
+
+
+def test_metrics_say_what_the_workers_count(client, server, checkpoint):
+    rpc(server, "dymoe_resize", "25%")
+    before, counted = settled_metrics(server), rpc(server, "dymoe_stats")[0]
+    complete(client, prompts()[2], max_tokens=24)
+    after, stats = settled_metrics(server), rpc(server, "dymoe_stats")[0]
+    grown = {key: after[key] - before[key] for key in after}
+    assert grown["vllm_dymoe_misses_total",] > 0
+    for name in ("hits", "misses", "evictions"):
+        assert grown[f"vllm_dymoe_{name}_total",] == stats[name] - counted[name], name
+    moved = grown["vllm_dymoe_transferred_bytes_total", "demand"]
+    assert moved == stats["bytes_moved"]["demand"] - counted["bytes_moved"]["demand"]
+    assert moved == grown["vllm_dymoe_misses_total",] * Manifest.read(checkpoint).experts.formats[4].nbytes
+    assert after["vllm_dymoe_budget_bytes",] == stats["budget_bytes"]
+    assert after["vllm_dymoe_resident_experts", "hi"] == stats["resident_experts"]["hi"]
+    assert 0 < after["vllm_dymoe_resident_experts", "hi"] <= after["vllm_dymoe_slots", "hi"] == 64
+
+
+def test_a_line_of_statistics_only_when_there_is_work(client, server):
+    def lines():
+        return [line for line in server.log.read_text().splitlines() if "vllm-dymoe: hit rate" in line]
+
+    time.sleep(2.5)
+    before = len(lines())
+    complete(client, prompts()[3], max_tokens=24)
+    time.sleep(2.5)
+    written = lines()
+    assert before < len(written) <= before + 3
+    for part in ("INFO", "moved demand", "of the time", "evictions", "resident experts hi"):
+        assert part in written[-1], part
+    time.sleep(2.5)
+    assert lines() == written, "the server was idle"
 
 
 @pytest.mark.parametrize(

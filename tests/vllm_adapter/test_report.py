@@ -7,7 +7,8 @@ from tests.small_model import make_experts, make_store
 from vllm_dymoe import __version__
 from vllm_dymoe.config import Options
 from vllm_dymoe.runtime import MoERuntime
-from vllm_dymoe.vllm_adapter.report import describe, size, warnings
+from vllm_dymoe.units import size
+from vllm_dymoe.vllm_adapter.report import describe, warnings
 
 LAYERS, EXPERTS, TOP_K, STAGING = 2, 6, 2, 2
 

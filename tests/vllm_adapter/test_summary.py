@@ -18,7 +18,8 @@ STATS = RuntimeStats(
     exposed_wait_seconds=1.25,
     budget_bytes=4 << 30,
     peak_expert_bytes=3 << 30,
-    slots={"high": 5},
+    slots={"hi": 5},
+    resident_experts={"hi": 4},
 )
 
 
@@ -34,20 +35,21 @@ class Ranks:
 
 
 def test_every_rank_is_summarized():
-    first, second = summary(Ranks(STATS, replace(STATS, hits=9)))
+    both = summary(Ranks(STATS, replace(STATS, hits=9)))
+    first, second = both.ranks
     assert (first.rank, first.stats) == (0, STATS)
     assert (second.rank, second.stats.hits) == (1, 9)
-    assert second.to_dict() == {"rank": 1, **second.stats.to_dict()}
+    assert both.to_dict()["ranks"][1] == {"rank": 1, **second.stats.to_dict()}
+    assert str(both) == f"{first}\n{second}"
 
 
 def test_text_names_what_happened():
-    (rank,) = summary(Ranks(STATS))
-    text = str(rank)
-    for part in ("75.0% of 4", "1.25 s", "2.0 GiB", "high 5"):
+    text = str(summary(Ranks(STATS)))
+    for part in ("75.0% of 4", "1.25 s", "2.0 GiB", "hi 4 of 5 slots"):
         assert part in text
 
 
 def test_nothing_needed_is_not_a_hit_rate():
-    (rank,) = summary(Ranks(replace(STATS, hits=0, misses=0, hit_rate=0.0)))
-    assert "no expert needed yet" in str(rank)
-    assert "%" not in str(rank)
+    text = str(summary(Ranks(replace(STATS, hits=0, misses=0, hit_rate=0.0))))
+    assert "no expert needed yet" in text
+    assert "%" not in text

@@ -1,16 +1,10 @@
-"""Bytes for people: as a number with a unit, and as a progress bar."""
+"""Bytes as a progress bar."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pydantic import ByteSize
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-
-def size(nbytes: int) -> str:
-    """Bytes with a unit: 1536 -> 1.5 KiB."""
-    return ByteSize(nbytes).human_readable(separator=" ")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_dymoe.cli.display import byte_progress, size
+from vllm_dymoe.cli.display import byte_progress
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.experts.store import MANIFEST, FileStore, all_keys
@@ -17,6 +17,7 @@ from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.quantize.checkpoint import Checkpoint, read_config
 from vllm_dymoe.quantize.tensors import read_tensors
 from vllm_dymoe.runtime.sizing import limit_in_bytes, minimum_budget, plan_slots, workspace_bytes
+from vllm_dymoe.units import size
 
 _SHARES = (0.25, 0.5, 1.0)
 

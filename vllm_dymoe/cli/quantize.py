@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_dymoe.cli.display import byte_progress, size
+from vllm_dymoe.cli.display import byte_progress
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import Conversion, Recipe, convert
+from vllm_dymoe.units import size
 
 
 def run(

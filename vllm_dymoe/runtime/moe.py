@@ -299,7 +299,7 @@ class MoERuntime:
 
     def stats(self) -> RuntimeStats:
         """Counts since the start or the last ``reset_stats``."""
-        return RuntimeStats.collect(self._cache_stats, self.engine.stats, self.budget, self.plan)
+        return RuntimeStats.collect(self.cache, self.engine.stats, self.budget, self.plan)
 
     def reset_stats(self) -> None:
         """Count from zero, for instance after warm-up."""

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_dymoe.experts.budget import BudgetTracker
-from vllm_dymoe.experts.cache import CacheStats
+from vllm_dymoe.experts.cache import CacheStats, ExpertCache
 from vllm_dymoe.runtime.sizing import SlotPlan
 from vllm_dymoe.transfer import Reason, TransferStats
 
@@ -27,6 +27,7 @@ class RuntimeStats:
         budget_bytes: the hard limit of device memory for experts.
         peak_expert_bytes: the most device memory that experts ever held.
         slots: slots by tier.
+        resident_experts: experts that are complete on the device, by tier.
     """
 
     hits: int
@@ -42,12 +43,14 @@ class RuntimeStats:
     budget_bytes: int
     peak_expert_bytes: int
     slots: dict[str, int]
+    resident_experts: dict[str, int]
 
     @classmethod
     def collect(
-        cls, cache: CacheStats, transfer: TransferStats, budget: BudgetTracker, plan: SlotPlan
+        cls, experts: ExpertCache, transfer: TransferStats, budget: BudgetTracker, plan: SlotPlan
     ) -> "RuntimeStats":
         """Read the counters of one runtime."""
+        cache: CacheStats = experts.stats
         return cls(
             hits=cache.hits,
             misses=cache.misses,
@@ -62,6 +65,7 @@ class RuntimeStats:
             budget_bytes=budget.limit,
             peak_expert_bytes=budget.peak,
             slots={tier.value: count for tier, count in plan.slots.items()},
+            resident_experts={tier.value: experts.resident_experts(tier) for tier in plan.slots},
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,8 +1,12 @@
 """Everything that imports vLLM, and the only package that does."""
 
 from importlib import metadata
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
+
+if TYPE_CHECKING:
+    from vllm_dymoe.vllm_adapter.summary import Summary
 
 OLDEST_VLLM = Version("0.26")
 NEWEST_VLLM = Version("0.34")  # the first that is not supported
@@ -33,6 +37,13 @@ def register() -> None:
         register_quantization_config("dymoe")(DymoeConfig)
         apply_patches()
     _registered = True
+
+
+def summarize(llm: Any) -> "Summary":
+    """Ask every rank of an ``LLM`` for its counts."""
+    from vllm_dymoe.vllm_adapter.summary import Summary
+
+    return Summary.of(llm)
 
 
 def version_problem(installed: str | None = None) -> str | None:

@@ -123,6 +123,32 @@ def _without_reloading(original: Callable[..., Any]) -> Callable[..., Any]:
     return reload_weights
 
 
+def _with_our_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    async def do_log_stats(self: Any) -> None:
+        from vllm_dymoe.vllm_adapter.metrics import publish, statistics_of
+
+        await original(self)
+        if (statistics := statistics_of(self)) is not None:
+            publish(statistics, await self.collective_rpc("dymoe_stats"))
+
+    do_log_stats.dymoe_patched = True  # type: ignore[attr-defined]
+    return do_log_stats
+
+
+def _with_our_metrics_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def do_log_stats(self: Any) -> None:
+        from vllm_dymoe.vllm_adapter.metrics import publish, statistics_of
+
+        original(self)
+        if (statistics := statistics_of(self)) is not None:
+            publish(statistics, self.collective_rpc("dymoe_stats"))
+
+    do_log_stats.dymoe_patched = True  # type: ignore[attr-defined]
+    return do_log_stats
+
+
 PATCHES = (
     Patch(
         target=("vllm.engine.arg_utils.EngineArgs", "create_engine_config"),
@@ -166,6 +192,18 @@ PATCHES = (
         wrapper=_without_reloading,
         removable="a way for a quantization method to refuse or to take part in reloading",
         in_worker=True,
+    ),
+    Patch(
+        target=("vllm.v1.engine.async_llm.AsyncLLM", "do_log_stats"),
+        why="The counts of the workers have to reach the server's /metrics and log when vLLM's own do.",
+        wrapper=_with_our_metrics,
+        removable="a field of SchedulerStats for data of a worker's plugin, passed on to stat logger plugins",
+    ),
+    Patch(
+        target=("vllm.v1.engine.llm_engine.LLMEngine", "do_log_stats"),
+        why="As above, for an LLM() whose statistics are on.",
+        wrapper=_with_our_metrics_at_once,
+        removable="a field of SchedulerStats for data of a worker's plugin, passed on to stat logger plugins",
     ),
 )
 

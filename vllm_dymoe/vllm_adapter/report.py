@@ -3,6 +3,7 @@
 from vllm_dymoe import __version__
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.sizing import tier_bits
+from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter.log import logger
 
 
@@ -58,13 +59,3 @@ def warnings(runtime: MoERuntime) -> list[str]:
                 "so most experts are fetched for every token; raise expert_budget."
             )
     return found
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people: 1536 -> 1.5 KiB."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_dymoe.runtime.stats import RuntimeStats
-from vllm_dymoe.vllm_adapter.report import size
+from vllm_dymoe.units import size
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,39 @@ class RankSummary:
         needed = stats.hits + stats.misses
         rate = f"{stats.hit_rate:.1%} of {needed}" if needed else "no expert needed yet"
         moved = ", ".join(f"{reason} {size(n)}" for reason, n in stats.bytes_moved.items())
-        slots = ", ".join(f"{tier} {count}" for tier, count in stats.slots.items())
+        resident = ", ".join(f"{tier} {stats.resident_experts[tier]} of {n} slots" for tier, n in stats.slots.items())
         rows = {
             "hits": rate,
             "moved": moved,
             "exposed wait": f"{stats.exposed_wait_seconds:.2f} s",
             "evictions": str(stats.evictions),
-            "slots": slots,
+            "resident": resident,
             "memory": f"peak {size(stats.peak_expert_bytes)} of {size(stats.budget_bytes)}",
         }
         lines = (f"  {name:<13} {value}" for name, value in rows.items())
         return "\n".join([f"rank {self.rank}", *lines])
 
 
-def summarize(llm: Any) -> tuple[RankSummary, ...]:
-    """Ask every rank of an ``LLM`` or ``LLMEngine`` for its counts, in rank order."""
-    answers = llm.collective_rpc("dymoe_stats")
-    return tuple(RankSummary(rank, RuntimeStats(**answer)) for rank, answer in enumerate(answers))
+@dataclass(frozen=True)
+class Summary:
+    """All ranks of one model.
+
+    Attributes:
+        ranks: in vLLM's order.
+    """
+
+    ranks: tuple[RankSummary, ...]
+
+    @classmethod
+    def of(cls, llm: Any) -> "Summary":
+        """Ask an ``LLM`` or ``LLMEngine``."""
+        answers = llm.collective_rpc("dymoe_stats")
+        return cls(tuple(RankSummary(rank, RuntimeStats(**answer)) for rank, answer in enumerate(answers)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The summary as JSON-serialisable data."""
+        return {"ranks": [rank.to_dict() for rank in self.ranks]}
+
+    def __str__(self) -> str:
+        """Aligned text for a terminal."""
+        return "\n".join(str(rank) for rank in self.ranks)

@@ -1,0 +1,182 @@
+"""The runtime's counts on vLLM's own ``/metrics``, and as one line in its log.
+
+At vLLM's statistics interval the front end asks the workers through ``collective_rpc``: that reaches every rank in every
+process, costs a step nothing, and leaves vLLM's metrics as they are. ``PROMETHEUS_MULTIPROC_DIR`` would have to be set
+before anything imports prometheus_client, and would replace the way in which all of vLLM's metrics are kept.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+
+from vllm_dymoe.units import size
+from vllm_dymoe.vllm_adapter.log import logger
+
+Answer = dict[str, Any]  # of dymoe_stats: a RuntimeStats as data
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric, for each rank.
+
+    Attributes:
+        name: without the namespace, and without the ``_total`` of a counter.
+        kind: Counter or Gauge.
+        field: of RuntimeStats.
+        meaning: its help text.
+        label: names the keys where the field is a dictionary.
+    """
+
+    name: str
+    kind: type[Counter] | type[Gauge]
+    field: str
+    meaning: str
+    label: str | None = None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of all labels."""
+        return ("model_name", "rank") + ((self.label,) if self.label else ())
+
+    @property
+    def full_name(self) -> str:
+        """As ``/metrics`` shows it."""
+        return f"{NAMESPACE}_{self.name}" + ("_total" if self.kind is Counter else "")
+
+    def values(self, answer: Answer) -> Iterator[tuple[tuple[str, ...], float]]:
+        """The value in an answer, or one for each key of its label."""
+        value = answer[self.field]
+        if self.label is None:
+            yield (), value
+        else:
+            yield from (((key,), amount) for key, amount in value.items())
+
+
+NAMESPACE = "vllm_dymoe"
+METRICS = (
+    Metric("hits", Counter, "hits", "Experts that a layer needed and found on the device."),
+    Metric("misses", Counter, "misses", "Experts that a layer needed and had to fetch."),
+    Metric("promotions", Counter, "promotions", "Misses that replaced a low version by a high one."),
+    Metric("reuses", Counter, "reuses", "Hits that used a high version where a low one would have done."),
+    Metric("evictions", Counter, "evictions", "Experts that made room for others."),
+    Metric("transfers", Counter, "transfers", "Blobs moved from host to device.", "reason"),
+    Metric("transferred_bytes", Counter, "bytes_moved", "Bytes moved from host to device.", "reason"),
+    Metric("failed_transfers", Counter, "failed_transfers", "Transfers that ended in an error."),
+    Metric("exposed_wait_seconds", Counter, "exposed_wait_seconds", "Host time spent waiting for transfers."),
+    Metric("budget_bytes", Gauge, "budget_bytes", "The hard limit of device memory for experts."),
+    Metric("peak_expert_bytes", Gauge, "peak_expert_bytes", "The most device memory that experts ever held."),
+    Metric("slots", Gauge, "slots", "Slots for experts on the device.", "tier"),
+    Metric("resident_experts", Gauge, "resident_experts", "Experts that are complete on the device.", "tier"),
+)
+
+
+class Statistics:
+    """What one engine's ranks did, published at each interval.
+
+    Args:
+        model_name: the label's value.
+        registry: where the metrics are registered.
+    """
+
+    def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
+        self._model_name = model_name
+        self._collectors = _collectors(registry)
+        self._before: list[Answer] = []
+        self._time: float | None = None
+
+    def record(self, answers: list[Answer], now: float) -> str | None:
+        """Publish the counts of all ranks.
+
+        Args:
+            answers: of ``dymoe_stats``, in the order of ranks.
+            now: seconds on a clock that never goes back.
+
+        Returns:
+            The interval in one line; None if it is the first or no expert was needed.
+        """
+        before = self._before or [{} for _ in answers]
+        for rank, (answer, earlier) in enumerate(zip(answers, before, strict=True)):
+            for metric in METRICS:
+                collector = self._collectors[metric]
+                known = dict(metric.values(earlier)) if earlier else {}
+                for key, value in metric.values(answer):
+                    child = collector.labels(self._model_name, str(rank), *key)
+                    if isinstance(child, Counter):
+                        child.inc(grown(value, known.get(key, 0)))
+                    else:
+                        child.set(value)
+        text = None if self._time is None else describe(answers, before, now - self._time)
+        self._before, self._time = answers, now
+        return text
+
+
+def describe(answers: list[Answer], before: list[Answer], seconds: float) -> str | None:
+    """An interval in one line, sums over all ranks; None if no expert was needed."""
+
+    def total(name: str, key: str | None = None) -> float:
+        pairs = ((new[name], old[name]) for new, old in zip(answers, before, strict=True))
+        return sum(grown(new, old) if key is None else grown(new[key], old[key]) for new, old in pairs)
+
+    hits, misses = total("hits"), total("misses")
+    if hits + misses == 0:
+        return None
+    moved = ", ".join(
+        f"{reason} {size(total('bytes_moved', reason) / seconds)}/s" for reason in answers[0]["bytes_moved"]
+    )
+    resident = ", ".join(
+        f"{tier} {sum(a['resident_experts'][tier] for a in answers)} of {sum(a['slots'][tier] for a in answers)} slots"
+        for tier in answers[0]["slots"]
+    )
+    return (
+        f"vllm-dymoe: hit rate {hits / (hits + misses):.1%} of {hits + misses:.0f} experts, moved {moved}, "
+        f"waited {total('exposed_wait_seconds') / seconds / len(answers):.1%} of the time, "
+        f"{total('evictions'):.0f} evictions, resident experts {resident}"
+    )
+
+
+def grown(value: float, before: float) -> float:
+    """How much a count grew; one that fell was set to zero in between."""
+    return value - before if value >= before else value
+
+
+def statistics_of(engine: Any) -> Statistics | None:
+    """The statistics of an AsyncLLM or LLMEngine.
+
+    Returns:
+        None if its model is not ours, its statistics are off, or another server process of the same engine has them.
+    """
+    config = engine.vllm_config.model_config
+    if engine.logger_manager is None or config.quantization != "dymoe":
+        return None
+    if getattr(engine.engine_core, "client_index", 0) != 0:
+        return None
+    if engine not in _statistics:
+        _statistics[engine] = Statistics(config.served_model_name)
+    return _statistics[engine]
+
+
+def publish(statistics: Statistics, answers: list[Answer]) -> None:
+    """Publish the counts of all ranks, and log the interval if there is something to say."""
+    text = statistics.record(answers, time.monotonic())
+    if text is not None:
+        logger.info("%s", text)
+
+
+_statistics: WeakKeyDictionary[Any, Statistics] = WeakKeyDictionary()
+
+
+@cache
+def _collectors(registry: CollectorRegistry) -> dict[Metric, Counter | Gauge]:
+    """Every metric, registered once however many engines a process has."""
+    made: dict[Metric, Counter | Gauge] = {}
+    for metric in METRICS:
+        options: dict[str, Any] = {"namespace": NAMESPACE, "registry": registry}
+        if metric.kind is Gauge:
+            options["multiprocess_mode"] = "mostrecent"
+        made[metric] = metric.kind(metric.name, metric.meaning, metric.labels, **options)
+    return made

@@ -1,8 +1,8 @@
 """The runtime's counts on vLLM's own ``/metrics``, and as one line in its log.
 
-At vLLM's statistics interval the front end asks the workers through ``collective_rpc``: that reaches every rank in every
-process, costs a step nothing, and leaves vLLM's metrics as they are. ``PROMETHEUS_MULTIPROC_DIR`` would have to be set
-before anything imports prometheus_client, and would replace the way in which all of vLLM's metrics are kept.
+At vLLM's statistics interval the front end asks the workers through ``collective_rpc``: it reaches every rank in every
+process, adds no work to a step, and leaves vLLM's metrics as they are. ``PROMETHEUS_MULTIPROC_DIR`` would have to be
+set before anything imports prometheus_client, and would change how all of vLLM's metrics are kept.
 """
 
 import time

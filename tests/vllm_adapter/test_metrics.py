@@ -139,3 +139,19 @@ def test_vllm_logs_first(monkeypatch):
 
     asyncio.run(patches._with_our_metrics(original)(Engine()))
     assert order == ["vllm", 1]
+
+
+def test_counts_that_cannot_be_had_stop_nobody(monkeypatch):
+    """An exception here would end vLLM's logging, and in LLM() the step."""
+    warnings = []
+    monkeypatch.setattr(metrics.logger, "warning", lambda text, *values: warnings.append(text % values))
+
+    async def original(self):
+        pass
+
+    engine = Engine()
+    engine.collective_rpc = lambda method: 1 / 0
+    asyncio.run(patches._with_our_metrics(original)(engine))
+    patches._with_our_metrics_at_once(lambda self: None)(engine)
+    assert len(warnings) == 2
+    assert "division by zero" in warnings[0]

@@ -5,6 +5,7 @@ process, adds no work to a step, and leaves vLLM's metrics as they are. ``PROMET
 set before anything imports prometheus_client, and would change how all of vLLM's metrics are kept.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -158,6 +159,15 @@ def statistics_of(engine: Any) -> Statistics | None:
     if engine not in _statistics:
         _statistics[engine] = Statistics(config.served_model_name)
     return _statistics[engine]
+
+
+@contextlib.contextmanager
+def serving_goes_on() -> Iterator[None]:
+    """Say what went wrong inside instead of raising it: vLLM's own statistics, and in ``LLM()`` its steps, go on."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("vllm-dymoe: the workers' counts could not be read and are missing from /metrics: %s", error)
 
 
 def publish(statistics: Statistics, answers: list[Answer]) -> None:

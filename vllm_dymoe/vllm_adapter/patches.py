@@ -126,11 +126,12 @@ def _without_reloading(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_our_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     async def do_log_stats(self: Any) -> None:
-        from vllm_dymoe.vllm_adapter.metrics import publish, statistics_of
+        from vllm_dymoe.vllm_adapter.metrics import publish, serving_goes_on, statistics_of
 
         await original(self)
-        if (statistics := statistics_of(self)) is not None:
-            publish(statistics, await self.collective_rpc("dymoe_stats"))
+        with serving_goes_on():
+            if (statistics := statistics_of(self)) is not None:
+                publish(statistics, await self.collective_rpc("dymoe_stats"))
 
     do_log_stats.dymoe_patched = True  # type: ignore[attr-defined]
     return do_log_stats
@@ -139,11 +140,12 @@ def _with_our_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_our_metrics_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def do_log_stats(self: Any) -> None:
-        from vllm_dymoe.vllm_adapter.metrics import publish, statistics_of
+        from vllm_dymoe.vllm_adapter.metrics import publish, serving_goes_on, statistics_of
 
         original(self)
-        if (statistics := statistics_of(self)) is not None:
-            publish(statistics, self.collective_rpc("dymoe_stats"))
+        with serving_goes_on():
+            if (statistics := statistics_of(self)) is not None:
+                publish(statistics, self.collective_rpc("dymoe_stats"))
 
     do_log_stats.dymoe_patched = True  # type: ignore[attr-defined]
     return do_log_stats

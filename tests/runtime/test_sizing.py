@@ -74,6 +74,9 @@ def test_the_machine_has_memory_for_an_automatic_budget(device, monkeypatch):
 
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10 * 2**30))
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
-    assert automatic_budget(SimpleNamespace(), device) == 4 * 2**30
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+    assert automatic_budget(config, device) == 4 * 2**30
+    two = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
+    assert automatic_budget(two, device) == 3 * 2**29, "two ranks share the machine's memory"
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "20")
-    assert automatic_budget(SimpleNamespace(), device) == 0
+    assert automatic_budget(config, device) == 0

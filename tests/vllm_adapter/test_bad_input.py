@@ -36,7 +36,6 @@ def warnings(caplog, monkeypatch):
     [
         (EXPERTS, dataclasses.replace(SPEC, ranks=2), r"tensor-parallel ranks \(0, 1\), the model needs \(0, 2\)"),
         (EXPERTS, dataclasses.replace(SPEC, rank=1, ranks=2), r"tensor-parallel ranks \(0, 1\), .* needs \(1, 2\)"),
-        (make_experts(layers=3), SPEC, r"MoE layers \(1, 2\), the model needs \(1, 2, 3\)"),
         (make_experts(num_experts=8), SPEC, "experts per layer 6, the model needs 8"),
         (make_experts(dtype=torch.float16), SPEC, "expert formats"),
         (make_experts(group_size=64), SPEC, "expert formats"),

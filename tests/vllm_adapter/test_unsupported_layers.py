@@ -58,7 +58,8 @@ def test_unsupported_layers_are_refused_by_name(unsupported, problem):
 
 @pytest.mark.parametrize("other", [{"num_experts": 4}, {"intermediate": 64}, {"top_k": 1}, {"bias": True}])
 def test_layers_of_different_experts_are_refused(other):
-    config = SimpleNamespace(additional_config={}, model_config=SimpleNamespace(model=str(MODEL)))
+    load = SimpleNamespace(load_format="auto")
+    config = SimpleNamespace(additional_config={}, model_config=SimpleNamespace(model=str(MODEL)), load_config=load)
     model = RankModel(config, None)
     first = {"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96, "dtype": torch.bfloat16, "bias": False}
     first |= {"rank": 0, "ranks": 1, "expert_rank": 0, "expert_ranks": 1}

@@ -1,0 +1,246 @@
+"""vLLM's own features with the plugin, each compared with the plugin's plain answers.
+
+Where a feature computes the same tokens together, the answers are equal. Where it does not (chunks of a prompt, several
+tokens checked at once), sums may be taken in another order, as in vLLM itself: there vLLM's logprobs-close criterion
+and a share of equal tokens decide.
+"""
+
+import contextlib
+import shutil
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.e2e.engines import MODEL, answer, check_logprobs_close, engine, equal_share, prompts, runtime_of
+from vllm_dymoe.vllm_adapter.features import RELOADING
+
+pytestmark = pytest.mark.engine
+
+OPTIONS = {"hi": 4, "expert_budget": "25%"}
+
+
+def long_prompts():
+    """Four prompts of 150 tokens and more, the first of them twice."""
+    texts = ["\n".join(prompts()[i : i + 5]) for i in (0, 5, 10)]
+    return [*texts, texts[0]]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with engine(dymoe=OPTIONS) as llm:
+        yield llm
+        runtime_of(llm).check_integrity()
+
+
+@pytest.fixture(scope="module")
+def plain_answers(plain):
+    return answer(plain, prompts())
+
+
+@pytest.fixture(scope="module")
+def long_answers(plain):
+    return answer(plain, long_prompts())
+
+
+@pytest.fixture(scope="module")
+def crowded():
+    """Chunks of 48 tokens, cached prefixes, and room for 20 blocks of 32 tokens in the KV cache."""
+    settings = {
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": 48,
+        "block_size": 32,
+        "num_gpu_blocks_override": 20,
+    }
+    with engine(dymoe=OPTIONS, **settings) as llm:
+        yield llm
+        runtime_of(llm).check_integrity()
+
+
+@contextlib.contextmanager
+def counted_tokens(llm):
+    """Tokens of every step, as the first MoE layer sees them."""
+    runtime, steps = runtime_of(llm), []
+    original = runtime.forward
+
+    def forward(layer, x, *rest, **more):
+        if layer == 0:
+            steps.append(len(x))
+        return original(layer, x, *rest, **more)
+
+    runtime.forward = forward
+    try:
+        yield steps
+    finally:
+        del runtime.forward
+
+
+def check_same_text(ours, theirs):
+    check_logprobs_close(ours, theirs)
+    assert equal_share(ours, theirs) >= 0.97
+
+
+def sampled(llm, text, **settings):
+    (output,) = llm.generate([text], SamplingParams(ignore_eos=True, **settings), use_tqdm=False)
+    return output
+
+
+def test_a_cached_prefix_gives_the_same_answer(crowded, long_answers):
+    text = long_prompts()[1]
+    first = answer(crowded, [text])
+    with counted_tokens(crowded) as steps:
+        again = answer(crowded, [text])
+    length = len(crowded.get_tokenizer()(text).input_ids)
+    assert sum(steps) < length, "the prefix was computed again"
+    check_same_text(again, first)
+    check_same_text(first, long_answers[1:2])
+
+
+def test_a_prompt_in_chunks_gives_the_same_answer(crowded, long_answers):
+    crowded.reset_prefix_cache()
+    with counted_tokens(crowded) as steps:
+        answers = [answer(crowded, [text])[0] for text in long_prompts()[:3]]
+    assert max(steps) == 48
+    tokenizer = crowded.get_tokenizer()
+    assert steps.count(48) == sum(len(tokenizer(text).input_ids) // 48 for text in long_prompts()[:3]) > 3
+    check_same_text(answers, long_answers[:3])
+
+
+def test_preempted_requests_give_the_same_answers(crowded, plain):
+    crowded.reset_prefix_cache()
+    scheduler = crowded.llm_engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, []
+
+    def counted(request, *rest, **more):
+        preempted.append(request.request_id)
+        return preempt(request, *rest, **more)
+
+    scheduler._preempt_request = counted
+    try:
+        answers = answer(crowded, prompts(), max_tokens=96)
+    finally:
+        del scheduler._preempt_request
+    assert preempted, "the KV cache was large enough for every request"
+    check_same_text(answers, answer(plain, prompts(), max_tokens=96))
+
+
+def test_several_samples_of_a_seed_are_repeated_and_differ(plain):
+    settings = {"n": 3, "seed": 7, "temperature": 0.9, "max_tokens": 16}
+    first, again = (
+        [completion.token_ids for completion in sampled(plain, prompts()[0], **settings).outputs] for _ in range(2)
+    )
+    assert first == again
+    assert len({tuple(tokens) for tokens in first}) == 3
+    other = sampled(plain, prompts()[0], **(settings | {"seed": 8}))
+    assert [completion.token_ids for completion in other.outputs] != first
+
+
+def test_seeded_samples_do_not_depend_on_the_budget(plain):
+    settings = {"n": 2, "seed": 7, "temperature": 0.9, "max_tokens": 16}
+    texts = []
+    for budget in ("100%", "10%", "25%"):
+        runtime_of(plain).resize(budget)
+        texts.append([completion.token_ids for completion in sampled(plain, prompts()[3], **settings).outputs])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_logprobs_name_the_token_that_was_taken(plain, plain_answers):
+    (completion,) = sampled(plain, prompts()[0], temperature=0, max_tokens=16, logprobs=5).outputs
+    for token, top in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert top[token].rank == 1
+        assert top[token].logprob == max(entry.logprob for entry in top.values())
+        assert sum(torch.tensor(entry.logprob).exp() for entry in top.values()) <= 1 + 1e-5
+
+
+def test_logprobs_of_a_prompt_are_those_of_generating_it(plain):
+    """What a greedy answer said of its tokens, the prompt that contains them says too."""
+    text = prompts()[0]
+    (completion,) = sampled(plain, text, temperature=0, max_tokens=12, logprobs=5).outputs
+    ids = plain.get_tokenizer()(text).input_ids
+    whole = {"prompt_token_ids": [*ids, *completion.token_ids]}
+    settings = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5)
+    (output,) = plain.generate([whole], settings, use_tqdm=False)
+    assert len(output.prompt_logprobs) == len(ids) + 12
+    for token, said, read in zip(
+        completion.token_ids, completion.logprobs, output.prompt_logprobs[len(ids) :], strict=True
+    ):
+        # A prompt is computed at once and an answer token by token: bf16 activations, sums in another order.
+        assert read[token].logprob == pytest.approx(said[token].logprob, abs=0.1)
+
+
+def test_a_stop_string_ends_the_same_text_earlier(plain):
+    whole = sampled(plain, prompts()[0], temperature=0, max_tokens=32).outputs[0].text
+    stop = whole[len(whole) // 2 :][:4]
+    stopped = sampled(plain, prompts()[0], temperature=0, max_tokens=32, stop=[stop]).outputs[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.stop_reason == stop
+    assert stopped.text == whole[: whole.index(stop)]
+
+
+def test_an_aborted_request_leaves_the_others_as_they_are(plain, plain_answers):
+    """Half of the requests are aborted at some step; the rest answers, and nothing stays pinned."""
+    llm_engine = plain.llm_engine
+    settings = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=5)
+    for number, text in enumerate(prompts()):
+        llm_engine.add_request(str(number), text, settings)
+    finished, step = {}, 0
+    while llm_engine.has_unfinished_requests():
+        for output in llm_engine.step():
+            if output.finished:
+                finished[int(output.request_id)] = output
+        if step < 8:
+            llm_engine.abort_request([str(2 * step)])
+        step += 1
+        runtime_of(plain).check_integrity()
+    assert sorted(finished) == list(range(1, 16, 2))
+    from tests.e2e.engines import Answer
+
+    answers = [
+        Answer(list(c.token_ids), [{t: e.logprob for t, e in top.items()} for top in c.logprobs])
+        for c in (finished[number].outputs[0] for number in range(1, 16, 2))
+    ]
+    check_same_text(answers, plain_answers[1::2])
+
+
+def test_reloading_weights_is_refused_and_changes_nothing(plain, plain_answers):
+    with pytest.raises(ValueError, match=RELOADING[:60]):
+        plain.collective_rpc("reload_weights")
+    assert answer(plain, prompts()) == plain_answers
+
+
+def test_sleeping_changes_nothing_on_a_cpu(plain, plain_answers):
+    """vLLM's CPU worker says that it ignores it; on a GPU sleep mode is refused at start."""
+    plain.collective_rpc("sleep", kwargs={"level": 2})
+    plain.collective_rpc("wake_up")
+    assert answer(plain, prompts()) == plain_answers
+
+
+def test_dummy_weights_need_no_checkpoint_and_no_time(tmp_path):
+    """config.json and the tokenizer are enough."""
+    for path in MODEL.glob("*.json"):
+        if "safetensors" not in path.name:
+            shutil.copy(path, tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    with engine(tmp_path, dymoe=OPTIONS, load_format="dummy") as llm:
+        runtime = runtime_of(llm)
+        assert runtime.store.manifest.quantizer == "dummy"
+        x = torch.randn(7, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+        ids = torch.arange(28).view(7, 4).int()
+        outputs = [runtime.forward(layer, x, torch.full((7, 4), 0.25), ids).float() for layer in range(8)]
+        assert len(answer(llm, prompts()[:2], max_tokens=4, logprobs=None)[0].tokens) == 4
+        runtime.check_integrity()
+    assert all(torch.isfinite(output).all() and output.std() > 1e-3 for output in outputs)
+    assert len({output.sum().item() for output in outputs}) == 8, "layers have the same experts"
+
+
+# The last one: it leaves modules of numba's behind, over which vLLM stumbles when it creates the next engine.
+def test_ngram_speculation_gives_the_same_tokens_in_fewer_steps(plain_answers):
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+    with engine(dymoe=OPTIONS, speculative_config=speculation) as llm, counted_tokens(llm) as steps:
+        answers = answer(llm, prompts())
+        runtime_of(llm).check_integrity()
+        del steps[:]
+        (alone,) = answer(llm, prompts()[3:4])
+        assert len(alone.tokens) > len(steps), "no draft was accepted"
+    check_same_text(answers, plain_answers)

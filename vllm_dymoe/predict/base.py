@@ -1,0 +1,52 @@
+"""The question a predictor answers: which experts will the coming layers want?"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Phase(Enum):
+    """What a step is for. A step with any token of an unfinished prompt is prefill, whatever else it computes."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Candidate(NamedTuple):
+    """An expert that a coming layer will probably want.
+
+    Attributes:
+        layer: position of its layer among the model's MoE layers, later than the one that was observed.
+        expert: its number on this rank.
+        score: larger is likelier; comparable within one answer only.
+    """
+
+    layer: int
+    expert: int
+    score: float
+
+
+class Predictor(Protocol):
+    """Names experts and touches nothing: it knows of no slot, no byte and no transfer."""
+
+    def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
+        """Hear what a layer's router decided. Called for every MoE layer of every step, in order; must be cheap.
+
+        Args:
+            layer: position among the model's MoE layers; a step begins where it does not grow.
+            x: [tokens, hidden] bfloat16 or float16, the router's input; not to be kept beyond the step.
+            ids: [tokens, top_k] int, local experts; negative where another rank has the expert.
+            weights: [tokens, top_k] float32 routing weights.
+            phase: of the whole step.
+        """
+        ...
+
+    def predict(self, layer: int) -> Sequence[Candidate]:
+        """Experts that layers after ``layer`` will want, best first; empty if there is nothing to say.
+
+        Args:
+            layer: the one that was observed last.
+        """
+        ...

@@ -5,10 +5,12 @@ import contextlib
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -35,9 +37,10 @@ def prompts() -> list[str]:
 @contextlib.contextmanager
 def engine(model: Path | str = MODEL, dymoe: dict[str, Any] | None = None, **settings: Any) -> Iterator[Any]:
     """An engine; ``dymoe`` are the plugin's options, None serves without the plugin."""
-    from vllm import LLM
+    from vllm import LLM, envs
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    envs.disable_envs_cache()  # an engine before this one has read the environment for good
     if dymoe is not None:
         settings = {"quantization": "dymoe", "additional_config": {"dymoe": dymoe}} | settings
     defaults = {
@@ -55,6 +58,12 @@ def engine(model: Path | str = MODEL, dymoe: dict[str, Any] | None = None, **set
         del llm
         cleanup_dist_env_and_memory()
         gc.collect()
+
+
+def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``function`` returns, for engines that leave something behind over which vLLM's next engine stumbles."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result(timeout=300)
 
 
 def runtime_of(llm: Any) -> Any:

@@ -1,0 +1,192 @@
+"""Several ranks: tensor, expert and pipeline parallelism on two cores, with the shipped model.
+
+What can be the same is decided by arithmetic. Every rank adds up its own part of an output, rounds it to bf16, and the
+parts are added; vLLM's own attention does the same. So two ranks agree with one like two sums of the same numbers in
+another order: vLLM's logprobs-close criterion. Across budgets nothing is added in another order, so there the tokens
+and their log-probabilities have to be equal. At 4 bits with groups of 32 the model's experts of width 64 are quantized
+in the same groups whether they are cut or not: the weights are the same and only sums differ, as at 16 bits.
+"""
+
+import os
+
+import pytest
+import torch
+
+from tests.e2e.engines import (
+    answer,
+    check_logprobs_close,
+    engine,
+    equal_share,
+    in_own_process,
+    prompts,
+    runtime_of,
+)
+from vllm_dymoe.policy import make_policy
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores"),
+]
+
+OPTIONS = {"hi": 16, "lo": 4, "group_size": 32, "expert_budget": "100%"}
+BUDGETS = ("100%", "25%", "minimum")
+POLICIES = {"16 bits": "exact", "4 bits": "uniform-lo"}
+
+
+# -- in the workers -------------------------------------------------------------------------------
+
+
+def layer_output(runtime, position):
+    """One MoE layer on tokens that are the same in every process."""
+    generator = torch.Generator().manual_seed(runtime.experts.layers[position])
+    experts, hidden = runtime.experts.num_experts, runtime.experts.formats[16].hidden
+    x = torch.randn(5, hidden, generator=generator).bfloat16()
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:4] for _ in range(5)]).int()
+    weights = torch.rand(5, 4, generator=generator)
+    return runtime.forward(position, x, weights, ids).float()
+
+
+def set_policy(worker, policy, budget):
+    """Use another policy and budget on this rank."""
+    from vllm_dymoe.vllm_adapter.worker import _runtime
+
+    runtime = _runtime(worker)
+    runtime.policy = make_policy(policy, {})
+    runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
+    runtime.reset_stats()
+
+
+def describe_rank(worker):
+    """Where this rank's experts are, and what each of its layers computes."""
+    from vllm_dymoe.vllm_adapter.worker import _runtime
+
+    runtime = _runtime(worker)
+    store, manifest = runtime.store, runtime.store.manifest
+    return {
+        "folder": str(store.folder),
+        "model": manifest.model,
+        "manifest": list(manifest.experts.layers),
+        "tensor_parallel": list(manifest.tensor_parallel),
+        "layers": list(store.experts.layers),
+        "num_experts": store.experts.num_experts,
+        "outputs": [layer_output(runtime, position) for position in range(len(store.experts.layers))],
+    }
+
+
+# -- in a process that has the workers -------------------------------------------------------------
+
+
+def serve_two_ranks(log, settings):
+    """What two ranks hold and, unless they are stages of a pipeline, what they answer at each bit-width and budget."""
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
+    result = {"answers": {}, "stats": {}}
+    with engine(dymoe=OPTIONS, distributed_executor_backend="mp", **settings) as llm:
+        result["ranks"] = llm.collective_rpc(describe_rank)
+        if "pipeline_parallel_size" in settings:
+            return result
+        for bits, policy in POLICIES.items():
+            for budget in BUDGETS:
+                llm.collective_rpc(set_policy, args=(policy, budget))
+                result["answers"][bits, budget] = answer(llm, prompts(), max_tokens=16)
+                llm.collective_rpc("dymoe_check_integrity")
+                result["stats"][bits, budget] = llm.collective_rpc("dymoe_stats")
+    return result
+
+
+def two_ranks(folder, **settings):
+    log = folder / "log"
+    return in_own_process(serve_two_ranks, log, settings) | {"log": log.read_text()}
+
+
+# -- in the test's own process ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """Answers at each bit-width, and the outputs of single layers at 16 bits."""
+    result = {}
+    with engine(dymoe=OPTIONS) as llm:
+        runtime = runtime_of(llm)
+        result["outputs"] = [layer_output(runtime, position) for position in range(8)]
+        for bits, policy in POLICIES.items():
+            runtime.policy = make_policy(policy, {})
+            runtime.resize("100%")
+            result[bits] = answer(llm, prompts(), max_tokens=16)
+    return result
+
+
+@pytest.fixture(scope="module", params=["tensor", "expert"])
+def parallel(request, tmp_path_factory):
+    settings = {"tensor_parallel_size": 2, "enable_expert_parallel": request.param == "expert"}
+    return request.param, two_ranks(tmp_path_factory.mktemp(request.param), **settings)
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    return two_ranks(tmp_path_factory.mktemp("pipeline"), pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize("bits", POLICIES)
+def test_two_ranks_answer_like_one(parallel, one_rank, bits):
+    answers = parallel[1]["answers"][bits, "100%"]
+    check_logprobs_close(answers, one_rank[bits])
+    assert equal_share(answers, one_rank[bits]) >= 0.95
+
+
+@pytest.mark.parametrize("bits", POLICIES)
+def test_budgets_change_no_token_on_two_ranks(parallel, bits):
+    answers = parallel[1]["answers"]
+    for budget in BUDGETS[1:]:
+        assert answers[bits, budget] == answers[bits, "100%"], budget
+
+
+def test_each_rank_keeps_its_own_budget(parallel):
+    for asked, (first, second) in parallel[1]["stats"].items():
+        for stats in (first, second):
+            assert stats["hits"] + stats["misses"] > 0, "a rank computed nothing"
+            assert stats["peak_expert_bytes"] <= stats["budget_bytes"], asked
+        assert first["budget_bytes"] == second["budget_bytes"]
+
+
+def test_each_rank_has_a_store_of_its_own_part(parallel):
+    kind, result = parallel
+    first, second = result["ranks"]
+    assert first["folder"] != second["folder"]
+    assert first["model"] != second["model"], "the stores of two ranks could be taken for each other"
+    assert first["layers"] == second["layers"] == list(range(8))
+    if kind == "tensor":
+        assert [first["tensor_parallel"], second["tensor_parallel"]] == [[0, 2], [1, 2]]
+        assert first["num_experts"] == 32
+    else:
+        assert [first["tensor_parallel"], second["tensor_parallel"]] == [[0, 1], [0, 1]]
+        assert first["num_experts"] == second["num_experts"] == 16
+
+
+def test_the_line_at_start_says_whose_budget_it_is(parallel):
+    for rank in range(2):
+        assert f"on rank {rank} of 2 alone" in parallel[1]["log"]
+
+
+def test_a_tensor_parallel_layer_is_the_sum_of_its_ranks(parallel, one_rank):
+    kind, result = parallel
+    if kind == "expert":
+        pytest.skip("the ranks have other experts under the same local number")
+    first, second = (rank["outputs"] for rank in result["ranks"])
+    for whole, a, b in zip(one_rank["outputs"], first, second, strict=True):
+        # Three roundings to bf16 (2^-9 each) of numbers no larger than the parts.
+        parts = a.abs().max() + b.abs().max()
+        torch.testing.assert_close(a + b, whole, rtol=0, atol=float(parts) * 3 * 2**-9)
+        assert not torch.equal(a, whole), "one rank alone computed everything"
+
+
+def test_a_pipeline_stage_has_its_own_layers_and_nothing_else(pipeline, one_rank):
+    """vLLM 0.32's CPU build loads a pipeline but cannot run it, with or without the plugin: so it is not asked to."""
+    stages = pipeline["ranks"]
+    assert [stage["layers"] for stage in stages] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert stages[0]["model"] != stages[1]["model"]
+    for stage in stages:
+        assert stage["manifest"] == stage["layers"]
+        for layer, output in zip(stage["layers"], stage["outputs"], strict=True):
+            assert torch.equal(output, one_rank["outputs"][layer]), f"layer {layer}"

@@ -6,7 +6,7 @@ BIN := .venv/bin
 LINT_TREE := build/lint
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast check format bench-budget bench-gpu kernels-table clean
+.PHONY: help setup demo test fast engine check format bench-budget bench-gpu kernels-table clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,12 +21,13 @@ bench-budget: setup ## what a byte budget costs: vLLM, accelerate and this plugi
 	@$(BIN)/python -m pip install --quiet accelerate
 	@$(BIN)/python benchmarks/budget/budget.py
 
-test: setup ## all tests, the fast ones first
-	$(BIN)/python -m pytest -m "not engine"
-	$(BIN)/python -m pytest -m engine
+test: fast engine ## all tests
 
 fast: setup ## only the tests that start no vLLM engine
 	$(BIN)/python -m pytest -m "not engine"
+
+engine: setup ## only the tests that start one
+	$(BIN)/python -m pytest -m engine
 
 # mypy and import-linter look for vllm_dymoe.kernels inside vllm_dymoe, but its sources lie beside it
 # (pyproject.toml, package-dir): they get a tree of links that looks like the installed package.
@@ -37,7 +38,7 @@ check: setup ## lint, format, types, the direction of imports, and the fast test
 	@cp -rs $(CURDIR)/vllm_dymoe $(LINT_TREE)/ && cp -rs $(CURDIR)/kernels $(LINT_TREE)/vllm_dymoe/
 	cd $(LINT_TREE) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p vllm_dymoe
 	cd $(LINT_TREE) && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
-	$(BIN)/python -m pytest -q -m "not engine"
+	$(BIN)/python -m pytest -m "not engine"
 
 format: setup ## let ruff put the code in order
 	$(BIN)/ruff check --fix .

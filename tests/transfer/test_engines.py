@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -226,6 +227,20 @@ def test_what_has_arrived_is_remembered_by_nobody(memory_store, threads):
     while engine._queue and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not engine._queue
+    engine.close()
+
+
+def test_a_thread_holds_no_slot_of_a_transfer_that_has_ended(memory_store):
+    """Or the pool before a resize would stay in memory beside the new one for as long as nothing is read."""
+    engine = QueuedEngine(CpuDelivery(memory_store), threads=1, timeout=10)
+    slot = torch.empty_like(memory_store.blob(BlobKey(0, 0, 4)))
+    held = weakref.ref(slot)
+    assert engine.submit(BlobKey(0, 0, 4), slot, Reason.PREFETCH).finished.wait(10)
+    del slot
+    deadline = time.monotonic() + 5
+    while held() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert held() is None
     engine.close()
 
 

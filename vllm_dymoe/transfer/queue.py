@@ -242,12 +242,14 @@ class QueuedEngine:
             self._run(ticket)
             if self._replaced(ticket):
                 return
+            del ticket  # and with it the slot, for as long as there is nothing to do
 
     def _serve_handed_over(self) -> None:
         while (ticket := self._handed_over.get()) is not None:
             self._run(ticket)
             if self._replaced(ticket):
                 return
+            del ticket
 
     def _replaced(self, ticket: Ticket) -> bool:
         """Whether the thread that ran a ticket has to end, because another one has come in its place meanwhile."""

@@ -266,7 +266,7 @@ def test_a_failed_rename_leaves_the_old_checkpoint(model, out, monkeypatch):
     rename = os.rename
 
     def fail_for_new(source, target):
-        if ".partial-" in str(source):
+        if ".partial-" in str(source) and not str(source).endswith("-replaced"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         rename(source, target)
 
@@ -296,6 +296,23 @@ def test_what_a_killed_run_left_is_removed_by_the_next(model, out):
     assert ".partial-" in partial.name
     assert not (partial / MANIFEST).exists()
     quantized(model, out)
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_a_run_killed_between_two_renames_loses_nothing(model, out):
+    quantized(model, out, "--hi", 8)
+    program = (
+        "import os, signal; from vllm_dymoe.cli import main; from vllm_dymoe.quantize import shards;"
+        "rename = os.rename; shards.os.rename = lambda source, target: ("
+        "rename(source, target), str(target).endswith('-replaced') and os.kill(os.getpid(), signal.SIGKILL)); main()"
+    )
+    command = [sys.executable, "-c", program, "quantize", model.folder, "-o", out, "--overwrite"]
+    assert subprocess.run(command, check=False).returncode == -9
+    assert not out.exists()
+    assert "--overwrite" in refused("quantize", model.folder, "-o", out)
+    assert FileStore(out).experts.formats.keys() == {8}
+    quantized(model, out, "--hi", 4, "--overwrite")
+    assert FileStore(out).experts.formats.keys() == {4}
     assert list(out.parent.iterdir()) == [out]
 
 

@@ -1,13 +1,13 @@
 """Writing a checkpoint that ``vllm serve`` opens in seconds: dense tensors as they were, experts packed.
 
 The folder is written beside its final place, synced and renamed. What is there
-is either complete or, after a crash, a temporary folder that the next run removes.
+is either complete or, after a crash, a temporary folder that the next run removes; a
+folder that was about to be replaced gets its name back.
 """
 
 import json
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections import deque
@@ -24,7 +24,7 @@ from vllm_dymoe.experts.store import MANIFEST, STORE_VERSION, BlobKey, FileStore
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.experts import ExpertPacker, Sink
-from vllm_dymoe.quantize.shards import ShardFiles, make_partial, sync_folder
+from vllm_dymoe.quantize.shards import ShardFiles, make_partial, put_back, replace_folder, sync_folder
 from vllm_dymoe.quantize.tensors import CheckpointError, copy_tensors, write_synced
 
 _WEIGHT_SUFFIXES = frozenset(
@@ -114,9 +114,10 @@ def convert(
     began = time.perf_counter()
     out = out.absolute()
     experts = checkpoint.model_experts(recipe.stored_bits, recipe.group_size, recipe.dtype or checkpoint.dtype)
-    _check_target(checkpoint.folder, out, overwrite)
     partial: Path | None = None
     try:
+        put_back(out)
+        _check_target(checkpoint.folder, out, overwrite)
         out.parent.mkdir(parents=True, exist_ok=True)
         _check_space(checkpoint, out, experts)
         partial = make_partial(out)
@@ -271,16 +272,8 @@ def _publish(partial: Path, out: Path) -> None:
     """Give the complete folder its name; what had it before is removed afterwards."""
     for path in (partial, *(path for path in partial.iterdir() if path.is_dir())):
         sync_folder(path)
-    replaced: Path | None = None
     if out.exists():
-        replaced = Path(tempfile.mkdtemp(prefix=f"{out.name}.replaced-", dir=out.parent))
-        os.rename(out, replaced)
-    try:
+        replace_folder(partial, out)
+    else:
         os.rename(partial, out)
-    except OSError:
-        if replaced is not None:
-            os.rename(replaced, out)
-        raise
-    sync_folder(out.parent)
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
+        sync_folder(out.parent)

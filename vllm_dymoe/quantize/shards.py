@@ -1,9 +1,10 @@
 """Writing a store so that it is either complete or not there.
 
 Sections are written at their final offsets into shards in a temporary folder
-beside the final one. Publishing checksums, syncs and renames it; a crash leaves
-a temporary folder that the next writer removes, and of two processes that write
-the same store the second finds the first one's and uses it.
+beside the final one. Publishing checksums, syncs and renames it. A crash leaves
+a temporary folder that the next writer removes, or puts back if it is what was
+to be replaced. Of two processes that write the same store the second finds the
+first one's and uses it.
 """
 
 import glob
@@ -13,6 +14,7 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from vllm_dymoe.experts.store import MANIFEST, BlobKey, FileStore, Manifest, Sto
 # Data begins on a page.
 _DATA_ALIGNMENT = 4096
 _TEMPORARY = ".partial-"
+_REPLACED = "-replaced"
 
 
 class ShardFiles:
@@ -206,14 +209,46 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def make_partial(folder: Path) -> Path:
     """Make the temporary folder beside ``folder``, after removing what writers that died on this host left there."""
-    prefix = f"{folder.name}{_TEMPORARY}{socket.gethostname()}-"
-    for leftover in folder.parent.glob(f"{glob.escape(prefix)}*"):
-        pid = leftover.name.removeprefix(prefix).partition("-")[0]
-        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(leftover, ignore_errors=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=folder.parent))
+    for leftover in _left_by_the_dead(folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{_prefix(folder)}{os.getpid()}-", dir=folder.parent))
     partial.chmod(0o755)
     return partial
+
+
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Give a complete temporary folder the name of another one, which is removed afterwards."""
+    replaced = partial.with_name(f"{partial.name}{_REPLACED}")
+    os.rename(folder, replaced)
+    try:
+        os.rename(partial, folder)
+    except OSError:
+        os.rename(replaced, folder)
+        raise
+    sync_folder(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """Undo what a writer that died between the two renames of ``replace_folder`` has done."""
+    if not folder.exists():
+        for leftover in _left_by_the_dead(folder):
+            if leftover.name.endswith(_REPLACED):
+                os.rename(leftover, folder)
+                return
+
+
+def _prefix(folder: Path) -> str:
+    return f"{folder.name}{_TEMPORARY}{socket.gethostname()}-"
+
+
+def _left_by_the_dead(folder: Path) -> Iterator[Path]:
+    """Temporary folders beside ``folder`` of processes on this host that have ended."""
+    prefix = _prefix(folder)
+    for leftover in list(folder.parent.glob(f"{glob.escape(prefix)}*")):
+        pid = leftover.name.removeprefix(prefix).partition("-")[0]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            yield leftover
 
 
 def sync_folder(folder: Path) -> None:
@@ -234,9 +269,7 @@ def _rename_into_place(partial: Path, folder: Path) -> None:
         if _is_complete(folder, Manifest.read(partial)):
             shutil.rmtree(partial)  # another process was first; its store is the same
         else:
-            os.rename(folder, partial.with_name(f"{partial.name}-replaced"))
-            os.rename(partial, folder)
-            shutil.rmtree(partial.with_name(f"{partial.name}-replaced"), ignore_errors=True)
+            replace_folder(partial, folder)
     sync_folder(folder.parent)
 
 

@@ -89,7 +89,9 @@ def main() -> None:
     report.show(results)
     if set(arguments.systems) == set(SYSTEMS):
         report.draw(results, arguments.out / "budget.png")
-        report.write_readme(results, arguments.out / "README.md")
+    if set(arguments.systems) == set(SYSTEMS) and arguments.out == HERE:
+        report.write_readme(results, HERE / "README.md")
+        report.write_front_page(results, HERE.parents[1] / "README.md")
 
 
 if __name__ == "__main__":

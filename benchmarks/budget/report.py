@@ -1,13 +1,12 @@
 """What was measured, for people: a table, aims beside numbers, and a picture."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-BEGIN, END = "<!-- results:begin -->\n", "<!-- results:end -->"
 HEAD = ["", "TTFT ms", "TPOT ms", "p99 ms", "tokens/s, 1", "tokens/s, 16", "hits", "moved GB", "experts GB", "peak GB"]
 
 
@@ -25,7 +24,7 @@ def rows(results: dict[str, Any]) -> Iterator[list[str]]:
                 "" if batch is None else f"{batch:.1f}",
                 f"{case['hit_rate']:.0%}" if "hit_rate" in case else "",
                 f"{case['bytes_moved'] / 1e9:.1f}" if "bytes_moved" in case else "",
-                f"{case['peak_expert_bytes'] / 1e9:.2f}" if "peak_expert_bytes" in case else "",
+                f"{case['peak_expert_bytes'] / 1e9:.3g}" if "peak_expert_bytes" in case else "",
                 f"{data['peak_memory_bytes'] / 1e9:.1f}",
             ]
 
@@ -85,16 +84,28 @@ def show(results: dict[str, Any]) -> None:
 
 
 def write_readme(results: dict[str, Any], readme: Path) -> None:
-    """Put the tables between the README's markers."""
-
-    def markdown(head: list[str], lines: Iterator[list[str]]) -> str:
-        return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
-
-    text = readme.read_text()
-    before, rest = text.split(BEGIN)
+    """Put all tables between the benchmark's README's markers."""
     note = f"{results['layers']} layers, {results['machine']}, one run, medians."
-    tables = [markdown(HEAD, rows(results)), markdown(["", "aim", "reached", ""], aims(results)), note]
-    readme.write_text(before + BEGIN + "\n\n".join(tables) + "\n" + END + rest.split(END)[1])
+    tables = (_markdown(HEAD, rows(results)), _markdown(["", "aim", "reached", ""], aims(results)), note)
+    _write_between("results", "\n\n".join(tables), readme)
+
+
+def write_front_page(results: dict[str, Any], readme: Path) -> None:
+    """Put what matters to most readers between the project's README's markers."""
+    columns = [HEAD.index(name) for name in ("", "TTFT ms", "TPOT ms", "tokens/s, 16", "experts GB")]
+    lines = ([line[column] for column in columns] for line in rows(results) if "store on disk" not in line[0])
+    table = _markdown(["", "TTFT ms", "TPOT ms", "batch of 16, tokens/s", "experts on device, GB"], lines)
+    _write_between("budget", table, readme)
+
+
+def _markdown(head: list[str], lines: Iterable[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
+
+
+def _write_between(marker: str, text: str, readme: Path) -> None:
+    begin, end = f"<!-- {marker}:begin -->\n", f"<!-- {marker}:end -->"
+    before, rest = readme.read_text().split(begin)
+    readme.write_text(before + begin + text + "\n" + end + rest.split(end)[1])
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -102,7 +113,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     systems = results["systems"]
     cases = {name: case for name, case in systems["dymoe"]["cases"].items() if "disk" not in name}
@@ -116,14 +127,19 @@ def draw(results: dict[str, Any], path: Path) -> None:
     slow = systems["accelerate"]["cases"]["layers on disk"]["tpot_ms"]
     time_axes.axhline(slow, color="firebrick", linestyle=":", label="transformers + accelerate, layers on disk")
     time_axes.set_yscale("log")
+    time_axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    time_axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    time_axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     time_axes.set_ylabel("time per output token, ms")
+    bottom, top = time_axes.get_ylim()
+    time_axes.set_ylim(bottom, 1.3 * top)
     time_axes.legend()
     hit_axes.plot(memory, [100 * case["decode"]["hit_rate"] for case in cases.values()], "o-")
     hit_axes.set_ylabel("hits in decode, %")
     hit_axes.set_xlabel("expert memory, GB")
     for axes in (time_axes, hit_axes):
         axes.grid(alpha=0.3)
-        axes.set_xlim(left=0)
+        axes.set_xlim(left=0, right=1.1 * max(memory))
     time_axes.set_title(f"{results['layers']} layers of Qwen3-30B-A3B's shape, batch 1")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

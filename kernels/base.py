@@ -16,6 +16,9 @@ Linear = Callable[[Tensor, PackedMatrix], Tensor]
 Choose = Callable[[MatrixFormat, int], Linear]
 """The linear operation for a format and a number of tokens."""
 
+Receive = Callable[[int], None]
+"""Called with n = 1, 2, 3 before the first n projections (gate, up, down) of any of the experts are read."""
+
 # Experts whose activations fit one chunk of torch's elementwise loops share one call. In a larger tensor, or with
 # rows that are no whole vectors, an element's neighbours decide whether vector or scalar code computes it, and the
 # two may differ in the last bit: then the order in which experts arrive would show.
@@ -51,7 +54,14 @@ class ExpertKernel(Protocol):
     name: str
     workspace_bytes: int
 
-    def forward(self, x: Tensor, work: Sequence[ExpertWork], out: Tensor, activation: Activation) -> None:
+    def forward(
+        self,
+        x: Tensor,
+        work: Sequence[ExpertWork],
+        out: Tensor,
+        activation: Activation,
+        receive: Receive | None = None,
+    ) -> None:
         """Write unweighted expert outputs: out[pairs] = down(activation(gate x) * up x).
 
         A projection that has a bias adds it. Rows of `out` that no work names keep what they held.
@@ -61,6 +71,7 @@ class ExpertKernel(Protocol):
             work: the active experts, at any mix of bit-widths.
             out: [tokens * top_k, hidden] like x, overwritten where named.
             activation: of the gate.
+            receive: lets projections that are still on their way arrive in time; it may block, and it changes no bit.
 
         Raises:
             TypeError: a dtype other than the packed matrices' own.
@@ -75,6 +86,7 @@ def forward_experts(
     work: Sequence[ExpertWork],
     out: Tensor,
     activation: Activation,
+    receive: Receive | None = None,
 ) -> None:
     """:meth:`ExpertKernel.forward` for kernels that have linear operations of one matrix.
 
@@ -87,7 +99,9 @@ def forward_experts(
         work: the active experts.
         out: the outputs.
         activation: of the gate.
+        receive: see forward.
     """
+    receive = receive or _there
     if x.dtype not in DTYPES:
         raise TypeError(f"x is {x.dtype}, expected torch.bfloat16 or torch.float16")
     check_tensor("x", x, shape=(None, None))
@@ -97,11 +111,18 @@ def forward_experts(
             rows: Sequence[Tensor] = [x] * len(batch)
         else:
             rows = _parts(x.index_select(0, _joined([expert.tokens for expert in batch])), counts)
+        receive(1)
         gates = _products(choose, rows, [expert.gate for expert in batch])
+        receive(2)
         ups = _products(choose, rows, [expert.up for expert in batch])
         hidden = _parts(activation.gated(gates, ups), counts)
+        receive(3)
         outputs = _products(choose, hidden, [expert.down for expert in batch])
         out.index_copy_(0, _joined([expert.pairs for expert in batch]), outputs)
+
+
+def _there(count: int) -> None:
+    """All projections are there."""
 
 
 def _products(choose: Choose, inputs: Sequence[Tensor], packed: Sequence[PackedMatrix]) -> Tensor:

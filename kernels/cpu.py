@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import ExpertWork, Linear, forward_experts
+from vllm_dymoe.kernels.base import ExpertWork, Linear, Receive, forward_experts
 from vllm_dymoe.kernels.int4 import Int4Linear, int4_available
 from vllm_dymoe.kernels.packed import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.tiled import TiledLinear
@@ -64,9 +64,16 @@ class CpuKernel:
         self._linear_tokens = linear_tokens
         self.name = f"cpu, int4 up to {int4_tokens} tokens" if self._int4_tokens else "cpu, dequantizing"
 
-    def forward(self, x: Tensor, work: Sequence[ExpertWork], out: Tensor, activation: Activation) -> None:
+    def forward(
+        self,
+        x: Tensor,
+        work: Sequence[ExpertWork],
+        out: Tensor,
+        activation: Activation,
+        receive: Receive | None = None,
+    ) -> None:
         """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
-        forward_experts(self._choose, x, work, out, activation)
+        forward_experts(self._choose, x, work, out, activation, receive)
 
     def _choose(self, format: MatrixFormat, tokens: int) -> Linear:
         """The path of a matrix: a matter of its format and of the number of its tokens."""

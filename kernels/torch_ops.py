@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import ExpertWork, forward_experts
+from vllm_dymoe.kernels.base import ExpertWork, Receive, forward_experts
 from vllm_dymoe.kernels.tiled import TiledLinear
 
 
@@ -28,6 +28,13 @@ class TorchKernel:
         self.workspace_bytes = workspace_bytes
         self._tiled = TiledLinear(workspace)
 
-    def forward(self, x: Tensor, work: Sequence[ExpertWork], out: Tensor, activation: Activation) -> None:
+    def forward(
+        self,
+        x: Tensor,
+        work: Sequence[ExpertWork],
+        out: Tensor,
+        activation: Activation,
+        receive: Receive | None = None,
+    ) -> None:
         """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
-        forward_experts(lambda format, tokens: self._tiled, x, work, out, activation)
+        forward_experts(lambda format, tokens: self._tiled, x, work, out, activation, receive)

@@ -333,7 +333,8 @@ def test_every_package_folder_is_in_the_tree():
 
 
 @pytest.mark.parametrize(
-    "path", ["README.md", "CONTRIBUTING.md", "docs/format.md", "docs/metrics.md", "docs/options.md"]
+    "path",
+    ["README.md", "CONTRIBUTING.md", "docs/format.md", "docs/metrics.md", "docs/options.md", "docs/prefetch.md"],
 )
 def test_links_lead_somewhere(path):
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / path).read_text()):

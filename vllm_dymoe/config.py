@@ -141,6 +141,10 @@ class Options(BaseModel):
     """Threads that read the host store; 0 reads only when an expert is waited for."""
     transfer_timeout_s: float = Field(default=60, ge=0)
     """Seconds that one expert's transfer may take before the requests that wait for it fail; 0 waits for ever."""
+    prefetch_projections: Literal[3, 2, 1] = 3
+    """Projections of an expert that are fetched ahead: all, gate and up, or gate only."""
+    link_gbps: float | None = Field(default=None, gt=0)
+    """Rate in 1e9 bytes per second of an emulated link between host store and device, on a CPU; none by default."""
     seed: int = 0
     """Seed of everything random (dummy weights)."""
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import ExpertWork, check_formats, check_tokens
+from vllm_dymoe.kernels.base import ExpertWork, Receive, check_formats, check_tokens
 from vllm_dymoe.kernels.checks import check_tensor
 from vllm_dymoe.kernels.packed import DTYPES
 from vllm_dymoe.kernels.triton.launch import (
@@ -97,7 +97,14 @@ class TritonKernel:
             major, minor = torch.cuda.get_device_capability(self._device)
             self._architecture = 10 * major + minor
 
-    def forward(self, x: Tensor, work: Sequence[ExpertWork], out: Tensor, activation: Activation) -> None:
+    def forward(
+        self,
+        x: Tensor,
+        work: Sequence[ExpertWork],
+        out: Tensor,
+        activation: Activation,
+        receive: Receive | None = None,
+    ) -> None:
         """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
         if x.dtype not in DTYPES:
             raise TypeError(f"x is {x.dtype}, expected torch.bfloat16 or torch.float16")
@@ -107,7 +114,7 @@ class TritonKernel:
             check_formats(expert.gate.format, expert.up.format, expert.down.format, x)
         prepared = self.prepare(work)
         if prepared is not None:
-            self.launch(prepared, x, out, activation)
+            self.launch(prepared, x, out, activation, receive)
 
     def prepare(self, work: Sequence[ExpertWork]) -> Prepared | None:
         """The host's part of a call: what is launched, and one copy of its description to the device.
@@ -132,10 +139,12 @@ class TritonKernel:
             lists.append((run.grouped, WorkList(items_tensor[run.items : run.stop], rows[part], pairs[part])))
         return Prepared(table, tiles, tuple(lists))
 
-    def launch(self, prepared: Prepared, x: Tensor, out: Tensor, activation: Activation) -> None:
+    def launch(
+        self, prepared: Prepared, x: Tensor, out: Tensor, activation: Activation, receive: Receive | None = None
+    ) -> None:
         """The device's part: launches only, so that a graph can capture it."""
         for grouped, work in prepared.runs:
-            self._launch(grouped, x, out, prepared.table, work, activation, prepared.tiles)
+            self._launch(grouped, x, out, prepared.table, work, activation, prepared.tiles, receive)
 
     def _launch(
         self,
@@ -146,16 +155,23 @@ class TritonKernel:
         work: WorkList,
         activation: Activation,
         tiles: Tiles,
+        receive: Receive | None,
     ) -> None:
         inner = table.shape.intermediate
         used = _round_up(2 * inner * work.positions)
         hidden = self._memory[: 2 * inner * work.positions].view(x.dtype).view(work.positions, inner)
+        if receive is not None:
+            receive(2)  # gate and up are one launch
         if grouped < 0:
             scratch = Scratch(self._memory[used : len(self._memory) // 4 * 4].view(torch.float32), self._tickets)
             decode_gate_up(x, hidden, table, work, activation, tiles.gate_up, scratch)
+            if receive is not None:
+                receive(3)
             decode_down(hidden, out, table, work, tiles.down, scratch)
         else:
             grouped_gate_up(x, hidden, table, work, activation, tiles.grouped_gate_up[grouped])
+            if receive is not None:
+                receive(3)
             grouped_linear(hidden, out, table, work, DOWN, tiles.grouped_linear[grouped], scatter=True)
 
     def _limits(self, shape: ExpertShape, tiles: Tiles) -> tuple[int, int]:

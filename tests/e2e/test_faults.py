@@ -45,7 +45,7 @@ class FaultyReads:
         self.arm()
         self._armed = False
 
-    def __call__(self, key, destination, *, wait=True):
+    def __call__(self, key, destination, *projections, wait=True):
         if not wait:
             raise BlockingIOError  # every read is left to a thread, as that of a cold file
         if self._armed and self._layer in (None, key.layer):
@@ -56,7 +56,7 @@ class FaultyReads:
                 if self._how == "error":
                     raise StoreError(f"layer {key.layer} is on fire")
                 self.gate.wait(60)
-        self._read(key, destination)
+        self._read(key, destination, *projections)
 
 
 @pytest.fixture(scope="module")

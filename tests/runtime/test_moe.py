@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import psutil
@@ -11,59 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.runtime.steps import BUDGETS, STEPS, ByNumber, make_runtime, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.experts.layout import EVERY_PROJECTION
 from vllm_dymoe.experts.store import StoreError
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.reference import expert_reference
-from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.transfer import TransferError
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class ByNumber:
-    """A precision plan that depends on the expert alone, so that it is the same for every budget."""
-
-    low: frozenset[int] = frozenset()
-    skipped: frozenset[int] = frozenset()
-
-    @property
-    def tiers(self):
-        return frozenset((Tier.HI, Tier.LO)) if self.low else frozenset((Tier.HI,))
-
-    def plan(self, routing):
-        return {e: Tier.SKIP if e in self.skipped else Tier.LO if e in self.low else Tier.HI for e in routing.active}
-
-
-def make_runtime(store, budget="100%", policy=None, lo=2, **options):
-    return MoERuntime(store, Options(hi=4, lo=lo, group_size=32, expert_budget=budget, **options), CPU, policy=policy)
-
-
-def random_step(seed, tokens, experts):
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(tokens, experts.num_experts, generator=generator)
-    weights, ids = scores.topk(experts.top_k, dim=1)
-    x = torch.randn(tokens, next(iter(experts.formats.values())).hidden, generator=generator).bfloat16()
-    return x, weights / weights.sum(1, keepdim=True), ids.int()
-
-
-def run(runtime, steps):
-    outputs = [runtime.forward(layer, *random_step(seed, tokens, runtime.experts)) for seed, layer, tokens in steps]
-    runtime.check_integrity()
-    return outputs
-
-
-STEPS = [(seed, seed % 2, (1, 1, 1, 7, 40)[seed % 5]) for seed in range(30)]
-BUDGETS = ["100%", "50%", "25%", "minimum"]
-
-
-def with_budget(store, budget, policy=None, **options):
-    runtime = make_runtime(store, "100%", policy, **options)
-    runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
-    return runtime
 
 
 def test_the_output_is_the_weighted_sum_of_the_experts(memory_store):
@@ -155,7 +111,7 @@ def test_resizing_between_steps_changes_slots_and_no_bit(memory_store):
 
 @pytest.mark.parametrize("blocks", [0, 1 << 20])
 def test_a_transfer_by_the_cores_that_compute_takes_turns_with_computation(memory_store, blocks, monkeypatch):
-    """Copies by a core: all arrivals and the hits in one call. Waits for a disk: each as it arrives."""
+    """Copies by a core: all arrivals and the hits in one call. Waits for a disk: the first one when it arrives."""
     from_disk = itertools.count(step=blocks)
     usage = lambda who: SimpleNamespace(ru_inblock=next(from_disk))  # noqa: E731
     monkeypatch.setattr("vllm_dymoe.transfer.threads.resource.getrusage", usage)
@@ -169,7 +125,8 @@ def test_a_transfer_by_the_cores_that_compute_takes_turns_with_computation(memor
     runtime.cache.clear()
     runtime.forward(0, x, weights, ids % 3)
     runtime.forward(0, x, weights, ids)
-    assert calls == ([3, 6] if blocks == 0 else [1, 1, 1, 3, 1, 1, 1])
+    assert sum(calls) == 9
+    assert calls == [3, 6] if blocks == 0 else calls[0] == 1
     runtime.engine.close()
 
 
@@ -207,12 +164,12 @@ class FailingStore:
         self._store, self._failing, self.calls = store, failing, 0
         self.experts, self.description = store.experts, store.description
 
-    def read_into(self, key, destination, *, wait=True):
+    def read_into(self, key, destination, projections=EVERY_PROJECTION, *, wait=True):
         self.calls += 1
         if self.calls in self._failing:
             destination.fill_(0xEE)
             raise StoreError("disk error")
-        self._store.read_into(key, destination, wait=wait)
+        self._store.read_into(key, destination, projections, wait=wait)
 
     def close(self):
         pass

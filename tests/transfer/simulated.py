@@ -61,6 +61,10 @@ class SimulatedStreams:
         while not event.happened:
             self._step()
 
+    def happened(self, event: Event) -> bool:
+        """Whether the event has happened."""
+        return event.happened
+
     def run(self) -> None:
         """Run everything."""
         while any(self.queues.values()):

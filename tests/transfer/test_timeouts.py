@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.small_model import make_experts, make_store
+from tests.transfer.patience import ended
+from vllm_dymoe.experts.layout import EVERY_PROJECTION
 from vllm_dymoe.experts.store import BlobKey, StoreError
 from vllm_dymoe.transfer import Reason, TransferError
 from vllm_dymoe.transfer.queue import QueuedEngine
@@ -34,7 +36,7 @@ class Disk:
         self._count = 0
         self._lock = threading.Lock()
 
-    def read_into(self, key, destination, *, wait=True):
+    def read_into(self, key, destination, projections=EVERY_PROJECTION, *, wait=True):
         if not wait and self.faults.get(self._count) != "warm":
             raise BlockingIOError("not in memory")
         with self._lock:
@@ -45,7 +47,7 @@ class Disk:
             self.gate.wait()
         if fault == "fail":
             raise StoreError("the disk is on fire")
-        STORE.read_into(key, destination)
+        STORE.read_into(key, destination, projections)
 
 
 def slot():
@@ -83,7 +85,7 @@ def test_a_read_that_does_not_end_is_given_up_with_a_sentence(threads):
     engine.wait(well)
     assert torch.equal(well.destination, STORE.blob(KEYS[2]))
     disk.gate.set()
-    assert stuck.finished.wait(10)
+    assert ended(stuck)
     assert engine.settle(stuck)
     engine.close()
 
@@ -161,8 +163,8 @@ def test_every_ticket_ends_and_every_slot_comes_back(faults, wanted, threads):
     assert all(ticket.late for ticket in late)
     disk.gate.set()
     for ticket in late:
-        assert ticket.finished.wait(10)
+        assert ended(ticket)
         assert engine.settle(ticket)
-    assert all(ticket.finished.is_set() for ticket in tickets)
+    assert all(ticket.ended for ticket in tickets)
     engine.close()
     assert not engine._threads or all(not thread.is_alive() for thread in engine._threads)

@@ -135,7 +135,7 @@ class ExpertCache:
             return self._hit(version, tier)
 
         shelf = self._shelves[tier]
-        keeps = self._make_room(shelf, layer, stream)
+        keeps = self._make_room(shelf, layer, stream) and shelf.pool.free > 0
         if not keeps and shelf.pool.free <= shelf.unfilled:
             return None
         if version is not None:
@@ -150,6 +150,32 @@ class ExpertCache:
             shelf.passing.add(fresh)
         self.handles.put(fresh)
         return fresh
+
+    def acquire_ahead(self, layer: int, expert: int, tier: Tier) -> Version | None:
+        """Pin a staging slot for an expert that a coming layer will probably want.
+
+        Nothing is evicted for a guess: what layers keep is the same whatever is fetched ahead.
+
+        Returns:
+            A pinned version that is dropped with its last pin unless ``adopt`` keeps it. None if the expert has a
+            version already, or no staging slot is free.
+        """
+        shelf = self._shelves[tier]
+        if self.handles.get(layer, expert) is not None or shelf.pool.free <= shelf.unfilled:
+            return None
+        ahead = Version(layer, expert, tier, shelf.pool.allocate(), pins=1, transient=True)
+        shelf.passing.add(ahead)
+        self.handles.put(ahead)
+        return ahead
+
+    def adopt(self, version: Version, *, stream: bool = False) -> None:
+        """Keep a pinned version that was fetched ahead, if ``acquire`` would have kept it after a miss."""
+        shelf = self._shelves[version.tier]
+        if version.transient and self._make_room(shelf, version.layer, stream):
+            shelf.passing.remove(version)
+            shelf.kept[version.layer][version.expert] = version
+            shelf.unfilled -= 1
+            version.transient = False
 
     def publish(self, version: Version) -> None:
         """Declare the bytes of a version complete: from now on its handle resolves."""
@@ -210,7 +236,8 @@ class ExpertCache:
             assert version.resident or version.pins > 0, f"nobody fills {version}"
 
     def _hit(self, version: Version, tier: Tier) -> Version:
-        self.stats.hits += 1
+        self.stats.hits += version.resident
+        self.stats.misses += not version.resident  # fetched ahead, and not there yet
         self.stats.reuses += version.tier is not tier
         version.pins += 1
         if not version.transient:
@@ -221,7 +248,7 @@ class ExpertCache:
         """Whether the layer can keep one more; evicts its oldest unpinned expert if need be."""
         kept = shelf.kept[layer]
         if len(kept) < shelf.quotas[layer]:
-            return shelf.pool.free > 0
+            return True
         if stream:
             return False
         victim = next((version for version in kept.values() if version.pins == 0), None)

@@ -1,7 +1,7 @@
 """One version of one expert is one contiguous blob: gate | up | down, each packed weights and scales.
 
-A transfer is then one copy (or one per projection), a slot is an address, and a
-kernel needs that address and the format. Byte offsets: docs/format.md.
+A transfer is then one copy (or one for each projection), a slot is an address, and
+a kernel needs that address and the format. Byte offsets: docs/format.md.
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,9 @@ class Projection(IntEnum):
     GATE = 0
     UP = 1
     DOWN = 2
+
+
+EVERY_PROJECTION = range(len(Projection))
 
 
 class PackedExpert(NamedTuple):
@@ -65,6 +68,10 @@ class ExpertFormat:
         for matrix in self.matrices:
             ends.append(ends[-1] + matrix.nbytes)
         return slice(ends[0], ends[1]), slice(ends[1], ends[2]), slice(ends[2], ends[3])
+
+    def span(self, projections: range) -> slice:
+        """Bytes of the blob that neighbouring projections take."""
+        return slice(self.sections[projections.start].start, self.sections[projections.stop - 1].stop)
 
     @cached_property
     def nbytes(self) -> int:

@@ -20,11 +20,12 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.memory import available_host_memory
 
 MANIFEST = "dymoe_experts.json"
 STORE_VERSION = 2
+_NOTHING: frozenset[int] = frozenset()
 
 
 class StoreError(RuntimeError):
@@ -50,12 +51,15 @@ class HostStore(Protocol):
         """Where the bytes lie, for the line printed at start."""
         ...
 
-    def read_into(self, key: BlobKey, destination: torch.Tensor, *, wait: bool = True) -> None:
-        """Copy one blob into host memory.
+    def read_into(
+        self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
+    ) -> None:
+        """Copy one blob, or neighbouring projections of it, into host memory.
 
         Args:
-            key: which.
-            destination: uint8 [nbytes], contiguous.
+            key: which blob.
+            destination: uint8 [bytes of the projections], contiguous.
+            projections: which of its projections.
             wait: for a disk, if need be.
 
         Raises:
@@ -77,11 +81,6 @@ def file_name(layer_index: int) -> str:
 def checksum(section: memoryview) -> int:
     """XXH3-64 of a section as a signed number: as fast as memory, where zlib's CRC-32 would take longer than a read."""
     return ctypes.c_int64(xxhash.xxh3_64_intdigest(section)).value
-
-
-def checksums(fmt: ExpertFormat, blob: memoryview) -> list[int]:
-    """Checksums of the gate, up and down sections of a blob."""
-    return [checksum(blob[section]) for section in fmt.sections]
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ class FileStore:
         self._files: list[int] = []
         self._extents: list[Mapping[int, _Extent]] = []
         self._expected: list[Mapping[int, torch.Tensor]] = []
-        self._verified: set[BlobKey] = set()
+        self._verified: dict[BlobKey, frozenset[int]] = {}
         try:
             for layer_index in self.experts.layers:
                 self._open(folder / file_name(layer_index))
@@ -209,14 +208,17 @@ class FileStore:
         """The folder."""
         return f"files in {self.folder}"
 
-    def read_into(self, key: BlobKey, destination: torch.Tensor, *, wait: bool = True) -> None:
-        """Read one blob with ``preadv``; see :class:`HostStore`."""
+    def read_into(
+        self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
+    ) -> None:
+        """Read with ``preadv``; see :class:`HostStore`."""
         flags = 0 if wait else os.RWF_NOWAIT
         extent = self._extents[key.layer][key.bits]
+        span = self.experts.formats[key.bits].span(projections)
         view = destination.numpy().data
-        offset = extent.offset + key.expert * extent.nbytes
-        done = 0
-        while done < extent.nbytes:
+        offset = extent.offset + key.expert * extent.nbytes + span.start
+        done, nbytes = 0, span.stop - span.start
+        while done < nbytes:
             try:
                 count = os.preadv(self._files[key.layer], [view[done:]], offset + done, flags)
             except OSError as error:
@@ -232,24 +234,26 @@ class FileStore:
                     f"the file was truncated: {_again(self.folder)}."
                 )
             done += count
-        if self._verify and key not in self._verified:
-            self._check(key, view)
+        if self._verify and not self._verified.get(key, _NOTHING).issuperset(projections):
+            self._check(key, view, projections)
 
     def close(self) -> None:
         """Close the shards; reading afterwards fails."""
         while self._files:
             os.close(self._files.pop())
 
-    def _check(self, key: BlobKey, blob: memoryview) -> None:
+    def _check(self, key: BlobKey, read: memoryview, projections: range) -> None:
         expected = self._expected[key.layer][key.bits][key.expert].tolist()
-        found = checksums(self.experts.formats[key.bits], blob)
-        for projection, want, got in zip(Projection, expected, found, strict=True):
-            if want != got:
+        sections = self.experts.formats[key.bits].sections
+        begin = sections[projections.start].start
+        for projection in projections:
+            section = sections[projection]
+            if checksum(read[section.start - begin : section.stop - begin]) != expected[projection]:
                 raise StoreError(
-                    f"{self._path(key.layer)} is corrupted: the {projection.name.lower()} projection of expert "
-                    f"{key.expert} at {key.bits} bits does not match its checksum; {_again(self.folder)}."
+                    f"{self._path(key.layer)} is corrupted: the {Projection(projection).name.lower()} projection of "
+                    f"expert {key.expert} at {key.bits} bits does not match its checksum; {_again(self.folder)}."
                 )
-        self._verified.add(key)
+        self._verified[key] = self._verified.get(key, _NOTHING).union(projections)
 
     def _path(self, layer: int) -> Path:
         return self.folder / file_name(self.experts.layers[layer])
@@ -347,13 +351,18 @@ class MemoryStore:
         """The kind of memory."""
         return "page-locked host memory" if self.pinned else "host memory (not page-locked: there is no CUDA device)"
 
-    def blob(self, key: BlobKey) -> torch.Tensor:
-        """The bytes themselves: uint8 [nbytes]."""
-        return self._blobs[key.layer][key.bits][key.expert]
+    def blob(self, key: BlobKey, projections: range = EVERY_PROJECTION) -> torch.Tensor:
+        """The bytes themselves: uint8 [bytes of the projections]."""
+        blob = self._blobs[key.layer][key.bits][key.expert]
+        if len(projections) == len(EVERY_PROJECTION):
+            return blob
+        return blob[self.experts.formats[key.bits].span(projections)]
 
-    def read_into(self, key: BlobKey, destination: torch.Tensor, *, wait: bool = True) -> None:
-        """Copy one blob, which never waits; see :class:`HostStore`."""
-        destination.copy_(self.blob(key))
+    def read_into(
+        self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
+    ) -> None:
+        """Copy, which never waits; see :class:`HostStore`."""
+        destination.copy_(self.blob(key, projections))
 
     def close(self) -> None:
         """Let the memory go."""

@@ -1,16 +1,12 @@
 """The forward of one MoE layer: plan, acquire, compute, combine.
 
-Experts that are on the device compute first while the others are on their way;
-each of these computes when it arrives, and its slot takes the next one. Where the
-"device" is host memory and a transfer is a copy by the cores that compute, the two
-take turns instead: threads that compete for a core cost both far more. Every
-result goes to its own row, and the rows are added in the router's order at the
-end. So neither the cache nor the timing of a transfer can change a bit of the
-output (invariant 1), and a few slots serve any number of experts.
+Every result goes to its own row, and the rows are added in the router's order at
+the end. So neither the cache nor the timing of a transfer can change a bit of the
+output (invariant 1); in which order experts are fetched and computed is
+``pipeline``'s.
 """
 
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +14,18 @@ import torch
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.budget import BudgetTracker
 from vllm_dymoe.experts.cache import CacheStats, ExpertCache
-from vllm_dymoe.experts.handles import Version
 from vllm_dymoe.experts.layout import ExpertFormat
 from vllm_dymoe.experts.memory import available_host_memory
 from vllm_dymoe.experts.slots import SlotPool
-from vllm_dymoe.experts.store import BlobKey, HostStore
+from vllm_dymoe.experts.store import HostStore
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork, combine, make_kernel
+from vllm_dymoe.kernels import Activation, ExpertKernel, combine, make_kernel
 from vllm_dymoe.policy import Policy, make_policy
 from vllm_dymoe.policy.base import Routing
-from vllm_dymoe.runtime.grouping import Group, group_by_expert
+from vllm_dymoe.predict import Phase, Predictor
+from vllm_dymoe.runtime.grouping import group_by_expert
+from vllm_dymoe.runtime.pipeline import Pipeline
+from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
 from vllm_dymoe.runtime.sizing import (
     SlotPlan,
     limit_in_bytes,
@@ -37,7 +35,7 @@ from vllm_dymoe.runtime.sizing import (
     workspace_bytes,
 )
 from vllm_dymoe.runtime.stats import RuntimeStats
-from vllm_dymoe.transfer import Reason, TransferEngine, TransferError, TransferStats, make_engine
+from vllm_dymoe.transfer import TransferEngine, TransferStats, make_engine
 
 
 class MoERuntime:
@@ -50,6 +48,7 @@ class MoERuntime:
         automatic_budget: bytes to use if ``options.expert_budget`` is automatic.
         policy: in place of the one that the options name.
         engine: in place of the one that fits the device.
+        predictor: names experts to fetch ahead; None for none.
 
     Raises:
         ConfigError: the budget cannot hold one expert of each tier that the policy uses.
@@ -63,6 +62,7 @@ class MoERuntime:
         automatic_budget: int = 0,
         policy: Policy | None = None,
         engine: TransferEngine | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         self.store = store
         self.experts = store.experts
@@ -74,12 +74,12 @@ class MoERuntime:
         )
         largest = max(fmt.nbytes for fmt in self.experts.formats.values())
         self.engine = engine or make_engine(
-            store, device, options.io_threads, largest, options.transfer_timeout_s or None
+            store, device, options.io_threads, largest, options.transfer_timeout_s or None, options.link_gbps
         )
-        self._late: list[Version] = []
+        self.predictor = predictor
         self._bits = {tier: tier_bits(options, tier) for tier in Tier}
         self._automatic_budget = automatic_budget
-        self._cache_stats = CacheStats()
+        self._cache_stats, self._prefetch_stats = CacheStats(), PrefetchStats()
         limit = limit_in_bytes(
             options.expert_budget, self.experts, options, self.kernel.workspace_bytes, automatic_budget
         )
@@ -94,6 +94,7 @@ class MoERuntime:
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         activation: Activation = Activation.SILU,
+        phase: Phase = Phase.DECODE,
     ) -> torch.Tensor:
         """Run one MoE layer.
 
@@ -103,6 +104,7 @@ class MoERuntime:
             topk_weights: [tokens, top_k] float32.
             topk_ids: [tokens, top_k] int, local experts; negative where another rank has the expert.
             activation: of the gated expert.
+            phase: of the whole step, for the predictor.
 
         Returns:
             [tokens, hidden], the weighted sum over each token's experts on this rank.
@@ -113,8 +115,6 @@ class MoERuntime:
         tokens, top_k = topk_ids.shape
         if tokens == 0:
             return torch.empty_like(x)
-        if self._late:
-            self._release_late()
         groups = group_by_expert(topk_ids)
         plan = self.policy.plan(Routing(layer, topk_ids, topk_weights, tuple(groups)))
         wanted = {expert: tier for expert, tier in plan.items() if self._bits[tier] > 0}
@@ -122,103 +122,25 @@ class MoERuntime:
         # Pairs that nobody computes (skipped, or another rank's) must add nothing.
         allocate = x.new_empty if computed == tokens * top_k else x.new_zeros
         out = allocate((tokens * top_k, x.shape[1]))
-        self._run(layer, wanted, groups, x, out, activation)
+        look_ahead = None
+        if self.predictor is not None:
+            look_ahead = partial(self._look_ahead, self.predictor, layer, x, topk_ids, topk_weights, phase)
+        self._pipeline.run(layer, wanted, groups, x, out, activation, look_ahead)
         return combine(out, topk_weights)
 
-    def _run(
+    def _look_ahead(
         self,
+        predictor: Predictor,
         layer: int,
-        wanted: Mapping[int, Tier],
-        groups: Mapping[int, Group],
         x: torch.Tensor,
-        out: torch.Tensor,
-        activation: Activation,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        phase: Phase,
     ) -> None:
-        """Compute the experts that are there, and the others as they arrive."""
-        cache, engine = self.cache, self.engine
-        # Every hit is pinned before the first miss is acquired: a miss must not evict what this step still reads.
-        hits, misses = cache.acquire_held(layer, wanted)
-        held, missing, streamed = set(hits), deque(misses), self._streamed(layer, wanted) if misses else frozenset()
-        arriving = deque(version for version in hits if not version.resident)
-
-        def fetch() -> None:
-            """Start as many transfers as there are slots for."""
-            while missing:
-                expert, tier = missing[0]
-                version = cache.acquire(layer, expert, tier, stream=tier in streamed)
-                if version is None:
-                    return
-                held.add(version)
-                missing.popleft()
-                key = BlobKey(layer, expert, self._bits[tier])
-                slot = version.slot
-                version.ticket = engine.submit(key, slot.blob, Reason.DEMAND, slot.last_read)
-                arriving.append(version)
-
-        def receive() -> Version:
-            version = arriving.popleft()
-            engine.wait(version.ticket)
-            cache.publish(version)
-            return version
-
-        def compute(versions: Sequence[Version]) -> None:
-            work = [ExpertWork(*version.slot.expert, *groups[version.expert][:2]) for version in versions]
-            self.kernel.forward(x, work, out, activation)
-            last_read = engine.fence()
-            for version in versions:
-                held.discard(version)
-                cache.release(version, last_read)
-
-        ready = [version for version in hits if version.resident]
-        try:
-            while missing or arriving or ready:
-                fetch()
-                if not (arriving or ready):  # late reads have the staging slots: make do with what the layer keeps
-                    streamed = frozenset()
-                    fetch()
-                together = engine.occupies_cores
-                if arriving and (together or not ready):
-                    ready.append(receive())
-                    while together and arriving:
-                        ready.append(receive())
-                if not ready:  # with nothing held a slot could be had, but for late reads
-                    raise TransferError(
-                        "every slot that could take another expert belongs to a read that has not ended "
-                        f"({self.store.description}); check the disk."
-                    )
-                compute(ready)
-                ready = []
-        except BaseException:
-            self._let_go(held)
-            raise
-
-    def _streamed(self, layer: int, wanted: Mapping[int, Tier]) -> frozenset[Tier]:
-        """Tiers of which the step needs more experts than the layer may keep."""
-        demand = Counter(wanted.values())
-        return frozenset(tier for tier, count in demand.items() if count > self.cache.quota(layer, tier))
-
-    def _let_go(self, held: set[Version]) -> None:
-        """After a failure in the middle of a step: no slot stays pinned, none is freed while it is written."""
-        for version in held:
-            if version.ticket is not None:
-                self.engine.cancel(version.ticket)
-        for version in held:
-            if not version.resident:
-                settled = version.ticket is None or self.engine.settle(version.ticket)
-                self.cache.abandon(version)
-                if not settled:
-                    self._late.append(version)
-                    continue
-            self.cache.release(version)
-
-    def _release_late(self) -> None:
-        """Take back the slots of reads that have ended after whoever waited for them had given up."""
-        late, self._late = self._late, []
-        for version in late:
-            if self.engine.settle(version.ticket):
-                self.cache.release(version)
-            else:
-                self._late.append(version)
+        """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it."""
+        predictor.observe(layer, x, topk_ids, topk_weights, phase)
+        if self._prefetcher is not None and self._prefetcher.acts():
+            self._prefetcher.offer(layer, predictor.predict(layer))
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -229,13 +151,14 @@ class MoERuntime:
             budget: as the option ``expert_budget``.
 
         Raises:
-            ValueError: it is not a budget, or cannot hold one expert of each tier, or a read of a failed step still
+            ValueError: it is not a budget, or cannot hold one expert of each tier, or a read that was given up still
                 has not ended; the old one stays.
         """
-        self._release_late()
-        if self._late:
+        self._pipeline.release_late()
+        ahead_is_clear = self._prefetcher is None or self._prefetcher.clear()
+        if self._pipeline.late or not ahead_is_clear:
             raise ConfigError(
-                f"vllm-dymoe: expert_budget cannot change while {len(self._late)} reads of failed steps have not ended "
+                f"vllm-dymoe: expert_budget cannot change while reads that were given up have not ended "
                 f"({self.store.description}); try again later."
             )
         limit = limit_in_bytes(
@@ -259,7 +182,7 @@ class MoERuntime:
 
     def _allocate(self, plan: SlotPlan) -> None:
         """Replace budget, pools and cache by those of ``plan``; nothing may be pinned."""
-        for name in ("cache", "pools"):
+        for name in ("cache", "pools", "_pipeline", "_prefetcher"):
             self.__dict__.pop(name, None)  # the old pools go before the new ones come
         self.plan = plan
         self.budget = BudgetTracker(plan.limit)
@@ -271,6 +194,16 @@ class MoERuntime:
             self.budget.reserve(f"{count} slots of tier {tier.value}", count * fmt.nbytes)
             self.pools[tier] = self._make_pool(fmt, count)
         self.cache = ExpertCache(self.pools, len(self.experts.layers), plan.staging, self._cache_stats)
+        self._prefetcher = None if self.predictor is None else self._make_prefetcher()
+        self._pipeline = Pipeline(
+            self.cache, self.engine, self.kernel, self._bits, self.store.description, self._prefetcher
+        )
+
+    def _make_prefetcher(self) -> Prefetcher:
+        """For the first tier of the policy, the high one if it uses both."""
+        tier = next(iter(self.pools))
+        projections = self.options.prefetch_projections
+        return Prefetcher(self.cache, self.engine, tier, self._bits[tier], projections, self._prefetch_stats)
 
     def _make_pool(self, fmt: ExpertFormat, count: int) -> SlotPool:
         """Slots whose memory is there from now on, whatever other processes take later.
@@ -299,12 +232,13 @@ class MoERuntime:
 
     def stats(self) -> RuntimeStats:
         """Counts since the start or the last ``reset_stats``."""
-        return RuntimeStats.collect(self.cache, self.engine.stats, self.budget, self.plan)
+        return RuntimeStats.collect(self.cache, self.engine.stats, self._prefetch_stats, self.budget, self.plan)
 
     def reset_stats(self) -> None:
         """Count from zero, for instance after warm-up."""
         self._cache_stats = self.cache.stats = CacheStats()
         self.engine.stats = TransferStats()
+        self._prefetch_stats.reset()
 
     def close(self) -> None:
         """End the transfer threads and close the store."""
@@ -317,7 +251,9 @@ class MoERuntime:
         Raises:
             AssertionError: it is not so.
         """
-        self._release_late()
+        self._pipeline.release_late()
         self.cache.check_integrity()
-        assert all(version.pins == 0 for version in self.cache.handles.versions()), "something is pinned between steps"
+        pinned = sum(version.pins > 0 for version in self.cache.handles.versions())
+        ahead = 0 if self._prefetcher is None else self._prefetcher.fetched_ahead
+        assert pinned == ahead, f"{pinned} experts are pinned between steps, of which {ahead} were fetched ahead"
         assert self.budget.peak <= self.budget.limit

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_dymoe.experts.budget import BudgetTracker
 from vllm_dymoe.experts.cache import CacheStats, ExpertCache
+from vllm_dymoe.runtime.prefetch import PrefetchStats
 from vllm_dymoe.runtime.sizing import SlotPlan
 from vllm_dymoe.transfer import Reason, TransferStats
 
@@ -26,6 +27,9 @@ class RuntimeStats:
         exposed_wait_seconds: host time spent waiting for transfers.
         budget_bytes: the hard limit of device memory for experts.
         peak_expert_bytes: the most device memory that experts ever held.
+        prefetches: experts that were fetched ahead, by what became of them: useful (needed, and there in time), late
+            (needed while they were on their way), wasted (not needed), cancelled (before a byte moved).
+        prefetch_interval: one of so many predictions is acted on; more than 1 where few of them were needed.
         slots: slots by tier.
         resident_experts: experts that are complete on the device, by tier.
     """
@@ -42,12 +46,19 @@ class RuntimeStats:
     exposed_wait_seconds: float
     budget_bytes: int
     peak_expert_bytes: int
+    prefetches: dict[str, int]
+    prefetch_interval: int
     slots: dict[str, int]
     resident_experts: dict[str, int]
 
     @classmethod
     def collect(
-        cls, experts: ExpertCache, transfer: TransferStats, budget: BudgetTracker, plan: SlotPlan
+        cls,
+        experts: ExpertCache,
+        transfer: TransferStats,
+        prefetch: PrefetchStats,
+        budget: BudgetTracker,
+        plan: SlotPlan,
     ) -> "RuntimeStats":
         """Read the counters of one runtime."""
         cache: CacheStats = experts.stats
@@ -64,6 +75,8 @@ class RuntimeStats:
             exposed_wait_seconds=transfer.exposed_wait_seconds,
             budget_bytes=budget.limit,
             peak_expert_bytes=budget.peak,
+            prefetches={name: getattr(prefetch, name) for name in ("useful", "late", "wasted", "cancelled")},
+            prefetch_interval=prefetch.interval,
             slots={tier.value: count for tier, count in plan.slots.items()},
             resident_experts={tier.value: experts.resident_experts(tier) for tier in plan.slots},
         )

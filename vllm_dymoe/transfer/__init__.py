@@ -9,7 +9,12 @@ from vllm_dymoe.transfer.ticket import Reason, Ticket, TransferError
 
 
 def make_engine(
-    store: HostStore, device: torch.device, io_threads: int, largest_blob: int, timeout: float | None = None
+    store: HostStore,
+    device: torch.device,
+    io_threads: int,
+    largest_blob: int,
+    timeout: float | None = None,
+    link_gbps: float | None = None,
 ) -> TransferEngine:
     """The engine for ``device``.
 
@@ -19,17 +24,30 @@ def make_engine(
         io_threads: threads that read ahead of whoever waits; 0 for none.
         largest_blob: bytes of the largest blob, the size of a staging buffer.
         timeout: seconds that a transfer is waited for; None for ever. Without threads nobody else can wait.
+        link_gbps: 1e9 bytes per second of an emulated link, on a CPU; None for none.
+
+    Raises:
+        ValueError: an emulated link on a device that has a real one.
     """
     if device.type == "cpu":
+        from vllm_dymoe.transfer.link import EmulatedLink
         from vllm_dymoe.transfer.threads import CpuDelivery
 
-        return QueuedEngine(CpuDelivery(store), io_threads, timeout=timeout)
+        if link_gbps is None:
+            return QueuedEngine(CpuDelivery(store), io_threads, timeout=timeout)
+        # A link is one queue: one thread serves it.
+        link = EmulatedLink(CpuDelivery(store), link_gbps * 1e9)
+        return QueuedEngine(link, threads=1, timeout=timeout, waiters_move=False)
+    if link_gbps is not None:
+        raise ValueError(
+            f"vllm-dymoe: link_gbps emulates a link on a CPU, but {device.type} devices have one; leave link_gbps out."
+        )
     from vllm_dymoe.transfer.cuda import CudaStreams, PinnedDelivery, StagedDelivery
 
     streams = CudaStreams(device)
     if isinstance(store, MemoryStore):
-        # Enqueueing a copy is all the host does here, so nobody needs a thread for it.
-        return QueuedEngine(PinnedDelivery(store, streams), threads=0, eager=True)
+        # Enqueueing a copy is all the host does for demand; the thread meters out what is not urgent.
+        return QueuedEngine(PinnedDelivery(store, streams), threads=1, eager=True)
     buffers = [torch.empty(largest_blob, dtype=torch.uint8, pin_memory=True) for _ in range(2 * max(1, io_threads))]
     return QueuedEngine(StagedDelivery(store, streams, buffers), io_threads, timeout=timeout)
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from vllm_dymoe.experts.layout import EVERY_PROJECTION
 from vllm_dymoe.experts.store import BlobKey, HostStore, MemoryStore, blob_name
 from vllm_dymoe.transfer.ticket import Reason, Ticket
 
@@ -34,6 +35,10 @@ class Streams(Protocol):
 
     def synchronize(self, event: Any) -> None:
         """Block the host until ``event``."""
+        ...
+
+    def happened(self, event: Any) -> bool:
+        """Whether ``synchronize`` would not block."""
         ...
 
 
@@ -70,11 +75,18 @@ class CudaStreams:
         """Block until the event has happened."""
         event.synchronize()
 
+    def happened(self, event: torch.cuda.Event) -> bool:
+        """Ask for the event."""
+        return event.query()
+
 
 class _StreamDelivery:
     """What both deliveries share: ordering by events."""
 
     occupies_cores = False  # a copy engine moves the bytes
+    # One copy for a blob that is in demand: on a GPU an expert takes a small part of its transfer's time to compute, so
+    # that there is less to win by beginning with its first projection than two more copies cost the host.
+    projection_by_projection = False
 
     def __init__(self, store: HostStore, streams: Streams) -> None:
         self._store = store
@@ -92,13 +104,26 @@ class _StreamDelivery:
         """Wait for a copy on the host."""
         self._streams.synchronize(fence)
 
+    def happened(self, fence: Any) -> bool:
+        """Whether a copy has ended."""
+        return self._streams.happened(fence)
+
     def fence(self) -> Any:
         """The event behind all computation so far."""
         return self._streams.record_computation()
 
-    def _enqueue(self, source: torch.Tensor, ticket: Ticket) -> Any:
+    def span(self, ticket: Ticket, projections: range) -> slice:
+        """Where they lie in the slot."""
+        return self._store.experts.formats[ticket.key.bits].span(projections)
+
+    def _destination(self, ticket: Ticket, projections: range) -> torch.Tensor:
+        if len(projections) == len(EVERY_PROJECTION):
+            return ticket.destination
+        return ticket.destination[self.span(ticket, projections)]
+
+    def _enqueue(self, source: torch.Tensor, destination: torch.Tensor, ticket: Ticket) -> Any:
         urgent = ticket.reason is Reason.DEMAND
-        return self._streams.copy(source, ticket.destination, urgent=urgent, after=ticket.after)
+        return self._streams.copy(source, destination, urgent=urgent, after=ticket.after)
 
 
 class PinnedDelivery(_StreamDelivery):
@@ -108,9 +133,10 @@ class PinnedDelivery(_StreamDelivery):
         super().__init__(store, streams)
         self._memory = store
 
-    def deliver(self, ticket: Ticket, *, wait: bool = True) -> Any:
+    def deliver(self, ticket: Ticket, projections: range, *, wait: bool = True) -> Any:
         """Enqueue the copy, which never waits."""
-        return self._enqueue(self._memory.blob(ticket.key), ticket)
+        source = self._memory.blob(ticket.key, projections)
+        return self._enqueue(source, self._destination(ticket, projections), ticket)
 
 
 class StagedDelivery(_StreamDelivery):
@@ -120,16 +146,20 @@ class StagedDelivery(_StreamDelivery):
         store: where the bytes come from.
         streams: the device's streams.
         buffers: uint8, each as large as the largest blob; as many transfers can be under way.
+        concurrency: as for the engine.
     """
 
-    def __init__(self, store: HostStore, streams: Streams, buffers: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, store: HostStore, streams: Streams, buffers: Sequence[torch.Tensor], concurrency: Any = threading
+    ) -> None:
         super().__init__(store, streams)
         # Oldest first: each buffer with the event of the copy that still may read it.
         self._buffers: deque[tuple[torch.Tensor, Any]] = deque((buffer, None) for buffer in buffers)
-        self._returned = threading.Condition()
+        self._returned = concurrency.Condition(concurrency.Lock())
 
-    def deliver(self, ticket: Ticket, *, wait: bool = True) -> Any:
+    def deliver(self, ticket: Ticket, projections: range, *, wait: bool = True) -> Any:
         """Read into a buffer, then enqueue the copy."""
+        destination = self._destination(ticket, projections)
         with self._returned:
             while not self._buffers:
                 if not wait:
@@ -140,9 +170,9 @@ class StagedDelivery(_StreamDelivery):
         try:
             if busy is not None:
                 self._streams.synchronize(busy)
-            staged = buffer[: ticket.destination.numel()]
-            self._store.read_into(ticket.key, staged, wait=wait)
-            event = self._enqueue(staged, ticket)
+            staged = buffer[: destination.numel()]
+            self._store.read_into(ticket.key, staged, projections, wait=wait)
+            event = self._enqueue(staged, destination, ticket)
             return event
         finally:
             with self._returned:

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from vllm_dymoe.experts.layout import EVERY_PROJECTION
 from vllm_dymoe.experts.store import BlobKey
 from vllm_dymoe.transfer.ticket import Reason, Ticket
 
@@ -15,7 +16,7 @@ class TransferStats:
 
     Attributes:
         bytes_moved: bytes that arrived, by reason.
-        transfers: blobs that arrived, by reason.
+        transfers: whole blobs that arrived, by the reason that they had in the end.
         failed: transfers that ended in an error.
         exposed_wait_seconds: host time spent in ``wait``.
     """
@@ -36,16 +37,39 @@ class TransferEngine(Protocol):
         """Whether transfers take the cores that compute: then the two are better done in turn than side by side."""
         ...
 
-    def submit(self, key: BlobKey, destination: torch.Tensor, reason: Reason, after: Any = None) -> Ticket:
-        """Ask for a transfer and return at once."""
+    def submit(
+        self,
+        key: BlobKey,
+        destination: torch.Tensor,
+        reason: Reason,
+        after: Any = None,
+        projections: int = len(EVERY_PROJECTION),
+    ) -> Ticket:
+        """Ask for a transfer and return at once.
+
+        Args:
+            key: which blob.
+            destination: uint8 [nbytes], the slot.
+            reason: its priority.
+            after: fence of the slot's last reader.
+            projections: how many of them are asked for, from the first; the rest only when somebody demands it.
+        """
         ...
 
-    def wait(self, ticket: Ticket) -> None:
-        """Return when computation issued from now on will see the bytes.
+    def demand(self, ticket: Ticket) -> None:
+        """All of it is needed now: what has not arrived becomes a demand transfer."""
+        ...
+
+    def wait(self, ticket: Ticket, projections: int = len(EVERY_PROJECTION)) -> None:
+        """Return when computation issued from now on will see the first ``projections`` of a blob; demands all of it.
 
         Raises:
             TransferError: the transfer failed, was cancelled, or took longer than the engine waits.
         """
+        ...
+
+    def arrived(self, ticket: Ticket) -> bool:
+        """Whether the whole blob is there, so that ``wait`` would not block and computation would not stand still."""
         ...
 
     def settle(self, ticket: Ticket) -> bool:
@@ -56,7 +80,10 @@ class TransferEngine(Protocol):
         ...
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Take a transfer back if it has not begun; False if it has."""
+        """Take a transfer back; False if it has ended otherwise, or while a projection is moving.
+
+        In the second case no further projection follows, and the ticket ends with the one that moves.
+        """
         ...
 
     def fence(self) -> Any:

@@ -5,6 +5,11 @@ the bytes are in memory. A miss on the critical path therefore costs a copy and 
 hand-over between threads, while threads fetch ahead whatever computation leaves
 them time for.
 
+Prefetch and migration move one projection at a time, and between two of them their
+ticket is back in the queue: a demand transfer overtakes there, and there a ticket is
+taken back. Where copies are asynchronous, each of these has ended before the next
+begins, and none begins while a demand transfer is under way.
+
 A disk may never answer, and a thread inside a read cannot be called back. So what
 has to wait for a disk is handed over to a thread that does nothing else, and waited
 for with a limit. A read that outlasts it keeps its slot until it ends, and its
@@ -15,35 +20,48 @@ import heapq
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from vllm_dymoe.experts.layout import EVERY_PROJECTION
 from vllm_dymoe.experts.store import BlobKey
 from vllm_dymoe.transfer.engine import TransferStats
 from vllm_dymoe.transfer.ticket import Reason, State, Ticket, TransferError
 
+_ALL = len(EVERY_PROJECTION)
 _SECONDS_TO_CLOSE = 5.0
 # After a failure the reads of its step that still run are waited for this long; then they count as late.
 _SECONDS_TO_SETTLE = 1.0
 
 
 class Delivery(Protocol):
-    """How bytes get from the store into a slot on one kind of device."""
+    """How bytes get from the store into a slot on one kind of device.
+
+    Attributes:
+        projection_by_projection: whether demand transfers move like all others, so that computation can begin with the
+            first projection; else what is missing of a blob comes in one piece.
+    """
+
+    projection_by_projection: bool
 
     @property
     def occupies_cores(self) -> bool:
         """Whether moving bytes takes the cores that compute."""
         ...
 
-    def deliver(self, ticket: Ticket, *, wait: bool = True) -> Any:
+    def deliver(self, ticket: Ticket, projections: range, *, wait: bool = True) -> Any:
         """Move the bytes. Returns the copy's fence, or None if they are there on return.
 
         Raises:
             BlockingIOError: without ``wait``, a disk would have to be waited for.
         """
+        ...
+
+    def span(self, ticket: Ticket, projections: range) -> slice:
+        """Bytes of the slot that projections take."""
         ...
 
     def name(self, key: BlobKey) -> str:
@@ -58,9 +76,25 @@ class Delivery(Protocol):
         """Block the host until the copy behind ``fence`` has written its last byte."""
         ...
 
+    def happened(self, fence: Any) -> bool:
+        """Whether ``drain`` would not block."""
+        ...
+
     def fence(self) -> Any:
         """A fence behind the computation issued so far, or None where computation is synchronous."""
         ...
+
+
+class _Turn(NamedTuple):
+    """What a running ticket moves before it is pending again.
+
+    Attributes:
+        reason: why; the ticket's may change meanwhile.
+        projections: which.
+    """
+
+    reason: Reason
+    projections: range
 
 
 class QueuedEngine:
@@ -69,22 +103,39 @@ class QueuedEngine:
     Args:
         delivery: the device's way of moving bytes.
         threads: threads that serve the queue; with 0 whoever waits does.
-        eager: deliver inside ``submit``, for devices where that only enqueues.
+        eager: deliver demand transfers inside ``submit``, for devices where that only enqueues.
         timeout: seconds that a transfer is waited for; None for ever.
+        waiters_move: whether whoever waits moves bytes too; not where they share a link whose order matters.
+        concurrency: has Lock, Condition and Thread.
     """
 
-    def __init__(self, delivery: Delivery, threads: int, *, eager: bool = False, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        delivery: Delivery,
+        threads: int,
+        *,
+        eager: bool = False,
+        timeout: float | None = None,
+        waiters_move: bool = True,
+        concurrency: Any = threading,
+    ) -> None:
         self.stats = TransferStats()
         self._delivery = delivery
         self._eager = eager
         self._queue: list[tuple[Reason, int, Ticket]] = []
         self._order = itertools.count()
-        self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
+        self._concurrency = concurrency
+        self._lock = concurrency.Lock()
+        self._work = concurrency.Condition(self._lock)  # something is queued
+        self._moved = concurrency.Condition(self._lock)  # a ticket is not running any more
+        self._left = concurrency.Condition(self._lock)  # something is handed over
         self._closed = False
         self._served = threads > 0  # a queue that nobody serves would only grow
         self._timeout = timeout
-        self._handed_over: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._waiters_move = waiters_move
+        self._demands = 0  # demand transfers that run
+        self._last_demand: Any = None  # fence of the last one
+        self._handed_over: deque[tuple[Ticket, _Turn]] = deque()
         self._threads: set[threading.Thread] = set()
         for _ in range(threads):
             self._start(self._serve)
@@ -96,60 +147,84 @@ class QueuedEngine:
         """Whether transfers take the cores that compute."""
         return self._delivery.occupies_cores
 
-    def submit(self, key: BlobKey, destination: torch.Tensor, reason: Reason, after: Any = None) -> Ticket:
+    def submit(
+        self, key: BlobKey, destination: torch.Tensor, reason: Reason, after: Any = None, projections: int = _ALL
+    ) -> Ticket:
         """Queue a transfer; see :class:`~vllm_dymoe.transfer.engine.TransferEngine`.
 
         Raises:
             RuntimeError: the engine is closed.
         """
-        ticket = Ticket(key, destination, reason, after)
+        ticket = Ticket(key, destination, reason, after, projections, next(self._order), time.perf_counter())
         with self._lock:
             if self._closed:
                 raise RuntimeError("the transfer engine is closed")
-            if self._eager:
-                ticket.state = State.RUNNING
-            elif self._served:
-                heapq.heappush(self._queue, (reason, next(self._order), ticket))
-                self._work.notify()
-        if self._eager:
-            self._run(ticket)
+            turn = self._enqueue(ticket)
+        if turn is not None:
+            self._run(ticket, turn)
         return ticket
 
-    def wait(self, ticket: Ticket) -> None:
-        """Wait for a transfer, running it here if nobody has begun; may be called again."""
+    def demand(self, ticket: Ticket) -> None:
+        """What has not arrived becomes a demand transfer."""
+        if ticket.reason is Reason.DEMAND:
+            return
+        turn = None
+        with self._lock:
+            ticket.reason, ticket.wanted = Reason.DEMAND, _ALL
+            if ticket.state in (State.RESTING, State.FAILED):  # what failed as a guess is tried again
+                ticket.state, ticket.ready = State.PENDING, time.perf_counter()
+            if ticket.state is State.PENDING:
+                turn = self._enqueue(ticket)
+        if turn is not None:
+            self._run(ticket, turn)
+
+    def wait(self, ticket: Ticket, projections: int = _ALL) -> None:
+        """Wait for projections, moving them here if nobody does; may be called again."""
         begin = time.perf_counter()
-        if self._claim(ticket) and not self._run(ticket, wait=self._timeout is None):
-            ticket.handed_over = True
-            self._handed_over.put(ticket)
-        if not ticket.finished.wait(self._timeout):
-            self._give_up(ticket)
-        if ticket.state is State.DONE and ticket.fence is not None:
-            self._delivery.receive(ticket.fence)
-        self.stats.exposed_wait_seconds += time.perf_counter() - begin
+        self.demand(ticket)
+        while True:
+            with self._lock:
+                if ticket.arrived >= projections or ticket.ended:
+                    break
+                mine = self._waiters_move and ticket.state is State.PENDING
+                turn = self._begin(ticket) if mine else None
+            if turn is not None and not self._run(ticket, turn, wait=self._timeout is None):
+                self._hand_over(ticket, turn)
+            if not self._block(ticket, projections, self._timeout):
+                self._give_up(ticket)
         if ticket.state is State.FAILED:
+            self.stats.exposed_wait_seconds += time.perf_counter() - begin
             raise TransferError(str(ticket.error)) from ticket.error
         if ticket.state is State.CANCELLED:
             raise TransferError(f"the transfer of {ticket.key} was cancelled")
+        for fence in ticket.fences:
+            self._delivery.receive(fence)
+        self.stats.exposed_wait_seconds += time.perf_counter() - begin
+
+    def arrived(self, ticket: Ticket) -> bool:
+        """Whether the whole blob is there."""
+        return ticket.state is State.DONE and all(map(self._delivery.happened, ticket.fences))
 
     def settle(self, ticket: Ticket) -> bool:
         """Whether nothing writes the slot any more, after waiting for it once."""
-        if self.cancel(ticket):
-            return True
-        patience = None if self._timeout is None else min(self._timeout, _SECONDS_TO_SETTLE)
-        if not ticket.finished.wait(0 if ticket.late else patience) and not self._abandon(ticket):
-            return False
-        if ticket.fence is not None:
-            self._delivery.drain(ticket.fence)
+        if not self.cancel(ticket) and not ticket.ended:
+            patience = None if self._timeout is None else min(self._timeout, _SECONDS_TO_SETTLE)
+            patience = 0 if ticket.late else patience
+            if not self._block(ticket, _ALL, patience) and not self._abandon(ticket):
+                return False
+        for fence in ticket.fences:
+            self._delivery.drain(fence)
         return True
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Take back a transfer that has not begun."""
+        """Take back a transfer, or what is left of it."""
         with self._lock:
-            if ticket.state is not State.PENDING:
-                return ticket.state is State.CANCELLED
-            ticket.state = State.CANCELLED
-        ticket.finished.set()
-        return True
+            if ticket.state is State.RUNNING:
+                ticket.wanted = 0
+            elif not ticket.ended:
+                ticket.state = State.CANCELLED
+                self._moved.notify_all()
+            return ticket.state is State.CANCELLED
 
     def fence(self) -> Any:
         """A fence behind the computation issued so far."""
@@ -161,7 +236,7 @@ class QueuedEngine:
             self._closed = True
             waiting = [ticket for _, _, ticket in self._queue]
             self._work.notify_all()
-            self._handed_over.put(None)
+            self._left.notify_all()
             threads = list(self._threads)
         for ticket in waiting:
             self.cancel(ticket)
@@ -170,34 +245,94 @@ class QueuedEngine:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _claim(self, ticket: Ticket) -> bool:
-        with self._lock:
-            if ticket.state is not State.PENDING:
-                return False
-            ticket.state = State.RUNNING
-            return True
+    # -- one ticket, from turn to turn; those with "locked" in their docstring are called with the lock held --------
 
-    def _run(self, ticket: Ticket, *, wait: bool = True) -> bool:
-        """Run a ticket to its end; False if that would need a disk and ``wait`` is not set."""
-        try:
-            ticket.fence = self._delivery.deliver(ticket, wait=wait)
-            end = State.DONE
-        except BlockingIOError as error:
-            if not wait:
-                return False
-            ticket.error, end = error, State.FAILED
-        except Exception as error:  # whatever went wrong belongs to whoever waits, not to this thread
-            ticket.error = error
-            end = State.FAILED
-        with self._lock:
-            ticket.state = end
-            if end is State.DONE:
-                self.stats.bytes_moved[ticket.reason] += ticket.destination.numel()
-                self.stats.transfers[ticket.reason] += 1
-            else:
-                self.stats.failed += 1
-        ticket.finished.set()
+    def _enqueue(self, ticket: Ticket) -> _Turn | None:
+        """Locked: let a pending ticket wait for its turn. Returns the turn if the caller is to run it at once."""
+        if self._eager and ticket.reason is Reason.DEMAND:
+            return self._begin(ticket)
+        if self._served:
+            heapq.heappush(self._queue, (ticket.reason, ticket.order, ticket))
+            self._work.notify()
+        return None
+
+    def _begin(self, ticket: Ticket) -> _Turn:
+        """Locked: a pending ticket runs."""
+        ticket.state = State.RUNNING
+        self._demands += ticket.reason is Reason.DEMAND
+        whole = ticket.reason is Reason.DEMAND and not self._delivery.projection_by_projection
+        return _Turn(ticket.reason, range(ticket.arrived, ticket.wanted if whole else ticket.arrived + 1))
+
+    def _run(self, ticket: Ticket, turn: _Turn | None, *, wait: bool = True) -> bool:
+        """Run a ticket as long as it is this thread's; False if a disk is needed and ``wait`` is not set."""
+        while turn is not None:
+            fence: Any = None
+            error: Exception | None = None
+            try:
+                fence = self._deliver(ticket, turn, wait)
+            except BlockingIOError as blocked:
+                if not wait:
+                    return False
+                error = blocked
+            except Exception as failure:  # whatever went wrong belongs to whoever waits, not to this thread
+                error = failure
+            turn = self._end(ticket, turn, fence, error)
         return True
+
+    def _deliver(self, ticket: Ticket, turn: _Turn, wait: bool) -> Any:
+        """Move what the turn is for."""
+        background = turn.reason is not Reason.DEMAND
+        if background and self._last_demand is not None:
+            self._delivery.drain(self._last_demand)
+        fence = self._delivery.deliver(ticket, turn.projections, wait=wait)
+        if fence is not None:
+            if background:
+                self._delivery.drain(fence)
+            else:
+                self._last_demand = fence
+        return fence
+
+    def _end(self, ticket: Ticket, turn: _Turn, fence: Any, error: BaseException | None) -> _Turn | None:
+        """A turn has ended, one way or another. Returns the ticket's next one if the caller is to go on with it."""
+        with self._lock:
+            self._demands -= turn.reason is Reason.DEMAND
+            if self._queue and self._demands == 0:
+                self._work.notify()
+            if error is None:
+                self._count(ticket, turn, fence)
+            if ticket.arrived == _ALL:
+                ticket.state = State.DONE
+            elif ticket.wanted == 0 or ticket.late:
+                ticket.state = State.CANCELLED
+            elif error is not None and turn.reason is ticket.reason:
+                ticket.state, ticket.error = State.FAILED, error
+            else:  # more of it, or once more what failed as a guess and is in demand by now
+                ticket.state = State.PENDING if ticket.arrived < ticket.wanted else State.RESTING
+            if error is not None:
+                self.stats.failed += 1
+            self._moved.notify_all()
+            return self._enqueue(ticket) if ticket.state is State.PENDING else None
+
+    def _count(self, ticket: Ticket, turn: _Turn, fence: Any) -> None:
+        """Locked: projections have arrived."""
+        ticket.arrived = turn.projections.stop
+        if fence is not None:
+            ticket.fences.append(fence)
+        span = self._delivery.span(ticket, turn.projections)
+        self.stats.bytes_moved[turn.reason] += span.stop - span.start
+        self.stats.transfers[ticket.reason] += ticket.arrived == _ALL
+
+    # -- waiting, and giving up --------------------------------------------------------------------
+
+    def _block(self, ticket: Ticket, projections: int, timeout: float | None) -> bool:
+        """Wait until projections have arrived, or the ticket is the caller's to move; False if that takes too long."""
+
+        def far_enough() -> bool:
+            mine = self._waiters_move and ticket.state is State.PENDING
+            return mine or ticket.ended or ticket.arrived >= projections
+
+        with self._lock:
+            return self._moved.wait_for(far_enough, timeout)
 
     def _give_up(self, ticket: Ticket) -> None:
         """Nobody waits any longer for a ticket.
@@ -223,33 +358,56 @@ class QueuedEngine:
                     self._start(self._serve_handed_over if ticket.handed_over else self._serve)
             return False
 
+    # -- threads ------------------------------------------------------------------------------------
+
     def _start(self, serve: Callable[[], None]) -> None:
-        thread = threading.Thread(target=serve, name="dymoe-transfer", daemon=True)
+        thread = self._concurrency.Thread(target=serve, name="dymoe-transfer", daemon=True)
         self._threads.add(thread)
         thread.start()
 
     def _serve(self) -> None:
-        while True:
-            with self._lock:
-                while not self._queue and not self._closed:
-                    self._work.wait()
-                if self._closed:
-                    return
-                ticket = heapq.heappop(self._queue)[2]
-                if ticket.state is not State.PENDING:  # cancelled, or run by whoever waited
-                    continue
-                ticket.state = State.RUNNING
-            self._run(ticket)
-            if self._replaced(ticket):
-                return
-            del ticket  # and with it the slot, for as long as there is nothing to do
+        # A method of its own, so that no ticket, and with it no slot, is held while there is nothing to do.
+        while self._serve_one():
+            pass
+
+    def _serve_one(self) -> bool:
+        """Run the most urgent ticket for a turn; False if this thread has to end."""
+        with self._lock:
+            while not self._closed and not self._due():
+                self._work.wait()
+            if self._closed:
+                return False
+            ticket = heapq.heappop(self._queue)[2]
+            if ticket.state is not State.PENDING:  # cancelled, or somebody else runs it
+                return True
+            turn = self._begin(ticket)
+        self._run(ticket, turn)
+        return not self._replaced(ticket)
+
+    def _due(self) -> bool:
+        """Locked: whether a ticket may begin. The link is demand's as long as it has any."""
+        return bool(self._queue) and (self._queue[0][0] is Reason.DEMAND or self._demands == 0)
 
     def _serve_handed_over(self) -> None:
-        while (ticket := self._handed_over.get()) is not None:
-            self._run(ticket)
-            if self._replaced(ticket):
-                return
-            del ticket
+        while self._serve_one_handed_over():
+            pass
+
+    def _serve_one_handed_over(self) -> bool:
+        """Run what somebody has left; False if this thread has to end."""
+        with self._lock:
+            while not self._handed_over and not self._closed:
+                self._left.wait()
+            if not self._handed_over:
+                return False
+            ticket, turn = self._handed_over.popleft()
+        self._run(ticket, turn)
+        return not self._replaced(ticket)
+
+    def _hand_over(self, ticket: Ticket, turn: _Turn) -> None:
+        with self._lock:
+            ticket.handed_over = True
+            self._handed_over.append((ticket, turn))
+            self._left.notify()
 
     def _replaced(self, ticket: Ticket) -> bool:
         """Whether the thread that ran a ticket has to end, because another one has come in its place meanwhile."""

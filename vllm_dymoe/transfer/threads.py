@@ -3,6 +3,7 @@
 import resource
 from typing import Any
 
+from vllm_dymoe.experts.layout import EVERY_PROJECTION
 from vllm_dymoe.experts.store import BlobKey, HostStore, blob_name
 from vllm_dymoe.transfer.ticket import Ticket
 
@@ -14,6 +15,9 @@ _BLOCK_BYTES = 512  # the unit of getrusage
 class CpuDelivery:
     """Reads straight into the slot; the bytes are there when ``deliver`` returns."""
 
+    # Each read has a price of its own, and nobody computes while another one reads.
+    projection_by_projection = False
+
     def __init__(self, store: HostStore) -> None:
         self._store = store
         self._disk_share = 0.0
@@ -23,15 +27,22 @@ class CpuDelivery:
         """Whether reads are copies by a core (memory, page cache) rather than waits for a disk."""
         return self._disk_share < 0.5
 
-    def deliver(self, ticket: Ticket, *, wait: bool = True) -> None:
-        """Read the blob; file reads release the interpreter lock."""
+    def deliver(self, ticket: Ticket, projections: range, *, wait: bool = True) -> None:
+        """Read them; file reads release the interpreter lock."""
+        destination = ticket.destination
+        if len(projections) != len(EVERY_PROJECTION):
+            destination = destination[self.span(ticket, projections)]
         # What the kernel fetched for this thread from a disk. Times would tell less: a core that others use looks
         # like a disk.
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
-        self._store.read_into(ticket.key, ticket.destination, wait=wait)
+        self._store.read_into(ticket.key, destination, projections, wait=wait)
         blocks = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock - before
-        share = min(1.0, blocks * _BLOCK_BYTES / ticket.destination.numel())
+        share = min(1.0, blocks * _BLOCK_BYTES / destination.numel())
         self._disk_share += _WEIGHT * (share - self._disk_share)
+
+    def span(self, ticket: Ticket, projections: range) -> slice:
+        """Where they lie in the slot."""
+        return self._store.experts.formats[ticket.key.bits].span(projections)
 
     def name(self, key: BlobKey) -> str:
         """The blob, for people."""
@@ -42,6 +53,10 @@ class CpuDelivery:
 
     def drain(self, fence: Any) -> None:
         """Nothing to wait for."""
+
+    def happened(self, fence: Any) -> bool:
+        """Always: there is no fence."""
+        return True
 
     def fence(self) -> None:
         """No fence: a slot's last reader is done when its call returns."""

@@ -1,12 +1,12 @@
 """One transfer: what is moved where, why, and how far it has come."""
 
-import threading
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
 
 import torch
 
+from vllm_dymoe.experts.layout import EVERY_PROJECTION
 from vllm_dymoe.experts.store import BlobKey
 
 
@@ -23,39 +23,56 @@ class Reason(IntEnum):
 
 
 class State(Enum):
-    """A ticket's life: pending, running, then one of the three ends."""
+    """Where a ticket is: waiting for its turn, moving, as far as anybody asked, or at one of three ends."""
 
     PENDING = "pending"
     RUNNING = "running"
+    RESTING = "resting"
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
 
+_ENDS = frozenset((State.DONE, State.FAILED, State.CANCELLED))
+
+
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A transfer of one blob into one slot.
+    """A transfer of one blob into one slot: up to three projections, one after the other.
+
+    Between two projections a ticket is pending again, so that whatever is more urgent goes first.
 
     Attributes:
         key: which blob.
         destination: uint8 [nbytes], the slot.
         reason: its priority.
         after: fence of the last reader of the slot; the copy waits for it.
-        state: see :class:`State`; changes under the engine's lock.
-        fence: fence of the copy itself where the device copies asynchronously.
+        wanted: projections that are asked for, from the first; 0 if nobody wants any more of them.
+        order: its place among tickets of the same reason.
+        ready: when it last began to wait for the link, in seconds of ``time.perf_counter``.
+        state: see :class:`State`; changes under the engine's lock, like the attributes below.
+        arrived: projections that are there, as far as the host knows.
+        fences: of the copies, where the device copies asynchronously.
         error: what went wrong, if it failed.
         handed_over: whoever waited for it has left it to a thread, because a disk has to be waited for.
         late: whoever waited has given up while it was running.
-        finished: set at the end, whichever it is.
     """
 
     key: BlobKey
     destination: torch.Tensor
     reason: Reason
     after: Any = None
+    wanted: int = len(EVERY_PROJECTION)
+    order: int = 0
+    ready: float = 0.0
     state: State = State.PENDING
-    fence: Any = None
+    arrived: int = 0
+    fences: list[Any] = field(default_factory=list)
     error: BaseException | None = None
     handed_over: bool = False
     late: bool = False
-    finished: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen to it."""
+        return self.state in _ENDS

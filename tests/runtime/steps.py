@@ -1,0 +1,54 @@
+"""Random steps of a small model, and runtimes to run them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_dymoe.config import Options
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.runtime import MoERuntime
+
+CPU = torch.device("cpu")
+STEPS = [(seed, seed % 2, (1, 1, 1, 7, 40)[seed % 5]) for seed in range(30)]
+BUDGETS = ["100%", "50%", "25%", "minimum"]
+
+
+@dataclass(frozen=True)
+class ByNumber:
+    """A precision plan that depends on the expert alone, so that it is the same for every budget."""
+
+    low: frozenset[int] = frozenset()
+    skipped: frozenset[int] = frozenset()
+
+    @property
+    def tiers(self):
+        return frozenset((Tier.HI, Tier.LO)) if self.low else frozenset((Tier.HI,))
+
+    def plan(self, routing):
+        return {e: Tier.SKIP if e in self.skipped else Tier.LO if e in self.low else Tier.HI for e in routing.active}
+
+
+def make_runtime(store, budget="100%", policy=None, lo=2, predictor=None, engine=None, **options):
+    options = Options(hi=4, lo=lo, group_size=32, expert_budget=budget, **options)
+    return MoERuntime(store, options, CPU, policy=policy, predictor=predictor, engine=engine)
+
+
+def with_budget(store, budget, policy=None, **options):
+    runtime = make_runtime(store, "100%", policy, **options)
+    runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
+    return runtime
+
+
+def random_step(seed, tokens, experts):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, experts.num_experts, generator=generator)
+    weights, ids = scores.topk(experts.top_k, dim=1)
+    x = torch.randn(tokens, next(iter(experts.formats.values())).hidden, generator=generator).bfloat16()
+    return x, weights / weights.sum(1, keepdim=True), ids.int()
+
+
+def run(runtime, steps):
+    """Run (seed, layer, tokens) and return the outputs."""
+    outputs = [runtime.forward(layer, *random_step(seed, tokens, runtime.experts)) for seed, layer, tokens in steps]
+    runtime.check_integrity()
+    return outputs

@@ -1,0 +1,306 @@
+"""Fetching ahead: it never changes a value, never costs demand a slot, and stops where it does not help."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.runtime.steps import BUDGETS, ByNumber, run, with_budget
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.experts.cache import ExpertCache
+from vllm_dymoe.experts.slots import SlotPool
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.predict import Candidate
+from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
+from vllm_dymoe.transfer import Reason
+from vllm_dymoe.transfer.ticket import State, Ticket
+
+CPU = torch.device("cpu")
+STORE = make_store(make_experts(layers=4))
+FORMAT = STORE.experts.formats[4]
+STEPS = [(seed, seed % 4, (1, 1, 7, 40)[seed // 4 % 4]) for seed in range(48)]
+
+
+class Guesses:
+    """Names random experts of random layers: some twice, some on the device already, some of layers long past."""
+
+    def __init__(self, seed):
+        self._random = random.Random(seed)
+
+    def observe(self, layer, x, ids, weights, phase):
+        pass
+
+    def predict(self, layer):
+        count = self._random.randrange(8)
+        return [Candidate(self._random.randrange(4), self._random.randrange(6), 0.0) for _ in range(count)]
+
+
+@pytest.mark.parametrize("projections", [1, 2, 3])
+@pytest.mark.parametrize("policy", [None, ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))])
+def test_no_guess_changes_a_bit(policy, projections):
+    want = run(with_budget(STORE, "100%", policy), STEPS)
+    outcomes = dict.fromkeys(("useful", "late", "wasted", "cancelled"), 0)
+    for budget in BUDGETS:
+        options = {"staging_slots": 3, "link_gbps": FORMAT.nbytes / 1e-3 / 1e9, "prefetch_projections": projections}
+        runtime = with_budget(STORE, budget, policy, predictor=Guesses(1), **options)
+        got = run(runtime, STEPS)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), budget
+        runtime.engine.close()
+        for outcome, count in runtime.stats().prefetches.items():
+            outcomes[outcome] += count
+    assert min(outcomes["wasted"], outcomes["useful"] + outcomes["late"]) > 0, "nothing was tried"
+
+
+def test_what_layers_keep_does_not_depend_on_guesses():
+    def kept(predictor):
+        runtime = with_budget(STORE, "50%", predictor=predictor, link_gbps=FORMAT.nbytes / 1e-4 / 1e9)
+        seen = []
+        for step in STEPS:
+            run(runtime, [step])
+            versions = [v for v in runtime.cache.handles.versions() if not v.transient]
+            seen.append({(version.layer, version.expert) for version in versions})
+        runtime.engine.close()
+        return seen, runtime.stats().transfers["prefetch"]
+
+    alone, _ = kept(None)
+    beside, fetched_ahead = kept(Guesses(2))
+    assert fetched_ahead > 0
+    assert alone == beside
+
+
+@dataclass
+class Link:
+    """An engine whose transfers go as far as a test says."""
+
+    occupies_cores: bool = False
+    tickets: list[Ticket] = field(default_factory=list)
+    demanded: list[Ticket] = field(default_factory=list)
+
+    def submit(self, key, destination, reason, after=None, projections=3):
+        self.tickets.append(Ticket(key, destination, reason, after, projections))
+        return self.tickets[-1]
+
+    def move(self, ticket, arrived, state):
+        ticket.arrived, ticket.state = arrived, state
+
+    def demand(self, ticket):
+        ticket.reason = Reason.DEMAND
+        self.demanded.append(ticket)
+
+    def wait(self, ticket, projections=3):
+        assert ticket.state is State.DONE, "only what has arrived is waited for here"
+
+    def arrived(self, ticket):
+        return ticket.state is State.DONE
+
+    def cancel(self, ticket):
+        if ticket.state in (State.PENDING, State.RESTING):
+            ticket.state = State.CANCELLED
+        return ticket.state is State.CANCELLED
+
+    def settle(self, ticket):
+        ticket.state = State.CANCELLED if ticket.state is State.RUNNING else ticket.state
+        return True
+
+
+def make_prefetcher(slots=6, staging=2, projections=3):
+    """Of four layers; what the staging slots leave is shared out and filled."""
+    pool = SlotPool(FORMAT, slots, CPU)
+    cache = ExpertCache({Tier.HI: pool}, 4, {Tier.HI: staging})
+    for layer in range(4):
+        for expert in range(cache.quota(layer, Tier.HI)):
+            version = cache.acquire(layer, expert, Tier.HI)
+            cache.publish(version)
+            cache.release(version)
+    return Prefetcher(cache, Link(), Tier.HI, 4, projections, PrefetchStats())
+
+
+def candidates(*experts, layer=1):
+    return [Candidate(layer, expert, 1.0) for expert in experts]
+
+
+def fetched(prefetcher):
+    return [(ticket.key.layer, ticket.key.expert) for ticket in prefetcher.engine.tickets]
+
+
+def counts(prefetcher):
+    stats = prefetcher.stats
+    return stats.useful, stats.late, stats.wasted, stats.cancelled
+
+
+def test_the_best_candidates_take_the_staging_slots_and_the_others_wait_for_one():
+    prefetcher = make_prefetcher()
+    prefetcher.offer(0, candidates(0, 3, 4, 5))  # 0 is on the device
+    prefetcher.fill()
+    assert fetched(prefetcher) == [(1, 3), (1, 4)]
+    assert {ticket.reason for ticket in prefetcher.engine.tickets} == {Reason.PREFETCH}
+    assert prefetcher.cache.stats.evictions == 0
+    assert prefetcher.give_way(Tier.HI)
+    prefetcher.fill()
+    assert fetched(prefetcher) == [(1, 3), (1, 4), (1, 5)]
+    prefetcher.cache.check_integrity()
+
+
+def test_a_new_offer_replaces_what_was_not_begun_and_layers_that_are_past_are_ignored():
+    prefetcher = make_prefetcher()
+    prefetcher.offer(0, candidates(3, 4, 5))
+    prefetcher.offer(1, candidates(3, layer=1) + candidates(4, layer=2))
+    prefetcher.fill()
+    assert fetched(prefetcher) == [(2, 4)]
+
+
+def test_what_is_needed_is_claimed_and_the_rest_given_up():
+    prefetcher = make_prefetcher(slots=8, staging=4)
+    prefetcher.offer(0, candidates(2, 3, 4, 5))
+    prefetcher.fill()
+    arrived, moving, wrong, untouched = prefetcher.engine.tickets
+    prefetcher.engine.move(arrived, 3, State.DONE)
+    prefetcher.engine.move(moving, 1, State.RUNNING)
+    prefetcher.engine.move(wrong, 3, State.DONE)
+    claimed = prefetcher.claim(1, {2: Tier.HI, 3: Tier.HI})
+    assert [(version.expert, version.resident) for version in claimed] == [(2, True), (3, False)]
+    assert prefetcher.engine.demanded == [moving]
+    assert untouched.state is State.CANCELLED
+    assert prefetcher.cache.handles.get(1, 4) is None
+    assert counts(prefetcher) == (1, 1, 1, 1)
+    for version in claimed:
+        prefetcher.cache.release(version)
+    prefetcher.cache.check_integrity()
+
+
+def test_the_slot_of_a_wrong_guess_stays_taken_while_a_projection_moves_into_it():
+    prefetcher = make_prefetcher()
+    prefetcher.offer(0, candidates(3, 4))
+    prefetcher.fill()
+    first, second = prefetcher.engine.tickets
+    prefetcher.engine.move(first, 0, State.RUNNING)
+    prefetcher.engine.move(second, 0, State.RUNNING)
+    prefetcher.claim(1, {})
+    cache = prefetcher.cache
+    assert cache.acquire(2, 5, Tier.HI, stream=True) is None
+    assert not prefetcher.give_way(Tier.HI)
+    prefetcher.engine.move(first, 1, State.CANCELLED)
+    assert prefetcher.give_way(Tier.HI)
+    assert cache.acquire(2, 5, Tier.HI, stream=True).slot.blob.data_ptr() == first.destination.data_ptr()
+    assert prefetcher.settle()
+    assert cache.acquire(2, 4, Tier.HI, stream=True).slot.blob.data_ptr() == second.destination.data_ptr()
+    assert counts(prefetcher) == (0, 0, 2, 0)
+
+
+def test_demand_takes_the_slot_of_the_last_guess():
+    prefetcher = make_prefetcher(slots=8, staging=4)
+    prefetcher.offer(0, candidates(3, layer=1) + candidates(4, 5, layer=3) + candidates(5, layer=2))
+    prefetcher.fill()
+    for expected in ([(1, 3), (2, 5), (3, 4)], [(1, 3), (2, 5)], [(1, 3)], []):
+        assert prefetcher.give_way(Tier.HI)
+        left = {(v.layer, v.expert) for v in prefetcher.cache.handles.versions() if v.transient}
+        assert left == set(expected)
+    assert not prefetcher.give_way(Tier.HI)
+    assert not prefetcher.give_way(Tier.LO), "slots of another size"
+
+
+def test_a_part_of_an_expert_is_in_time_when_it_has_arrived():
+    prefetcher = make_prefetcher(projections=1)
+    prefetcher.offer(0, candidates(3, 4))
+    prefetcher.fill()
+    here, late = prefetcher.engine.tickets
+    assert (here.wanted, late.wanted) == (1, 1)
+    prefetcher.engine.move(here, 1, State.RESTING)
+    claimed = prefetcher.claim(1, {3: Tier.HI, 4: Tier.HI})
+    assert not any(version.resident for version in claimed)
+    assert prefetcher.engine.demanded == [here, late]
+    assert counts(prefetcher) == (1, 1, 0, 0)
+
+
+def test_another_tier_than_the_one_that_was_fetched_is_not_used():
+    """A high version would do for a low one, but then a guess would decide what is computed."""
+    prefetcher = make_prefetcher()
+    prefetcher.offer(0, candidates(3))
+    prefetcher.fill()
+    prefetcher.engine.move(prefetcher.engine.tickets[0], 3, State.DONE)
+    assert prefetcher.claim(1, {3: Tier.LO}) == []
+    assert prefetcher.cache.handles.get(1, 3) is None
+
+
+def test_cores_that_copy_have_no_idle_link():
+    prefetcher = make_prefetcher()
+    prefetcher.engine.occupies_cores = True
+    assert not prefetcher.acts()
+
+
+def use(prefetcher, rounds, needed):
+    """Predictions of two experts each, of which so many are needed; how many were acted on."""
+    acted = 0
+    for _ in range(rounds):
+        if prefetcher.acts():
+            acted += 1
+            prefetcher.offer(0, candidates(3, 4))
+            prefetcher.fill()
+            for version in prefetcher.claim(1, {3 + i: Tier.HI for i in range(needed)}):
+                prefetcher.cache.release(version)
+    return acted
+
+
+def test_what_does_not_help_is_done_less_and_less_but_never_not_at_all():
+    prefetcher = make_prefetcher()
+    assert use(prefetcher, 16, needed=0) == 16
+    assert prefetcher.stats.interval == 2
+    use(prefetcher, 16 * (2 + 4 + 8 + 16 + 32), needed=0)
+    assert prefetcher.stats.interval == 64
+    assert use(prefetcher, 16 * 64, needed=0) == 16
+    assert prefetcher.stats.interval == 64
+    use(prefetcher, 16 * (64 + 32 + 16 + 8 + 4 + 2), needed=2)
+    assert prefetcher.stats.interval == 1
+
+
+def test_guesses_that_are_right_half_of_the_time_leave_it_as_it_is():
+    prefetcher = make_prefetcher()
+    assert use(prefetcher, 200, needed=1) == 200
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_sequence_gives_every_slot_back(data):
+    prefetcher = make_prefetcher(slots=data.draw(st.integers(1, 10)), staging=data.draw(st.integers(0, 4)))
+    layer, held = 0, []
+
+    def give_back(version):
+        """As a step does, which has all bytes by then."""
+        prefetcher.cache.publish(version)
+        prefetcher.cache.release(version)
+
+    for _ in range(data.draw(st.integers(0, 40))):
+        action = data.draw(st.sampled_from(["offer", "fill", "fill", "claim", "give way", "settle", "move", "compute"]))
+        if action == "offer":
+            chosen = data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=5))
+            prefetcher.offer(layer, [Candidate(*names, 0.0) for names in chosen])
+        elif action == "fill":
+            prefetcher.fill()
+        elif action == "claim":
+            layer = (layer + 1) % 4
+            wanted = dict.fromkeys(data.draw(st.sets(st.integers(0, 5))), Tier.HI)
+            for version in prefetcher.claim(layer, wanted):
+                prefetcher.cache.adopt(version, stream=data.draw(st.booleans()))
+                held.append(version)
+        elif action == "give way":
+            free = prefetcher.cache._shelves[Tier.HI].pool.free
+            assert prefetcher.give_way(Tier.HI) == (prefetcher.cache._shelves[Tier.HI].pool.free > free)
+        elif action == "settle":
+            prefetcher.settle()
+        elif action == "move":
+            for ticket in prefetcher.engine.tickets:
+                if not ticket.ended:
+                    going = ticket.wanted and ticket.arrived < 3
+                    state = data.draw(st.sampled_from([State.RUNNING, State.DONE, State.FAILED]))
+                    prefetcher.engine.move(ticket, 3 if state is State.DONE and going else ticket.arrived, state)
+        elif held:
+            give_back(held.pop())
+        prefetcher.cache.check_integrity()
+    for version in held:
+        give_back(version)
+    assert prefetcher.clear()
+    prefetcher.cache.check_integrity()
+    prefetcher.cache.clear()

@@ -1,0 +1,119 @@
+"""The emulated link: no byte before its time, one queue, and a core that is free meanwhile."""
+
+import time
+
+import pytest
+import torch
+
+from tests.small_model import make_experts, make_store
+from tests.transfer.patience import becomes
+from vllm_dymoe.experts.store import BlobKey
+from vllm_dymoe.transfer import Reason, make_engine
+from vllm_dymoe.transfer.ticket import State
+
+STORE = make_store(make_experts())
+NBYTES = STORE.experts.formats[4].nbytes
+SECONDS = 0.03  # for one blob
+LATE = 0.02
+TRIES = 8  # a machine that does other things may wake somebody late every now and then, but nobody early ever
+
+
+def punctual(attempt):
+    """Run an attempt that returns the seconds by which it was late, until it was not."""
+    late = []
+    while not late or late[-1] >= LATE:
+        late.append(attempt())
+        assert len(late) < TRIES, late
+
+
+def link(seconds=SECONDS):
+    return make_engine(STORE, torch.device("cpu"), 0, NBYTES, timeout=10, link_gbps=NBYTES / seconds / 1e9)
+
+
+def submit(engine, expert, reason=Reason.DEMAND):
+    return engine.submit(BlobKey(0, expert, 4), torch.zeros(NBYTES, dtype=torch.uint8), reason)
+
+
+def test_transfers_share_one_link_and_arrive_when_it_says():
+    def attempt():
+        engine, late = link(), []
+        begin = time.perf_counter()
+        tickets = [submit(engine, expert) for expert in range(4)]
+        for number, ticket in enumerate(tickets, 1):
+            engine.wait(ticket)
+            late.append(time.perf_counter() - begin - number * SECONDS)
+            assert torch.equal(ticket.destination, STORE.blob(ticket.key))
+        engine.close()
+        assert min(late) >= 0
+        return max(late)
+
+    punctual(attempt)
+
+
+def test_projections_arrive_one_after_the_other():
+    sections = STORE.experts.formats[4].sections
+
+    def attempt():
+        engine, late = link(), []
+        begin = time.perf_counter()
+        ticket = submit(engine, 1)
+        for number, section in enumerate(sections, 1):
+            engine.wait(ticket, number)
+            late.append(time.perf_counter() - begin - section.stop / NBYTES * SECONDS)
+            assert torch.equal(ticket.destination[: section.stop], STORE.blob(ticket.key)[: section.stop])
+        engine.close()
+        assert min(late) >= 0
+        return max(late)
+
+    punctual(attempt)
+
+
+def test_the_link_goes_on_while_nobody_waits_and_takes_no_core():
+    engine = link()
+    assert not engine.occupies_cores
+    tickets = [submit(engine, expert) for expert in range(3)]
+    before, begin = time.process_time(), time.perf_counter()
+    assert becomes(lambda: all(ticket.state is State.DONE for ticket in tickets))
+    assert time.perf_counter() - begin >= 3 * SECONDS - 0.001
+    # Three copies of some KiB, nine sleeps, and this test's own looks; spinning would take all of it.
+    assert time.process_time() - before < 0.5 * (time.perf_counter() - begin)
+    engine.close()
+
+
+def test_demand_overtakes_a_prefetch_at_the_next_projection():
+    longest = max(section.stop - section.start for section in STORE.experts.formats[4].sections)
+
+    def attempt():
+        engine = link()
+        ahead = submit(engine, 0, Reason.PREFETCH)
+        assert becomes(lambda: ahead.state is State.RUNNING)
+        begin = time.perf_counter()
+        engine.wait(submit(engine, 1))
+        passed = time.perf_counter() - begin
+        assert ahead.arrived < 3
+        engine.wait(ahead)
+        engine.close()
+        return passed - (1 + longest / NBYTES) * SECONDS
+
+    punctual(attempt)
+
+
+def test_a_thread_that_wakes_late_loses_no_time_of_the_link():
+    """Many small transfers: the last one is due when it would be if every byte had followed the one before."""
+
+    def attempt():
+        engine = link(seconds=0.001)
+        begin = time.perf_counter()
+        for ticket in [submit(engine, expert % 6) for expert in range(60)]:
+            engine.wait(ticket)
+        late = time.perf_counter() - begin - 0.060
+        engine.close()
+        assert late >= 0
+        return late
+
+    punctual(attempt)
+
+
+def test_a_device_with_a_link_of_its_own_is_not_emulated():
+    with pytest.raises(ValueError, match="link_gbps emulates a link on a CPU"):
+        make_engine(STORE, torch.device("cuda"), 1, NBYTES, link_gbps=1.0)

@@ -1,0 +1,217 @@
+"""One layer's experts through the slots: residents first, the others as they arrive, the next layer's behind them.
+
+The schedule of DuoServe-MoE 5.2: each expert is fetched once, the link starts before
+anything is computed, and one slot computes while others fill, so that a few slots
+serve any number of experts. Its grain is FIRM-MoE's: an expert is computed projection
+by projection as they arrive. While slots are short, an expert that frees one goes
+first, because the link must not wait for computation; otherwise all that is there is
+computed together, which costs the host least.
+
+Where the "device" is host memory and a transfer is a copy by the cores that compute,
+there is nothing to overlap: threads that compete for a core cost both far more. Then
+the two take turns.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from vllm_dymoe.experts.cache import ExpertCache
+from vllm_dymoe.experts.handles import Version
+from vllm_dymoe.experts.store import BlobKey
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork
+from vllm_dymoe.kernels.base import Receive
+from vllm_dymoe.runtime.grouping import Group
+from vllm_dymoe.runtime.prefetch import Prefetcher
+from vllm_dymoe.transfer import Reason, TransferEngine, TransferError
+
+Compute = Callable[[Sequence[ExpertWork], Receive | None], None]
+"""Computes experts of the running step; see :meth:`vllm_dymoe.kernels.ExpertKernel.forward`."""
+
+
+class Pipeline:
+    """Runs layers, one at a time.
+
+    Args:
+        cache: who is where.
+        engine: moves bytes.
+        kernel: computes.
+        bits: of each tier.
+        store: where the bytes come from, for people.
+        prefetcher: fetches ahead; None for nobody.
+    """
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        engine: TransferEngine,
+        kernel: ExpertKernel,
+        bits: Mapping[Tier, int],
+        store: str,
+        prefetcher: Prefetcher | None = None,
+    ) -> None:
+        self.cache = cache
+        self.engine = engine
+        self.kernel = kernel
+        self.bits = bits
+        self.store = store
+        self.prefetcher = prefetcher
+        self.late: list[Version] = []  # whose reads nobody waits for any more, and that still may be written
+
+    def run(
+        self,
+        layer: int,
+        wanted: Mapping[int, Tier],
+        groups: Mapping[int, Group],
+        x: torch.Tensor,
+        out: torch.Tensor,
+        activation: Activation,
+        look_ahead: Callable[[], None] | None = None,
+    ) -> None:
+        """Compute a layer's experts.
+
+        Args:
+            layer: position among the MoE layers.
+            wanted: tier by expert.
+            groups: tokens by expert.
+            x: [tokens, hidden].
+            out: [tokens * top_k, hidden], written where an expert is wanted.
+            activation: of the experts.
+            look_ahead: called once, when every transfer that has a slot is under way.
+
+        Raises:
+            TransferError: an expert could not be fetched; nothing stays pinned.
+        """
+        if self.late:
+            self.release_late()
+        step = _Step(self, layer, wanted, groups)
+        try:
+            step.run(lambda work, receive: self.kernel.forward(x, work, out, activation, receive), look_ahead)
+        except BaseException:
+            self._let_go(step.held)
+            raise
+
+    def release_late(self) -> None:
+        """Take back the slots of reads that have ended after whoever waited for them had given up."""
+        late, self.late = self.late, []
+        for version in late:
+            if self.engine.settle(version.ticket):
+                self.cache.release(version)
+            else:
+                self.late.append(version)
+
+    def _let_go(self, held: Iterable[Version]) -> None:
+        """After a failure in the middle of a step: no slot stays pinned, none is freed while it is written."""
+        for version in held:
+            if version.ticket is not None:
+                self.engine.cancel(version.ticket)
+        for version in held:
+            if not version.resident:
+                settled = version.ticket is None or self.engine.settle(version.ticket)
+                self.cache.abandon(version)
+                if not settled:
+                    self.late.append(version)
+                    continue
+            self.cache.release(version)
+
+
+class _Step:
+    """What is left to do of one layer.
+
+    Attributes:
+        held: versions that are pinned.
+        missing: experts without a slot.
+        arriving: pinned versions whose bytes are on their way, first asked first.
+        ready: pinned versions whose bytes are there.
+    """
+
+    def __init__(self, pipeline: Pipeline, layer: int, wanted: Mapping[int, Tier], groups: Mapping[int, Group]) -> None:
+        self._cache, self._engine, self._prefetcher = pipeline.cache, pipeline.engine, pipeline.prefetcher
+        self._bits, self._store = pipeline.bits, pipeline.store
+        self._layer, self._groups = layer, groups
+        ahead = self._prefetcher.claim(layer, wanted) if self._prefetcher else ()
+        # Every hit is pinned before the first miss is acquired: a miss must not evict what this step still reads.
+        hits, misses = self._cache.acquire_held(layer, wanted)
+        self.held = set(hits)
+        self.missing = deque(misses)
+        self.arriving = deque(version for version in hits if not version.resident)
+        self.ready = [version for version in hits if version.resident]
+        self._streamed = self._too_many(wanted) if misses or ahead else frozenset()
+        for version in ahead:
+            self._cache.adopt(version, stream=version.tier in self._streamed)
+            self._cache.release(version)
+
+    def run(self, compute: Compute, look_ahead: Callable[[], None] | None) -> None:
+        """Until every wanted expert is computed."""
+        while self.missing or self.arriving or self.ready:
+            self._fetch()
+            if look_ahead is not None:
+                look_ahead()
+                look_ahead = None
+            if self._prefetcher and not self.missing:
+                self._prefetcher.fill()
+            if self.ready or self.arriving:
+                self._compute_next(compute)
+            elif not ((self._prefetcher and self._prefetcher.settle()) or self._use_kept_slots()):
+                raise TransferError(
+                    f"every slot that could take another expert belongs to a read that has not ended ({self._store}); "
+                    "check the disk."
+                )
+        if self._prefetcher:
+            self._prefetcher.fill()
+
+    def _too_many(self, wanted: Mapping[int, Tier]) -> frozenset[Tier]:
+        """Tiers of which the step needs more experts than the layer may keep."""
+        demand = Counter(wanted.values())
+        return frozenset(tier for tier, count in demand.items() if count > self._cache.quota(self._layer, tier))
+
+    def _fetch(self) -> None:
+        """Start as many transfers as there are slots for."""
+        while self.missing:
+            expert, tier = self.missing[0]
+            version = self._cache.acquire(self._layer, expert, tier, stream=tier in self._streamed)
+            if version is None:
+                if self._prefetcher and self._prefetcher.give_way(tier):
+                    continue
+                return
+            self.held.add(version)
+            self.missing.popleft()
+            key = BlobKey(self._layer, expert, self._bits[tier])
+            version.ticket = self._engine.submit(key, version.slot.blob, Reason.DEMAND, version.slot.last_read)
+            self.arriving.append(version)
+
+    def _use_kept_slots(self) -> bool:
+        """Late reads have the staging slots: make do with what the layer keeps. False if that was done already."""
+        streamed, self._streamed = self._streamed, frozenset()
+        return bool(streamed)
+
+    def _compute_next(self, compute: Compute) -> None:
+        """Compute what is best computed now, which is not nothing."""
+        in_turn = self._engine.occupies_cores
+        while self.arriving and (in_turn or self._engine.arrived(self.arriving[0].ticket)):
+            self.ready.append(self._receive(self.arriving.popleft()))
+        if not self.ready:
+            version = self.arriving.popleft()
+            self._compute(compute, [version], lambda count: self._engine.wait(version.ticket, count))
+        elif self.missing and not in_turn:
+            self._compute(compute, [self.ready.pop()])  # the one that arrived last, if any did: its slot is wanted
+        else:
+            ready, self.ready = self.ready, []
+            self._compute(compute, ready)
+
+    def _receive(self, version: Version) -> Version:
+        self._engine.wait(version.ticket)
+        self._cache.publish(version)
+        return version
+
+    def _compute(self, compute: Compute, versions: Sequence[Version], receive: Receive | None = None) -> None:
+        work = [ExpertWork(*version.slot.expert, *self._groups[version.expert][:2]) for version in versions]
+        compute(work, receive)
+        last_read = self._engine.fence()
+        for version in versions:
+            if not version.resident:
+                self._receive(version)
+            self.held.discard(version)
+            self._cache.release(version, last_read)

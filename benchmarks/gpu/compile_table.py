@@ -1,13 +1,15 @@
 """What does the compiler make of the kernels, on every architecture?
 
 Compiles every variant ahead of time, without a GPU, and writes registers, spills, shared memory and tensor-core
-instructions to compiled.json and the README. Rows of the same sources and Triton are kept, so that a run that was
-interrupted goes on where it was. `--jobs` compiles in several processes, `--architecture` for one of them only.
+instructions to compiled.json and the README. A row of the same kernel source, tile and Triton is kept: a run that was
+interrupted goes on where it was, and after a change only what it touches is compiled again. `--jobs` compiles in
+several processes, `--architecture` for one of them only.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +19,15 @@ from checkout import find_package
 find_package()
 
 import triton  # noqa: E402
-from variants import ARCHITECTURES, SHARED_KIB, Variant, all_variants, compile_variant, source_hash  # noqa: E402
+from machine_code import compile_variant  # noqa: E402
+from variants import ARCHITECTURES, Variant, all_variants  # noqa: E402
 
 HERE = Path(__file__).parent
 TABLE, README = HERE / "compiled.json", HERE / "README.md"
 BEGIN, END = "<!-- compiled:begin -->\n", "<!-- compiled:end -->"
-COLUMNS = ("architecture", "kernel", "model", "tiers", "note")
+COLUMNS = ("architecture", "kernel", "shape", "tiers", "note")
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""Shared memory that one program may have, from NVIDIA's compute capability table."""
 
 
 def problems(row: dict) -> list[str]:
@@ -43,29 +48,32 @@ def problems(row: dict) -> list[str]:
 
 def compile_row(variant: Variant) -> dict:
     """One row of the table."""
-    return dict(zip(COLUMNS, variant.key, strict=True)) | asdict(compile_variant(variant))
+    named = dict(zip(COLUMNS, variant.key, strict=True))
+    return named | asdict(compile_variant(variant)) | {"digest": variant.digest}
 
 
 def markdown(table: dict) -> str:
-    """By kernel, tiers and note: the worst of all architectures, and where tensor cores are."""
+    """By kernel, shape, tiers and note: the range over the architectures, and where tensor cores are."""
     groups: dict[tuple, list[dict]] = {}
     for row in table["rows"]:
-        groups.setdefault((row["kernel"], row["model"], row["tiers"], row["note"]), []).append(row)
-    lines = ["| kernel | shape | tiers | | registers | spilled bytes | shared KiB | loop | tensor cores |"]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for (kernel, model, tiers, note), rows in groups.items():
+        groups.setdefault(tuple(row[column] for column in COLUMNS[1:]), []).append(row)
+    lines = ["| kernel | shape | tiers | | sm | registers | spilled bytes | shared KiB | loop | tensor cores |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    order = {variant.key[1:]: number for number, variant in enumerate(all_variants())}
+    for key, rows in sorted(groups.items(), key=lambda group: order[group[0]]):
 
         def span(name, rows=rows, scale=1):
             values = sorted({round(row[name] / scale) for row in rows})
             return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
+        on = sorted(row["architecture"] for row in rows)
         cores = sorted({row["tensor_cores"] for row in rows} - {""})
-        loop = "" if kernel.startswith("grouped") else span("instructions")
-        cells = [kernel, model, tiers, note, span("registers"), span("spill_bytes"), span("shared_bytes", scale=1024)]
-        lines.append("| " + " | ".join([*cells, loop, ", ".join(cores)]) + " |")
-    architectures = ", ".join(f"sm_{a}" for a in sorted({row["architecture"] for row in table["rows"]}))
-    count = f"{len(table['rows'])} of {len(list(all_variants()))} variants"
-    note = f"Triton {table['triton']}, {count}, on {architectures}; `make kernels-table` compiles what is missing."
+        loop = "" if key[0].startswith("grouped") else span("instructions")
+        cells = [*key, "all" if on == list(ARCHITECTURES) else " ".join(map(str, on))]
+        cells += [span("registers"), span("spill_bytes"), span("shared_bytes", scale=1024), loop, ", ".join(cores)]
+        lines.append("| " + " | ".join(cells) + " |")
+    count = f"{len(table['rows'])} of {len(list(all_variants()))} planned variants"
+    note = f"Triton {table['triton']}, {count}; `make kernels-table` compiles what is missing."
     return "\n".join([*lines, "", note, ""])
 
 
@@ -78,6 +86,10 @@ def main() -> int:
     rows = known_rows()
     done = {tuple(row[column] for column in COLUMNS) for row in rows}
     wanted = [v for v in all_variants() if arguments.architecture in (None, v.architecture) and v.key not in done]
+    # Decode first, and both ends of the architectures: what an interrupted run has is then worth most.
+    wanted.sort(
+        key=lambda v: (v.kernel.startswith("grouped"), v.architecture not in (ARCHITECTURES[0], ARCHITECTURES[-1]))
+    )
     with ProcessPoolExecutor(arguments.jobs) as pool:
         for row in pool.map(compile_row, wanted):
             rows.append(row)
@@ -91,20 +103,26 @@ def main() -> int:
 
 
 def known_rows() -> list[dict]:
-    """Rows that this Triton made of these sources: an interrupted run goes on where it was."""
+    """Rows that this Triton made of these sources."""
     if not TABLE.exists():
         return []
     table = json.loads(TABLE.read_text())
-    return table["rows"] if (table["source"], table["triton"]) == (source_hash(), triton.__version__) else []
+    return [] if table["triton"] != triton.__version__ else fresh(table["rows"], all_variants())
+
+
+def fresh(rows: list[dict], planned: Iterable[Variant]) -> list[dict]:
+    """Rows of planned variants whose source, tile and arguments are still what they were compiled from."""
+    digests = {variant.key: variant.digest for variant in planned}
+    return [row for row in rows if digests.get(tuple(row[column] for column in COLUMNS)) == row["digest"]]
 
 
 def save(rows: list[dict]) -> None:
     """Write the table and its place in the README, in the order of the variants."""
     order = {variant.key: number for number, variant in enumerate(all_variants())}
     rows.sort(key=lambda row: order[tuple(row[column] for column in COLUMNS)])
-    table = {"source": source_hash(), "triton": triton.__version__, "rows": rows}
+    table = {"triton": triton.__version__, "rows": rows}
     text = ",\n".join(json.dumps(row) for row in rows)
-    TABLE.write_text(f'{{"source": "{table["source"]}", "triton": "{table["triton"]}", "rows": [\n{text}\n]}}\n')
+    TABLE.write_text(f'{{"triton": "{table["triton"]}", "rows": [\n{text}\n]}}\n')
     before, rest = README.read_text().split(BEGIN)
     README.write_text(before + BEGIN + markdown(table) + END + rest.split(END)[1])
 

@@ -1,253 +1,269 @@
-"""Every variant that is compiled ahead of time, and how: no GPU, no driver.
+"""Every variant that is compiled ahead of time: what the launches would compile, noted instead of launched.
 
-A variant is a kernel, the shape and tiles that it gets, and the architecture. The shapes are those of one large and one
-small model, so that both ends of the table of tiles are there.
+All combinations of tiers, tiles, dtype, bias, activation, group size and way of launching would take days. Planned are
+
+- on the oldest and the newest architecture every mix of tiers that a runtime can have (one width, or two), on the
+  others every width by itself and the mixes 4/2 and 16/4;
+- on every architecture each option by itself at 4/2 bits, and what options may do to each other at once, at 4/2 and
+  at 16/8: float16, biases, activations, group sizes, sizes off every tile, fetching through, the weighted sum, tiles of
+  large layers, one projection at a time. Grouped launches have them on their largest tile.
 """
 
 import ast
 import hashlib
-import re
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
+from torch import Tensor
 
-from vllm_dymoe.kernels.triton import Tiles, choose_tiles
-from vllm_dymoe.kernels.triton.decode import down_kernel, gate_up_kernel
-from vllm_dymoe.kernels.triton.grouped import grouped_gate_up_kernel, grouped_linear_kernel
-from vllm_dymoe.kernels.triton.section import DESCRIPTIONS
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.kernels.triton import (
+    DOWN,
+    UP,
+    ExpertShape,
+    ExpertTable,
+    Scratch,
+    Tiles,
+    Weighting,
+    WorkList,
+    choose_tiles,
+    decode_down,
+    decode_gate_up,
+    grouped_gate_up,
+    grouped_linear,
+    launch,
+)
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-"""Shared memory that one program may have, from NVIDIA's compute capability table."""
+BITS = (16, 8, 4, 2)
+MIXES = [(bits,) for bits in BITS] + list(combinations(BITS, 2))
+SMALL, LARGE = (2048, 768), (4096, 14336)
+"""Hidden and intermediate size of Qwen3-30B-A3B and of Mixtral-8x7B: both ends of the table of tiles."""
 
-TIERS = {"16": 16, "8": 8, "4": 4, "2": 2, "4/2": 6, "16/4": 20}
-SHAPES = {"Qwen3-30B-A3B": (2048, 768), "Mixtral-8x7B": (4096, 14336)}
-GROUP = 64
-MIXED = (90,)
-"""Architectures for which mixes of tiers and the decode kernels' options are compiled too: each takes half a minute."""
-
-KERNELS = {
-    "gate_up": gate_up_kernel,
-    "down": down_kernel,
-    "grouped_gate_up": grouped_gate_up_kernel,
-    "grouped_linear": grouped_linear_kernel,
-}
 _TYPES = {
-    "addresses": "*i64",
-    "destinations": "*i64",
-    "bits": "*i32",
-    "items": "*i32",
-    "rows": "*i64",
-    "pairs": "*i64",
-    "sources": "*i64",
-    "targets": "*i64",
-    "weights": "*fp32",
-    "computed": "*i32",
-    "partials": "*fp32",
-    "tickets": "*i32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
 }
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_MODULES = {
+    "gate_up": ("activation", "decode", "fetch", "rows", "section"),
+    "down": ("activation", "decode", "fetch", "rows", "section"),
+    "grouped_gate_up": ("activation", "grouped", "section"),
+    "grouped_linear": ("activation", "grouped", "section"),
+}
+"""Where a kernel's code comes from."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
     """One kernel to compile.
 
     Attributes:
         architecture: such as 90.
-        kernel: name in KERNELS.
-        model: name in SHAPES.
-        tiers: name in TIERS.
-        note: what is special about it: dtype, fetch, tile.
-        constants: the kernel's compile-time arguments.
+        kernel: gate_up, down, grouped_gate_up or grouped_linear.
+        shape: hidden x intermediate.
+        tiers: bit-widths of a launch.
+        note: what is special about it.
+        types: of its tensors, by argument.
+        constants: its compile-time arguments.
         options: num_warps and num_stages.
-        float16: activations in float16 and not bfloat16.
     """
 
     architecture: int
     kernel: str
-    model: str
+    shape: str
     tiers: str
     note: str
-    constants: dict[str, Any] = field(compare=False)
-    options: dict[str, Any] = field(compare=False)
-    float16: bool = False
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, int]
 
     @property
-    def decode(self) -> bool:
-        """Whether it may not spill."""
-        return not self.kernel.startswith("grouped")
+    def code(self) -> Any:
+        """The kernel itself; by name, because Triton's functions cannot travel to another process."""
+        return getattr(launch, f"{self.kernel}_kernel")
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells it apart, as the first columns of the table."""
-        return self.architecture, self.kernel, self.model, self.tiers, self.note
+        return self.architecture, self.kernel, self.shape, self.tiers, self.note
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits of all that its machine code depends on, but for the compiler."""
+        parts = [_code(module) for module in _MODULES[self.kernel]]
+        parts += [json.dumps([self.types, self.constants, self.options], sort_keys=True)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
-class Report:
-    """What the compiler made.
+class Case:
+    """Experts and a way of launching them.
 
     Attributes:
-        registers: for each thread.
-        spill_bytes: of each thread's local memory.
-        shared_bytes: of a program.
-        tensor_cores: mma, wgmma or tcgen05 if the PTX has such instructions, else "".
-        barriers_in_loops: barriers inside the longest innermost loop: with none, its threads exchange nothing.
-        instructions: of that loop.
+        note: what is special about it.
+        sizes: hidden and intermediate.
+        bits: of the experts of a launch.
+        dtype: of activations.
+        bias: whether projections have one.
+        group: columns that share a scale.
+        activation: of the gate.
+        fetch: whether decode fetches through.
+        weighted: whether decode sums a token's experts.
+        gather: whether grouped_linear reads its rows of x by index and writes its own in order, of the up projection.
     """
 
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    tensor_cores: str
-    barriers_in_loops: int
-    instructions: int
+    note: str = ""
+    sizes: tuple[int, int] = SMALL
+    bits: tuple[int, ...] = (4, 2)
+    dtype: torch.dtype = torch.bfloat16
+    bias: bool = False
+    group: int = 64
+    activation: Activation = Activation.SILU
+    fetch: bool = False
+    weighted: bool = False
+    gather: bool = False
+
+    @property
+    def shape(self) -> ExpertShape:
+        """As launches want it."""
+        return ExpertShape(*self.sizes, self.group, self.dtype, self.bias)
+
+
+_ODD = {"sizes": (2000, 700), "dtype": torch.float16, "bias": True, "activation": Activation.SWIGLU_OAI}
+_BOTH_CLASSES = (
+    Case("fp16", dtype=torch.float16),
+    Case("bias", bias=True),
+    Case("group 32", group=32),
+    Case("group 128", group=128),
+    Case("off tile", sizes=(2000, 700)),
+    Case("large", sizes=LARGE),
+)
+_GATE = tuple(
+    Case(str(activation.value), activation=activation) for activation in Activation if activation is not Activation.SILU
+)
+_AT_ONCE = tuple(Case("fp16, bias, swiglu_oai, off tile", bits=bits, **_ODD) for bits in ((16, 8), (4, 2)))
+_FETCHED = tuple(
+    Case("fp16, bias, swiglu_oai, off tile, fetch, weighted", bits=bits, fetch=True, weighted=True, **_ODD)
+    for bits in ((16, 8), (4, 2))
+)
 
 
 def all_variants() -> Iterator[Variant]:
     """Every variant of every architecture."""
     for architecture in ARCHITECTURES:
-        for model in SHAPES:
-            yield from variants(architecture, model)
+        yield from variants(architecture)
 
 
-def variants(architecture: int, model: str) -> Iterator[Variant]:
-    """Those of one architecture and model."""
-    hidden, intermediate = SHAPES[model]
-    tiles = choose_tiles(architecture, hidden, intermediate)
-    if model == "Mixtral-8x7B":  # other tiles, the same code otherwise
-        if architecture in MIXED:
-            yield from _decode(architecture, model, "4/2", tiles, "")
-        return
-    for tiers, mask in TIERS.items():
-        if mask not in (16, 8, 4, 2) and architecture not in MIXED:
-            continue
-        yield from _decode(architecture, model, tiers, tiles, "")
-        if tiers != "16/4":  # the two branches of it are there one by one, and a tile's registers do not add up
-            yield from _grouped(architecture, model, tiers, tiles)
-    if architecture not in MIXED:
-        return
-    yield from _decode(architecture, model, "4/2", tiles, "fetch")
-    for note in ("fp16", "bias, swiglu_oai"):
-        yield next(_decode(architecture, model, "4/2", tiles, note))
+def variants(architecture: int) -> Iterator[Variant]:
+    """Those of one architecture."""
+    every = architecture in (ARCHITECTURES[0], ARCHITECTURES[-1])
+    mixes = [Case(bits=bits) for bits in MIXES if every or len(bits) == 1 or bits in ((4, 2), (16, 4))]
+    for case in [*mixes, *_BOTH_CLASSES, Case("fetch", fetch=True), *_FETCHED]:
+        yield from (_gate_up(architecture, case), _down(architecture, case))
+    for case in _GATE:
+        yield _gate_up(architecture, case)
+    yield _down(architecture, Case("weighted", weighted=True))
+    for case in mixes:
+        for number in range(len(_tiles(architecture, case).grouped_linear)):
+            yield _grouped_gate_up(architecture, case, number)
+            yield _grouped_linear(architecture, case, number)
+    for case in [*_BOTH_CLASSES, *_AT_ONCE]:
+        yield from (_grouped_gate_up(architecture, case), _grouped_linear(architecture, case))
+    for case in _GATE:
+        yield _grouped_gate_up(architecture, case)
+    yield _grouped_linear(architecture, Case("gathered", gather=True))
 
 
-def _decode(architecture: int, model: str, tiers: str, tiles: Tiles, note: str) -> Iterator[Variant]:
-    hidden, intermediate = SHAPES[model]
-    common = {"GROUP": GROUP, "TIERS": TIERS[tiers], "BIAS": "bias" in note, "FETCH": note == "fetch"}
-    for kernel, tile, rows, columns in (
-        ("gate_up", tiles.gate_up, intermediate, hidden),
-        ("down", tiles.down, hidden, intermediate),
-    ):
-        split = 1 if note == "fetch" else tile.split
-        constants = {**common, "ROWS": rows, "COLUMNS": columns, "SPLIT": split, "WARPS": tile.warps}
-        if kernel == "gate_up":
-            constants["ACTIVATION"] = 3 if "swiglu_oai" in note else 0
-        else:
-            constants |= {"TOP_K": 8, "WEIGHTED": True}
-        yield Variant(architecture, kernel, model, tiers, note, constants, {"num_warps": tile.warps}, note == "fp16")
+def _gate_up(architecture: int, case: Case) -> Variant:
+    x, hidden, table, work, scratch = _arguments(case)
+    note = _Note(architecture, "gate_up", case)
+    tile = _tiles(architecture, case).gate_up
+    decode_gate_up(x, hidden, table, work, case.activation, tile, scratch, start=note)
+    return note.variant
 
 
-def _grouped(architecture: int, model: str, tiers: str, tiles: Tiles) -> Iterator[Variant]:
-    hidden, intermediate = SHAPES[model]
-    for kernel, candidates, rows, columns in (
-        ("grouped_gate_up", tiles.grouped_gate_up, intermediate, hidden),
-        ("grouped_linear", tiles.grouped_linear, hidden, intermediate),
-    ):
-        for tile in candidates:
-            constants = {
-                "ROWS": rows, "COLUMNS": columns, "GROUP": GROUP, "TIERS": TIERS[tiers], "BIAS": False,
-                "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": min(tile.block_k, GROUP),
-            }  # fmt: skip
-            if kernel == "grouped_gate_up":
-                constants["ACTIVATION"] = 0
-            else:
-                constants |= {"PROJECTION": 2, "GATHER": False, "SCATTER": True}
-            options = {"num_warps": tile.warps, "num_stages": tile.stages}
-            yield Variant(architecture, kernel, model, tiers, f"m {tile.block_m}", constants, options)
+def _down(architecture: int, case: Case) -> Variant:
+    x, hidden, table, work, scratch = _arguments(case)
+    note = _Note(architecture, "down", case)
+    weighting = None
+    if case.weighted:
+        weighting = Weighting(torch.empty(1, 8), torch.empty(1, 8, dtype=torch.int32))
+    tile = _tiles(architecture, case).down
+    decode_down(hidden, x, table, work, tile, scratch, weighting, start=note)
+    return note.variant
 
 
-def compile_variant(variant: Variant) -> Report:
-    """Compile one variant to machine code and read it.
-
-    Raises:
-        Exception: whatever Triton's compiler says.
-    """
-    kernel = KERNELS[variant.kernel]
-    activations = "*fp16" if variant.float16 else "*bf16"
-    names = [name for name in kernel.arg_names if name not in variant.constants]
-    signature = {name: _TYPES.get(name, activations) for name in names} | dict.fromkeys(variant.constants, "constexpr")
-    signature = {name: signature[name] for name in kernel.arg_names}
-    # What launches find too: allocations begin on 16 bytes, descriptions anywhere.
-    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names if name not in DESCRIPTIONS}
-    source = ASTSource(kernel, signature, constexprs=variant.constants, attrs=aligned)
-    options = {**variant.options, "enable_fp_fusion": True}
-    compiled = triton.compile(source, target=GPUTarget("cuda", variant.architecture, 32), options=options)
-    registers, spills, code = _read_cubin(compiled.asm["cubin"])
-    ptx = compiled.asm["ptx"]
-    tensor_cores = next((n for n in ("tcgen05.mma", "wgmma.mma_async", "mma.sync") if n in ptx), "")
-    loop = _longest_loop(code)
-    barriers = sum(1 for line in loop if line.startswith("BAR"))
-    return Report(registers, spills, compiled.metadata.shared, tensor_cores.split(".")[0], barriers, len(loop))
+def _grouped_gate_up(architecture: int, case: Case, number: int = -1) -> Variant:
+    x, hidden, table, work, _ = _arguments(case)
+    tile = _tiles(architecture, case).grouped_gate_up[number]
+    note = _Note(architecture, "grouped_gate_up", case, f"m {tile.block_m}")
+    grouped_gate_up(x, hidden, table, work, case.activation, tile, start=note)
+    return note.variant
 
 
-def _read_cubin(cubin: bytes) -> tuple[int, int, list[str]]:
-    """Registers, bytes of local memory, and the machine code's lines, from the tools that come with Triton."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _tool("cuobjdump", "-res-usage", file.name)
-        code = _tool("nvdisasm", "-c", file.name)
-    registers = int(re.search(r"REG:(\d+)", usage)[1])
-    # Local memory is spilled registers: the kernels have no arrays.
-    spills = sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
-    return registers, spills, code.splitlines()
+def _grouped_linear(architecture: int, case: Case, number: int = -1) -> Variant:
+    x, hidden, table, work, _ = _arguments(case)
+    tile = _tiles(architecture, case).grouped_linear[number]
+    note = _Note(architecture, "grouped_linear", case, f"m {tile.block_m}")
+    if case.gather:
+        grouped_linear(x, hidden, table, work, UP, tile, gather=True, start=note)
+    else:
+        grouped_linear(hidden, x, table, work, DOWN, tile, scatter=True, start=note)
+    return note.variant
 
 
-def _tool(name: str, *arguments: str) -> str:
-    return subprocess.run([str(_TOOLS / name), *arguments], check=True, capture_output=True, text=True).stdout
+def _tiles(architecture: int, case: Case) -> Tiles:
+    return choose_tiles(architecture, *case.sizes)
 
 
-def _longest_loop(code: list[str]) -> list[str]:
-    """Instructions of the longest loop that contains no other."""
-    labels: dict[str, int] = {}
-    instructions: list[str] = []
-    loops: list[tuple[int, int]] = []
-    for line in code:
-        if label := re.match(r"^(\.L_\S+):", line):
-            labels[label[1]] = len(instructions)
-        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(.*?);", line):
-            instructions.append(found[1].strip())
-            target = re.search(r"BRA\S*\s.*?`\((\.L_\S+)\)", found[1])
-            if target and target[1] in labels:
-                loops.append((labels[target[1]], len(instructions)))
-    inner = [loop for loop in loops if not any(o != loop and loop[0] <= o[0] and o[1] <= loop[1] for o in loops)]
-    first, last = max(inner, key=lambda loop: loop[1] - loop[0], default=(0, 0))
-    return instructions[first:last]
+def _arguments(case: Case) -> tuple[Tensor, Tensor, ExpertTable, WorkList, Scratch]:
+    """One token of one expert, at no address, with indices as the runtime has them."""
+    hidden, intermediate = case.sizes
+    addresses = torch.zeros(1, 3, dtype=torch.int64)
+    bits = torch.zeros(1, 3, dtype=torch.int32)
+    table = ExpertTable(case.shape, frozenset(case.bits), addresses, bits, addresses if case.fetch else None)
+    index = torch.zeros(1, dtype=torch.int64)
+    work = WorkList(torch.zeros(1, 3, dtype=torch.int32), index, index)
+    scratch = Scratch(torch.empty(1 << 20), torch.empty(1 << 10, dtype=torch.int32))
+    x, states = (torch.empty(1, size, dtype=case.dtype) for size in (hidden, intermediate))
+    return x, states, table, work, scratch
 
 
-def source_hash() -> str:
-    """16 hex digits of the kernels' source and tiles: with Triton's version, what machine code depends on."""
-    folder = Path(gate_up_kernel.fn.__code__.co_filename).parent
-    digest = hashlib.sha256()
-    for name in ("activation", "decode", "fetch", "grouped", "rows", "section"):
-        digest.update(_code(folder / f"{name}.py").encode())
-    digest.update((folder / "tiles.json").read_bytes())
-    digest.update(_code(folder / "tiles.py").encode())
-    return digest.hexdigest()[:16]
+class _Note:
+    """Takes a kernel's launch and keeps it as a variant."""
+
+    variant: Variant
+
+    def __init__(self, architecture: int, kernel: str, case: Case, tile: str = "") -> None:
+        note = ", ".join(part for part in (case.note, tile) if part)
+        shape = "x".join(map(str, case.sizes))
+        self._key = architecture, kernel, shape, "/".join(map(str, case.bits)), note
+
+    def __call__(
+        self,
+        code: Any,
+        grid: tuple[int, ...],
+        tensors: Sequence[Tensor],
+        constants: dict[str, Any],
+        options: dict[str, int],
+    ) -> None:
+        types = {name: _TYPES[tensor.dtype] for name, tensor in zip(code.arg_names, tensors, strict=False)}
+        self.variant = Variant(*self._key, types, constants, options)
 
 
-def _code(path: Path) -> str:
+@cache
+def _code(module: str) -> str:
     """A module without comments and docstrings, which change no machine code."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse((Path(launch.__file__).parent / f"{module}.py").read_text())
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):

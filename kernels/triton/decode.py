@@ -5,14 +5,14 @@ columns. Partial sums go to memory in float32, and the program that takes the la
 ticket adds them in ascending order, so that the result does not depend on which
 one that was: integers are counted atomically, floats never.
 
-Launches are described by device tensors; every index is an int32.
+Launches are described by device tensors; `int` is int32 or int64, as the launch has it.
 
     addresses     int64 [experts, 3]     sections of gate, up and down
     destinations  int64 [experts, 3]     where to store them too, 0 for nowhere (FETCH)
     bits          int32 [experts, 3]     16, 8, 4 or 2
     items         int32 [items, 3]       expert, first and last + 1 of its positions
-    rows          int32 [positions]      row of x of each (token, expert) pair, sorted by expert
-    pairs         int32 [positions]      row of the output, token * top_k + k
+    rows          int [positions]        row of x of each (token, expert) pair, sorted by expert
+    pairs         int [positions]        row of the output, token * top_k + k
 """
 
 import triton

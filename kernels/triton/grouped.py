@@ -47,7 +47,7 @@ def grouped_gate_up_kernel(
         addresses: int64 [experts, 3].
         bits: int32 [experts, 3].
         items: int32 [items, 3]; an item has at most BLOCK_M positions.
-        rows: int32 [positions], of x.
+        rows: int32 or int64 [positions], of x.
         ROWS: I.
         COLUMNS: H.
         GROUP: columns that share a scale, a multiple of BLOCK_K.
@@ -112,8 +112,8 @@ def grouped_linear_kernel(
         addresses: int64 [experts, 3].
         bits: int32 [experts, 3].
         items: int32 [items, 3]; an item has at most BLOCK_M positions.
-        sources: int32 [positions], rows of x, if GATHER; otherwise position i is row i.
-        targets: int32 [positions], rows of out, if SCATTER; otherwise position i is row i.
+        sources: int32 or int64 [positions], rows of x, if GATHER; otherwise position i is row i.
+        targets: int32 or int64 [positions], rows of out, if SCATTER; otherwise position i is row i.
         PROJECTION: 0 gate, 1 up, 2 down.
         ROWS: of the projection.
         COLUMNS: of the projection.

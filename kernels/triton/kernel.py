@@ -18,6 +18,7 @@ from vllm_dymoe.kernels.triton.launch import (
     grouped_gate_up,
     grouped_linear,
 )
+from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_together, run_kernel
 from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList, check_addresses, check_tiers
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
 
@@ -92,6 +93,7 @@ class TritonKernel:
         self._device = torch.device(device)
         self._tickets = torch.zeros(_TICKETS, dtype=torch.int32, device=device)
         self._memory = torch.empty(workspace_bytes - 4 * _TICKETS, dtype=torch.uint8, device=device)
+        self._compiled: set[tuple[ExpertShape, frozenset[int], Activation]] = set()
         self._architecture = 90
         if self._device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(self._device)
@@ -114,6 +116,7 @@ class TritonKernel:
             check_formats(expert.gate.format, expert.up.format, expert.down.format, x)
         prepared = self.prepare(work)
         if prepared is not None:
+            self._compile(prepared.table, activation)
             self.launch(prepared, x, out, activation, receive)
 
     def prepare(self, work: Sequence[ExpertWork]) -> Prepared | None:
@@ -146,6 +149,25 @@ class TritonKernel:
         for grouped, work in prepared.runs:
             self._launch(grouped, x, out, prepared.table, work, activation, prepared.tiles, receive)
 
+    def _compile(self, table: ExpertTable, activation: Activation) -> None:
+        """At the first call for a kind of experts, compile all that later calls for it can need.
+
+        How many tokens experts have decides which kernels run: without this, requests would wait for a compiler
+        whenever a number comes that was not there before.
+        """
+        kind = (table.shape, table.tiers, activation)
+        if kind in self._compiled:
+            return
+        shape, dtype, device = table.shape, table.shape.dtype, self._device
+        tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
+        row = torch.zeros(1, dtype=torch.int64, device=device)
+        work = WorkList(torch.zeros(1, 3, dtype=torch.int32, device=device), row, row)
+        x = torch.empty(1, shape.hidden, dtype=dtype, device=device)
+        with compiling_together():
+            for grouped in range(-1, len(tiles.grouped_linear)):
+                self._launch(grouped, x, x, table, work, activation, tiles, start=compile_kernel)
+        self._compiled.add(kind)
+
     def _launch(
         self,
         grouped: int,
@@ -155,7 +177,8 @@ class TritonKernel:
         work: WorkList,
         activation: Activation,
         tiles: Tiles,
-        receive: Receive | None,
+        receive: Receive | None = None,
+        start: Start = run_kernel,
     ) -> None:
         inner = table.shape.intermediate
         used = _round_up(2 * inner * work.positions)
@@ -164,15 +187,15 @@ class TritonKernel:
             receive(2)  # gate and up are one launch
         if grouped < 0:
             scratch = Scratch(self._memory[used : len(self._memory) // 4 * 4].view(torch.float32), self._tickets)
-            decode_gate_up(x, hidden, table, work, activation, tiles.gate_up, scratch)
+            decode_gate_up(x, hidden, table, work, activation, tiles.gate_up, scratch, start=start)
             if receive is not None:
                 receive(3)
-            decode_down(hidden, out, table, work, tiles.down, scratch)
+            decode_down(hidden, out, table, work, tiles.down, scratch, start=start)
         else:
-            grouped_gate_up(x, hidden, table, work, activation, tiles.grouped_gate_up[grouped])
+            grouped_gate_up(x, hidden, table, work, activation, tiles.grouped_gate_up[grouped], start=start)
             if receive is not None:
                 receive(3)
-            grouped_linear(hidden, out, table, work, DOWN, tiles.grouped_linear[grouped], scatter=True)
+            grouped_linear(hidden, out, table, work, DOWN, tiles.grouped_linear[grouped], scatter=True, start=start)
 
     def _limits(self, shape: ExpertShape, tiles: Tiles) -> tuple[int, int]:
         """Positions that the workspace holds at a time: in decode, and grouped."""

@@ -14,6 +14,7 @@ from vllm_dymoe.kernels.checks import check_tensor
 from vllm_dymoe.kernels.triton.activation import ACTIVATIONS
 from vllm_dymoe.kernels.triton.decode import down_kernel, gate_up_kernel
 from vllm_dymoe.kernels.triton.grouped import grouped_gate_up_kernel, grouped_linear_kernel
+from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.kernels.triton.table import ExpertTable, WorkList
 from vllm_dymoe.kernels.triton.tiles import DecodeTile, GroupedTile
 
@@ -52,6 +53,8 @@ def decode_gate_up(
     activation: Activation,
     tile: DecodeTile,
     scratch: Scratch,
+    *,
+    start: Start = run_kernel,
 ) -> None:
     """hidden[position] = activation(gate x[row]) * up x[row], for few positions of each expert.
 
@@ -64,6 +67,7 @@ def decode_gate_up(
         activation: of the gate.
         tile: with destinations its split is taken for 1.
         scratch: if the tile's split is above 1.
+        start: launch, or only compile.
 
     Raises:
         TypeError: a wrong dtype.
@@ -78,27 +82,32 @@ def decode_gate_up(
     split = 1 if table.destinations is not None else tile.split
     if split > 1:
         _check_scratch(scratch, work.positions * split * 2 * 64 * blocks, work.positions * blocks)
-    gate_up_kernel[blocks, len(work.items), split](
-        x,
-        hidden,
-        table.addresses,
-        table.addresses if table.destinations is None else table.destinations,
-        table.bits,
-        work.items,
-        work.rows,
-        scratch.partials,
-        scratch.tickets,
-        ROWS=shape.intermediate,
-        COLUMNS=shape.hidden,
-        GROUP=shape.group_size,
-        TIERS=table.mask,
-        BIAS=shape.bias,
-        ACTIVATION=ACTIVATIONS[activation],
-        SPLIT=split,
-        FETCH=table.destinations is not None,
-        WARPS=tile.warps,
-        num_warps=tile.warps,
-        enable_fp_fusion=True,
+    start(
+        gate_up_kernel,
+        (blocks, len(work.items), split),
+        (
+            x,
+            hidden,
+            table.addresses,
+            table.addresses if table.destinations is None else table.destinations,
+            table.bits,
+            work.items,
+            work.rows,
+            scratch.partials,
+            scratch.tickets,
+        ),
+        {
+            "ROWS": shape.intermediate,
+            "COLUMNS": shape.hidden,
+            "GROUP": shape.group_size,
+            "TIERS": table.mask,
+            "BIAS": shape.bias,
+            "ACTIVATION": ACTIVATIONS[activation],
+            "SPLIT": split,
+            "FETCH": table.destinations is not None,
+            "WARPS": tile.warps,
+        },
+        {"num_warps": tile.warps},
     )
 
 
@@ -110,6 +119,8 @@ def decode_down(
     tile: DecodeTile,
     scratch: Scratch,
     weighting: Weighting | None = None,
+    *,
+    start: Start = run_kernel,
 ) -> None:
     """Down projections of what decode_gate_up left, for all experts in one launch.
 
@@ -124,6 +135,7 @@ def decode_down(
         tile: with destinations its split is taken for 1.
         scratch: if the tile's split is above 1, or with a weighting.
         weighting: of the router.
+        start: launch, or only compile.
 
     Raises:
         TypeError: a wrong dtype.
@@ -147,35 +159,47 @@ def decode_down(
         _check_scratch(scratch, weighting.weights.numel() * split * 64 * blocks, out.shape[0] * blocks)
     elif split > 1:
         _check_scratch(scratch, work.positions * split * 64 * blocks, work.positions * blocks)
-    down_kernel[blocks, len(work.items), split](
-        hidden,
-        out,
-        table.addresses,
-        table.addresses if table.destinations is None else table.destinations,
-        table.bits,
-        work.items,
-        work.pairs,
-        scratch.partials if weighting is None else weighting.weights,
-        scratch.tickets if weighting is None else weighting.computed,
-        scratch.partials,
-        scratch.tickets,
-        ROWS=shape.hidden,
-        COLUMNS=shape.intermediate,
-        GROUP=shape.group_size,
-        TIERS=table.mask,
-        BIAS=shape.bias,
-        TOP_K=top_k,
-        WEIGHTED=weighting is not None,
-        SPLIT=split,
-        FETCH=table.destinations is not None,
-        WARPS=tile.warps,
-        num_warps=tile.warps,
-        enable_fp_fusion=True,
+    start(
+        down_kernel,
+        (blocks, len(work.items), split),
+        (
+            hidden,
+            out,
+            table.addresses,
+            table.addresses if table.destinations is None else table.destinations,
+            table.bits,
+            work.items,
+            work.pairs,
+            scratch.partials if weighting is None else weighting.weights,
+            scratch.tickets if weighting is None else weighting.computed,
+            scratch.partials,
+            scratch.tickets,
+        ),
+        {
+            "ROWS": shape.hidden,
+            "COLUMNS": shape.intermediate,
+            "GROUP": shape.group_size,
+            "TIERS": table.mask,
+            "BIAS": shape.bias,
+            "TOP_K": top_k,
+            "WEIGHTED": weighting is not None,
+            "SPLIT": split,
+            "FETCH": table.destinations is not None,
+            "WARPS": tile.warps,
+        },
+        {"num_warps": tile.warps},
     )
 
 
 def grouped_gate_up(
-    x: Tensor, hidden: Tensor, table: ExpertTable, work: WorkList, activation: Activation, tile: GroupedTile
+    x: Tensor,
+    hidden: Tensor,
+    table: ExpertTable,
+    work: WorkList,
+    activation: Activation,
+    tile: GroupedTile,
+    *,
+    start: Start = run_kernel,
 ) -> None:
     """The same as decode_gate_up on tensor cores, for many positions of each expert; nothing is fetched.
 
@@ -186,6 +210,7 @@ def grouped_gate_up(
         work: an item has at most tile.block_m positions.
         activation: of the gate.
         tile: size of a program.
+        start: launch, or only compile.
 
     Raises:
         TypeError: a wrong dtype.
@@ -196,25 +221,29 @@ def grouped_gate_up(
     check_tensor("hidden", hidden, shape=(work.positions, shape.intermediate), dtype=shape.dtype)
     if not len(work.items):
         return
-    grouped_gate_up_kernel[len(work.items), -(-shape.intermediate // tile.block_n)](
-        x,
-        hidden,
-        table.addresses,
-        table.bits,
-        work.items,
-        work.rows,
-        ROWS=shape.intermediate,
-        COLUMNS=shape.hidden,
-        GROUP=shape.group_size,
-        TIERS=table.mask,
-        BIAS=shape.bias,
-        ACTIVATION=ACTIVATIONS[activation],
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=min(tile.block_k, shape.group_size),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=True,
+    start(
+        grouped_gate_up_kernel,
+        (len(work.items), -(-shape.intermediate // tile.block_n)),
+        (
+            x,
+            hidden,
+            table.addresses,
+            table.bits,
+            work.items,
+            work.rows,
+        ),
+        {
+            "ROWS": shape.intermediate,
+            "COLUMNS": shape.hidden,
+            "GROUP": shape.group_size,
+            "TIERS": table.mask,
+            "BIAS": shape.bias,
+            "ACTIVATION": ACTIVATIONS[activation],
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": min(tile.block_k, shape.group_size),
+        },
+        {"num_warps": tile.warps, "num_stages": tile.stages},
     )
 
 
@@ -231,6 +260,7 @@ def grouped_linear(
     *,
     gather: bool = False,
     scatter: bool = False,
+    start: Start = run_kernel,
 ) -> None:
     """One projection of many positions: out[pair or position] = projection(x[row or position]).
 
@@ -243,6 +273,7 @@ def grouped_linear(
         tile: size of a program.
         gather: whether inputs are rows of x by work.rows, or x has one row for each position.
         scatter: whether results go to work.pairs, or to one row for each position.
+        start: launch, or only compile.
 
     Raises:
         TypeError: a wrong dtype.
@@ -258,28 +289,32 @@ def grouped_linear(
     check_tensor("out", out, shape=(None if scatter else work.positions, rows), dtype=shape.dtype)
     if not len(work.items):
         return
-    grouped_linear_kernel[len(work.items), -(-rows // tile.block_n)](
-        x,
-        out,
-        table.addresses,
-        table.bits,
-        work.items,
-        work.rows,
-        work.pairs,
-        PROJECTION=projection,
-        ROWS=rows,
-        COLUMNS=columns,
-        GROUP=shape.group_size,
-        TIERS=table.mask,
-        BIAS=shape.bias,
-        GATHER=gather,
-        SCATTER=scatter,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=min(tile.block_k, shape.group_size),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=True,
+    start(
+        grouped_linear_kernel,
+        (len(work.items), -(-rows // tile.block_n)),
+        (
+            x,
+            out,
+            table.addresses,
+            table.bits,
+            work.items,
+            work.rows,
+            work.pairs,
+        ),
+        {
+            "PROJECTION": projection,
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "GROUP": shape.group_size,
+            "TIERS": table.mask,
+            "BIAS": shape.bias,
+            "GATHER": gather,
+            "SCATTER": scatter,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": min(tile.block_k, shape.group_size),
+        },
+        {"num_warps": tile.warps, "num_stages": tile.stages},
     )
 
 

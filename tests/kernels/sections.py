@@ -1,5 +1,7 @@
 """Experts at addresses, for the tests of Triton's kernels."""
 
+import ctypes
+import mmap
 import os
 
 import torch
@@ -67,3 +69,28 @@ def work_list(tokens_by_expert, top_k, step=2):
         items += [[expert, i, min(i + step, len(rows))] for i in range(first, len(rows), step)]
     make = lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)  # noqa: E731
     return WorkList(make(items).view(-1, 3), make(rows), make(pairs))
+
+
+def at_the_edge(tensor):
+    """A copy behind whose last byte memory ends: one load or store too far kills the process.
+
+    For the interpreter, which loads and stores what a mask lets through, one address at a time.
+    """
+    page = mmap.PAGESIZE
+    size = -(-tensor.nbytes // page) * page
+    memory = mmap.mmap(-1, size + page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address + size), page, 0) == 0
+    copied = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.nbytes, offset=size - tensor.nbytes)
+    return copied.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def sections_at_the_edge(experts, copies):
+    """A table of experts whose every section ends where memory does; `copies` keeps the sections alive."""
+    rows = []
+    for matrices in experts.matrices:
+        sections = [torch.tensor([], dtype=torch.uint8).set_(packed.weight.untyped_storage()) for packed in matrices]
+        copies += [at_the_edge(section) for section in sections]
+        rows.append([section.data_ptr() for section in copies[-3:]])
+    bits = torch.tensor([[width] * 3 for width in experts.bits], dtype=torch.int32)
+    return ExpertTable(experts.shape, frozenset(experts.bits), torch.tensor(rows), bits)

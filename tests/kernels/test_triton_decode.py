@@ -5,7 +5,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.sections import DEVICE, TOLERANCE, Experts, poisoned, random_x, relative_error, work_list
+from tests.kernels.sections import (
+    DEVICE,
+    TOLERANCE,
+    Experts,
+    at_the_edge,
+    poisoned,
+    random_x,
+    relative_error,
+    sections_at_the_edge,
+    work_list,
+)
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
@@ -108,6 +118,77 @@ def test_the_order_of_programs_changes_no_bit():
     assert not results[0].isnan().any()
 
 
+BIG = 2.0**30
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_parts_are_added_in_ascending_order(weighted):
+    """1 + 2^30 - 2^30 is 0 in float32, and 1 in any order that does not begin with the 1 and a large number."""
+    experts = Experts(ExpertShape(384, 384, 32, BFLOAT16), [16])
+    for packed in experts.matrices[0]:
+        packed.weight.fill_(1)
+    blob = torch.cat([packed.weight.view(torch.uint8).flatten() for packed in experts.matrices[0]])
+    experts.blobs[0][: blob.numel()].copy_(blob)
+    x = torch.zeros(1, 384, dtype=BFLOAT16)
+    x[0, [0, 128, 256]] = torch.tensor([1, BIG, -BIG], dtype=BFLOAT16)
+    work, tile, scratch = work_list([[(0, 0)]], 1), DecodeTile(4, 3), make_scratch()
+    hidden, out = poisoned(1, 384, dtype=BFLOAT16), poisoned(1, 384, dtype=BFLOAT16)
+    decode_gate_up(x.to(DEVICE), hidden, experts.table(), work, SILU, tile, scratch)
+    assert not hidden.any()
+    ones = torch.ones(1, 1, device=DEVICE)
+    decode_down(
+        x.to(DEVICE), out, experts.table(), work, tile, scratch, Weighting(ones, ones.int()) if weighted else None
+    )
+    assert not out.any()
+
+
+def test_experts_are_added_in_ascending_order():
+    """The same, by the router's weights: in any other order the first expert's output would remain."""
+    experts = Experts(ExpertShape(64, 64, 32, BFLOAT16), [4])
+    work = work_list([[(0, 0), (0, 1), (0, 2)]], 3, step=1)
+    weighting = Weighting(
+        torch.tensor([[1, BIG, -BIG]], device=DEVICE), torch.ones(1, 3, dtype=torch.int32, device=DEVICE)
+    )
+    _, out = run(random_x(1, 64, BFLOAT16), experts.table(), work, DecodeTile(4, 1), SILU, weighting, 1)
+    assert not out.any()
+
+
+def test_nothing_is_summed_before_the_last_expert_has_come():
+    experts = Experts(ExpertShape(64, 64, 32, BFLOAT16), [4, 2])
+    x, work, scratch = random_x(1, 64, BFLOAT16), work_list([[(0, 0)], [(0, 1)]], 2), make_scratch()
+    table, tile = experts.table(), DecodeTile(4, 1)
+    weighting = Weighting(torch.ones(1, 2, device=DEVICE), torch.ones(1, 2, dtype=torch.int32, device=DEVICE))
+    hidden, out = poisoned(2, 64, dtype=BFLOAT16), poisoned(1, 64, dtype=BFLOAT16)
+    decode_gate_up(x, hidden, table, work, SILU, tile, scratch)
+    for item in (1, 0):
+        assert bool(out.isnan().all())
+        part = WorkList(work.items[item : item + 1].contiguous(), work.rows, work.pairs)
+        decode_down(hidden, out, table, part, tile, scratch, weighting)
+    want = sum(experts.reference(expert, x, SILU) for expert in range(2))
+    assert relative_error(out, want) < TOLERANCE[BFLOAT16]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="compute-sanitizer looks for the same on a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tile", "weighted"), [(DecodeTile(4, 2), False), (DecodeTile(4, 1), True)])
+def test_nothing_beside_the_tensors_is_touched(dtype, tile, weighted):
+    """Sizes off every tile, an odd number of tokens, and memory that ends behind each tensor and section."""
+    experts, copies = Experts(ExpertShape(100, 70, 32, dtype, True), [16, 8, 4, 2]), []
+    table = sections_at_the_edge(experts, copies)
+    x, work = at_the_edge(random_x(3, 100, dtype)), work_list([[(t, e) for t in range(3)] for e in range(4)], 4)
+    work = WorkList(*(at_the_edge(part) for part in (work.items, work.rows, work.pairs)))
+    # 2 tiles of 64 rows, for each of 12 positions and each part; gate and up have a sum each.
+    scratch = Scratch(at_the_edge(torch.full((12 * 512,), torch.nan)), at_the_edge(torch.zeros(24, dtype=torch.int32)))
+    hidden = at_the_edge(poisoned(12, 70, dtype=dtype))
+    decode_gate_up(x, hidden, table, work, SILU, tile, scratch)
+    weighting = None
+    if weighted:
+        weighting = Weighting(at_the_edge(torch.ones(3, 4)), at_the_edge(torch.ones(3, 4, dtype=torch.int32)))
+    out = at_the_edge(poisoned(3 if weighted else 12, 100, dtype=dtype))
+    decode_down(hidden, out, table, work, tile, scratch, weighting)
+    assert not out.isnan().any()
+
+
 def test_where_the_bytes_lie_changes_no_bit():
     shape = ExpertShape(128, 64, 32, BFLOAT16, True)
     experts = Experts(shape, [4, 2])
@@ -181,6 +262,18 @@ def test_empty_items_are_nothing():
     )
 
 
+def never(*arguments):
+    raise AssertionError("launched")
+
+
+def test_no_items_are_no_launch():
+    """A GPU refuses a grid without programs."""
+    table, work = Experts(SHAPE, [4]).table(), work_list([[]], 1)
+    nothing = poisoned(0, 64, dtype=BFLOAT16)
+    decode_gate_up(nothing, nothing, table, work, SILU, DecodeTile(4, 1), make_scratch(), start=never)
+    decode_down(nothing, nothing, table, work, DecodeTile(4, 1), make_scratch(), start=never)
+
+
 SHAPE = ExpertShape(64, 64, 32, BFLOAT16)
 
 
@@ -190,7 +283,7 @@ SHAPE = ExpertShape(64, 64, 32, BFLOAT16)
         ({"x": torch.zeros(1, 64)}, TypeError, r"x is torch.float32, expected torch.bfloat16"),
         ({"x": torch.zeros(1, 65, dtype=BFLOAT16)}, ValueError, r"x has shape \[1, 65\], expected \[\*, 64\]"),
         ({"hidden": torch.zeros(2, 64, dtype=BFLOAT16)}, ValueError, r"hidden has shape \[2, 64\], expected \[1, 64\]"),
-        ({"tile": DecodeTile(4, 2), "partials": 8}, ValueError, "partials has 8 elements, expected at least 256"),
+        ({"tile": DecodeTile(4, 2), "partials": 255}, ValueError, "partials has 255 elements, expected at least 256"),
     ],
 )
 def test_wrong_arguments_are_named(change, error, sentence):

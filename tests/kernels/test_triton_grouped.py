@@ -5,7 +5,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.sections import DEVICE, TOLERANCE, Experts, poisoned, random_x, relative_error, work_list
+from tests.kernels.sections import (
+    DEVICE,
+    TOLERANCE,
+    Experts,
+    at_the_edge,
+    poisoned,
+    random_x,
+    relative_error,
+    sections_at_the_edge,
+    work_list,
+)
 from vllm_dymoe.kernels import Activation, dequantize
 from vllm_dymoe.kernels.triton import (
     DOWN,
@@ -13,6 +23,7 @@ from vllm_dymoe.kernels.triton import (
     UP,
     ExpertShape,
     GroupedTile,
+    WorkList,
     choose_tiles,
     grouped_gate_up,
     grouped_linear,
@@ -84,6 +95,52 @@ def test_one_projection_at_a_time(bits, projection):
     packed_rows = poisoned(17, packed.format.rows, dtype=torch.float16)
     grouped_linear(x, packed_rows, table, work, projection, tile, gather=True)
     assert torch.equal(packed_rows, out[3:].flip(0))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="compute-sanitizer looks for the same on a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile", [GroupedTile(16, 64, 32, 4, 2), GroupedTile(32, 256, 16, 4, 2)])
+def test_nothing_beside_the_tensors_is_touched(dtype, tile):
+    """Sizes off every tile, more rows in a tile than there are, and memory that ends behind each tensor and section."""
+    experts, copies = Experts(ExpertShape(100, 70, 32, dtype, True), [16, 8, 4, 2]), []
+    table = sections_at_the_edge(experts, copies)
+    x = at_the_edge(random_x(5, 100, dtype))
+    work = work_list([[(t, e) for t in range(5)] for e in range(4)], 4, tile.block_m)
+    work = WorkList(*(at_the_edge(part) for part in (work.items, work.rows, work.pairs)))
+    inner = at_the_edge(poisoned(20, 70, dtype=dtype))
+    grouped_gate_up(x, inner, table, work, Activation.SILU, tile)
+    out = at_the_edge(poisoned(20, 100, dtype=dtype))
+    grouped_linear(inner, out, table, work, DOWN, tile, scatter=True)
+    assert not out.isnan().any()
+
+
+def test_positions_of_nobody_are_left_alone():
+    """Behind every item lie positions of others, or of none: they keep what they held."""
+    experts = Experts(ExpertShape(64, 64, 32, torch.bfloat16), [4, 2])
+    tile = GroupedTile(16, 64, 32, 4, 2)
+    items = torch.tensor([[0, 1, 3], [1, 4, 7]], dtype=torch.int32, device=DEVICE)
+    index = torch.arange(8, device=DEVICE)
+    work = WorkList(items, index, index)
+    x = random_x(8, 64, torch.bfloat16)
+    inner, out, placed = (poisoned(8, 64, dtype=torch.bfloat16) for _ in range(3))
+    grouped_gate_up(x, inner, experts.table(), work, Activation.SILU, tile)
+    grouped_linear(x, out, experts.table(), work, DOWN, tile, scatter=True)
+    grouped_linear(x, placed, experts.table(), work, UP, tile, gather=True)
+    for result in (inner, out, placed):
+        assert result.isnan().all(1).tolist() == [True, False, False, True, False, False, False, True]
+        assert not result[[1, 2, 4, 5, 6]].isnan().any()
+
+
+def test_no_items_are_no_launch():
+    """A GPU refuses a grid without programs."""
+
+    def never(*arguments):
+        raise AssertionError("launched")
+
+    table, work = Experts(ExpertShape(64, 64, 32, torch.bfloat16), [4]).table(), work_list([[]], 1)
+    nothing, tile = poisoned(0, 64, dtype=torch.bfloat16), GroupedTile(16, 64, 32, 4, 2)
+    grouped_gate_up(nothing, nothing, table, work, Activation.SILU, tile, start=never)
+    grouped_linear(nothing, nothing, table, work, DOWN, tile, start=never)
 
 
 @pytest.mark.parametrize("step", [2, 16])

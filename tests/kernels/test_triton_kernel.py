@@ -117,6 +117,37 @@ def test_few_tokens_pass_through_a_small_workspace(monkeypatch):
     assert not whole.isnan().any()
 
 
+def test_tokens_decide_the_class():
+    kernel, expert = make_kernel(), random_expert(64, 64, 4)
+    counts = [4, 5, 16, 17, 64, 65, 300]
+    work = [work_of(expert, [0] * count, [0] * count) for count in counts]
+    prepared = kernel.prepare(work)
+    assert prepared.tiles.decode_tokens == 4
+    assert [tile.block_m for tile in prepared.tiles.grouped_linear] == [16, 64, 128]
+    found = [(grouped, part.positions) for grouped, part in prepared.runs]
+    assert found == [(-1, 4), (0, 5 + 16), (1, 17 + 64), (2, 65 + 300)]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "workspace_bytes", "experts"),
+    [(2048, 64, MINIMUM_WORKSPACE_BYTES, 150), (64, 2048, MINIMUM_WORKSPACE_BYTES, 150), (640, 2048, 32 << 20, 600)],
+)
+def test_what_runs_together_fits_the_workspace(hidden, intermediate, workspace_bytes, experts):
+    """Programs that share sums need partial sums and tickets, and either can be what there is least of."""
+    kernel, expert = make_kernel(workspace_bytes), random_expert(hidden, intermediate, 4)
+    work = [work_of(expert, [0, 1, 2, 3], [0, 1, 2, 3])] * experts
+    prepared = kernel.prepare(work)
+    assert prepared.tiles.gate_up.split > 1 or prepared.tiles.down.split > 1
+    assert len(prepared.runs) > 1
+    x, started = random_x(4, hidden), []
+    for grouped, some in prepared.runs:
+        kernel._launch(
+            grouped, x, x, prepared.table, some, Activation.SILU, prepared.tiles,
+            start=lambda kernel, grid, *rest: started.append(grid),
+        )  # fmt: skip
+    assert sum(grid[1] for grid in started) == 2 * 2 * len(work)
+
+
 def test_nothing_to_do():
     out = torch.ones(2, 64, dtype=torch.bfloat16, device=DEVICE)
     make_kernel().forward(random_x(2, 64), [], out, Activation.SILU)

@@ -1,0 +1,95 @@
+"""Compiles a variant ahead of time, without a GPU or a driver, and reads the machine code."""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from variants import Variant
+
+from vllm_dymoe.kernels.triton.section import DESCRIPTIONS
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler made.
+
+    Attributes:
+        registers: for each thread.
+        spill_bytes: of each thread's local memory.
+        shared_bytes: of a program.
+        tensor_cores: mma, wgmma or tcgen05 if the PTX has such instructions, else "".
+        barriers_in_loops: barriers inside the longest innermost loop: with none, its threads exchange nothing.
+        instructions: of that loop.
+    """
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    tensor_cores: str
+    barriers_in_loops: int
+    instructions: int
+
+
+def compile_variant(variant: Variant) -> Report:
+    """Compile one variant to machine code and read it.
+
+    Raises:
+        Exception: whatever Triton's compiler says.
+    """
+    kernel = variant.code
+    signature = {name: variant.types.get(name, "constexpr") for name in kernel.arg_names}
+    # What launches find too: allocations begin on 16 bytes, descriptions anywhere.
+    aligned = {
+        (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in variant.types if name not in DESCRIPTIONS
+    }
+    source = ASTSource(kernel, signature, constexprs=variant.constants, attrs=aligned)
+    options = {**variant.options, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", variant.architecture, 32), options=options)
+    registers, spills, code = _read_cubin(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    tensor_cores = next((n for n in ("tcgen05.mma", "wgmma.mma_async", "mma.sync") if n in ptx), "")
+    loop = _longest_loop(code)
+    barriers = sum(1 for line in loop if line.startswith("BAR"))
+    return Report(registers, spills, compiled.metadata.shared, tensor_cores.split(".")[0], barriers, len(loop))
+
+
+def _read_cubin(cubin: bytes) -> tuple[int, int, list[str]]:
+    """Registers, bytes of local memory, and the machine code's lines, from the tools that come with Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        code = _tool("nvdisasm", "-c", file.name)
+    registers = int(re.search(r"REG:(\d+)", usage)[1])
+    # Local memory is spilled registers: the kernels have no arrays.
+    spills = sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+    return registers, spills, code.splitlines()
+
+
+def _tool(name: str, *arguments: str) -> str:
+    return subprocess.run([str(_TOOLS / name), *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def _longest_loop(code: list[str]) -> list[str]:
+    """Instructions of the longest loop that contains no other."""
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    loops: list[tuple[int, int]] = []
+    for line in code:
+        if label := re.match(r"^(\.L_\S+):", line):
+            labels[label[1]] = len(instructions)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(.*?);", line):
+            instructions.append(found[1].strip())
+            target = re.search(r"BRA\S*\s.*?`\((\.L_\S+)\)", found[1])
+            if target and target[1] in labels:
+                loops.append((labels[target[1]], len(instructions)))
+    inner = [loop for loop in loops if not any(o != loop and loop[0] <= o[0] and o[1] <= loop[1] for o in loops)]
+    first, last = max(inner, key=lambda loop: loop[1] - loop[0], default=(0, 0))
+    return instructions[first:last]

@@ -1,0 +1,37 @@
+"""What is done with a kernel that is ready to go: launch it, or only compile it."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import triton
+from torch import Tensor
+
+Start = Callable[[Any, tuple[int, ...], Sequence[Tensor], dict[str, Any], dict[str, int]], None]
+"""(kernel, grid, its tensors, its constants, num_warps and num_stages)"""
+
+_THREADS = 8
+
+
+def run_kernel(
+    kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], constants: dict[str, Any], options: dict[str, int]
+) -> None:
+    """Compile what is not compiled yet, and launch."""
+    kernel[grid](*tensors, **constants, **options, enable_fp_fusion=True)
+
+
+def compile_kernel(
+    kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], constants: dict[str, Any], options: dict[str, int]
+) -> None:
+    """Only compile: a launch with the same constants, dtypes and alignments then starts at once."""
+    kernel.warmup(*tensors, grid=grid, **constants, **options, enable_fp_fusion=True)
+
+
+@contextmanager
+def compiling_together() -> Iterator[None]:
+    """Inside, compile_kernel returns at once; at the end everything is compiled, side by side on the host's cores."""
+    threads = min(_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor):
+        yield

@@ -1,4 +1,5 @@
-from vllm_dymoe.predict import AllExperts, Candidate, Predictor
+from vllm_dymoe.predict import Candidate, Predictor
+from vllm_dymoe.predict.all_experts import AllExperts
 
 
 def test_every_expert_of_the_next_layer_and_nothing_after_the_last():

@@ -1,6 +1,19 @@
-"""Which experts come next: one predictor for each idea, over one interface."""
+"""Which experts come next: one predictor for each idea, over one interface, and schemes that name them."""
 
-from vllm_dymoe.predict.all_experts import AllExperts
+from vllm_dymoe.predict.accuracy import Measured, PredictionStats
 from vllm_dymoe.predict.base import Candidate, Phase, Predictor
+from vllm_dymoe.predict.gate import Gate
+from vllm_dymoe.predict.schemes import SCHEMES, RoutedModel, Scheme, make_scheme
 
-__all__ = ["AllExperts", "Candidate", "Phase", "Predictor"]
+__all__ = [
+    "SCHEMES",
+    "Candidate",
+    "Gate",
+    "Measured",
+    "Phase",
+    "PredictionStats",
+    "Predictor",
+    "RoutedModel",
+    "Scheme",
+    "make_scheme",
+]

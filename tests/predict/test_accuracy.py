@@ -1,0 +1,79 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_dymoe.predict import Candidate, Measured, Phase
+
+X = torch.zeros(1, 1)
+LAYERS = 4
+SETS = st.frozensets(st.integers(0, 7), max_size=6)
+
+
+class Scripted:
+    """Says what it is told to."""
+
+    def __init__(self):
+        self.next = []
+
+    def observe(self, layer, x, ids, weights, phase):
+        self.seen = layer
+
+    def predict(self, layer):
+        return self.next
+
+
+def observe(predictor, layer, experts):
+    ids = torch.tensor([sorted(experts)], dtype=torch.int32).reshape(1, -1)
+    predictor.observe(layer, X, ids, torch.ones(ids.shape), Phase.DECODE)
+
+
+@given(st.lists(st.lists(st.tuples(SETS, SETS), min_size=LAYERS, max_size=LAYERS), max_size=5))
+def test_counts_are_those_of_equations_7_and_8(steps):
+    """Each layer of each step: what was named for the next, and what the layer wanted."""
+    script = Scripted()
+    watched = Measured(script)
+    named = wanted = right = 0
+    for step in steps:
+        expected = None
+        for layer, (guess, active) in enumerate(step):
+            observe(watched, layer, active)
+            assert script.seen == layer
+            if expected is not None:
+                named, wanted, right = named + len(expected), wanted + len(active), right + len(expected & active)
+            script.next = [Candidate(layer + 1, expert, 1.0) for expert in guess] if layer + 1 < LAYERS else []
+            assert watched.predict(layer) == script.next
+            expected = guess
+    stats = watched.stats
+    assert (stats.named, stats.wanted, stats.right) == (named, wanted, right)
+    assert stats.accuracy == (right / wanted if wanted else 0)
+    assert stats.utilisation == (right / named if named else 0)
+
+
+def test_layers_that_were_not_asked_about_do_not_count():
+    watched = Measured(Scripted())
+    observe(watched, 0, {1})
+    observe(watched, 1, {1, 2})
+    assert watched.stats.wanted == 0
+
+
+def test_a_step_that_broke_off_leaves_nothing():
+    script = Scripted()
+    watched = Measured(script)
+    script.next = [Candidate(1, 3, 1.0)]
+    observe(watched, 0, {1})
+    watched.predict(0)  # the step ends here, with an error
+    observe(watched, 0, {1})
+    observe(watched, 1, {3})
+    assert watched.stats.named == 0
+
+
+def test_other_ranks_experts_and_repetitions_count_once_or_not():
+    script = Scripted()
+    watched = Measured(script)
+    for tokens in (1, 100):  # both ways of reading the numbers
+        watched.stats.wanted = 0
+        script.next = [Candidate(1, 3, 1.0)]
+        observe(watched, 0, {1})
+        watched.predict(0)
+        watched.observe(1, X, torch.tensor([[3, -1, 3]] * tokens), torch.ones(tokens, 3), Phase.DECODE)
+        assert watched.stats.wanted == 1

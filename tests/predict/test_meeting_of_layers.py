@@ -1,0 +1,111 @@
+from collections import Counter
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.predict.gates import random_gates, random_inputs
+from vllm_dymoe.predict import Gate, Phase
+from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
+from vllm_dymoe.predict.tuner import Heop, Setting
+
+LAYERS, EXPERTS, HIDDEN = 5, 12, 6
+
+
+def step(predictor, inputs, phase=Phase.DECODE, ids=None):
+    """One step through all layers; what was named after each."""
+    named = []
+    for layer, x in enumerate(inputs):
+        chosen = torch.zeros(len(x), 1, dtype=torch.int32) if ids is None else ids[layer]
+        predictor.observe(layer, x, chosen, torch.ones(chosen.shape), phase)
+        named.append(predictor.predict(layer))
+        x.fill_(torch.nan)  # its memory belongs to others from now on
+    return named
+
+
+def intersection(weights, inputs, layer, token, k, p):
+    """Eqs. 5 and 6 for one token, in plain Python."""
+    sets = []
+    for m in range(max(0, layer - p), layer):
+        scores = (weights[layer] @ inputs[m][token]).tolist()
+        sets.append(set(sorted(range(EXPERTS), key=lambda expert: scores[expert], reverse=True)[:k]))
+    return set.intersection(*sets)
+
+
+@given(st.integers(0, 1000), st.integers(1, 8), st.integers(1, 4), st.integers(1, 5))
+def test_it_is_the_intersection(seed, k, p, tokens):
+    gates, weights = random_gates(LAYERS, EXPERTS, HIDDEN, seed)
+    inputs = random_inputs(LAYERS, tokens, HIDDEN, seed)
+    inputs += inputs.mean(0) * 4  # so that layers agree somewhere
+    predictor = MeetingOfLayers(gates, k, p)
+    for _ in range(2):  # the second step must not meet with layers of the first
+        named = step(predictor, [x.clone() for x in inputs])
+        assert named[-1] == []
+        for layer in range(1, LAYERS):
+            counts = Counter(expert for t in range(tokens) for expert in intersection(weights, inputs, layer, t, k, p))
+            candidates = named[layer - 1]
+            assert {candidate.layer for candidate in candidates} <= {layer}
+            assert {candidate.expert for candidate in candidates} == set(counts)
+            if tokens > 1:
+                assert [candidate.score for candidate in candidates] == sorted(counts.values(), reverse=True)
+
+
+def test_with_one_layer_it_is_the_next_gate():
+    from vllm_dymoe.predict.next_gate import NextGate
+
+    gates, _ = random_gates(3, 8, 5)
+    x = random_inputs(1, 4, 5)[0]
+    for phase in Phase:
+        answers = []
+        for predictor in (MeetingOfLayers(gates, 3, 1), NextGate(gates, top_k=3)):
+            predictor.observe(0, x, torch.zeros(4, 3, dtype=torch.int32), torch.ones(4, 3), phase)
+            answers.append(predictor.predict(0))
+        assert answers[0] == answers[1]
+
+
+class Told:
+    """A tuner that writes down what it is told."""
+
+    largest_p = 2
+
+    def __init__(self):
+        self.records, self.steps = [], 0
+
+    def setting(self, layer):
+        return Setting(2, 1)
+
+    def record(self, layer, *, unused, missed, hits):
+        self.records.append((layer, unused, missed, hits))
+
+    def end_step(self):
+        self.steps += 1
+
+
+def test_the_tuner_hears_of_every_layer_that_was_foreseen():
+    gate = Gate(lambda x: x)
+    tuner, hits = Told(), iter([100, 101, 103])
+    predictor = MeetingOfLayers([gate] * 3, 2, 1, tuner, lambda: next(hits))
+    x = torch.tensor([[4.0, 3.0, 2.0, 1.0]])  # every layer names experts 0 and 1
+    ids = [torch.tensor([chosen]) for chosen in ([0, 1], [1, 3], [2, 3])]
+    step(predictor, [x.clone() for _ in range(3)], ids=ids)
+    assert tuner.records == [(1, 1, 1, 1), (2, 2, 2, 2)]
+    assert tuner.steps == 1
+
+
+def test_a_prefill_teaches_the_tuner_nothing():
+    tuner = Told()
+    predictor = MeetingOfLayers([Gate(lambda x: x)] * 3, 2, 1, tuner)
+    step(predictor, list(torch.randn(3, 6, 4)), Phase.PREFILL)
+    assert tuner.records == []
+    assert tuner.steps == 0
+
+
+def test_a_tuner_changes_how_many_meet():
+    gates, weights = random_gates(LAYERS, EXPERTS, HIDDEN)
+    inputs = random_inputs(LAYERS, 1, HIDDEN)
+    tuner = Heop(LAYERS, Setting(6, 1), Setting(6, 4))
+    predictor = MeetingOfLayers(gates, 6, 1, tuner)
+    for group in tuner._groups:
+        group.setting = Setting(5, 3)
+    named = step(predictor, [x.clone() for x in inputs])
+    assert {candidate.expert for candidate in named[3]} == intersection(weights, inputs, 4, 0, 5, 3)

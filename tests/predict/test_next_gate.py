@@ -1,0 +1,71 @@
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.predict.gates import random_gates, random_inputs
+from vllm_dymoe.predict import Gate, Phase
+from vllm_dymoe.predict.next_gate import NextGate
+
+NO_IDS = torch.zeros(0, 0, dtype=torch.int32)
+
+
+def ask(predictor, layer, x, phase):
+    predictor.observe(layer, x, NO_IDS, NO_IDS, phase)
+    return predictor.predict(layer)
+
+
+def best_of(weight, x, k):
+    """Eq. 6 and the choice, in plain Python."""
+    scores = torch.softmax(x @ weight.T, -1).tolist()
+    order = sorted(range(len(scores)), key=lambda expert: scores[expert], reverse=True)
+    return {expert: scores[expert] for expert in order[:k]}
+
+
+@given(st.integers(0, 1000), st.integers(1, 6), st.integers(0, 2))
+def test_decode_names_the_t_best_of_the_next_gate(seed, t, layer):
+    gates, weights = random_gates(4, 8, 5, seed)
+    x = random_inputs(1, 1, 5, seed)[0]
+    candidates = ask(NextGate(gates, top_k=2, decode_experts=t), layer, x, Phase.DECODE)
+    expected = best_of(weights[layer + 1], x[0], t)
+    assert [candidate.expert for candidate in candidates] == list(expected)
+    assert [candidate.score for candidate in candidates] == pytest.approx(list(expected.values()), rel=1e-4)
+    assert {candidate.layer for candidate in candidates} == {layer + 1}
+
+
+@given(st.integers(0, 1000), st.integers(2, 12), st.sampled_from([None, 1, 3]))
+def test_prefill_names_the_experts_that_most_tokens_would_choose(seed, tokens, t):
+    gates, weights = random_gates(2, 8, 5, seed)
+    x = random_inputs(1, tokens, 5, seed)[0]
+    candidates = ask(NextGate(gates, top_k=3, prefill_experts=t), 0, x, Phase.PREFILL)
+    counts = Counter(expert for row in x for expert in best_of(weights[1], row, 3))
+    assert len(candidates) == min(t or 8, len(counts))
+    assert {candidate.expert: candidate.score for candidate in candidates}.items() <= counts.items()
+    assert [candidate.score for candidate in candidates] == sorted(counts.values(), reverse=True)[: len(candidates)]
+
+
+def test_the_default_t_is_the_models_own():
+    gates, _ = random_gates(2, 8, 5)
+    assert len(ask(NextGate(gates, top_k=3), 0, random_inputs(1, 1, 5)[0], Phase.DECODE)) == 3
+
+
+def test_nothing_comes_after_the_last_layer():
+    gates, _ = random_gates(2, 8, 5)
+    assert ask(NextGate(gates, top_k=3), 1, random_inputs(1, 1, 5)[0], Phase.DECODE) == []
+
+
+def test_experts_of_other_ranks_are_not_named():
+    gate = Gate(lambda x: x, local=(-1, 0, -1, 1))
+    x = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
+    candidates = ask(NextGate([gate, gate], top_k=3), 0, x, Phase.DECODE)
+    assert [(layer, expert) for layer, expert, _ in candidates] == [(1, 0)]
+
+
+def test_what_the_next_layer_repeats_is_found():
+    """Where the residual stream does not change between two layers the prediction is exact."""
+    gates, _ = random_gates(3, 16, 8)
+    x = random_inputs(1, 1, 8)[0]
+    named = {candidate.expert for candidate in ask(NextGate(gates, top_k=4), 1, x, Phase.DECODE)}
+    assert named == set(gates[2].scores(x).topk(4).indices[0].tolist())

@@ -1,0 +1,73 @@
+"""How right a predictor is, counted while serving (FIRM-MoE Eqs. 7 and 8).
+
+With S_l the experts that were named for layer l and A_l those that its router then chose:
+
+    prediction accuracy = |S_l and A_l| / |A_l|                                           (Eq. 7)
+    expert utilisation  = |S_l and A_l| / |S_l|                                           (Eq. 8)
+
+Both are ratios of sums over all layers and steps for which something was asked, also where the answer was empty. What
+was named is counted, whether or not it was then prefetched.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_dymoe.predict.base import Candidate, Phase, Predictor
+
+
+@dataclass
+class PredictionStats:
+    """Sums over layers and steps.
+
+    Attributes:
+        named: experts that were named for a coming layer.
+        wanted: experts that routers chose in layers for which the predictor was asked.
+        right: experts that are in both.
+    """
+
+    named: int = 0
+    wanted: int = 0
+    right: int = 0
+
+    @property
+    def accuracy(self) -> float:
+        """Prediction accuracy (Eq. 7), 0 to 1."""
+        return self.right / self.wanted if self.wanted else 0.0
+
+    @property
+    def utilisation(self) -> float:
+        """Expert utilisation (Eq. 8), 0 to 1."""
+        return self.right / self.named if self.named else 0.0
+
+
+class Measured:
+    """A predictor that is watched."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.predictor = predictor
+        self.stats = PredictionStats()
+        self._named: dict[int, set[int]] = {}
+
+    def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
+        """Compare what was named for this layer with what it wants."""
+        named = self._named.pop(layer, None)
+        if layer == 0:  # whatever a step that failed in the middle has left
+            self._named.clear()
+        if named is not None:
+            chosen = ids if ids.numel() <= 64 else ids.unique()
+            wanted = {expert for expert in chosen.flatten().tolist() if expert >= 0}
+            self.stats.named += len(named)
+            self.stats.wanted += len(wanted)
+            self.stats.right += len(named & wanted)
+        self.predictor.observe(layer, x, ids, weights, phase)
+
+    def predict(self, layer: int) -> Sequence[Candidate]:
+        """What the predictor says."""
+        candidates = self.predictor.predict(layer)
+        if not candidates:
+            self._named.setdefault(layer + 1, set())
+        for candidate in candidates:
+            self._named.setdefault(candidate.layer, set()).add(candidate.expert)
+        return candidates

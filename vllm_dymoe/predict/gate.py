@@ -1,0 +1,72 @@
+"""A layer's router up to its choice, so that it can be asked about another layer's input."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What makes a router prefer one expert to another.
+
+    Attributes:
+        logits: the gate itself, [tokens, hidden] -> [tokens, experts]; experts of all ranks.
+        scoring: from logits to scores.
+        correction: float32 [experts], added to the scores for choosing only (DeepSeek-V3, GLM-4, Ernie-4.5).
+        groups: groups of experts, of which only ``top_groups`` are chosen from; 0 for no groups (DeepSeek-V2, -V3).
+        top_groups: see ``groups``.
+        local: this rank's number of each expert, negative for another rank's; None where the rank has all of them.
+    """
+
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    correction: torch.Tensor | None = None
+    groups: int = 0
+    top_groups: int = 0
+    local: Sequence[int] | None = None
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        """What the router would choose by: [tokens, hidden] -> float32 [tokens, experts].
+
+        Experts of groups that are not chosen from have minus infinity.
+        """
+        logits = self.logits(x).float()
+        scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
+        if self.correction is not None:
+            scores = scores + self.correction
+        if self.groups > 1 and self.top_groups < self.groups:
+            grouped = scores.unflatten(-1, (self.groups, -1))
+            best = 2 if self.correction is not None else 1
+            of_groups = grouped.topk(min(best, grouped.shape[-1]), dim=-1).values.sum(-1)
+            chosen = torch.zeros_like(of_groups, dtype=torch.bool)
+            chosen.scatter_(-1, of_groups.topk(self.top_groups, dim=-1).indices, True)
+            scores = grouped.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores
+
+    def here(self, expert: int) -> int:
+        """This rank's number of an expert; negative if another rank has it."""
+        return expert if self.local is None else self.local[expert]
+
+    def agreement(self, x: torch.Tensor, ids: torch.Tensor) -> float:
+        """The share of a router's choices that this gate would have made too, 0 to 1.
+
+        Args:
+            x: [tokens, hidden], the router's input.
+            ids: [tokens, top_k] int, this rank's experts; negative for another rank's, which are not compared.
+        """
+        scores = self.scores(x)
+        if self.local is not None:
+            here = torch.tensor(self.local, device=scores.device)
+            everywhere = torch.full_like(ids, -1).long()
+            for expert, number in enumerate(here.tolist()):
+                everywhere[(ids == number) & (ids >= 0)] = expert
+            ids = everywhere
+        chosen = ids >= 0
+        if not chosen.any():
+            return 1.0
+        # Not the two sets: experts of equal scores are interchangeable.
+        worst = scores.topk(ids.shape[1], dim=-1).values[:, -1:]
+        good = scores.gather(-1, ids.clamp(min=0).long()) >= worst
+        return good[chosen].float().mean().item()

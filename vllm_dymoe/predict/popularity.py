@@ -1,0 +1,50 @@
+"""Popularity: the experts that the next layer wanted most often so far (DuoServe-MoE Eq. 2).
+
+    P_l(i) = sum_n 1(e_i in E_l,n) / sum_m sum_n 1(e_m in E_l,n)
+
+over steps n. The paper counts over a fixed data set; a server's workload changes, so old steps fade.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_dymoe.predict.base import Candidate, Phase
+
+
+class Popularity:
+    """Counts what every layer wanted, and names the next layer's favourites.
+
+    Args:
+        num_layers: MoE layers on this rank.
+        num_experts: experts of a layer on this rank.
+        decode_experts: how many to name in decode.
+        half_life: steps after which a step counts half.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, decode_experts: int, half_life: float = 1000) -> None:
+        self._num_layers = num_layers
+        self._decode_experts = min(decode_experts, num_experts)
+        self._fade = 0.5 ** (1 / half_life)
+        # The first column collects the experts of other ranks, whose number is -1.
+        self._counts = torch.zeros(num_layers, num_experts + 1)
+        self._phase = Phase.DECODE
+
+    def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
+        """Count what this layer wanted."""
+        if self._counts.device != ids.device:
+            self._counts = self._counts.to(ids.device)
+        chosen = ids.flatten().long() + 1
+        self._counts[layer].mul_(self._fade).index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float32))
+        self._phase = phase
+
+    def predict(self, layer: int) -> Sequence[Candidate]:
+        """The next layer's favourites: all that were ever wanted in a prefill, which wants nearly all."""
+        following = layer + 1
+        if following >= self._num_layers:
+            return []
+        counts = self._counts[following, 1:]
+        amount = self._decode_experts if self._phase is Phase.DECODE else len(counts)
+        share, experts = (counts / counts.sum().clamp(min=1e-30)).topk(amount)
+        named = zip(experts.tolist(), share.tolist(), strict=True)
+        return [Candidate(following, expert, score) for expert, score in named if score > 0]

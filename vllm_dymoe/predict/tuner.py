@@ -1,0 +1,211 @@
+"""HEOP: hill climbing on K and P of Meeting of Layers while serving (FIRM-MoE, Algorithm 1).
+
+Each group of layers (shallow, middle, deep) has its own K and P and its own cost of a decode step,
+
+    L = alpha * n_unused + beta * (n_miss - n_hit)                                        (Eq. 11)
+
+where n_unused experts were named and not wanted, n_miss were wanted and not named, and n_hit were on the device when
+they were wanted. Every ``update_every`` steps either K or P moves by one. After ``patience`` moves without a new best
+the search goes back to the best and turns: to the other direction first, then to the other number. (The algorithm as
+printed turns both at once and does not go back; then K could only ever move in the direction in which it began.) After
+``rounds`` moves the group keeps the pair of the lowest average cost.
+
+The paper stops there. Here a group begins again when its workload has shifted: once fixed it measures the mean and
+deviation of its cost, and two cumulative sums (Page's CUSUM, one for each direction) add up how far, in deviations,
+later steps lie above or below. Half a deviation counts for nothing, and no step for more than five, so that it takes
+many to make a shift: a sum above ``shift``.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Setting(NamedTuple):
+    """The two numbers of a meeting.
+
+    Attributes:
+        k: experts that each layer names.
+        p: layers that meet.
+    """
+
+    k: int
+    p: int
+
+
+@dataclass
+class _Average:
+    """Mean and deviation of a stream (Welford)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        step = value - self.mean
+        self.mean += step / self.count
+        self.squares += step * (value - self.mean)
+
+    @property
+    def deviation(self) -> float:
+        return math.sqrt(self.squares / max(1, self.count - 1))
+
+
+@dataclass
+class _Group:
+    """One group's climb."""
+
+    setting: Setting
+    dimension: int  # of the setting, the one that moves
+    direction: int
+    turned: bool = False  # the dimension's other direction has been tried before this one
+    rounds: int = 0
+    stale: int = 0
+    fixed: bool = False
+    restarts: int = 0
+    recent: _Average = field(default_factory=_Average)
+    costs: dict[Setting, _Average] = field(default_factory=dict)
+    above: float = 0.0
+    below: float = 0.0
+    step_cost: float | None = None
+
+
+class Heop:
+    """Chooses K and P for each group of layers.
+
+    Args:
+        num_layers: MoE layers.
+        start: the K and P to begin with.
+        largest: the largest K and P to try.
+        alpha: cost of naming an expert that is not wanted.
+        beta: cost of not naming one that is.
+        update_every: decode steps between two moves (N_update).
+        patience: moves without a new best before the search turns (Pat).
+        rounds: moves before the best is kept.
+        shift: how much drift, in deviations of a step's cost, starts the search again.
+        seed: of the first direction.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        start: Setting,
+        largest: Setting,
+        alpha: float = 0.5,
+        beta: float = 0.5,
+        update_every: int = 10,
+        patience: int = 2,
+        rounds: int = 20,
+        shift: float = 25.0,
+        seed: int = 0,
+    ) -> None:
+        self._largest = largest
+        self._alpha, self._beta = alpha, beta
+        self._update_every, self._patience, self._rounds, self._shift = update_every, patience, rounds, shift
+        chance = random.Random(seed)
+        self._groups = [_Group(start, chance.randrange(2), chance.choice((-1, 1))) for _ in range(3)]
+        # As in the paper's Figure 6: of 16 layers the first five are shallow, and the last four deep.
+        shallow, deep = math.ceil(num_layers * 0.3), num_layers // 4
+        self._group_of = [0 if i < shallow else 2 if i >= num_layers - deep else 1 for i in range(num_layers)]
+
+    @property
+    def largest_p(self) -> int:
+        """The most layers that can meet."""
+        return self._largest.p
+
+    @property
+    def settings(self) -> Sequence[Setting]:
+        """K and P of the shallow, the middle and the deep layers, as they are now."""
+        return [group.setting for group in self._groups]
+
+    @property
+    def settled(self) -> bool:
+        """Whether every group that has had work keeps its best."""
+        return all(group.fixed for group in self._groups if group.costs or group.recent.count)
+
+    @property
+    def restarts(self) -> int:
+        """How often a group began again because the workload had shifted."""
+        return sum(group.restarts for group in self._groups)
+
+    def setting(self, layer: int) -> Setting:
+        """K and P for predicting ``layer``."""
+        return self._groups[self._group_of[layer]].setting
+
+    def record(self, layer: int, *, unused: int, missed: int, hits: int) -> None:
+        """Add one layer's part to the cost of this step (Eq. 11)."""
+        group = self._groups[self._group_of[layer]]
+        group.step_cost = (group.step_cost or 0.0) + self._alpha * unused + self._beta * (missed - hits)
+
+    def end_step(self) -> None:
+        """Close a decode step: move, keep the best, or watch for a shift."""
+        for group in self._groups:
+            cost, group.step_cost = group.step_cost, None
+            if cost is None:  # a model of few layers has an empty group
+                continue
+            if group.fixed:
+                self._watch(group, cost)
+                continue
+            group.recent.add(cost)
+            if group.recent.count == self._update_every:
+                self._update(group)
+
+    def _update(self, group: _Group) -> None:
+        average = group.costs.setdefault(group.setting, _Average())
+        best_before = min((cost.mean for cost in group.costs.values() if cost.count), default=math.inf)
+        average.add(group.recent.mean)
+        improved, group.recent = average.mean < best_before, _Average()
+        group.stale = 0 if improved else group.stale + 1
+        group.rounds += 1
+        if group.rounds >= self._rounds:
+            group.setting = self._best(group)
+            group.fixed = True
+            return
+        if group.stale >= self._patience:
+            self._turn(group)
+        for _ in range(4):  # a bound is a reason to turn, too
+            if self._move(group):
+                return
+            self._turn(group)
+
+    def _turn(self, group: _Group) -> None:
+        """Go on from the best, in the next of the four directions."""
+        group.setting = self._best(group)
+        group.stale = 0
+        group.direction = -group.direction
+        if group.turned:
+            group.dimension = 1 - group.dimension
+        group.turned = not group.turned
+
+    def _move(self, group: _Group) -> bool:
+        """Take one step; False at a bound."""
+        moved = list(group.setting)
+        moved[group.dimension] += group.direction
+        inside = 1 <= moved[group.dimension] <= self._largest[group.dimension]
+        if inside:
+            group.setting = Setting(*moved)
+        return inside
+
+    @staticmethod
+    def _best(group: _Group) -> Setting:
+        return min(group.costs, key=lambda setting: group.costs[setting].mean)
+
+    def _watch(self, group: _Group, cost: float) -> None:
+        reference = group.recent
+        if reference.count < 5 * self._update_every:
+            reference.add(cost)
+            return
+        # Costs are multiples of alpha and beta: a deviation far below them would make a shift of every change.
+        deviation = max(reference.deviation, 0.5 * max(self._alpha, self._beta))
+        drift = max(-5.0, min(5.0, (cost - reference.mean) / deviation))
+        group.above = max(0.0, group.above + drift - 0.5)
+        group.below = max(0.0, group.below - drift - 0.5)
+        if max(group.above, group.below) > self._shift:
+            group.costs, group.recent = {}, _Average()
+            group.rounds = group.stale = 0
+            group.above = group.below = 0.0
+            group.fixed = False
+            group.restarts += 1

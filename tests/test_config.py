@@ -4,6 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.policy import SYSTEMS, make_policy
 
 
 def load(additional=None, checkpoint=None, environment=None):
@@ -63,7 +65,10 @@ def test_a_share_resolves_to_bytes():
         ({}, {"DYMOE_HI": "five"}, 'DYMOE_HI = "five"'),
         ({"hi": 4, "lo": 4}, {}, "lo is 4 bits but must be below hi, which is 4"),
         ({"hi": 2, "lo": 8}, {}, "must be below hi"),
-        ({"policy": "best"}, {}, 'policy "best" does not exist; choose one of exact, uniform-lo'),
+        ({"policy": "best"}, {}, 'policy "best" does not exist; choose one of duoserve, dymoe, exact, firm'),
+        ({"prefetch": "next-game"}, {}, 'prefetch "next-game" does not exist; choose one of none, layer'),
+        ({"prefetch": "layer", "prefetch_options": {"k": 1}}, {}, "does not take these prefetch_options .*it has none"),
+        ({"policy": "firm", "prefetch_options": {"p": -1}}, {}, "p: input should be greater than 0"),
         ({"policy": "uniform-lo"}, {}, "would skip every expert"),
         ({"group_size": 100}, {}, "group_size = 100"),
         ({"host_store": "cloud"}, {}, "host_store"),
@@ -93,3 +98,22 @@ def test_options_cannot_be_changed_afterwards():
 def test_stored_bits_leave_out_what_is_skipped():
     assert Options(hi=4, lo=0).stored_bits == (4,)
     assert Options(hi=8, lo=2).stored_bits == (8, 2)
+
+
+def test_a_system_is_composed_of_parts():
+    firm = load({"policy": "firm"})
+    assert (firm.policy, firm.prefetch, firm.prefetch_projections) == ("firm", "meeting-of-layers", 2)
+    assert not load({"policy": "on-demand"}).keep_experts
+    assert load(environment={"DYMOE_POLICY": "dymoe"}).prefetch == "next-gate"
+
+
+def test_what_the_user_sets_goes_before_what_a_system_stands_for():
+    firm = load({"policy": "firm", "prefetch_projections": 1}, environment={"DYMOE_PREFETCH": "next-gate"})
+    assert (firm.prefetch, firm.prefetch_projections) == ("next-gate", 1)
+    assert load({"policy": "on-demand", "keep_experts": True}).keep_experts
+
+
+def test_systems_with_one_precision_are_exact():
+    for name in SYSTEMS:
+        load({"policy": name})
+        assert make_policy(name).tiers == {Tier.HI}

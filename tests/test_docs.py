@@ -14,7 +14,8 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.store import STORE_VERSION, BlobKey, Manifest, file_name, read_header
 from vllm_dymoe.kernels import MatrixFormat, dequantize, pack
-from vllm_dymoe.policy import POLICIES
+from vllm_dymoe.policy import POLICIES, SYSTEMS
+from vllm_dymoe.predict import SCHEMES
 from vllm_dymoe.quantize.convert import Recipe
 from vllm_dymoe.quantize.shards import ShardFiles
 from vllm_dymoe.vllm_adapter import NEWEST_VLLM, OLDEST_VLLM
@@ -237,6 +238,25 @@ def test_values(name):
 
 def test_policies():
     assert {json.loads(value) for value in code(option_rows()["policy"]["values"])} == POLICIES.keys()
+
+
+def test_schemes():
+    rows = {json.loads(code(row["`prefetch`"])[0]): row for row in table(OPTIONS, "schemes")}
+    assert rows.keys() == SCHEMES.keys()
+    for name, row in rows.items():
+        documented = re.findall(r"`([a-z_]+)` ([^,]+)", row["parameters and their defaults"])
+        fields = SCHEMES[name].model_fields
+        assert {parameter: json.loads(default) for parameter, default in documented} == {
+            parameter: field.default for parameter, field in fields.items()
+        }
+
+
+def test_systems():
+    rows = {
+        json.loads(code(row["`policy`"])[0]): json.loads(code(row["stands for"])[0])
+        for row in table(OPTIONS, "systems")
+    }
+    assert rows == SYSTEMS
 
 
 def test_ranges():

@@ -132,9 +132,17 @@ class Options(BaseModel):
     store_dir: Path | None = None
     """Folder of the `file` store for checkpoints that are quantized while they load (default: ~/.cache/vllm-dymoe)."""
     policy: str = "exact"
-    """Which expert gets which tier: "exact" (all high) or "uniform-lo" (all low)."""
+    """Which expert gets which tier: "exact" (all high) or "uniform-lo" (all low); or a paper's system by name."""
     policy_options: dict[str, Any] = {}
     """Parameters of the policy, by name."""
+    prefetch: str = "none"
+    """Which experts are fetched before their router names them: the name of a scheme, see docs/options.md."""
+    prefetch_options: dict[str, Any] = {}
+    """Parameters of the prefetch scheme, by name."""
+    prefetch_projections: Literal[3, 2, 1] = 3
+    """Projections of an expert that are fetched ahead: gate; gate and up; or all three (FIRM-MoE's n)."""
+    keep_experts: bool = True
+    """Whether layers keep experts for later steps; without, every step fetches all that it needs."""
     staging_slots: int = Field(default=2, ge=1)
     """Slots kept out of the per-layer caches, through which a step streams more experts than its layer may keep."""
     io_threads: int = Field(default=1, ge=0, le=64)
@@ -147,6 +155,13 @@ class Options(BaseModel):
     """Rate in 1e9 bytes per second of an emulated link between host store and device, on a CPU; none by default."""
     seed: int = 0
     """Seed of everything random (dummy weights)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_system(cls, values: Any) -> Any:
+        from vllm_dymoe.policy import SYSTEMS
+
+        return SYSTEMS.get(values.get("policy", ""), {}) | values if isinstance(values, dict) else values
 
     @field_validator("expert_budget", mode="before")
     @classmethod
@@ -161,6 +176,7 @@ class Options(BaseModel):
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
         from vllm_dymoe.policy import POLICIES
+        from vllm_dymoe.predict import make_scheme
 
         if self.lo >= self.hi:
             raise ValueError(
@@ -171,6 +187,7 @@ class Options(BaseModel):
             raise ValueError(f'policy "{self.policy}" does not exist; choose one of {", ".join(sorted(POLICIES))}')
         if self.policy == "uniform-lo" and self.lo == 0:
             raise ValueError('policy "uniform-lo" with lo = 0 would skip every expert; set lo to 2, 4 or 8')
+        make_scheme(self.prefetch, self.prefetch_options)
         return self
 
     @property

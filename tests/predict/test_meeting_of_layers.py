@@ -86,9 +86,20 @@ def test_the_tuner_hears_of_every_layer_that_was_foreseen():
     tuner, hits = Told(), iter([100, 101, 103])
     predictor = MeetingOfLayers([gate] * 3, 2, 1, tuner, lambda: next(hits))
     x = torch.tensor([[4.0, 3.0, 2.0, 1.0]])  # every layer names experts 0 and 1
-    ids = [torch.tensor([chosen]) for chosen in ([0, 1], [1, 3], [2, 3])]
+    ids = [torch.tensor([chosen]) for chosen in ([0, 1, 2], [1, 2, 3], [0, 1, 3])]
     step(predictor, [x.clone() for _ in range(3)], ids=ids)
-    assert tuner.records == [(1, 1, 1, 1), (2, 2, 2, 2)]
+    assert tuner.records == [(1, 1, 2, 1), (2, 0, 1, 2)]
+    assert tuner.steps == 1
+
+
+def test_a_layer_that_nobody_asked_about_teaches_the_tuner_nothing():
+    tuner = Told()
+    predictor = MeetingOfLayers([Gate(lambda x: x)] * 4, 2, 1, tuner)
+    for layer in range(4):
+        predictor.observe(layer, torch.randn(1, 4), torch.tensor([[0, 1]]), torch.ones(1, 2), Phase.DECODE)
+        if layer == 0:
+            predictor.predict(layer)
+    assert [record[0] for record in tuner.records] == [1]
     assert tuner.steps == 1
 
 
@@ -103,9 +114,12 @@ def test_a_prefill_teaches_the_tuner_nothing():
 def test_a_tuner_changes_how_many_meet():
     gates, weights = random_gates(LAYERS, EXPERTS, HIDDEN)
     inputs = random_inputs(LAYERS, 1, HIDDEN)
+    inputs[1:] += 2 * inputs[1:].mean(0)
+    want = [intersection(weights, inputs, 4, 0, 5, p) for p in (1, 3, 4)]
+    assert len(want[0]) > len(want[1]) > len(want[2])
     tuner = Heop(LAYERS, Setting(6, 1), Setting(6, 4))
     predictor = MeetingOfLayers(gates, 6, 1, tuner)
     for group in tuner._groups:
         group.setting = Setting(5, 3)
     named = step(predictor, [x.clone() for x in inputs])
-    assert {candidate.expert for candidate in named[3]} == intersection(weights, inputs, 4, 0, 5, 3)
+    assert {candidate.expert for candidate in named[3]} == want[1]

@@ -9,6 +9,7 @@ import torch
 
 from tests.experts.test_store import write
 from tests.small_model import fill, make_experts, random_weight
+from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.experts.store import FileStore, Manifest, StoreError, file_name
 from vllm_dymoe.kernels import Activation
@@ -16,6 +17,7 @@ from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter.checkpoint import cached_store
+from vllm_dymoe.vllm_adapter.foresight import Foresight
 from vllm_dymoe.vllm_adapter.log import logger
 from vllm_dymoe.vllm_adapter.rank_model import LayerSpec, RankModel, _check_belongs
 from vllm_dymoe.vllm_adapter.step_failures import StepFailures
@@ -81,7 +83,7 @@ def rank_model(packer=None, runtime=None):
     """A rank in the middle of its life, without the vLLM around it."""
     model = RankModel.__new__(RankModel)
     model._packer, model._store, model.runtime, model._served = packer, None, runtime, True
-    model.failures = StepFailures()
+    model.failures, model.foresight = StepFailures(), Foresight(Options())
     return model
 
 
@@ -108,11 +110,13 @@ def test_a_missing_expert_ends_the_start_and_leaves_nothing(tmp_path):
     model._loaded, model._layers = 0, [SPEC]
     model._vllm_config = type("Config", (), {"load_config": type("Load", (), {"load_format": "auto"})})
     with pytest.raises(StoreError, match=r"vllm-dymoe: .* lacks 3 .* gate projection of expert 5 in layer 1"):
-        model.layer_loaded()
+        model.layer_loaded(0, None)
     assert not os.listdir(tmp_path)
 
 
 class FailingRuntime:
+    predictor = None
+
     def __init__(self):
         self.calls = 0
 

@@ -4,11 +4,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_dymoe.policy.base import Policy, Tier
+from vllm_dymoe.policy.systems import SYSTEMS
 from vllm_dymoe.policy.uniform import UniformPolicy
 
+
+def _exact() -> Policy:
+    return UniformPolicy(Tier.HI)
+
+
 POLICIES: Mapping[str, Callable[..., Policy]] = {
-    "exact": lambda: UniformPolicy(Tier.HI),
+    "exact": _exact,
     "uniform-lo": lambda: UniformPolicy(Tier.LO),
+    **dict.fromkeys(SYSTEMS, _exact),
 }
 
 
@@ -26,4 +33,4 @@ def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
         raise ValueError(f'policy "{name}" does not take the policy_options {sorted(options or {})}') from error
 
 
-__all__ = ["POLICIES", "Policy", "Tier", "UniformPolicy", "make_policy"]
+__all__ = ["POLICIES", "SYSTEMS", "Policy", "Tier", "UniformPolicy", "make_policy"]

@@ -8,7 +8,10 @@ import torch
 
 
 class Phase(Enum):
-    """What a step is for. A step with any token of an unfinished prompt is prefill, whatever else it computes."""
+    """What a step is for: prefill if any of its requests computes more than one token of its own, else decode.
+
+    Drafted tokens are not a request's own. The last token of a prompt alone is a decode step, which it looks like.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -36,7 +39,8 @@ class Predictor(Protocol):
 
         Args:
             layer: position among the model's MoE layers; a step begins where it does not grow.
-            x: [tokens, hidden] bfloat16 or float16, the router's input; not to be kept beyond the step.
+            x: [tokens, hidden] bfloat16 or float16, the router's input. Another layer may overwrite it: copy what is to
+                be kept.
             ids: [tokens, top_k] int, local experts; negative where another rank has the expert.
             weights: [tokens, top_k] float32 routing weights.
             phase: of the whole step.

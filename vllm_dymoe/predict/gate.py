@@ -49,24 +49,24 @@ class Gate:
         """This rank's number of an expert; negative if another rank has it."""
         return expert if self.local is None else self.local[expert]
 
-    def agreement(self, x: torch.Tensor, ids: torch.Tensor) -> float:
+    def agreement(self, x: torch.Tensor, ids: torch.Tensor, tolerance: float = 0.0) -> float:
         """The share of a router's choices that this gate would have made too, 0 to 1.
 
         Args:
             x: [tokens, hidden], the router's input.
             ids: [tokens, top_k] int, this rank's experts; negative for another rank's, which are not compared.
+            tolerance: the share of a token's largest score by which a choice may miss.
         """
-        scores = self.scores(x)
+        scores, ids = self.scores(x), ids.long()
         if self.local is not None:
-            here = torch.tensor(self.local, device=scores.device)
-            everywhere = torch.full_like(ids, -1).long()
-            for expert, number in enumerate(here.tolist()):
-                everywhere[(ids == number) & (ids >= 0)] = expert
-            ids = everywhere
+            experts = torch.full((len(self.local) + 1,), -1, device=ids.device)
+            for expert, here in enumerate(self.local):
+                experts[here] = expert if here >= 0 else -1
+            ids = experts[ids]
         chosen = ids >= 0
         if not chosen.any():
             return 1.0
         # Not the two sets: experts of equal scores are interchangeable.
-        worst = scores.topk(ids.shape[1], dim=-1).values[:, -1:]
-        good = scores.gather(-1, ids.clamp(min=0).long()) >= worst
+        best = scores.topk(ids.shape[1], dim=-1).values
+        good = scores.gather(-1, ids.clamp(min=0)) >= best[:, -1:] - tolerance * best[:, :1].abs()
         return good[chosen].float().mean().item()

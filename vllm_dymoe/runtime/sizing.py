@@ -102,4 +102,6 @@ def plan_slots(
     slots = {tier: slots[tier] for tier in used}
     # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
     staging = {tier: 0 if count == every_expert else min(options.staging_slots, count) for tier, count in slots.items()}
+    if not options.keep_experts:
+        staging = slots
     return SlotPlan(limit, workspace_bytes, slots, staging)

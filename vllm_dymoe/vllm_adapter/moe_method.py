@@ -79,7 +79,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Complete the store when the last layer has been loaded."""
         self._expert_map = layer.expert_map
-        self.model.layer_loaded()
+        self.model.layer_loaded(self.position, layer)
 
     def apply(
         self,

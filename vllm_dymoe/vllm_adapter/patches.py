@@ -48,10 +48,12 @@ def _with_prepared_config(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_a_beginning(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
-        failures = _step_failures(self)
-        if failures is None or scheduler_output.total_num_scheduled_tokens == 0:
+        model = _rank_model(self)
+        if model is None or scheduler_output.total_num_scheduled_tokens == 0:
             return original(self, scheduler_output)
+        failures = model.failures
         failures.begin()
+        model.foresight.begin_step(scheduler_output)
         output = original(self, scheduler_output)
         return output if output is None else failures.finish(output)  # without an output, sample_tokens comes next
 
@@ -63,19 +65,19 @@ def _with_an_end(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         output = original(self, grammar_output)
-        failures = _step_failures(self)
-        return output if failures is None else failures.finish(output)
+        model = _rank_model(self)
+        return output if model is None else model.failures.finish(output)
 
     sample_tokens.dymoe_patched = True  # type: ignore[attr-defined]
     return sample_tokens
 
 
-def _step_failures(worker: Any) -> Any:
-    """The worker's StepFailures; None if its model is not ours."""
+def _rank_model(worker: Any) -> Any:
+    """The worker's RankModel; None if its model is not ours."""
     from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
 
     config = worker.vllm_config.quant_config
-    return config.model.failures if isinstance(config, DymoeConfig) and config.model is not None else None
+    return config.model if isinstance(config, DymoeConfig) else None
 
 
 def _without_failed_requests(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,7 +165,10 @@ PATCHES = (
     ),
     Patch(
         target=("vllm.v1.worker.gpu_worker.Worker", "execute_model"),
-        why="An expert that cannot be fetched must fail its step alone, so it has to be known where a step begins.",
+        why=(
+            "An expert that cannot be fetched must fail its step alone, so it has to be known where a step begins; and "
+            "whether it is a prefill is known here, of every attention backend."
+        ),
         wrapper=_with_a_beginning,
         removable="an exception of a model that fails a step and not the engine",
     ),

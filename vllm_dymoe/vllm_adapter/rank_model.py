@@ -18,12 +18,14 @@ from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.store import FileStore, HostStore, Manifest, MemoryStore, StoreError
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.policy import make_policy
+from vllm_dymoe.predict import Predictor, RoutedModel
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink, MemorySink
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter.checkpoint import cached_store, fingerprint, local_folder
+from vllm_dymoe.vllm_adapter.foresight import Foresight
 from vllm_dymoe.vllm_adapter.log import logger
 from vllm_dymoe.vllm_adapter.memory import automatic_budget
 from vllm_dymoe.vllm_adapter.patches import apply_patches
@@ -85,6 +87,7 @@ class RankModel:
         self._begin = time.perf_counter()
         self.runtime: MoERuntime | None = None
         self._served = False
+        self.foresight = Foresight(self.options)
 
     # -- creation ---------------------------------------------------------------------------------
 
@@ -142,8 +145,12 @@ class RankModel:
             if self._packer is not None:
                 self._packer.put_bias(layer, expert, projection, bias.cpu())
 
-    def layer_loaded(self) -> None:
+    def layer_loaded(self, position: int, routed_experts: Any) -> None:
         """Note that vLLM has loaded one more layer; with the last one the model can run.
+
+        Args:
+            position: of the layer.
+            routed_experts: vLLM's module for it.
 
         Raises:
             StoreError: the checkpoint lacks an expert, or the store cannot be written.
@@ -151,6 +158,7 @@ class RankModel:
         """
         with self._loading():
             self._prepare()
+        self.foresight.layer_loaded(position, routed_experts)
         self._loaded += 1
         if self._loaded < len(self._layers):
             return
@@ -163,8 +171,19 @@ class RankModel:
         assert self._store is not None
         device = torch.device(self._vllm_config.device_config.device)
         automatic = automatic_budget(self._vllm_config, device)
-        self.runtime = MoERuntime(self._store, self.options, device, automatic)
+        self.runtime = MoERuntime(self._store, self.options, device, automatic, predictor=self._predictor())
         announce(self.runtime, self._rank_name, seconds=time.perf_counter() - self._begin)
+
+    def _predictor(self) -> Predictor | None:
+        """What foresees the experts of coming layers."""
+        experts = self.experts
+
+        def hits() -> int:
+            assert self.runtime is not None
+            return self.runtime.cache.stats.hits
+
+        model = RoutedModel(len(experts.layers), experts.num_experts, experts.top_k, hits=hits)
+        return self.foresight.predictor(model)
 
     @property
     def _rank_name(self) -> str:
@@ -270,8 +289,10 @@ class RankModel:
         if not warming_up and not self._served:
             self._served = True
             self.runtime.reset_stats()
+        if self.runtime.predictor is not None and not self.foresight.agrees(layer, x, topk_ids):
+            self.runtime.predictor = None
         try:
-            return self.runtime.forward(layer, x, topk_weights, topk_ids, activation)
+            return self.runtime.forward(layer, x, topk_weights, topk_ids, activation, self.foresight.phase)
         except TransferError as error:
             if not self.failures.in_step and self.failures.alone:
                 raise  # vLLM warms up: the start ends with this sentence

@@ -1,0 +1,266 @@
+"""Finding gates in blocks of many shapes, and seeing through one that is not the gate."""
+
+import gc
+import logging
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from vllm_dymoe.config import Options
+from vllm_dymoe.predict import Gate, Phase, RoutedModel
+from vllm_dymoe.vllm_adapter.foresight import Foresight
+from vllm_dymoe.vllm_adapter.gates import GateCheck, GateError, ModuleTree, find_gate
+
+HIDDEN, EXPERTS, TOP_K = 12, 8, 2
+
+
+class Experts(nn.Module):
+    """As much of vLLM's RoutedExperts as matters."""
+
+    def __init__(self, **routing):
+        super().__init__()
+        self.layer_name = "model.layers.0.mlp.experts"
+        self.hidden_size = HIDDEN
+        self.moe_config = SimpleNamespace(num_experts=EXPERTS)
+        self.expert_map = None
+        self.scoring_func, self.e_score_correction_bias = "softmax", None
+        self.use_grouped_topk, self.num_expert_group, self.topk_group = False, None, None
+        for name, value in routing.items():
+            setattr(self, name, value)
+        self.inside = nn.Linear(HIDDEN, EXPERTS)  # whatever is part of the experts is not their gate
+
+
+class Runner(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.routed_experts = experts
+
+
+class Replicated(nn.Module):
+    """vLLM's linear layers have these names, may have no weight after loading, and answer with a pair."""
+
+    def __init__(self):
+        super().__init__()
+        self.input_size, self.output_size, self.params_dtype = HIDDEN, EXPERTS, torch.float32
+        self.linear = [nn.Linear(HIDDEN, EXPERTS)]  # hidden in a list: not a part
+
+    def forward(self, x):
+        assert x.dtype == self.params_dtype
+        return self.linear[0](x), None
+
+
+class Block(nn.Module):
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.experts = Runner(Experts())
+
+    @property
+    def routed(self):
+        return self.experts.routed_experts
+
+
+@pytest.fixture
+def tree():
+    tree = ModuleTree()
+    yield tree
+    tree.close()
+
+
+@pytest.fixture
+def warnings(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_the_linear_layer_next_to_the_experts(tree):
+    block = Block(gate=nn.Linear(HIDDEN, EXPERTS, bias=False), shared_expert_gate=nn.Linear(HIDDEN, 1))
+    x = torch.randn(3, HIDDEN)
+    assert torch.equal(find_gate(block.routed, tree).logits(x), block.gate(x))
+
+
+def test_a_gate_deeper_down_with_another_name(tree):
+    """As in DBRX; the input's dtype need not be the gate's."""
+    block = Block(router=nn.Sequential(nn.Identity(), Replicated()))
+    x = torch.randn(3, HIDDEN, dtype=torch.bfloat16)
+    assert torch.equal(find_gate(block.routed, tree).logits(x), block.router[1].linear[0](x.float()))
+
+
+def test_a_gate_higher_up(tree):
+    layer = nn.Module()
+    layer.router, layer.mlp = nn.Linear(HIDDEN, EXPERTS), Block()
+    x = torch.randn(3, HIDDEN)
+    assert torch.equal(find_gate(layer.mlp.routed, tree).logits(x), layer.router(x))
+
+
+def test_the_gate_is_the_block_s_own(tree):
+    model = nn.ModuleList(Block(gate=nn.Linear(HIDDEN, EXPERTS)) for _ in range(3))
+    x = torch.randn(3, HIDDEN)
+    for block in model:
+        assert torch.equal(find_gate(block.routed, tree).logits(x), block.gate(x))
+
+
+def test_two_that_could_be_it_are_none(tree):
+    block = Block(gate=nn.Linear(HIDDEN, EXPERTS), other=nn.Linear(HIDDEN, EXPERTS))
+    with pytest.raises(GateError, match="2 linear layers next to it lead from 12 to 8 features"):
+        find_gate(block.routed, tree)
+
+
+def test_the_gates_of_other_layers_are_not_taken(tree):
+    model = nn.ModuleList([Block(), Block(gate=nn.Linear(HIDDEN, EXPERTS)), Block(gate=nn.Linear(HIDDEN, EXPERTS))])
+    with pytest.raises(GateError, match="linear layers next to it"):
+        find_gate(model[0].routed, tree)
+
+
+def test_none_is_said_to_be_none(tree):
+    with pytest.raises(GateError, match="no linear layer next to it leads from 12 to 8 features"):
+        find_gate(Block(gate=nn.Linear(HIDDEN, EXPERTS + 1)).routed, tree)
+
+
+def test_scores_that_are_not_known_are_refused(tree):
+    block = Block(gate=nn.Linear(HIDDEN, EXPERTS))
+    block.routed.scoring_func = "sqrtsoftplus"
+    with pytest.raises(GateError, match="its scores are sqrtsoftplus"):
+        find_gate(block.routed, tree)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_how_scores_become_a_choice(tree, grouped):
+    block = Block(gate=nn.Linear(HIDDEN, EXPERTS))
+    block.routed.scoring_func, block.routed.e_score_correction_bias = "sigmoid", torch.randn(EXPERTS)
+    block.routed.use_grouped_topk, block.routed.num_expert_group, block.routed.topk_group = grouped, 4, 2
+    block.routed.expert_map = torch.tensor([0, -1] * 4)
+    gate = find_gate(block.routed, tree)
+    assert gate.scoring == "sigmoid"
+    assert gate.correction is block.routed.e_score_correction_bias
+    assert (gate.groups, gate.top_groups) == ((4, 2) if grouped else (0, 0))
+    assert gate.local == (0, -1) * 4
+
+
+def test_notes_end_with_the_tree():
+    before = len(torch_module._global_module_registration_hooks)
+    tree = ModuleTree()
+    block = weakref.ref(Block(gate=nn.Linear(HIDDEN, EXPERTS)))
+    gc.collect()
+    assert block() is not None
+    tree.close()
+    gc.collect()
+    assert block() is None
+    assert len(torch_module._global_module_registration_hooks) == before
+    forgotten = ModuleTree()
+    assert len(torch_module._global_module_registration_hooks) == before + 1
+    del forgotten
+    gc.collect()
+    assert len(torch_module._global_module_registration_hooks) == before
+
+
+# -- the check ------------------------------------------------------------------------------------
+
+
+def choice(gate, x):
+    return gate.scores(x).topk(TOP_K).indices.int()
+
+
+def test_a_gate_that_chooses_otherwise_is_found_out():
+    x = torch.randn(50, HIDDEN)
+    gates = [Gate(nn.Linear(HIDDEN, EXPERTS)) for _ in range(2)]
+    check = GateCheck(["model.layers.0", "model.layers.1"], list(gates))
+    check.check(0, x, choice(gates[0], x))
+    assert check
+    with pytest.raises(GateError, match=r"for model.layers.1 makes only \d\d% of vLLM's choices"):
+        check.check(1, x, choice(gates[0], x))
+    assert not check
+    check.check(1, x, choice(gates[0], x))  # asked once
+
+
+def test_near_ties_are_no_disagreement():
+    scores = torch.tensor([[0.3001, 0.3, 0.2, 0.1999, 0.0001]]).log()
+    GateCheck(["a"], [Gate(lambda x: x)]).check(0, scores, torch.tensor([[0, 1]]))
+    GateCheck(["a"], [Gate(lambda x: x)]).check(0, scores[:, [1, 0, 2, 3, 4]], torch.tensor([[1]]))
+    with pytest.raises(GateError):
+        GateCheck(["a"], [Gate(lambda x: x)]).check(0, scores, torch.tensor([[2]]))
+
+
+def test_a_correction_that_vllm_does_not_apply_is_dropped():
+    x = torch.randn(50, EXPERTS)
+    corrected = Gate(lambda x: x, correction=torch.randn(EXPERTS))
+    gates = [corrected, corrected]
+    check = GateCheck(["a", "b"], gates)
+    check.check(0, x, choice(corrected, x))
+    assert gates[0] is corrected
+    check.check(1, x, x.topk(TOP_K).indices)
+    assert gates[1].correction is None
+
+
+# -- together -------------------------------------------------------------------------------------
+
+
+def foresee(*blocks, prefetch="next-gate"):
+    foresight = Foresight(Options(prefetch=prefetch))
+    built = [make() for make in blocks]
+    for position, block in enumerate(built):
+        foresight.layer_loaded(position, block.routed)
+    return foresight, built, foresight.predictor(RoutedModel(len(built), EXPERTS, TOP_K))
+
+
+def good():
+    return Block(gate=nn.Linear(HIDDEN, EXPERTS))
+
+
+def test_the_predictor_asks_the_gates_that_were_found():
+    foresight, blocks, predictor = foresee(good, good)
+    x = torch.randn(1, HIDDEN)
+    ids = blocks[0].gate(x).topk(TOP_K).indices
+    assert foresight.agrees(0, x, ids)
+    predictor.observe(0, x, ids, torch.ones(ids.shape), Phase.DECODE)
+    expected = blocks[1].gate(x).topk(TOP_K).indices[0].tolist()
+    assert [candidate.expert for candidate in predictor.predict(0)] == expected
+
+
+def test_a_gate_that_is_not_there_gets_a_sentence_and_no_prefetch(warnings):
+    _, _, predictor = foresee(good, Block, good)
+    assert predictor is None
+    (sentence,) = warnings()
+    assert sentence == (
+        'vllm-dymoe: prefetch "next-gate" is off, because the gate of model.layers.0.mlp.experts cannot be used: '
+        "no linear layer next to it leads from 12 to 8 features; experts are fetched when their router names them."
+    )
+
+
+def test_a_gate_that_chooses_otherwise_gets_a_sentence_and_no_prefetch(warnings):
+    foresight, blocks, _ = foresee(good, good)
+    x = torch.randn(50, HIDDEN)
+    assert foresight.agrees(0, x, blocks[0].gate(x).topk(TOP_K).indices)
+    assert not foresight.agrees(1, x, blocks[0].gate(x).topk(TOP_K).indices)
+    (sentence,) = warnings()
+    assert "is off, because the gate that was found for model.layers.0.mlp.experts makes only" in sentence
+
+
+@pytest.mark.parametrize("prefetch", ["none", "layer", "popularity"])
+def test_schemes_without_gates_look_for_none(prefetch, warnings):
+    before = len(torch_module._global_module_registration_hooks)
+    foresight, _, predictor = foresee(Block, Block, prefetch=prefetch)
+    assert len(torch_module._global_module_registration_hooks) == before
+    assert (predictor is None) == (prefetch == "none")
+    assert foresight.agrees(0, torch.randn(3, HIDDEN), torch.zeros(3, TOP_K))
+    assert not warnings()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafted", "phase"),
+    [
+        ({"a": 1, "b": 1}, {}, Phase.DECODE),
+        ({"a": 1, "b": 7}, {}, Phase.PREFILL),
+        ({"a": 4, "b": 1}, {"a": [5, 6, 7]}, Phase.DECODE),
+        ({"a": 4, "b": 2}, {"a": [5, 6, 7]}, Phase.PREFILL),
+    ],
+)
+def test_the_phase_of_a_step(tokens, drafted, phase):
+    foresight = Foresight(Options())
+    foresight.begin_step(SimpleNamespace(num_scheduled_tokens=tokens, scheduled_spec_decode_tokens=drafted))
+    assert foresight.phase is phase

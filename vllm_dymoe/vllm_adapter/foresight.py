@@ -1,0 +1,81 @@
+"""The predictor of one rank: built from the gates that were found, and told of every step's phase."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vllm_dymoe.config import Options
+from vllm_dymoe.predict import Gate, Phase, Predictor, RoutedModel, make_scheme
+from vllm_dymoe.vllm_adapter.gates import GateCheck, GateError, ModuleTree, find_gate
+from vllm_dymoe.vllm_adapter.log import logger
+
+
+class Foresight:
+    """Finds gates while the model loads, and checks them when it runs.
+
+    Args:
+        options: validated options.
+
+    Attributes:
+        phase: of the running step.
+        gates: of every layer, in order; empty where the scheme needs none.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.phase = Phase.DECODE
+        self._scheme = make_scheme(options.prefetch, options.prefetch_options)
+        self._name = options.prefetch
+        self._tree = ModuleTree() if self._scheme.needs_gates else None
+        self._found: dict[int, tuple[str, Gate]] = {}
+        self.gates: list[Gate] = []
+        self._check = GateCheck([], [])
+
+    def layer_loaded(self, position: int, routed_experts: Any) -> None:
+        """Find the gate of one more layer."""
+        if self._tree is None:
+            return
+        try:
+            self._found[position] = (routed_experts.layer_name, find_gate(routed_experts, self._tree))
+        except GateError as error:
+            self._give_up(f"the gate of {routed_experts.layer_name} cannot be used: {error}")
+
+    def predictor(self, model: RoutedModel) -> Predictor | None:
+        """What foresees for the loaded model; None if nothing can or shall."""
+        if self._scheme.needs_gates:
+            if self._tree is None:
+                return None
+            self._tree.close()
+            names, gates = zip(*(self._found[position] for position in range(model.num_layers)), strict=True)
+            self.gates = list(gates)
+            self._check = GateCheck(names, self.gates)
+            model = replace(model, gates=self.gates)
+        return self._scheme.build(model)
+
+    def agrees(self, layer: int, x: torch.Tensor, ids: torch.Tensor) -> bool:
+        """Whether the gate of a layer chooses what vLLM chose; asked once for each layer, and true afterwards."""
+        if self._check:
+            try:
+                self._check.check(layer, x, ids)
+            except GateError as error:
+                self._give_up(str(error))
+                return False
+        return True
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """Take note of a step's phase: a prefill if any request computes more than one token that is not drafted."""
+        drafted = scheduler_output.scheduled_spec_decode_tokens
+        own = (
+            count - len(drafted.get(request, ())) for request, count in scheduler_output.num_scheduled_tokens.items()
+        )
+        self.phase = Phase.PREFILL if any(count > 1 for count in own) else Phase.DECODE
+
+    def _give_up(self, reason: str) -> None:
+        logger.warning(
+            'vllm-dymoe: prefetch "%s" is off, because %s; experts are fetched when their router names them.',
+            self._name,
+            reason,
+        )
+        if self._tree is not None:
+            self._tree.close()
+        self._tree, self._check = None, GateCheck([], [])

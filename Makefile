@@ -6,10 +6,10 @@ BIN := .venv/bin
 LINT_TREE := build/lint
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast engine check format bench-budget bench-gpu kernels-table clean
+.PHONY: help setup demo test fast engine check format bench-ablation bench-budget bench-gpu kernels-table clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## create .venv with vLLM for this machine (about 3 minutes; PYTHON=python3.12, DEVICE=cpu|cuda|auto)
 	@$(PYTHON) tools/setup.py --device $(DEVICE)
@@ -20,6 +20,10 @@ demo: setup ## serve a small model under a byte budget and watch it
 bench-budget: setup ## what a byte budget costs: vLLM, accelerate and this plugin (25 minutes, 20 GB of disk, a quiet machine)
 	@$(BIN)/python -m pip install --quiet accelerate
 	@$(BIN)/python benchmarks/budget/budget.py
+
+bench-ablation: setup ## what each part of the papers' systems buys over a slow link (20 minutes, 6 GB of disk, a quiet machine)
+	@$(BIN)/python -m pip install --quiet matplotlib
+	@$(BIN)/python benchmarks/ablation/ablation.py
 
 test: fast engine ## all tests
 

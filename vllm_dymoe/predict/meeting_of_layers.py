@@ -72,10 +72,16 @@ class MeetingOfLayers:
         tokens = len(meeting[-1])
         scores = gate.scores(torch.cat(meeting))
         best = scores.topk(min(k, scores.shape[1]), dim=-1)
-        ids, values = best.indices[-tokens:], best.values[-tokens:]
-        named = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best.indices, True)
-        agreed = named.view(len(meeting), tokens, -1).all(0)
-        ranked = rank_by_frequency(ids, values, scores.shape[1], agreed.gather(1, ids))
+        if tokens == 1:
+            sets = best.indices.tolist()
+            agreed = set(sets[-1]).intersection(*sets[:-1])
+            values = best.values[-1].tolist()
+            ranked = [(expert, score) for expert, score in zip(sets[-1], values, strict=True) if expert in agreed]
+        else:
+            ids = best.indices[-tokens:]
+            named = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best.indices, True)
+            kept = named.view(len(meeting), tokens, -1).all(0).gather(1, ids)
+            ranked = rank_by_frequency(ids[kept], best.values[-tokens:][kept], scores.shape[1])
         candidates = [Candidate(following, here, score) for expert, score in ranked if (here := gate.here(expert)) >= 0]
         self._named = frozenset(candidate.expert for candidate in candidates)
         return candidates

@@ -56,7 +56,10 @@ class NextGate:
         scores = gate.scores(x)
         decode = self._phase is Phase.DECODE
         best = scores.topk(min(self._decode_experts if decode else self._top_k, scores.shape[1]), dim=-1)
-        ranked = rank_by_frequency(best.indices, best.values, scores.shape[1])
+        if len(x) == 1:
+            ranked = list(zip(best.indices[0].tolist(), best.values[0].tolist(), strict=True))
+        else:
+            ranked = rank_by_frequency(best.indices.flatten(), best.values.flatten(), scores.shape[1])
         if not decode:
             ranked = ranked[: self._prefill_experts]
         return [Candidate(following, here, score) for expert, score in ranked if (here := gate.here(expert)) >= 0]

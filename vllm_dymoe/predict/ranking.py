@@ -3,24 +3,17 @@
 import torch
 
 
-def rank_by_frequency(
-    ids: torch.Tensor, scores: torch.Tensor, num_experts: int, keep: torch.Tensor | None = None
-) -> list[tuple[int, float]]:
+def rank_by_frequency(ids: torch.Tensor, scores: torch.Tensor, num_experts: int) -> list[tuple[int, float]]:
     """Experts by how many tokens chose them (DyMoE Eq. 7), those of the same number by their summed scores.
 
     Args:
-        ids: [tokens, k] int64, the experts that each token chooses, best first.
-        scores: float32 [tokens, k], each choice's score.
+        ids: int64 [choices], an expert for each choice of each token.
+        scores: float32 [choices].
         num_experts: experts that there are.
-        keep: bool [tokens, k], the choices that count; None for all.
 
     Returns:
-        The chosen experts, best first, each with its number of tokens; of a single token each with its score.
+        The chosen experts, best first, each with its number of tokens.
     """
-    if len(ids) == 1:
-        single = list(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
-        return single if keep is None else [pair for pair, kept in zip(single, keep[0].tolist(), strict=True) if kept]
-    ids, scores = (ids.flatten(), scores.flatten()) if keep is None else (ids[keep], scores[keep])
     counts = torch.bincount(ids, minlength=num_experts)
     mass = torch.zeros(num_experts, device=ids.device).index_add_(0, ids, scores)
     order = mass.argsort(descending=True)

@@ -1,0 +1,51 @@
+"""The rows of the papers' tables, as options of this plugin."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+CACHE = "cache"
+ORACLE = "oracle"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row.
+
+    Attributes:
+        rows: which rows of which tables it is.
+        options: of the plugin.
+        everywhere: measured on every link and budget, not on one link alone.
+    """
+
+    rows: str
+    options: dict[str, Any] = field(default_factory=dict)
+    everywhere: bool = False
+
+
+def _meeting(projections: int, *, tune: bool) -> dict[str, Any]:
+    return {
+        "prefetch": "meeting-of-layers",
+        # The paper's K is three quarters of the experts per token: 3 of Qwen1.5-MoE's 4.
+        "prefetch_options": {"p": 3, "tune": tune, "update_every": 4, "rounds": 16},
+        "prefetch_projections": projections,
+    }
+
+
+def _next_gate(projections: int) -> dict[str, Any]:
+    return {"prefetch": "next-gate", "prefetch_projections": projections}
+
+
+# DyMoE's rows 4 to 6 need its precision schedule, which is not there yet.
+VARIANTS = {
+    "on-demand": Variant("DyMoE 3, row 1; Accelerate", {"policy": "on-demand"}, everywhere=True),
+    CACHE: Variant("DyMoE 3, row 2", {}, everywhere=True),
+    "next-gate": Variant("DyMoE 3, row 3; FIRM 1, baseline", _next_gate(3), everywhere=True),
+    "next-gate, n = 1": Variant("FIRM 1, + FG", _next_gate(1)),
+    "meeting of layers": Variant("FIRM 1, + MoL", _meeting(3, tune=False)),
+    "meeting of layers, n = 1": Variant("FIRM 1, + FG + MoL", _meeting(1, tune=False)),
+    "firm, n = 1": Variant("FIRM 1, all; FIRM 2, n = 1", _meeting(1, tune=True)),
+    "firm, n = 2": Variant("FIRM 2, n = 2", _meeting(2, tune=True), everywhere=True),
+    "popularity": Variant("DuoServe-MoE, without its predictor", {"prefetch": "popularity"}),
+    "layer": Variant("MoESys", {"prefetch": "layer"}),
+    ORACLE: Variant("bound of every predictor", {"prefetch": "popularity"}, everywhere=True),
+}

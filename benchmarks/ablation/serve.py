@@ -164,7 +164,8 @@ def fill(runtime: Any, layer: int) -> None:
     import torch
 
     experts, top_k = runtime.experts.num_experts, runtime.experts.top_k
-    x = torch.zeros(experts, runtime.experts.hidden_size, dtype=torch.bfloat16)
+    hidden = next(iter(runtime.experts.formats.values())).hidden
+    x = torch.zeros(experts, hidden, dtype=torch.bfloat16)
     ids = (torch.arange(experts)[:, None] + torch.arange(top_k)) % experts
     runtime.forward(layer, x, torch.full(ids.shape, 1 / top_k), ids.int())
 

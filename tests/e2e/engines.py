@@ -115,6 +115,24 @@ def recorded_layers(runtime: Any) -> Iterator[list[torch.Tensor]]:
         del runtime.forward
 
 
+@contextlib.contextmanager
+def gates_compared(llm: Any) -> Iterator[list[float]]:
+    """Collect, for every MoE layer of every step, the share of vLLM's choices that the layer's gate would have made."""
+    model = llm.llm_engine.vllm_config.quant_config.loaded_model()
+    shares: list[float] = []
+    original = model.runtime.forward
+
+    def forward(layer: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        shares.append(model.foresight.gates[layer].agreement(x, ids))
+        return original(layer, x, weights, ids, *rest)
+
+    model.runtime.forward = forward
+    try:
+        yield shares
+    finally:
+        del model.runtime.forward
+
+
 def equal_share(ours: list[Answer], theirs: list[Answer]) -> float:
     """Share of equal tokens among those that can be compared: up to each prompt's first difference.
 

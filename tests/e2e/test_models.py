@@ -1,4 +1,4 @@
-"""Architectures through the real engine: vLLM's own tokens at 16 bits, and the same bits at every budget.
+"""Architectures through the real engine: vLLM's own tokens at 16 bits, its gates, and the same bits at every budget.
 
 A model costs three starts of an engine: vLLM without the plugin, 16 bits and 4 bits. Budgets are changed while it runs.
 """
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.e2e.architectures import ARCHITECTURES, VOCABULARY
-from tests.e2e.engines import answer, check_logprobs_close, engine, recorded_layers, runtime_of
+from tests.e2e.engines import answer, check_logprobs_close, engine, gates_compared, recorded_layers, runtime_of
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import Recipe, convert
 
@@ -77,8 +77,12 @@ def tokens_at_four_bits(root, name):
 def test_sixteen_bits_agree_with_vllm_at_every_budget(name, folder):
     with serve(checkpoint(folder, name)) as llm:
         theirs = answer(llm, prompts(), TOKENS)
-    with serve(checkpoint(folder, name), {"hi": 16}) as llm:
+    with serve(checkpoint(folder, name), {"hi": 16, "prefetch": "next-gate"}) as llm:
+        with gates_compared(llm) as shares:
+            answer(llm, prompts(), max_tokens=2)
         ours = answers_at_every_budget(llm)
+    # The gate that was found for a layer, given that layer's own input, chooses exactly what vLLM chose.
+    assert min(shares) == 1
     check_logprobs_close(ours, theirs)
     for a, b in zip(ours, theirs, strict=True):
         # Both were given the same text for their first token. Measured: at most 0.05, from the rounding of bfloat16.

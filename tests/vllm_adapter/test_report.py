@@ -78,3 +78,23 @@ def test_the_first_line_says_what_is_active(store):
         "host store: host memory (not page-locked",
     ):
         assert part in line, part
+
+
+def test_who_keeps_no_expert_because_it_was_asked_to_is_not_warned(store):
+    assert warnings(runtime_with(store, slots=LAYERS * TOP_K, policy="on-demand")) == []
+
+
+@pytest.mark.parametrize("policy", ["dymoe", "duoserve"])
+def test_what_a_system_lacks_is_said(store, policy):
+    sentence, *_ = warnings(runtime_with(store, slots=LAYERS * EXPERTS, policy=policy))
+    assert sentence.startswith(f'policy "{policy}" is not complete yet: its ')
+
+
+def test_a_prefetch_that_has_nothing_to_hide_behind_is_said(store):
+    (sentence,) = warnings(runtime_with(store, slots=LAYERS * EXPERTS, prefetch="layer"))
+    assert sentence.startswith('prefetch "layer" fetches nothing ahead while experts come from memory')
+    assert warnings(runtime_with(store, slots=LAYERS * EXPERTS, prefetch="layer", link_gbps=1.0)) == []
+
+
+def test_prefetch_is_announced(store):
+    assert "; policy firm; prefetch meeting-of-layers; hi" in describe(runtime_with(store, slots=4, policy="firm"))

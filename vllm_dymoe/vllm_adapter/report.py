@@ -6,6 +6,11 @@ from vllm_dymoe.runtime.sizing import tier_bits
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter.log import logger
 
+_INCOMPLETE = {
+    "dymoe": "its precision schedule is missing, and every expert is computed in the high tier",
+    "duoserve": "its trained predictor is missing, and popularity stands in for it",
+}
+
 
 def announce(runtime: MoERuntime, rank: str, seconds: float) -> None:
     """Say in one line what is active, and warn if the cache cannot work.
@@ -21,7 +26,7 @@ def announce(runtime: MoERuntime, rank: str, seconds: float) -> None:
 
 
 def describe(runtime: MoERuntime, rank: str = "") -> str:
-    """Model, policy, tiers, budget, slots and store in one line; a budget is each rank's own."""
+    """Model, policy, prefetch, tiers, budget, slots and store in one line; a budget is each rank's own."""
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
     layers = len(experts.layers)
     tiers = []
@@ -36,7 +41,7 @@ def describe(runtime: MoERuntime, rank: str = "") -> str:
         )
     return (
         f"vllm-dymoe {__version__} is active: {layers} MoE layers x {experts.num_experts} experts, "
-        f"top {experts.top_k}; policy {options.policy}; {'; '.join(tiers)}; "
+        f"top {experts.top_k}; policy {options.policy}; prefetch {options.prefetch}; {'; '.join(tiers)}; "
         f"budget {size(plan.limit)} of {size(experts.nbytes(options.hi))}{f' on {rank} alone' if rank else ''}; "
         f"kernel {runtime.kernel.name}; host store: {runtime.store.description}."
     )
@@ -44,9 +49,17 @@ def describe(runtime: MoERuntime, rank: str = "") -> str:
 
 def warnings(runtime: MoERuntime) -> list[str]:
     """Sentences about settings that work, but badly."""
-    experts, plan = runtime.experts, runtime.plan
+    experts, options, plan = runtime.experts, runtime.options, runtime.plan
     found = []
-    for tier in plan.slots:
+    if options.policy in _INCOMPLETE:
+        found.append(f'policy "{options.policy}" is not complete yet: {_INCOMPLETE[options.policy]}.')
+    if options.prefetch != "none" and runtime.device.type == "cpu" and options.link_gbps is None:
+        found.append(
+            f'prefetch "{options.prefetch}" fetches nothing ahead while experts come from memory or the page cache, '
+            "because the cores that would copy them are computing; it works where they come from a disk, on a GPU, and "
+            "with link_gbps."
+        )
+    for tier in plan.slots if options.keep_experts else ():
         least = min(plan.quotas(tier, len(experts.layers)))
         if least == 0:
             found.append(

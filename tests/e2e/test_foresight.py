@@ -1,0 +1,62 @@
+"""Foreseeing through the real engine: the gates are vLLM's, guesses are good, and only time depends on them."""
+
+import pytest
+import torch
+
+from tests.e2e.engines import answer, engine, gates_compared, prompts, recorded_layers, runtime_of
+from vllm_dymoe.predict.next_gate import NextGate
+
+pytestmark = pytest.mark.engine
+
+BUDGET = "25%"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    # A link on which the shipped model's experts take about a millisecond each: there is something to hide.
+    options = {"hi": 4, "policy": "firm", "expert_budget": BUDGET, "link_gbps": 0.03}
+    with engine(dymoe=options | {"staging_slots": 4, "prefetch_options": {"update_every": 2, "rounds": 4}}) as llm:
+        yield llm
+
+
+def answered(llm):
+    """Tokens and every layer's output, from an empty cache."""
+    runtime = runtime_of(llm)
+    runtime.resize(BUDGET)
+    runtime.reset_stats()
+    with recorded_layers(runtime) as layers:
+        answers = [answer(llm, [text], max_tokens=24)[0] for text in prompts()[:3]]
+    runtime.check_integrity()
+    return [a.tokens for a in answers], layers
+
+
+def test_gates_choose_what_vllm_chooses(llm):
+    with gates_compared(llm) as shares:
+        answer(llm, prompts()[:4], max_tokens=4)
+    assert len(shares) >= 4 * 8
+    assert min(shares) == 1
+
+
+def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(llm):
+    runtime = runtime_of(llm)
+    meeting = runtime.predictor
+    tokens, layers = answered(llm)
+    stats = runtime.stats()
+    # Measured: accuracy 0.77 and utilisation 0.91 for the meeting of layers, 0.85 and 0.87 for the next gate.
+    assert stats.predictions["right"] / stats.predictions["named"] > 0.8
+    assert stats.prefetches["useful"] + stats.prefetches["late"] > stats.prefetches["wasted"]
+    assert meeting.predictor._tuner.settled
+
+    runtime.predictor = type(meeting)(NextGate(meeting.predictor._gates, top_k=4))
+    next_tokens, next_layers = answered(llm)
+    stats = runtime.stats()
+    assert stats.predictions["right"] / stats.predictions["wanted"] > 0.75
+    assert stats.prefetches["useful"] > 0
+
+    runtime.predictor = None
+    plain_tokens, plain_layers = answered(llm)
+    assert sum(runtime.stats().prefetches.values()) == 0
+    assert tokens == next_tokens == plain_tokens
+    for outputs in (layers, next_layers):
+        assert all(torch.equal(a, b) for a, b in zip(outputs, plain_layers, strict=True))
+    runtime.predictor = meeting

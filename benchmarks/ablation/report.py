@@ -122,13 +122,18 @@ def aims(results: dict[str, Any]) -> Iterator[list[str]]:
         possible = cases[CACHE]["tpot_ms"] / decode_bound(common, cases)
         if possible < 1.3:
             continue
-        ahead = {name: case for name, case in cases.items() if case["predictions"]["wanted"] and name != "oracle"}
+        ahead = {name: case for name, case in cases.items() if case["predictions"]["wanted"] and "oracle" not in name}
+        if not ahead:
+            continue
         best = min(ahead, key=lambda name: ahead[name]["tpot_ms"])
         yield [
             f"decode: times as fast as the cache alone, {model}, {link}, {budget}; {possible:.2f} would be the bound",
             "at least 1.3",
             f"{cases[CACHE]['tpot_ms'] / ahead[best]['tpot_ms']:.2f}",
-            f"{best}; the oracle {cases[CACHE]['tpot_ms'] / cases['oracle']['tpot_ms']:.2f}",
+            f"{best}; the oracles "
+            + ", ".join(
+                f"{cases[CACHE]['tpot_ms'] / cases[name]['tpot_ms']:.2f}" for name in cases if "oracle" in name
+            ),
         ]
     for whole, part in (("next-gate", "next-gate, n = 1"), ("meeting of layers", "meeting of layers, n = 1")):
         found = [
@@ -145,7 +150,7 @@ def show(results: dict[str, Any]) -> None:
     tables = [("The emulated links", RATIO_HEAD, ratios(results))]
     for model, link, budget, common, cases in cells(results):
         tables.append((_title(model, link, budget, common, cases), HEAD, rows(common, cases)))
-    if all("on-demand" in cases and "oracle" in cases for *_, cases in cells(results)):
+    if all("on-demand" in cases for *_, cases in cells(results)):
         tables.append(("Aims", ["", "aim", "reached", "where"], aims(results)))
     for title, head, lines in tables:
         table = Table(title=title, title_justify="left")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware import LINKS, Shape, ratio
-from variants import CACHE, ORACLE, VARIANTS
+from variants import CACHE, VARIANTS
 
 OPTIONS = {"hi": 4, "lo": 0}
 
@@ -108,22 +108,19 @@ def case(answers: Answers, gbps: float) -> dict[str, Any]:
 
 
 def measure(llm: Any, variant: str, budget: str, gbps: float, plan: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """One variant at one budget; the oracle sees a run before it foresees it."""
-    runtime = runtime_of(llm)
-    if variant == ORACLE:
-        from vllm_dymoe.predict import Measured
-        from vllm_dymoe.predict.oracle import Oracle
+    """One variant at one budget; an oracle sees a run before it foresees it."""
+    from vllm_dymoe.predict import Measured
+    from vllm_dymoe.predict.oracle import Oracle
 
-        oracle = Oracle()
+    runtime, oracle = runtime_of(llm), None
+    if VARIANTS[variant].oracle:
+        oracle = Oracle(VARIANTS[variant].oracle)
         runtime.predictor = Measured(oracle)
+        Answers(llm, plan.prompts, plan.new_tokens)
+        runtime.predictor = None
     runtime.resize(budget)
     Answers(llm, plan.prompts[-1:], plan.new_tokens)  # the cache has something to work with
-    if variant == ORACLE:
-        runtime.predictor = Measured(oracle := Oracle())
-        Answers(llm, plan.prompts, plan.new_tokens)
-        runtime.resize(budget)
-        runtime.predictor = None
-        Answers(llm, plan.prompts[-1:], plan.new_tokens)
+    if oracle is not None:
         oracle.rewind()
         runtime.predictor = Measured(oracle)
     answers = Answers(llm, plan.prompts, plan.new_tokens)

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CACHE = "cache"
-ORACLE = "oracle"
 
 
 @dataclass(frozen=True)
@@ -15,11 +14,13 @@ class Variant:
         rows: which rows of which tables it is.
         options: of the plugin.
         everywhere: measured on every link and budget, not on one link alone.
+        oracle: how many layers ahead an oracle looks, in place of the scheme's predictor; 0 for no oracle.
     """
 
     rows: str
     options: dict[str, Any] = field(default_factory=dict)
     everywhere: bool = False
+    oracle: int = 0
 
 
 def _meeting(projections: int, *, tune: bool) -> dict[str, Any]:
@@ -31,8 +32,11 @@ def _meeting(projections: int, *, tune: bool) -> dict[str, Any]:
     }
 
 
-def _next_gate(projections: int) -> dict[str, Any]:
-    return {"prefetch": "next-gate", "prefetch_projections": projections}
+def _next_gate(projections: int, layers: int = 1) -> dict[str, Any]:
+    return {"prefetch": "next-gate", "prefetch_options": {"layers": layers}, "prefetch_projections": projections}
+
+
+_ANY = {"prefetch": "popularity"}  # an oracle takes its predictor's place
 
 
 # DyMoE's rows 4 to 6 need its precision schedule, which is not there yet.
@@ -47,5 +51,7 @@ VARIANTS = {
     "firm, n = 2": Variant("FIRM 2, n = 2", _meeting(2, tune=True), everywhere=True),
     "popularity": Variant("DuoServe-MoE, without its predictor", {"prefetch": "popularity"}),
     "layer": Variant("MoESys", {"prefetch": "layer"}),
-    ORACLE: Variant("bound of every predictor", {"prefetch": "popularity"}, everywhere=True),
+    "next-gate, 3 layers": Variant("not in the papers", _next_gate(3, layers=3), everywhere=True),
+    "oracle": Variant("bound of every predictor of the next layer", _ANY, everywhere=True, oracle=1),
+    "oracle, 3 layers": Variant("bound of those that look further", _ANY, everywhere=True, oracle=3),
 }

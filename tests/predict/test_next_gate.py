@@ -56,6 +56,17 @@ def test_nothing_comes_after_the_last_layer():
     assert ask(NextGate(gates, top_k=3), 1, random_inputs(1, 1, 5)[0], Phase.DECODE) == []
 
 
+def test_decode_looks_as_many_layers_ahead_as_it_is_asked_to():
+    gates, weights = random_gates(5, 8, 5)
+    x = random_inputs(1, 1, 5)[0]
+    predictor = NextGate(gates, top_k=2, layers=3)
+    for layer, coming in ((0, (1, 2, 3)), (3, (4,)), (4, ())):
+        candidates = ask(predictor, layer, x, Phase.DECODE)
+        expected = [(later, expert) for later in coming for expert in best_of(weights[later], x[0], 2)]
+        assert [(candidate.layer, candidate.expert) for candidate in candidates] == expected
+    assert {candidate.layer for candidate in ask(predictor, 0, x, Phase.PREFILL)} == {1}
+
+
 def test_experts_of_other_ranks_are_not_named():
     gate = Gate(lambda x: x, local=(-1, 0, -1, 1))
     x = torch.tensor([[4.0, 3.0, 2.0, 1.0]])

@@ -23,7 +23,7 @@ class Candidate(NamedTuple):
     Attributes:
         layer: position of its layer among the model's MoE layers, later than the one that was observed.
         expert: its number on this rank.
-        score: larger is likelier; comparable within one answer only.
+        score: larger is likelier; comparable within one answer, and for one layer, only.
     """
 
     layer: int
@@ -48,7 +48,7 @@ class Predictor(Protocol):
         ...
 
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """Experts that layers after ``layer`` will want, best first; empty if there is nothing to say.
+        """Experts that layers after ``layer`` will want, the most useful first; empty if there is nothing to say.
 
         Args:
             layer: the one that was observed last.

@@ -6,7 +6,8 @@ With h_i the router's input of token i in layer l, and W_g the gate of the next 
     s_i = TopK_k(g_i),  c_e = sum_i 1(e in s_i)       (Eq. 7)  prefill: the t experts of the largest c_e
     P = TopK_t(g_i)                                   (Eq. 8)  decode: the t experts of the largest g_i
 
-The residual stream changes little from layer to layer, which is why this finds most of them.
+The residual stream changes little from layer to layer, which is why this finds most of them. The paper asks the next
+layer's gate alone; the gates of layers further on can be asked too, whose answers are worth less and come after it.
 """
 
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ class NextGate:
         top_k: experts per token of the model.
         decode_experts: t of Eq. 8, for each token of the step; ``top_k`` if None.
         prefill_experts: t of Eq. 7, for the whole step; every expert that a token chooses if None.
+        layers: how many layers after this one are foreseen in decode; a prefill has enough to do with the next.
     """
 
     def __init__(
@@ -34,11 +36,13 @@ class NextGate:
         top_k: int,
         decode_experts: int | None = None,
         prefill_experts: int | None = None,
+        layers: int = 1,
     ) -> None:
         self._gates = gates
         self._top_k = top_k
         self._decode_experts = decode_experts or top_k
         self._prefill_experts = prefill_experts
+        self._layers = layers
         self._x: torch.Tensor | None = None
         self._phase = Phase.DECODE
 
@@ -47,12 +51,16 @@ class NextGate:
         self._x, self._phase = x, phase
 
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """Experts of the next layer."""
+        """Experts of the next layers, the nearest first."""
         x, self._x = self._x, None
-        following = layer + 1
-        if x is None or following >= len(self._gates):
+        if x is None:
             return []
-        gate = self._gates[following]
+        depth = self._layers if self._phase is Phase.DECODE else 1
+        coming = range(layer + 1, min(layer + 1 + depth, len(self._gates)))
+        return [candidate for later in coming for candidate in self._ask(later, x)]
+
+    def _ask(self, later: int, x: torch.Tensor) -> list[Candidate]:
+        gate = self._gates[later]
         scores = gate.scores(x)
         decode = self._phase is Phase.DECODE
         best = scores.topk(min(self._decode_experts if decode else self._top_k, scores.shape[1]), dim=-1)
@@ -62,4 +70,4 @@ class NextGate:
             ranked = rank_by_frequency(best.indices.flatten(), best.values.flatten(), scores.shape[1])
         if not decode:
             ranked = ranked[: self._prefill_experts]
-        return [Candidate(following, here, score) for expert, score in ranked if (here := gate.here(expert)) >= 0]
+        return [Candidate(later, here, score) for expert, score in ranked if (here := gate.here(expert)) >= 0]

@@ -82,10 +82,12 @@ class NextGateScheme(Scheme):
     """t of Eq. 8, for each token of a decode step; the model's experts per token if not set."""
     prefill_experts: PositiveInt | None = None
     """t of Eq. 7, for a whole prefill step; every expert that a token would choose if not set."""
+    layers: PositiveInt = 1
+    """How many layers ahead decode looks; the paper's is 1."""
 
     def build(self, model: RoutedModel) -> NextGate:
         """See :mod:`~vllm_dymoe.predict.next_gate`."""
-        return NextGate(model.gates, model.top_k, self.decode_experts, self.prefill_experts)
+        return NextGate(model.gates, model.top_k, self.decode_experts, self.prefill_experts, self.layers)
 
 
 class MeetingScheme(Scheme):

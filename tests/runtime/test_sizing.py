@@ -80,3 +80,11 @@ def test_the_machine_has_memory_for_an_automatic_budget(device, monkeypatch):
     assert automatic_budget(two, device) == 3 * 2**29, "two ranks share the machine's memory"
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "20")
     assert automatic_budget(config, device) == 0
+
+
+@pytest.mark.parametrize("budget", ["100%", "50%"])
+def test_layers_that_shall_keep_nothing_keep_nothing(budget):
+    options = Options(hi=4, group_size=32, keep_experts=False)
+    plan = plan_slots(EXPERTS, options, frozenset((Tier.HI,)), limit(budget), WORKSPACE)
+    assert plan.slots[Tier.HI] > 0
+    assert plan.quotas(Tier.HI, 3) == [0, 0, 0]

@@ -74,6 +74,7 @@ def test_a_share_resolves_to_bytes():
         ({"host_store": "cloud"}, {}, "host_store"),
         ({"staging_slots": 0}, {}, "staging_slots = 0"),
         ({"io_threads": -1}, {}, "io_threads = -1"),
+        ({"policy": ["firm"]}, {}, "policy = .*input should be a valid string"),
         ("25%", {}, "must be an object of options"),
     ],
 )

@@ -140,7 +140,7 @@ class Options(BaseModel):
     prefetch_options: dict[str, Any] = {}
     """Parameters of the prefetch scheme, by name."""
     prefetch_projections: Literal[3, 2, 1] = 3
-    """Projections of an expert that are fetched ahead: gate; gate and up; or all three (FIRM-MoE's n)."""
+    """Projections of an expert that are fetched ahead: all, gate and up, or gate only (FIRM-MoE's n)."""
     keep_experts: bool = True
     """Whether layers keep experts for later steps; without, every step fetches all that it needs."""
     staging_slots: int = Field(default=2, ge=1)
@@ -149,8 +149,6 @@ class Options(BaseModel):
     """Threads that read the host store; 0 reads only when an expert is waited for."""
     transfer_timeout_s: float = Field(default=60, ge=0)
     """Seconds that one expert's transfer may take before the requests that wait for it fail; 0 waits for ever."""
-    prefetch_projections: Literal[3, 2, 1] = 3
-    """Projections of an expert that are fetched ahead: all, gate and up, or gate only."""
     link_gbps: float | None = Field(default=None, gt=0)
     """Rate in 1e9 bytes per second of an emulated link between host store and device, on a CPU; none by default."""
     seed: int = 0
@@ -161,7 +159,7 @@ class Options(BaseModel):
     def _complete_system(cls, values: Any) -> Any:
         from vllm_dymoe.policy import SYSTEMS
 
-        return SYSTEMS.get(values.get("policy", ""), {}) | values if isinstance(values, dict) else values
+        return {**SYSTEMS.get(str(values.get("policy")), {}), **values} if isinstance(values, dict) else values
 
     @field_validator("expert_budget", mode="before")
     @classmethod

@@ -80,7 +80,8 @@ def test_the_defaults_are_accepted():
         ({"expert_bugdet": "25%"}, 'expert_bugdet is not an option; did you mean "expert_budget"?'),
         ({"hi": 3}, "additional_config.dymoe.hi = 3: input should be 16, 8, 4 or 2."),
         ({"hi": 4, "lo": 8}, "lo is 8 bits but must be below hi"),
-        ({"policy": "dymoe"}, 'policy "dymoe" does not exist; choose one of exact, uniform-lo'),
+        ({"policy": "dynaexq"}, 'policy "dynaexq" does not exist; choose one of duoserve, dymoe, exact'),
+        ({"prefetch": "dymoe"}, 'prefetch "dymoe" does not exist; choose one of none, layer'),
         ("25%", "additional_config.dymoe must be an object of options"),
     ],
 )

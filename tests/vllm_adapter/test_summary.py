@@ -18,6 +18,7 @@ STATS = RuntimeStats(
     exposed_wait_seconds=1.25,
     prefetches={"useful": 0, "late": 0, "wasted": 0, "cancelled": 0},
     prefetch_interval=1,
+    predictions={"named": 0, "wanted": 0, "right": 0},
     budget_bytes=4 << 30,
     peak_expert_bytes=3 << 30,
     slots={"hi": 5},

@@ -22,7 +22,7 @@ from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, ExpertKernel, combine, make_kernel
 from vllm_dymoe.policy import Policy, make_policy
 from vllm_dymoe.policy.base import Routing
-from vllm_dymoe.predict import Phase, Predictor
+from vllm_dymoe.predict import Measured, Phase, PredictionStats, Predictor
 from vllm_dymoe.runtime.grouping import group_by_expert
 from vllm_dymoe.runtime.pipeline import Pipeline
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
@@ -76,7 +76,7 @@ class MoERuntime:
         self.engine = engine or make_engine(
             store, device, options.io_threads, largest, options.transfer_timeout_s or None, options.link_gbps
         )
-        self.predictor = predictor
+        self.predictor = None if predictor is None else Measured(predictor)
         self._bits = {tier: tier_bits(options, tier) for tier in Tier}
         self._automatic_budget = automatic_budget
         self._cache_stats, self._prefetch_stats = CacheStats(), PrefetchStats()
@@ -232,13 +232,18 @@ class MoERuntime:
 
     def stats(self) -> RuntimeStats:
         """Counts since the start or the last ``reset_stats``."""
-        return RuntimeStats.collect(self.cache, self.engine.stats, self._prefetch_stats, self.budget, self.plan)
+        predictions = self.predictor.stats if self.predictor is not None else PredictionStats()
+        return RuntimeStats.collect(
+            self.cache, self.engine.stats, self._prefetch_stats, predictions, self.budget, self.plan
+        )
 
     def reset_stats(self) -> None:
         """Count from zero, for instance after warm-up."""
         self._cache_stats = self.cache.stats = CacheStats()
         self.engine.stats = TransferStats()
         self._prefetch_stats.reset()
+        if self.predictor is not None:
+            self.predictor.stats = PredictionStats()
 
     def close(self) -> None:
         """End the transfer threads and close the store."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_dymoe.experts.budget import BudgetTracker
 from vllm_dymoe.experts.cache import CacheStats, ExpertCache
+from vllm_dymoe.predict import PredictionStats
 from vllm_dymoe.runtime.prefetch import PrefetchStats
 from vllm_dymoe.runtime.sizing import SlotPlan
 from vllm_dymoe.transfer import Reason, TransferStats
@@ -30,6 +31,9 @@ class RuntimeStats:
         prefetches: experts that were fetched ahead, by what became of them: useful (needed, and there in time), late
             (needed while they were on their way), wasted (not needed), cancelled (before a byte moved).
         prefetch_interval: one of so many predictions is acted on; more than 1 where few of them were needed.
+        predictions: experts named ahead (named), those that routers then chose in the same layers (wanted), and experts
+            that are both (right): right / wanted is FIRM-MoE's prediction accuracy (Eq. 7), right / named its expert
+            utilisation (Eq. 8).
         slots: slots by tier.
         resident_experts: experts that are complete on the device, by tier.
     """
@@ -48,6 +52,7 @@ class RuntimeStats:
     peak_expert_bytes: int
     prefetches: dict[str, int]
     prefetch_interval: int
+    predictions: dict[str, int]
     slots: dict[str, int]
     resident_experts: dict[str, int]
 
@@ -57,6 +62,7 @@ class RuntimeStats:
         experts: ExpertCache,
         transfer: TransferStats,
         prefetch: PrefetchStats,
+        predictions: PredictionStats,
         budget: BudgetTracker,
         plan: SlotPlan,
     ) -> "RuntimeStats":
@@ -77,6 +83,7 @@ class RuntimeStats:
             peak_expert_bytes=budget.peak,
             prefetches={name: getattr(prefetch, name) for name in ("useful", "late", "wasted", "cancelled")},
             prefetch_interval=prefetch.interval,
+            predictions=asdict(predictions),
             slots={tier.value: count for tier, count in plan.slots.items()},
             resident_experts={tier.value: experts.resident_experts(tier) for tier in plan.slots},
         )

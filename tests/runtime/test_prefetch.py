@@ -54,6 +54,20 @@ def test_no_guess_changes_a_bit(policy, projections):
     assert min(outcomes["wasted"], outcomes["useful"] + outcomes["late"]) > 0, "nothing was tried"
 
 
+def test_the_budget_changes_while_guesses_are_on_their_way():
+    want = run(with_budget(STORE, "100%"), STEPS)
+    runtime = with_budget(STORE, "50%", predictor=Guesses(3), link_gbps=FORMAT.nbytes / 1e-3 / 1e9)
+    got = []
+    for number, step in enumerate(STEPS):
+        got += run(runtime, [step])
+        if number % 3 == 0:
+            runtime.resize(BUDGETS[number // 3 % 3])
+            assert runtime._prefetcher.fetched_ahead == 0
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert runtime.stats().bytes_moved["prefetch"] > 0
+    runtime.engine.close()
+
+
 def test_what_layers_keep_does_not_depend_on_guesses():
     def kept(predictor):
         runtime = with_budget(STORE, "50%", predictor=predictor, link_gbps=FORMAT.nbytes / 1e-4 / 1e9)

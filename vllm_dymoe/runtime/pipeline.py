@@ -103,7 +103,8 @@ class Pipeline:
                 self.late.append(version)
 
     def _let_go(self, held: Iterable[Version]) -> None:
-        """After a failure in the middle of a step: no slot stays pinned, none is freed while it is written."""
+        """After a failure in the middle of a step: no slot stays pinned, none is freed while it is accessed."""
+        last_read = self.engine.fence()  # a computation that failed between two projections has read the first
         for version in held:
             if version.ticket is not None:
                 self.engine.cancel(version.ticket)
@@ -112,9 +113,10 @@ class Pipeline:
                 settled = version.ticket is None or self.engine.settle(version.ticket)
                 self.cache.abandon(version)
                 if not settled:
+                    version.slot.last_read = last_read
                     self.late.append(version)
                     continue
-            self.cache.release(version)
+            self.cache.release(version, last_read)
 
 
 class _Step:

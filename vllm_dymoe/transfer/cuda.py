@@ -3,7 +3,7 @@
 Two orders make a slot safe. A copy into a slot waits for the event behind the
 slot's last reader, and computation waits for the event behind the copy. The
 host waits for neither. The streams stand behind a small seam so that the same
-delivery is tested against a simulated device where there is no GPU.
+delivery is tested on a recorded device where there is no GPU (``recorded``).
 """
 
 import threading

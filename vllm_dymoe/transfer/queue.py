@@ -106,7 +106,7 @@ class QueuedEngine:
         eager: deliver demand transfers inside ``submit``, for devices where that only enqueues.
         timeout: seconds that a transfer is waited for; None for ever.
         waiters_move: whether whoever waits moves bytes too; not where they share a link whose order matters.
-        concurrency: has Lock, Condition and Thread.
+        concurrency: has Lock, Condition and Thread; others than Python's own record or decide what happens when.
     """
 
     def __init__(
@@ -188,7 +188,9 @@ class QueuedEngine:
                     break
                 mine = self._waiters_move and ticket.state is State.PENDING
                 turn = self._begin(ticket) if mine else None
-            if turn is not None and not self._run(ticket, turn, wait=self._timeout is None):
+            if turn is not None:
+                if self._run(ticket, turn, wait=self._timeout is None):
+                    continue
                 self._hand_over(ticket, turn)
             if not self._block(ticket, projections, self._timeout):
                 self._give_up(ticket)

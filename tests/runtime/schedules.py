@@ -1,0 +1,171 @@
+"""The real runtime on a recorded device: every kind of transfer, random steps, and faults."""
+
+import random
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.runtime.steps import ByNumber, make_runtime, random_step
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.experts.store import StoreError
+from vllm_dymoe.predict import Candidate
+from vllm_dymoe.transfer import TransferError
+from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
+from vllm_dymoe.transfer.queue import QueuedEngine
+from vllm_dymoe.transfer.recorded import COMPUTATION, RecordedStore, RecordedStreams, record_reads
+from vllm_dymoe.transfer.threads import CpuDelivery
+
+LAYERS, EXPERTS = 3, 6
+STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS))
+LARGEST = max(fmt.nbytes for fmt in STORE.experts.formats.values())
+KINDS = ("cores", "disk", "link", "pinned", "staged")
+MIXED = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a runtime is asked to do.
+
+    Attributes:
+        steps: (seed, layer, tokens) of each layer's step.
+        budget: share of the experts that have a slot; 0 for the smallest budget.
+        staging: staging slots.
+        mixed: whether experts have different tiers.
+        guesses: candidates after each step, by its number.
+        projections: that are fetched ahead.
+        faults: what happens to a read, by its number: "fail" or "hang".
+    """
+
+    steps: tuple[tuple[int, int, int], ...]
+    budget: float = 0.5
+    staging: int = 2
+    mixed: bool = False
+    guesses: tuple[tuple[tuple[int, int], ...], ...] = ()
+    projections: int = 3
+    faults: dict[int, str] = field(default_factory=dict)
+
+
+class Guesses:
+    """Answers that a program has written down."""
+
+    def __init__(self, answers):
+        self._answers = iter(answers)
+
+    def observe(self, layer, x, ids, weights, phase):
+        pass
+
+    def predict(self, layer):
+        return [Candidate(*names, 0.0) for names in next(self._answers, ())]
+
+
+class FaultyStore(RecordedStore):
+    """Reads fail or do not end as a program says."""
+
+    def __init__(self, history, turns, faults):
+        super().__init__(STORE, history, turns.pause)
+        self._turns, self._faults, self._reads = turns, faults, 0
+        self.hanging = False
+
+    def _fault(self):
+        self._reads += 1
+        fault = self._faults.get(self._reads - 1)
+        if fault == "fail":
+            raise StoreError("the disk is on fire")
+        if fault == "hang":
+            self.hanging = True
+            self._turns.block(lambda: not self.hanging)
+
+    def read_into(self, key, destination, projections=range(3), *, wait=True):
+        if not wait and self._faults:
+            raise BlockingIOError("not in memory")
+        self._history.write(threading.current_thread(), destination)
+        self._fault()
+        super().read_into(key, destination, projections, wait=wait)
+
+    def blob(self, key, projections=range(3)):
+        if self._faults.get(self._reads) == "fail":  # memory does not hang
+            self._fault()
+        self._reads += 1
+        return super().blob(key, projections)
+
+
+class IdleDelivery(CpuDelivery):
+    """As a disk or a link: whoever moves bytes takes no core."""
+
+    occupies_cores = False
+
+
+def make_engine(kind, store, history, turns, timeout, seed):
+    settings = {"timeout": timeout, "concurrency": turns}
+    if kind == "cores":
+        return QueuedEngine(CpuDelivery(store), 1, **settings)
+    if kind == "disk":
+        return QueuedEngine(IdleDelivery(store), 2, **settings)
+    if kind == "link":
+        delivery = IdleDelivery(store)
+        delivery.projection_by_projection = True
+        return QueuedEngine(delivery, 1, waiters_move=False, **settings)
+    chance = random.Random(seed)
+    streams = RecordedStreams(history, turns.pause, lambda: chance.random() < 0.5)
+    if kind == "pinned":
+        return QueuedEngine(PinnedDelivery(store, streams), 1, eager=True, concurrency=turns)
+    buffers = [torch.zeros(LARGEST, dtype=torch.uint8) for _ in range(2)]
+    for number, buffer in enumerate(buffers):
+        history.watch(buffer, f"staging buffer {number}", [slice(0, LARGEST)])
+    return QueuedEngine(StagedDelivery(store, streams, buffers, turns), 2, **settings)
+
+
+def execute(program, kind, turns, history):
+    """Run a program.
+
+    Args:
+        program: what is done.
+        kind: of transfers.
+        turns: threads, and a pause.
+        history: of the device.
+
+    Returns:
+        Output of each step; None for one that failed.
+    """
+    store = FaultyStore(history, turns, program.faults)
+    # Nobody can go on only if a read hangs: then time passes.
+    engine = make_engine(kind, store, history, turns, 1.0 if program.faults else None, len(program.steps))
+    runtime = make_runtime(
+        store,
+        program.budget or smallest_budget(program.mixed),
+        MIXED if program.mixed else None,
+        predictor=Guesses(program.guesses) if program.guesses else None,
+        engine=engine,
+        staging_slots=program.staging,
+        prefetch_projections=program.projections,
+    )
+    record_reads(runtime.kernel, history, COMPUTATION if kind in ("pinned", "staged") else None, turns.pause)
+    for tier, pool in runtime.pools.items():
+        for slot in pool.slots:
+            history.watch(slot.blob, f"slot {slot.index} of tier {tier.value}", pool.format.sections)
+            slot.blob.fill_(0xEE)
+    outputs = []
+    for seed, layer, tokens in program.steps:
+        try:
+            outputs.append(runtime.forward(layer, *random_step(seed, tokens, STORE.experts)))
+        except TransferError:
+            outputs.append(None)
+        runtime.check_integrity()
+        store.hanging = False
+    engine.close()
+    return outputs
+
+
+def smallest_budget(mixed):
+    return plain_runtime(mixed).minimum_budget
+
+
+def expected(program):
+    runtime = plain_runtime(program.mixed)
+    return [runtime.forward(layer, *random_step(seed, tokens, STORE.experts)) for seed, layer, tokens in program.steps]
+
+
+def plain_runtime(mixed):
+    """Everything on the device, and no threads."""
+    return make_runtime(STORE, "100%", MIXED if mixed else None, io_threads=0, transfer_timeout_s=0)

@@ -1,0 +1,164 @@
+"""In which order a layer's experts are fetched and computed, on an engine whose arrivals the test decides."""
+
+import torch
+
+from tests.runtime.steps import make_runtime, random_step
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.experts.store import BlobKey
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.predict import Candidate
+from vllm_dymoe.transfer import Reason, TransferStats
+from vllm_dymoe.transfer.ticket import State, Ticket
+
+STORE = make_store(make_experts(num_experts=6))
+FORMAT = STORE.experts.formats[4]
+NEVER = 1000
+
+
+class Script:
+    """An engine that writes down what it is asked for.
+
+    Attributes:
+        log: what was asked, and what was computed.
+        arrives: after how many computations each expert of layer 0 has arrived; what is not named never does by itself.
+    """
+
+    occupies_cores = False
+
+    def __init__(self, arrives):
+        self.log, self.arrives, self.stats = [], arrives, TransferStats()
+        self._computed = 0
+        self._at = {}
+
+    def submit(self, key, destination, reason, after=None, projections=3):
+        self.log.append(f"{'ask' if reason is Reason.DEMAND else 'ahead'} {key.expert}")
+        self._at[destination.data_ptr()] = key.expert
+        STORE.read_into(key, destination)
+        return Ticket(key, destination, reason, after, projections)
+
+    def demand(self, ticket):
+        ticket.reason = Reason.DEMAND
+
+    def wait(self, ticket, projections=3):
+        if ticket.state is not State.DONE:
+            self.log.append(f"wait {ticket.key.expert}.{projections}")
+            ticket.arrived = projections
+            ticket.state = State.DONE if projections == 3 else State.RUNNING
+
+    def arrived(self, ticket):
+        if self.arrives.get(ticket.key.expert, NEVER) <= self._computed:
+            ticket.state = State.DONE
+        return ticket.state is State.DONE
+
+    def cancel(self, ticket):
+        ticket.state = State.CANCELLED
+        return True
+
+    def settle(self, ticket):
+        return True
+
+    def fence(self):
+        return None
+
+    def close(self):
+        pass
+
+    def listen(self, kernel):
+        """Write down what a kernel computes."""
+        forward = kernel.forward
+
+        def listening(x, work, out, activation, receive=None):
+            experts = [str(self._at[expert.gate.weight.data_ptr()]) for expert in work]
+            self.log.append(f"compute {' '.join(experts)}")
+            forward(x, work, out, activation, receive)
+            self._computed += 1
+
+        kernel.forward = listening
+
+
+def make(arrives, resident, staging=2, predictor=None):
+    """A runtime of two layers that keep two experts each, of which some are there."""
+    engine = Script({})
+    runtime = make_runtime(STORE, (4 + staging) / 12, lo=0, engine=engine, staging_slots=staging, predictor=predictor)
+    engine.listen(runtime.kernel)
+    if resident:
+        step(runtime, resident)
+    engine.log.clear()
+    engine.arrives, engine._computed = arrives, 0
+    return runtime, engine
+
+
+def step(runtime, experts):
+    """A step of two tokens for each expert."""
+    count = 2 * len(experts)
+    x, _, _ = random_step(1, count, STORE.experts)
+    ids = torch.tensor([[e, f] for e, f in zip(experts, experts[1:] + experts[:1], strict=True)] * 2, dtype=torch.int32)
+    if len(experts) == 1:
+        ids[:, 1] = -1
+    weights = torch.full((count, 2), 0.5)
+    return runtime.forward(0, x, weights, ids, Activation.SILU)
+
+
+def test_the_link_starts_first_and_each_expert_is_computed_as_its_projections_arrive():
+    runtime, engine = make({}, resident=[0, 1])
+    step(runtime, [0, 1, 2, 3, 4, 5])
+    as_it_arrives = lambda e: [f"compute {e}", f"wait {e}.1", f"wait {e}.2", f"wait {e}.3"]  # noqa: E731
+    assert engine.log == [
+        *("ask 2", "ask 3", "compute 1", "compute 0"),
+        *as_it_arrives(2),
+        *("ask 4", *as_it_arrives(3)),  # one slot computes while the other fills
+        *("ask 5", *as_it_arrives(4), *as_it_arrives(5)),
+    ]
+
+
+def test_what_frees_a_slot_goes_before_the_residents_as_long_as_slots_are_short():
+    runtime, engine = make({2: 1, 3: 2, 4: 2, 5: 4}, resident=[0, 1])
+    step(runtime, [0, 1, 2, 3, 4, 5])
+    assert engine.log == [
+        *("ask 2", "ask 3", "compute 1"),
+        *("compute 2", "ask 4"),
+        *("compute 4", "ask 5"),  # 3 has arrived too; either frees a slot
+        "compute 0 3",  # every expert has a slot: the rest together
+        "compute 5",
+    ]
+
+
+def test_without_shortage_all_that_is_there_is_computed_together():
+    runtime, engine = make({}, resident=[0, 1], staging=4)
+    step(runtime, [0, 1, 2, 3])
+    assert engine.log[:3] == ["ask 2", "ask 3", "compute 0 1"]
+
+
+def test_cores_that_copy_take_turns_with_computation():
+    runtime, engine = make({}, resident=[0, 1], staging=4)
+    engine.occupies_cores = True
+    step(runtime, [0, 1, 2, 3])
+    assert engine.log == ["ask 2", "ask 3", "wait 2.3", "wait 3.3", "compute 0 1 2 3"]
+
+
+class Next:
+    """Names two experts of the next layer."""
+
+    def observe(self, layer, x, ids, weights, phase):
+        pass
+
+    def predict(self, layer):
+        return [Candidate(layer + 1, 4, 1.0), Candidate(layer + 1, 5, 0.5)] if layer == 0 else []
+
+
+def test_the_next_layer_takes_the_slots_that_this_one_leaves():
+    runtime, engine = make({}, resident=[], predictor=Next())
+    step(runtime, [0, 1, 2, 3])  # four experts, two kept slots, two staging slots
+    assert [entry for entry in engine.log if not entry.startswith("wait")] == [
+        *("ask 0", "ask 1", "ask 2", "ask 3"),
+        *("compute 0", "compute 1", "compute 2"),
+        *("ahead 4", "compute 3", "ahead 5"),  # once every expert of this layer has had its slot
+    ]
+
+
+def test_the_bytes_of_a_step_are_right():
+    want = step(make({}, resident=[])[0], [0, 1, 2, 3, 4, 5])
+    for arrives in ({}, {2: 1, 3: 2, 4: 2, 5: 4}):
+        runtime, _ = make(arrives, resident=[0, 1])
+        assert torch.equal(step(runtime, [0, 1, 2, 3, 4, 5]), want)
+    assert STORE.blob(BlobKey(0, 0, 4)).numel() == FORMAT.nbytes

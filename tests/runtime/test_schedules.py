@@ -1,0 +1,226 @@
+"""No schedule corrupts a slot: the real runtime on a recorded device, with a happens-before check of every access.
+
+The history says whether a slot is read before its bytes are complete, or rewritten before its last reader, on any
+interleaving that locks and events allow; the outputs say whether the bytes were the right ones. Planted faults show
+that each of these would be found.
+"""
+
+import contextlib
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.runtime.schedules import EXPERTS, KINDS, LAYERS, Program, execute, expected
+from vllm_dymoe.experts.cache import ExpertCache
+from vllm_dymoe.runtime import pipeline
+from vllm_dymoe.runtime.prefetch import Prefetcher
+from vllm_dymoe.transfer.happens_before import History
+from vllm_dymoe.transfer.queue import QueuedEngine
+from vllm_dymoe.transfer.recorded import RecordedStreams, RecordedThreads
+from vllm_dymoe.transfer.ticket import State
+from vllm_dymoe.transfer.turns import Turns
+
+steps = st.tuples(st.integers(0, 50), st.integers(0, LAYERS - 1), st.sampled_from((1, 1, 2, 9)))
+guesses = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)), max_size=4).map(tuple)
+programs = st.builds(
+    Program,
+    steps=st.lists(
+        st.tuples(st.integers(0, 50), st.integers(0, LAYERS - 1), st.sampled_from((1, 1, 2, 9))), min_size=1, max_size=8
+    ).map(tuple),
+    budget=st.sampled_from((0, 0.2, 0.4, 0.6, 1.0)),
+    staging=st.integers(1, 4),
+    mixed=st.booleans(),
+    guesses=st.lists(guesses, max_size=8).map(tuple),
+    projections=st.integers(1, 3),
+    faults=st.dictionaries(st.integers(0, 30), st.sampled_from(("fail", "hang")), max_size=3),
+)
+
+
+def check(program, outputs, history):
+    assert history.races == []
+    for got, want in zip(outputs, expected(program), strict=True):
+        assert torch.equal(got, want) if got is not None else program.faults
+
+
+@settings(max_examples=200, deadline=None)
+@given(programs, st.sampled_from(KINDS), st.integers(0, 2**32), st.sampled_from((0.1, 0.5, 1.0)))
+def test_no_schedule_corrupts_a_slot(program, kind, seed, restless):
+    history = History()
+    check(program, execute(program, kind, Turns(history, seed, restless), history), history)
+
+
+class RealThreads(RecordedThreads):
+    """Python's own threads, which stop for a moment now and then."""
+
+    def __init__(self, history, seed):
+        super().__init__(history)
+        self._random = random.Random(seed)
+
+    def pause(self):
+        if self._random.random() < 0.2:
+            time.sleep(self._random.random() * 1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs, st.sampled_from(KINDS), st.integers(0, 2**32))
+def test_no_schedule_corrupts_a_slot_on_real_threads(program, kind, seed):
+    """The same programs with Python's own locks; reads that do not end take real seconds and are left out."""
+    program = replace(program, faults={read: "fail" for read, how in program.faults.items() if how == "fail"})
+    history = History()
+    check(program, execute(program, kind, RealThreads(history, seed), history), history)
+
+
+# -- planted faults -------------------------------------------------------------------------------
+
+
+def random_program(seed):
+    """One that fetches ahead, streams, guesses wrong, and now and then fails to read."""
+    chosen = random.Random(seed)
+    layers = [number % LAYERS for number in range(9)]
+    return Program(
+        steps=tuple((chosen.randrange(50), layer, chosen.choice((1, 1, 2, 9))) for layer in layers),
+        budget=chosen.choice((0, 0.2, 0.4, 0.6)),
+        staging=chosen.randint(1, 4),
+        guesses=tuple(
+            tuple((min(layer + 1, LAYERS - 1), chosen.randrange(EXPERTS)) for _ in range(4)) for layer in layers
+        ),
+        projections=chosen.randint(1, 3),
+        faults={chosen.randrange(20): chosen.choice(("fail", "hang")) for _ in range(3)} if seed % 2 else {},
+    )
+
+
+def races(kind, seeds=range(60)):
+    """The first race that a seed shows; None if none of them does."""
+    for seed in seeds:
+        history = History()
+        # The runtime's own checks may notice as well; that is not what is asked here.
+        with contextlib.suppress(AssertionError, KeyError):
+            execute(random_program(seed), kind, Turns(history, seed), history)
+        if history.races:
+            return history.races[0]
+    return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_fault_nothing_is_found(kind):
+    assert races(kind, range(20)) is None
+
+
+def computation_does_not_wait(monkeypatch):
+    monkeypatch.setattr(RecordedStreams, "computation_waits", lambda self, event: None)
+
+
+def nobody_remembers_the_last_reader(monkeypatch):
+    release = ExpertCache.release
+    monkeypatch.setattr(ExpertCache, "release", lambda self, version, last_read=None: release(self, version))
+
+
+def published_before_completion(monkeypatch):
+    def receive(self, version):
+        self._cache.publish(version)
+        return version
+
+    monkeypatch.setattr(pipeline._Step, "_receive", receive)
+    monkeypatch.setattr(QueuedEngine, "arrived", lambda self, ticket: True)
+
+
+def a_projection_is_read_before_it_is_waited_for(monkeypatch):
+    wait = QueuedEngine.wait
+    monkeypatch.setattr(QueuedEngine, "wait", lambda self, ticket, count=3: wait(self, ticket, max(count - 1, 1)))
+
+
+def a_running_transfer_is_cancelled_and_its_slot_freed(monkeypatch):
+    def cancel(self, ticket):
+        with self._lock:
+            if not ticket.ended:
+                ticket.state = State.CANCELLED
+            return ticket.state is State.CANCELLED
+
+    monkeypatch.setattr(QueuedEngine, "cancel", cancel)
+
+
+def settling_does_not_wait(monkeypatch):
+    monkeypatch.setattr(QueuedEngine, "settle", lambda self, ticket: True)
+
+
+def a_prefetched_projection_counts_before_its_copy_has_ended(monkeypatch):
+    def deliver(self, ticket, turn, wait):
+        return self._delivery.deliver(ticket, turn.projections, wait=wait)
+
+    monkeypatch.setattr(QueuedEngine, "_deliver", deliver)
+
+
+def a_guess_is_given_up_without_asking(monkeypatch):
+    def give_up(self, version):
+        self.engine.cancel(version.ticket)
+        self.cache.abandon(version)
+        self.cache.release(version)
+        return True
+
+    monkeypatch.setattr(Prefetcher, "_give_up", give_up)
+
+
+def what_a_step_reads_is_evicted(monkeypatch):
+    def make_room(self, shelf, layer, stream):
+        kept = shelf.kept[layer]
+        if len(kept) < shelf.quotas[layer] or stream:
+            return not stream
+        _, victim = kept.popitem()
+        self.handles.remove(victim)
+        shelf.unfilled += 1
+        shelf.pool.give_back(victim.slot)
+        return True
+
+    monkeypatch.setattr(ExpertCache, "_make_room", make_room)
+
+
+def a_staging_buffer_is_reused_too_early(monkeypatch):
+    monkeypatch.setattr(RecordedStreams, "synchronize", lambda self, event: None)
+
+
+def a_failed_step_forgets_what_it_has_read(monkeypatch):
+    """What this check found: computation that failed between two projections had read the first one."""
+
+    def let_go(self, held):
+        for version in held:
+            if version.ticket is not None:
+                self.engine.cancel(version.ticket)
+        for version in held:
+            if not version.resident:
+                settled = self.engine.settle(version.ticket)
+                self.cache.abandon(version)
+                if not settled:
+                    self.late.append(version)
+                    continue
+            self.cache.release(version)
+
+    monkeypatch.setattr(pipeline.Pipeline, "_let_go", let_go)
+
+
+STREAMS = ("pinned", "staged")
+FAULTS = [
+    (computation_does_not_wait, STREAMS),
+    (nobody_remembers_the_last_reader, STREAMS),
+    (published_before_completion, ("disk", "link", *STREAMS)),
+    (a_projection_is_read_before_it_is_waited_for, ("link",)),
+    (a_running_transfer_is_cancelled_and_its_slot_freed, ("disk", "link", *STREAMS)),
+    (settling_does_not_wait, ("disk",)),
+    (a_prefetched_projection_counts_before_its_copy_has_ended, STREAMS),
+    (a_guess_is_given_up_without_asking, ("disk", *STREAMS)),
+    (what_a_step_reads_is_evicted, STREAMS),
+    (a_failed_step_forgets_what_it_has_read, ("staged",)),
+    (a_staging_buffer_is_reused_too_early, ("staged",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [pytest.param(f, k, id=f"{f.__name__}-{k}") for f, kinds in FAULTS for k in kinds]
+)
+def test_a_planted_fault_is_found(monkeypatch, fault, kind):
+    fault(monkeypatch)
+    assert races(kind) is not None

@@ -1,0 +1,100 @@
+"""Which accesses to memory are ordered, on every interleaving that locks and events allow.
+
+Every agent, a host thread or a stream of the device, counts its own accesses and knows
+how far it has followed every other (vector clocks: Fidge 1988, Mattern 1989). An access
+is ordered behind another if its agent has followed the other's agent that far. Two
+accesses to one place, at least one of them a write, that are not ordered are a race:
+on some interleaving the bytes are wrong, whether or not they were on this one.
+"""
+
+import threading
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Agent = Hashable
+Clock = Mapping[Agent, int]
+"""How many accesses of each agent lie behind a point."""
+
+
+@dataclass
+class _Place:
+    """Bytes that are read and written as one: the last write, and the reads of each agent since."""
+
+    name: str
+    written: dict[Agent, int] = field(default_factory=dict)
+    read: dict[Agent, int] = field(default_factory=dict)
+
+
+class History:
+    """Accesses of all agents to the places that are watched; may be told of by several threads.
+
+    Attributes:
+        races: one sentence for each access that is not ordered behind one it must not overlap.
+    """
+
+    def __init__(self) -> None:
+        self.races: list[str] = []
+        self._clocks: dict[Agent, dict[Agent, int]] = defaultdict(dict)
+        self._places: dict[int, _Place] = {}
+        self._addresses: list[int] = []
+        self._lock = threading.Lock()
+
+    def watch(self, memory: torch.Tensor, name: str, sections: Sequence[slice]) -> None:
+        """Watch the sections (in bytes) of a tensor from now on, each as one place."""
+        for section in sections:
+            address = memory.data_ptr() + section.start
+            assert address not in self._places, f"{name} is watched already"
+            self._places[address] = _Place(f"bytes {section.start} to {section.stop} of {name}")
+            insort(self._addresses, address)
+
+    def now(self, agent: Agent) -> Clock:
+        """The point that an agent has reached: behind all it did and all it followed."""
+        with self._lock:
+            return dict(self._clocks[agent])
+
+    def follow(self, agent: Agent, point: Clock) -> None:
+        """Order everything that ``agent`` does from now on behind a point."""
+        with self._lock:
+            clock = self._clocks[agent]
+            for other, count in point.items():
+                clock[other] = max(clock.get(other, 0), count)
+
+    def write(self, agent: Agent, memory: torch.Tensor) -> None:
+        """Note a write of all bytes of a tensor."""
+        with self._lock:
+            for place in self._watched(memory):
+                self._check(agent, "writes", place, "read", place.read)
+                self._check(agent, "writes", place, "write", place.written)
+                place.written, place.read = {agent: self._tick(agent)}, {}
+
+    def read(self, agent: Agent, memory: torch.Tensor) -> None:
+        """Note a read of all bytes of a tensor."""
+        with self._lock:
+            for place in self._watched(memory):
+                self._check(agent, "reads", place, "write", place.written)
+                place.read[agent] = self._tick(agent)
+
+    def _tick(self, agent: Agent) -> int:
+        clock = self._clocks[agent]
+        clock[agent] = clock.get(agent, 0) + 1
+        return clock[agent]
+
+    def _check(self, agent: Agent, does: str, place: _Place, may_still: str, others: Mapping[Agent, int]) -> None:
+        clock = self._clocks[agent]
+        for other, count in others.items():
+            if clock.get(other, 0) < count:
+                self.races.append(f"{_name(agent)} {does} {place.name} while {_name(other)} may still {may_still} it")
+
+    def _watched(self, memory: torch.Tensor) -> Iterator[_Place]:
+        begin = memory.data_ptr()
+        first = bisect_left(self._addresses, begin)
+        stop = bisect_left(self._addresses, begin + memory.numel() * memory.element_size())
+        return map(self._places.__getitem__, self._addresses[first:stop])
+
+
+def _name(agent: Agent) -> str:
+    return f"thread {agent.name}" if isinstance(agent, threading.Thread) else f"the {agent} stream"

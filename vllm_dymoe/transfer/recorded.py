@@ -1,0 +1,172 @@
+"""A recorded device: the real runtime, engine and deliveries over memory that notes who accesses it.
+
+Copies and computation happen when they are issued, so their results can be compared.
+Whether they would be the same on every other interleaving is the history's to say: a
+stream follows whoever issues its work, the events that it is told to wait for, and
+nothing else.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, ModelExperts
+from vllm_dymoe.experts.store import BlobKey, MemoryStore
+from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork
+from vllm_dymoe.kernels.base import Receive
+from vllm_dymoe.transfer.happens_before import Agent, Clock, History
+
+COMPUTATION = "computation"
+
+
+class RecordedThreads:
+    """Python's own threads, for ``QueuedEngine(concurrency=...)``, whose locks are told to a history."""
+
+    Thread = threading.Thread
+    Condition = threading.Condition
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+
+    def Lock(self) -> "_Lock":  # noqa: N802
+        """As ``threading.Lock``."""
+        return _Lock(self._history)
+
+
+class _Lock:
+    def __init__(self, history: History) -> None:
+        self._history, self._lock = history, threading.Lock()
+        self._point: Clock = {}
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        taken = self._lock.acquire(blocking, timeout)
+        if taken:
+            self._history.follow(threading.current_thread(), self._point)
+        return taken
+
+    def release(self) -> None:
+        self._point = self._history.now(threading.current_thread())
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self.release()
+
+
+class RecordedStore:
+    """A store in memory whose reads are writes of the thread that asks for them.
+
+    Args:
+        store: has the bytes.
+        history: is told.
+        pause: called before and after each read, for other threads to do something.
+    """
+
+    description = "recorded memory"
+
+    def __init__(self, store: MemoryStore, history: History, pause: Callable[[], None]) -> None:
+        self.experts: ModelExperts = store.experts
+        self._store, self._history, self._pause = store, history, pause
+
+    def blob(self, key: BlobKey, projections: range = EVERY_PROJECTION) -> torch.Tensor:
+        """The bytes themselves, which nobody writes."""
+        return self._store.blob(key, projections)
+
+    def read_into(
+        self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
+    ) -> None:
+        """Copy them, on the thread that calls."""
+        self._pause()
+        self._history.write(threading.current_thread(), destination)
+        self._store.read_into(key, destination, projections, wait=wait)
+        self._pause()
+
+    def close(self) -> None:
+        """Nothing: the bytes belong to the store behind."""
+
+
+class RecordedStreams:
+    """The streams of a device; an event is a point of the history.
+
+    Args:
+        history: is told.
+        pause: called when something is issued, for other threads to do something.
+        ended: says whether a copy has ended when somebody asks.
+    """
+
+    def __init__(self, history: History, pause: Callable[[], None], ended: Callable[[], bool]) -> None:
+        self._history, self._pause, self._ended = history, pause, ended
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> Clock:
+        """A copy on one of two streams."""
+        stream = "urgent" if urgent else "background"
+        self._issue(stream)
+        if after is not None:
+            self._history.follow(stream, after)
+        self._history.read(stream, source)
+        self._history.write(stream, destination)
+        destination.copy_(source)
+        return self._history.now(stream)
+
+    def computation_waits(self, event: Clock) -> None:
+        """Order the computing stream behind an event."""
+        self._issue(COMPUTATION)
+        self._history.follow(COMPUTATION, event)
+
+    def record_computation(self) -> Clock:
+        """A point of the computing stream."""
+        self._issue(COMPUTATION)
+        return self._history.now(COMPUTATION)
+
+    def synchronize(self, event: Clock) -> None:
+        """Order this thread behind an event."""
+        self._pause()
+        self._history.follow(threading.current_thread(), event)
+
+    def happened(self, event: Clock) -> bool:
+        """Order this thread behind an event that has happened."""
+        ended = self._ended()
+        if ended:
+            self._history.follow(threading.current_thread(), event)
+        return ended
+
+    def _issue(self, stream: Agent) -> None:
+        self._pause()
+        self._history.follow(stream, self._history.now(threading.current_thread()))
+
+
+def record_reads(kernel: ExpertKernel, history: History, stream: Agent | None, pause: Callable[[], None]) -> None:
+    """Let a kernel tell what it reads, and when.
+
+    Args:
+        kernel: computes on the host.
+        history: is told.
+        stream: on which it would compute; None if on the thread that calls.
+        pause: called before each projection.
+    """
+    forward = kernel.forward
+
+    def recorded(
+        x: torch.Tensor,
+        work: Sequence[ExpertWork],
+        out: torch.Tensor,
+        activation: Activation,
+        receive: Receive | None = None,
+    ) -> None:
+        def read(count: int) -> None:
+            pause()
+            if receive is not None:
+                receive(count)
+            agent = threading.current_thread() if stream is None else stream
+            if stream is not None:
+                history.follow(stream, history.now(threading.current_thread()))
+            for expert in work:
+                history.read(agent, (expert.gate, expert.up, expert.down)[count - 1].weight)
+
+        forward(x, work, out, activation, read)
+
+    kernel.forward = recorded  # type: ignore[method-assign]

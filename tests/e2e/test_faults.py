@@ -237,10 +237,10 @@ def impatient(llm):
 
 def wait_for_late_reads(runtime):
     deadline = time.monotonic() + 30
-    while runtime._late and time.monotonic() < deadline:
+    while runtime._pipeline.late and time.monotonic() < deadline:
         time.sleep(0.01)
-        runtime._release_late()
-    assert not runtime._late
+        runtime._pipeline.release_late()
+    assert not runtime._pipeline.late
 
 
 @pytest.mark.parametrize("budget", ["25%", "minimum"])
@@ -253,14 +253,14 @@ def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot_until_it_end
     check_failed(llm.generate(prompts()[:2], SamplingParams(max_tokens=4), use_tqdm=False), "transfer_timeout_s")
     reads.disarm()
     runtime.check_integrity()
-    assert runtime._late
+    assert runtime._pipeline.late
     with pytest.raises(ValueError, match="have not ended"):
         runtime.resize("50%")
     if budget == "minimum":  # its only slot is the one that is being read into
         check_failed(llm.generate(prompts()[:1], SamplingParams(max_tokens=4), use_tqdm=False), "has not ended")
     else:
         assert answer(llm, prompts()[:1], max_tokens=12)[0].tokens == want[0]
-    assert runtime._late
+    assert runtime._pipeline.late
     reads.gate.set()
     wait_for_late_reads(runtime)
     check_well(llm, want)

@@ -151,7 +151,7 @@ def test_a_soak_leaves_everything_accounted_for():
         for pool in runtime.pools.values():
             assert len({slot.index for slot in pool.slots}) == pool.count
         assert all(version.resident and version.ticket is None for version in runtime.cache.handles.versions())
-        assert all(ticket.finished.is_set() for _, _, ticket in runtime.engine._queue), "a ticket is still open"
+        assert all(ticket.ended for _, _, ticket in runtime.engine._queue), "a ticket is still open"
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         assert not scheduler.running
         assert not scheduler.waiting

@@ -275,11 +275,11 @@ def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot_until_it_end
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A server over a 16-bit checkpoint's own store, and its folder; the budget keeps one expert at a time."""
+    """A compiled server over a 16-bit checkpoint's own store, and its folder; the budget keeps one expert at a time."""
     folder = tmp_path_factory.mktemp("stores")
     options = {"hi": 4, "expert_budget": "2%", "store_dir": str(folder)}
     arguments = ["--quantization", "dymoe", "--additional-config", json.dumps({"dymoe": options})]
-    server = Server(MODEL, folder / "log", *arguments, "--enable-prefix-caching")
+    server = Server(MODEL, folder / "log", *arguments, "--enable-prefix-caching", eager=False)
     server.wait_until_ready()
     (store,) = {path.parent for path in folder.rglob("dymoe_experts.json")}
     yield server, store

@@ -45,11 +45,12 @@ def checkpoint(tmp_path_factory):
 class Server:
     """A running `vllm serve`."""
 
-    def __init__(self, model, log, *arguments):
+    def __init__(self, model, log, *arguments, eager=True):
         self.log, self.port = log, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [BIN / "vllm", "serve", model, "--port", str(self.port), "--host", "127.0.0.1"]
-        command += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", "512", *arguments]
+        command += ["--served-model-name", "tiny", "--max-model-len", "512", *arguments]
+        command += ["--enforce-eager"] if eager else []
         # As for any user: the engine core is a process of its own, whatever other tests asked of vLLM.
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
         environment["VLLM_LOG_STATS_INTERVAL"] = "1"

@@ -33,9 +33,9 @@ def shipped() -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
-    texts = [entry["prompt"] for entry in json.loads((SHIPPED / "prompts.json").read_text())][::4]
-    prompts = [tokenizer(text)["input_ids"] for text in texts][:4]
-    return {"model": SHIPPED, "prompts": prompts, "new_tokens": 48, "budgets": ["25%", "50%", "75%"]}
+    texts = [entry["prompt"] for entry in json.loads((SHIPPED / "prompts.json").read_text())][::5]
+    prompts = [tokenizer(text)["input_ids"] for text in texts][:3]
+    return {"model": SHIPPED, "prompts": prompts, "new_tokens": 32, "budgets": ["25%", "50%", "75%"]}
 
 
 def synthetic(work: Path, layers: int) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def synthetic(work: Path, layers: int) -> dict[str, Any]:
         tool = Path(sys.executable).with_name("vllm-dymoe")
         subprocess.run([tool, "quantize", bf16, "--out", packed, "--hi", "4", "--lo", "0"], check=True)
         shutil.rmtree(bf16)
-    prompts = model.prompts(layers, 2, 32)
+    prompts = model.prompts(layers, 2, 24)
     return {"model": packed, "prompts": prompts, "new_tokens": 16, "budgets": ["25%", "75%"]}
 
 

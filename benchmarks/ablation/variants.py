@@ -13,7 +13,7 @@ class Variant:
     Attributes:
         rows: which rows of which tables it is.
         options: of the plugin.
-        everywhere: measured on every link and budget, not on one link alone.
+        everywhere: measured on every link, not on the last alone.
         oracle: how many layers ahead an oracle looks, in place of the scheme's predictor; 0 for no oracle.
     """
 
@@ -51,7 +51,7 @@ VARIANTS = {
     "firm, n = 2": Variant("FIRM 2, n = 2", _meeting(2, tune=True), everywhere=True),
     "popularity": Variant("DuoServe-MoE, without its predictor", {"prefetch": "popularity"}),
     "layer": Variant("MoESys", {"prefetch": "layer"}),
-    "next-gate, 3 layers": Variant("not in the papers", _next_gate(3, layers=3), everywhere=True),
+    "next-gate, 3 layers": Variant("not in the papers", _next_gate(3, layers=3)),
     "oracle": Variant("bound of every predictor of the next layer", _ANY, everywhere=True, oracle=1),
-    "oracle, 3 layers": Variant("bound of those that look further", _ANY, everywhere=True, oracle=3),
+    "oracle, 3 layers": Variant("bound of those that look further", _ANY, oracle=3),
 }

@@ -119,6 +119,18 @@ def test_one_strange_step_is_no_shift():
     assert heop.restarts == 0
 
 
+def test_how_many_layers_were_asked_about_is_no_shift():
+    """A busy link lets some predictions pass."""
+    heop = make(rounds=5)
+    for step in range(400):
+        for layer in range(LAYERS):
+            if step < 200 or layer % 2 == 0:
+                heop.record(layer, unused=3 + (step + layer) % 3, missed=1, hits=0)
+        heop.end_step()
+    assert heop.settled
+    assert heop.restarts == 0
+
+
 def test_a_model_of_one_layer_has_one_group():
     heop = Heop(1, Setting(4, 3), Setting(8, 4), rounds=2)
     for _ in range(30):

@@ -1,6 +1,6 @@
 """HEOP: hill climbing on K and P of Meeting of Layers while serving (FIRM-MoE, Algorithm 1).
 
-Each group of layers (shallow, middle, deep) has its own K and P and its own cost of a decode step,
+Each group of layers (shallow, middle, deep) has its own K and P and its own cost of a decode step, for each layer,
 
     L = alpha * n_unused + beta * (n_miss - n_hit)                                        (Eq. 11)
 
@@ -70,7 +70,8 @@ class _Group:
     costs: dict[Setting, _Average] = field(default_factory=dict)
     above: float = 0.0
     below: float = 0.0
-    step_cost: float | None = None
+    step_cost: float = 0.0
+    step_layers: int = 0
 
 
 class Heop:
@@ -138,14 +139,17 @@ class Heop:
     def record(self, layer: int, *, unused: int, missed: int, hits: int) -> None:
         """Add one layer's part to the cost of this step (Eq. 11)."""
         group = self._groups[self._group_of[layer]]
-        group.step_cost = (group.step_cost or 0.0) + self._alpha * unused + self._beta * (missed - hits)
+        group.step_cost += self._alpha * unused + self._beta * (missed - hits)
+        group.step_layers += 1
 
     def end_step(self) -> None:
         """Close a decode step: move, keep the best, or watch for a shift."""
         for group in self._groups:
-            cost, group.step_cost = group.step_cost, None
-            if cost is None:  # a model of few layers has an empty group
+            if not group.step_layers:  # a model of few layers has an empty group
                 continue
+            # For each layer that was asked about: how many were depends on how busy the link is.
+            cost = group.step_cost / group.step_layers
+            group.step_cost, group.step_layers = 0.0, 0
             if group.fixed:
                 self._watch(group, cost)
                 continue
@@ -199,7 +203,7 @@ class Heop:
             reference.add(cost)
             return
         # Costs are multiples of alpha and beta: a deviation far below them would make a shift of every change.
-        deviation = max(reference.deviation, 0.5 * max(self._alpha, self._beta))
+        deviation = max(reference.deviation, 0.1 * max(self._alpha, self._beta))
         drift = max(-5.0, min(5.0, (cost - reference.mean) / deviation))
         group.above = max(0.0, group.above + drift - 0.5)
         group.below = max(0.0, group.below - drift - 0.5)

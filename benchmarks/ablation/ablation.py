@@ -35,7 +35,7 @@ def shipped() -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     texts = [entry["prompt"] for entry in json.loads((SHIPPED / "prompts.json").read_text())][::5]
     prompts = [tokenizer(text)["input_ids"] for text in texts][:3]
-    return {"model": SHIPPED, "prompts": prompts, "new_tokens": 32, "budgets": ["25%", "50%", "75%"]}
+    return {"model": SHIPPED, "prompts": prompts, "new_tokens": 32, "temperature": 0, "budgets": ["25%", "50%", "75%"]}
 
 
 def synthetic(work: Path, layers: int) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def synthetic(work: Path, layers: int) -> dict[str, Any]:
         subprocess.run([tool, "quantize", bf16, "--out", packed, "--hi", "4", "--lo", "0"], check=True)
         shutil.rmtree(bf16)
     prompts = model.prompts(layers, 2, 24)
-    return {"model": packed, "prompts": prompts, "new_tokens": 16, "budgets": ["25%", "75%"]}
+    return {"model": packed, "prompts": prompts, "new_tokens": 12, "temperature": 1, "budgets": ["25%", "75%"]}
 
 
 def serve(name: str, plan: dict[str, Any], arguments: argparse.Namespace, shape: dict[str, int] | None) -> Any:
@@ -59,6 +59,7 @@ def serve(name: str, plan: dict[str, Any], arguments: argparse.Namespace, shape:
     result, log = logs / "result.json", logs / "log"
     command = [sys.executable, HERE / "serve.py", "--model", plan["model"], "--prompts", json.dumps(plan["prompts"])]
     command += ["--new-tokens", str(plan["new_tokens"]), "--budgets", *plan["budgets"], "--result", result]
+    command += ["--temperature", str(plan["temperature"])]
     command += ["--links", *arguments.links, "--variants", *arguments.variants]
     if shape:
         command += ["--ratio-of", json.dumps(shape)]

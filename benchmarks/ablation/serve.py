@@ -50,11 +50,13 @@ def runtime_of(llm: Any) -> Any:
 class Answers:
     """What single requests cost, one after the other: the first token apart from the others."""
 
-    def __init__(self, llm: Any, prompts: list[list[int]], new_tokens: int) -> None:
+    def __init__(self, llm: Any, prompts: list[list[int]], plan: argparse.Namespace) -> None:
         from vllm import SamplingParams
 
         runtime, core = runtime_of(llm), llm.llm_engine
-        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            temperature=plan.temperature, seed=0, max_tokens=plan.new_tokens, ignore_eos=True, detokenize=False
+        )
         self.tokens: list[list[int]] = []
         self.prefill_seconds: list[float] = []
         self.decode_seconds: list[float] = []
@@ -62,7 +64,7 @@ class Answers:
         self.decode: list[dict[str, Any]] = []
         for number, prompt in enumerate(prompts):
             core.add_request(f"{id(self)}-{number}", {"prompt_token_ids": prompt}, sampling)
-            for place in range(new_tokens):
+            for place in range(plan.new_tokens):
                 if place < 2:
                     runtime.reset_stats()
                 begin = time.perf_counter()
@@ -116,14 +118,14 @@ def measure(llm: Any, variant: str, budget: str, gbps: float, plan: argparse.Nam
     if VARIANTS[variant].oracle:
         oracle = Oracle(VARIANTS[variant].oracle)
         runtime.predictor = Measured(oracle)
-        Answers(llm, plan.prompts, plan.new_tokens)
+        Answers(llm, plan.prompts, plan)
         runtime.predictor = Measured(Oracle())  # says nothing
     runtime.resize(budget)
-    Answers(llm, plan.prompts[-1:], plan.new_tokens)  # the cache has something to work with
+    Answers(llm, plan.prompts[-1:], plan)  # the cache has something to work with
     if oracle is not None:
         oracle.rewind()
         runtime.predictor = Measured(oracle)
-    answers = Answers(llm, plan.prompts, plan.new_tokens)
+    answers = Answers(llm, plan.prompts, plan)
     return case(answers, gbps), answers.tokens
 
 
@@ -133,8 +135,8 @@ def everything_resident(folder: Path, plan: argparse.Namespace) -> dict[str, Any
         runtime, config = runtime_of(llm), llm.llm_engine.model_config.hf_text_config
         for layer in range(len(runtime.experts.layers)):
             fill(runtime, layer)
-        Answers(llm, plan.prompts[:1], plan.new_tokens)
-        answers = Answers(llm, plan.prompts, plan.new_tokens)
+        Answers(llm, plan.prompts[:1], plan)
+        answers = Answers(llm, plan.prompts, plan)
         assert total(answers.decode + answers.prefill, "misses") == 0
         shape = Shape(
             config.hidden_size,
@@ -173,6 +175,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--prompts", type=json.loads, required=True)
     parser.add_argument("--new-tokens", type=int, required=True)
+    parser.add_argument("--temperature", type=float, required=True)
     parser.add_argument("--budgets", nargs="+", required=True)
     parser.add_argument("--links", nargs="+", default=list(LINKS))
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))

@@ -56,3 +56,12 @@ def test_nothing_needed_is_not_a_hit_rate():
     text = str(summary(Ranks(replace(STATS, hits=0, misses=0, hit_rate=0.0))))
     assert "no expert needed yet" in text
     assert "%" not in text
+
+
+def test_foresight_is_shown_where_there_is_some():
+    prefetches = {"useful": 4, "late": 3, "wasted": 2, "cancelled": 1}
+    foreseen = replace(STATS, predictions={"named": 8, "wanted": 10, "right": 6}, prefetches=prefetches)
+    text = str(summary(Ranks(foreseen)))
+    assert "foreseen      60.0% of 10 wanted, 75.0% of 8 named" in text
+    assert "prefetched    4 useful, 3 late, 2 wasted, 1 cancelled" in text
+    assert "foreseen" not in str(summary(Ranks(STATS)))

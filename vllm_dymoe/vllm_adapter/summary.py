@@ -35,11 +35,23 @@ class RankSummary:
             "moved": moved,
             "exposed wait": f"{stats.exposed_wait_seconds:.2f} s",
             "evictions": str(stats.evictions),
+            **self._foresight(),
             "resident": resident,
             "memory": f"peak {size(stats.peak_expert_bytes)} of {size(stats.budget_bytes)}",
         }
         lines = (f"  {name:<13} {value}" for name, value in rows.items())
         return "\n".join([f"rank {self.rank}", *lines])
+
+    def _foresight(self) -> dict[str, str]:
+        """How right the predictor was and what became of its guesses; nothing where nothing was foreseen."""
+        stats = self.stats
+        named, wanted, right = (stats.predictions[kind] for kind in ("named", "wanted", "right"))
+        if not named or not wanted:
+            return {}
+        return {
+            "foreseen": f"{right / wanted:.1%} of {wanted} wanted, {right / named:.1%} of {named} named",
+            "prefetched": ", ".join(f"{count} {outcome}" for outcome, count in stats.prefetches.items()),
+        }
 
 
 @dataclass(frozen=True)

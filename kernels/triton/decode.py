@@ -112,13 +112,13 @@ def _gate_up(
     FLOAT16: tl.constexpr = x.dtype.element_ty == tl.float16
     block = tl.program_id(0)
     split = tl.program_id(2)
-    x_first, x_second = _two_rows(x, rows, first, last, COLUMNS, TOKENS)
+    x_first, apart = _two_rows(x, rows, first, last, COLUMNS, TOKENS)
     gate = tl.zeros([TOKENS, 64], tl.float32)
     up = gate
     for number in range(2):  # a loop, for the products to be compiled once
         gate = up
         up = row_products(
-            tl.load(source + number), tl.load(bits + number), block, x_first, x_second, split,
+            tl.load(source + number), tl.load(bits + number), block, x_first, apart, split,
             ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
         )  # fmt: skip
     position = first + tl.arange(0, TOKENS)[:, None]
@@ -144,12 +144,12 @@ def _gate_up(
 
 @triton.jit
 def _two_rows(x, rows, first, last, COLUMNS: tl.constexpr, TOKENS: tl.constexpr):
-    """Pointers to the rows of one or two positions; the second is the first again behind the last position."""
-    x_first = x + tl.load(rows + first).to(tl.int64) * COLUMNS
-    x_second = x_first
+    """Pointer to a position's row, and how far the next one's is from there: nowhere behind the last position."""
+    row = tl.load(rows + first).to(tl.int64)
+    apart = row - row
     if TOKENS == 2:
-        x_second = x + tl.load(rows + tl.minimum(first + 1, last - 1)).to(tl.int64) * COLUMNS
-    return x_first, x_second
+        apart = tl.load(rows + tl.minimum(first + 1, last - 1)).to(tl.int64) - row
+    return x + row * COLUMNS, apart * COLUMNS
 
 
 @triton.jit
@@ -256,9 +256,9 @@ def _down(
     block = tl.program_id(0)
     split = tl.program_id(2)
     h_first = hidden + first.to(tl.int64) * COLUMNS
-    h_second = hidden + tl.minimum(first + 1, last - 1).to(tl.int64) * COLUMNS
+    apart = (tl.minimum(first + 1, last - 1) - first).to(tl.int64) * COLUMNS
     sums = row_products(
-        section, width, block, h_first, h_second, split,
+        section, width, block, h_first, apart, split,
         ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
     )  # fmt: skip
     position = first + tl.arange(0, TOKENS)[:, None]

@@ -27,8 +27,8 @@ from vllm_dymoe.kernels.triton.section import load_bias, unpack_scales, weight_b
 def quantized_rows(
     section,
     block,
-    x_first,
-    x_second,
+    x,
+    apart,
     split,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -44,8 +44,8 @@ def quantized_rows(
     Args:
         section: int64 address.
         block: which 64 rows.
-        x_first: pointer to a row of x.
-        x_second: pointer to another one, used if TOKENS is 2.
+        x: pointer to a row.
+        apart: int64, elements from there to the second token's row, if TOKENS is 2.
         split: which of the SPLIT parts of the columns.
 
     Returns:
@@ -63,28 +63,31 @@ def quantized_rows(
     SHARE: tl.constexpr = (STRIPS + SPLIT * WARPS - 1) // (SPLIT * WARPS) * WARPS
     EVEN: tl.constexpr = STRIPS % WARPS == 0 and COLUMNS == PADDED_COLUMNS
     MIDPOINT: tl.constexpr = 1 << (BITS - 1)
-    LOW_FACTOR: tl.constexpr = 256
-    HIGH_FACTOR: tl.constexpr = 256 if BITS == 8 else 16
 
-    # One dimension is the threads, those in front of it are registers: the compiler then has one layout to choose from,
-    # and moves nothing between threads in the loop.
-    thread = tl.arange(0, THREADS)
+    # [TOKENS, 2, 4, THREADS]: token, half of the 64 rows, byte of a word, thread. All but the threads are registers:
+    # the compiler then has one layout to choose from, and moves nothing between threads in the loop. One tensor of
+    # four dimensions and not several of fewer: the time to compile grows with the cube of the operations here.
+    thread = tl.arange(0, THREADS)[None, None, None, :]
     word = thread & 7
     beside = (thread >> 3) & 3
     warp = thread >> 5
-    byte = tl.arange(0, 4)[:, None]
+    byte = tl.arange(0, 4)[None, None, :, None]
+    half = tl.arange(0, 2)[None, :, None, None]
     # What moves byte b of a word to bits 15 to 22, the upper mantissa.
     left = tl.maximum(15 - 8 * byte, 0)
     right = tl.maximum(8 * byte - 15, 0)
+    nibble = 4 * half
+    # A code of the low half is that many times smaller than its place in the mantissa says, one of the high half less.
+    factor = tl.where(half == 0, 256.0, 256.0 if BITS == 8 else 16.0)
     # 0x3F800000, the bits of 1.0, but nothing that the compiler knows: of two constants in one instruction it would
     # load one anew each time.
     one = 0x3F800000 + (section >> 62).to(tl.int32)
 
     words_at = section.to(tl.pointer_type(tl.int32)) + block * (PADDED_COLUMNS * BITS * 2) + (8 * beside + word)
-    scales_zeros = (section + weight_bytes(ROWS, COLUMNS, GROUP, BITS)).to(tl.pointer_type(tl.int32))
-    scales_zeros = tl.multiple_of(scales_zeros + block * 64, 16)
-    low_sum = tl.zeros([TOKENS, 4, THREADS], tl.float32)
-    high_sum = tl.zeros([TOKENS, 4, THREADS], tl.float32)
+    scales_at = (section + weight_bytes(ROWS, COLUMNS, GROUP, BITS)).to(tl.pointer_type(tl.int32))
+    scales_at = tl.multiple_of(scales_at + block * 64, 16) + (4 * word + byte + 32 * half)
+    x_at = x + tl.where(tl.arange(0, TOKENS) == 0, 0, apart)[:, None, None, None]
+    sums = tl.zeros([TOKENS, 2, 4, THREADS], tl.float32)
 
     last = tl.minimum((split + 1) * SHARE, STRIPS)
     words = _load_words(words_at, split * SHARE + warp, last, STRIP, PADDED_COLUMNS, BITS)
@@ -96,51 +99,42 @@ def quantized_rows(
         folded = strip * STRIP
         group = folded // SPAN
         column = beside + (folded if FOLD == 1 else group * GROUP + folded % SPAN)
-        low = tl.zeros([TOKENS, 4, THREADS], tl.float32)
-        high = tl.zeros([TOKENS, 4, THREADS], tl.float32)
-        total = tl.zeros([TOKENS, 1, THREADS], tl.float32)
+        products = tl.zeros([TOKENS, 2, 4, THREADS], tl.float32)
+        total = tl.zeros([TOKENS, 1, 1, THREADS], tl.float32)
         ones = total
         for step in tl.static_range(STRIP // 4):
-            x = _load_x(x_first, x_second, column + 4 * step, valid, COLUMNS, TOKENS, EVEN)
-            total += x
-            ones += x
+            some_x = _load(x_at + column + 4 * step, valid & (column + 4 * step < COLUMNS), EVEN).to(tl.float32)
+            total += some_x
+            ones += some_x
             if BITS == 8:
                 above = words[2 * step]
                 below = words[2 * step + 1]
-                low_codes = ((above & 0x0F0F0F0F) << 4) | (below & 0x0F0F0F0F)
-                high_codes = (above & -0x0F0F0F10) | ((below >> 4) & 0x0F0F0F0F)
-                low += x * _factors((low_codes[None, :] << left) >> right, 0x7F8000, one)
-                high += x * _factors((high_codes[None, :] << left) >> right, 0x7F8000, one)
+                low = ((above & 0x0F0F0F0F) << 4) | (below & 0x0F0F0F0F)
+                high = (above & -0x0F0F0F10) | ((below >> 4) & 0x0F0F0F0F)
+                products += some_x * _factors((tl.where(half == 0, low, high) << left) >> right, 0x7F8000, one)
             elif BITS == 4:
-                codes = (words[step][None, :] << left) >> right
-                low += x * _factors(codes, 0x078000, one)
-                high += x * _factors(codes, 0x780000, one)
+                products += some_x * _factors((words[step] << left) >> right, 0x078000 << nibble, one)
             else:
-                codes = (words[step][None, :] << left) >> right
-                low += x * _factors(codes, 0x018000, one)
-                high += x * _factors(codes, 0x180000, one)
-                x = _load_x(x_first, x_second, column + SPAN + 4 * step, valid, COLUMNS, TOKENS, EVEN)
-                total += x
+                codes = (words[step] << left) >> right
+                products += some_x * _factors(codes, 0x018000 << nibble, one)
+                beyond = column + SPAN + 4 * step
+                some_x = _load(x_at + beyond, valid & (beyond < COLUMNS), EVEN).to(tl.float32)
+                total += some_x
                 # Its codes lie two bits higher in the mantissa, so a quarter of it brings them to the same sum.
-                x *= 0.25
-                ones += x
-                low += x * _factors(codes, 0x060000, one)
-                high += x * _factors(codes, 0x600000, one)
-        scales_at = scales_zeros + (group * PADDED_ROWS + 4 * word)[None, :] + byte
-        scale, zero = unpack_scales(_load(scales_at, valid[None, :], EVEN)[None], FLOAT16)
-        low_sum += scale * ((low - ones) * LOW_FACTOR) + (zero - scale * MIDPOINT) * total
-        scale, zero = unpack_scales(_load(scales_at + 32, valid[None, :], EVEN)[None], FLOAT16)
-        high_sum += scale * ((high - ones) * HIGH_FACTOR) + (zero - scale * MIDPOINT) * total
+                some_x *= 0.25
+                ones += some_x
+                products += some_x * _factors(codes, 0x060000 << nibble, one)
+        scale, zero = unpack_scales(_load(scales_at + group * PADDED_ROWS, valid, EVEN), FLOAT16)
+        sums += scale * ((products - ones) * factor) + (zero - scale * MIDPOINT) * total
         words = next_words
-    # Row 32 half + 4 word + byte of [TOKENS, byte, word, half].
-    low_rows = tl.sum(low_sum.reshape(TOKENS, 4, 4 * WARPS, 8), 2)
-    high_rows = tl.sum(high_sum.reshape(TOKENS, 4, 4 * WARPS, 8), 2)
-    return tl.join(low_rows, high_rows).permute(0, 3, 2, 1).reshape(TOKENS, 64)
+    # Row 32 half + 4 word + byte of [TOKENS, half, byte, word].
+    rows = tl.sum(sums.reshape(TOKENS, 2, 4, 4 * WARPS, 8), 3)
+    return rows.permute(0, 1, 3, 2).reshape(TOKENS, 64)
 
 
 @triton.jit
 def _load_words(words_at, strip, last, STRIP: tl.constexpr, PADDED_COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """A strip for each warp: a tuple of int32 [THREADS], one for each step; two for each at 8 bits, by plane."""
+    """A strip for each warp: a tuple of int32 like `strip`, one for each step; two for each at 8 bits, by plane."""
     pointers = words_at + strip * (STRIP * 8)
     words = ()
     for step in tl.static_range(STRIP // 4):
@@ -148,17 +142,6 @@ def _load_words(words_at, strip, last, STRIP: tl.constexpr, PADDED_COLUMNS: tl.c
         if BITS == 8:
             words = words + (tl.load(pointers + 32 * step + PADDED_COLUMNS * 8, mask=strip < last),)
     return words
-
-
-@triton.jit
-def _load_x(first, second, column, valid, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr):
-    """float32 [TOKENS, 1, THREADS]: eight threads of a warp load the same column, each where it needs it."""
-    inside = valid & (column < COLUMNS)
-    x = _load(first + column, inside, EVEN).to(tl.float32)
-    if TOKENS == 1:
-        return x[None, None, :]
-    else:
-        return tl.join(x, _load(second + column, inside, EVEN).to(tl.float32)).permute(1, 0)[:, None, :]
 
 
 @triton.jit
@@ -171,17 +154,17 @@ def _load(pointers, mask, ALL: tl.constexpr):
 
 
 @triton.jit
-def _factors(codes, MASK: tl.constexpr, one):
+def _factors(codes, mask, one):
     """1 + code / 2^n for the codes under a mask; `one` has the bits of 1.0."""
-    return ((codes & MASK) | one).to(tl.float32, bitcast=True)[None]
+    return ((codes & mask) | one).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def plain_rows(
     section,
     block,
-    x_first,
-    x_second,
+    x,
+    apart,
     split,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -207,9 +190,9 @@ def plain_rows(
         column = strip * WIDTH + tl.arange(0, WIDTH)[None, :]
         inside = column < COLUMNS
         # The same row of x for every warp.
-        x = _load(x_first + column + 0 * warp, inside, WHOLE_X).to(tl.float32)
+        first = _load(x + column + 0 * warp, inside, WHOLE_X).to(tl.float32)
         if TOKENS == 2:
-            y = _load(x_second + column + 0 * warp, inside, WHOLE_X).to(tl.float32)
+            second = _load(x + apart + column + 0 * warp, inside, WHOLE_X).to(tl.float32)
         added = ()
         for height in tl.static_range(HEIGHT):
             pointers = weights_at + height * WARPS * COLUMNS + column
@@ -218,9 +201,9 @@ def plain_rows(
                 pointers = tl.multiple_of(pointers, [1, 16])
             row = block * 64 + height * WARPS + warp
             weights = _load(pointers, (row < ROWS) & inside, WHOLE_X and ROWS % 64 == 0).to(tl.float32)
-            added = added + (sums[height * TOKENS] + weights * x,)
+            added = added + (sums[height * TOKENS] + weights * first,)
             if TOKENS == 2:
-                added = added + (sums[height * TOKENS + 1] + weights * y,)
+                added = added + (sums[height * TOKENS + 1] + weights * second,)
         sums = added
     rows = tl.zeros([TOKENS, HEIGHT, WARPS], tl.float32)
     for number in tl.static_range(HEIGHT * TOKENS):
@@ -235,8 +218,8 @@ def row_products(
     section,
     bits,
     block,
-    x_first,
-    x_second,
+    x,
+    apart,
     split,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -254,8 +237,8 @@ def row_products(
         section: int64 address.
         bits: int32, one of the widths whose sum is TIERS; for any other the products are zero.
         block: as in quantized_rows, like the others.
-        x_first: pointer to a row of x.
-        x_second: pointer to another one.
+        x: pointer to a row.
+        apart: int64, elements from there to the second token's row.
         split: which part of the columns.
 
     Returns:
@@ -267,12 +250,10 @@ def row_products(
         if TIERS & (1 << width):
             if bits == (1 << width):
                 if width == 4:
-                    sums = plain_rows(
-                        section, block, x_first, x_second, split, ROWS, COLUMNS, TOKENS, SPLIT, WARPS, FLOAT16
-                    )
+                    sums = plain_rows(section, block, x, apart, split, ROWS, COLUMNS, TOKENS, SPLIT, WARPS, FLOAT16)
                 else:
                     sums = quantized_rows(
-                        section, block, x_first, x_second, split,
+                        section, block, x, apart, split,
                         ROWS, COLUMNS, GROUP, 1 << width, TOKENS, SPLIT, WARPS, FLOAT16,
                     )  # fmt: skip
                 if BIAS:

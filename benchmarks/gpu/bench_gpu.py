@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from checkout import find_package
-from layers import LAYERS, TIERS, TOKENS, Layer, expert_bytes, route, work_of
+from layers import GROUP, LAYERS, TIERS, TOKENS, Layer, expert_bytes, route, work_of
 
 find_package()
 
@@ -30,6 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", help="only these")
     parser.add_argument("--tokens", nargs="*", type=int, help="only these")
+    parser.add_argument("--tune", action="store_true", help="first measure tiles, and write the best to tiles.json")
     parser.add_argument("--no-readme", action="store_true", help="leave the README's table as it is")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -39,6 +40,8 @@ def main() -> int:
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn")) as pool:
         wrong = check(pool)
         if not wrong:
+            if arguments.tune:
+                tune(arguments.models)
             list(pool.map(compile_layer, *zip(*chosen(arguments.models), strict=True)))
     for sentence in wrong:
         print(f"bench_gpu: {sentence}", file=sys.stderr)
@@ -73,8 +76,20 @@ def chosen(models: list[str] | None) -> list[tuple[Layer, str]]:
     return [(layer, tiers) for layer in LAYERS if not models or layer.model in models for tiers in TIERS]
 
 
+def tune(models: list[str] | None) -> None:
+    """Replace the reasoned tiles of these layers by measured ones."""
+    from measure import DTYPE
+
+    from vllm_dymoe.kernels.triton import ExpertShape
+    from vllm_dymoe.kernels.triton.tune import tune_and_store
+
+    for hidden, intermediate in sorted({(layer.hidden, layer.intermediate) for layer, _ in chosen(models)}):
+        print(f"tiles for {hidden} x {intermediate}:", flush=True)
+        tune_and_store(ExpertShape(hidden, intermediate, GROUP, DTYPE))
+
+
 def compile_layer(layer: Layer, tiers: str) -> None:
-    """Launch every kernel of a layer once: experts of so many tokens that each class is there."""
+    """Compile every kernel of a layer; the first launch does."""
     from measure import DTYPE, random_expert
 
     from vllm_dymoe.kernels import Activation, ExpertWork
@@ -82,12 +97,9 @@ def compile_layer(layer: Layer, tiers: str) -> None:
 
     bits = TIERS[tiers]
     expert = random_expert(layer, bits[0])
-    x = torch.zeros(130, layer.hidden, device="cuda", dtype=DTYPE)
-    out = torch.empty_like(x)
-    kernel = TritonKernel("cuda", 64 << 20, bits)
-    for count in (1, 10, 40, 130):
-        rows = torch.arange(count, device="cuda")
-        kernel.forward(x, [ExpertWork(*expert, rows, rows)], out, Activation.SILU)
+    x = torch.zeros(1, layer.hidden, device="cuda", dtype=DTYPE)
+    row = torch.zeros(1, dtype=torch.int64, device="cuda")
+    TritonKernel("cuda", 64 << 20, bits).forward(x, [ExpertWork(*expert, row, row)], x.clone(), Activation.SILU)
     torch.cuda.synchronize()
 
 

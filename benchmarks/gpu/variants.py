@@ -4,16 +4,16 @@ All combinations of tiers, tiles, dtype, bias, activation, group size and way of
 
 - on the oldest and the newest architecture every mix of tiers that a runtime can have (one width, or two), on the
   others every width by itself and the mixes 4/2 and 16/4;
-- on every architecture each option by itself at 4/2 bits, and what options may do to each other at once, at 4/2 and
-  at 16/8: float16, biases, activations, group sizes, sizes off every tile, fetching through, the weighted sum, tiles of
-  large layers, one projection at a time. Grouped launches have them on their largest tile.
+- on every architecture each option by itself, in decode at 4 bits and grouped at 4/2 on the largest tile, and many of
+  them at once at 4/2 and at 16/8: float16, biases, activations, group sizes, sizes off every tile, fetching through,
+  the weighted sum, tiles of large layers, one projection at a time.
 """
 
 import ast
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -167,11 +167,12 @@ def variants(architecture: int) -> Iterator[Variant]:
     """Those of one architecture."""
     every = architecture in (ARCHITECTURES[0], ARCHITECTURES[-1])
     mixes = [Case(bits=bits) for bits in MIXES if every or len(bits) == 1 or bits in ((4, 2), (16, 4))]
-    for case in [*mixes, *_BOTH_CLASSES, Case("fetch", fetch=True), *_FETCHED]:
+    options = [replace(case, bits=(4,)) for case in (*_BOTH_CLASSES, Case("fetch", fetch=True))]
+    for case in [*mixes, *options, *_FETCHED]:
         yield from (_gate_up(architecture, case), _down(architecture, case))
     for case in _GATE:
-        yield _gate_up(architecture, case)
-    yield _down(architecture, Case("weighted", weighted=True))
+        yield _gate_up(architecture, replace(case, bits=(4,)))
+    yield _down(architecture, Case("weighted", bits=(4,), weighted=True))
     for case in mixes:
         for number in range(len(_tiles(architecture, case).grouped_linear)):
             yield _grouped_gate_up(architecture, case, number)

@@ -7,7 +7,8 @@ shape must not depend on the bits, because experts of different bits share a lau
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
@@ -24,6 +25,7 @@ from vllm_dymoe.kernels.triton.launch import (
     grouped_gate_up,
     grouped_linear,
 )
+from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_together, run_kernel
 from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList
 from vllm_dymoe.kernels.triton.tiles import TABLE, DecodeTile, GroupedTile, Tiles, choose_tiles
 
@@ -46,16 +48,22 @@ def grouped_candidates(tile: GroupedTile) -> Iterator[GroupedTile]:
                     yield replace(tile, block_n=block_n, block_k=block_k, warps=warps, stages=stages)
 
 
-def best(candidates: Iterator[Any], run: Callable[[Any], None], time: Callable[[Callable[[], None]], float]) -> Any:
+def best(
+    candidates: Iterable[Any], run: Callable[[Any, Start], None], time: Callable[[Callable[[], None]], float]
+) -> Any:
     """The fastest candidate; one that the card cannot run is passed over, aloud.
 
     Raises:
         RuntimeError: the card can run none of them.
     """
-    times = {}
-    for tile in candidates:
+    times, tiles = {}, list(candidates)
+    # Compiling takes longer than measuring. What the compiler refuses fails again below, and is named there.
+    with suppress(Exception), compiling_together():
+        for tile in tiles:
+            run(tile, compile_kernel)
+    for tile in tiles:
         try:
-            times[tile] = time(partial(run, tile))
+            times[tile] = time(partial(run, tile, run_kernel))
         except Exception as error:  # too much shared memory, above all; Triton has no common class for that
             print(f"  {tile}: {type(error).__name__}")
             continue
@@ -87,17 +95,23 @@ def tune(shape: ExpertShape, architecture: int, time: Callable[[Callable[[], Non
     tiles = choose_tiles(architecture, hidden, inner)
     silu = Activation.SILU
     x, work, states, out = lists(1, 2)
-    gate_up = best(decode_candidates(), lambda t: decode_gate_up(x, states, table, work, silu, t, scratch), time)
-    down = best(decode_candidates(), lambda t: decode_down(states, out, table, work, t, scratch), time)
+    gate_up = best(
+        decode_candidates(),
+        lambda t, start: decode_gate_up(x, states, table, work, silu, t, scratch, start=start),
+        time,
+    )
+    down = best(
+        decode_candidates(), lambda t, start: decode_down(states, out, table, work, t, scratch, start=start), time
+    )
     both: list[tuple[GroupedTile, GroupedTile]] = []
     for one, other in zip(tiles.grouped_gate_up, tiles.grouped_linear, strict=True):
         x, work, states, out = lists(4 * one.block_m if one.block_m == 128 else one.block_m, one.block_m)
 
-        def first(t: GroupedTile, x=x, states=states, work=work) -> None:  # type: ignore[no-untyped-def]
-            grouped_gate_up(x, states, table, work, silu, t)
+        def first(t: GroupedTile, start: Start, x=x, states=states, work=work) -> None:  # type: ignore[no-untyped-def]
+            grouped_gate_up(x, states, table, work, silu, t, start=start)
 
-        def second(t: GroupedTile, states=states, out=out, work=work) -> None:  # type: ignore[no-untyped-def]
-            grouped_linear(states, out, table, work, DOWN, t, scatter=True)
+        def second(t: GroupedTile, start: Start, states=states, out=out, work=work) -> None:  # type: ignore[no-untyped-def]
+            grouped_linear(states, out, table, work, DOWN, t, scatter=True, start=start)
 
         both.append((best(grouped_candidates(one), first, time), best(grouped_candidates(other), second, time)))
     return Tiles(tiles.decode_tokens, gate_up, down, tuple(a for a, _ in both), tuple(b for _, b in both))
@@ -113,15 +127,20 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("tune: torch finds no CUDA device here, so there is nothing to measure.", file=sys.stderr)
         return 1
+    tune_and_store(ExpertShape(arguments.hidden, arguments.intermediate, arguments.group_size, torch.bfloat16))
+    return 0
+
+
+def tune_and_store(shape: ExpertShape) -> None:
+    """Measure one shape on this machine's GPU, and write what is best into tiles.json."""
     from triton.testing import do_bench
 
     major, minor = torch.cuda.get_device_capability()
     architecture = 10 * major + minor
-    shape = ExpertShape(arguments.hidden, arguments.intermediate, arguments.group_size, torch.bfloat16)
     # do_bench clears the second-level cache between calls: weights come from memory.
     tiles = tune(shape, architecture, lambda run: do_bench(run, return_mode="median") / 1e3)
     store(architecture, shape, tiles, torch.cuda.get_device_name())
-    return 0
+    choose_tiles.cache_clear()
 
 
 def store(architecture: int, shape: ExpertShape, tiles: Tiles, card: str) -> None:

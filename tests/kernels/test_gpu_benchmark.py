@@ -247,6 +247,7 @@ def test_some_variants_compile_as_the_table_says(compile_table, variants, archit
 
 
 def test_the_fastest_tile_that_runs_is_taken(capsys):
+    from vllm_dymoe.kernels.triton.start import compile_kernel
     from vllm_dymoe.kernels.triton.tune import best
 
     costs = {1: 3.0, 2: 1.0, 3: None, 4: 2.0}
@@ -255,9 +256,13 @@ def test_the_fastest_tile_that_runs_is_taken(capsys):
         run()
         return costs[ran[-1]]
 
-    ran = []
+    ran, compiled = [], []
 
-    def run(tile):
+    def run(tile, start):
+        if start is compile_kernel:
+            compiled.append(tile)
+            return
+        assert compiled == list(costs), "all are compiled before the first is measured"
         ran.append(tile)
         if costs[tile] is None:
             raise MemoryError("too much shared memory")
@@ -265,8 +270,10 @@ def test_the_fastest_tile_that_runs_is_taken(capsys):
     assert best(iter(costs), run, time) == 2
     assert ran == [1, 2, 3, 4]
     assert "3: MemoryError" in capsys.readouterr().out
+    compiled.clear()
+    costs = {3: None}
     with pytest.raises(RuntimeError, match="no tile"):
-        best(iter([3]), run, time)
+        best(iter(costs), run, time)
 
 
 def test_what_is_tuned_is_found_again(monkeypatch, tmp_path):

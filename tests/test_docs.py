@@ -14,7 +14,8 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.store import STORE_VERSION, BlobKey, Manifest, file_name, read_header
 from vllm_dymoe.kernels import MatrixFormat, dequantize, pack
-from vllm_dymoe.policy import POLICIES, SYSTEMS
+from vllm_dymoe.policy import POLICIES, SYSTEMS, DymoeOptions
+from vllm_dymoe.policy.schedule import Schedule
 from vllm_dymoe.predict import SCHEMES
 from vllm_dymoe.quantize.convert import Recipe
 from vllm_dymoe.quantize.shards import ShardFiles
@@ -26,6 +27,7 @@ README = (ROOT / "README.md").read_text()
 FORMAT = (ROOT / "docs" / "format.md").read_text()
 METRICS_PAGE = (ROOT / "docs" / "metrics.md").read_text()
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
+PRECISION = (ROOT / "docs" / "precision.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 ROW, COLUMN, GROUP_SIZE = 99, 50, 32
@@ -259,6 +261,22 @@ def test_systems():
     assert rows == SYSTEMS
 
 
+def test_parameters_of_the_policy():
+    rows = {code(row["parameter"])[0]: row for row in table(OPTIONS, "policy options")}
+    assert list(rows) == list(DymoeOptions.model_fields)
+    for name, row in rows.items():
+        assert json.loads(*code(row["default"])) == getattr(DymoeOptions(), name)
+        meanings = [json.loads(value) for value in code(row["values"])]
+        assert meanings == list(get_args(DymoeOptions.model_fields[name].annotation))
+
+
+def test_numbers_of_the_schedule():
+    up, nearest = Schedule(0.75), Schedule(0.75, "nearest")
+    assert f"has {round(up.realised(8, 4) * 32)} of 32 experts high" in PRECISION
+    assert f"one token of Mixtral {round(up.realised(32, 2) * 64)} of 64" in PRECISION
+    assert f"stays around r: {nearest.realised(32, 2):.3g} for" in PRECISION
+
+
 def test_ranges():
     rows = option_rows()
     assert rows["staging_slots"]["values"] == "1 or more"
@@ -284,20 +302,20 @@ def test_budgets():
         assert row["meaning"] == meaning, value
 
 
-@pytest.mark.parametrize("text", [README, OPTIONS], ids=["README.md", "options.md"])
+@pytest.mark.parametrize("text", [README, OPTIONS, PRECISION], ids=["README.md", "options.md", "precision.md"])
 def test_options_of_the_examples_are_accepted(text):
-    examples = re.findall(r'\{"dymoe": (\{[^{}]*\})\}', text)
+    examples = re.findall(r'\{"dymoe": (\{[^{}]*(?:\{[^{}]*\})?\})\}', text)
     assert examples
     for example in examples:
         load(json.loads(example))
 
 
 def test_variables_of_the_examples_are_accepted():
-    variables = dict(re.findall(r"\b(DYMOE_[A-Z_]+)='?([^'\s`]+|\{[^}]*\})'?", OPTIONS))
+    found = re.findall(r"\b(DYMOE_[A-Z_]+)=(?:'([^']*)'|([^'\s`]+))", OPTIONS)
+    variables = {name: quoted or plain for name, quoted, plain in found}
     assert len(variables) >= 5
     for name, value in variables.items():
-        if name != "DYMOE_POLICY_OPTIONS":  # the policies of this version have none
-            Options.load(environment={"DYMOE_HI": "4", "DYMOE_LO": "2"} | {name: value})
+        Options.load(environment={"DYMOE_HI": "4", "DYMOE_LO": "2", "DYMOE_POLICY": "dymoe"} | {name: value})
 
 
 def test_the_sentence_of_the_example():
@@ -354,7 +372,15 @@ def test_every_package_folder_is_in_the_tree():
 
 @pytest.mark.parametrize(
     "path",
-    ["README.md", "CONTRIBUTING.md", "docs/format.md", "docs/metrics.md", "docs/options.md", "docs/prefetch.md"],
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/format.md",
+        "docs/metrics.md",
+        "docs/options.md",
+        "docs/precision.md",
+        "docs/prefetch.md",
+    ],
 )
 def test_links_lead_somewhere(path):
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / path).read_text()):
@@ -372,8 +398,8 @@ def test_commands_of_the_readme_exist():
 
 def test_worker_methods_of_the_documents_exist():
     worker = (ROOT / "vllm_dymoe" / "vllm_adapter" / "worker.py").read_text()
-    named = set(re.findall(r"dymoe_[a-z_]+(?=\")", README + OPTIONS))
-    assert {"dymoe_stats", "dymoe_resize"} <= named
+    named = set(re.findall(r"dymoe_[a-z_]+(?=\")", README + OPTIONS + PRECISION))
+    assert {"dymoe_stats", "dymoe_resize", "dymoe_precision"} <= named
     for name in named:
         assert f"def {name}(" in worker, name
 

@@ -132,9 +132,13 @@ class Options(BaseModel):
     store_dir: Path | None = None
     """Folder of the `file` store for checkpoints that are quantized while they load (default: ~/.cache/vllm-dymoe)."""
     policy: str = "exact"
-    """Which expert gets which tier: "exact" (all high) or "uniform-lo" (all low); or a paper's system by name."""
+    """Which expert gets which tier: "exact" (all high), "uniform-lo" (all low), or a paper's system by name."""
     policy_options: dict[str, Any] = {}
     """Parameters of the policy, by name."""
+    skipped_weights: Literal["renormalize", "keep"] = "renormalize"
+    """Routing weights of experts that are skipped: handed to the token's other experts, or lost."""
+    reuse_high: bool = True
+    """Whether an expert that is wanted low is computed high where its high version is on the device."""
     prefetch: str = "none"
     """Which experts are fetched before their router names them: the name of a scheme, see docs/options.md."""
     prefetch_options: dict[str, Any] = {}
@@ -173,7 +177,7 @@ class Options(BaseModel):
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        from vllm_dymoe.policy import POLICIES
+        from vllm_dymoe.policy import Tier, make_policy
         from vllm_dymoe.predict import make_scheme
 
         if self.lo >= self.hi:
@@ -181,10 +185,9 @@ class Options(BaseModel):
                 f"lo is {self.lo} bits but must be below hi, which is {self.hi}; "
                 "set lo to 0 to store one version of each expert only"
             )
-        if self.policy not in POLICIES:
-            raise ValueError(f'policy "{self.policy}" does not exist; choose one of {", ".join(sorted(POLICIES))}')
-        if self.policy == "uniform-lo" and self.lo == 0:
-            raise ValueError('policy "uniform-lo" with lo = 0 would skip every expert; set lo to 2, 4 or 8')
+        policy = make_policy(self.policy, self.policy_options)
+        if self.lo == 0 and Tier.HI not in policy.tiers:
+            raise ValueError(f'policy "{self.policy}" with lo = 0 would skip every expert; set lo to 2, 4 or 8')
         make_scheme(self.prefetch, self.prefetch_options)
         return self
 

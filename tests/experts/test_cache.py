@@ -22,7 +22,8 @@ def make_cache(hi=4, lo=0, layers=1, staging=1):
         for tier, (count, bits) in counts.items()
         if count
     }
-    return ExpertCache(pools, layers, dict.fromkeys(pools, staging))
+    quotas = {tier: layer_quotas(pool.count, [1] * layers, staging, pool.count) for tier, pool in pools.items()}
+    return ExpertCache(pools, quotas)
 
 
 def use(cache, expert, tier=Tier.HI, layer=0, stream=False):
@@ -36,9 +37,16 @@ def use(cache, expert, tier=Tier.HI, layer=0, stream=False):
 
 
 def test_quotas_share_what_staging_leaves():
-    assert layer_quotas(10, 3, 2) == [3, 3, 2]
-    assert layer_quotas(2, 3, 2) == [0, 0, 0]
-    assert layer_quotas(1, 3, 2) == [0, 0, 0]
+    assert layer_quotas(10, [1, 1, 1], 2, 8) == [3, 3, 2]
+    assert layer_quotas(2, [1, 1, 1], 2, 8) == [0, 0, 0]
+    assert layer_quotas(1, [1, 1, 1], 2, 8) == [0, 0, 0]
+
+
+def test_quotas_follow_the_weights_up_to_what_a_layer_can_use():
+    assert layer_quotas(11, [1, 0.75, 0.5, 0], 2, 8) == [4, 3, 2, 0]
+    assert layer_quotas(12, [1, 0.5, 0.5], 0, 4) == [4, 4, 4]
+    assert layer_quotas(40, [1, 0.5, 0], 2, 8) == [8, 8, 0]
+    assert layer_quotas(6, [0, 0], 0, 8) == [0, 0]
 
 
 def test_the_least_recently_used_expert_of_the_layer_goes():
@@ -128,6 +136,18 @@ def test_conservative_reuse_takes_the_high_version_for_a_low_request():
     high = use(cache, 0, Tier.HI)
     assert use(cache, 0, Tier.LO) is high
     assert (cache.stats.hits, cache.stats.reuses, cache.stats.misses) == (1, 1, 1)
+
+
+def test_without_reuse_a_low_request_replaces_the_high_version():
+    cache = make_cache(hi=3, lo=3)
+    cache._reuse_high = False
+    high = use(cache, 0, Tier.HI)
+    low = use(cache, 0, Tier.LO)
+    assert low.tier is Tier.LO
+    assert cache.handles.resolve(0, 0) is low
+    assert high.pins == 0
+    assert (cache.stats.hits, cache.stats.misses, cache.stats.promotions, cache.stats.reuses) == (0, 2, 0, 0)
+    cache.check_integrity()
 
 
 def test_an_abandoned_version_frees_its_slot_after_the_last_release():

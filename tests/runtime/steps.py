@@ -24,6 +24,9 @@ class ByNumber:
     def tiers(self):
         return frozenset((Tier.HI, Tier.LO)) if self.low else frozenset((Tier.HI,))
 
+    def shares(self, num_layers, top_k):
+        return dict.fromkeys(self.tiers, [1.0] * num_layers)
+
     def plan(self, routing):
         return {e: Tier.SKIP if e in self.skipped else Tier.LO if e in self.low else Tier.HI for e in routing.active}
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.steps import BUDGETS, ByNumber, run, with_budget
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.experts.cache import ExpertCache
+from vllm_dymoe.experts.cache import ExpertCache, layer_quotas
 from vllm_dymoe.experts.slots import SlotPool
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import Candidate
@@ -123,7 +123,7 @@ class Link:
 def make_prefetcher(slots=6, staging=2, projections=3):
     """Of four layers; what the staging slots leave is shared out and filled."""
     pool = SlotPool(FORMAT, slots, CPU)
-    cache = ExpertCache({Tier.HI: pool}, 4, {Tier.HI: staging})
+    cache = ExpertCache({Tier.HI: pool}, {Tier.HI: layer_quotas(slots, [1] * 4, staging, slots)})
     for layer in range(4):
         for expert in range(cache.quota(layer, Tier.HI)):
             version = cache.acquire(layer, expert, Tier.HI)

@@ -39,7 +39,7 @@ def test_with_a_slot_for_every_expert_nothing_is_kept_for_staging():
     plan = plan_slots(EXPERTS, OPTIONS, frozenset((Tier.HI,)), limit("100%"), WORKSPACE)
     assert plan.slots == {Tier.HI: 24}
     assert plan.staging == {Tier.HI: 0}
-    assert plan.quotas(Tier.HI, 3) == [8, 8, 8]
+    assert plan.quotas[Tier.HI] == [8, 8, 8]
 
 
 @given(st.integers(0, 400_000), st.sampled_from([frozenset((Tier.HI,)), frozenset((Tier.LO,)), BOTH]))
@@ -87,4 +87,49 @@ def test_layers_that_shall_keep_nothing_keep_nothing(budget):
     options = Options(hi=4, group_size=32, keep_experts=False)
     plan = plan_slots(EXPERTS, options, frozenset((Tier.HI,)), limit(budget), WORKSPACE)
     assert plan.slots[Tier.HI] > 0
-    assert plan.quotas(Tier.HI, 3) == [0, 0, 0]
+    assert plan.quotas[Tier.HI] == [0, 0, 0]
+
+
+SHARES = {Tier.HI: [1.0, 0.75, 0.5], Tier.LO: [0.0, 0.25, 0.5]}
+
+
+def plan_with(nbytes, shares=None, staging=0):
+    options = OPTIONS.model_copy(update={"staging_slots": staging})
+    return plan_slots(EXPERTS, options, BOTH, WORKSPACE + nbytes, WORKSPACE, shares or SHARES)
+
+
+HIGH, LOW = EXPERTS.formats[4].nbytes, EXPERTS.formats[2].nbytes
+
+
+def test_tiers_and_layers_get_slots_as_experts_are_wanted_in_them():
+    plan = plan_with(9 * HIGH + 3 * LOW)
+    assert plan.slots == {Tier.HI: 9, Tier.LO: 3}
+    assert plan.quotas == {Tier.HI: [4, 3, 2], Tier.LO: [0, 1, 2]}, "each layer keeps four experts"
+
+
+def test_where_every_expert_fits_as_many_as_possible_are_high():
+    plan = plan_with(20 * HIGH + 4 * LOW)
+    assert plan.slots == {Tier.HI: 20, Tier.LO: 4}
+    everything = plan_with(24 * HIGH + 24 * LOW)
+    assert everything.slots == {Tier.HI: 24, Tier.LO: 24}
+    assert plan_with(24 * HIGH).slots[Tier.HI] == 23, "the low tier keeps a slot, for what a prompt wants low"
+
+
+def test_a_tier_that_a_single_token_never_wants_has_slots_to_stream_through():
+    plan = plan_with(9 * HIGH, {Tier.HI: [1.0] * 3, Tier.LO: [0.0] * 3}, staging=2)
+    assert plan.slots[Tier.LO] >= 2
+    assert plan.staging[Tier.LO] == plan.slots[Tier.LO]
+    assert plan.quotas[Tier.LO] == [0, 0, 0]
+
+
+@given(st.integers(0, 400_000), st.lists(st.floats(0, 1), min_size=3, max_size=3), st.integers(1, 4))
+def test_every_plan_of_two_tiers_fits(nbytes, high, staging):
+    shares = {Tier.HI: high, Tier.LO: [1 - share for share in high]}
+    plan = plan_with(HIGH + LOW + nbytes, shares, staging)
+    spent = plan.slots[Tier.HI] * HIGH + plan.slots[Tier.LO] * LOW
+    assert spent <= HIGH + LOW + nbytes
+    assert all(1 <= count <= 24 for count in plan.slots.values())
+    assert HIGH + LOW + nbytes - spent < LOW or plan.slots == {Tier.HI: 24, Tier.LO: 24}
+    for tier, quotas in plan.quotas.items():
+        assert all(0 <= quota <= 8 for quota in quotas)
+        assert 0 <= plan.staging[tier] <= plan.slots[tier]

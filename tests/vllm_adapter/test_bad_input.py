@@ -83,7 +83,7 @@ def rank_model(packer=None, runtime=None):
     """A rank in the middle of its life, without the vLLM around it."""
     model = RankModel.__new__(RankModel)
     model._packer, model._store, model.runtime, model._served = packer, None, runtime, True
-    model.failures, model.foresight = StepFailures(), Foresight(Options())
+    model.failures, model.foresight, model.prompts = StepFailures(), Foresight(Options()), None
     return model
 
 
@@ -120,7 +120,7 @@ class FailingRuntime:
     def __init__(self):
         self.calls = 0
 
-    def forward(self, *arguments):
+    def forward(self, *arguments, **others):
         self.calls += 1
         raise TransferError("the disk is on fire")
 

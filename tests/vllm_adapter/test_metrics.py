@@ -12,9 +12,10 @@ from vllm_dymoe.vllm_adapter import metrics, patches
 from vllm_dymoe.vllm_adapter.metrics import METRICS, Statistics, statistics_of
 
 
-def answer(hits=0, misses=0, moved=0, waited=0.0, evictions=0, resident=0):
+def answer(hits=0, misses=0, moved=0, waited=0.0, evictions=0, resident=0, **others):
     reasons = {"demand": moved, "prefetch": 0, "migration": 0}
     stats = RuntimeStats(
+        planned={"hi": hits + misses, "lo": 0, "skip": 0},
         hits=hits,
         misses=misses,
         hit_rate=0.0,
@@ -33,7 +34,7 @@ def answer(hits=0, misses=0, moved=0, waited=0.0, evictions=0, resident=0):
         slots={"hi": 8},
         resident_experts={"hi": resident},
     )
-    return stats.to_dict()
+    return stats.to_dict() | others
 
 
 @pytest.fixture
@@ -65,6 +66,15 @@ def test_counters_grow_by_what_was_counted_and_gauges_follow(registry):
     assert found["vllm_dymoe_transferred_bytes_total", "0", "demand"] == 60
     assert found["vllm_dymoe_resident_experts", "0", "hi"] == 1
     assert found["vllm_dymoe_slots", "0", "hi"] == 8
+
+
+def test_a_tier_that_goes_out_of_use_has_no_slots(registry):
+    statistics = Statistics("m", registry)
+    statistics.record([answer(slots={"hi": 8, "lo": 4})], 0.0)
+    statistics.record([answer(slots={"hi": 10})], 1.0)
+    found = samples(registry)
+    assert found["vllm_dymoe_slots", "0", "hi"] == 10
+    assert found["vllm_dymoe_slots", "0", "lo"] == 0
 
 
 def test_a_counter_never_falls_when_the_counts_are_reset(registry):

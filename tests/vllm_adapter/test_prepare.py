@@ -82,11 +82,22 @@ def test_the_defaults_are_accepted():
         ({"hi": 4, "lo": 8}, "lo is 8 bits but must be below hi"),
         ({"policy": "dynaexq"}, 'policy "dynaexq" does not exist; choose one of duoserve, dymoe, exact'),
         ({"prefetch": "dymoe"}, 'prefetch "dymoe" does not exist; choose one of none, layer'),
+        (
+            {"policy": "dymoe", "policy_options": {"retention": 2}},
+            "(retention: input should be less than or equal to 1)",
+        ),
         ("25%", "additional_config.dymoe must be an object of options"),
     ],
 )
 def test_wrong_options_are_refused(dymoe, sentence):
     assert sentence in refusal(dymoe)
+
+
+def test_depth_needs_all_layers_in_one_process():
+    message = refusal({"policy": "dymoe"}, pipeline_parallel_size=2)
+    assert "leave --pipeline-parallel-size 2 out" in message
+    configure({"policy": "exact"}, pipeline_parallel_size=2)
+    configure({"policy": "dymoe"})
 
 
 def test_a_wrong_variable_of_the_environment_is_refused(monkeypatch):

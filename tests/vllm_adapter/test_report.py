@@ -84,7 +84,7 @@ def test_who_keeps_no_expert_because_it_was_asked_to_is_not_warned(store):
     assert warnings(runtime_with(store, slots=LAYERS * TOP_K, policy="on-demand")) == []
 
 
-@pytest.mark.parametrize("policy", ["dymoe", "duoserve"])
+@pytest.mark.parametrize("policy", ["duoserve"])
 def test_what_a_system_lacks_is_said(store, policy):
     sentence, *_ = warnings(runtime_with(store, slots=LAYERS * EXPERTS, policy=policy))
     assert sentence.startswith(f'policy "{policy}" is not complete yet: its ')

@@ -6,6 +6,7 @@ from vllm_dymoe import summary
 from vllm_dymoe.runtime.stats import RuntimeStats
 
 STATS = RuntimeStats(
+    planned={"hi": 3, "lo": 1, "skip": 2},
     hits=3,
     misses=1,
     hit_rate=0.75,
@@ -48,7 +49,7 @@ def test_every_rank_is_summarized():
 
 def test_text_names_what_happened():
     text = str(summary(Ranks(STATS)))
-    for part in ("75.0% of 4", "1.25 s", "2.0 GiB", "hi 4 of 5 slots"):
+    for part in ("75.0% of 4", "1.25 s", "2.0 GiB", "hi 4 of 5 slots", "hi 3, lo 1, skip 2"):
         assert part in text
 
 

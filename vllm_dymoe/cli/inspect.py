@@ -120,7 +120,7 @@ def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
             if limit < limits["smallest"]:
                 continue
             plan = plan_slots(experts, options, tiers, limit, workspace)
-            kept = {tier.value: min(plan.quotas(tier, len(experts.layers))) for tier in plan.slots}
+            kept = {tier.value: min(plan.quotas[tier]) for tier in plan.slots}
             names = [tier.value for tier in plan.slots]
             rows.append({"tiers": names, "expert_budget": name, "bytes": limit, "experts_kept_per_layer": kept})
     return rows

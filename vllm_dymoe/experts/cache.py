@@ -4,7 +4,8 @@ The rules of DyMoE 4.4.2 hold across both tiers:
 
 - *no duplication*: an expert is cached in one version;
 - *promotion*: high wanted, low cached is a miss that replaces the low version;
-- *conservative reuse*: low wanted, high cached uses the high version.
+- *conservative reuse*: low wanted, high cached uses the high version. It makes what is computed
+  depend on what is cached; without it the high version is replaced like the low one above.
 
 Two more come from what such caches got wrong elsewhere:
 
@@ -19,8 +20,9 @@ not ``resident`` fills its slot and then publishes it, or abandons it.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from typing import Any
 
 from vllm_dymoe.experts.handles import HandleTable, Version
@@ -58,10 +60,29 @@ class _Shelf:
         self.unfilled = sum(self.quotas)
 
 
-def layer_quotas(slots: int, num_layers: int, staging: int) -> list[int]:
-    """Slots that each layer may keep: an even share of what staging leaves, the remainder to the first layers."""
-    share, extra = divmod(max(0, slots - staging), num_layers)
-    return [share + (layer < extra) for layer in range(num_layers)]
+def layer_quotas(slots: int, weights: Sequence[float], staging: int, most: int) -> list[int]:
+    """Slots that each layer may keep, in proportion to its weight; among equals the first layers get the remainder.
+
+    Args:
+        slots: of one tier.
+        weights: for each layer; one of weight 0 keeps none.
+        staging: slots that no layer keeps.
+        most: slots that one layer has a use for.
+    """
+    quotas = [0] * len(weights)
+    # The next slot goes where it is worth most (d'Hondt): ordered by what one more means to a layer.
+    claims = [(-weight, layer) for layer, weight in enumerate(weights) if weight > 0 and most > 0]
+    heapify(claims)
+    for _ in range(slots - staging):
+        if not claims:
+            break
+        _, layer = claims[0]
+        quotas[layer] += 1
+        if quotas[layer] == most:
+            heappop(claims)
+        else:
+            heapreplace(claims, (-weights[layer] / (quotas[layer] + 1), layer))
+    return quotas
 
 
 class ExpertCache:
@@ -69,26 +90,25 @@ class ExpertCache:
 
     Args:
         pools: one per tier in use.
-        num_layers: number of MoE layers.
-        staging: slots of each pool that no layer keeps.
+        quotas: experts that each layer may keep, for every tier; the slots that they leave are for staging.
         stats: counts to go on with; new ones if None.
+        reuse_high: whether a high version serves where a low one is wanted.
     """
 
     def __init__(
         self,
         pools: Mapping[Tier, SlotPool],
-        num_layers: int,
-        staging: Mapping[Tier, int],
+        quotas: Mapping[Tier, Sequence[int]],
         stats: CacheStats | None = None,
+        *,
+        reuse_high: bool = True,
     ) -> None:
+        self._reuse_high = reuse_high
         self.stats = stats or CacheStats()
+        num_layers = len(next(iter(quotas.values())))
         self.handles = HandleTable(num_layers)
         self._shelves = {
-            tier: _Shelf(
-                pool,
-                layer_quotas(pool.count, num_layers, staging[tier]),
-                [OrderedDict() for _ in range(num_layers)],
-            )
+            tier: _Shelf(pool, list(quotas[tier]), [OrderedDict() for _ in range(num_layers)])
             for tier, pool in pools.items()
         }
 
@@ -109,7 +129,7 @@ class ExpertCache:
         row, held, missing = self.handles.row(layer), [], []
         for expert, tier in wanted.items():
             version = row.get(expert)
-            if version is not None and _serves(version, tier):
+            if version is not None and self._serves(version, tier):
                 held.append(self._hit(version, tier))
             else:
                 missing.append((expert, tier))
@@ -131,7 +151,7 @@ class ExpertCache:
             None if every slot that could be used is pinned: release one first.
         """
         version = self.handles.get(layer, expert)
-        if version is not None and _serves(version, tier):
+        if version is not None and self._serves(version, tier):
             return self._hit(version, tier)
 
         shelf = self._shelves[tier]
@@ -139,7 +159,7 @@ class ExpertCache:
         if not keeps and shelf.pool.free <= shelf.unfilled:
             return None
         if version is not None:
-            self.stats.promotions += 1
+            self.stats.promotions += tier is Tier.HI
             self._detach(version)
         self.stats.misses += 1
         fresh = Version(layer, expert, tier, shelf.pool.allocate(), pins=1, transient=not keeps)
@@ -235,6 +255,9 @@ class ExpertCache:
             assert version in held_anywhere, f"a handle points at a slot given away: {version}"
             assert version.resident or version.pins > 0, f"nobody fills {version}"
 
+    def _serves(self, version: Version, tier: Tier) -> bool:
+        return version.tier is tier or (version.tier is Tier.HI and self._reuse_high)
+
     def _hit(self, version: Version, tier: Tier) -> Version:
         self.stats.hits += version.resident
         self.stats.misses += not version.resident  # fetched ahead, and not there yet
@@ -276,10 +299,6 @@ class ExpertCache:
         self.handles.remove(version)
         shelf.passing.remove(version)
         shelf.pool.give_back(version.slot)
-
-
-def _serves(version: Version, tier: Tier) -> bool:
-    return version.tier is tier or version.tier is Tier.HI
 
 
 __all__ = ["CacheStats", "ExpertCache", "Slot", "Version", "layer_quotas"]

@@ -13,7 +13,7 @@ SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     "layer-prefetch": {"prefetch": "layer"},
     # DuoServe-MoE, whose trained predictor is still to come; popularity is one of that predictor's inputs.
     "duoserve": {"prefetch": "popularity"},
-    # DyMoE, whose precision schedule is still to come.
+    # DyMoE, with its precision from the policy of that name.
     "dymoe": {"prefetch": "next-gate"},
     # FIRM-MoE. The paper's granularity is 1 for small models and 2 for larger ones.
     "firm": {"prefetch": "meeting-of-layers", "prefetch_projections": 2},

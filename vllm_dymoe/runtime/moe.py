@@ -6,6 +6,7 @@ output (invariant 1); in which order experts are fetched and computed is
 ``pipeline``'s.
 """
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,11 @@ from vllm_dymoe.experts.store import HostStore
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, ExpertKernel, combine, make_kernel
 from vllm_dymoe.policy import Policy, make_policy
-from vllm_dymoe.policy.base import Routing
+from vllm_dymoe.policy.base import PromptTokens, Routing
 from vllm_dymoe.predict import Measured, Phase, PredictionStats, Predictor
 from vllm_dymoe.runtime.grouping import group_by_expert
 from vllm_dymoe.runtime.pipeline import Pipeline
+from vllm_dymoe.runtime.precision import changed_precision
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
 from vllm_dymoe.runtime.sizing import (
     SlotPlan,
@@ -34,6 +36,7 @@ from vllm_dymoe.runtime.sizing import (
     tier_bits,
     workspace_bytes,
 )
+from vllm_dymoe.runtime.skipping import absent_pairs, renormalized
 from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.transfer import TransferEngine, TransferStats, make_engine
 
@@ -66,9 +69,8 @@ class MoERuntime:
     ) -> None:
         self.store = store
         self.experts = store.experts
-        self.options = options
         self.device = device
-        self.policy = policy or make_policy(options.policy, options.policy_options)
+        policy = policy or make_policy(options.policy, options.policy_options)
         self.kernel: ExpertKernel = make_kernel(
             device, workspace_bytes(self.experts, device.type), self.experts.formats
         )
@@ -77,13 +79,13 @@ class MoERuntime:
             store, device, options.io_threads, largest, options.transfer_timeout_s or None, options.link_gbps
         )
         self.predictor = None if predictor is None else Measured(predictor)
-        self._bits = {tier: tier_bits(options, tier) for tier in Tier}
         self._automatic_budget = automatic_budget
+        self._planned: Counter[Tier] = Counter()
         self._cache_stats, self._prefetch_stats = CacheStats(), PrefetchStats()
         limit = limit_in_bytes(
             options.expert_budget, self.experts, options, self.kernel.workspace_bytes, automatic_budget
         )
-        self._allocate(self._plan(limit))
+        self._allocate(options, policy, self._plan(limit, options, policy))
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -95,6 +97,7 @@ class MoERuntime:
         topk_ids: torch.Tensor,
         activation: Activation = Activation.SILU,
         phase: Phase = Phase.DECODE,
+        prompt: PromptTokens | None = None,
     ) -> torch.Tensor:
         """Run one MoE layer.
 
@@ -105,6 +108,7 @@ class MoERuntime:
             topk_ids: [tokens, top_k] int, local experts; negative where another rank has the expert.
             activation: of the gated expert.
             phase: of the whole step, for the predictor.
+            prompt: which tokens are prompts', for the policy; None in a step that only decodes.
 
         Returns:
             [tokens, hidden], the weighted sum over each token's experts on this rank.
@@ -116,17 +120,22 @@ class MoERuntime:
         if tokens == 0:
             return torch.empty_like(x)
         groups = group_by_expert(topk_ids)
-        plan = self.policy.plan(Routing(layer, topk_ids, topk_weights, tuple(groups)))
+        routing = Routing(layer, len(self.experts.layers), topk_ids, topk_weights, tuple(groups), prompt)
+        plan = self.policy.plan(routing)
         wanted = {expert: tier for expert, tier in plan.items() if self._bits[tier] > 0}
-        computed = sum(groups[expert].size for expert in wanted)
-        # Pairs that nobody computes (skipped, or another rank's) must add nothing.
-        allocate = x.new_empty if computed == tokens * top_k else x.new_zeros
-        out = allocate((tokens * top_k, x.shape[1]))
+        self._planned.update(wanted.values())
+        self._planned[Tier.SKIP] += len(plan) - len(wanted)
+        out = x.new_empty((tokens * top_k, x.shape[1]))
         look_ahead = None
         if self.predictor is not None:
             look_ahead = partial(self._look_ahead, self.predictor, layer, x, topk_ids, topk_weights, phase)
         self._pipeline.run(layer, wanted, groups, x, out, activation, look_ahead)
-        return combine(out, topk_weights)
+        if sum(groups[expert].size for expert in wanted) == tokens * top_k:
+            return combine(out, topk_weights)
+        absent = absent_pairs((groups[expert].pairs for expert in wanted), topk_ids)
+        if len(wanted) < len(plan) and self.options.skipped_weights == "renormalize":
+            topk_weights = renormalized(topk_weights, absent, topk_ids)
+        return combine(out, topk_weights, absent)
 
     def _look_ahead(
         self,
@@ -154,13 +163,6 @@ class MoERuntime:
             ValueError: it is not a budget, or cannot hold one expert of each tier, or a read that was given up still
                 has not ended; the old one stays.
         """
-        self._pipeline.release_late()
-        ahead_is_clear = self._prefetcher is None or self._prefetcher.clear()
-        if self._pipeline.late or not ahead_is_clear:
-            raise ConfigError(
-                f"vllm-dymoe: expert_budget cannot change while reads that were given up have not ended "
-                f"({self.store.description}); try again later."
-            )
         limit = limit_in_bytes(
             ExpertBudget.parse(budget),
             self.experts,
@@ -168,20 +170,66 @@ class MoERuntime:
             self.kernel.workspace_bytes,
             self._automatic_budget,
         )
-        plan = self._plan(limit)
+        self._replace("expert_budget", self.options, self.policy, self._plan(limit, self.options, self.policy))
+
+    def set_precision(self, **changes: Any) -> None:
+        """Change retention, tiers or another parameter of the policy, for the next step on.
+
+        The budget stays as it is. Where its slots have to be shared out in another way the cache starts empty.
+
+        Args:
+            changes: values by name, as :func:`~vllm_dymoe.runtime.precision.changed_precision` takes them.
+
+        Raises:
+            ConfigError: a value cannot be honoured, or a read that was given up still has not ended; all stays as it
+                was.
+        """
+        options = changed_precision(self.options, self.experts.formats, changes)
+        policy = make_policy(options.policy, options.policy_options)
+        plan = self._plan(self.plan.limit, options, policy)
+        if plan == self.plan and all(tier_bits(options, tier) == self._bits[tier] for tier in plan.slots):
+            self._serve_with(options, policy)
+        else:
+            self._replace("the precision", options, policy, plan)
+
+    def _replace(self, what: str, options: Options, policy: Policy, plan: SlotPlan) -> None:
+        """Go on with other slots; if they cannot be had, with the old ones.
+
+        Raises:
+            ConfigError: a read that was given up still writes into a slot, so that ``what`` cannot change; or there is
+                no memory.
+        """
+        self._pipeline.release_late()
+        ahead_is_clear = self._prefetcher is None or self._prefetcher.clear()
+        if self._pipeline.late or not ahead_is_clear:
+            raise ConfigError(
+                f"vllm-dymoe: {what} cannot change while reads that were given up have not ended "
+                f"({self.store.description}); try again later."
+            )
+        before = self.options, self.policy, self.plan
         self.cache.clear()
-        self._allocate(plan)
+        try:
+            self._allocate(options, policy, plan)
+        except ConfigError:
+            self._allocate(*before)
+            raise
 
     @property
     def minimum_budget(self) -> int:
         """The smallest feasible budget in bytes."""
         return minimum_budget(self.experts, self.options, self.policy.tiers, self.kernel.workspace_bytes)
 
-    def _plan(self, limit: int) -> SlotPlan:
-        return plan_slots(self.experts, self.options, self.policy.tiers, limit, self.kernel.workspace_bytes)
+    def _plan(self, limit: int, options: Options, policy: Policy) -> SlotPlan:
+        shares = policy.shares(len(self.experts.layers), self.experts.top_k)
+        return plan_slots(self.experts, options, policy.tiers, limit, self.kernel.workspace_bytes, shares)
 
-    def _allocate(self, plan: SlotPlan) -> None:
-        """Replace budget, pools and cache by those of ``plan``; nothing may be pinned."""
+    def _serve_with(self, options: Options, policy: Policy) -> None:
+        self.options, self.policy = options, policy
+        self._bits = {tier: tier_bits(options, tier) for tier in Tier}
+
+    def _allocate(self, options: Options, policy: Policy, plan: SlotPlan) -> None:
+        """Replace options, policy, budget, pools and cache; nothing may be pinned."""
+        self._serve_with(options, policy)
         for name in ("cache", "pools", "_pipeline", "_prefetcher"):
             self.__dict__.pop(name, None)  # the old pools go before the new ones come
         self.plan = plan
@@ -190,10 +238,10 @@ class MoERuntime:
             self.budget.reserve("the kernel's workspace", plan.workspace_bytes)
         self.pools: dict[Tier, SlotPool] = {}
         for tier, count in plan.slots.items():
-            fmt = self.experts.formats[tier_bits(self.options, tier)]
+            fmt = self.experts.formats[self._bits[tier]]
             self.budget.reserve(f"{count} slots of tier {tier.value}", count * fmt.nbytes)
             self.pools[tier] = self._make_pool(fmt, count)
-        self.cache = ExpertCache(self.pools, len(self.experts.layers), plan.staging, self._cache_stats)
+        self.cache = ExpertCache(self.pools, plan.quotas, self._cache_stats, reuse_high=options.reuse_high)
         self._prefetcher = None if self.predictor is None else self._make_prefetcher()
         self._pipeline = Pipeline(
             self.cache, self.engine, self.kernel, self._bits, self.store.description, self._prefetcher
@@ -234,11 +282,33 @@ class MoERuntime:
         """Counts since the start or the last ``reset_stats``."""
         predictions = self.predictor.stats if self.predictor is not None else PredictionStats()
         return RuntimeStats.collect(
-            self.cache, self.engine.stats, self._prefetch_stats, predictions, self.budget, self.plan
+            self._planned,
+            self.cache,
+            self.engine.stats,
+            self._prefetch_stats,
+            predictions,
+            self.budget,
+            self.plan,
         )
+
+    def precision(self) -> dict[str, Any]:
+        """What decides precision at the moment, and what it means for a single token, as JSON-serialisable data."""
+        options, layers, top_k = self.options, len(self.experts.layers), self.experts.top_k
+        shares = self.policy.shares(layers, top_k)
+        return {
+            "policy": options.policy,
+            "policy_options": dict(options.policy_options),
+            "hi": options.hi,
+            "lo": options.lo,
+            "skipped_weights": options.skipped_weights,
+            "stored_bits": sorted(self.experts.formats, reverse=True),
+            "share_of_tiers_in_decode": {tier.value: sum(shares[tier]) / layers for tier in Tier if tier in shares},
+            "slots": {tier.value: count for tier, count in self.plan.slots.items()},
+        }
 
     def reset_stats(self) -> None:
         """Count from zero, for instance after warm-up."""
+        self._planned.clear()
         self._cache_stats = self.cache.stats = CacheStats()
         self.engine.stats = TransferStats()
         self._prefetch_stats.reset()

@@ -1,6 +1,6 @@
 """From a byte budget to slots: how many of each tier, and what the smallest feasible budget is."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
@@ -21,17 +21,18 @@ class SlotPlan:
         limit: the hard budget in bytes, on this rank.
         workspace_bytes: the part that the kernel's scratch takes.
         slots: number of slots of each tier in use.
-        staging: slots of each tier that no layer keeps.
+        quotas: experts of each tier that each layer may keep.
     """
 
     limit: int
     workspace_bytes: int
     slots: Mapping[Tier, int]
-    staging: Mapping[Tier, int]
+    quotas: Mapping[Tier, Sequence[int]]
 
-    def quotas(self, tier: Tier, num_layers: int) -> list[int]:
-        """Experts that each layer may keep in ``tier``."""
-        return layer_quotas(self.slots[tier], num_layers, self.staging[tier])
+    @property
+    def staging(self) -> Mapping[Tier, int]:
+        """Slots of each tier that no layer keeps."""
+        return {tier: count - sum(self.quotas[tier]) for tier, count in self.slots.items()}
 
 
 def workspace_bytes(experts: ModelExperts, device_type: str = "cpu") -> int:
@@ -75,9 +76,26 @@ def limit_in_bytes(
 
 
 def plan_slots(
-    experts: ModelExperts, options: Options, tiers: frozenset[Tier], limit: int, workspace_bytes: int
+    experts: ModelExperts,
+    options: Options,
+    tiers: frozenset[Tier],
+    limit: int,
+    workspace_bytes: int,
+    shares: Mapping[Tier, Sequence[float]] | None = None,
 ) -> SlotPlan:
-    """Spend ``limit`` bytes on slots; where two tiers are in use each gets half of the bytes.
+    """Spend ``limit`` bytes on slots.
+
+    Where two tiers are in use their numbers of slots are to each other as the experts that are wanted in them, and so
+    are each layer's. Where that would be more slots than experts, every expert has one, as many as possible a high
+    one.
+
+    Args:
+        experts: of this rank.
+        options: validated options.
+        tiers: that the policy may ask for.
+        limit: the budget in bytes.
+        workspace_bytes: what the kernel takes of it.
+        shares: for each tier, what share of a layer's active experts is wanted in it; equal ones if None.
 
     Raises:
         ConfigError: the budget cannot hold one expert of each tier.
@@ -89,19 +107,38 @@ def plan_slots(
             f"workspace need {least}; set expert_budget to at least {least} bytes."
         )
     used = used_tiers(options, tiers)
-    every_expert = len(experts.layers) * experts.num_experts
-    spare = limit - least
+    layers = len(experts.layers)
+    every_expert = layers * experts.num_experts
+    weights = {tier: shares[tier] if shares else [1.0] * layers for tier in used}
+    sizes = {tier: experts.formats[tier_bits(options, tier)].nbytes for tier in used}
+    spare = limit - workspace_bytes
     slots: dict[Tier, int] = {}
-    # The low tier first: what it has no use for, once every expert has a slot there, goes to the high one.
-    for position, tier in enumerate(reversed(used)):
-        nbytes = experts.formats[tier_bits(options, tier)].nbytes
-        share = spare // (len(used) - position)
-        extra = min(share // nbytes, every_expert - 1)
-        spare -= extra * nbytes
-        slots[tier] = 1 + extra
-    slots = {tier: slots[tier] for tier in used}
-    # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
-    staging = {tier: 0 if count == every_expert else min(options.staging_slots, count) for tier, count in slots.items()}
-    if not options.keep_experts:
-        staging = slots
-    return SlotPlan(limit, workspace_bytes, slots, staging)
+    if len(used) == 2:
+        slots[Tier.LO] = _low_slots(sizes, weights, every_expert, spare, options.staging_slots)
+        spare -= slots[Tier.LO] * sizes[Tier.LO]
+        slots = {Tier.HI: min(every_expert, spare // sizes[Tier.HI])} | slots
+        # What the high tier has no use for goes back to the low one.
+        spare -= slots[Tier.HI] * sizes[Tier.HI]
+        slots[Tier.LO] = min(every_expert, slots[Tier.LO] + spare // sizes[Tier.LO])
+    elif used:
+        slots[used[0]] = min(every_expert, spare // sizes[used[0]])
+    quotas = {}
+    for tier, count in slots.items():
+        # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
+        staging = 0 if count == every_expert else min(options.staging_slots, count)
+        staging = staging if options.keep_experts else count
+        quotas[tier] = layer_quotas(count, weights[tier], staging, experts.num_experts)
+    return SlotPlan(limit, workspace_bytes, slots, quotas)
+
+
+def _low_slots(
+    sizes: Mapping[Tier, int], weights: Mapping[Tier, Sequence[float]], every_expert: int, spare: int, staging: int
+) -> int:
+    """Slots of the low tier, where both are in use; at least one slot is left for the high one."""
+    high, low = sizes[Tier.HI], sizes[Tier.LO]
+    wanted_high, wanted_low = sum(weights[Tier.HI]), sum(weights[Tier.LO])
+    share = wanted_low / (wanted_high + wanted_low)
+    slots = spare / ((1 - share) * high + share * low)
+    count = int(share * slots) if slots <= every_expert else every_expert - (spare - every_expert * low) // (high - low)
+    # Tokens of a prompt may want the low tier where a single token never does: they stream through it.
+    return max(1, min(max(count, staging), (spare - high) // low))

@@ -1,10 +1,12 @@
 """What the runtime did, as plain numbers that travel between processes."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_dymoe.experts.budget import BudgetTracker
 from vllm_dymoe.experts.cache import CacheStats, ExpertCache
+from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import PredictionStats
 from vllm_dymoe.runtime.prefetch import PrefetchStats
 from vllm_dymoe.runtime.sizing import SlotPlan
@@ -16,6 +18,7 @@ class RuntimeStats:
     """A snapshot of one rank.
 
     Attributes:
+        planned: experts that the policy gave each tier, over all layers and steps.
         hits: experts that a layer needed and found on the device.
         misses: experts that a layer needed and had to fetch.
         hit_rate: hits among both, 0 to 1.
@@ -38,6 +41,7 @@ class RuntimeStats:
         resident_experts: experts that are complete on the device, by tier.
     """
 
+    planned: dict[str, int]
     hits: int
     misses: int
     hit_rate: float
@@ -59,6 +63,7 @@ class RuntimeStats:
     @classmethod
     def collect(
         cls,
+        planned: Mapping[Tier, int],
         experts: ExpertCache,
         transfer: TransferStats,
         prefetch: PrefetchStats,
@@ -69,6 +74,7 @@ class RuntimeStats:
         """Read the counters of one runtime."""
         cache: CacheStats = experts.stats
         return cls(
+            planned={tier.value: planned[tier] for tier in Tier},
             hits=cache.hits,
             misses=cache.misses,
             hit_rate=cache.hit_rate,

@@ -60,6 +60,7 @@ class Metric:
 
 NAMESPACE = "vllm_dymoe"
 METRICS = (
+    Metric("planned", Counter, "planned", "Experts that the policy gave each tier.", "tier"),
     Metric("hits", Counter, "hits", "Experts that a layer needed and found on the device."),
     Metric("misses", Counter, "misses", "Experts that a layer needed and had to fetch."),
     Metric("promotions", Counter, "promotions", "Misses that replaced a low version by a high one."),
@@ -108,7 +109,8 @@ class Statistics:
             for metric in METRICS:
                 collector = self._collectors[metric]
                 known = dict(metric.values(earlier)) if earlier else {}
-                for key, value in metric.values(answer):
+                gone = dict.fromkeys(known, 0) if metric.kind is Gauge else {}  # a tier that is not in use any more
+                for key, value in (gone | dict(metric.values(answer))).items():
                     child = collector.labels(self._model_name, str(rank), *key)
                     if isinstance(child, Counter):
                         child.inc(grown(value, known.get(key, 0)))

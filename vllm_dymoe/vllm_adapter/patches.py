@@ -153,6 +153,29 @@ def _with_our_metrics_at_once(original: Callable[..., Any]) -> Callable[..., Any
     return do_log_stats
 
 
+def _with_prompts_seen(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def process_weights_after_loading(self: Any, act_dtype: Any) -> None:
+        from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
+
+        original(self, act_dtype)
+        ours = isinstance(self.quant_config, DymoeConfig) and self.quant_config.model is not None
+        tap = self.quant_config.model.prompts if ours else None
+        attend = self.impl.forward
+        if tap is None or getattr(attend, "dymoe_patched", False):
+            return
+
+        def forward(layer: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+            tap.attend(layer, query, key)
+            return attend(layer, query, key, *args, **kwargs)
+
+        forward.dymoe_patched = True  # type: ignore[attr-defined]
+        self.impl.forward = forward
+
+    process_weights_after_loading.dymoe_patched = True  # type: ignore[attr-defined]
+    return process_weights_after_loading
+
+
 PATCHES = (
     Patch(
         target=("vllm.engine.arg_utils.EngineArgs", "create_engine_config"),
@@ -198,6 +221,16 @@ PATCHES = (
         ),
         wrapper=_without_reloading,
         removable="a way for a quantization method to refuse or to take part in reloading",
+        in_worker=True,
+    ),
+    Patch(
+        target=("vllm.model_executor.layers.attention.Attention", "process_weights_after_loading"),
+        why=(
+            'The policy "dymoe" has to see the queries and keys of a prompt, which only the implementation of an '
+            "attention layer gets outside of compiled graphs; with other policies nothing is put in its way."
+        ),
+        wrapper=_with_prompts_seen,
+        removable="a hook of the attention layer that is called with queries and keys, outside of compiled graphs",
         in_worker=True,
     ),
     Patch(

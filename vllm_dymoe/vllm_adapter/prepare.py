@@ -37,6 +37,7 @@ def prepare(config: VllmConfig) -> None:
     _refuse_broken_model(config)
     refuse_unsupported_features(config)
     _check_ranks(config)
+    _check_depth(config, options)
     _check_budget(config, options)
     _check_weights(config)
     if current_platform.is_cuda_alike():
@@ -94,6 +95,20 @@ def _check_ranks(config: VllmConfig) -> None:
         )
 
 
+def _check_depth(config: VllmConfig, options: Options) -> None:
+    """Refuse a policy that goes by depth where no process has all layers.
+
+    Raises:
+        ConfigError: it is so.
+    """
+    stages = config.parallel_config.pipeline_parallel_size
+    if stages > 1 and make_policy(options.policy, options.policy_options).heavy_share is not None:
+        raise ConfigError(
+            f'vllm-dymoe: policy "{options.policy}" goes by the depth of a layer, which a stage of a pipeline does not '
+            f"know; leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
+        )
+
+
 def _check_budget(config: VllmConfig, options: Options) -> None:
     """Refuse a hopeless budget before any process starts; the worker checks again with the real layers.
 
@@ -103,10 +118,10 @@ def _check_budget(config: VllmConfig, options: Options) -> None:
     experts = experts_of(config, options)
     if experts is None or options.expert_budget.is_auto:
         return
-    tiers = make_policy(options.policy, options.policy_options).tiers
+    policy = make_policy(options.policy, options.policy_options)
     workspace = workspace_bytes(experts, current_platform.device_type)
     limit = limit_in_bytes(options.expert_budget, experts, options, workspace, automatic=0)
-    plan_slots(experts, options, tiers, limit, workspace)
+    plan_slots(experts, options, policy.tiers, limit, workspace)
 
 
 def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:

@@ -17,7 +17,7 @@ from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.store import FileStore, HostStore, Manifest, MemoryStore, StoreError
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.policy import make_policy
+from vllm_dymoe.policy import Policy, make_policy
 from vllm_dymoe.predict import Predictor, RoutedModel
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.dummy import random_store
@@ -29,6 +29,7 @@ from vllm_dymoe.vllm_adapter.foresight import Foresight
 from vllm_dymoe.vllm_adapter.log import logger
 from vllm_dymoe.vllm_adapter.memory import automatic_budget
 from vllm_dymoe.vllm_adapter.patches import apply_patches
+from vllm_dymoe.vllm_adapter.prompt_tap import PromptTap
 from vllm_dymoe.vllm_adapter.report import announce
 from vllm_dymoe.vllm_adapter.step_failures import StepFailures, make_step_failures
 
@@ -88,6 +89,14 @@ class RankModel:
         self.runtime: MoERuntime | None = None
         self._served = False
         self.foresight = Foresight(self.options)
+        speculative = vllm_config.speculative_config
+        self.prompts: PromptTap | None = None
+        if make_policy(self.options.policy, self.options.policy_options).heavy_share is not None:
+            self.prompts = PromptTap(self._policy, speculative.num_speculative_tokens if speculative else 0)
+
+    def _policy(self) -> Policy:
+        assert self.runtime is not None
+        return self.runtime.policy
 
     # -- creation ---------------------------------------------------------------------------------
 
@@ -292,7 +301,9 @@ class RankModel:
         if self.runtime.predictor is not None and not self.foresight.agrees(layer, x, topk_ids):
             self.runtime.predictor = None
         try:
-            return self.runtime.forward(layer, x, topk_weights, topk_ids, activation, self.foresight.phase)
+            prompt = None if self.prompts is None else self.prompts.tokens(x.shape[0], x.device)
+            phase = self.foresight.phase
+            return self.runtime.forward(layer, x, topk_weights, topk_ids, activation, phase, prompt)
         except TransferError as error:
             if not self.failures.in_step and self.failures.alone:
                 raise  # vLLM warms up: the start ends with this sentence
@@ -309,7 +320,6 @@ def read_options(vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None) 
     additional = vllm_config.additional_config
     asked = additional.get("dymoe") if isinstance(additional, Mapping) else None
     options = Options.load(asked, checkpoint)
-    make_policy(options.policy, options.policy_options)
     if checkpoint is not None:
         for option in ("hi", "lo", "group_size", "quantizer"):
             stored, wanted = checkpoint.get(option), getattr(options, option)

@@ -1,13 +1,13 @@
 """The lines at start: what is active, and what will not work well."""
 
 from vllm_dymoe import __version__
+from vllm_dymoe.config import Options
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.sizing import tier_bits
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter.log import logger
 
 _INCOMPLETE = {
-    "dymoe": "its precision schedule is missing, and every expert is computed in the high tier",
     "duoserve": "its trained predictor is missing, and popularity stands in for it",
 }
 
@@ -32,7 +32,7 @@ def describe(runtime: MoERuntime, rank: str = "") -> str:
     tiers = []
     for tier, count in plan.slots.items():
         bits = tier_bits(options, tier)
-        quotas = plan.quotas(tier, layers)
+        quotas = plan.quotas[tier]
         least, most = min(quotas), max(quotas)
         per_layer = f"{least}" if least == most else f"{least}-{most}"
         tiers.append(
@@ -41,15 +41,22 @@ def describe(runtime: MoERuntime, rank: str = "") -> str:
         )
     return (
         f"vllm-dymoe {__version__} is active: {layers} MoE layers x {experts.num_experts} experts, "
-        f"top {experts.top_k}; policy {options.policy}; prefetch {options.prefetch}; {'; '.join(tiers)}; "
+        f"top {experts.top_k}; policy {_policy(options)}; prefetch {options.prefetch}; {'; '.join(tiers)}; "
         f"budget {size(plan.limit)} of {size(experts.nbytes(options.hi))}{f' on {rank} alone' if rank else ''}; "
         f"kernel {runtime.kernel.name}; host store: {runtime.store.description}."
     )
 
 
+def _policy(options: Options) -> str:
+    """Its name, and the parameters that were set."""
+    parameters = ", ".join(f"{name} {value}" for name, value in options.policy_options.items())
+    return f"{options.policy} ({parameters})" if parameters else options.policy
+
+
 def warnings(runtime: MoERuntime) -> list[str]:
     """Sentences about settings that work, but badly."""
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
+    shares = runtime.policy.shares(len(experts.layers), experts.top_k)
     found = []
     if options.policy in _INCOMPLETE:
         found.append(f'policy "{options.policy}" is not complete yet: {_INCOMPLETE[options.policy]}.')
@@ -60,15 +67,19 @@ def warnings(runtime: MoERuntime) -> list[str]:
             "with link_gbps."
         )
     for tier in plan.slots if options.keep_experts else ():
-        least = min(plan.quotas(tier, len(experts.layers)))
+        wanted = [round(share * experts.top_k) for share in shares[tier]]
+        short = [(kept, uses) for kept, uses in zip(plan.quotas[tier], wanted, strict=True) if kept < uses]
+        if not short:
+            continue
+        least, uses = min(short)
         if least == 0:
             found.append(
                 f"with {plan.slots[tier]} slots in the {tier.value} tier some layers keep no expert at all, so their "
                 "cache can never hit and every expert is fetched for every token; raise expert_budget."
             )
-        elif least < experts.top_k:
+        else:
             found.append(
-                f"a layer keeps {least} experts of the {tier.value} tier but one token uses {experts.top_k}, "
+                f"a layer keeps {least} experts of the {tier.value} tier but one token uses {uses}, "
                 "so most experts are fetched for every token; raise expert_budget."
             )
     return found

@@ -30,7 +30,9 @@ class RankSummary:
         rate = f"{stats.hit_rate:.1%} of {needed}" if needed else "no expert needed yet"
         moved = ", ".join(f"{reason} {size(n)}" for reason, n in stats.bytes_moved.items())
         resident = ", ".join(f"{tier} {stats.resident_experts[tier]} of {n} slots" for tier, n in stats.slots.items())
+        planned = ", ".join(f"{tier} {count}" for tier, count in stats.planned.items())
         rows = {
+            "planned": planned,
             "hits": rate,
             "moved": moved,
             "exposed wait": f"{stats.exposed_wait_seconds:.2f} s",

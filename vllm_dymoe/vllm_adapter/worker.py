@@ -29,6 +29,25 @@ class DymoeWorkerExtension:
         runtime.resize(expert_budget)
         return runtime.stats().to_dict()
 
+    def dymoe_precision(self, **changes: Any) -> dict[str, Any]:
+        """Change what decides precision, for the next step on; without arguments only ask.
+
+        The budget stays as it is. Where its slots have to be shared out in another way the cache starts empty.
+
+        Args:
+            changes: ``hi`` and ``lo`` among the stored bit-widths, ``skipped_weights``, or a parameter of the policy.
+
+        Returns:
+            What is in force now.
+
+        Raises:
+            ValueError: a value cannot be honoured; all stays as it was.
+        """
+        runtime = _runtime(self)
+        if changes:
+            runtime.set_precision(**changes)
+        return runtime.precision()
+
     def dymoe_check_integrity(self) -> None:
         """Raise AssertionError if a slot, pin or byte of the budget is unaccounted for."""
         _runtime(self).check_integrity()

@@ -1,0 +1,160 @@
+"""The policy `dymoe` through the real engine: what it decides, what it moves, and changes while requests are served."""
+
+import pytest
+import torch
+
+from tests.e2e.engines import answer, engine, prompts, recorded_layers, runtime_of
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.policy import make_policy
+from vllm_dymoe.policy.schedule import Schedule
+
+pytestmark = pytest.mark.engine
+
+LAYERS, TOP_K = 8, 4
+DYMOE = {"hi": 4, "lo": 2, "policy": "dymoe", "policy_options": {"retention": 0.75}, "expert_budget": "50%"}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with engine(dymoe=DYMOE) as llm:
+        yield llm
+
+
+def change(llm, **changes):
+    (answer,) = llm.collective_rpc("dymoe_precision", kwargs=changes)
+    return answer
+
+
+def stats_of(llm):
+    (stats,) = llm.collective_rpc("dymoe_stats")
+    return stats
+
+
+class Watched:
+    """A policy that keeps what it was asked and what it said."""
+
+    def __init__(self, policy):
+        self._policy = policy
+        self.tiers, self.heavy_share, self.shares = policy.tiers, policy.heavy_share, policy.shares
+        self.seen = []
+
+    def plan(self, routing):
+        plan = self._policy.plan(routing)
+        self.seen.append((routing, plan))
+        return plan
+
+
+@pytest.fixture
+def watched(llm):
+    """Watch the policy from here on; a function, because a change of precision makes a new one."""
+    runtime = runtime_of(llm)
+
+    def watch():
+        runtime.policy = Watched(runtime.policy)
+        return runtime.policy.seen
+
+    yield watch
+    change(llm, hi=4, lo=2, retention=0.75, heavy_share=0.2)
+
+
+def test_tiers_follow_the_schedule_in_both_phases(llm, watched):
+    change(llm, retention=0.75, lo=2)
+    seen = watched()
+    llm.collective_rpc("dymoe_reset_stats")
+    answer(llm, prompts()[:1], max_tokens=8)
+    schedule = Schedule(0.75)
+    decoded = [(routing, plan) for routing, plan in seen if routing.prompt is None]
+    read = [(routing, plan) for routing, plan in seen if routing.prompt is not None]
+    assert len(read) == LAYERS
+    assert len(decoded) == 7 * LAYERS
+    for routing, plan in seen:
+        high = {expert for expert, tier in plan.items() if tier is Tier.HI}
+        assert len(high) == schedule.critical(routing.layer, LAYERS, len(plan))
+    for routing, plan in decoded:
+        weights = dict(zip(routing.expert_ids[0].tolist(), routing.weights[0].tolist(), strict=True))
+        assert max(weights, key=weights.get) in {expert for expert, tier in plan.items() if tier is Tier.HI}
+    for routing, _ in read:
+        tokens = routing.weights.shape[0]
+        assert routing.prompt.rows.all()
+        assert int(routing.prompt.heavy.sum()) == -(-tokens // 5), "a fifth of them, rounded up"
+    heavy = [routing.prompt.heavy for routing, _ in read]
+    assert any(not torch.equal(heavy[0], other) for other in heavy[1:]), "each layer has its own attention"
+    stats = stats_of(llm)
+    assert stats["planned"] == {
+        tier: sum(list(plan.values()).count(Tier(tier)) for _, plan in seen) for tier in ("hi", "lo", "skip")
+    }
+    assert stats["peak_expert_bytes"] <= stats["budget_bytes"]
+
+
+def test_steps_of_many_requests_mix_both_phases(llm, watched):
+    from vllm import SamplingParams
+
+    change(llm, retention=0.75, lo=2)
+    seen, requests = watched(), llm.llm_engine
+    for number, prompt in enumerate(prompts()[:6]):  # each comes while those before it are decoded
+        requests.add_request(f"mixed {number}", prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        requests.step()
+        requests.step()
+    while requests.has_unfinished_requests():
+        requests.step()
+    kinds = {
+        "decode" if routing.prompt is None else "mixed" if routing.prompt.mixed else "prompts" for routing, _ in seen
+    }
+    assert kinds == {"decode", "mixed", "prompts"}
+    runtime_of(llm).check_integrity()
+
+
+def test_precision_changes_while_requests_are_served(llm):
+    from vllm import SamplingParams
+
+    runtime, requests = runtime_of(llm), llm.llm_engine
+    limit = runtime.budget.limit
+    for number, changes in enumerate(
+        (
+            {"retention": 1.0},
+            {"retention": 0.75},
+            {"retention": 0.5},
+            {"lo": 0},
+            {"hi": 2, "lo": 0, "retention": 1.0},
+            {"hi": 4, "lo": 2},
+        )
+    ):
+        requests.add_request(f"{number}", prompts()[0], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+        for _ in range(8):
+            requests.step()
+        now = change(llm, **changes)  # in the middle of a request
+        llm.collective_rpc("dymoe_reset_stats")
+        while requests.has_unfinished_requests():
+            finished = requests.step()
+        assert len(finished[0].outputs[0].token_ids) == 24
+        stats = stats_of(llm)
+        assert stats["budget_bytes"] == limit
+        assert stats["peak_expert_bytes"] <= limit
+        planned = stats["planned"]
+        assert (planned["hi"] > 0, planned["lo"] > 0, planned["skip"] > 0) == (
+            True,
+            now["lo"] > 0 and now["policy_options"]["retention"] < 1,
+            now["lo"] == 0 and now["policy_options"]["retention"] < 1,
+        )
+        formats, slots = runtime.experts.formats, stats["slots"]
+        assert slots["hi"] * formats[now["hi"]].nbytes + slots.get("lo", 0) * formats[2].nbytes <= limit
+        assert stats["hits"] + stats["misses"] == planned["hi"] + planned["lo"], "what is skipped asks for no bytes"
+        runtime.check_integrity()
+    change(llm, hi=4, lo=2, retention=0.75)
+
+
+def test_retention_1_is_exact_and_what_is_refused_changes_nothing(llm):
+    change(llm, retention=1.0, lo=2)
+    runtime = runtime_of(llm)
+    with recorded_layers(runtime) as ours:
+        tokens = answer(llm, prompts()[:3], max_tokens=10)
+    for wrong in ({"retention": 2}, {"hi": 16}):
+        with pytest.raises(Exception, match="vllm-dymoe: "):
+            change(llm, **wrong)
+    assert change(llm)["policy_options"]["retention"] == 1.0
+    runtime.policy = make_policy("exact")
+    with recorded_layers(runtime) as theirs:
+        assert [a.tokens for a in answer(llm, prompts()[:3], max_tokens=10)] == [a.tokens for a in tokens]
+    assert len(ours) == len(theirs) > 0
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    change(llm, retention=0.75)

@@ -1,0 +1,128 @@
+"""The policy: one measure for each phase, Eq. 5 for each, and high if either wants it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.policy import PromptTokens, Routing, make_policy
+from vllm_dymoe.policy.importance import gate_importance, load_importance, most_important
+from vllm_dymoe.policy.schedule import Schedule
+
+LAYERS = 8
+
+
+def routing(layer, ids, weights, prompt=None):
+    ids = torch.as_tensor(ids)
+    active = tuple(sorted({expert for expert in ids.flatten().tolist() if expert >= 0}))
+    return Routing(layer, LAYERS, ids, torch.as_tensor(weights), active, prompt)
+
+
+def high(plan):
+    return {expert for expert, tier in plan.items() if tier is Tier.HI}
+
+
+def prompt_of(rows, heavy):
+    rows = torch.tensor(rows, dtype=torch.bool)
+    return PromptTokens(rows, torch.tensor(heavy, dtype=torch.bool), not bool(rows.all()))
+
+
+def test_decode_takes_the_largest_routing_weights():
+    policy = make_policy("dymoe", {"retention": 0.75})
+    step = routing(7, [[9, 4, 2, 6]], [[0.1, 0.4, 0.3, 0.2]])  # r(7) = 0.5: two of four
+    assert policy.plan(step) == {2: Tier.HI, 4: Tier.HI, 6: Tier.LO, 9: Tier.LO}
+    first = routing(0, [[9, 4, 2, 6]], [[0.1, 0.4, 0.3, 0.2]])
+    assert high(policy.plan(first)) == {2, 4, 6, 9}
+
+
+def test_prefill_takes_the_experts_of_heavy_hitters():
+    policy = make_policy("dymoe", {"retention": 0.75})
+    ids = [[0, 1], [0, 1], [0, 1], [2, 3], [2, 3]]
+    weights = [[0.9, 0.1]] * 5
+    heavy = prompt_of([1] * 5, [0, 0, 0, 1, 1])
+    assert high(policy.plan(routing(7, ids, weights, heavy))) == {2, 3}, "not those with the most tokens"
+    everyone = prompt_of([1] * 5, [1] * 5)
+    assert high(policy.plan(routing(7, ids, weights, everyone))) == {0, 1}, "nothing known of attention: the load"
+
+
+def test_a_mixed_step_is_high_where_either_phase_wants_it():
+    policy = make_policy("dymoe", {"retention": 0.75})
+    ids = [[0, 1], [0, 1], [2, 3], [3, 4]]
+    weights = [[0.9, 0.1], [0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]
+    # The first three rows are a prompt whose heavy hitter is row 2; the last is decoded. Each phase keeps half.
+    step = routing(7, ids, weights, prompt_of([1, 1, 1, 0], [0, 0, 1, 0]))
+    assert high(policy.plan(step)) == {2, 3} | {4}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, LAYERS - 1),
+    st.integers(1, 12),
+    st.integers(0, 99),
+    st.floats(0, 1),
+    st.lists(st.booleans(), min_size=12, max_size=12),
+)
+def test_the_rule_of_mixed_steps_written_out(layer, tokens, seed, retention, of_prompt):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(10, generator=generator)[:3] for _ in range(tokens)])
+    weights = torch.rand(tokens, 3, generator=generator)
+    rows = torch.tensor(of_prompt[:tokens])
+    heavy = rows & (torch.rand(tokens, generator=generator) < 0.4)
+    prompt = PromptTokens(rows, heavy, not bool(rows.all())) if rows.any() else None
+    plan = make_policy("dymoe", {"retention": retention}).plan(routing(layer, ids, weights, prompt))
+    schedule, wanted = Schedule(retention), set()
+    if rows.any():
+        load = load_importance(ids[rows], weights[rows], heavy[rows])
+        wanted |= most_important(load, schedule.critical(layer, LAYERS, len(load)))
+    if not rows.all():
+        gate = gate_importance(ids[~rows], weights[~rows])
+        wanted |= most_important(gate, schedule.critical(layer, LAYERS, len(gate)))
+    assert high(plan) == wanted
+    assert list(plan) == sorted(set(ids.flatten().tolist()))
+
+
+def test_several_requests_that_decode_are_one_batch():
+    """Eq. 5 over the experts of all, by the sum of their weights: bytes stay at r however many requests there are."""
+    policy = make_policy("dymoe", {"retention": 0.75})
+    step = routing(7, [[0, 1], [2, 1], [3, 1]], [[0.9, 0.1], [0.55, 0.45], [0.6, 0.4]])
+    assert high(policy.plan(step)) == {0, 1}, "expert 1 has 0.95 in all"
+
+
+def test_retention_1_is_exact_and_0_is_uniform_low():
+    step = routing(7, [[9, 4, 2, 6]], [[0.1, 0.4, 0.3, 0.2]])
+    for name, options in (("exact", {}), ("dymoe", {"retention": 1})):
+        policy = make_policy(name, options)
+        assert policy.tiers == {Tier.HI}
+        assert policy.plan(step) == dict.fromkeys((2, 4, 6, 9), Tier.HI)
+        assert policy.shares(LAYERS, 4) == {Tier.HI: [1.0] * LAYERS}
+    for name, options in (("uniform-lo", {}), ("dymoe", {"retention": 0})):
+        policy = make_policy(name, options)
+        assert policy.tiers == {Tier.LO}
+        assert policy.plan(step) == dict.fromkeys((2, 4, 6, 9), Tier.LO)
+        assert policy.shares(LAYERS, 4) == {Tier.LO: [1.0] * LAYERS}
+
+
+def test_shares_are_what_a_token_gets():
+    shares = make_policy("dymoe", {"retention": 0.75}).shares(LAYERS, 4)
+    assert shares[Tier.HI] == [1, 1, 1, 1, 0.75, 0.75, 0.75, 0.5]
+    assert shares[Tier.LO] == [0, 0, 0, 0, 0.25, 0.25, 0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"retention": 1.5}, r"retention: input should be less than or equal to 1"),
+        ({"retension": 0.5}, r"retension: extra inputs are not permitted\); it has retention, heavy_share, rounding"),
+        ({"heavy_share": 0}, r"heavy_share: input should be greater than 0"),
+        ({"rounding": "down"}, r"rounding: input should be 'up' or 'nearest'"),
+    ],
+)
+def test_parameters_that_cannot_be_are_refused(options, sentence):
+    with pytest.raises(ValueError, match='policy "dymoe" does not take these policy_options .' + sentence):
+        make_policy("dymoe", options)
+
+
+def test_a_policy_without_parameters_says_so():
+    with pytest.raises(ValueError, match='policy "exact" has no policy_options'):
+        make_policy("exact", {"retention": 0.5})

@@ -1,0 +1,319 @@
+"""The policy `dymoe` through the runtime: the cache's three rules, skipping, budgets, and changes while it runs."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.policy import PromptTokens
+from vllm_dymoe.runtime import MoERuntime
+
+CPU = torch.device("cpu")
+LAYERS, EXPERTS, TOP_K = 3, 8, 4
+STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K))
+
+
+def make_runtime(retention=0.75, budget="50%", lo=2, policy="dymoe", **options):
+    parameters = {"retention": retention} if policy == "dymoe" else {}
+    chosen = Options(
+        hi=4,
+        lo=lo,
+        group_size=32,
+        expert_budget=budget,
+        policy=policy,
+        policy_options=parameters,
+        io_threads=0,
+        **options,
+    )
+    return MoERuntime(STORE, chosen, CPU)
+
+
+def random_step(seed, tokens):
+    generator = torch.Generator().manual_seed(seed)
+    weights, ids = torch.rand(tokens, EXPERTS, generator=generator).softmax(1).topk(TOP_K, dim=1)
+    x = torch.randn(tokens, 64, generator=generator).bfloat16()
+    return x, weights / weights.sum(1, keepdim=True), ids.int()
+
+
+def prompt_of(tokens):
+    rows = torch.ones(tokens, dtype=torch.bool)
+    return PromptTokens(rows, torch.arange(tokens) % 3 == 0, mixed=False)
+
+
+STEPS = [(seed, seed % LAYERS, (1, 1, 1, 9, 30)[seed % 5]) for seed in range(40)]
+
+
+def run(runtime, steps=STEPS):
+    outputs = []
+    for seed, layer, tokens in steps:
+        prompt = prompt_of(tokens) if tokens > 5 else None
+        outputs.append(runtime.forward(layer, *random_step(seed, tokens), prompt=prompt))
+        runtime.check_integrity()
+    return outputs
+
+
+def equal(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class Recorded:
+    """Which version of each expert was computed, and what the policy had asked for."""
+
+    def __init__(self, runtime):
+        self.versions, self.plans = [], []
+        policy, release = runtime.policy, runtime.cache.release
+        outer = self
+
+        class Policy:
+            tiers, heavy_share, shares = policy.tiers, policy.heavy_share, policy.shares
+
+            def plan(self, routing):
+                outer.plans.append(policy.plan(routing))
+                outer.versions.append({})
+                return outer.plans[-1]
+
+        def recorded(version, last_read=None):
+            outer.versions[-1][version.expert] = version.tier
+            release(version, last_read)
+
+        runtime.policy, runtime.cache.release = Policy(), recorded
+
+
+class Replayed:
+    """The versions that another runtime has computed, as a plan."""
+
+    tiers = frozenset((Tier.HI, Tier.LO))
+    heavy_share = None
+
+    def __init__(self, versions):
+        self._versions = iter(versions)
+
+    def shares(self, layers, top_k):
+        return dict.fromkeys(self.tiers, [1.0] * layers)
+
+    def plan(self, routing):
+        return next(self._versions)
+
+
+@pytest.mark.parametrize("budget", ["45%", "60%"])
+def test_the_three_rules_of_the_cache_through_the_policy(budget):
+    runtime = make_runtime(budget=budget)
+    recorded = Recorded(runtime)
+    run(runtime)
+    stats = runtime.stats()
+    pairs = [
+        (plan[e], got)
+        for plan, versions in zip(recorded.plans, recorded.versions, strict=True)
+        for e, got in versions.items()
+    ]
+    # Promotion: what is wanted high is never computed low. Conservative reuse: what is wanted low may be computed high.
+    assert (Tier.HI, Tier.LO) not in pairs
+    assert pairs.count((Tier.LO, Tier.HI)) == stats.reuses > 0
+    assert pairs.count((Tier.LO, Tier.LO)) > 0
+    assert stats.promotions > 0
+    # No duplication: an expert never has two slots.
+    held = [(v.layer, v.expert) for v in runtime.cache.handles.versions()]
+    assert len(held) == len(set(held))
+    low, high = (runtime.experts.formats[bits].nbytes for bits in (2, 4))
+    assert stats.bytes_moved["demand"] < high * stats.misses
+    assert stats.bytes_moved["demand"] > low * stats.misses
+    assert stats.peak_expert_bytes <= stats.budget_bytes
+
+
+@pytest.mark.parametrize("retention", [0.5, 0.8])
+def test_without_reuse_no_budget_changes_a_bit(retention):
+    want = run(make_runtime(retention, "100%", reuse_high=False))
+    for budget in ("60%", "25%"):
+        runtime = make_runtime(retention, budget, reuse_high=False)
+        recorded = Recorded(runtime)
+        assert equal(run(runtime), want), budget
+        assert recorded.versions == recorded.plans
+        assert runtime.stats().reuses == 0
+
+
+def test_reuse_changes_nothing_but_which_version_is_computed():
+    """Invariant 1 where the cache may serve more than was asked: the same versions give the same bits at any budget."""
+    runtime = make_runtime(budget="40%")
+    recorded = Recorded(runtime)
+    want = run(runtime)
+    assert recorded.versions != recorded.plans
+    for budget in ("100%", "20%"):
+        other = make_runtime(budget=budget, reuse_high=False)
+        other.policy = Replayed(recorded.versions)
+        assert equal(run(other), want), budget
+
+
+@pytest.mark.parametrize("retention", [0.6, 0.9])
+def test_with_skipping_no_budget_changes_a_bit(retention):
+    """What is skipped is skipped, even if the cache has it."""
+    want = run(make_runtime(retention, "100%", lo=0))
+    for budget in ("50%", "20%"):
+        assert equal(run(make_runtime(retention, budget, lo=0)), want), budget
+
+
+def test_skipped_experts_move_nothing():
+    runtime = make_runtime(0.6, "100%", lo=0)
+    recorded = Recorded(runtime)
+    run(runtime)
+    stats = runtime.stats()
+    skipped = sum(tier is Tier.LO for plan in recorded.plans for tier in plan.values())
+    assert stats.planned == {"hi": stats.hits + stats.misses, "lo": 0, "skip": skipped}
+    assert skipped > 0
+    assert stats.bytes_moved["demand"] == stats.misses * runtime.experts.formats[4].nbytes
+    assert stats.slots.keys() == {"hi"}
+
+
+@pytest.mark.parametrize("rule", ["keep", "renormalize"])
+def test_what_skipping_leaves_is_the_sum_over_the_others(rule):
+    """Against runs with the others alone, whose weights are set by hand."""
+    runtime = make_runtime(0.6, "100%", lo=0, skipped_weights=rule)
+    recorded = Recorded(runtime)
+    x, weights, ids = random_step(5, 9)
+    got = runtime.forward(2, x, weights, ids)
+    high = [expert for expert, tier in recorded.plans[0].items() if tier is Tier.HI]
+    stays = torch.isin(ids, torch.tensor(high))
+    assert not stays.all()
+    left = weights * stays
+    if rule == "renormalize":
+        left = left / left.sum(1, keepdim=True).clamp_min(1e-9)
+    exact = make_runtime(policy="exact", budget="100%", lo=0)
+    want = exact.forward(2, x, left, ids)
+    # Rounded once to bf16; dividing in another order may change the last of its 8 bits.
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("lo", [2, 0])
+def test_retention_1_is_exact_bit_for_bit(lo):
+    exact = make_runtime(policy="exact", lo=lo)
+    dymoe = make_runtime(1.0, lo=lo)
+    assert dymoe.plan == exact.plan
+    assert equal(run(dymoe), run(exact))
+    assert replace(dymoe.stats(), exposed_wait_seconds=0) == replace(exact.stats(), exposed_wait_seconds=0)
+
+
+def test_retention_0_is_uniform_low_bit_for_bit():
+    low, dymoe = make_runtime(policy="uniform-lo"), make_runtime(0.0)
+    assert dymoe.plan == low.plan
+    assert equal(run(dymoe), run(low))
+
+
+# -- changes while it runs ------------------------------------------------------------------------
+
+
+SETTINGS = [
+    {"retention": 1.0},
+    {"retention": 0.5},
+    {"lo": 0},
+    {"lo": 2, "retention": 0.8},
+    {"hi": 2, "lo": 0},
+    {"hi": 4, "lo": 2, "rounding": "nearest"},
+    {"retention": 0.0},
+]
+
+
+def test_a_change_holds_from_the_next_step_on_and_never_exceeds_the_budget():
+    runtime = make_runtime(0.75, "40%")
+    limit = runtime.plan.limit
+    values: dict = {"retention": 0.75}
+    for changes in SETTINGS + SETTINGS[::-1]:
+        if "retention" not in changes and values.get("retention") == 0.0 and changes.get("lo") == 0:
+            continue
+        runtime.set_precision(**changes)
+        values |= changes
+        assert runtime.plan.limit == limit
+        assert runtime.budget.reserved <= runtime.budget.peak <= limit
+        taken = sum(pool.nbytes for pool in runtime.pools.values()) + runtime.kernel.workspace_bytes
+        assert taken == runtime.budget.reserved
+        tiers = {name: values[name] for name in ("hi", "lo") if name in values}
+        parameters = {name: value for name, value in values.items() if name not in tiers}
+        options = Options(**{"hi": 4, "lo": 2} | tiers, group_size=32, policy="dymoe", policy_options=parameters)
+        fresh = MoERuntime(STORE, options.model_copy(update={"io_threads": 0}), CPU, automatic_budget=limit)
+        assert fresh.plan == runtime.plan
+        fresh.cache.clear()
+        runtime.cache.clear()
+        assert equal(run(runtime, STEPS[:12]), run(fresh, STEPS[:12])), changes
+
+
+def test_only_one_arena_is_there_at_a_time(monkeypatch):
+    """The old slots go before the new ones come: their memory together would exceed the budget."""
+    runtime = make_runtime(0.75, "40%")
+    alive = []
+    make_pool = MoERuntime._make_pool
+
+    def counted(self, fmt, count):
+        alive.append("pools" in self.__dict__ and sum(pool.nbytes for pool in self.pools.values()))
+        return make_pool(self, fmt, count)
+
+    monkeypatch.setattr(MoERuntime, "_make_pool", counted)
+    runtime.set_precision(retention=0.6)
+    assert alive[0] == 0
+    assert all(nbytes <= runtime.plan.limit for nbytes in alive)
+
+
+def test_a_change_that_needs_no_other_slots_keeps_the_cache():
+    runtime = make_runtime(0.75, "40%")
+    run(runtime)
+    held = set(runtime.cache.handles.versions())
+    runtime.set_precision(heavy_share=0.5, skipped_weights="keep")
+    assert set(runtime.cache.handles.versions()) == held
+    assert runtime.policy.heavy_share == 0.5
+    assert runtime.options.skipped_weights == "keep"
+
+
+def test_memory_that_is_gone_in_between_leaves_the_old_precision(monkeypatch):
+    runtime = make_runtime(0.75, "40%")
+    plan, policy = runtime.plan, runtime.policy
+    answers = itertools.chain([0], itertools.repeat(1 << 40))
+    monkeypatch.setattr("vllm_dymoe.runtime.moe.available_host_memory", lambda: next(answers))
+    with pytest.raises(ConfigError, match="0 bytes of host memory are available"):
+        runtime.set_precision(retention=0.6)
+    assert (runtime.plan, runtime.policy) == (plan, policy)
+    run(runtime, STEPS[:5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"retention": 1.5}, "vllm-dymoe: the precision stays as it was: .*retention: input should be less than"),
+        ({"hi": 8}, "hi cannot become 8 bits, because the experts are stored at 4 and 2 bits; start again"),
+        ({"lo": 8}, "lo cannot become 8 bits"),
+        ({"hi": 2}, "lo is 2 bits but must be below hi, which is 2"),
+        ({"hi": 0}, "hi cannot become 0 bits"),
+        ({"lo": 0, "retention": 0}, 'policy "dymoe" with lo = 0 would skip every expert'),
+        ({"policy": "exact"}, "policy cannot change while the model is served; hi, lo, skipped_weights, retention"),
+        ({"skipped_weights": "half"}, "the precision stays as it was: "),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_changes(changes, sentence):
+    runtime = make_runtime(0.75, "40%")
+    before = runtime.options, runtime.policy, runtime.plan, runtime.cache
+    with pytest.raises(ConfigError, match=sentence):
+        runtime.set_precision(**changes)
+    assert before == (runtime.options, runtime.policy, runtime.plan, runtime.cache)
+
+
+def test_another_policy_has_no_retention():
+    with pytest.raises(ConfigError, match='retention is a parameter of the policy "dymoe", but "exact" is served'):
+        make_runtime(policy="exact").set_precision(retention=0.5)
+
+
+def test_a_budget_too_small_for_two_tiers_is_refused_at_the_change():
+    runtime = make_runtime(1.0, "100%")
+    runtime.resize(runtime.minimum_budget)
+    with pytest.raises(ConfigError, match="one expert of each tier"):
+        runtime.set_precision(retention=0.5)
+    run(runtime, STEPS[:3])
+
+
+def test_what_is_in_force_can_be_asked_for():
+    runtime = make_runtime(0.75, "40%")
+    runtime.set_precision(retention=0.5)
+    answer = runtime.precision()
+    assert answer["policy_options"] == {"retention": 0.5}
+    assert (answer["hi"], answer["lo"], answer["stored_bits"]) == (4, 2, [4, 2])
+    assert answer["slots"] == {tier.value: count for tier, count in runtime.plan.slots.items()}
+    assert answer["share_of_tiers_in_decode"] == pytest.approx({"hi": 0.5, "lo": 0.5})

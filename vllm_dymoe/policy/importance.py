@@ -1,0 +1,116 @@
+"""How much an expert matters to a step (DyMoE 4.2, Eqs. 1 to 3)."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+# Attention scores held at a time, in float32: 4 MiB.
+_SCORES_AT_ONCE = 1 << 20
+
+# Sums are taken of whole numbers: the order in which a GPU adds must not decide which expert is high.
+_UNIT = 1 << 32
+
+
+def gate_importance(expert_ids: Tensor, weights: Tensor) -> Mapping[int, float]:
+    """Eq. 3: an expert's routing weight; over several tokens the sum.
+
+    Args:
+        expert_ids: [tokens, top_k] int, negative where another rank has the expert.
+        weights: [tokens, top_k] float32.
+
+    Returns:
+        Importance of each expert that occurs.
+    """
+    if expert_ids.shape[0] == 1:  # decode of one request
+        pairs = zip(expert_ids[0].tolist(), weights[0].tolist(), strict=True)
+        return {expert: weight for expert, weight in pairs if expert >= 0}
+    sums, counts = _by_expert(expert_ids, weights, torch.ones_like(weights))
+    return {expert: total for expert, (total, count) in enumerate(zip(sums, counts, strict=True)) if count}
+
+
+def load_importance(expert_ids: Tensor, weights: Tensor, heavy: Tensor) -> Mapping[int, tuple[float, float]]:
+    """Eq. 2: the number of heavy-hitter tokens that are routed to an expert.
+
+    Args:
+        expert_ids: [tokens, top_k] int, negative where another rank has the expert.
+        weights: [tokens, top_k] float32.
+        heavy: bool [tokens].
+
+    Returns:
+        For each expert that occurs its number of heavy hitters and, since many have the same, its routing weights' sum.
+    """
+    loads = heavy.unsqueeze(1).expand_as(weights).to(weights.dtype)
+    sums, hits, counts = _by_expert(expert_ids, weights, loads, torch.ones_like(weights))
+    rows = enumerate(zip(hits, sums, counts, strict=True))
+    return {expert: (hit, total) for expert, (hit, total, count) in rows if count}
+
+
+def most_important(importance: Mapping[int, float] | Mapping[int, tuple[float, float]], count: int) -> set[int]:
+    """The ``count`` experts of the highest importance; of equal ones those with the lower numbers."""
+    return set(sorted(sorted(importance), key=importance.__getitem__, reverse=True)[:count])
+
+
+def heavy_hitters(mass: Tensor, share: float) -> Tensor:
+    """T_imp of Eq. 2: the tokens with the most attention mass.
+
+    Args:
+        mass: [tokens].
+        share: of the tokens, rounded up.
+
+    Returns:
+        bool [tokens].
+    """
+    count = min(mass.shape[0], math.ceil(share * mass.shape[0] - 1e-9))
+    heavy = torch.zeros(mass.shape[0], dtype=torch.bool, device=mass.device)
+    return heavy.index_fill_(0, mass.topk(count).indices, True)
+
+
+def attention_mass(
+    query: Tensor, key: Tensor, scale: float, window: int, reach: int | None = None, at_once: int = _SCORES_AT_ONCE
+) -> Tensor:
+    """Eq. 1: how much attention a token gets, on average over the heads.
+
+    The paper sums over a whole prompt. Here the last ``window`` queries stand for all of them: they have seen every
+    token, and the cost grows with the number of tokens instead of its square.
+
+    Args:
+        query: [tokens, heads, dim], with positions in it.
+        key: [tokens, kv_heads, dim]; several heads may share one.
+        scale: of the scores.
+        window: queries that are asked, the last ones.
+        reach: of a sliding window, in tokens; None sees everything before.
+        at_once: scores that are held at a time; one head's are always.
+
+    Returns:
+        float32 [tokens], which sum to 1.
+    """
+    tokens, heads, dim = query.shape
+    kv_heads = key.shape[1]
+    asked = min(window, tokens)
+    group = heads // kv_heads
+    # [kv_heads, dim, tokens] and [kv_heads, group * asked, dim]
+    keys = key.permute(1, 2, 0)
+    queries = query[-asked:].view(asked, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * asked, dim)
+    places = torch.arange(tokens, device=query.device)
+    own = places[-asked:].unsqueeze(1)
+    hidden = places > own
+    if reach is not None:
+        hidden |= places <= own - reach
+    mass = torch.zeros(tokens, dtype=torch.float32, device=query.device)
+    step = max(1, at_once // (group * asked * tokens))
+    for first in range(0, kv_heads, step):
+        part = slice(first, first + step)
+        scores = torch.bmm(queries[part].float(), keys[part].float()).mul_(scale)
+        scores = scores.view(-1, asked, tokens).masked_fill_(hidden, -math.inf)
+        mass += scores.softmax(-1).sum((0, 1))
+    return mass / (heads * asked)
+
+
+def _by_expert(expert_ids: Tensor, *values: Tensor) -> list[list[float]]:
+    """Sums of values by expert, for all up to the largest number that occurs."""
+    places = (expert_ids.flatten() + 1).clamp_min_(0).long()  # other ranks' experts fall into the first place
+    whole = torch.stack([value.flatten().double().mul_(_UNIT).round_().long() for value in values])
+    bins = torch.zeros(len(values), int(places.max()) + 1, dtype=torch.int64, device=places.device)
+    return (bins.index_add_(1, places, whole)[:, 1:].double() / _UNIT).tolist()

@@ -1,0 +1,59 @@
+"""How many experts of a layer stay critical, by depth (DyMoE 4.3, Eqs. 4 and 5).
+
+``r(l) = (1 - lambda) * (cos(pi * l / (L - 1)) + 1) / 2 + lambda``: every expert of the first layer, lambda of the last.
+The cosines of the layers cancel in pairs, so that r(l) averages exactly (1 + lambda) / 2 over any number of layers, and
+lambda = 2r - 1 gives an average retention r. The paper has lambda from 0 to 1, which is r from 0.5 to 1. For a lower r
+lambda stays 0 and the whole curve is scaled by 2r: that is ours.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Rounding = Literal["up", "nearest"]
+
+# Below what any r * M differs by on purpose, above what float64 leaves of a whole number.
+_EPSILON = 1e-9
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Critical experts by depth.
+
+    M of Eq. 5, which the paper does not define, is the number of experts that the step activates in the layer. With all
+    experts of the layer in its place every expert of a decode step would be critical as soon as r(l) * M reaches top-k:
+    at the paper's r = 0.75 that is every layer of Mixtral and of Qwen3-30B-A3B, and nothing would ever be low.
+
+    Attributes:
+        retention: r, the average of r(l) over the layers, 0 to 1.
+        rounding: "up" is Eq. 5's ceiling, with which the share of critical experts is above r where few are active;
+            "nearest" stays around r.
+
+    Raises:
+        ValueError: retention is outside of 0 to 1.
+    """
+
+    retention: float
+    rounding: Rounding = "up"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.retention <= 1:
+            raise ValueError(f"retention is {self.retention}, but it is a share from 0 to 1")
+
+    def ratio(self, layer: int, num_layers: int) -> float:
+        """r(l), Eq. 4: the share of critical experts at a depth. A single layer has r itself."""
+        if num_layers == 1:
+            return self.retention
+        curve = (math.cos(math.pi * layer / (num_layers - 1)) + 1) / 2
+        floor = max(0.0, 2 * self.retention - 1)  # lambda
+        return min(1.0, 2 * self.retention) * ((1 - floor) * curve + floor)
+
+    def critical(self, layer: int, num_layers: int, active: int) -> int:
+        """t_l, Eq. 5: how many of the ``active`` experts of a step are critical."""
+        exact = self.ratio(layer, num_layers) * active
+        rounded = math.ceil(exact - _EPSILON) if self.rounding == "up" else math.floor(exact + 0.5 + _EPSILON)
+        return min(active, max(0, rounded))
+
+    def realised(self, num_layers: int, active: int) -> float:
+        """The average share of critical experts that rounding leaves where every layer has ``active`` experts."""
+        return sum(self.critical(layer, num_layers, active) for layer in range(num_layers)) / (num_layers * active)

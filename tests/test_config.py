@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.policy import SYSTEMS, make_policy
+from vllm_dymoe.policy import PRESETS, SYSTEMS, make_policy
 
 
 def load(additional=None, checkpoint=None, environment=None):
@@ -112,6 +112,23 @@ def test_what_the_user_sets_goes_before_what_a_system_stands_for():
     firm = load({"policy": "firm", "prefetch_projections": 1}, environment={"DYMOE_PREFETCH": "next-gate"})
     assert (firm.prefetch, firm.prefetch_projections) == ("next-gate", 1)
     assert load({"policy": "on-demand", "keep_experts": True}).keep_experts
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_its_options_and_gives_way_to_the_user(name):
+    assert load({"preset": name}) == load(dict(PRESETS[name])).model_copy(update={"preset": name})
+    assert load({"preset": name, "hi": 8, "prefetch": "layer"}).hi == 8
+    assert load({"preset": name, "prefetch": "layer"}).prefetch == "layer"
+
+
+def test_a_preset_goes_before_what_a_checkpoint_says():
+    """Which is then refused, since its experts are packed: not served with other tiers than those of the preset."""
+    assert load({"preset": "cache+dyquant-4/2"}, {"hi": 8, "lo": 0}).stored_bits == (4, 2)
+
+
+def test_a_preset_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match='preset "row 7" does not exist; choose one of load-on-demand, cache'):
+        load({"preset": "row 7"})
 
 
 def test_systems_with_one_precision_are_exact():

@@ -14,7 +14,7 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.store import STORE_VERSION, BlobKey, Manifest, file_name, read_header
 from vllm_dymoe.kernels import MatrixFormat, dequantize, pack
-from vllm_dymoe.policy import POLICIES, SYSTEMS, DymoeOptions
+from vllm_dymoe.policy import POLICIES, PRESETS, SYSTEMS, DymoeOptions
 from vllm_dymoe.policy.schedule import Schedule
 from vllm_dymoe.predict import SCHEMES
 from vllm_dymoe.quantize.convert import Recipe
@@ -259,6 +259,11 @@ def test_systems():
         for row in table(OPTIONS, "systems")
     }
     assert rows == SYSTEMS
+
+
+def test_presets():
+    rows = {json.loads(code(row["`preset`"])[0]): json.loads(code(row["sets"])[0]) for row in table(OPTIONS, "presets")}
+    assert rows == PRESETS
 
 
 def test_parameters_of_the_policy():

@@ -117,6 +117,8 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    preset: str | None = None
+    """A row of DyMoE's Table 3 by name: sets hi, lo, policy and prefetch, unless they are set as well."""
     hi: Literal[16, 8, 4, 2] = 4
     """Bits per weight of the high tier."""
     lo: Literal[8, 4, 2, 0] = 0
@@ -177,7 +179,7 @@ class Options(BaseModel):
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        from vllm_dymoe.policy import Tier, make_policy
+        from vllm_dymoe.policy import PRESETS, Tier, make_policy
         from vllm_dymoe.predict import make_scheme
 
         if self.lo >= self.hi:
@@ -185,6 +187,8 @@ class Options(BaseModel):
                 f"lo is {self.lo} bits but must be below hi, which is {self.hi}; "
                 "set lo to 0 to store one version of each expert only"
             )
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ValueError(f'preset "{self.preset}" does not exist; choose one of {", ".join(PRESETS)}')
         policy = make_policy(self.policy, self.policy_options)
         if self.lo == 0 and Tier.HI not in policy.tiers:
             raise ValueError(f'policy "{self.policy}" with lo = 0 would skip every expert; set lo to 2, 4 or 8')
@@ -219,6 +223,7 @@ class Options(BaseModel):
                 f"but is {additional!r}."
             )
         from vllm_dymoe.experts.store import STORE_VERSION
+        from vllm_dymoe.policy import PRESETS
 
         version = (checkpoint or {}).get("format_version", STORE_VERSION)
         if version != STORE_VERSION:
@@ -234,6 +239,8 @@ class Options(BaseModel):
         values: dict[str, Any] = {}
         sources: dict[str, Source] = {}
         for source, layer in layers:
+            if "preset" in layer:  # said by the user, and therefore before what a checkpoint says
+                layer = {**PRESETS.get(str(layer["preset"]), {}), **layer}
             values |= layer
             sources |= dict.fromkeys(layer, source)
         try:

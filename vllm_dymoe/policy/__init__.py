@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from vllm_dymoe.policy.base import Policy, PromptTokens, Routing, Tier
 from vllm_dymoe.policy.dymoe import DymoeOptions, DymoePolicy
-from vllm_dymoe.policy.systems import SYSTEMS
+from vllm_dymoe.policy.systems import PRESETS, SYSTEMS
 from vllm_dymoe.policy.uniform import UniformPolicy
 
 
@@ -47,6 +47,7 @@ def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
 
 __all__ = [
     "POLICIES",
+    "PRESETS",
     "SYSTEMS",
     "DymoeOptions",
     "DymoePolicy",

@@ -9,9 +9,6 @@ from torch import Tensor
 # Attention scores held at a time, in float32: 4 MiB.
 _SCORES_AT_ONCE = 1 << 20
 
-# Sums are taken of whole numbers: the order in which a GPU adds must not decide which expert is high.
-_UNIT = 1 << 32
-
 
 def gate_importance(expert_ids: Tensor, weights: Tensor) -> Mapping[int, float]:
     """Eq. 3: an expert's routing weight; over several tokens the sum.
@@ -24,10 +21,10 @@ def gate_importance(expert_ids: Tensor, weights: Tensor) -> Mapping[int, float]:
         Importance of each expert that occurs.
     """
     if expert_ids.shape[0] == 1:  # decode of one request
-        pairs = zip(expert_ids[0].tolist(), weights[0].tolist(), strict=True)
+        pairs = zip(expert_ids.flatten().tolist(), weights.flatten().tolist(), strict=True)
         return {expert: weight for expert, weight in pairs if expert >= 0}
-    sums, counts = _by_expert(expert_ids, weights, torch.ones_like(weights))
-    return {expert: total for expert, (total, count) in enumerate(zip(sums, counts, strict=True)) if count}
+    counts, sums = _by_expert(expert_ids, weights)
+    return {expert: total for expert, (count, total) in enumerate(zip(counts, sums, strict=True)) if count}
 
 
 def load_importance(expert_ids: Tensor, weights: Tensor, heavy: Tensor) -> Mapping[int, tuple[float, float]]:
@@ -41,10 +38,9 @@ def load_importance(expert_ids: Tensor, weights: Tensor, heavy: Tensor) -> Mappi
     Returns:
         For each expert that occurs its number of heavy hitters and, since many have the same, its routing weights' sum.
     """
-    loads = heavy.unsqueeze(1).expand_as(weights).to(weights.dtype)
-    sums, hits, counts = _by_expert(expert_ids, weights, loads, torch.ones_like(weights))
-    rows = enumerate(zip(hits, sums, counts, strict=True))
-    return {expert: (hit, total) for expert, (hit, total, count) in rows if count}
+    counts, hits, sums = _by_expert(expert_ids, heavy.unsqueeze(1).expand_as(weights), weights)
+    rows = enumerate(zip(counts, hits, sums, strict=True))
+    return {expert: (hit, total) for expert, (count, hit, total) in rows if count}
 
 
 def most_important(importance: Mapping[int, float] | Mapping[int, tuple[float, float]], count: int) -> set[int]:
@@ -109,8 +105,12 @@ def attention_mass(
 
 
 def _by_expert(expert_ids: Tensor, *values: Tensor) -> list[list[float]]:
-    """Sums of values by expert, for all up to the largest number that occurs."""
-    places = (expert_ids.flatten() + 1).clamp_min_(0).long()  # other ranks' experts fall into the first place
-    whole = torch.stack([value.flatten().double().mul_(_UNIT).round_().long() for value in values])
-    bins = torch.zeros(len(values), int(places.max()) + 1, dtype=torch.int64, device=places.device)
-    return (bins.index_add_(1, places, whole)[:, 1:].double() / _UNIT).tolist()
+    """How often each expert occurs, up to the largest number, and the sums of values for it.
+
+    Sums are rounded to float32 after the addition in float64: the order in which a GPU adds must not decide which
+    expert is high.
+    """
+    places = (expert_ids.flatten() + 1).clamp_min_(0)  # other ranks' experts fall into the first place
+    sums = [torch.bincount(places)]
+    sums += [torch.bincount(places, value.flatten().double()).float() for value in values]
+    return [column[1:].tolist() for column in sums]

@@ -8,6 +8,7 @@ lambda stays 0 and the whole curve is scaled by 2r: that is ours.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 Rounding = Literal["up", "nearest"]
@@ -50,10 +51,15 @@ class Schedule:
 
     def critical(self, layer: int, num_layers: int, active: int) -> int:
         """t_l, Eq. 5: how many of the ``active`` experts of a step are critical."""
-        exact = self.ratio(layer, num_layers) * active
-        rounded = math.ceil(exact - _EPSILON) if self.rounding == "up" else math.floor(exact + 0.5 + _EPSILON)
-        return min(active, max(0, rounded))
+        return _critical(self, layer, num_layers, active)
 
     def realised(self, num_layers: int, active: int) -> float:
         """The average share of critical experts that rounding leaves where every layer has ``active`` experts."""
         return sum(self.critical(layer, num_layers, active) for layer in range(num_layers)) / (num_layers * active)
+
+
+@lru_cache(1 << 14)  # asked for every layer of every step
+def _critical(schedule: Schedule, layer: int, num_layers: int, active: int) -> int:
+    exact = schedule.ratio(layer, num_layers) * active
+    rounded = math.ceil(exact - _EPSILON) if schedule.rounding == "up" else math.floor(exact + 0.5 + _EPSILON)
+    return min(active, max(0, rounded))

@@ -1,4 +1,4 @@
-"""The papers' systems by name: what they set besides the precision, unless the user says otherwise.
+"""The papers' systems by name, and DyMoE's Table 3: what they set, unless the user says otherwise.
 
 A system is composed of parts that can be had one by one, and is no code path of its own.
 """
@@ -17,4 +17,15 @@ SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     "dymoe": {"prefetch": "next-gate"},
     # FIRM-MoE. The paper's granularity is 1 for small models and 2 for larger ones.
     "firm": {"prefetch": "meeting-of-layers", "prefetch_projections": 2},
+}
+
+# The rows of DyMoE's Table 3. The paper does not name the precision of the first three; it is that of the others' high
+# tier here, so that the rows differ in one thing at a time.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "load-on-demand": {"hi": 4, "lo": 0, "policy": "on-demand"},
+    "cache": {"hi": 4, "lo": 0, "policy": "exact"},
+    "cache+prefetch": {"hi": 4, "lo": 0, "policy": "exact", "prefetch": "next-gate"},
+    "cache+dyquant-4/2": {"hi": 4, "lo": 2, "policy": "dymoe", "prefetch": "none"},
+    "cache+dyquant-4/2+prefetch": {"hi": 4, "lo": 2, "policy": "dymoe", "prefetch": "next-gate"},
+    "cache+dyquant-4/0+prefetch": {"hi": 4, "lo": 0, "policy": "dymoe", "prefetch": "next-gate"},
 }

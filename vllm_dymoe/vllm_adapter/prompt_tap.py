@@ -60,7 +60,7 @@ class PromptTap:
         """See the queries [rows, heads, dim] and keys [rows, kv_heads, dim] that an attention layer is about to use."""
         share = self._share
         step = self._step()
-        if share is None or step is None or not step.spans or key is None:
+        if share is None or step is None or not step.spans or key is None or key.shape[0] != query.shape[0]:
             return
         mass = torch.zeros(query.shape[0], device=query.device)
         for first, last in step.spans:

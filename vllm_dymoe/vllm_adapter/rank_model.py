@@ -89,9 +89,9 @@ class RankModel:
         self.runtime: MoERuntime | None = None
         self._served = False
         self.foresight = Foresight(self.options)
-        speculative = vllm_config.speculative_config
         self.prompts: PromptTap | None = None
         if make_policy(self.options.policy, self.options.policy_options).heavy_share is not None:
+            speculative = vllm_config.speculative_config
             self.prompts = PromptTap(self._policy, speculative.num_speculative_tokens if speculative else 0)
 
     def _policy(self) -> Policy:

@@ -19,6 +19,7 @@ from vllm_dymoe.policy.schedule import Schedule
 from vllm_dymoe.predict import SCHEMES
 from vllm_dymoe.quantize.convert import Recipe
 from vllm_dymoe.quantize.shards import ShardFiles
+from vllm_dymoe.runtime import prefetch
 from vllm_dymoe.vllm_adapter import NEWEST_VLLM, OLDEST_VLLM
 from vllm_dymoe.vllm_adapter.metrics import METRICS
 
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 FORMAT = (ROOT / "docs" / "format.md").read_text()
 METRICS_PAGE = (ROOT / "docs" / "metrics.md").read_text()
+PREFETCH = (ROOT / "docs" / "prefetch.md").read_text()
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
 PRECISION = (ROOT / "docs" / "precision.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -327,6 +329,17 @@ def test_the_sentence_of_the_example():
     with pytest.raises(ConfigError) as caught:
         load({"expert_bugdet": "25%"})
     assert f"    {caught.value}\n" in OPTIONS
+
+
+# -- docs/prefetch.md -----------------------------------------------------------------------------
+
+
+def test_numbers_of_prefetch():
+    least, most = int(prefetch._JUDGED * prefetch._LOSES), int(prefetch._JUDGED * prefetch._PAYS)
+    text = " ".join(PREFETCH.split())
+    assert f"of {prefetch._JUDGED} guesses at least {least} have to be needed" in text
+    assert f"more than {most} of {prefetch._JUDGED} are needed" in text
+    assert f"down to one in {prefetch._LARGEST_INTERVAL}," in text
 
 
 # -- docs/metrics.md ------------------------------------------------------------------------------

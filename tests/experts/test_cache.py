@@ -107,6 +107,45 @@ def test_streaming_uses_no_more_than_the_staging_slots_at_once():
     use(cache, 0, layer=2)
 
 
+def test_what_is_fetched_ahead_takes_staging_slots_and_nothing_else():
+    cache = make_cache(hi=5, layers=3, staging=2)  # each layer keeps one, none does yet
+    first = cache.acquire_ahead(1, 4, Tier.HI)
+    second = cache.acquire_ahead(1, 5, Tier.HI)
+    assert first.transient
+    assert second.transient
+    assert cache.acquire_ahead(1, 4, Tier.HI) is None, "it is there already"
+    assert cache.acquire_ahead(2, 0, Tier.HI) is None, "the layers' own slots are not to be taken"
+    for layer in range(3):
+        use(cache, 0, layer=layer)
+    assert (cache.stats.misses, cache.stats.evictions) == (3, 0)
+    cache.check_integrity()
+
+
+def test_what_was_fetched_ahead_is_kept_as_after_a_miss():
+    cache = make_cache(hi=4, layers=2, staging=2)
+    use(cache, 0, layer=1)
+    for expert, stream in ((1, True), (2, False)):
+        version = cache.acquire_ahead(1, expert, Tier.HI)
+        cache.publish(version)
+        held, missing = cache.acquire_held(1, {expert: Tier.HI})
+        assert (held, missing) == ([version], [])
+        cache.adopt(version, stream=stream)
+        cache.release(version)
+        cache.release(version)
+        cache.check_integrity()
+    assert cache.handles.resolve(1, 0) is None, "the oldest made room"
+    assert cache.handles.get(1, 1) is None, "it was passing through"
+    assert cache.handles.resolve(1, 2)
+    assert (cache.stats.hits, cache.stats.misses, cache.stats.evictions) == (2, 1, 1)
+
+
+def test_what_is_still_on_its_way_when_it_is_needed_is_a_miss():
+    cache = make_cache()
+    cache.acquire_ahead(0, 4, Tier.HI)
+    cache.acquire_held(0, {4: Tier.HI})
+    assert (cache.stats.hits, cache.stats.misses) == (0, 1)
+
+
 def test_promotion_is_a_miss_that_replaces_the_low_version():
     cache = make_cache(hi=3, lo=3)
     low = use(cache, 0, Tier.LO)

@@ -54,6 +54,30 @@ def test_files_and_memory_hold_the_same_bytes(store, memory_store):
         assert torch.equal(read(store, key), memory_store.blob(key))
 
 
+@pytest.mark.parametrize("projections", [range(1), range(1, 2), range(1, 3), range(2, 3)])
+def test_projections_are_read_one_by_one_or_together(store, memory_store, projections):
+    for key in (BlobKey(0, 0, 4), BlobKey(1, 3, 2)):
+        fmt = store.experts.formats[key.bits]
+        want = memory_store.blob(key)[fmt.sections[projections[0]].start : fmt.sections[projections[-1]].stop]
+        for source in (store, memory_store):
+            got = torch.full_like(want, 0xEE)
+            source.read_into(key, got, projections)
+            assert torch.equal(got, want)
+
+
+def test_a_projection_that_was_not_read_is_not_taken_for_checked(tmp_path):
+    store = write(tmp_path / "store")
+    key, fmt = BlobKey(1, 1, 4), store.experts.formats[4]
+    extent = store._extents[1][4]
+    with (store.folder / file_name(2)).open("r+b") as file:
+        file.seek(extent.offset + fmt.nbytes + fmt.sections[2].start)
+        file.write(b"\xff\xff\xff")
+    store.read_into(key, torch.empty(fmt.sections[1].stop, dtype=torch.uint8), range(2))
+    with pytest.raises(StoreError, match="the down projection of expert 1 at 4 bits"):
+        read(store, key)
+    store.close()
+
+
 def test_a_whole_file_store_goes_into_memory(store, memory_store):
     copy = MemoryStore.from_files(store, pin=False)
     assert all(torch.equal(copy.blob(key), memory_store.blob(key)) for key in all_keys(store.experts))

@@ -1,5 +1,6 @@
 """The emulated link: no byte before its time, one queue, and a core that is free meanwhile."""
 
+import threading
 import time
 
 import pytest
@@ -9,7 +10,9 @@ from tests.small_model import make_experts, make_store
 from tests.transfer.patience import becomes
 from vllm_dymoe.experts.store import BlobKey
 from vllm_dymoe.transfer import Reason, make_engine
-from vllm_dymoe.transfer.ticket import State
+from vllm_dymoe.transfer.link import EmulatedLink
+from vllm_dymoe.transfer.threads import CpuDelivery
+from vllm_dymoe.transfer.ticket import State, Ticket
 
 STORE = make_store(make_experts())
 NBYTES = STORE.experts.formats[4].nbytes
@@ -112,6 +115,33 @@ def test_a_thread_that_wakes_late_loses_no_time_of_the_link():
         return late
 
     punctual(attempt)
+
+
+def test_the_link_begins_when_it_is_free_whenever_its_thread_comes():
+    """What a thread that comes late finds on the link is what would have arrived by then."""
+    link = EmulatedLink(CpuDelivery(STORE), bytes_per_second=NBYTES)
+    ready = time.perf_counter() - 100
+    for _ in range(3):
+        ticket = Ticket(BlobKey(0, 1, 4), torch.zeros(NBYTES, dtype=torch.uint8), Reason.DEMAND, ready=ready)
+        for projection in range(3):
+            link.deliver(ticket, range(projection, projection + 1))
+    assert link._free == pytest.approx(ready + 3), "a second for each blob, all of them past"
+
+
+def test_whoever_waits_leaves_the_link_to_its_thread():
+    """Two who move bytes would change the order of what is in demand."""
+    engine, threads = link(seconds=0.001), set()
+    deliver = engine._delivery.deliver
+    engine._delivery.deliver = lambda *args, **named: (
+        threads.add(threading.current_thread()),
+        deliver(*args, **named),
+    )[1]
+    for _ in range(20):
+        for ticket in [submit(engine, expert) for expert in range(6)]:
+            engine.wait(ticket)
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
+    engine.close()
 
 
 def test_a_device_with_a_link_of_its_own_is_not_emulated():

@@ -152,8 +152,8 @@ class _Step:
             if look_ahead is not None:
                 look_ahead()
                 look_ahead = None
-            if self._prefetcher and not self.missing:
-                self._prefetcher.fill()
+            if self._prefetcher:
+                self._prefetcher.fill()  # which finds no slot as long as an expert of this layer waits for one
             if self.ready or self.arriving:
                 self._compute_next(compute)
             elif not ((self._prefetcher and self._prefetcher.settle()) or self._use_kept_slots()):

@@ -1,5 +1,6 @@
 """One suite for every way of moving bytes; CUDA joins in where there is a device."""
 
+import itertools
 import threading
 import time
 import weakref
@@ -157,6 +158,33 @@ def test_a_prefetch_waits_until_no_demand_transfer_runs(memory_store):
     store.gate.set()
     assert ended(prefetch)
     assert store.order == [0, 1, 1, 1]
+    engine.close()
+
+
+def test_on_a_device_a_prefetched_projection_is_issued_when_the_copies_before_it_have_ended(memory_store):
+    log, events = [], []  # events are kept, so that each has an address of its own
+
+    class Streams(RecordedStreams):
+        def copy(self, source, destination, *, urgent, after):
+            event = super().copy(source, destination, urgent=urgent, after=after)
+            events.append(event)
+            log.append(("urgent" if urgent else "background", id(event)))
+            return event
+
+        def synchronize(self, event):
+            log.append(("ended", id(event)))
+
+    engine = QueuedEngine(PinnedDelivery(memory_store, Streams(History(), lambda: None, lambda: True)), 1, eager=True)
+    slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(2)]
+    demand = engine.submit(BlobKey(0, 0, 4), slots[0], Reason.DEMAND)
+    assert demand.state is State.DONE, "enqueued by whoever asks"
+    assert ended(engine.submit(BlobKey(0, 1, 4), slots[1], Reason.PREFETCH))
+    copies = [entry for entry in log if entry[0] != "ended"]
+    assert [stream for stream, _ in copies] == ["urgent", "background", "background", "background"]
+    for earlier, later in itertools.pairwise(copies):
+        between = log[log.index(earlier) : log.index(later)]
+        assert ("ended", copies[0][1]) in between, "the demand transfer's copy"
+        assert earlier is copies[0] or ("ended", earlier[1]) in between, "the projection before"
     engine.close()
 
 

@@ -66,7 +66,8 @@ def test_mixed_tiers_read_complete_bytes_and_keep_one_version(store):
             runtime.check_integrity()
             stats = runtime.stats()
             assert {Tier.HI, Tier.LO} <= set(seen)
-            assert stats.promotions > 0
+            # With a high slot for nearly every expert hardly a low version is kept that could be promoted.
+            assert stats.promotions > 0 or budget == "100%"
             assert stats.reuses > 0
             assert stats.misses == stats.transfers["demand"]
             assert stats.peak_expert_bytes <= stats.budget_bytes

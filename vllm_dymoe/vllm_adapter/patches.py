@@ -41,7 +41,6 @@ def _with_prepared_config(original: Callable[..., Any]) -> Callable[..., Any]:
             refuse_idle_options(config)
         return config
 
-    create_engine_config.dymoe_patched = True  # type: ignore[attr-defined]
     return create_engine_config
 
 
@@ -57,7 +56,6 @@ def _with_a_beginning(original: Callable[..., Any]) -> Callable[..., Any]:
         output = original(self, scheduler_output)
         return output if output is None else failures.finish(output)  # without an output, sample_tokens comes next
 
-    execute_model.dymoe_patched = True  # type: ignore[attr-defined]
     return execute_model
 
 
@@ -68,7 +66,6 @@ def _with_an_end(original: Callable[..., Any]) -> Callable[..., Any]:
         model = _rank_model(self)
         return output if model is None else model.failures.finish(output)
 
-    sample_tokens.dymoe_patched = True  # type: ignore[attr-defined]
     return sample_tokens
 
 
@@ -90,7 +87,6 @@ def _without_failed_requests(original: Callable[..., Any]) -> Callable[..., Any]
         add_failures(outputs, failed, model_runner_output)
         return outputs
 
-    update_from_output.dymoe_patched = True  # type: ignore[attr-defined]
     return update_from_output
 
 
@@ -107,7 +103,6 @@ def _with_failures_raised(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             await outputs.aclose()
 
-    generate.dymoe_patched = True  # type: ignore[attr-defined]
     return generate
 
 
@@ -121,7 +116,6 @@ def _without_reloading(original: Callable[..., Any]) -> Callable[..., Any]:
             raise ConfigError(RELOADING)
         return original(self, *args, **kwargs)
 
-    reload_weights.dymoe_patched = True  # type: ignore[attr-defined]
     return reload_weights
 
 
@@ -135,7 +129,6 @@ def _with_our_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
             if (statistics := statistics_of(self)) is not None:
                 publish(statistics, await self.collective_rpc("dymoe_stats"))
 
-    do_log_stats.dymoe_patched = True  # type: ignore[attr-defined]
     return do_log_stats
 
 
@@ -149,7 +142,6 @@ def _with_our_metrics_at_once(original: Callable[..., Any]) -> Callable[..., Any
             if (statistics := statistics_of(self)) is not None:
                 publish(statistics, self.collective_rpc("dymoe_stats"))
 
-    do_log_stats.dymoe_patched = True  # type: ignore[attr-defined]
     return do_log_stats
 
 
@@ -172,7 +164,6 @@ def _with_prompts_seen(original: Callable[..., Any]) -> Callable[..., Any]:
         forward.dymoe_patched = True  # type: ignore[attr-defined]
         self.impl.forward = forward
 
-    process_weights_after_loading.dymoe_patched = True  # type: ignore[attr-defined]
     return process_weights_after_loading
 
 
@@ -258,4 +249,6 @@ def apply_patches(*, in_worker: bool = False) -> None:
         owner = resolve_obj_by_qualname(patch.target[0])
         original = getattr(owner, patch.target[1])
         if not getattr(original, "dymoe_patched", False):
-            setattr(owner, patch.target[1], patch.wrapper(original))
+            patched: Any = patch.wrapper(original)
+            patched.dymoe_patched = True
+            setattr(owner, patch.target[1], patched)

@@ -19,7 +19,7 @@ from vllm_dymoe.policy.schedule import Schedule
 from vllm_dymoe.predict import SCHEMES
 from vllm_dymoe.quantize.convert import Recipe
 from vllm_dymoe.quantize.shards import ShardFiles
-from vllm_dymoe.runtime import prefetch
+from vllm_dymoe.runtime import throttle
 from vllm_dymoe.vllm_adapter import NEWEST_VLLM, OLDEST_VLLM
 from vllm_dymoe.vllm_adapter.metrics import METRICS
 
@@ -335,11 +335,12 @@ def test_the_sentence_of_the_example():
 
 
 def test_numbers_of_prefetch():
-    least, most = int(prefetch._JUDGED * prefetch._LOSES), int(prefetch._JUDGED * prefetch._PAYS)
+    least, most = int(throttle._JUDGED * throttle._LOSES), int(throttle._JUDGED * throttle._PAYS)
     text = " ".join(PREFETCH.split())
-    assert f"of {prefetch._JUDGED} guesses at least {least} have to be needed" in text
-    assert f"more than {most} of {prefetch._JUDGED} are needed" in text
-    assert f"down to one in {prefetch._LARGEST_INTERVAL}," in text
+    assert f"of {throttle._JUDGED} guesses at least {least} have to be needed" in text
+    assert f"more than {most} of {throttle._JUDGED} are needed" in text
+    assert f"down to one in {throttle._LARGEST_INTERVAL}," in text
+    assert throttle._COSTS_MORE == 2 and "below twice the former" in text
 
 
 # -- docs/metrics.md ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tests.small_model import make_experts, make_store
 from vllm_dymoe.experts.cache import ExpertCache, layer_quotas
 from vllm_dymoe.experts.slots import SlotPool
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.predict import Candidate
+from vllm_dymoe.predict import Candidate, Phase
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
 from vllm_dymoe.transfer import Reason
 from vllm_dymoe.transfer.ticket import State, Ticket
@@ -242,48 +242,35 @@ def test_another_tier_than_the_one_that_was_fetched_is_not_used():
 def test_cores_that_copy_have_no_idle_link():
     prefetcher = make_prefetcher()
     prefetcher.engine.occupies_cores = True
-    assert not prefetcher.acts()
+    prefetcher.look_ahead(0, Phase.DECODE, lambda: pytest.fail("nobody has to predict anything"))
 
 
-def use(prefetcher, rounds, needed):
-    """Predictions of two experts each, of which so many are needed; how many were acted on."""
-    acted = 0
-    for _ in range(rounds):
-        if prefetcher.acts():
-            acted += 1
-            prefetcher.offer(0, candidates(3, 4))
+def test_predictions_that_hide_less_than_they_take_become_rare_in_their_phase_alone():
+    now = 0.0
+
+    def predict(seconds):
+        nonlocal now
+        now += seconds
+        return candidates(3, 4)
+
+    prefetcher = make_prefetcher()
+    prefetcher.clock = lambda: now
+    for phase, seconds in ((Phase.DECODE, 0.6), (Phase.PREFILL, 0.1)):
+        for _ in range(40):
+            prefetcher.look_ahead(0, phase, lambda seconds=seconds: predict(seconds))
             prefetcher.fill()
-            for version in prefetcher.claim(1, {3 + i: Tier.HI for i in range(needed)}):
+            for ticket in prefetcher.engine.tickets:
+                ticket.state, ticket.arrived, ticket.moved_seconds = State.DONE, 3, 1.0
+            for version in prefetcher.claim(1, {3: Tier.HI}):
                 prefetcher.cache.release(version)
-    return acted
+    assert prefetcher.intervals == {"prefill": 1, "decode": 2}, "one second hidden for 0.6, and for 0.1"
 
 
-def test_what_does_not_help_is_done_less_and_less_but_never_not_at_all():
-    prefetcher = make_prefetcher()
-    assert use(prefetcher, 16, needed=0) == 16
-    assert prefetcher.stats.interval == 2
-    use(prefetcher, 17 * (2 + 4 + 8 + 16 + 32), needed=0)
-    assert prefetcher.stats.interval == 64
-    assert 15 <= use(prefetcher, 16 * 64, needed=0) <= 17
-    assert prefetcher.stats.interval == 64
-    use(prefetcher, 17 * (64 + 32 + 16 + 8 + 4 + 2), needed=2)
-    assert prefetcher.stats.interval == 1
-
-
-@pytest.mark.parametrize("layers", [2, 4, 8, 48])
-@pytest.mark.parametrize("interval", [1, 2, 4, 64])
-def test_every_layer_has_its_turn(layers, interval):
-    prefetcher = make_prefetcher()
-    prefetcher.stats.interval = interval
-    steps = 40 * interval
-    acted = [place % layers for place in range(steps * layers) if prefetcher.acts()]
-    assert len(acted) == 40 * layers
-    assert all(10 < acted.count(layer) < 90 for layer in range(layers)) or interval == 1
-
-
-def test_guesses_that_are_right_half_of_the_time_leave_it_as_it_is():
-    prefetcher = make_prefetcher()
-    assert use(prefetcher, 200, needed=1) == 200
+def test_a_guess_that_is_on_its_way_has_hidden_what_the_link_did_so_far():
+    ticket = Ticket(None, None, Reason.PREFETCH, moved_seconds=2.0)
+    assert ticket.link_seconds(now=10.0) == 2
+    ticket.state, ticket.began = State.RUNNING, 9.5
+    assert ticket.link_seconds(now=10.0) == 2.5
 
 
 @settings(max_examples=150, deadline=None)

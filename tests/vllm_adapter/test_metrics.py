@@ -27,7 +27,7 @@ def answer(hits=0, misses=0, moved=0, waited=0.0, evictions=0, resident=0, **oth
         failed_transfers=0,
         exposed_wait_seconds=waited,
         prefetches={"useful": 0, "late": 0, "wasted": 0, "cancelled": 0},
-        prefetch_interval=1,
+        prefetch_interval={"prefill": 1, "decode": 1},
         predictions={"named": 0, "wanted": 0, "right": 0},
         budget_bytes=1000,
         peak_expert_bytes=900,

@@ -148,8 +148,8 @@ class MoERuntime:
     ) -> None:
         """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it."""
         predictor.observe(layer, x, topk_ids, topk_weights, phase)
-        if self._prefetcher is not None and self._prefetcher.acts():
-            self._prefetcher.offer(layer, predictor.predict(layer))
+        if self._prefetcher is not None:
+            self._prefetcher.look_ahead(layer, phase, partial(predictor.predict, layer))
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -286,6 +286,7 @@ class MoERuntime:
             self.cache,
             self.engine.stats,
             self._prefetch_stats,
+            self._prefetcher.intervals if self._prefetcher else {},
             predictions,
             self.budget,
             self.plan,

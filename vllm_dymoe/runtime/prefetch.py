@@ -6,28 +6,24 @@ A guess must cost nobody anything, right or wrong:
   that finds no slot takes one back.
 - It moves one projection at a time, and only while no demand transfer waits or runs.
 - When its layer is routed it is claimed, or given up at the next projection.
-- While few guesses are needed, few are made. A right one hides at most the transfer of one expert, a wrong one delays
-  demand by at most one projection, a third of it: below one needed in four, prefetching loses.
+- While guesses do not pay, few are made: ``throttle``.
 
 It can change only when an expert arrives, never what is computed.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from vllm_dymoe.experts.cache import ExpertCache
 from vllm_dymoe.experts.handles import Version
 from vllm_dymoe.experts.store import BlobKey
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.predict import Candidate
+from vllm_dymoe.predict import Candidate, Phase
+from vllm_dymoe.runtime.throttle import Throttle
 from vllm_dymoe.transfer import Reason, TransferEngine
 from vllm_dymoe.transfer.ticket import State
-
-_LOSES = 1 / 4  # share of guesses that are needed; see above
-_PAYS = 1 / 2
-_JUDGED = 32  # guesses whose share decides
-_LARGEST_INTERVAL = 64
 
 
 @dataclass
@@ -39,49 +35,16 @@ class PrefetchStats:
         late: needed while they were on their way.
         wasted: not needed, after bytes had moved.
         cancelled: not needed, or given up for demand, before any byte moved.
-        interval: one of so many predictions is acted on.
     """
 
     useful: int = 0
     late: int = 0
     wasted: int = 0
     cancelled: int = 0
-    interval: int = 1
 
     def reset(self) -> None:
-        """Count from zero; how many predictions are acted on stays as it is."""
+        """Count from zero."""
         self.useful = self.late = self.wasted = self.cancelled = 0
-
-
-@dataclass
-class _Throttle:
-    """Makes fewer guesses while few are needed, and never none, so that a change shows."""
-
-    stats: PrefetchStats
-    _predictions: int = 0
-    _judged: int = 0
-    _needed: int = 0
-
-    def acts(self) -> bool:
-        """Whether this prediction is one to act on: one in each ``interval``, of another layer each time.
-
-        Every fourth one would be the same layer's in a model of four layers, and if it is the last layer's, nobody's.
-        """
-        block, place = divmod(self._predictions, self.stats.interval)
-        self._predictions += 1
-        return place == (block * 0x9E3779B1 >> 16) % self.stats.interval
-
-    def judge(self, needed: bool) -> None:
-        """Take note of a guess that was right or wrong."""
-        self._judged += 1
-        self._needed += needed
-        if self._judged == _JUDGED:
-            share = self._needed / self._judged
-            if share < _LOSES:
-                self.stats.interval = min(2 * self.stats.interval, _LARGEST_INTERVAL)
-            elif share > _PAYS:
-                self.stats.interval = max(self.stats.interval // 2, 1)
-            self._judged = self._needed = 0
 
 
 @dataclass
@@ -95,6 +58,7 @@ class Prefetcher:
         bits: of the tier.
         projections: how many of an expert's three projections are fetched ahead (FIRM-MoE's granularity n).
         stats: counts to go on with.
+        clock: seconds, as ``time.perf_counter``.
     """
 
     cache: ExpertCache
@@ -103,16 +67,28 @@ class Prefetcher:
     bits: int
     projections: int
     stats: PrefetchStats
+    clock: Callable[[], float] = time.perf_counter
     _candidates: deque[Candidate] = field(default_factory=deque)
     _ahead: dict[int, list[Version]] = field(default_factory=dict)  # by layer, in the order of their transfers
     _leaving: list[Version] = field(default_factory=list)  # given up while a projection was moving
 
     def __post_init__(self) -> None:
-        self._throttle = _Throttle(self.stats)
+        # A prefill wants most experts of a layer and a single token few: what pays for one may not for the other.
+        self.throttles = {phase: Throttle() for phase in Phase}
+        self._throttle = self.throttles[Phase.DECODE]  # of the running step
 
-    def acts(self) -> bool:
-        """Whether the running layer's prediction is asked for. Cores that compute have no idle link time."""
-        return not self.engine.occupies_cores and self._throttle.acts()
+    def look_ahead(self, layer: int, phase: Phase, predict: Callable[[], Iterable[Candidate]]) -> None:
+        """Ask for a prediction and offer what it names, if this is one to act on.
+
+        Cores that compute have no idle link time, so nothing is asked for where transfers take them.
+        """
+        self._throttle = self.throttles[phase]
+        if self.engine.occupies_cores or not self._throttle.acts():
+            return
+        begin = self.clock()
+        self.offer(layer, predict())
+        if self._candidates:
+            self._throttle.answer(self.clock() - begin)
 
     def offer(self, layer: int, candidates: Iterable[Candidate]) -> None:
         """Consider experts of the layers after ``layer``, best first, in place of those that were offered before."""
@@ -122,6 +98,12 @@ class Prefetcher:
         """Start transfers as far as there are slots; the engine moves them when nothing else is to be moved."""
         if self._leaving:
             self._collect()
+        if self._candidates:
+            begin = self.clock()
+            self._fill()
+            self._throttle.spend(self.clock() - begin)
+
+    def _fill(self) -> None:
         while self._candidates:
             layer, expert, _ = self._candidates[0]
             if self.cache.handles.get(layer, expert) is None:
@@ -144,7 +126,7 @@ class Prefetcher:
         claimed = []
         for version in self._ahead.pop(layer, ()):
             needed = wanted.get(version.expert) is version.tier
-            self._throttle.judge(needed)
+            self._throttle.judge(needed, version.ticket.link_seconds(self.clock()))
             if not needed:
                 self._give_up(version)
                 continue
@@ -190,6 +172,11 @@ class Prefetcher:
         while self.settle():
             pass
         return not self._leaving
+
+    @property
+    def intervals(self) -> dict[str, int]:
+        """One of so many predictions is acted on, by phase."""
+        return {phase.value: throttle.interval for phase, throttle in self.throttles.items()}
 
     @property
     def fetched_ahead(self) -> int:

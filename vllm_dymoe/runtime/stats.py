@@ -33,7 +33,7 @@ class RuntimeStats:
         peak_expert_bytes: the most device memory that experts ever held.
         prefetches: experts that were fetched ahead, by what became of them: useful (needed, and there in time), late
             (needed while they were on their way), wasted (not needed), cancelled (before a byte moved).
-        prefetch_interval: one of so many predictions is acted on; more than 1 where few of them were needed.
+        prefetch_interval: one of so many predictions is acted on, by phase; more than 1 where they did not pay.
         predictions: experts named ahead (named), those that routers then chose in the same layers (wanted), and experts
             that are both (right): right / wanted is FIRM-MoE's prediction accuracy (Eq. 7), right / named its expert
             utilisation (Eq. 8).
@@ -55,7 +55,7 @@ class RuntimeStats:
     budget_bytes: int
     peak_expert_bytes: int
     prefetches: dict[str, int]
-    prefetch_interval: int
+    prefetch_interval: dict[str, int]
     predictions: dict[str, int]
     slots: dict[str, int]
     resident_experts: dict[str, int]
@@ -67,6 +67,7 @@ class RuntimeStats:
         experts: ExpertCache,
         transfer: TransferStats,
         prefetch: PrefetchStats,
+        intervals: dict[str, int],
         predictions: PredictionStats,
         budget: BudgetTracker,
         plan: SlotPlan,
@@ -88,7 +89,7 @@ class RuntimeStats:
             budget_bytes=budget.limit,
             peak_expert_bytes=budget.peak,
             prefetches={name: getattr(prefetch, name) for name in ("useful", "late", "wasted", "cancelled")},
-            prefetch_interval=prefetch.interval,
+            prefetch_interval=intervals,
             predictions=asdict(predictions),
             slots={tier.value: count for tier, count in plan.slots.items()},
             resident_experts={tier.value: experts.resident_experts(tier) for tier in plan.slots},

@@ -286,12 +286,14 @@ class QueuedEngine:
         background = turn.reason is not Reason.DEMAND
         if background and self._last_demand is not None:
             self._delivery.drain(self._last_demand)
+        ticket.began = time.perf_counter()
         fence = self._delivery.deliver(ticket, turn.projections, wait=wait)
         if fence is not None:
             if background:
                 self._delivery.drain(fence)
             else:
                 self._last_demand = fence
+        ticket.moved_seconds += time.perf_counter() - ticket.began
         return fence
 
     def _end(self, ticket: Ticket, turn: _Turn, fence: Any, error: BaseException | None) -> _Turn | None:

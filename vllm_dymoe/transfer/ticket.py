@@ -56,6 +56,8 @@ class Ticket:
         error: what went wrong, if it failed.
         handed_over: whoever waited for it has left it to a thread, because a disk has to be waited for.
         late: whoever waited has given up while it was running.
+        began: when the turn that runs began to move, in seconds of ``time.perf_counter``.
+        moved_seconds: what the turns before it took.
     """
 
     key: BlobKey
@@ -71,6 +73,12 @@ class Ticket:
     error: BaseException | None = None
     handed_over: bool = False
     late: bool = False
+    began: float = 0.0
+    moved_seconds: float = 0.0
+
+    def link_seconds(self, now: float) -> float:
+        """How long the link has worked for this transfer until ``now``."""
+        return self.moved_seconds + (now - self.began if self.state is State.RUNNING else 0.0)
 
     @property
     def ended(self) -> bool:

@@ -1,0 +1,67 @@
+"""Guesses that do not pay become rare, and are tried again."""
+
+import pytest
+
+from vllm_dymoe.runtime.throttle import Throttle
+
+
+def use(throttle, rounds, needed, hidden=1.0, cost=0.0):
+    """Predictions of two guesses each, of which so many are needed; how many were asked for."""
+    asked = 0
+    for _ in range(rounds):
+        if throttle.acts():
+            asked += 1
+            throttle.answer(cost)
+            for guess in range(2):
+                throttle.judge(guess < needed, hidden)
+    return asked
+
+
+def test_what_is_wrong_is_done_less_and_less_but_never_not_at_all():
+    throttle = Throttle()
+    assert use(throttle, 17, needed=0) == 17
+    assert throttle.interval == 2
+    use(throttle, 17 * (2 + 4 + 8 + 16 + 32), needed=0)
+    assert throttle.interval == 64
+    assert 15 <= use(throttle, 16 * 64, needed=0) <= 17
+    assert throttle.interval == 64
+    use(throttle, 18 * (64 + 32 + 16 + 8 + 4 + 2), needed=2)
+    assert throttle.interval == 1
+
+
+@pytest.mark.parametrize(("before", "cost", "after"), [(1, 0.9, 1), (1, 1.1, 2), (2, 0.6, 2), (2, 0.4, 1)])
+def test_a_second_of_the_host_has_to_hide_two_and_to_win_four(before, cost, after):
+    throttle = Throttle(before)
+    use(throttle, 17 * before, needed=2, hidden=1.0, cost=cost)
+    assert throttle.interval == after
+
+
+def test_guesses_that_are_right_half_of_the_time_leave_it_as_it_is():
+    assert use(Throttle(), 200, needed=1) == 200
+
+
+def test_a_cache_that_leaves_few_guesses_is_judged_by_its_predictions():
+    throttle = Throttle()
+    for _ in range(33):
+        assert throttle.acts()
+        throttle.answer(0.1)
+    assert throttle.interval == 2, "nothing was hidden"
+
+
+def test_a_few_wrong_guesses_have_no_share():
+    throttle = Throttle()
+    for place in range(33):
+        throttle.acts()
+        throttle.answer(0.0)
+        if place < 7:
+            throttle.judge(False, 1.0)
+    assert throttle.interval == 1
+
+
+@pytest.mark.parametrize("layers", [2, 4, 8, 48])
+@pytest.mark.parametrize("interval", [1, 2, 4, 64])
+def test_every_layer_has_its_turn(layers, interval):
+    throttle = Throttle(interval)
+    asked = [place % layers for place in range(40 * interval * layers) if throttle.acts()]
+    assert len(asked) == 40 * layers
+    assert all(10 < asked.count(layer) < 90 for layer in range(layers)) or interval == 1

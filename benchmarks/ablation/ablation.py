@@ -4,7 +4,8 @@ Two models answer through the real vLLM engine, one request at a time, each in a
 of its own: the shipped one, and four layers of the shapes of Qwen3-30B-A3B with random
 weights. The link between host store and device is emulated in wall-clock time, and is
 as slow beside this machine's computation as PCIe is beside an RTX 3090's. Every answer
-has to be the same, token by token. Writes results.json, ablation.png and the README's table.
+of a variant that keeps precision has to be the same, token by token. Writes results.json,
+ablation.png and the README's table.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from variants import CACHE, VARIANTS
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "budget"))
+LOW_TIERS = (0, 2)  # of the variants; the high tier has 4 bits in all of them
 SHIPPED = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
 
 
@@ -35,29 +37,37 @@ def shipped() -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     texts = [entry["prompt"] for entry in json.loads((SHIPPED / "prompts.json").read_text())][::5]
     prompts = [tokenizer(text)["input_ids"] for text in texts][:3]
-    return {"model": SHIPPED, "prompts": prompts, "new_tokens": 32, "temperature": 0, "budgets": ["25%", "50%", "75%"]}
+    models = dict.fromkeys(LOW_TIERS, str(SHIPPED))  # which is not quantized yet
+    return {"models": models, "prompts": prompts, "new_tokens": 32, "temperature": 0, "budgets": ["25%", "50%", "75%"]}
 
 
 def synthetic(work: Path, layers: int) -> dict[str, Any]:
     """Layers of Qwen3-30B-A3B's shapes, written and packed once."""
     import model
 
-    bf16, packed = work / f"bf16-{layers}", work / f"packed-{layers}"
-    if not packed.exists():
-        shutil.rmtree(bf16, ignore_errors=True)
-        model.write(bf16, layers)
+    bf16 = work / f"bf16-{layers}"
+    packed = {lo: work / f"packed-{layers}-4-{lo}" for lo in LOW_TIERS}
+    for lo, folder in packed.items():
+        if folder.exists():
+            continue
+        if not (bf16 / "config.json").exists():
+            shutil.rmtree(bf16, ignore_errors=True)
+            model.write(bf16, layers)
         tool = Path(sys.executable).with_name("vllm-dymoe")
-        subprocess.run([tool, "quantize", bf16, "--out", packed, "--hi", "4", "--lo", "0"], check=True)
-        shutil.rmtree(bf16)
+        command = [tool, "quantize", bf16, "--out", folder, "--hi", "4", "--lo", str(lo), "--quantizer", "rtn"]
+        subprocess.run(command, check=True)
+    shutil.rmtree(bf16, ignore_errors=True)
     prompts = model.prompts(layers, 2, 24)
-    return {"model": packed, "prompts": prompts, "new_tokens": 12, "temperature": 1, "budgets": ["25%", "75%"]}
+    models = {lo: str(folder) for lo, folder in packed.items()}
+    return {"models": models, "prompts": prompts, "new_tokens": 12, "temperature": 1, "budgets": ["25%", "75%"]}
 
 
 def serve(name: str, plan: dict[str, Any], arguments: argparse.Namespace, shape: dict[str, int] | None) -> Any:
     """One model in a process of its own."""
     logs = Path(tempfile.mkdtemp(prefix="dymoe-ablation-"))
     result, log = logs / "result.json", logs / "log"
-    command = [sys.executable, HERE / "serve.py", "--model", plan["model"], "--prompts", json.dumps(plan["prompts"])]
+    command = [sys.executable, HERE / "serve.py", "--models", json.dumps(plan["models"])]
+    command += ["--prompts", json.dumps(plan["prompts"])]
     command += ["--new-tokens", str(plan["new_tokens"]), "--budgets", *plan["budgets"], "--result", result]
     command += ["--temperature", str(plan["temperature"])]
     command += ["--links", *arguments.links, "--variants", *arguments.variants]

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_dymoe.policy.systems import PRESETS
+
 CACHE = "cache"
 
 
@@ -15,12 +17,14 @@ class Variant:
         options: of the plugin.
         everywhere: measured on every link, not on the last alone.
         oracle: how many layers ahead an oracle looks, in place of the scheme's predictor; 0 for no oracle.
+        exact: answers as every other row does. Those that lower precision do not.
     """
 
     rows: str
     options: dict[str, Any] = field(default_factory=dict)
     everywhere: bool = False
     oracle: int = 0
+    exact: bool = True
 
 
 def _meeting(projections: int, *, tune: bool) -> dict[str, Any]:
@@ -39,11 +43,17 @@ def _next_gate(projections: int, layers: int = 1) -> dict[str, Any]:
 _ANY = {"prefetch": "popularity"}  # an oracle takes its predictor's place
 
 
-# DyMoE's rows 4 to 6 need its precision schedule, which is not there yet.
+def _dyquant(preset: str) -> dict[str, Any]:
+    return dict(PRESETS[preset])
+
+
 VARIANTS = {
     "on-demand": Variant("DyMoE 3, row 1; Accelerate", {"policy": "on-demand"}, everywhere=True),
     CACHE: Variant("DyMoE 3, row 2", {}, everywhere=True),
     "next-gate": Variant("DyMoE 3, row 3; FIRM 1, baseline", _next_gate(3), everywhere=True),
+    "4/2": Variant("DyMoE 3, row 4", _dyquant("cache+dyquant-4/2"), everywhere=True, exact=False),
+    "4/2, next-gate": Variant("DyMoE 3, row 5", _dyquant("cache+dyquant-4/2+prefetch"), everywhere=True, exact=False),
+    "4/0, next-gate": Variant("DyMoE 3, row 6", _dyquant("cache+dyquant-4/0+prefetch"), everywhere=True, exact=False),
     "next-gate, n = 1": Variant("FIRM 1, + FG", _next_gate(1)),
     "meeting of layers": Variant("FIRM 1, + MoL", _meeting(3, tune=False)),
     "meeting of layers, n = 1": Variant("FIRM 1, + FG + MoL", _meeting(1, tune=False)),

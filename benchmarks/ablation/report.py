@@ -139,7 +139,7 @@ def aims(results: dict[str, Any]) -> Iterator[list[str]]:
         found = [
             (cases[whole]["tpot_ms"] / cases[part]["tpot_ms"], f"{model}, {link}, {budget}")
             for model, link, budget, _, cases in cells(results)
-            if part in cases
+            if whole in cases and part in cases
         ]
         if found:
             yield [f"sub-experts: {part} over whole experts, the best", "at least 1.2", *worst([max(found)])]

@@ -33,6 +33,17 @@ def test_shares_are_those_of_equation_2(observed):
     assert predictor.predict(2) == []
 
 
+def test_counts_are_exact_where_models_are_built_in_bfloat16():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        predictor = Popularity(2, 4, decode_experts=2, half_life=float("inf"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for place in range(600):
+        see(predictor, 1, [[0, 1 + place % 2]])
+    assert [(c.expert, c.score) for c in predictor.predict(0)][0] == (0, 0.5)
+
+
 def test_old_favourites_fade():
     predictor = Popularity(2, 4, decode_experts=1, half_life=10)
     for _ in range(100):

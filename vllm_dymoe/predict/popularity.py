@@ -27,7 +27,8 @@ class Popularity:
         self._decode_experts = min(decode_experts, num_experts)
         self._fade = 0.5 ** (1 / half_life)
         # The first column collects the experts of other ranks, whose number is -1.
-        self._counts = torch.zeros(num_layers, num_experts + 1)
+        # Models are built while bfloat16 is the default, in which a count would stop at 256.
+        self._counts = torch.zeros(num_layers, num_experts + 1, dtype=torch.float32)
         self._phase = Phase.DECODE
 
     def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:

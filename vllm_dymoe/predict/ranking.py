@@ -15,7 +15,7 @@ def rank_by_frequency(ids: torch.Tensor, scores: torch.Tensor, num_experts: int)
         The chosen experts, best first, each with its number of tokens.
     """
     counts = torch.bincount(ids, minlength=num_experts)
-    mass = torch.zeros(num_experts, device=ids.device).index_add_(0, ids, scores)
+    mass = torch.zeros(num_experts, dtype=torch.float32, device=ids.device).index_add_(0, ids, scores)
     order = mass.argsort(descending=True)
     order = order[counts[order].argsort(descending=True, stable=True)]
     ranked = zip(order.tolist(), counts[order].tolist(), strict=True)

@@ -62,7 +62,7 @@ class PromptTap:
         step = self._step()
         if share is None or step is None or not step.spans or key is None or key.shape[0] != query.shape[0]:
             return
-        mass = torch.zeros(query.shape[0], device=query.device)
+        mass = torch.zeros(query.shape[0], dtype=torch.float32, device=query.device)
         for first, last in step.spans:
             part = slice(first, last)
             mass[part] = attention_mass(query[part], key[part], layer.impl.scale, WINDOW, layer.sliding_window)

@@ -340,7 +340,8 @@ def test_numbers_of_prefetch():
     assert f"of {throttle._JUDGED} guesses at least {least} have to be needed" in text
     assert f"more than {most} of {throttle._JUDGED} are needed" in text
     assert f"down to one in {throttle._LARGEST_INTERVAL}," in text
-    assert throttle._COSTS_MORE == 2 and "below twice the former" in text
+    assert throttle._COSTS_MORE == 2
+    assert "below twice the former" in text
 
 
 # -- docs/metrics.md ------------------------------------------------------------------------------

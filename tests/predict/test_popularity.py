@@ -41,7 +41,8 @@ def test_counts_are_exact_where_models_are_built_in_bfloat16():
         torch.set_default_dtype(torch.float32)
     for place in range(600):
         see(predictor, 1, [[0, 1 + place % 2]])
-    assert [(c.expert, c.score) for c in predictor.predict(0)][0] == (0, 0.5)
+    best = predictor.predict(0)[0]
+    assert (best.expert, best.score) == (0, 0.5)
 
 
 def test_old_favourites_fade():

@@ -4,9 +4,12 @@ vLLM finds :func:`register` through the ``vllm.general_plugins`` entry point and
 calls it in each of its processes. Importing this package imports nothing heavy.
 """
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from os import PathLike
+
     from vllm_dymoe.vllm_adapter import Summary
 
 __version__ = "0.1.0"
@@ -20,6 +23,13 @@ def register() -> None:
     from vllm_dymoe.vllm_adapter import register as register_with_vllm
 
     register_with_vllm()
+
+
+def timeline(llm: Any, path: "str | PathLike[str]") -> AbstractContextManager[None]:
+    """Record what an ``LLM`` does inside a ``with`` block into a file that https://ui.perfetto.dev opens."""
+    from vllm_dymoe.vllm_adapter.timeline import timeline as record
+
+    return record(llm, path)
 
 
 def summary(llm: Any) -> "Summary":

@@ -1,8 +1,11 @@
 """Foreseeing through the real engine: the gates are vLLM's, guesses are good, and only time depends on them."""
 
+import json
+
 import pytest
 import torch
 
+import vllm_dymoe
 from tests.e2e.engines import answer, engine, gates_compared, prompts, recorded_layers, runtime_of
 from vllm_dymoe.predict.next_gate import NextGate
 
@@ -60,3 +63,16 @@ def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(llm):
     for outputs in (layers, next_layers):
         assert all(torch.equal(a, b) for a, b in zip(outputs, plain_layers, strict=True))
     runtime.predictor = meeting
+
+
+def test_a_timeline_of_an_llm(llm, tmp_path):
+    path = tmp_path / "trace.json"
+    with pytest.raises(FileNotFoundError), vllm_dymoe.timeline(llm, tmp_path / "missing" / "trace.json"):
+        pass
+    with vllm_dymoe.timeline(llm, path):
+        answer(llm, prompts()[:1], max_tokens=4)
+    events = json.loads(path.read_text())["traceEvents"]
+    layers = [event for event in events if event.get("cat") == "layer"]
+    assert [event["args"]["phase"] for event in layers] == ["prefill"] * 8 + ["decode"] * 3 * 8
+    assert {"compute", "demand", "predict"} <= {event.get("cat") for event in events}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["trace.json"]

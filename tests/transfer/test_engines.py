@@ -18,6 +18,7 @@ from vllm_dymoe.transfer.queue import QueuedEngine
 from vllm_dymoe.transfer.recorded import COMPUTATION, RecordedStreams
 from vllm_dymoe.transfer.threads import CpuDelivery
 from vllm_dymoe.transfer.ticket import State
+from vllm_dymoe.transfer.timeline import Timeline
 
 CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -358,3 +359,24 @@ def test_closing_ends_every_thread_and_cancels_what_waits(memory_store):
     assert all(ticket.ended for ticket in tickets)
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit(BlobKey(0, 0, 4), slots[0], Reason.DEMAND)
+
+
+def test_asynchronous_copies_are_timed_by_the_device_and_only_while_somebody_asks(memory_store):
+    class Streams(RecordedStreams):
+        def begun(self, event):
+            return "begun" if self.timed else None
+
+    class Clock:
+        def seconds(self, mark):
+            return 1.0 if mark == "begun" else 3.0
+
+    engine = QueuedEngine(PinnedDelivery(memory_store, Streams(History(), lambda: None, lambda: True)), 1, eager=True)
+    slot = torch.empty_like(memory_store.blob(BlobKey(0, 0, 4)))
+    engine.submit(BlobKey(0, 0, 4), slot, Reason.DEMAND)
+    timeline = engine.timeline = Timeline(Clock())
+    engine.wait(engine.submit(BlobKey(1, 2, 4), slot, Reason.DEMAND))
+    engine.timeline = None
+    engine.submit(BlobKey(0, 0, 4), slot, Reason.DEMAND)
+    (copy,) = (event for event in timeline.events() if event.get("cat") == "demand")
+    assert (copy["name"], copy["ts"], copy["dur"]) == ("layer 1, expert 2, all of it", 1e6, 2e6)
+    engine.close()

@@ -77,3 +77,17 @@ def inspect(
     from vllm_dymoe.cli.inspect import run
 
     run(path, verify=verify, as_json=as_json)
+
+
+@app.command()
+@one_sentence_errors
+def timeline(
+    trace: Annotated[Path, typer.Argument(help="File that `vllm_dymoe.timeline(llm, FILE)` wrote.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Picture to write: .png, .svg or .pdf.")],
+    begin: Annotated[float | None, typer.Option(help="Milliseconds after the first event.")] = None,
+    end: Annotated[float | None, typer.Option(help="Milliseconds after the first event.")] = None,
+) -> None:
+    """Draw computation, transfers and waits of some steps; https://ui.perfetto.dev opens the same file."""
+    from vllm_dymoe.cli.timeline import run
+
+    run(trace, out, begin=begin, end=end)

@@ -28,9 +28,10 @@ def one_sentence_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 def _user_errors() -> tuple[type[Exception], ...]:
     # Here and not above: these modules import torch, which --help must not wait for.
+    from vllm_dymoe.cli.timeline import TimelineError
     from vllm_dymoe.config import ConfigError
     from vllm_dymoe.experts.budget import BudgetError
     from vllm_dymoe.experts.store import StoreError
     from vllm_dymoe.quantize.tensors import CheckpointError
 
-    return BudgetError, CheckpointError, ConfigError, StoreError
+    return BudgetError, CheckpointError, ConfigError, StoreError, TimelineError

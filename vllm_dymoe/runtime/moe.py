@@ -6,6 +6,7 @@ output (invariant 1); in which order experts are fetched and computed is
 ``pipeline``'s.
 """
 
+import time
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -38,7 +39,15 @@ from vllm_dymoe.runtime.sizing import (
 )
 from vllm_dymoe.runtime.skipping import absent_pairs, renormalized
 from vllm_dymoe.runtime.stats import RuntimeStats
-from vllm_dymoe.transfer import TransferEngine, TransferStats, make_engine
+from vllm_dymoe.transfer import (
+    CudaClock,
+    HostClock,
+    Lane,
+    Timeline,
+    TransferEngine,
+    TransferStats,
+    make_engine,
+)
 
 
 class MoERuntime:
@@ -116,9 +125,29 @@ class MoERuntime:
         Raises:
             TransferError: an expert could not be fetched; the runtime can serve the next step.
         """
-        tokens, top_k = topk_ids.shape
-        if tokens == 0:
+        if len(topk_ids) == 0:
             return torch.empty_like(x)
+        timeline = self.engine.timeline
+        if timeline is None:
+            return self._forward(layer, x, topk_weights, topk_ids, activation, phase, prompt)
+        begin = time.perf_counter()
+        try:
+            return self._forward(layer, x, topk_weights, topk_ids, activation, phase, prompt)
+        finally:
+            end = time.perf_counter()
+            timeline.add(Lane.HOST, f"layer {layer}", "layer", begin, end, tokens=len(topk_ids), phase=phase.value)
+
+    def _forward(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Activation,
+        phase: Phase,
+        prompt: PromptTokens | None,
+    ) -> torch.Tensor:
+        tokens, top_k = topk_ids.shape
         groups = group_by_expert(topk_ids)
         routing = Routing(layer, len(self.experts.layers), topk_ids, topk_weights, tuple(groups), prompt)
         plan = self.policy.plan(routing)
@@ -147,9 +176,13 @@ class MoERuntime:
         phase: Phase,
     ) -> None:
         """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it."""
+        begin = time.perf_counter()
         predictor.observe(layer, x, topk_ids, topk_weights, phase)
         if self._prefetcher is not None:
             self._prefetcher.look_ahead(layer, phase, partial(predictor.predict, layer))
+        timeline = self.engine.timeline
+        if timeline is not None:
+            timeline.add(Lane.HOST, f"predict after layer {layer}", "predict", begin, time.perf_counter())
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -277,6 +310,25 @@ class MoERuntime:
             ) from error
 
     # -- seeing inside ----------------------------------------------------------------------------
+
+    def start_timeline(self) -> None:
+        """Take note of what runs when, from now on; what was noted before is dropped."""
+        clock = HostClock() if self.device.type == "cpu" else CudaClock(self.device)
+        self.engine.timeline = Timeline(clock)
+
+    def stop_timeline(self, rank: int = 0) -> list[dict[str, Any]]:
+        """What ran since ``start_timeline``, as Chrome trace events.
+
+        Args:
+            rank: the process that they are shown as.
+
+        Raises:
+            ValueError: nobody has started one.
+        """
+        timeline, self.engine.timeline = self.engine.timeline, None
+        if timeline is None:
+            raise ValueError("vllm-dymoe: no timeline was started; start one before what it is to show.")
+        return timeline.events(rank)
 
     def stats(self) -> RuntimeStats:
         """Counts since the start or the last ``reset_stats``."""

@@ -14,6 +14,7 @@ the two take turns.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -25,7 +26,7 @@ from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork
 from vllm_dymoe.kernels.base import Receive
 from vllm_dymoe.runtime.grouping import Group
 from vllm_dymoe.runtime.prefetch import Prefetcher
-from vllm_dymoe.transfer import Reason, TransferEngine, TransferError
+from vllm_dymoe.transfer import Lane, Reason, Timeline, TransferEngine, TransferError
 
 Compute = Callable[[Sequence[ExpertWork], Receive | None], None]
 """Computes experts of the running step; see :meth:`vllm_dymoe.kernels.ExpertKernel.forward`."""
@@ -210,10 +211,36 @@ class _Step:
 
     def _compute(self, compute: Compute, versions: Sequence[Version], receive: Receive | None = None) -> None:
         work = [ExpertWork(*version.slot.expert, *self._groups[version.expert][:2]) for version in versions]
-        compute(work, receive)
+        timeline = self._engine.timeline
+        if timeline is None:
+            compute(work, receive)
+        else:
+            experts = ", ".join(str(version.expert) for version in versions)
+            name = f"layer {self._layer}, {'expert' if len(versions) == 1 else 'experts'} {experts}"
+            _compute_on(timeline, name, partial(compute, work), receive)
         last_read = self._engine.fence()
         for version in versions:
             if not version.resident:
                 self._receive(version)
             self.held.discard(version)
             self._cache.release(version, last_read)
+
+
+def _compute_on(
+    timeline: Timeline, name: str, compute: Callable[[Receive | None], None], receive: Receive | None
+) -> None:
+    """Compute, with a span for each piece between two waits."""
+    begin = timeline.clock.mark()
+
+    def end() -> None:
+        timeline.add(Lane.COMPUTE, name, "compute", begin, timeline.clock.mark())
+
+    def wait(count: int) -> None:
+        nonlocal begin
+        end()
+        assert receive is not None
+        receive(count)
+        begin = timeline.clock.mark()
+
+    compute(None if receive is None else wait)
+    end()

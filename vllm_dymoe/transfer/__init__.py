@@ -6,6 +6,7 @@ from vllm_dymoe.experts.store import HostStore, MemoryStore
 from vllm_dymoe.transfer.engine import TransferEngine, TransferStats
 from vllm_dymoe.transfer.queue import QueuedEngine
 from vllm_dymoe.transfer.ticket import Reason, Ticket, TransferError
+from vllm_dymoe.transfer.timeline import CudaClock, HostClock, Lane, Timeline
 
 
 def make_engine(
@@ -52,4 +53,15 @@ def make_engine(
     return QueuedEngine(StagedDelivery(store, streams, buffers), io_threads, timeout=timeout)
 
 
-__all__ = ["Reason", "Ticket", "TransferEngine", "TransferError", "TransferStats", "make_engine"]
+__all__ = [
+    "CudaClock",
+    "HostClock",
+    "Lane",
+    "Reason",
+    "Ticket",
+    "Timeline",
+    "TransferEngine",
+    "TransferError",
+    "TransferStats",
+    "make_engine",
+]

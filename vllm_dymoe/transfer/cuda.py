@@ -19,7 +19,13 @@ from vllm_dymoe.transfer.ticket import Reason, Ticket
 
 
 class Streams(Protocol):
-    """The few things that delivery needs from a device."""
+    """The few things that delivery needs from a device.
+
+    Attributes:
+        timed: whether copies take note of when they begin and end.
+    """
+
+    timed: bool
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> Any:
         """Enqueue a copy behind ``after`` (an event or None) and return the event behind it."""
@@ -41,11 +47,22 @@ class Streams(Protocol):
         """Whether ``synchronize`` would not block."""
         ...
 
+    def begun(self, event: Any) -> Any:
+        """The event in front of the copy that ``event`` is behind; None if it was not timed."""
+        ...
+
+
+class _CopyEvent(torch.cuda.Event):
+    """Behind a copy; knows the event in front of it, if times are taken."""
+
+    begun: torch.cuda.Event | None = None
+
 
 class CudaStreams:
     """CUDA streams: one for demand, one of lower priority for everything else."""
 
     def __init__(self, device: torch.device) -> None:
+        self.timed = False
         self._device = device
         self._urgent = torch.cuda.Stream(device, priority=-1)
         self._background = torch.cuda.Stream(device, priority=0)
@@ -56,8 +73,11 @@ class CudaStreams:
         if after is not None:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
+            event = _CopyEvent(enable_timing=self.timed)
+            if self.timed:
+                event.begun = torch.cuda.Event(enable_timing=True)
+                event.begun.record(stream)
             destination.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
             event.record(stream)
         return event
 
@@ -78,6 +98,10 @@ class CudaStreams:
     def happened(self, event: torch.cuda.Event) -> bool:
         """Ask for the event."""
         return event.query()
+
+    def begun(self, event: _CopyEvent) -> torch.cuda.Event | None:
+        """The event in front of its copy, if it was timed."""
+        return event.begun
 
 
 class _StreamDelivery:
@@ -111,6 +135,20 @@ class _StreamDelivery:
     def fence(self) -> Any:
         """The event behind all computation so far."""
         return self._streams.record_computation()
+
+    @property
+    def timed(self) -> bool:
+        """Whether copies take note of when they begin and end."""
+        return self._streams.timed
+
+    @timed.setter
+    def timed(self, timed: bool) -> None:
+        self._streams.timed = timed
+
+    def moments(self, fence: Any) -> tuple[Any, Any] | None:
+        """The events around a copy."""
+        begun = self._streams.begun(fence)
+        return None if begun is None else (begun, fence)
 
     def span(self, ticket: Ticket, projections: range) -> slice:
         """Where they lie in the slot."""

@@ -8,6 +8,7 @@ import torch
 from vllm_dymoe.experts.layout import EVERY_PROJECTION
 from vllm_dymoe.experts.store import BlobKey
 from vllm_dymoe.transfer.ticket import Reason, Ticket
+from vllm_dymoe.transfer.timeline import Timeline
 
 
 @dataclass
@@ -28,9 +29,15 @@ class TransferStats:
 
 
 class TransferEngine(Protocol):
-    """Moves blobs into slots, demand before prefetch before migration."""
+    """Moves blobs into slots, demand before prefetch before migration.
+
+    Attributes:
+        stats: what was moved.
+        timeline: takes note of when, while somebody wants to know.
+    """
 
     stats: TransferStats
+    timeline: Timeline | None
 
     @property
     def occupies_cores(self) -> bool:

@@ -30,6 +30,7 @@ class EmulatedLink:
 
     occupies_cores = False
     projection_by_projection = True
+    timed = False
 
     def __init__(self, delivery: Delivery, bytes_per_second: float) -> None:
         self._delivery = delivery
@@ -70,6 +71,10 @@ class EmulatedLink:
     def fence(self) -> Any:
         """A fence behind the computation so far."""
         return self._delivery.fence()
+
+    def moments(self, fence: Any) -> tuple[Any, Any] | None:
+        """When a copy began and ended."""
+        return self._delivery.moments(fence)
 
 
 def _sleep_until(due: float) -> None:

@@ -26,10 +26,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from vllm_dymoe.experts.layout import EVERY_PROJECTION
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, Projection
 from vllm_dymoe.experts.store import BlobKey
 from vllm_dymoe.transfer.engine import TransferStats
 from vllm_dymoe.transfer.ticket import Reason, State, Ticket, TransferError
+from vllm_dymoe.transfer.timeline import Lane, Timeline
 
 _ALL = len(EVERY_PROJECTION)
 _SECONDS_TO_CLOSE = 5.0
@@ -43,9 +44,11 @@ class Delivery(Protocol):
     Attributes:
         projection_by_projection: whether demand transfers move like all others, so that computation can begin with the
             first projection; else what is missing of a blob comes in one piece.
+        timed: whether asynchronous copies take note of when they begin and end.
     """
 
     projection_by_projection: bool
+    timed: bool
 
     @property
     def occupies_cores(self) -> bool:
@@ -84,6 +87,10 @@ class Delivery(Protocol):
         """A fence behind the computation issued so far, or None where computation is synchronous."""
         ...
 
+    def moments(self, fence: Any) -> tuple[Any, Any] | None:
+        """When the copy behind ``fence`` began and ended, as marks of the device's clock; None if nobody noted it."""
+        ...
+
 
 class _Turn(NamedTuple):
     """What a running ticket moves before it is pending again.
@@ -120,6 +127,7 @@ class QueuedEngine:
         concurrency: Any = threading,
     ) -> None:
         self.stats = TransferStats()
+        self._timeline: Timeline | None = None
         self._delivery = delivery
         self._eager = eager
         self._queue: list[tuple[Reason, int, Ticket]] = []
@@ -146,6 +154,15 @@ class QueuedEngine:
     def occupies_cores(self) -> bool:
         """Whether transfers take the cores that compute."""
         return self._delivery.occupies_cores
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Takes note of transfers and waits; None while nobody wants to know."""
+        return self._timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        self._timeline, self._delivery.timed = timeline, timeline is not None
 
     def submit(
         self, key: BlobKey, destination: torch.Tensor, reason: Reason, after: Any = None, projections: int = _ALL
@@ -181,6 +198,15 @@ class QueuedEngine:
     def wait(self, ticket: Ticket, projections: int = _ALL) -> None:
         """Wait for projections, moving them here if nobody does; may be called again."""
         begin = time.perf_counter()
+        try:
+            self._wait(ticket, projections)
+        finally:
+            end, timeline = time.perf_counter(), self._timeline
+            self.stats.exposed_wait_seconds += end - begin
+            if timeline is not None:
+                timeline.add(Lane.HOST, f"wait for {_place(ticket)}", "wait", begin, end)
+
+    def _wait(self, ticket: Ticket, projections: int) -> None:
         self.demand(ticket)
         while True:
             with self._lock:
@@ -195,13 +221,11 @@ class QueuedEngine:
             if not self._block(ticket, projections, self._timeout):
                 self._give_up(ticket)
         if ticket.state is State.FAILED:
-            self.stats.exposed_wait_seconds += time.perf_counter() - begin
             raise TransferError(str(ticket.error)) from ticket.error
         if ticket.state is State.CANCELLED:
             raise TransferError(f"the transfer of {ticket.key} was cancelled")
         for fence in ticket.fences:
             self._delivery.receive(fence)
-        self.stats.exposed_wait_seconds += time.perf_counter() - begin
 
     def arrived(self, ticket: Ticket) -> bool:
         """Whether the whole blob is there."""
@@ -293,7 +317,14 @@ class QueuedEngine:
                 self._delivery.drain(fence)
             else:
                 self._last_demand = fence
-        ticket.moved_seconds += time.perf_counter() - ticket.began
+        end = time.perf_counter()
+        ticket.moved_seconds += end - ticket.began
+        timeline = self._timeline
+        if timeline is not None:
+            moments = (ticket.began, end) if fence is None else self._delivery.moments(fence)
+            if moments is not None:
+                what, reason = f"{_place(ticket)}, {_parts(turn.projections)}", turn.reason.name.lower()
+                timeline.add(Lane.LINK, what, reason, *moments, bits=ticket.key.bits)
         return fence
 
     def _end(self, ticket: Ticket, turn: _Turn, fence: Any, error: BaseException | None) -> _Turn | None:
@@ -419,3 +450,11 @@ class QueuedEngine:
             if ticket.late:
                 self._threads.discard(threading.current_thread())
             return ticket.late
+
+
+def _place(ticket: Ticket) -> str:
+    return f"layer {ticket.key.layer}, expert {ticket.key.expert}"
+
+
+def _parts(projections: range) -> str:
+    return "all of it" if len(projections) == _ALL else ", ".join(Projection(i).name.lower() for i in projections)

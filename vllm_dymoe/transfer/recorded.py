@@ -98,6 +98,8 @@ class RecordedStreams:
         ended: says whether a copy has ended when somebody asks.
     """
 
+    timed = False
+
     def __init__(self, history: History, pause: Callable[[], None], ended: Callable[[], bool]) -> None:
         self._history, self._pause, self._ended = history, pause, ended
 
@@ -133,6 +135,10 @@ class RecordedStreams:
         if ended:
             self._history.follow(threading.current_thread(), event)
         return ended
+
+    def begun(self, event: Clock) -> None:
+        """A history has an order and no times."""
+        return None
 
     def _issue(self, stream: Agent) -> None:
         self._pause()

@@ -17,6 +17,7 @@ class CpuDelivery:
 
     # Each read has a price of its own, and nobody computes while another one reads.
     projection_by_projection = False
+    timed = False
 
     def __init__(self, store: HostStore) -> None:
         self._store = store
@@ -60,4 +61,8 @@ class CpuDelivery:
 
     def fence(self) -> None:
         """No fence: a slot's last reader is done when its call returns."""
+        return None
+
+    def moments(self, fence: Any) -> None:
+        """No fence, no moments of its own: the bytes move while ``deliver`` runs."""
         return None

@@ -48,6 +48,18 @@ class DymoeWorkerExtension:
             runtime.set_precision(**changes)
         return runtime.precision()
 
+    def dymoe_start_timeline(self) -> None:
+        """Take note of what runs when, from the next step on."""
+        _runtime(self).start_timeline()
+
+    def dymoe_stop_timeline(self) -> list[dict[str, Any]]:
+        """What ran since ``dymoe_start_timeline``, as Chrome trace events; this rank is a process of its own in them.
+
+        Raises:
+            ValueError: nobody has started one.
+        """
+        return _runtime(self).stop_timeline(getattr(self, "rank", 0))
+
     def dymoe_check_integrity(self) -> None:
         """Raise AssertionError if a slot, pin or byte of the budget is unaccounted for."""
         _runtime(self).check_integrity()

@@ -126,7 +126,7 @@ class Timeline:
         lanes = list(Lane)
         head = [_name("process_name", rank, 0, f"rank {rank}")]
         head += [_name("thread_name", rank, place, lane.value) for place, lane in enumerate(lanes)]
-        found = []
+        found: list[dict[str, Any]] = []
         for span in self._spans:
             begin, end = self.clock.seconds(span.begin), self.clock.seconds(span.end)
             found.append(

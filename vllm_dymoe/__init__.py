@@ -27,9 +27,9 @@ def register() -> None:
 
 def timeline(llm: Any, path: "str | PathLike[str]") -> AbstractContextManager[None]:
     """Record what an ``LLM`` does inside a ``with`` block into a file that https://ui.perfetto.dev opens."""
-    from vllm_dymoe.vllm_adapter.timeline import timeline as record
+    from vllm_dymoe.vllm_adapter import record_timeline
 
-    return record(llm, path)
+    return record_timeline(llm, path)
 
 
 def summary(llm: Any) -> "Summary":

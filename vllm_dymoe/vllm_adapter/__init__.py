@@ -1,11 +1,14 @@
 """Everything that imports vLLM, and the only package that does."""
 
+from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
 if TYPE_CHECKING:
+    from os import PathLike
+
     from vllm_dymoe.vllm_adapter.summary import Summary
 
 OLDEST_VLLM = Version("0.26")
@@ -37,6 +40,13 @@ def register() -> None:
         register_quantization_config("dymoe")(DymoeConfig)
         apply_patches()
     _registered = True
+
+
+def record_timeline(llm: Any, path: "str | PathLike[str]") -> AbstractContextManager[None]:
+    """Record what every rank of an ``LLM`` does while a ``with`` block runs."""
+    from vllm_dymoe.vllm_adapter.timeline import timeline
+
+    return timeline(llm, path)
 
 
 def summarize(llm: Any) -> "Summary":

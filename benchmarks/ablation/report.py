@@ -41,6 +41,11 @@ def prefill_bound(common: dict[str, Any], case: dict[str, Any]) -> float:
     return max(common["ttft_ms"], case["prefill_link_ms"]) + common["shape"]["expert_bytes"] / common["gbps"] / 1e6
 
 
+def over_cache(case: dict[str, Any], cases: dict[str, Any]) -> float:
+    """How many times as fast as the cache alone, in the same engine where that was measured."""
+    return float(case.get("without", cases[CACHE])["tpot_ms"] / case["tpot_ms"])
+
+
 def rows(common: dict[str, Any], cases: dict[str, Any]) -> Iterator[list[str]]:
     """One row for each variant."""
     bound = decode_bound(common, cases)
@@ -54,7 +59,7 @@ def rows(common: dict[str, Any], cases: dict[str, Any]) -> Iterator[list[str]]:
             f"{case['tpot_ms']:.1f}",
             f"{bound / case['tpot_ms']:.0%}",
             f"{cases['on-demand']['tpot_ms'] / case['tpot_ms']:.2f}" if "on-demand" in cases else "",
-            f"{cases[CACHE]['tpot_ms'] / case['tpot_ms']:.2f}",
+            f"{over_cache(case, cases):.2f}",
             f"{case['hit_rate']:.0%}",
             f"{sum(moved.values()) / 1e6:.2f}",
             f"{moved['prefetch'] / max(1, sum(moved.values())):.0%}",
@@ -112,9 +117,9 @@ def aims(results: dict[str, Any]) -> Iterator[list[str]]:
         "at least 1",
         *worst(
             [
-                (cases[CACHE]["tpot_ms"] / case["tpot_ms"], where)
+                (over_cache(case, cases), where)
                 for where, _, cases, case in everything
-                if case["predictions"]["wanted"]
+                if case["predictions"]["wanted"] and "whole" not in where
             ]
         ),
     ]
@@ -122,27 +127,31 @@ def aims(results: dict[str, Any]) -> Iterator[list[str]]:
         possible = cases[CACHE]["tpot_ms"] / decode_bound(common, cases)
         if possible < 1.3:
             continue
-        ahead = {name: case for name, case in cases.items() if case["predictions"]["wanted"] and "oracle" not in name}
+        ahead = {
+            name: case for name, case in cases.items() if case["predictions"]["wanted"] and not VARIANTS[name].oracle
+        }
         if not ahead:
             continue
-        best = min(ahead, key=lambda name: ahead[name]["tpot_ms"])
+        best = max(ahead, key=lambda name: over_cache(ahead[name], cases))
         yield [
             f"decode: times as fast as the cache alone, {model}, {link}, {budget}; {possible:.2f} would be the bound",
             "at least 1.3",
-            f"{cases[CACHE]['tpot_ms'] / ahead[best]['tpot_ms']:.2f}",
+            f"{over_cache(ahead[best], cases):.2f}",
             f"{best}; the oracles "
-            + ", ".join(
-                f"{cases[CACHE]['tpot_ms'] / cases[name]['tpot_ms']:.2f}" for name in cases if "oracle" in name
-            ),
+            + ", ".join(f"{over_cache(cases[name], cases):.2f}" for name in cases if "oracle" in name),
         ]
-    for whole, part in (("next-gate", "next-gate, n = 1"), ("meeting of layers", "meeting of layers, n = 1")):
+    for whole, part in (
+        ("half wrong, whole", "half wrong"),
+        ("half wrong, whole", "half wrong, n = 1"),
+        ("next-gate", "next-gate, n = 1"),
+    ):
         found = [
             (cases[whole]["tpot_ms"] / cases[part]["tpot_ms"], f"{model}, {link}, {budget}")
             for model, link, budget, _, cases in cells(results)
             if whole in cases and part in cases
         ]
         if found:
-            yield [f"sub-experts: {part} over whole experts, the best", "at least 1.2", *worst([max(found)])]
+            yield [f"sub-experts: {part}, over {whole}, the best", "at least 1.2", *worst([max(found)])]
 
 
 def show(results: dict[str, Any]) -> None:

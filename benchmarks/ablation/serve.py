@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware import LINKS, Shape, ratio
+from mistaken import Mistaken
 from variants import CACHE, VARIANTS
 
 OPTIONS = {"hi": 4, "lo": 0}
@@ -110,23 +111,45 @@ def case(answers: Answers, gbps: float) -> dict[str, Any]:
 
 
 def measure(llm: Any, variant: str, budget: str, gbps: float, plan: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """One variant at one budget; an oracle sees a run before it foresees it."""
-    from vllm_dymoe.predict import Measured
-    from vllm_dymoe.predict.oracle import Oracle
+    """One variant at one budget; an oracle sees a run before it foresees it.
 
-    runtime, oracle = runtime_of(llm), None
-    if VARIANTS[variant].oracle:
-        oracle = Oracle(VARIANTS[variant].oracle)
+    What fetches ahead is measured beside the same engine without it: two engines differ by some per cent by themselves.
+    """
+    from vllm_dymoe.predict import Measured
+
+    runtime, row, oracle = runtime_of(llm), VARIANTS[variant], None
+    if row.whole:
+        move_whole_experts(runtime.engine)
+    if row.oracle:
+        oracle = Mistaken(row.oracle, row.wrong, runtime.experts.num_experts)
         runtime.predictor = Measured(oracle)
         Answers(llm, plan.prompts, plan)
-        runtime.predictor = Measured(Oracle())  # says nothing
+        runtime.predictor = Measured(Mistaken(1, 0, runtime.experts.num_experts))  # says nothing
     runtime.resize(budget)
     Answers(llm, plan.prompts[-1:], plan)  # the cache has something to work with
     if oracle is not None:
         oracle.rewind()
         runtime.predictor = Measured(oracle)
     answers = Answers(llm, plan.prompts, plan)
-    return case(answers, gbps), answers.tokens
+    cell = case(answers, gbps)
+    if runtime.predictor is not None and row.exact:
+        predictor, runtime.predictor = runtime.predictor, None
+        runtime.resize(budget)
+        Answers(llm, plan.prompts[-1:], plan)
+        cell["without"] = case(Answers(llm, plan.prompts, plan), gbps)
+        runtime.predictor = predictor
+    return cell, answers.tokens
+
+
+def move_whole_experts(engine: Any) -> None:
+    """Let transfers go in one piece, as in the systems that FIRM-MoE compares itself with."""
+    engine._delivery.projection_by_projection = False
+    begin = type(engine)._begin
+
+    def begin_whole(ticket: Any) -> Any:
+        return begin(engine, ticket)._replace(projections=range(ticket.arrived, ticket.wanted))
+
+    engine._begin = begin_whole
 
 
 def everything_resident(plan: argparse.Namespace) -> dict[str, Any]:

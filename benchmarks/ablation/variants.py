@@ -18,6 +18,8 @@ class Variant:
         everywhere: measured on every link, not on the last alone.
         oracle: how many layers ahead an oracle looks, in place of the scheme's predictor; 0 for no oracle.
         exact: answers as every other row does. Those that lower precision do not.
+        wrong: the share of the oracle's names that are replaced by experts that are not wanted.
+        whole: experts move in one piece that nothing overtakes, and are computed when all of it is there.
     """
 
     rows: str
@@ -25,6 +27,8 @@ class Variant:
     everywhere: bool = False
     oracle: int = 0
     exact: bool = True
+    wrong: float = 0.0
+    whole: bool = False
 
 
 def _meeting(projections: int, *, tune: bool) -> dict[str, Any]:
@@ -51,9 +55,9 @@ VARIANTS = {
     "on-demand": Variant("DyMoE 3, row 1; Accelerate", {"policy": "on-demand"}, everywhere=True),
     CACHE: Variant("DyMoE 3, row 2", {}, everywhere=True),
     "next-gate": Variant("DyMoE 3, row 3; FIRM 1, baseline", _next_gate(3), everywhere=True),
-    "4/2": Variant("DyMoE 3, row 4", _dyquant("cache+dyquant-4/2"), everywhere=True, exact=False),
-    "4/2, next-gate": Variant("DyMoE 3, row 5", _dyquant("cache+dyquant-4/2+prefetch"), everywhere=True, exact=False),
-    "4/0, next-gate": Variant("DyMoE 3, row 6", _dyquant("cache+dyquant-4/0+prefetch"), everywhere=True, exact=False),
+    "4/2": Variant("DyMoE 3, row 4", _dyquant("cache+dyquant-4/2"), exact=False),
+    "4/2, next-gate": Variant("DyMoE 3, row 5", _dyquant("cache+dyquant-4/2+prefetch"), exact=False),
+    "4/0, next-gate": Variant("DyMoE 3, row 6", _dyquant("cache+dyquant-4/0+prefetch"), exact=False),
     "next-gate, n = 1": Variant("FIRM 1, + FG", _next_gate(1)),
     "meeting of layers": Variant("FIRM 1, + MoL", _meeting(3, tune=False)),
     "meeting of layers, n = 1": Variant("FIRM 1, + FG + MoL", _meeting(1, tune=False)),
@@ -62,6 +66,9 @@ VARIANTS = {
     "popularity": Variant("DuoServe-MoE, without its predictor", {"prefetch": "popularity"}),
     "layer": Variant("MoESys", {"prefetch": "layer"}),
     "next-gate, 3 layers": Variant("not in the papers", _next_gate(3, layers=3)),
+    "half wrong, whole": Variant("FIRM 1, mispredictions, whole experts", _ANY, True, oracle=1, wrong=0.5, whole=True),
+    "half wrong": Variant("the same, n = 3", _ANY, True, oracle=1, wrong=0.5),
+    "half wrong, n = 1": Variant("the same, n = 1", _ANY | {"prefetch_projections": 1}, True, oracle=1, wrong=0.5),
     "oracle": Variant("bound of every predictor of the next layer", _ANY, everywhere=True, oracle=1),
     "oracle, 3 layers": Variant("bound of those that look further", _ANY, oracle=3),
 }

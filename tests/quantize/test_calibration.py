@@ -1,0 +1,115 @@
+"""What is made of recorded inputs: Hessians of each expert, and stores that GPTQ wrote."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.quantize.recordings import write_recording
+from tests.small_model import make_experts, random_weight
+from vllm_dymoe.experts.layout import Projection
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.quantize import calibration as calibrating
+from vllm_dymoe.quantize.calibration import MIN_TOKENS, Calibration
+from vllm_dymoe.quantize.recording import CalibrationError
+
+EXPERTS = make_experts(top_k=2)
+HIDDEN = 64
+RARE = 3
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calibration")
+    _, inputs, routed = write_recording(
+        folder, layers=EXPERTS.layers, num_experts=6, top_k=2, hidden=HIDDEN, rare=(RARE,)
+    )
+    return folder, inputs, routed
+
+
+def matrices(layer, expert, *, bias=False):
+    weights = {projection: random_weight(EXPERTS, layer, expert, projection) for projection in Projection}
+    return {p: (weight, torch.linspace(-1, 1, len(weight)) if bias else None) for p, weight in weights.items()}
+
+
+def routed(recorded, layer, expert):
+    """What the router sent to an expert: inputs [tokens, hidden], their weights [tokens, 1], both float64."""
+    _, inputs, routing = recorded
+    weights, experts = routing[layer]
+    rows = (experts == expert).any(1)
+    return inputs[layer][rows].double(), weights[experts == expert].double().unsqueeze(1)
+
+
+def hessian(inputs, weights):
+    """By the definition: the sum over tokens."""
+    return torch.einsum("ti,tj,t->ij", inputs, inputs, weights.flatten().square())
+
+
+def inner_inputs(x, found, activation):
+    """What down reads, by the definition."""
+    (gate, gate_bias), (up, up_bias) = (
+        tuple(None if part is None else part.double() for part in found[projection])
+        for projection in (Projection.GATE, Projection.UP)
+    )
+    return activation.gated(F.linear(x, gate, gate_bias), F.linear(x, up, up_bias))
+
+
+def assert_close(found, expected):
+    # float32 sums of a few hundred products, against float64.
+    assert (found.double() - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("chunk", [4096, 50])
+@pytest.mark.parametrize("bias", [False, True])
+def test_hessians_are_those_of_the_routed_inputs(recorded, chunk, bias, monkeypatch):
+    monkeypatch.setattr(calibrating, "_CHUNK", chunk)
+    found = Calibration(recorded[0])
+    for layer, expert in ((0, 0), (1, 5)):
+        weights = matrices(layer, expert, bias=bias)
+        outer, inner = found.curvatures(layer, expert, weights)
+        x, shares = routed(recorded, layer, expert)
+        assert len(x) > MIN_TOKENS
+        assert_close(outer.hessian, hessian(x, shares))
+        assert_close(inner.hessian, hessian(inner_inputs(x, weights, Activation.SILU), shares))
+
+
+def test_the_activation_is_the_recorded_one(tmp_path):
+    recorded = (
+        tmp_path,
+        *write_recording(tmp_path, layers=(0,), num_experts=6, top_k=2, hidden=HIDDEN, activation="swiglu_oai")[1:],
+    )
+    weights = matrices(0, 2, bias=True)
+    _, inner = Calibration(tmp_path).curvatures(0, 2, weights)
+    x, shares = routed(recorded, 0, 2)
+    assert_close(inner.hessian, hessian(inner_inputs(x, weights, Activation.SWIGLU_OAI), shares))
+
+
+def test_tokens_of_each_expert(recorded):
+    counts = Calibration(recorded[0]).tokens(1).tolist()
+    assert counts == [len(routed(recorded, 1, expert)[0]) for expert in range(6)]
+    assert counts[RARE] == 1
+
+
+def test_inputs_that_are_not_finite_name_the_expert(recorded):
+    found = Calibration(recorded[0])
+    weights = matrices(0, 0)
+    weights[Projection.GATE][0][0, 0] = torch.inf
+    with pytest.raises(CalibrationError, match=r"expert 0 in layer 1: inputs are NaN"):
+        found.curvatures(0, 0, weights)
+
+
+def test_what_is_not_a_calibration_of_this_model_is_refused(recorded, tmp_path):
+    folder, *_ = recorded
+    found = Calibration(folder)
+    found.check_belongs("0123", EXPERTS)
+    with pytest.raises(CalibrationError, match="another model"):
+        found.check_belongs("89ab", EXPERTS)
+    with pytest.raises(CalibrationError, match="another model"):
+        found.check_belongs("0123", make_experts(num_experts=7))
+    recording, _, _ = write_recording(tmp_path, layers=(1, 2), num_experts=6, top_k=2, hidden=HIDDEN)
+    part = recording.part(tmp_path, 1)
+    part.write_bytes(part.read_bytes()[:-100])
+    with pytest.raises(CalibrationError, match=r"part-00001.safetensors cannot be read .* remove it"):
+        Calibration(tmp_path)
+    part.unlink()
+    with pytest.raises(CalibrationError, match="lacks 1 of 2 parts"):
+        Calibration(tmp_path)

@@ -1,0 +1,137 @@
+"""Parts of a recording: what is in them, what is left of a run that ended early, and what is refused."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.quantize.recordings import correlated_inputs, routing, write_recording
+from vllm_dymoe.quantize.recording import MANIFEST, CalibrationError, PartWriter, Recording, check_space
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS, HIDDEN, TOP_K, TOKENS = 3, 40, 2, 50
+
+
+def writer(path, tokens=TOKENS):
+    return PartWriter(path, LAYERS, HIDDEN, TOP_K, torch.bfloat16, tokens)
+
+
+def steps(layer):
+    """The inputs and the routing of one layer, in steps of odd sizes, with more tokens than are recorded."""
+    inputs = correlated_inputs(TOKENS + 9, HIDDEN, layer).bfloat16()
+    kinds = (inputs, *routing(TOKENS + 9, 5, TOP_K, layer))
+    return list(zip(*(kind.split([1, 17, 0, 20, 21]) for kind in kinds), strict=True))
+
+
+def write_part(path):
+    part = writer(path)
+    for step in range(5):
+        for layer in range(LAYERS):
+            part.add(layer, *steps(layer)[step])
+    part.finish()
+
+
+def test_a_part_holds_what_every_layer_read(tmp_path):
+    path = tmp_path / "part-00000.safetensors"
+    write_part(path)
+    with safe_open(path, framework="pt") as file:
+        assert len(file.keys()) == 3 * LAYERS
+        for layer in range(LAYERS):
+            inputs, weights, experts = (torch.cat(kind)[:TOKENS] for kind in zip(*steps(layer), strict=True))
+            assert torch.equal(file.get_tensor(f"{layer}.inputs"), inputs)
+            assert torch.equal(file.get_tensor(f"{layer}.weights"), weights)
+            assert torch.equal(file.get_tensor(f"{layer}.experts"), experts.to(torch.int16))
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_part_is_not_there_before_it_is_complete(tmp_path):
+    path = tmp_path / "part-00000.safetensors"
+    part = writer(path)
+    for layer in range(LAYERS):
+        part.add(layer, *steps(layer)[1])
+    assert not path.exists()
+    with pytest.raises(CalibrationError, match="33 tokens less than the 50 of part-00000"):
+        part.finish()
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_layer_that_lacks_tokens_is_enough(tmp_path):
+    part = writer(tmp_path / "part-00000.safetensors", tokens=17)
+    for layer in range(LAYERS):
+        part.add(layer, *steps(layer)[1 if layer != 1 else 0])
+    with pytest.raises(CalibrationError, match="16 tokens less"):
+        part.finish()
+
+
+def test_what_a_killed_run_left_is_written_again(tmp_path):
+    """The process ends in the middle of a part, by SIGKILL; the next one gets the bytes of an undisturbed run."""
+    path = tmp_path / "part-00000.safetensors"
+    program = f"""
+import os, signal
+from pathlib import Path
+from tests.quantize import test_recording as tests
+part = tests.writer(Path({str(path)!r}), tokens=tests.TOKENS * 2)  # longer than it will be
+for layer in range(tests.LAYERS):
+    part.add(layer, *tests.steps(layer)[3])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert [found.name for found in tmp_path.iterdir()] == [f"{path.name}.unfinished"]
+    write_part(path)
+    again = tmp_path / "again.safetensors"
+    write_part(again)
+    assert path.read_bytes() == again.read_bytes()
+
+
+def test_two_processes_do_not_write_one_part(tmp_path):
+    path = tmp_path / "part-00000.safetensors"
+    first = writer(path)
+    with pytest.raises(CalibrationError, match="another process is recording"):
+        writer(path)
+    first.discard()
+    writer(path).discard()
+
+
+def test_a_disk_that_refuses_is_a_sentence(tmp_path):
+    with pytest.raises(CalibrationError, match=r"cannot be written \(No such file or directory\)"):
+        writer(tmp_path / "nowhere" / "part-00000.safetensors")
+    part = writer(tmp_path / "part-00000.safetensors")
+    os.close(part._file)
+    part._file = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(CalibrationError, match=r"cannot be written \(No space left on device\)"):
+        part.add(0, *steps(0)[1])
+
+
+def test_manifest_and_parts(tmp_path):
+    recording, _, _ = write_recording(tmp_path / "found", layers=(1, 4), num_experts=5, top_k=2, hidden=32)
+    folder = tmp_path / "found"
+    assert Recording.read(folder) == recording
+    assert recording.missing(folder) == []
+    assert recording.nbytes == 500 * 2 * (2 * 32 + 6 * 2)
+    sizes = sum(os.path.getsize(recording.part(folder, part)) for part in range(2))
+    assert 0 < sizes - recording.nbytes < 2000, "the formula is that of the files, but for their headers"
+    recording.part(folder, 1).unlink()
+    assert recording.missing(folder) == [1]
+
+
+def test_a_disk_that_is_too_small_is_refused(tmp_path):
+    recording, _, _ = write_recording(tmp_path, layers=(0,), num_experts=5, top_k=2, hidden=32)
+    check_space(recording, tmp_path)
+    with pytest.raises(CalibrationError, match="or record fewer tokens"):
+        check_space(replace(recording, parts=(*recording.parts, 10**15)), tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": "vllm-dymoe calibration", "version": 99}'])
+def test_manifests_that_cannot_be_read(tmp_path, content):
+    (tmp_path / MANIFEST).write_text(content)
+    with pytest.raises(CalibrationError, match="cannot be used"):
+        Recording.read(tmp_path)
+    with pytest.raises(CalibrationError, match="holds no calibration"):
+        Recording.read(tmp_path / "nowhere")

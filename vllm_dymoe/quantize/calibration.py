@@ -1,0 +1,128 @@
+"""From recorded inputs to what GPTQ needs of one expert.
+
+gate and up read the inputs X [tokens, hidden] that the router sent to the expert, so their Hessian is X^T X. What down
+reads, Y = activation(X gate^T) * X up^T, follows from them and the weights, and its Hessian is Y^T Y. A token's experts
+are added with their routing weights r, and so are their errors: each token counts r^2 (benchmarks/LOG.md).
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vllm_dymoe.experts.layout import ModelExperts, Projection
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.quantize.gptq import Curvature
+from vllm_dymoe.quantize.recording import CalibrationError, Recording
+
+MIN_TOKENS = 64
+"""An expert that saw fewer is quantized without calibration."""
+
+# Tokens of an expert that are in memory at a time, as float32.
+_CHUNK = 4096
+
+Matrix = tuple[Tensor, Tensor | None]
+"""A projection's weight [rows, columns], and its bias [rows] if it has one."""
+
+
+class Calibration:
+    """A complete recording.
+
+    Args:
+        folder: as ``vllm-dymoe calibrate`` wrote it.
+
+    Raises:
+        CalibrationError: it is not complete, or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.recording = Recording.read(folder)
+        missing = self.recording.missing(folder)
+        if missing:
+            raise CalibrationError(
+                f"{folder} lacks {len(missing)} of {len(self.recording.parts)} parts; run `vllm-dymoe calibrate` again "
+                "with the same model and texts: it goes on where it was."
+            )
+        self._parts = []
+        for number in range(len(self.recording.parts)):
+            path = self.recording.part(folder, number)
+            try:
+                self._parts.append(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise CalibrationError(
+                    f"{path} cannot be read ({error}); remove it and run `vllm-dymoe calibrate` again."
+                ) from error
+
+    def check_belongs(self, model: str, experts: ModelExperts) -> None:
+        """Refuse the calibration of another model.
+
+        Args:
+            model: fingerprint of the checkpoint.
+            experts: those of the checkpoint.
+
+        Raises:
+            CalibrationError: it is one.
+        """
+        mine = self.recording
+        if (mine.model, mine.layers, mine.num_experts) != (model, experts.layers, experts.num_experts):
+            raise CalibrationError(
+                f"{self.folder} is the calibration of another model (fingerprint {mine.model}, this one has {model}); "
+                "run `vllm-dymoe calibrate` for this one."
+            )
+
+    def tokens(self, layer: int) -> Tensor:
+        """How many tokens each expert of a layer saw: int64 [num_experts]."""
+        experts = torch.cat([self._tensor(part, layer, "experts").flatten() for part in range(len(self._parts))])
+        return torch.bincount(experts.long(), minlength=self.recording.num_experts)
+
+    def inputs(self, layer: int, expert: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """What the router sent to an expert, in pieces: inputs [tokens, hidden], weights [tokens, 1], both float32."""
+        for part in range(len(self._parts)):
+            chosen = self._tensor(part, layer, "experts") == expert
+            rows = chosen.any(1).nonzero().flatten()
+            inputs = self._tensor(part, layer, "inputs")
+            weights = (self._tensor(part, layer, "weights") * chosen).sum(1, keepdim=True)
+            for some in rows.split(_CHUNK):
+                yield inputs[some].float(), weights[some]
+
+    def curvatures(self, layer: int, expert: int, matrices: Mapping[Projection, Matrix]) -> tuple[Curvature, Curvature]:
+        """Of what gate and up read, and of what down reads.
+
+        Args:
+            layer: position of the layer.
+            expert: which one.
+            matrices: its gate and up, not quantized.
+
+        Raises:
+            CalibrationError: the inputs are not finite.
+        """
+        activation = Activation(self.recording.activation)
+        gate, up = ((weight.float(), _float(bias)) for weight, bias in (matrices[p] for p in _FIRST))
+        width = len(gate[0])
+        outer = torch.zeros(self.recording.hidden_size, self.recording.hidden_size)
+        inner = torch.zeros(width, width)
+        for inputs, weights in self.inputs(layer, expert):
+            hidden = activation.gated(F.linear(inputs, *gate), F.linear(inputs, *up)).mul_(weights)
+            inner.addmm_(hidden.t(), hidden)
+            inputs.mul_(weights)
+            outer.addmm_(inputs.t(), inputs)
+        try:
+            return Curvature.of(outer), Curvature.of(inner)
+        except ValueError as error:
+            name = f"expert {expert} in layer {self.recording.layers[layer]}"
+            raise CalibrationError(f"the calibration in {self.folder} is of no use for {name}: {error}") from error
+
+    def _tensor(self, part: int, layer: int, name: str) -> Tensor:
+        found: Tensor = self._parts[part].get_tensor(f"{layer}.{name}")
+        return found
+
+
+_FIRST = (Projection.GATE, Projection.UP)
+
+
+def _float(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()

@@ -1,0 +1,240 @@
+"""Recording what the experts of a running model read: the inputs and the routing of every MoE layer.
+
+A Hessian for each expert would be the usual thing to accumulate. For Qwen3-30B-A3B (48 layers of 128 experts, 2048 and
+768 wide) these are 48 * 128 * (2048^2 + 768^2) * 4 bytes = 118 GB, and what down reads would have to be had from inside
+of a kernel. The inputs themselves are 48 * 65536 * (2 * 2048 + 6 * 8) bytes = 13.0 GB for 65536 tokens, go straight to
+disk, and every Hessian follows from them and the weights, exactly, one expert at a time: see ``calibration``.
+
+A recording is a folder of parts. A part is a safetensors file with the inputs of some whole texts; it is written under
+another name, and gets its own when it is complete and synced. So a run that was killed goes on with the first part
+that is not there, and gives the same bytes as one that was not.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+MANIFEST = "dymoe_calibration.json"
+VERSION = 1
+_FORMAT = "vllm-dymoe calibration"
+_UNFINISHED = ".unfinished"
+
+
+class CalibrationError(RuntimeError):
+    """A calibration that cannot be made or used; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a folder of recorded inputs is about; its manifest.
+
+    Attributes:
+        model: fingerprint of the checkpoint.
+        texts: fingerprint of the tokens.
+        parts: tokens in each part.
+        layers: index of each MoE layer in the model.
+        num_experts: in each layer, over all ranks.
+        top_k: experts of a token.
+        hidden_size: numbers of an input.
+        dtype: of the inputs, ``"bfloat16"`` or ``"float16"``.
+        activation: between the projections, by the name of :class:`~vllm_dymoe.kernels.Activation`.
+    """
+
+    model: str
+    texts: str
+    parts: tuple[int, ...]
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    dtype: str
+    activation: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all inputs and their routing."""
+        return sum(self.parts) * len(self.layers) * self.bytes_per_token
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one layer: the input, and for each expert its number and its weight."""
+        return 2 * self.hidden_size + 6 * self.top_k
+
+    def part(self, folder: Path, number: int) -> Path:
+        """Where a complete part is."""
+        return folder / f"part-{number:05d}.safetensors"
+
+    def missing(self, folder: Path) -> list[int]:
+        """Parts that are not there yet."""
+        return [number for number in range(len(self.parts)) if not self.part(folder, number).is_file()]
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest, so that it is there whole or not at all."""
+        temporary = folder / f"{MANIFEST}{_UNFINISHED}"
+        temporary.write_text(json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)}, indent=2) + "\n")
+        os.replace(temporary, folder / MANIFEST)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the manifest.
+
+        Raises:
+            CalibrationError: there is none that this version can read.
+        """
+        path = folder / MANIFEST
+        try:
+            data = json.loads(path.read_text())
+            if data.pop("format") != _FORMAT or data.pop("version") != VERSION:
+                raise ValueError("another format or version")
+            return cls(**{**data, "parts": tuple(data["parts"]), "layers": tuple(data["layers"])})
+        except OSError as error:
+            raise CalibrationError(
+                f"{folder} holds no calibration: {MANIFEST} cannot be read ({error.strerror}); "
+                "make one with `vllm-dymoe calibrate`."
+            ) from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CalibrationError(
+                f"{path} cannot be used ({error!r}); calibrate again, into another folder."
+            ) from error
+
+
+def check_space(recording: Recording, folder: Path) -> None:
+    """Refuse a disk that is too small for the parts that are missing.
+
+    Raises:
+        CalibrationError: it is.
+    """
+    tokens = sum(recording.parts[number] for number in recording.missing(folder))
+    needed = tokens * len(recording.layers) * recording.bytes_per_token
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CalibrationError(
+            f"{folder} needs {needed / 1e9:.1f} GB for the inputs of {tokens} tokens, but its disk has "
+            f"{free / 1e9:.1f} GB left; free some space, or record fewer tokens."
+        )
+
+
+class PartWriter:
+    """Takes the inputs of every layer, step by step, until it has those of as many tokens as it shall have.
+
+    Only the step that is handed over is in memory.
+
+    Args:
+        path: of the complete part.
+        layers: number of MoE layers.
+        hidden_size: numbers of an input.
+        top_k: experts of a token.
+        dtype: of the inputs.
+        tokens: how many; what comes after them is not recorded.
+
+    Raises:
+        CalibrationError: the file cannot be written, or another process is writing it.
+    """
+
+    def __init__(self, path: Path, layers: int, hidden_size: int, top_k: int, dtype: torch.dtype, tokens: int) -> None:
+        self._path, self._tokens = path, tokens
+        self._unfinished = path.with_name(f"{path.name}{_UNFINISHED}")
+        self._row_bytes = 2 * hidden_size, 4 * top_k, 2 * top_k
+        self._done = [0] * layers
+        header = self._header(layers, hidden_size, top_k, dtype)
+        self._data = len(header)
+        try:
+            self._file = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._file, 0)  # of what a run that was killed has left
+            self._write(header, 0)
+        except BlockingIOError:
+            os.close(self._file)
+            raise CalibrationError(f"another process is recording to {path.parent}; wait for it.") from None
+        except OSError as error:
+            raise self._refused(error) from error
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer has all tokens."""
+        return min(self._done) == self._tokens
+
+    def add(self, layer: int, inputs: Tensor, weights: Tensor, experts: Tensor) -> None:
+        """Record one layer's step.
+
+        Args:
+            layer: position of the layer.
+            inputs: [tokens, hidden], of the dtype that was said.
+            weights: [tokens, top_k], of the experts in the sum.
+            experts: int [tokens, top_k], of all ranks.
+
+        Raises:
+            CalibrationError: the disk refuses.
+        """
+        done = self._done[layer]
+        rows = min(len(inputs), self._tokens - done)
+        if rows <= 0:
+            return
+        begin = self._data + layer * self._tokens * sum(self._row_bytes)
+        try:
+            for values, width in zip((inputs, weights.float(), experts.to(torch.int16)), self._row_bytes, strict=True):
+                self._write(_bytes_of(values[:rows]), begin + done * width)
+                begin += self._tokens * width
+        except OSError as error:
+            raise self._refused(error) from error
+        self._done[layer] += rows
+
+    def finish(self) -> None:
+        """Sync the part and give it its name.
+
+        Raises:
+            CalibrationError: tokens are missing, or the disk refuses.
+        """
+        if not self.complete:
+            missing = self._tokens - min(self._done)
+            self.discard()
+            raise CalibrationError(
+                f"the model computed {missing} tokens less than the {self._tokens} of {self._path.name}; "
+                "serve it with enable_prefix_caching=False."
+            )
+        try:
+            os.fsync(self._file)
+            os.replace(self._unfinished, self._path)
+        except OSError as error:
+            raise self._refused(error) from error
+        os.close(self._file)
+
+    def discard(self) -> None:
+        """Give up."""
+        os.close(self._file)
+        self._unfinished.unlink(missing_ok=True)
+
+    def _header(self, layers: int, hidden_size: int, top_k: int, dtype: torch.dtype) -> bytes:
+        tensors: dict[str, Any] = {}
+        end = 0
+        kind = {torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
+        kinds = ("inputs", hidden_size, kind), ("weights", top_k, "F32"), ("experts", top_k, "I16")
+        for layer in range(layers):
+            for (name, width, of), row_bytes in zip(kinds, self._row_bytes, strict=True):
+                begin, end = end, end + self._tokens * row_bytes
+                tensors[f"{layer}.{name}"] = {"dtype": of, "shape": [self._tokens, width], "data_offsets": [begin, end]}
+        text = json.dumps(tensors).encode()
+        text = text.ljust(-(-len(text) // 8) * 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def _write(self, data: bytes | memoryview, offset: int) -> None:
+        view, done = memoryview(data), 0
+        while done < len(view):
+            done += os.pwrite(self._file, view[done:], offset + done)
+
+    def _refused(self, error: OSError) -> CalibrationError:
+        return CalibrationError(
+            f"{self._path} cannot be written ({error.strerror}); free some space or choose another folder, "
+            "and start again: what is complete is kept."
+        )
+
+
+def _bytes_of(rows: Tensor) -> memoryview:
+    return rows.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data

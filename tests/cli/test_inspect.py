@@ -111,6 +111,27 @@ def test_tables(checkpoint, model):
     assert "not quantized yet" in command("inspect", model.folder).stdout
 
 
+def test_errors_of_every_layer(checkpoint):
+    errors = report(checkpoint)["errors"]
+    assert [row["layer"] for row in errors] == list(MOE_LAYERS)
+    recorded = FileStore(checkpoint).manifest.errors
+    for position, row in enumerate(errors):
+        assert row["weight"] == {"4": recorded.weight[4][position], "2": recorded.weight[2][position]}
+        assert 0.02 < row["weight"]["4"] < 0.2 < row["weight"]["2"] < 0.7, "codes of random weights"
+        assert row["output"] == {}
+    tables = command("inspect", checkpoint).stdout
+    assert f"{errors[1]['weight']['2']:.2%}" in tables
+    assert "calibrated" not in tables
+
+
+def test_a_store_without_errors_says_so(checkpoint):
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    del manifest["errors"]
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    assert report(checkpoint)["errors"] is None
+    assert "not recorded" in command("inspect", checkpoint).stdout
+
+
 def test_verify(checkpoint, store):
     assert report(checkpoint, "--verify")["verified"] is True
     assert "verified" not in report(checkpoint)

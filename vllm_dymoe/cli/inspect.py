@@ -12,7 +12,7 @@ from rich.table import Table
 from vllm_dymoe.cli.display import byte_progress
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.layout import ModelExperts
-from vllm_dymoe.experts.store import MANIFEST, FileStore, all_keys
+from vllm_dymoe.experts.store import MANIFEST, FileStore, Manifest, all_keys
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.quantize.checkpoint import Checkpoint, read_config
 from vllm_dymoe.quantize.tensors import read_tensors
@@ -69,6 +69,7 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
         "tensor_parallel": {"rank": rank, "size": ranks},
         **({"dense_bytes": sum(p.nbytes for p in read_tensors(store.folder).values())} if checkpoint else {}),
         **_describe_experts(experts),
+        "errors": _describe_errors(manifest),
         "budgets": _budgets(experts, Options.model_validate({"hi": bits[0], "lo": bits[1] if len(bits) > 1 else 0})),
     }
 
@@ -102,6 +103,22 @@ def _describe_experts(experts: ModelExperts) -> dict[str, Any]:
             for bits, version in sorted(experts.formats.items(), reverse=True)
         ],
     }
+
+
+def _describe_errors(manifest: Manifest) -> list[dict[str, Any]] | None:
+    """Relative errors by layer and bit-width; None if they were not recorded."""
+    errors = manifest.errors
+    if errors is None:
+        return None
+    return [
+        {
+            "layer": layer,
+            "weight": {str(bits): found[position] for bits, found in errors.weight.items()},
+            "output": {str(bits): found[position] for bits, found in errors.output.items()},
+            "fallbacks": list(errors.fallbacks[position]) if errors.fallbacks else [],
+        }
+        for position, layer in enumerate(manifest.experts.layers)
+    ]
 
 
 def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
@@ -169,6 +186,9 @@ def _print(report: dict[str, Any]) -> None:
         versions.add_row(str(version["bits"]), size(version["expert_bytes"]), size(version["total_bytes"]))
     console.print(versions)
 
+    if "errors" in report:
+        _print_errors(console, report["errors"])
+
     bits = "" if "quantizer" in report else f" at {Options().hi} bits"
     budgets = Table(
         "tiers in use", "expert_budget", title=f"Budgets{bits}, kernel workspace included", title_justify="left"
@@ -180,3 +200,22 @@ def _print(report: dict[str, Any]) -> None:
         tiers = " + ".join(row["tiers"])
         budgets.add_row(tiers, row["expert_budget"], f"{row['bytes']} ({size(row['bytes'])})", kept)
     console.print(budgets)
+
+
+def _print_errors(console: Console, errors: list[dict[str, Any]] | None) -> None:
+    if errors is None:
+        console.print("Errors: not recorded; this store was written by an older vllm-dymoe, or holds random experts.")
+        return
+    kinds = [(kind, bits) for kind in ("weight", "output") for bits in errors[0][kind]]
+    fell_back = any(row["fallbacks"] for row in errors)
+    if not kinds:
+        return
+    table = Table("layer", title="Relative errors", title_justify="left")
+    for kind, bits in kinds:
+        table.add_column(f"{kind}s\n{bits} bits", justify="right")
+    if fell_back:
+        table.add_column("not\ncalibrated")
+    for row in errors:
+        found = [f"{row[kind][bits]:.2%}" for kind, bits in kinds]
+        table.add_row(str(row["layer"]), *found, *([", ".join(map(str, row["fallbacks"]))] if fell_back else []))
+    console.print(table)

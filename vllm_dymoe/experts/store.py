@@ -13,13 +13,14 @@ import os
 import resource
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import xxhash
 
+from vllm_dymoe.experts.errors import ErrorRecord
 from vllm_dymoe.experts.layout import EVERY_PROJECTION, ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.memory import available_host_memory
 
@@ -92,12 +93,14 @@ class Manifest:
         quantizer: how the bytes were made.
         model: fingerprint of the checkpoint they were made from.
         tensor_parallel: (rank, size) of the slice that the store holds.
+        errors: of the packed experts; None where they were not recorded. Says nothing of what the store is for.
     """
 
     experts: ModelExperts
     quantizer: str
     model: str
     tensor_parallel: tuple[int, int] = (0, 1)
+    errors: ErrorRecord | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The manifest as it is written."""
@@ -119,6 +122,7 @@ class Manifest:
             "model": self.model,
             "tensor_parallel": {"rank": rank, "size": size},
             "blob_bytes": {str(bits): f.nbytes for bits, f in self.experts.formats.items()},
+            "errors": self.errors.to_json() if self.errors else None,
         }
 
     @classmethod
@@ -148,7 +152,8 @@ class Manifest:
                 if data["blob_bytes"][str(bits)] != fmt.nbytes:
                     raise ValueError(f"blobs of {data['blob_bytes'][str(bits)]} bytes where {fmt.nbytes} are expected")
             parallel = data["tensor_parallel"]
-            return cls(experts, data["quantizer"], data["model"], (parallel["rank"], parallel["size"]))
+            errors = ErrorRecord.from_json(data["errors"]) if data.get("errors") else None
+            return cls(experts, data["quantizer"], data["model"], (parallel["rank"], parallel["size"]), errors)
         except OSError as error:
             raise StoreError(f"{folder} holds no expert store: {MANIFEST} cannot be read ({error}).") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -51,7 +51,7 @@ class Quantizer(Protocol):
         ...
 
 
-def quantize_matrix(weight: Tensor, format: MatrixFormat, quantizer: Quantizer, section: Tensor) -> None:
+def quantize_matrix(weight: Tensor, format: MatrixFormat, quantizer: Quantizer, section: Tensor) -> Codes | None:
     """Quantize a matrix and pack it; at 16 bits just round it to the format's dtype.
 
     Args:
@@ -60,19 +60,31 @@ def quantize_matrix(weight: Tensor, format: MatrixFormat, quantizer: Quantizer, 
         quantizer: not used at 16 bits.
         section: uint8 [format.nbytes], overwritten.
 
+    Returns:
+        What was packed; None at 16 bits.
+
     Raises:
         ValueError: weights that cannot be represented, or shapes that do not fit.
     """
     if format.quantized:
         codes = quantizer.quantize(weight, format)
         pack(format, codes.codes, codes.scales, codes.zeros, section)
-        return
+        return codes
     _check_shape(weight, format)
     packed = format.view(section)
     section[format.weight_bytes :].zero_()
     packed.weight.copy_(weight)
     if not bool(torch.isfinite(packed.weight).all()):
         raise _not_representable(weight, format)
+    return None
+
+
+def dequantized(codes: Codes, format: MatrixFormat) -> Tensor:
+    """The weights that codes stand for: a new float32 [rows, columns]."""
+    missing = format.padded_columns - format.columns
+    groups = F.pad(codes.codes, (0, missing)).view(format.rows, format.groups, format.group_size)
+    weights = (groups.float() - format.midpoint).mul_(codes.scales.float().unsqueeze(2))
+    return weights.add_(codes.zeros.float().unsqueeze(2)).view(format.rows, -1)[:, : format.columns]
 
 
 def pack_bias(bias: Tensor, format: MatrixFormat, section: Tensor) -> Tensor:

@@ -12,9 +12,12 @@ from typing import Protocol
 
 import torch
 
+from vllm_dymoe.experts.errors import ErrorRecord
 from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.experts.store import BlobKey, FileStore, HostStore, Manifest, MemoryStore, StoreError
 from vllm_dymoe.quantize.base import Quantizer, pack_bias, quantize_matrix
+from vllm_dymoe.quantize.errors import ErrorTally
+from vllm_dymoe.quantize.gptq import Curvature, Gptq
 from vllm_dymoe.quantize.shards import ShardWriter
 
 
@@ -32,8 +35,12 @@ class Sink(Protocol):
         """
         ...
 
-    def finish(self) -> HostStore:
-        """Complete the store and open it for reading."""
+    def finish(self, errors: ErrorRecord | None = None) -> HostStore:
+        """Complete the store and open it for reading.
+
+        Args:
+            errors: for its manifest.
+        """
         ...
 
     def discard(self) -> None:
@@ -52,8 +59,8 @@ class MemorySink:
         section = self._store.blob(key)[self._store.experts.formats[key.bits].sections[projection]]
         section[start : start + part.numel()].copy_(part)
 
-    def finish(self) -> HostStore:
-        """The store itself."""
+    def finish(self, errors: ErrorRecord | None = None) -> HostStore:
+        """The store itself, which has no manifest."""
         return self._store
 
     def discard(self) -> None:
@@ -71,9 +78,9 @@ class FileSink:
         """Write the part at its offset."""
         self._writer.write(key, projection, part, start)
 
-    def finish(self) -> HostStore:
+    def finish(self, errors: ErrorRecord | None = None) -> HostStore:
         """Publish the folder and open it."""
-        return FileStore(self._writer.publish())
+        return FileStore(self._writer.publish(errors))
 
     def discard(self) -> None:
         """Remove the temporary folder."""
@@ -88,6 +95,7 @@ class ExpertPacker:
         quantizer: used for every bit-width below 16.
         sink: where sections go.
         progress: called after each projection.
+        errors: where errors are counted; several packers can share it.
     """
 
     def __init__(
@@ -96,8 +104,10 @@ class ExpertPacker:
         quantizer: Quantizer,
         sink: Sink,
         progress: Callable[[], None] = lambda: None,
+        errors: ErrorTally | None = None,
     ) -> None:
         self.experts = experts
+        self._errors = errors or ErrorTally(experts)
         self._quantizer = quantizer
         self._sink = sink
         self._progress = progress
@@ -116,7 +126,14 @@ class ExpertPacker:
             for projection in Projection
         }
 
-    def put(self, layer: int, expert: int, projection: Projection, weight: torch.Tensor) -> None:
+    def put(
+        self,
+        layer: int,
+        expert: int,
+        projection: Projection,
+        weight: torch.Tensor,
+        curvature: Curvature | None = None,
+    ) -> None:
         """Quantize one projection at every stored bit-width.
 
         Args:
@@ -124,11 +141,13 @@ class ExpertPacker:
             expert: local index.
             projection: which matrix.
             weight: [rows, columns], already this rank's slice.
+            curvature: of its inputs, for GPTQ in place of the packer's quantizer.
 
         Raises:
             StoreError: the shape is not the model's, or the weights are not finite.
         """
         name = self._name(layer, expert, projection)
+        quantizer = self._quantizer if curvature is None else Gptq(curvature)
         for bits, fmt in self.experts.formats.items():
             matrix = fmt.matrices[projection]
             if tuple(weight.shape) != (matrix.rows, matrix.columns):
@@ -138,9 +157,11 @@ class ExpertPacker:
                 )
             section = self._scratch[bits, projection]
             try:
-                quantize_matrix(weight, matrix, self._quantizer, section)
+                codes = quantize_matrix(weight, matrix, quantizer, section)
             except ValueError as error:
                 raise StoreError(f"the {name} cannot be quantized to {bits} bits: {error}") from error
+            if codes is not None:
+                self._errors.add((layer, expert, projection), weight, codes, matrix, curvature)
             self._sink.write(BlobKey(layer, expert, bits), projection, section[: matrix.bias_offset])
         place = (layer, expert, projection)
         self._missing.discard(place)
@@ -185,7 +206,7 @@ class ExpertPacker:
                     f"the checkpoint lacks {len(missing)} {what}, the first being that of the "
                     f"{self._name(*min(missing))}; download it again."
                 )
-        return self._sink.finish()
+        return self._sink.finish(self._errors.record())
 
     def _name(self, layer: int, expert: int, projection: Projection) -> str:
         return f"{projection.name.lower()} projection of expert {expert} in layer {self.experts.layers[layer]}"

@@ -7,6 +7,7 @@ to be replaced. Of two processes that write the same store the second finds the
 first one's and uses it.
 """
 
+import contextlib
 import glob
 import json
 import math
@@ -14,11 +15,13 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from vllm_dymoe.experts.errors import ErrorRecord
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.experts.store import MANIFEST, BlobKey, FileStore, Manifest, StoreError, checksum, file_name
 
@@ -68,15 +71,19 @@ class ShardFiles:
             written = memoryview(os.pread(file, start + len(written), offset))
         _pwrite(file, memoryview(checksum(written).to_bytes(8, "little", signed=True)), place)
 
-    def finish(self) -> None:
-        """Sync the shards, then write the manifest that declares them complete."""
+    def sync(self, layer: int) -> None:
+        """Make what is written of one layer durable."""
+        os.fsync(self._files[layer])
+
+    def finish(self, errors: ErrorRecord | None = None) -> None:
+        """Sync the shards, then write the manifest that declares them complete, with the errors in it."""
         while self._files:
             file = self._files.pop()
             try:
                 os.fsync(file)
             finally:
                 os.close(file)
-        write_manifest(self._folder, self._manifest)
+        write_manifest(self._folder, replace(self._manifest, errors=errors))
 
     def close(self) -> None:
         """Close the files, complete or not."""
@@ -131,8 +138,11 @@ class ShardWriter:
                 "free some space or set store_dir to another disk."
             ) from error
 
-    def publish(self) -> Path:
+    def publish(self, errors: ErrorRecord | None = None) -> Path:
         """Sync everything and give the folder its name.
+
+        Args:
+            errors: for the manifest.
 
         Returns:
             The folder: this one, or the one that another process published first.
@@ -142,7 +152,7 @@ class ShardWriter:
         """
         assert self._shards is not None, "the store is published or discarded already"
         try:
-            self._shards.finish()
+            self._shards.finish(errors)
             _rename_into_place(self.partial, self.folder)
         except OSError as error:
             self.discard()
@@ -207,11 +217,20 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     sync_folder(folder)
 
 
-def make_partial(folder: Path) -> Path:
-    """Make the temporary folder beside ``folder``, after removing what writers that died on this host left there."""
-    for leftover in _left_by_the_dead(folder):
-        shutil.rmtree(leftover, ignore_errors=True)
+def make_partial(folder: Path, resume: Callable[[Path], bool] = lambda leftover: False) -> Path:
+    """Make the temporary folder beside ``folder``, after removing what writers that died on this host left there.
+
+    Args:
+        folder: the final one.
+        resume: says which leftover to go on with; it becomes the temporary folder.
+    """
     partial = Path(tempfile.mkdtemp(prefix=f"{_prefix(folder)}{os.getpid()}-", dir=folder.parent))
+    for leftover in _left_by_the_dead(folder):
+        if resume(leftover) and not any(partial.iterdir()):
+            with contextlib.suppress(FileNotFoundError):  # another process was first
+                os.rename(leftover, partial)
+        else:
+            shutil.rmtree(leftover, ignore_errors=True)
     partial.chmod(0o755)
     return partial
 

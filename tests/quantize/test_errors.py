@@ -1,0 +1,101 @@
+"""The record of errors: its numbers, and that it does not depend on the order of the work."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from tests.quantize.recordings import correlated_inputs
+from tests.small_model import fill, make_experts, random_weight
+from vllm_dymoe.experts.errors import ErrorRecord
+from vllm_dymoe.experts.layout import Projection
+from vllm_dymoe.experts.store import MANIFEST, BlobKey, FileStore, Manifest
+from vllm_dymoe.kernels import dequantize
+from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize.errors import ErrorTally
+from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
+from vllm_dymoe.quantize.gptq import Curvature, Gptq
+
+ODD = {"hidden": 72, "intermediate": 40}  # whole groups nowhere
+
+
+def packed_store(folder, experts, quantizer="rtn"):
+    packer = ExpertPacker(experts, make_quantizer(quantizer), FileSink(folder, Manifest(experts, quantizer, "0123")))
+    fill(packer)
+    return packer.finish()
+
+
+@pytest.mark.parametrize("quantizer", ["rtn", "hqq"])
+def test_weight_errors_are_those_of_the_bytes(tmp_path, quantizer):
+    experts = make_experts(bits=(16, 2), **ODD)
+    store = packed_store(tmp_path / "store", experts, quantizer)
+    errors = store.manifest.errors
+    assert list(errors.weight) == [2], "16 bits are copied"
+    assert errors.output == {}
+    fmt, blob = experts.formats[2], torch.empty(experts.formats[2].nbytes, dtype=torch.uint8)
+    for layer in range(2):
+        error = whole = 0.0
+        for expert in range(experts.num_experts):
+            store.read_into(BlobKey(layer, expert, 2), blob)
+            for projection, matrix in zip(Projection, fmt.view(blob), strict=True):
+                weight = random_weight(experts, layer, expert, projection).double()
+                error += (dequantize(matrix, torch.float64) - weight).square().sum().item()
+                whole += weight.square().sum().item()
+        assert errors.weight[2][layer] == pytest.approx((error / whole) ** 0.5, rel=1e-3)  # four digits are written
+
+
+def test_output_errors_are_those_of_the_outputs():
+    experts = make_experts(layers=1, num_experts=2, bits=(4,), **ODD)
+    tally, expected = ErrorTally(experts), [0.0, 0.0]
+    for expert in range(2):
+        inputs = correlated_inputs(200, 72, expert)
+        curvature = Curvature.of(inputs.t() @ inputs)
+        weight = random_weight(experts, 0, expert, Projection.GATE)
+        matrix = experts.formats[4].matrices[Projection.GATE]
+        codes = Gptq(curvature).quantize(weight, matrix)
+        tally.add((0, expert, Projection.GATE), weight, codes, matrix, curvature)
+        centred = codes.codes.double() - 8
+        scales, zeros = (part.double().repeat_interleave(32, 1)[:, :72] for part in (codes.scales, codes.zeros))
+        for place, of in enumerate((centred * scales + zeros - weight.double(), weight.double())):
+            expected[place] += (inputs.double() @ of.t()).square().sum().item()
+    assert tally.record().output[4][0] == pytest.approx((expected[0] / expected[1]) ** 0.5, rel=1e-3)
+
+
+def test_the_order_of_the_work_changes_nothing():
+    experts = make_experts(bits=(4, 2))
+    records = []
+    for seed in range(3):
+        tally = ErrorTally(experts)
+        places = [(layer, expert, p) for layer in range(2) for expert in range(6) for p in Projection]
+        random.Random(seed).shuffle(places)
+        for layer, expert, projection in places:
+            weight = random_weight(experts, layer, expert, projection)
+            for fmt in experts.formats.values():
+                matrix = fmt.matrices[projection]
+                codes = make_quantizer("rtn").quantize(weight, matrix)
+                tally.add((layer, expert, projection), weight, codes, matrix, None)
+        for expert in random.Random(seed).sample(range(6), 6):
+            tally.fell_back(1, expert)
+        records.append(tally.record())
+    assert records[0] == records[1] == records[2]
+    assert records[0].fallbacks == ((), (0, 1, 2, 3, 4, 5))
+
+
+def test_a_record_survives_the_manifest():
+    record = ErrorRecord({4: (0.123461, 0.5), 2: (0.0, 1.0)}, {4: (0.25, 0.125)}, ((), (3, 1)))
+    again = ErrorRecord.from_json(json.loads(json.dumps(record.to_json())))
+    assert again.weight == {4: (0.1235, 0.5), 2: (0.0, 1.0)}
+    assert (again.output, again.fallbacks) == (record.output, record.fallbacks)
+
+
+def test_stores_without_a_record_still_open(tmp_path):
+    experts = make_experts()
+    store = packed_store(tmp_path / "store", experts)
+    path = tmp_path / "store" / MANIFEST
+    data = json.loads(path.read_text())
+    assert data.pop("errors")["weight"]
+    path.write_text(json.dumps(data))
+    old = FileStore(tmp_path / "store")
+    assert old.manifest.errors is None
+    assert old.manifest == store.manifest, "what was recorded does not make another store of it"

@@ -400,6 +400,7 @@ def test_every_package_folder_is_in_the_tree():
         "docs/options.md",
         "docs/precision.md",
         "docs/prefetch.md",
+        "docs/quantize.md",
     ],
 )
 def test_links_lead_somewhere(path):

@@ -8,8 +8,11 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
     from os import PathLike
+    from pathlib import Path
 
+    from vllm_dymoe.quantize.recording import Recording
     from vllm_dymoe.vllm_adapter import Summary
 
 __version__ = "0.1.0"
@@ -37,3 +40,34 @@ def summary(llm: Any) -> "Summary":
     from vllm_dymoe.vllm_adapter import summarize
 
     return summarize(llm)
+
+
+def calibrate(
+    model: Any,
+    texts: "Iterable[str]",
+    out: "str | Path",
+    *,
+    tokens: int = 65536,
+    length: int = 2048,
+    progress: "Callable[[int, int], None]" = lambda done, total: None,
+    **options: Any,
+) -> "Recording":
+    """Record what the experts of a model read while it reads texts, for ``vllm-dymoe quantize --quantizer gptq``.
+
+    Interrupted, it goes on with the first part that is not complete when it is called again.
+
+    Args:
+        model: an ``LLM`` with the quantization ``dymoe``, or a folder, for which one is started at 16 bits.
+        texts: what the model reads.
+        out: folder of the calibration.
+        tokens: how many are recorded.
+        length: most tokens of a text that are read together.
+        progress: called with tokens done and in all.
+        options: of the plugin, for a model that is started here.
+
+    Raises:
+        RuntimeError: one sentence that says why there is no calibration.
+    """
+    from vllm_dymoe.vllm_adapter import record_calibration
+
+    return record_calibration(model, texts, out, options, tokens=tokens, length=length, progress=progress)

@@ -125,8 +125,8 @@ class Options(BaseModel):
     """Bits per weight of the low tier; 0 stores no second version, so that a low expert is skipped."""
     group_size: Literal[32, 64, 128] = 64
     """Weights that share one scale and zero, along the input dimension."""
-    quantizer: Literal["rtn", "hqq"] = "rtn"
-    """How a 16-bit checkpoint is quantized while it loads: round to nearest, or HQQ (slower, better at 2 bits)."""
+    quantizer: Literal["rtn", "hqq", "gptq"] = "rtn"
+    """How experts are quantized: round to nearest, HQQ (slower, better at 2 bits), or GPTQ (by vllm-dymoe quantize)."""
     expert_budget: ExpertBudget = ExpertBudget()
     """Device memory for experts, on each rank: "auto", bytes ("4GiB") or a share of all experts ("25%")."""
     host_store: Literal["file", "pinned"] = "file"

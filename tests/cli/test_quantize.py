@@ -288,7 +288,7 @@ def test_overwrite_replaces_the_whole_folder(model, out):
 def test_what_a_killed_run_left_is_removed_by_the_next(model, out):
     program = (
         "import os, signal, sys; from vllm_dymoe.cli import main; from vllm_dymoe.quantize.shards import ShardFiles;"
-        "ShardFiles.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL); main()"
+        "ShardFiles.finish = lambda self, errors: os.kill(os.getpid(), signal.SIGKILL); main()"
     )
     killed = subprocess.run([sys.executable, "-c", program, "quantize", model.folder, "-o", out], check=False)
     assert killed.returncode == -9

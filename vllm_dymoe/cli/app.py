@@ -39,8 +39,12 @@ def quantize(
         Literal["32", "64", "128"], typer.Option(help="Weights that share one scale and zero.")
     ] = "64",
     quantizer: Annotated[
-        Literal["rtn", "hqq"], typer.Option(help="Round to nearest, or HQQ: slower, better at 2 bits.")
+        Literal["rtn", "hqq", "gptq"],
+        typer.Option(help="Round to nearest; HQQ, slower, better at 2 bits; or GPTQ, the best, with --calibration."),
     ] = "rtn",
+    calibration: Annotated[
+        Path | None, typer.Option(help="Folder that `vllm-dymoe calibrate` wrote for MODEL; for gptq.")
+    ] = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16"],
         typer.Option(help="Of scales, activations and 16-bit experts; auto takes the checkpoint's."),
@@ -60,10 +64,33 @@ def quantize(
         lo=int(lo),
         group_size=int(group_size),
         quantizer=quantizer,
+        calibration=calibration,
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
         overwrite=overwrite,
     )
+
+
+@app.command()
+@one_sentence_errors
+def calibrate(
+    model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint with 16-bit weights.")],
+    texts: Annotated[
+        list[Path],
+        typer.Option("--texts", help='File of plain text, or .jsonl with {"text": ...} in each line; several times.'),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; the same one to go on after a break.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to read.")] = 65536,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a text that are read together.")] = 2048,
+    hi: Annotated[Literal["16", "8", "4"], typer.Option(help="Bits per weight while the model reads.")] = "16",
+    expert_budget: Annotated[
+        str, typer.Option(help='Device memory for experts, as the option: "auto", "4GiB" or "25%".')
+    ] = "auto",
+) -> None:
+    """Let a model read texts in vLLM and record what its experts see, for `quantize --quantizer gptq`."""
+    from vllm_dymoe.cli.calibrate import run
+
+    run(model, texts, out, tokens=tokens, length=length, hi=int(hi), expert_budget=expert_budget)
 
 
 @app.command()

@@ -32,6 +32,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from vllm_dymoe.config import ConfigError
     from vllm_dymoe.experts.budget import BudgetError
     from vllm_dymoe.experts.store import StoreError
+    from vllm_dymoe.quantize.recording import CalibrationError
     from vllm_dymoe.quantize.tensors import CheckpointError
 
-    return BudgetError, CheckpointError, ConfigError, StoreError, TimelineError
+    return BudgetError, CalibrationError, CheckpointError, ConfigError, StoreError, TimelineError

@@ -10,8 +10,10 @@ from rich.table import Table
 
 from vllm_dymoe.cli.display import byte_progress
 from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.quantize.calibration import MIN_TOKENS, Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import Conversion, Recipe, convert
+from vllm_dymoe.quantize.packing import FALLBACK
 from vllm_dymoe.units import size
 
 
@@ -23,6 +25,7 @@ def run(
     lo: int,
     group_size: int,
     quantizer: str,
+    calibration: Path | None,
     dtype: str,
     tensor_parallel_size: int,
     overwrite: bool,
@@ -32,6 +35,7 @@ def run(
     Raises:
         ConfigError: options that cannot work together.
         CheckpointError: the source cannot be read, or the target not be written.
+        CalibrationError: the calibration is not complete, or another model's.
         StoreError: experts cannot be quantized.
     """
     if tensor_parallel_size > 1:
@@ -40,7 +44,15 @@ def run(
             "one rank; serve the original with --quantization dymoe, which cuts the experts while it loads."
         )
     _check_options(hi, lo, group_size, quantizer)
-    recipe = Recipe(hi, lo, group_size, quantizer, None if dtype == "auto" else getattr(torch, dtype))
+    _check_calibration(quantizer, calibration)
+    recipe = Recipe(
+        hi,
+        lo,
+        group_size,
+        quantizer,
+        None if dtype == "auto" else getattr(torch, dtype),
+        None if calibration is None else Calibration(calibration),
+    )
     checkpoint = Checkpoint(model)
     with byte_progress(f"Quantizing {escape(model.name)}", checkpoint.dense_bytes + checkpoint.expert_bytes) as advance:
         conversion = convert(checkpoint, out, recipe, overwrite=overwrite, progress=advance)
@@ -59,6 +71,22 @@ def _check_options(hi: int, lo: int, group_size: int, quantizer: str) -> None:
         raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ") + ".") from None
 
 
+def _check_calibration(quantizer: str, calibration: Path | None) -> None:
+    """Require a calibration where one is used, and only there.
+
+    Raises:
+        ConfigError: it is otherwise.
+    """
+    if quantizer == "gptq" and calibration is None:
+        raise ConfigError(
+            "gptq needs --calibration, a folder that `vllm-dymoe calibrate MODEL --texts FILE --out FOLDER` writes."
+        )
+    if quantizer != "gptq" and calibration is not None:
+        raise ConfigError(
+            f"--quantizer {quantizer} does not use a --calibration; say --quantizer gptq, or leave it out."
+        )
+
+
 def _print_summary(conversion: Conversion) -> None:
     experts = conversion.experts
     count = len(experts.layers) * experts.num_experts
@@ -75,7 +103,22 @@ def _print_summary(conversion: Conversion) -> None:
     table.add_row("in all", size(dense + before), size(after), "")
     console = Console()
     console.print(table)
+    _print_fallbacks(console, conversion)
     if conversion.left_out:
         console.print(f"{conversion.left_out} tensors of multi-token prediction layers were left out.")
     console.print(f"Written in {conversion.seconds:.1f} s. To serve it:", soft_wrap=True)
     console.print(f"vllm serve {conversion.folder}", soft_wrap=True, markup=False)
+
+
+def _print_fallbacks(console: Console, conversion: Conversion) -> None:
+    fallbacks = conversion.errors.fallbacks
+    rare = sum(map(len, fallbacks))
+    if not rare:
+        return
+    console.print(
+        f"{rare} experts saw fewer than {MIN_TOKENS} tokens in the calibration, and were quantized with {FALLBACK}:",
+        soft_wrap=True,
+    )
+    for layer, experts in zip(conversion.experts.layers, fallbacks, strict=True):
+        if experts:
+            console.print(f"  layer {layer}: {', '.join(map(str, experts))}", soft_wrap=True)

@@ -96,6 +96,11 @@ class Checkpoint:
         """Bytes of all experts in the checkpoint."""
         return sum(tensor.place.nbytes for tensor in (*self.experts, *self.biases))
 
+    def layer_bytes(self, position: int) -> int:
+        """Bytes of the experts of one layer in the checkpoint."""
+        layer = self.layers[position]
+        return sum(tensor.place.nbytes for tensor in (*self.experts, *self.biases) if tensor.layer == layer)
+
     @property
     def dense_bytes(self) -> int:
         """Bytes of everything else."""
@@ -116,6 +121,11 @@ class Checkpoint:
         """Indices of the MoE layers."""
         return tuple(sorted({tensor.layer for tensor in self.experts}))
 
+    @property
+    def num_experts(self) -> int:
+        """Experts in each layer."""
+        return self._size(_NUM_EXPERTS)
+
     def model_experts(self, bits: tuple[int, ...], group_size: int, dtype: torch.dtype) -> ModelExperts:
         """What a store of this checkpoint holds.
 
@@ -135,7 +145,7 @@ class Checkpoint:
                 _ = fmt.nbytes
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the experts of {self.folder} cannot be packed: {error}.") from error
-        return ModelExperts(self.layers, self._size(_NUM_EXPERTS), self._size(_TOP_K), formats)
+        return ModelExperts(self.layers, self.num_experts, self._size(_TOP_K), formats)
 
     def projections(self) -> Iterator[tuple[int, int, Projection, torch.Tensor, torch.Tensor | None]]:
         """Every projection of every expert: layer's position, expert, which, weight [rows, columns] and bias [rows].
@@ -170,6 +180,52 @@ class Checkpoint:
                         yield positions[tensor.layer], expert, projection, weight, part
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{tensor.place.path} cannot be read ({error}); download it again.") from error
+
+    def expert(self, position: int, expert: int) -> dict[Projection, tuple[torch.Tensor, torch.Tensor | None]]:
+        """One expert: by projection, its weight [rows, columns] and its bias [rows], if it has one.
+
+        Args:
+            position: of the layer.
+            expert: which one.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        matrices = {}
+        for projection in Projection:
+            place = self.layers[position], expert, projection
+            bias = self._part(self._biases[place], expert, projection) if self._biases else None
+            matrices[projection] = self._part(self._weights[place], expert, projection), bias
+        return matrices
+
+    @cached_property
+    def _weights(self) -> dict[tuple[int, int, Projection], ExpertTensor]:
+        return self._by_place(self.experts)
+
+    @cached_property
+    def _biases(self) -> dict[tuple[int, int, Projection], ExpertTensor]:
+        return self._by_place(self.biases)
+
+    def _by_place(self, tensors: list[ExpertTensor]) -> dict[tuple[int, int, Projection], ExpertTensor]:
+        """By index of the layer, expert and projection."""
+        return {
+            (tensor.layer, expert, projection): tensor
+            for tensor in tensors
+            for expert in (range(tensor.place.shape[0]) if tensor.expert is None else (tensor.expert,))
+            for projection in tensor.projections
+        }
+
+    def _part(self, tensor: ExpertTensor, expert: int, projection: Projection) -> torch.Tensor:
+        """What a tensor holds of one projection of an expert."""
+        try:
+            with safe_open(tensor.place.path, framework="pt") as file:
+                if tensor.expert is not None:
+                    found: torch.Tensor = file.get_tensor(tensor.name)
+                    return found
+                stacked = file.get_slice(tensor.name)[expert]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{tensor.place.path} cannot be read ({error}); download it again.") from error
+        return self._stacking.split(stacked, tensor.projections)[tensor.projections.index(projection)]
 
     def fingerprint(self) -> str:
         """Sixteen hex digits of the weights: names, shapes and a sample of each tensor (of each expert in a stack).
@@ -232,7 +288,7 @@ class Checkpoint:
     def _check_experts(self) -> None:
         """Refuse shapes that are not the configuration's, and experts that are missing or there twice."""
         fmt = self.model_experts((16,), 64, torch.bfloat16).formats[16]
-        count = self._size(_NUM_EXPERTS)
+        count = self.num_experts
         found: set[tuple[int, int, Projection]] = set()
         for tensor in self.experts:
             rows = sum(fmt.matrices[projection].rows for projection in tensor.projections)

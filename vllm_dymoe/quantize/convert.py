@@ -8,22 +8,21 @@ folder that was about to be replaced gets its name back.
 import json
 import os
 import shutil
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vllm_dymoe.experts.errors import ErrorRecord
 from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.experts.store import MANIFEST, STORE_VERSION, BlobKey, FileStore, Manifest
-from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.experts import ExpertPacker, Sink
+from vllm_dymoe.quantize.journal import Journal, is_journal_of
+from vllm_dymoe.quantize.packing import pack, pack_calibrated
 from vllm_dymoe.quantize.shards import ShardFiles, make_partial, put_back, replace_folder, sync_folder
 from vllm_dymoe.quantize.tensors import CheckpointError, copy_tensors, write_synced
 
@@ -44,6 +43,7 @@ class Recipe:
         group_size: weights that share one scale and zero.
         quantizer: name of the quantizer.
         dtype: of the scales, and of weights at 16 bits; None takes the checkpoint's.
+        calibration: for GPTQ; None for the others.
     """
 
     hi: int = 4
@@ -51,6 +51,7 @@ class Recipe:
     group_size: int = 64
     quantizer: str = "rtn"
     dtype: torch.dtype | None = None
+    calibration: Calibration | None = None
 
     @property
     def stored_bits(self) -> tuple[int, ...]:
@@ -79,6 +80,7 @@ class Conversion:
         dense_bytes: bytes of the dense tensors, the same before and after.
         expert_bytes_before: bytes of the experts in the source.
         left_out: tensors that were not copied.
+        errors: of the packed experts.
         seconds: how long it took.
     """
 
@@ -87,6 +89,7 @@ class Conversion:
     dense_bytes: int
     expert_bytes_before: int
     left_out: int
+    errors: ErrorRecord
     seconds: float
 
 
@@ -100,6 +103,8 @@ def convert(
 ) -> Conversion:
     """Write ``checkpoint`` with packed experts to the folder ``out``.
 
+    With a calibration that takes hours for a large model: what a run that was ended has packed is gone on with.
+
     Args:
         checkpoint: the source.
         out: a folder that does not exist.
@@ -110,23 +115,32 @@ def convert(
     Raises:
         CheckpointError: the folder cannot be written, or the source cannot be read.
         StoreError: experts cannot be quantized.
+        CalibrationError: the recipe's calibration is of no use for this model.
     """
     began = time.perf_counter()
     out = out.absolute()
     experts = checkpoint.model_experts(recipe.stored_bits, recipe.group_size, recipe.dtype or checkpoint.dtype)
+    if recipe.calibration is not None:
+        recipe.calibration.check_belongs(checkpoint.fingerprint(), experts)
+    manifest = Manifest(experts, recipe.quantizer, checkpoint.fingerprint())
+    purpose = json.dumps([manifest.to_json(), recipe.to_json(), _described(recipe.calibration)])
     partial: Path | None = None
+    keep = False
     try:
         put_back(out)
         _check_target(checkpoint.folder, out, overwrite)
         out.parent.mkdir(parents=True, exist_ok=True)
         _check_space(checkpoint, out, experts)
-        partial = make_partial(out)
-        _write(checkpoint, partial, recipe, experts, progress)
+        partial = make_partial(out, lambda leftover: is_journal_of(leftover, purpose))
+        errors = _write(checkpoint, partial, recipe, manifest, purpose, progress)
         _publish(partial, out)
+    except KeyboardInterrupt:
+        keep = recipe.calibration is not None
+        raise
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written: {error}.") from error
     finally:
-        if partial is not None:
+        if partial is not None and not keep:
             shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
     return Conversion(
         out,
@@ -134,6 +148,7 @@ def convert(
         checkpoint.dense_bytes,
         checkpoint.expert_bytes,
         len(checkpoint.left_out),
+        errors,
         time.perf_counter() - began,
     )
 
@@ -149,9 +164,13 @@ class _ShardSink:
         """Write the part at its offset."""
         self._shards.write(key, projection, part, start)
 
-    def finish(self) -> FileStore:
+    def sync(self, layer: int) -> None:
+        """Make what is written of one layer durable."""
+        self._shards.sync(layer)
+
+    def finish(self, errors: ErrorRecord | None = None) -> FileStore:
         """Complete the shards and open them."""
-        self._shards.finish()
+        self._shards.finish(errors)
         return FileStore(self._folder)
 
     def discard(self) -> None:
@@ -163,55 +182,36 @@ class _ShardSink:
         self._shards.close()
 
 
+def _described(calibration: Calibration | None) -> dict[str, Any] | None:
+    return None if calibration is None else asdict(calibration.recording)
+
+
 def _write(
-    checkpoint: Checkpoint, folder: Path, recipe: Recipe, experts: ModelExperts, progress: Callable[[int], None]
-) -> None:
+    checkpoint: Checkpoint,
+    folder: Path,
+    recipe: Recipe,
+    manifest: Manifest,
+    purpose: str,
+    progress: Callable[[int], None],
+) -> ErrorRecord:
+    experts = manifest.experts
     _copy_small_files(checkpoint.folder, folder)
     dtype = next(iter(experts.formats.values())).dtype
     config = _with_dtype(checkpoint.config, dtype) | {"quantization_config": recipe.to_json()}
     write_synced(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
     copy_tensors(checkpoint.dense, folder, progress)
-    sink = _ShardSink(folder, Manifest(experts, recipe.quantizer, checkpoint.fingerprint()))
+    sink = _ShardSink(folder, manifest)
     try:
-        _pack(checkpoint, experts, recipe, sink, progress)
-        sink.finish().close()
+        if recipe.calibration is not None:
+            journal = Journal(folder, purpose)
+            errors = pack_calibrated(checkpoint, experts, recipe.calibration, sink, journal, sink.sync, progress)
+            journal.remove()
+        else:
+            errors = pack(checkpoint, experts, recipe.quantizer, sink, progress)
+        sink.finish(errors).close()
     finally:
         sink.close()
-
-
-def _pack(
-    checkpoint: Checkpoint, experts: ModelExperts, recipe: Recipe, sink: Sink, progress: Callable[[int], None]
-) -> None:
-    """Quantize projections side by side, each on one core, with at most two for each core in memory.
-
-    Quantizing is many small operations: spreading each of them over the cores costs more in waiting than it gains.
-    """
-    cores = len(os.sched_getaffinity(0))
-    own = threading.local()
-
-    def put(layer: int, expert: int, projection: Projection, weight: torch.Tensor, bias: torch.Tensor | None) -> int:
-        if not hasattr(own, "packer"):
-            own.packer = ExpertPacker(experts, make_quantizer(recipe.quantizer), sink)
-        own.packer.put(layer, expert, projection, weight)
-        if bias is None:
-            return weight.nbytes
-        own.packer.put_bias(layer, expert, projection, bias)
-        return weight.nbytes + bias.nbytes
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pool = ThreadPoolExecutor(cores)
-    pending: deque[Future[int]] = deque()
-    try:
-        for projection in checkpoint.projections():
-            pending.append(pool.submit(put, *projection))
-            if len(pending) == 2 * cores:
-                progress(pending.popleft().result())
-        while pending:
-            progress(pending.popleft().result())
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
+    return errors
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Everything that imports vLLM, and the only package that does."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -9,6 +11,7 @@ from packaging.version import Version
 if TYPE_CHECKING:
     from os import PathLike
 
+    from vllm_dymoe.quantize.recording import Recording
     from vllm_dymoe.vllm_adapter.summary import Summary
 
 OLDEST_VLLM = Version("0.26")
@@ -54,6 +57,16 @@ def summarize(llm: Any) -> "Summary":
     from vllm_dymoe.vllm_adapter.summary import Summary
 
     return Summary.of(llm)
+
+
+def record_calibration(
+    model: Any, texts: Iterable[str], out: str | Path, options: dict[str, Any], **how: Any
+) -> "Recording":
+    """See :func:`vllm_dymoe.calibrate`."""
+    from vllm_dymoe.vllm_adapter.calibrate import calibrate, start
+
+    llm = start(str(model), how["length"], options) if isinstance(model, str | Path) else model
+    return calibrate(llm, texts, Path(out), **how)
 
 
 def version_problem(installed: str | None = None) -> str | None:

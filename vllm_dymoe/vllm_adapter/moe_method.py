@@ -66,6 +66,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
                 ranks=self.moe.moe_parallel_config.tp_size,
                 expert_rank=self.moe.moe_parallel_config.ep_rank,
                 expert_ranks=self.moe.moe_parallel_config.ep_size,
+                activation=_ACTIVATIONS[self.moe.activation],
             )
         )
         self._activation = _ACTIVATIONS[self.moe.activation]
@@ -97,6 +98,8 @@ class DymoeMoEMethod(FusedMoEMethodBase):
 
     def run(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """What the operator does, outside of any compilation."""
+        if self.model.recorder is not None:
+            self.model.recorder.see(self.position, x, topk_weights, topk_ids)
         if self._expert_map is not None:
             topk_ids = self._expert_map[topk_ids.long()]
         warming_up = get_forward_context().attn_metadata is None

@@ -100,17 +100,23 @@ class PromptTap:
         return step
 
     def _begin(self, attention: Any) -> _Step:
-        layers = attention[0] if isinstance(attention, list) else attention
-        starts: Any = next(
-            (
-                found
-                for metadata in layers.values()
-                if (found := getattr(metadata, "query_start_loc", None)) is not None
-            ),
-            None,
-        )
+        starts = query_starts(attention)
         if starts is None:
             return _Step([], False)
         places = starts.tolist()
         spans = [(first, last) for first, last in itertools.pairwise(places) if last - first > self._longest_decode]
         return _Step(spans, sum(last - first for first, last in spans) < places[-1])
+
+
+def query_starts(attention: Any) -> Any:
+    """The first row of each request, and the one behind the last, as a tensor.
+
+    Args:
+        attention: a step's attn_metadata.
+
+    Returns:
+        None where no attention layer says so.
+    """
+    layers = attention[0] if isinstance(attention, list) else attention
+    found = (getattr(metadata, "query_start_loc", None) for metadata in layers.values())
+    return next((starts for starts in found if starts is not None), None)

@@ -30,6 +30,7 @@ from vllm_dymoe.vllm_adapter.log import logger
 from vllm_dymoe.vllm_adapter.memory import automatic_budget
 from vllm_dymoe.vllm_adapter.patches import apply_patches
 from vllm_dymoe.vllm_adapter.prompt_tap import PromptTap
+from vllm_dymoe.vllm_adapter.recorder import Recorder
 from vllm_dymoe.vllm_adapter.report import announce
 from vllm_dymoe.vllm_adapter.step_failures import StepFailures, make_step_failures
 
@@ -48,6 +49,7 @@ class LayerSpec:
         bias: whether every projection has one.
         rank: tensor-parallel rank, of ``ranks``.
         expert_rank: expert-parallel rank, of ``expert_ranks``.
+        activation: of the gate.
     """
 
     name: str
@@ -61,6 +63,7 @@ class LayerSpec:
     ranks: int
     expert_rank: int
     expert_ranks: int
+    activation: Activation = Activation.SILU
 
 
 class RankModel:
@@ -88,6 +91,7 @@ class RankModel:
         self._begin = time.perf_counter()
         self.runtime: MoERuntime | None = None
         self._served = False
+        self.recorder: Recorder | None = None
         self.foresight = Foresight(self.options)
         self.prompts: PromptTap | None = None
         if make_policy(self.options.policy, self.options.policy_options).heavy_share is not None:
@@ -271,6 +275,47 @@ class RankModel:
         quantizer = "dummy" if self._dummy else self.options.quantizer
         return Manifest(experts, quantizer, self._fingerprint, (spec.rank, spec.ranks))
 
+    # -- calibration ------------------------------------------------------------------------------
+
+    def recordable(self) -> dict[str, Any] | None:
+        """What a recording of this model's inputs holds; None on ranks that see what another one records."""
+        spec = self._layers[0]
+        if spec.rank or spec.expert_rank:
+            return None
+        return {
+            "layers": list(self.experts.layers),
+            "top_k": spec.top_k,
+            "hidden_size": spec.hidden,
+            "dtype": str(spec.dtype).removeprefix("torch."),
+            "activation": spec.activation.value,
+        }
+
+    def record(self, path: Path, tokens: int) -> None:
+        """Record the inputs of the next tokens.
+
+        Raises:
+            CalibrationError: the part cannot be written.
+        """
+        if self.recordable() is None:
+            return
+        if self.recorder is not None:  # of a caller that went away
+            self.recorder.discard()
+        self.recorder = None
+        spec = self._layers[0]
+        self.recorder = Recorder(
+            path, tokens, layers=len(self._layers), hidden=spec.hidden, top_k=spec.top_k, dtype=spec.dtype
+        )
+
+    def end_record(self) -> None:
+        """Complete the part.
+
+        Raises:
+            CalibrationError: it could not be written, or tokens are missing.
+        """
+        recorder, self.recorder = self.recorder, None
+        if recorder is not None:
+            recorder.finish()
+
     # -- running ----------------------------------------------------------------------------------
 
     @cached_property
@@ -329,6 +374,11 @@ def read_options(vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None) 
                     f"{option} = {stored}; leave the option out, or write the checkpoint again with "
                     "`vllm-dymoe quantize`."
                 )
+    elif options.quantizer == "gptq":
+        raise ConfigError(
+            'vllm-dymoe: quantizer "gptq" needs a calibration, which there is none of while a model loads; write a '
+            "checkpoint with `vllm-dymoe quantize --quantizer gptq --calibration FOLDER` and serve that."
+        )
     return options
 
 

@@ -1,8 +1,12 @@
 """Methods that every vLLM worker gets, for ``LLM.collective_rpc`` and ``/collective_rpc``."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from vllm_dymoe.quantize.recording import CalibrationError
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.vllm_adapter.rank_model import RankModel
 
 
 class DymoeWorkerExtension:
@@ -60,12 +64,45 @@ class DymoeWorkerExtension:
         """
         return _runtime(self).stop_timeline(getattr(self, "rank", 0))
 
+    def dymoe_recordable(self) -> dict[str, Any] | None:
+        """What a calibration of this model is about; None on all ranks but the one that records."""
+        return _model(self).recordable()
+
+    def dymoe_record(self, path: str, tokens: int) -> str | None:
+        """Record what experts read, for a calibration; see ``vllm_adapter.calibrate``.
+
+        Args:
+            path: of the part.
+            tokens: how many, from the next step on.
+
+        Returns:
+            What went wrong, because an exception would reach the caller as another one.
+        """
+        return _problem(lambda: _model(self).record(Path(path), tokens))
+
+    def dymoe_record_end(self) -> str | None:
+        """Complete the part; returns what went wrong."""
+        return _problem(_model(self).end_record)
+
     def dymoe_check_integrity(self) -> None:
         """Raise AssertionError if a slot, pin or byte of the budget is unaccounted for."""
         _runtime(self).check_integrity()
 
 
+def _model(worker: Any) -> RankModel:
+    model: RankModel = worker.vllm_config.quant_config.loaded_model()
+    return model
+
+
 def _runtime(worker: Any) -> MoERuntime:
-    runtime = worker.vllm_config.quant_config.loaded_model().runtime
+    runtime = _model(worker).runtime
     assert runtime is not None
     return runtime
+
+
+def _problem(action: Callable[[], None]) -> str | None:
+    try:
+        action()
+    except CalibrationError as error:
+        return str(error)
+    return None

@@ -1,0 +1,175 @@
+"""``vllm-dymoe quantize --quantizer gptq``: what it makes of a calibration, what it reports, and what it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.cli.checkpoints import EXPERTS, HIDDEN, MOE_LAYERS, TOP_K, command, make_model, refused
+from tests.quantize.recordings import write_recording
+from vllm_dymoe.experts.layout import Projection
+from vllm_dymoe.experts.store import BlobKey, FileStore
+from vllm_dymoe.kernels import dequantize
+from vllm_dymoe.quantize import journal, make_quantizer, quantize_matrix
+from vllm_dymoe.quantize.base import pack_bias
+from vllm_dymoe.quantize.calibration import Calibration
+from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.quantize.gptq import Gptq
+
+RARE = 1
+
+
+def make(folder, style="separate"):
+    """A model, its calibration, and what its experts read."""
+    model = make_model(folder / "model", style)
+    model.save()
+    found = Checkpoint(model.folder)
+    described = {"layers": MOE_LAYERS, "num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN}
+    _, inputs, routing = write_recording(
+        folder / "calibration", model=found.fingerprint(), parts=(400, 300), rare=(RARE,), **described
+    )
+    return model, folder / "calibration", inputs, routing
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("gptq"))
+
+
+def quantized(model, out, *options):
+    result = command("quantize", model.folder, "-o", out, *options)
+    assert result.exit_code == 0, result.output + result.stderr
+    return result
+
+
+def sections(out, bits):
+    store = FileStore(out)
+    fmt, blob = store.experts.formats[bits], torch.empty(store.experts.formats[bits].nbytes, dtype=torch.uint8)
+    for layer in range(len(MOE_LAYERS)):
+        for expert in range(EXPERTS):
+            store.read_into(BlobKey(layer, expert, bits), blob)
+            for projection in Projection:
+                yield (layer, expert, projection), fmt.matrices[projection], blob[fmt.sections[projection]].clone()
+    store.close()
+
+
+@pytest.mark.parametrize("style", ["separate", "fused", "gpt-oss"])
+def test_experts_are_what_gptq_makes_of_them_and_rare_ones_what_hqq_does(tmp_path, style):
+    model, calibration, *_ = make(tmp_path, style)
+    out = tmp_path / "out"
+    quantized(model, out, "--hi", 4, "--lo", 2, "--quantizer", "gptq", "--calibration", calibration)
+    found = Calibration(calibration)
+    for bits in (4, 2):
+        for place, matrix, section in sections(out, bits):
+            layer, expert, projection = place
+            matrices = {p: (model.experts[layer, expert, p], model.biases.get((layer, expert, p))) for p in Projection}
+            quantizer = make_quantizer("hqq")
+            if expert != RARE:
+                outer, inner = found.curvatures(layer, expert, matrices)
+                quantizer = Gptq(inner if projection is Projection.DOWN else outer)
+            expected = torch.full_like(section, 0xEE)
+            quantize_matrix(model.experts[place], matrix, quantizer, expected)
+            if model.biases:
+                pack_bias(model.biases[place], matrix, expected)
+            assert torch.equal(section, expected), place
+
+
+def test_outputs_are_nearer_than_by_rounding(made, tmp_path):
+    model, calibration, inputs, routing = made
+    errors = {}
+    for name, options in (("gptq", ["--calibration", calibration]), ("rtn", [])):
+        quantized(model, tmp_path / name, "--hi", 2, "--quantizer", name, *options)
+        for (layer, expert, projection), matrix, section in sections(tmp_path / name, 2):
+            if projection is Projection.GATE and expert != RARE:
+                weights, experts = routing[layer]
+                x = inputs[layer][(experts == expert).any(1)].double() * weights[experts == expert].unsqueeze(1)
+                weight = model.experts[layer, expert, projection].double()
+                error = x @ (dequantize(matrix.view(section), torch.float64) - weight).t()
+                errors[name] = errors.get(name, 0) + error.square().sum().item()
+    assert errors["gptq"] < 0.25 * errors["rtn"]
+
+
+def test_errors_and_rare_experts_are_reported(made, tmp_path):
+    model, calibration, *_ = made
+    out = tmp_path / "out"
+    options = ("--hi", 4, "--lo", 2, "--quantizer", "gptq", "--calibration", calibration)
+    said = quantized(model, out, *options).stdout
+    assert "2 experts saw fewer than" in said
+    assert f"layer 2: {RARE}" in said
+    report = json.loads(command("inspect", out, "--json").stdout)
+    assert report["quantizer"] == "gptq"
+    errors = report["errors"]
+    assert [row["layer"] for row in errors] == list(MOE_LAYERS)
+    for row in errors:
+        assert row["fallbacks"] == [RARE]
+        assert 0 < row["output"]["4"] < row["weight"]["4"] < row["weight"]["2"] < 1
+        assert row["output"]["4"] < row["output"]["2"] < row["weight"]["2"]
+    tables = command("inspect", out).stdout
+    assert "Relative errors" in tables
+    assert f"{errors[0]['output']['2']:.2%}" in tables
+    assert "calibrated" in tables
+    again = tmp_path / "again"
+    quantized(model, again, *options)
+    assert (out / "dymoe_experts.json").read_text() == (again / "dymoe_experts.json").read_text()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
+def test_a_run_that_was_ended_goes_on_and_gives_the_same_bytes(made, tmp_path, how):
+    """The process ends when the first layer is packed."""
+    model, calibration, *_ = made
+    options = ("--hi", 4, "--lo", 2, "--quantizer", "gptq", "--calibration", calibration)
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    program = f"""
+import os, signal
+from vllm_dymoe.cli import app
+from vllm_dymoe.quantize.journal import Journal
+add = Journal.add
+def add_and_end(journal, *layer):
+    add(journal, *layer)
+    os.kill(os.getpid(), signal.{how})
+Journal.add = add_and_end
+app({["quantize", str(model.folder), "-o", str(out), *map(str, options)]!r})
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).returncode != 0
+    assert not out.exists()
+    (left,) = tmp_path.glob("out.partial-*")
+    assert len((left / journal.NAME).read_text().splitlines()) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        read, original = [], Checkpoint.expert
+        patch.setattr(Checkpoint, "expert", lambda *place: (read.append(place[1:]), original(*place))[1])
+        quantized(model, out, *options)
+    assert sorted(read) == [(1, expert) for expert in range(EXPERTS)], "the first layer is not packed again"
+    quantized(model, whole, *options)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+        path.name: path.read_bytes() for path in whole.iterdir()
+    }
+    assert not list(tmp_path.glob("out.partial-*"))
+
+
+def test_what_was_packed_for_another_purpose_is_not_gone_on_with(tmp_path):
+    book = journal.Journal(tmp_path, "4 bits")
+    book.add(0, "state")
+    with (tmp_path / journal.NAME).open("a") as file:
+        file.write('[1, "sta')  # the process ended here
+    assert journal.Journal(tmp_path, "4 bits").layers == {0: "state"}
+    assert (tmp_path / journal.NAME).read_text() == '4 bits\n[0, "state"]\n'
+    assert not journal.is_journal_of(tmp_path, "2 bits")
+    assert journal.Journal(tmp_path, "2 bits").layers == {}
+
+
+def test_what_cannot_be_calibrated_with_is_refused(made, tmp_path):
+    model, calibration, *_ = made
+    out = tmp_path / "out"
+    gptq = ("quantize", model.folder, "-o", out, "--quantizer", "gptq")
+    assert "gptq needs --calibration" in refused(*gptq)
+    assert "holds no calibration" in refused(*gptq, "--calibration", tmp_path)
+    assert "does not use a --calibration" in refused(*gptq[:-1], "hqq", "--calibration", calibration)
+    other = make_model(tmp_path / "other", "mixtral")
+    other.tensors = {name: tensor + 1 for name, tensor in other.tensors.items()}
+    other.save()
+    assert "the calibration of another model" in refused(
+        "quantize", other.folder, "-o", out, "--quantizer", "gptq", "--calibration", calibration
+    )
+    assert not out.exists()

@@ -1,0 +1,143 @@
+"""Calibration in a real engine: what is recorded, how it goes on after a break, and what GPTQ makes of it."""
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.e2e.engines import MODEL, engine, runtime_of
+from vllm_dymoe import calibrate
+from vllm_dymoe.experts.layout import Projection
+from vllm_dymoe.quantize.calibration import Calibration
+from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.quantize.recording import CalibrationError
+from vllm_dymoe.vllm_adapter import calibrate as calibrating
+
+pytestmark = pytest.mark.engine
+
+LAYERS, EXPERTS, TOP_K, HIDDEN = 8, 32, 4, 256
+TOKENS, LENGTH, PART = 600, 100, 250
+
+
+def texts():
+    return [(MODEL / "heldout" / f"{name}.txt").read_text()[6000:16000] for name in ("docs", "code")]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    # Prefix caching would leave out what was read before; a chunk is smaller than a part.
+    with engine(
+        dymoe={"hi": 16, "expert_budget": "50%"}, enable_prefix_caching=True, max_num_batched_tokens=128
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(calibrating, "PART_TOKENS", PART)
+
+
+def run(llm, out, progress=lambda done, total: None):
+    return calibrate(llm, texts(), out, tokens=TOKENS, length=LENGTH, progress=progress)
+
+
+@pytest.fixture(scope="module")
+def recorded(llm, tmp_path_factory):
+    """A calibration, and what the runtime was given meanwhile: by layer, inputs, weights and experts."""
+    runtime, seen = runtime_of(llm), [([], [], []) for _ in range(LAYERS)]
+    original = runtime.forward
+
+    def forward(layer, x, weights, ids, *rest):
+        for kind, values in zip(seen[layer], (x, weights, ids), strict=True):
+            kind.append(values.clone())
+        return original(layer, x, weights, ids, *rest)
+
+    out = tmp_path_factory.mktemp("calibration")
+    runtime.forward = forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrating, "PART_TOKENS", PART)
+        try:
+            recording = run(llm, out)
+        finally:
+            del runtime.forward
+    return out, recording, [tuple(torch.cat(rows) for rows in layer) for layer in seen]
+
+
+def test_hessians_are_those_of_what_the_experts_read(recorded):
+    out, recording, seen = recorded
+    assert (recording.layers, recording.num_experts, recording.top_k) == (tuple(range(LAYERS)), EXPERTS, TOP_K)
+    assert len(recording.parts) > 1
+    found, checkpoint = Calibration(out), Checkpoint(MODEL)
+    for layer, (x, shares, ids) in enumerate(seen):
+        assert len(x) == sum(recording.parts), "every token once, and no other"
+        expert = int(torch.bincount(ids.flatten().long(), minlength=EXPERTS).argmax())
+        assert int(found.tokens(layer)[expert]) == int((ids == expert).sum())
+        rows, share = x[(ids == expert).any(1)].double(), shares[ids == expert].double().unsqueeze(1)
+        outer, inner = found.curvatures(layer, expert, checkpoint.expert(layer, expert))
+        expected = (rows * share).t() @ (rows * share)
+        assert (outer.hessian - expected).norm() < 1e-5 * expected.norm()
+        weight = {p: matrix.double() for p, (matrix, _) in checkpoint.expert(layer, expert).items()}
+        gate = rows @ weight[Projection.GATE].t()
+        hidden = torch.nn.functional.silu(gate) * (rows @ weight[Projection.UP].t()) * share
+        expected = hidden.t() @ hidden
+        assert (inner.hessian - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_inputs_are_those_of_transformers(recorded):
+    """The same texts through another implementation of the model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out, recording, _ = recorded
+    pieces = calibrating._pieces(AutoTokenizer.from_pretrained(MODEL), texts(), TOKENS, LENGTH)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+    seen = []
+    for layer in model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].clone()))
+    with torch.no_grad():
+        for piece in pieces:
+            model(torch.tensor([piece]), use_cache=False)
+    found = Calibration(out)
+    for layer in range(LAYERS):
+        theirs = torch.cat(seen[layer::LAYERS]).double()
+        ours = torch.cat([found._tensor(part, layer, "inputs") for part in range(len(recording.parts))]).double()
+        ours, theirs = ours.t() @ ours, theirs.t() @ theirs
+        # Both round to bfloat16 between operations; the first layer differs by that alone, the last by eight times.
+        assert (ours - theirs).norm() < 0.03 * theirs.norm(), layer
+
+
+def test_a_run_that_was_ended_goes_on_and_gives_the_same_bytes(llm, recorded, tmp_path, monkeypatch):
+    whole, recording, _ = recorded
+    out, asked = tmp_path / "out", []
+
+    def ended(done, total):
+        if done == sum(recording.parts[:1]):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, out, ended)
+    assert recording.missing(out) == list(range(1, len(recording.parts)))
+    # In the middle of a part: its first step is recorded, then nobody asks for the rest.
+    model = llm.llm_engine.vllm_config.quant_config.loaded_model()
+    model.record(recording.part(out, 1), recording.parts[1])
+    llm.generate({"prompt_token_ids": list(range(5, 50))}, use_tqdm=False)
+    assert recording.missing(out) == list(range(1, len(recording.parts)))
+    original = calibrating._ask
+    monkeypatch.setattr(calibrating, "_ask", lambda llm, *call: (asked.append(call), original(llm, *call)))
+    again = run(llm, out)
+    assert again == recording
+    assert len(asked) == 2 * (len(recording.parts) - 1), "what was complete is not computed again"
+    for part in range(len(recording.parts)):
+        assert recording.part(out, part).read_bytes() == recording.part(whole, part).read_bytes()
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in whole.iterdir())
+
+
+def test_another_calibration_is_not_mixed_in(llm, recorded):
+    out, *_ = recorded
+    with pytest.raises(CalibrationError, match="other texts or other options"):
+        calibrate(llm, ["another text " * 50], out, tokens=TOKENS, length=LENGTH)
+
+
+def test_recording_costs_nothing_when_it_is_over(llm, recorded):
+    model = llm.llm_engine.vllm_config.quant_config.loaded_model()
+    assert model.recorder is None
+    with safe_open(recorded[1].part(recorded[0], 0), framework="pt") as file:
+        assert len(file.keys()) == 3 * LAYERS

@@ -123,6 +123,7 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_bytes(made, tmp_path, h
     out, whole = tmp_path / "out", tmp_path / "whole"
     program = f"""
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from vllm_dymoe.cli import app
 from vllm_dymoe.quantize.journal import Journal
 add = Journal.add

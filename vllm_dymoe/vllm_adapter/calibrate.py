@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.quantize.checkpoint import Checkpoint, read_config
 from vllm_dymoe.quantize.recording import MANIFEST, CalibrationError, Recording, check_space
 from vllm_dymoe.vllm_adapter.checkpoint import local_folder
 
@@ -27,11 +27,13 @@ def start(model: str, length: int, options: dict[str, Any]) -> LLM:
         length: tokens of a text.
         options: of the plugin.
     """
+    config = read_config(Path(model))
+    longest = (config.get("text_config") or config).get("max_position_embeddings")
     return LLM(
         model=model,
         quantization="dymoe",
         additional_config={"dymoe": {"hi": 16, **options}},
-        max_model_len=length + 1,
+        max_model_len=None if longest is not None and longest <= length else length + 1,
         max_num_batched_tokens=max(PART_TOKENS, length + 1),
         enforce_eager=True,
         enable_prefix_caching=False,
@@ -54,7 +56,7 @@ def calibrate(llm: LLM, texts: Iterable[str], out: Path, *, tokens: int, length:
     """
     config = llm.llm_engine.vllm_config
     length = min(length, config.model_config.max_model_len - 1)
-    pieces = _pieces(llm.get_tokenizer(), texts, tokens, length)
+    pieces = _pieces(llm.get_tokenizer(), [texts] if isinstance(texts, str) else texts, tokens, length)
     parts = _parts(pieces)
     recording = _describe(llm, Checkpoint(local_folder(config)), parts)
     out = out.absolute()
@@ -65,6 +67,8 @@ def calibrate(llm: LLM, texts: Iterable[str], out: Path, *, tokens: int, length:
     done -= sum(recording.parts[number] for number in missing)
     progress(done, sum(recording.parts))
     for number in missing:
+        if llm.llm_engine.has_unfinished_requests():
+            raise CalibrationError("the model still has requests, whose tokens would be recorded too; start it again.")
         _ask(llm, "dymoe_record", str(recording.part(out, number)), recording.parts[number])
         prompts: Any = [{"prompt_token_ids": piece} for piece in parts[number]]
         answers = llm.generate(prompts, sampling, use_tqdm=False)

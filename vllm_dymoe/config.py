@@ -137,8 +137,8 @@ class Options(BaseModel):
     """Which expert gets which tier: "exact" (all high), "uniform-lo" (all low), or a paper's system by name."""
     policy_options: dict[str, Any] = {}
     """Parameters of the policy, by name."""
-    skipped_weights: Literal["renormalize", "keep"] = "renormalize"
-    """Routing weights of experts that are skipped: handed to the token's other experts, or lost."""
+    skipped_weights: Literal["keep", "renormalize"] = "keep"
+    """Routing weights of experts that are skipped: lost, or handed to the token's other experts."""
     reuse_high: bool = True
     """Whether an expert that is wanted low is computed high where its high version is on the device."""
     prefetch: str = "none"

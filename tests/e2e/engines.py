@@ -115,6 +115,21 @@ def recorded_layers(runtime: Any) -> Iterator[list[torch.Tensor]]:
         del runtime.forward
 
 
+class WatchedPolicy:
+    """A policy that keeps what it was asked and what it said."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        self.tiers, self.heavy_share, self.shares = policy.tiers, policy.heavy_share, policy.shares
+        self.seen: list[tuple[Any, Any]] = []
+
+    def plan(self, routing: Any) -> Any:
+        """Ask the policy."""
+        plan = self._policy.plan(routing)
+        self.seen.append((routing, plan))
+        return plan
+
+
 @contextlib.contextmanager
 def gates_compared(llm: Any) -> Iterator[list[float]]:
     """Collect, for every MoE layer of every step, the share of vLLM's choices that the layer's gate would have made."""

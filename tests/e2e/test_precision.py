@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.e2e.engines import answer, engine, prompts, recorded_layers, runtime_of
+from tests.e2e.architectures import ARCHITECTURES
+from tests.e2e.engines import WatchedPolicy, answer, engine, prompts, recorded_layers, runtime_of
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.policy import make_policy
 from vllm_dymoe.policy.schedule import Schedule
@@ -30,27 +31,13 @@ def stats_of(llm):
     return stats
 
 
-class Watched:
-    """A policy that keeps what it was asked and what it said."""
-
-    def __init__(self, policy):
-        self._policy = policy
-        self.tiers, self.heavy_share, self.shares = policy.tiers, policy.heavy_share, policy.shares
-        self.seen = []
-
-    def plan(self, routing):
-        plan = self._policy.plan(routing)
-        self.seen.append((routing, plan))
-        return plan
-
-
 @pytest.fixture
 def watched(llm):
     """Watch the policy from here on; a function, because a change of precision makes a new one."""
     runtime = runtime_of(llm)
 
     def watch():
-        runtime.policy = Watched(runtime.policy)
+        runtime.policy = WatchedPolicy(runtime.policy)
         return runtime.policy.seen
 
     yield watch
@@ -158,3 +145,28 @@ def test_retention_1_is_exact_and_what_is_refused_changes_nothing(llm):
     assert len(ours) == len(theirs) > 0
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     change(llm, retention=0.75)
+
+
+def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):
+    """MLA hands over none: every token of a prompt counts, and everything else is as ever."""
+    options = {"hi": 4, "lo": 2, "policy": "dymoe", "policy_options": {"retention": 0.5}, "reuse_high": False}
+    model, texts = ARCHITECTURES["deepseek-v2"].save(tmp_path / "mla"), [list(range(5, 35)), list(range(90, 101))]
+    with engine(model, options, skip_tokenizer_init=True, max_num_seqs=8, max_model_len=128) as llm:
+        runtime, want = runtime_of(llm), None
+        for budget in ("100%", "minimum"):
+            runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
+            watched = runtime.policy = WatchedPolicy(make_policy("dymoe", options["policy_options"]))
+            with recorded_layers(runtime) as layers:
+                answer(llm, [{"prompt_token_ids": text} for text in texts], max_tokens=6)
+            runtime.check_integrity()
+            want = want or layers
+            assert all(torch.equal(a, b) for a, b in zip(layers, want, strict=True)), budget
+    read = [(routing, plan) for routing, plan in watched.seen if routing.prompt is not None]
+    assert len(read) == len(runtime.experts.layers) < len(watched.seen)
+    for routing, plan in read:
+        assert torch.equal(routing.prompt.heavy, routing.prompt.rows)
+        high = {expert for expert, tier in plan.items() if tier is Tier.HI}
+        assert len(high) == Schedule(0.5).critical(routing.layer, routing.num_layers, len(plan))
+        load = routing.expert_ids.flatten().bincount().tolist()
+        least, most = min((load[e] for e in high), default=99), max((load[e] for e in plan.keys() - high), default=0)
+        assert least >= most

@@ -53,7 +53,7 @@ class Server:
         command += ["--enforce-eager"] if eager else []
         # As for any user: the engine core is a process of its own, whatever other tests asked of vLLM.
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
-        environment["VLLM_LOG_STATS_INTERVAL"] = "1"
+        environment |= {"VLLM_LOG_STATS_INTERVAL": "1", "VLLM_PLUGINS": "dymoe"}
         with log.open("w") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
@@ -79,8 +79,9 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
-    """No --quantization: the checkpoint says what it is."""
-    options = json.dumps({"dymoe": {"expert_budget": "25%"}})
+    """No --quantization: the checkpoint says what it is. Every expert is high, until a test wants less."""
+    policy = {"policy": "dymoe", "policy_options": {"retention": 1}, "prefetch": "none"}
+    options = json.dumps({"dymoe": {"expert_budget": "25%"} | policy})
     server = Server(checkpoint, tmp_path_factory.mktemp("server") / "log", "--additional-config", options)
     server.wait_until_ready()
     yield server
@@ -100,7 +101,7 @@ def complete(client, prompt, **options):
 def test_one_loud_line_says_what_is_active(server, checkpoint):
     lines = [line for line in server.log.read_text().splitlines() if "is active" in line]
     assert len(lines) == 1
-    for part in ("8 MoE layers x 32 experts", "hi = 4 bits", "64 slots", "budget", "policy exact", str(checkpoint)):
+    for part in ("8 MoE layers x 32 experts", "hi = 4 bits", "64 slots", "budget", "policy dymoe", str(checkpoint)):
         assert part in lines[0], part
 
 
@@ -148,6 +149,46 @@ def test_statistics_and_live_resizing(client, server):
     assert stats["peak_expert_bytes"] <= stats["budget_bytes"]
     assert rpc(server, "dymoe_resize", "50%")[0]["slots"]["hi"] == 128
     assert complete(client, prompts()[1], max_tokens=24).choices[0].text == before
+    rpc(server, "dymoe_check_integrity")
+
+
+def planned(client, server):
+    """Experts that one completion was given in each tier."""
+    rpc(server, "dymoe_reset_stats")
+    complete(client, prompts()[1])
+    return rpc(server, "dymoe_stats")[0]["planned"]
+
+
+def test_a_client_changes_precision_over_http(client, server):
+    def change(**changes):
+        (rank,) = client.post("/dymoe/precision", body=changes, cast_to=object)["ranks"]
+        return rank
+
+    before = complete(client, prompts()[1]).choices[0].text
+    (rank,) = client.get("/dymoe/precision", cast_to=object)["ranks"]
+    assert (rank["hi"], rank["lo"], rank["policy_options"]) == (4, 2, {"retention": 1})
+    assert planned(client, server)["lo"] == 0
+    try:
+        stream = complete(client, prompts()[2], max_tokens=200, stream=True, extra_body={"ignore_eos": True})
+        next(stream)
+        rpc(server, "dymoe_reset_stats")
+        assert change(retention=0.5)["policy_options"] == {"retention": 0.5}
+        assert sum(1 for _ in stream) > 100, "the answer went on"
+        counts = rpc(server, "dymoe_stats")[0]["planned"]
+        assert counts["lo"] > 0, "and did so with less precision"
+        assert change(lo=0)["lo"] == 0
+        counts = planned(client, server)
+        assert counts["skip"] > 0
+        assert counts["lo"] == 0
+        with pytest.raises(openai.BadRequestError, match="vllm-dymoe: the precision stays as it was"):
+            change(retention=2)
+        with pytest.raises(openai.BadRequestError, match="vllm-dymoe: hi cannot become 16 bits"):
+            change(hi=16)
+        (rank,) = client.get("/dymoe/precision", cast_to=object)["ranks"]
+        assert (rank["lo"], rank["policy_options"]) == (0, {"retention": 0.5})
+    finally:
+        change(retention=1, lo=2)
+    assert complete(client, prompts()[1]).choices[0].text == before
     rpc(server, "dymoe_check_integrity")
 
 

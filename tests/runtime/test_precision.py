@@ -258,10 +258,10 @@ def test_a_change_that_needs_no_other_slots_keeps_the_cache():
     runtime = make_runtime(0.75, "40%")
     run(runtime)
     held = set(runtime.cache.handles.versions())
-    runtime.set_precision(heavy_share=0.5, skipped_weights="keep")
+    runtime.set_precision(heavy_share=0.5, skipped_weights="renormalize")
     assert set(runtime.cache.handles.versions()) == held
     assert runtime.policy.heavy_share == 0.5
-    assert runtime.options.skipped_weights == "keep"
+    assert runtime.options.skipped_weights == "renormalize"
 
 
 def test_memory_that_is_gone_in_between_leaves_the_old_precision(monkeypatch):

@@ -1,0 +1,257 @@
+"""The shipped model in one vLLM engine, whose experts are exchanged between measurements, and what its answers lose.
+
+The engine computes everything but the experts once and for all; what is measured differs in the
+runtime alone: the store that it reads, its options, its policy. vLLM scores a text as a prompt
+(``prompt_logprobs``), in one step or, where its scheduler may give a step one token only, as it would decode it.
+"""
+
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+# Read by vLLM when it is imported: the engine core stays in this process, where its experts can be exchanged.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("DYMOE_STORE_DIR", tempfile.mkdtemp(prefix="dymoe-quality-"))
+
+import torch
+from losses import Scores
+from vllm import LLM, SamplingParams
+
+import vllm_dymoe
+from vllm_dymoe.config import Options
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, ModelExperts
+from vllm_dymoe.experts.store import BlobKey, FileStore, HostStore
+from vllm_dymoe.kernels import MatrixFormat
+from vllm_dymoe.policy import Policy
+from vllm_dymoe.quantize import QUANTIZERS, Quantizer, make_quantizer
+from vllm_dymoe.quantize.calibration import Calibration
+from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.quantize.convert import Recipe, convert
+from vllm_dymoe.quantize.experts import ExpertPacker, MemorySink
+from vllm_dymoe.runtime import MoERuntime
+
+MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
+DOMAINS = ("docs", "code", "arithmetic")
+END = "<|endoftext|>"
+WINDOW = 512  # tokens of context at most
+GROUP_SIZE = 64
+WIDTHS = (16, 8, 4, 2)
+SCORE = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+
+
+class ThreeBits(MatrixFormat):
+    """The runtime has no 3 bits; quantizers do not mind."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute the experts.
+
+    Attributes:
+        name: in the tables.
+        options: of the plugin, but for the budget.
+        quantizer: made the bytes; "3 bits, NAME" has weights of 3 bits at 16.
+        policy: in place of the one that the options name.
+    """
+
+    name: str
+    options: dict[str, Any]
+    quantizer: str = "rtn"
+    policy: Policy | None = None
+
+
+class SeveralStores:
+    """Stores of the same experts at different widths, as one.
+
+    Args:
+        by_bits: which holds which width.
+    """
+
+    description = "several stores"
+
+    def __init__(self, by_bits: Mapping[int, HostStore]) -> None:
+        self._by_bits = by_bits
+        formats = {bits: store.experts.formats[bits] for bits, store in by_bits.items()}
+        self.experts = replace(by_bits[16].experts, formats=formats)
+
+    def read_into(
+        self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
+    ) -> None:
+        """From the store that has the width."""
+        self._by_bits[key.bits].read_into(key, destination, projections, wait=wait)
+
+    def close(self) -> None:
+        """Close all of them."""
+        for store in self._by_bits.values():
+            store.close()
+
+
+class Bench:
+    """One engine, its texts, and the experts that each quantizer makes.
+
+    Args:
+        windows: texts of each domain that are read as prompts, of WINDOW tokens, spread evenly over what is held out.
+        decoded: tokens of the first of them that are read one by one.
+
+    Attributes:
+        prompts: token numbers of each text.
+        decoded: the beginnings of some.
+    """
+
+    def __init__(self, windows: int, decoded: int) -> None:
+        options = {"hi": 16, "lo": 2, "policy": "dymoe", "expert_budget": "100%", "group_size": GROUP_SIZE}
+        self._llm = LLM(
+            model=str(MODEL),
+            quantization="dymoe",
+            additional_config={"dymoe": options},
+            enforce_eager=True,
+            max_model_len=WINDOW + 8,
+            max_num_seqs=1,
+            max_num_batched_tokens=WINDOW + 8,
+            enable_prefix_caching=False,
+        )
+        core = self._llm.llm_engine
+        self._model = core.vllm_config.quant_config.loaded_model()
+        self._scheduler = core.engine_core.engine_core.scheduler
+        self._sampler = core.model_executor.driver_worker.worker.model_runner.sampler
+        self._seen: list[torch.Tensor] = []
+        compute_logprobs = self._sampler.compute_logprobs
+
+        def watched(logits: torch.Tensor) -> torch.Tensor:
+            self._seen.append(compute_logprobs(logits))
+            return self._seen[-1]
+
+        # vLLM hands out the likeliest tokens only, and KL divergence needs all of them.
+        self._sampler.compute_logprobs = watched
+        self._checkpoint = Checkpoint(MODEL)
+        self.prompts, self._unread = self._texts(windows)
+        self.decoded = [text[:decoded] for text in self.prompts[::windows]]
+        self._stores: dict[str, HostStore] = {name: self._pack(name) for name in QUANTIZERS}
+        self._stores |= {f"3 bits, {name}": self._round_to_three(name) for name in QUANTIZERS}
+        self._stores["gptq"] = self._calibrate()
+
+    @property
+    def experts(self) -> ModelExperts:
+        """Shapes and formats."""
+        return self._checkpoint.model_experts(WIDTHS, GROUP_SIZE, torch.bfloat16)
+
+    def _texts(self, windows: int) -> tuple[list[list[int]], list[str]]:
+        """Windows of each domain, and what lies between them, for calibration."""
+        tokenizer = self._llm.get_tokenizer()
+        found, between = [], []
+        for domain in DOMAINS:
+            documents = (MODEL / "heldout" / f"{domain}.txt").read_text().split(f"\n{END}\n")
+            ids = [token for text in documents for token in [*tokenizer.encode(text.strip("\n")), 0]]
+            stride = (len(ids) - WINDOW) // windows
+            assert stride > WINDOW, f"{domain} has {len(ids)} tokens, too few for {windows} windows of {WINDOW}"
+            for start in range(0, windows * stride, stride):
+                found.append(ids[start : start + WINDOW])
+                between.append(tokenizer.decode(ids[start + WINDOW : start + stride]))
+        return found, between
+
+    def score(self, variant: Variant, texts: list[list[int]], *, decode: bool, share: float | None = None) -> Scores:
+        """Let the engine read the texts with these experts.
+
+        Args:
+            variant: the experts.
+            texts: token numbers.
+            decode: a token in each step, in place of a text.
+            share: the budget, of all experts' bytes at 4 bits; None holds every expert, each in the planned version.
+        """
+        budget: dict[str, Any] = {"expert_budget": "100%", "reuse_high": False}
+        if share is not None:
+            budget = {"expert_budget": self._bytes(share)}
+        options = Options(group_size=GROUP_SIZE, **variant.options, **budget)
+        self._serve(self._stores[variant.quantizer], options, variant.policy)
+        self._scheduler.max_num_scheduled_tokens = 1 if decode else WINDOW + 8
+        if share is not None:  # a cache that has been in use
+            self._read(texts[-1][:64])
+            self._model.runtime.reset_stats()
+        scores = Scores()
+        for text in texts:
+            scores.logprobs.append(self._read(text))
+            scores.steps += len(text) if decode else 1
+        stats = self._model.runtime.stats()
+        self._model.runtime.check_integrity()
+        scores.moved, scores.planned = sum(stats.bytes_moved.values()), stats.planned
+        return scores
+
+    def planned_bytes(self, scores: Scores, variant: Variant) -> float:
+        """Bytes of the experts that a step computed, wherever they were."""
+        formats, bits = self.experts.formats, variant.options
+        nbytes = scores.planned["hi"] * formats[bits["hi"]].nbytes
+        if bits.get("lo"):
+            nbytes += scores.planned["lo"] * formats[bits["lo"]].nbytes
+        return nbytes / scores.steps
+
+    def _serve(self, store: HostStore, options: Options, policy: Policy | None = None) -> None:
+        before = self._model.runtime
+        self._model.runtime = MoERuntime(store, options, torch.device("cpu"), policy=policy)
+        before.engine.close()
+
+    def _bytes(self, share: float) -> int:
+        return self._model.runtime.kernel.workspace_bytes + int(share * self.experts.nbytes(4))
+
+    def _read(self, text: list[int]) -> torch.Tensor:
+        """Log-probabilities of what follows each token but the last: float32 [tokens - 1, vocabulary].
+
+        Raises:
+            SystemExit: they are not those that vLLM answers with.
+        """
+        self._seen.clear()
+        (output,) = self._llm.generate({"prompt_token_ids": text}, SCORE, use_tqdm=False)
+        found = torch.cat(self._seen)
+        if found.shape[0] != len(text) - 1:
+            raise SystemExit(f"{found.shape[0]} rows were seen for a text of {len(text)} tokens; nothing reported")
+        last = output.prompt_logprobs[-1][text[-1]].logprob
+        if not math.isclose(found[-1, text[-1]], last, abs_tol=1e-4):
+            raise SystemExit("what was seen is not what vLLM answers; nothing reported")
+        return found
+
+    def _weights(self) -> Iterator[tuple[int, int, Any, torch.Tensor]]:
+        for layer, expert, projection, weight, _ in self._checkpoint.projections():
+            yield layer, expert, projection, weight
+
+    def _pack(self, name: str) -> HostStore:
+        packer = ExpertPacker(self.experts, make_quantizer(name), MemorySink(self.experts, pin=False))
+        for place in self._weights():
+            packer.put(*place)
+        return packer.finish()
+
+    def _round_to_three(self, name: str) -> HostStore:
+        experts = self._checkpoint.model_experts((16,), GROUP_SIZE, torch.bfloat16)
+        quantizer = make_quantizer(name)
+        packer = ExpertPacker(experts, quantizer, MemorySink(experts, pin=False))
+        for layer, expert, projection, weight in self._weights():
+            packer.put(layer, expert, projection, rounded(weight, quantizer))
+        return packer.finish()
+
+    def _calibrate(self) -> HostStore:
+        """GPTQ for what the experts read in texts that are not measured."""
+        folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
+        self._serve(self._stores["rtn"], Options(hi=16, group_size=GROUP_SIZE, expert_budget="100%"))
+        vllm_dymoe.calibrate(self._llm, self._unread, folder / "calibration", length=WINDOW)
+        calibration, stores = Calibration(folder / "calibration"), {16: self._stores["rtn"]}
+        for hi, lo in ((8, 0), (4, 2)):
+            recipe = Recipe(hi, lo, GROUP_SIZE, "gptq", calibration=calibration)
+            store = FileStore(convert(self._checkpoint, folder / f"{hi}-bit", recipe).folder)
+            stores |= dict.fromkeys(store.experts.formats, store)
+        return SeveralStores(stores)
+
+
+def rounded(weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+    """A matrix [rows, columns] after 3 bits."""
+    form = ThreeBits(*weight.shape, 3, GROUP_SIZE, torch.bfloat16)
+    found = quantizer.quantize(weight, form)
+    steps = found.codes.float() - form.midpoint
+    scales, zeros = (part.float().repeat_interleave(GROUP_SIZE, 1) for part in (found.scales, found.zeros))
+    return (steps * scales[:, : form.columns] + zeros[:, : form.columns]).to(weight.dtype)

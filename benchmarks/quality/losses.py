@@ -1,0 +1,51 @@
+"""How far answers are from those of the same model at 16 bits."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Scores:
+    """What was predicted for every token of the texts.
+
+    Attributes:
+        logprobs: for each text float32 [tokens - 1, vocabulary], of what follows each token but the last.
+        moved: bytes of experts that came to the device.
+        steps: of the engine.
+        planned: experts that the policy gave each tier.
+    """
+
+    logprobs: list[torch.Tensor] = field(default_factory=list)
+    moved: int = 0
+    steps: int = 0
+    planned: dict[str, int] = field(default_factory=dict)
+
+
+def losses(scores: Scores, reference: Scores, texts: list[list[int]]) -> dict[str, float]:
+    """How far the scores are from those at 16 bits.
+
+    Errors are standard errors of the mean over tokens, each compared with itself at 16 bits.
+
+    Returns:
+        perplexity; loss, by which share it is higher than the reference's, and its error; agreement, the share of
+        tokens whose likeliest successor is the same; the KL divergence from the reference in nats, and its error.
+    """
+    nats, more, kl, same = [], [], [], []
+    for ours, theirs, text in zip(scores.logprobs, reference.logprobs, texts, strict=True):
+        following = torch.tensor(text[1:]).unsqueeze(1)
+        nats.append(-ours.gather(1, following).squeeze(1))
+        more.append(nats[-1] + theirs.gather(1, following).squeeze(1))
+        kl.append((theirs.exp() * (theirs - ours)).sum(1))
+        same.append((ours.argmax(1) == theirs.argmax(1)).float())
+    difference, divergence = torch.cat(more).double(), torch.cat(kl).double()
+    loss, root = math.expm1(difference.mean()), math.sqrt(len(difference))
+    return {
+        "perplexity": math.exp(torch.cat(nats).double().mean()),
+        "loss": loss,
+        "loss_error": (1 + loss) * float(difference.std()) / root,
+        "agreement": float(torch.cat(same).mean()),
+        "kl_nats": float(divergence.mean()),
+        "kl_error": float(divergence.std()) / root,
+    }

@@ -1,0 +1,109 @@
+"""benchmarks/quality: what it compares the policy with, what it says of answers, and that its page is its results'."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.policy import DymoeOptions, Routing, make_policy
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "quality"
+LAYERS, ACTIVE = 8, 32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder():
+    """Its modules import each other by name, as scripts do."""
+    names = ("choices", "losses", "report")
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
+
+
+def high_experts(policy):
+    """What a policy makes high in each layer of a step that uses every expert once, the later ones with more weight."""
+    ids, weights = torch.arange(ACTIVE).unsqueeze(0), torch.arange(ACTIVE).float().unsqueeze(0)
+    plans = [policy.plan(Routing(layer, LAYERS, ids, weights, tuple(range(ACTIVE)))) for layer in range(LAYERS)]
+    return [{expert for expert, tier in plan.items() if tier is Tier.HI} for plan in plans]
+
+
+@pytest.mark.parametrize("retention", [0.9, 0.75, 0.5])
+def test_every_choice_has_as_many_high_experts(retention):
+    from choices import ChosenPolicy
+
+    options = DymoeOptions(retention=retention, rounding="nearest")
+    found = {
+        (by_importance, by_depth): high_experts(ChosenPolicy(options, by_importance=by_importance, by_depth=by_depth))
+        for by_importance in (True, False)
+        for by_depth in (True, False)
+    }
+    assert found[True, True] == high_experts(make_policy("dymoe", options.model_dump()))
+    counts = {choice: [len(high) for high in layers] for choice, layers in found.items()}
+    assert counts[True, False] == counts[False, False] == [round(retention * ACTIVE)] * LAYERS
+    assert counts[True, True] == counts[False, True]
+    assert abs(sum(counts[True, True]) - sum(counts[True, False])) <= 2  # of 256: what rounding leaves
+    best = [set(range(ACTIVE - count, ACTIVE)) for count in counts[True, False]]
+    assert found[True, False] == best
+    assert found[False, False] != best
+
+
+def test_one_layer_is_low():
+    from choices import OneLayerLow
+
+    assert [len(high) for high in high_experts(OneLayerLow(3))] == [32, 32, 32, 0, 32, 32, 32, 32]
+    assert OneLayerLow(3).shares(8, 4)[Tier.LO] == [0, 0, 0, 1, 0, 0, 0, 0]
+
+
+def test_what_is_said_of_answers():
+    from losses import Scores, losses
+
+    # Two texts of two tokens over a vocabulary of two; what follows is token 1, then token 0.
+    texts = [[0, 1], [1, 0]]
+    reference = Scores([torch.tensor([[0.25, 0.75]]).log(), torch.tensor([[0.6, 0.4]]).log()])
+    ours = Scores([torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.4, 0.6]]).log()])
+    same = losses(reference, reference, texts)
+    assert same["perplexity"] == pytest.approx(1 / math.sqrt(0.75 * 0.6))
+    assert (same["loss"], same["agreement"]) == (0, 1)
+    assert same["kl_nats"] == pytest.approx(0, abs=1e-7)
+    found = losses(ours, reference, texts)
+    assert found["perplexity"] == pytest.approx(1 / math.sqrt(0.5 * 0.4))
+    assert found["loss"] == pytest.approx(found["perplexity"] / same["perplexity"] - 1)
+    assert found["agreement"] == 0
+    first = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)
+    second = 0.6 * math.log(0.6 / 0.4) + 0.4 * math.log(0.4 / 0.6)
+    assert found["kl_nats"] == pytest.approx((first + second) / 2)
+    assert found["kl_error"] == pytest.approx(abs(first - second) / 2)
+
+
+def test_the_page_is_what_was_measured(tmp_path):
+    import report
+
+    copy = tmp_path / "README.md"
+    copy.write_text((FOLDER / "README.md").read_text())
+    report.write_readme(json.loads((FOLDER / "results.json").read_text()), copy)
+    assert copy.read_text() == (FOLDER / "README.md").read_text()
+
+
+def test_the_tasks_for_lm_eval_are_the_held_out_texts():
+    sys.path.insert(0, str(FOLDER / "lm_eval"))
+    try:
+        import make_tasks
+    finally:
+        sys.path.remove(str(FOLDER / "lm_eval"))
+    for name, rows in (("continuations", make_tasks.continuations()), ("problems", make_tasks.problems())):
+        stored = [json.loads(line) for line in (FOLDER / "lm_eval" / f"{name}.jsonl").read_text().splitlines()]
+        assert stored == rows
+        assert f"lm_eval/{name}.jsonl" in (FOLDER / "lm_eval" / f"{name}.yaml").read_text()
+    texts = {domain: "\n".join(make_tasks.documents(domain)) for domain in ("docs", "code")}
+    for row in make_tasks.continuations():
+        goes_on = [row["context"] + choice in texts[row["domain"]] for choice in row["choices"]]
+        assert goes_on.count(True) == 1
+        assert goes_on[row["label"]]

@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -20,6 +20,7 @@ from vllm_dymoe.predict import SCHEMES
 from vllm_dymoe.quantize.convert import Recipe
 from vllm_dymoe.quantize.shards import ShardFiles
 from vllm_dymoe.runtime import throttle
+from vllm_dymoe.traces import TRACE_FORMAT, Trace, TraceHeader
 from vllm_dymoe.vllm_adapter import NEWEST_VLLM, OLDEST_VLLM
 from vllm_dymoe.vllm_adapter.metrics import METRICS
 
@@ -30,6 +31,7 @@ METRICS_PAGE = (ROOT / "docs" / "metrics.md").read_text()
 PREFETCH = (ROOT / "docs" / "prefetch.md").read_text()
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
 PRECISION = (ROOT / "docs" / "precision.md").read_text()
+TRACES = (ROOT / "docs" / "traces.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 ROW, COLUMN, GROUP_SIZE = 99, 50, 32
@@ -344,6 +346,17 @@ def test_numbers_of_prefetch():
     assert "below twice the former" in text
 
 
+# -- docs/traces.md -------------------------------------------------------------------------------
+
+
+def test_the_trace_format_is_the_codes():
+    tensors = {"header", "domain"} | {code(row["name"])[0] for row in table(TRACES, "tensors")}
+    assert tensors == {field.name for field in fields(Trace)}
+    (row,) = (line for line in TRACES.splitlines() if line.startswith("| `header` |"))
+    assert set(code(row)) == {"header"} | {field.name for field in fields(TraceHeader)}
+    assert f"`format` (now {TRACE_FORMAT})" in row
+
+
 # -- docs/metrics.md ------------------------------------------------------------------------------
 
 
@@ -401,6 +414,7 @@ def test_every_package_folder_is_in_the_tree():
         "docs/precision.md",
         "docs/prefetch.md",
         "docs/quantize.md",
+        "docs/traces.md",
     ],
 )
 def test_links_lead_somewhere(path):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from os import PathLike
     from pathlib import Path
 
@@ -71,3 +71,18 @@ def calibrate(
     from vllm_dymoe.vllm_adapter import record_calibration
 
     return record_calibration(model, texts, out, options, tokens=tokens, length=length, progress=progress)
+
+
+def record_trace(
+    model: str,
+    prompts: "Sequence[tuple[str, str]]",
+    folder: "Path",
+    *,
+    max_tokens: int = 128,
+    options: "Mapping[str, Any] | None" = None,
+    engine: "Mapping[str, Any] | None" = None,
+) -> dict[str, Any]:
+    """Answer prompts, each with its domain or an empty name, and record what routers choose; see docs/traces.md."""
+    from vllm_dymoe.vllm_adapter import record_prompts
+
+    return record_prompts(model, prompts, folder, max_tokens, options or {}, engine or {})

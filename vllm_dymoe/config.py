@@ -157,6 +157,12 @@ class Options(BaseModel):
     """Seconds that one expert's transfer may take before the requests that wait for it fail; 0 waits for ever."""
     link_gbps: float | None = Field(default=None, gt=0)
     """Rate in 1e9 bytes per second of an emulated link between host store and device, on a CPU; none by default."""
+    trace_dir: Path | None = None
+    """Folder to record every token's experts to, see docs/traces.md; a trace tells about prompts."""
+    trace_limit: ByteSize = ByteSize(256 * 2**20)
+    """Bytes that the folder of traces may have; recording ends there."""
+    trace_inputs: bool = False
+    """Whether a trace holds the routers' inputs as well, which are hundreds of times larger."""
     seed: int = 0
     """Seed of everything random (dummy weights)."""
 

@@ -118,3 +118,44 @@ def timeline(
     from vllm_dymoe.cli.timeline import run
 
     run(trace, out, begin=begin, end=end)
+
+
+@app.command()
+@one_sentence_errors
+def trace(
+    model: Annotated[str, typer.Argument(help="Model to serve, as for `vllm serve`.")],
+    prompts: Annotated[Path, typer.Option(help="A prompt in each line; or .jsonl: objects with prompt and domain.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder that the trace goes to.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
+    inputs: Annotated[
+        bool, typer.Option("--inputs", help="Record the routers' inputs as well: hundreds of times larger.")
+    ] = False,
+    limit: Annotated[str, typer.Option(help="How large the folder may become.")] = "256MiB",
+    options: Annotated[str, typer.Option(help="Options of the plugin, as JSON: '{\"hi\": 16}'.")] = "{}",
+    engine: Annotated[str, typer.Option(help="Arguments of vLLM's LLM, as JSON: '{\"max_model_len\": 4096}'.")] = "{}",
+) -> None:
+    """Run prompts through a model and record which experts each token chooses; a trace tells about the prompts."""
+    from vllm_dymoe.cli.trace import run
+
+    run(
+        model,
+        prompts,
+        out,
+        max_tokens=max_tokens,
+        inputs=inputs,
+        limit=limit,
+        options=options,
+        engine=engine,
+    )
+
+
+@app.command()
+@one_sentence_errors
+def report(
+    trace: Annotated[Path, typer.Argument(help="Trace file, or folder that one is recorded to.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Page to write.")] = Path("report.html"),
+) -> None:
+    """Show what a trace says as one page of pictures."""
+    from vllm_dymoe.cli.report import run
+
+    run(trace, out)

@@ -34,5 +34,14 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from vllm_dymoe.experts.store import StoreError
     from vllm_dymoe.quantize.recording import CalibrationError
     from vllm_dymoe.quantize.tensors import CheckpointError
+    from vllm_dymoe.traces import TraceError
 
-    return BudgetError, CalibrationError, CheckpointError, ConfigError, StoreError, TimelineError
+    return (
+        BudgetError,
+        CalibrationError,
+        CheckpointError,
+        ConfigError,
+        StoreError,
+        TimelineError,
+        TraceError,
+    )

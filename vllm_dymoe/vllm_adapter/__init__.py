@@ -69,6 +69,13 @@ def record_calibration(
     return calibrate(llm, texts, Path(out), **how)
 
 
+def record_prompts(*arguments: Any) -> dict[str, Any]:
+    """Answer prompts with an engine of its own, and record what routers choose; see ``recording``."""
+    from vllm_dymoe.vllm_adapter import recording
+
+    return recording.record_prompts(*arguments)
+
+
 def version_problem(installed: str | None = None) -> str | None:
     """Why the installed vLLM cannot be used, as a sentence; None if it can.
 

@@ -19,14 +19,15 @@ class Foresight:
 
     Attributes:
         phase: of the running step.
-        gates: of every layer, in order; empty where the scheme needs none.
+        gates: of every layer, in order; empty where nobody needs them.
     """
 
     def __init__(self, options: Options) -> None:
         self.phase = Phase.DECODE
         self._scheme = make_scheme(options.prefetch, options.prefetch_options)
         self._name = options.prefetch
-        self._tree = ModuleTree() if self._scheme.needs_gates else None
+        wanted = self._scheme.needs_gates or (options.trace_dir is not None and options.trace_inputs)
+        self._tree = ModuleTree() if wanted else None
         self._found: dict[int, tuple[str, Gate]] = {}
         self.gates: list[Gate] = []
         self._check = GateCheck([], [])
@@ -42,25 +43,32 @@ class Foresight:
 
     def predictor(self, model: RoutedModel) -> Predictor | None:
         """What foresees for the loaded model; None if nothing can or shall."""
-        if self._scheme.needs_gates:
-            if self._tree is None:
-                return None
+        if self._tree is not None:
             self._tree.close()
             names, gates = zip(*(self._found[position] for position in range(model.num_layers)), strict=True)
             self.gates = list(gates)
             self._check = GateCheck(names, self.gates)
             model = replace(model, gates=self.gates)
+        elif self._scheme.needs_gates:
+            return None
         return self._scheme.build(model)
 
     def agrees(self, layer: int, x: torch.Tensor, ids: torch.Tensor) -> bool:
-        """Whether the gate of a layer chooses what vLLM chose; asked once for each layer, and true afterwards."""
+        """Whether the predictor may go on: the gate of a layer, if it needs one, has to choose what vLLM chose.
+
+        Checked once for each layer, and true afterwards.
+        """
         if self._check:
             try:
                 self._check.check(layer, x, ids)
             except GateError as error:
                 self._give_up(str(error))
-                return False
+                return not self._scheme.needs_gates
         return True
+
+    def checked_gates(self) -> list[Gate]:
+        """The gates, when each has been seen to choose as vLLM; none before."""
+        return [] if self._check else self.gates
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Take note of a step's phase: a prefill if any request computes more than one token that is not drafted."""
@@ -71,11 +79,14 @@ class Foresight:
         self.phase = Phase.PREFILL if any(count > 1 for count in own) else Phase.DECODE
 
     def _give_up(self, reason: str) -> None:
-        logger.warning(
-            'vllm-dymoe: prefetch "%s" is off, because %s; experts are fetched when their router names them.',
-            self._name,
-            reason,
-        )
+        if self._scheme.needs_gates:
+            logger.warning(
+                'vllm-dymoe: prefetch "%s" is off, because %s; experts are fetched when their router names them.',
+                self._name,
+                reason,
+            )
+        else:
+            logger.warning("vllm-dymoe: the trace will not have what the next layer's gate says, because %s.", reason)
         if self._tree is not None:
             self._tree.close()
-        self._tree, self._check = None, GateCheck([], [])
+        self._tree, self._check, self.gates = None, GateCheck([], []), []

@@ -100,6 +100,8 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         """What the operator does, outside of any compilation."""
         if self.model.recorder is not None:
             self.model.recorder.see(self.position, x, topk_weights, topk_ids)
+        if self.model.trace is not None:
+            self.model.trace.record(self.position, x, topk_weights, topk_ids)
         if self._expert_map is not None:
             topk_ids = self._expert_map[topk_ids.long()]
         warming_up = get_forward_context().attn_metadata is None

@@ -48,12 +48,17 @@ def _with_a_beginning(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         model = _rank_model(self)
+        trace = None if model is None else model.trace
+        if trace is not None:
+            trace.begin_step(scheduler_output)
         if model is None or scheduler_output.total_num_scheduled_tokens == 0:
             return original(self, scheduler_output)
         failures = model.failures
         failures.begin()
         model.foresight.begin_step(scheduler_output)
         output = original(self, scheduler_output)
+        if trace is not None:
+            trace.end_step(self.model_runner, scheduler_output, failed=failures.sentence is not None)
         return output if output is None else failures.finish(output)  # without an output, sample_tokens comes next
 
     return execute_model
@@ -181,7 +186,7 @@ PATCHES = (
         target=("vllm.v1.worker.gpu_worker.Worker", "execute_model"),
         why=(
             "An expert that cannot be fetched must fail its step alone, so it has to be known where a step begins; and "
-            "whether it is a prefill is known here, of every attention backend."
+            "whether it is a prefill, and whose tokens it computes, is known here, of every attention backend."
         ),
         wrapper=_with_a_beginning,
         removable="an exception of a model that fails a step and not the engine",

@@ -38,6 +38,7 @@ def prepare(config: VllmConfig) -> None:
     refuse_unsupported_features(config)
     _check_ranks(config)
     _check_depth(config, options)
+    _check_trace(config, options)
     _check_budget(config, options)
     _check_weights(config)
     if current_platform.is_cuda_alike():
@@ -106,6 +107,20 @@ def _check_depth(config: VllmConfig, options: Options) -> None:
         raise ConfigError(
             f'vllm-dymoe: policy "{options.policy}" goes by the depth of a layer, which a stage of a pipeline does not '
             f"know; leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
+        )
+
+
+def _check_trace(config: VllmConfig, options: Options) -> None:
+    """Refuse to record where no process has all layers.
+
+    Raises:
+        ConfigError: it is so.
+    """
+    stages = config.parallel_config.pipeline_parallel_size
+    if options.trace_dir is not None and stages > 1:
+        raise ConfigError(
+            "vllm-dymoe: trace_dir records what all layers choose, and a stage of a pipeline has only some of them; "
+            f"leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
         )
 
 

@@ -20,9 +20,12 @@ from vllm_dymoe.kernels import Activation
 from vllm_dymoe.policy import Policy, make_policy
 from vllm_dymoe.predict import Predictor, RoutedModel
 from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink, MemorySink
+from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.traces import TraceHeader
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter.checkpoint import cached_store, fingerprint, local_folder
 from vllm_dymoe.vllm_adapter.foresight import Foresight
@@ -33,6 +36,7 @@ from vllm_dymoe.vllm_adapter.prompt_tap import PromptTap
 from vllm_dymoe.vllm_adapter.recorder import Recorder
 from vllm_dymoe.vllm_adapter.report import announce
 from vllm_dymoe.vllm_adapter.step_failures import StepFailures, make_step_failures
+from vllm_dymoe.vllm_adapter.trace_tap import TraceTap, make_trace_tap
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class RankModel:
         self._served = False
         self.recorder: Recorder | None = None
         self.foresight = Foresight(self.options)
+        self.trace: TraceTap | None = None
         self.prompts: PromptTap | None = None
         if make_policy(self.options.policy, self.options.policy_options).heavy_share is not None:
             speculative = vllm_config.speculative_config
@@ -186,6 +191,7 @@ class RankModel:
         automatic = automatic_budget(self._vllm_config, device)
         self.runtime = MoERuntime(self._store, self.options, device, automatic, predictor=self._predictor())
         announce(self.runtime, self._rank_name, seconds=time.perf_counter() - self._begin)
+        self.trace = make_trace_tap(self.options, self._trace_header(routed_experts), self.foresight)
 
     def _predictor(self) -> Predictor | None:
         """What foresees the experts of coming layers."""
@@ -197,6 +203,30 @@ class RankModel:
 
         model = RoutedModel(len(experts.layers), experts.num_experts, experts.top_k, hits=hits)
         return self.foresight.predictor(model)
+
+    def _trace_header(self, routed_experts: Any) -> TraceHeader:
+        spec = self._layers[0]
+        return TraceHeader(
+            model=self._vllm_config.model_config.model,
+            fingerprint=self.model_fingerprint,
+            num_layers=len(self._layers),
+            num_experts=routed_experts.moe_config.num_experts,
+            top_k=spec.top_k,
+            hidden=spec.hidden,
+        )
+
+    @cached_property
+    def model_fingerprint(self) -> str:
+        """Sixteen hex digits of the model's weights, whatever was made of its experts; what traces are known by."""
+        if self._dummy:
+            return self._fingerprint
+        if self._checkpoint_is_ours and isinstance(self._store, FileStore):
+            return self._store.manifest.model
+        folder = local_folder(self._vllm_config)
+        try:
+            return Checkpoint(folder).fingerprint()
+        except CheckpointError:  # vLLM reads more spellings of checkpoints than we do
+            return fingerprint(folder, "its routers")
 
     @property
     def _rank_name(self) -> str:
@@ -343,7 +373,7 @@ class RankModel:
         if not warming_up and not self._served:
             self._served = True
             self.runtime.reset_stats()
-        if self.runtime.predictor is not None and not self.foresight.agrees(layer, x, topk_ids):
+        if not self.foresight.agrees(layer, x, topk_ids):
             self.runtime.predictor = None
         try:
             prompt = None if self.prompts is None else self.prompts.tokens(x.shape[0], x.device)

@@ -84,6 +84,25 @@ class DymoeWorkerExtension:
         """Complete the part; returns what went wrong."""
         return _problem(_model(self).end_record)
 
+    def dymoe_trace(self) -> dict[str, Any] | None:
+        """Write what has been recorded so far, so that it can be read.
+
+        Returns:
+            ``folder``, and of this run ``tokens``, whether it is still ``recording``, and ``bytes`` of the folder; None
+            on a rank that records nothing.
+        """
+        tap = _model(self).trace
+        if tap is None:
+            return None
+        recorder = tap.recorder
+        recorder.flush()
+        return {
+            "folder": str(recorder.folder),
+            "tokens": recorder.tokens,
+            "recording": recorder.recording,
+            "bytes": recorder.nbytes,
+        }
+
     def dymoe_check_integrity(self) -> None:
         """Raise AssertionError if a slot, pin or byte of the budget is unaccounted for."""
         _runtime(self).check_integrity()

@@ -1,0 +1,212 @@
+"""Recording through the real engine: what is on disk is what the routers chose, of the right requests and places."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.e2e.engines import MODEL, engine, in_own_process, prompts, runtime_of
+from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.traces import Trace, statistics
+from vllm_dymoe.vllm_adapter.trace_tap import DOMAIN
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    # Prompts longer than a step may be, and a cache that is too small for all requests at once.
+    options = {"hi": 4, "trace_dir": str(folder), "trace_inputs": True}
+    settings = {"max_num_batched_tokens": 48, "enable_prefix_caching": True}
+    with engine(dymoe=options, **settings) as llm:
+        yield llm
+
+
+class Watched:
+    """The tap, with a copy of all that it is handed and the order in which it comes."""
+
+    def __init__(self, tap):
+        self._tap = tap
+        self.layers = []
+
+    def __getattr__(self, name):
+        return getattr(self._tap, name)
+
+    def record(self, layer, x, weights, ids):
+        self.layers.append((layer, x.clone(), weights.clone(), ids.clone()))
+        self._tap.record(layer, x, weights, ids)
+
+
+def tokens_of(llm, folder, before=0):
+    (report,) = llm.collective_rpc("dymoe_trace")
+    trace = Trace.load(folder)
+    assert report["tokens"] == trace.num_tokens
+    assert report["recording"]
+    return trace.select(torch.arange(before, trace.num_tokens))
+
+
+def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, folder):
+    model = llm.llm_engine.vllm_config.quant_config.loaded_model()
+    model.trace = watched = Watched(model.trace)
+    texts = [prompts()[0] * 12, prompts()[6], prompts()[11] * 8, prompts()[1], prompts()[7] * 3]
+    requests, lengths, steps = llm.llm_engine, {}, 0
+    for number, text in enumerate(texts):  # each comes while those before it are computed
+        sampling = SamplingParams(
+            temperature=0, max_tokens=10, ignore_eos=True, extra_args={DOMAIN: f"domain {number}"} if number else None
+        )
+        requests.add_request(f"request {number}", text, sampling)
+        requests.step()
+    while requests.has_unfinished_requests():
+        for output in requests.step():
+            if output.finished:
+                lengths[output.request_id] = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+        steps += 1
+    model.trace = watched._tap
+    trace = tokens_of(llm, folder)
+    assert any(length > 48 for length, _ in lengths.values()), "no prompt had to be cut"
+
+    # What the routers chose, layer by layer: rows behind a step's tokens are padding, and there is none on a CPU.
+    for layer in range(LAYERS):
+        seen = [(x, weights, ids) for at, x, weights, ids in watched.layers if at == layer]
+        assert torch.equal(trace.router_inputs[:, layer], torch.cat([x for x, _, _ in seen]).half())
+        assert torch.equal(trace.weights[:, layer], torch.cat([weights for _, weights, _ in seen]).half())
+        assert torch.equal(trace.experts[:, layer], torch.cat([ids for _, _, ids in seen]).byte())
+
+    # Every token of every request once, but the last, which is never computed.
+    assert trace.domain == ("", *(f"domain {number}" for number in range(1, 5)))
+    for number, rows in enumerate(trace.by_request()):
+        prompt, answer = lengths[f"request {number}"]
+        assert trace.request[rows].unique().tolist() == [number]
+        assert trace.position[rows].tolist() == list(range(prompt + answer - 1))
+        assert trace.prefill[rows].tolist() == [True] * prompt + [False] * (answer - 1)
+    assert trace.num_tokens == sum(prompt + answer - 1 for prompt, answer in lengths.values())
+
+    # Alone, a request chooses the same, but where two experts are nearly tied.
+    before = trace.num_tokens
+    llm.reset_prefix_cache()
+    llm.generate(texts[2], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+    alone = tokens_of(llm, folder, before)
+    together = trace.select(
+        next(rows for rows in trace.by_request() if trace.request[rows[0]] == 2)[: alone.num_tokens]
+    )
+    assert torch.equal(alone.position, together.position)
+    same = (alone.experts.sort(-1).values == together.experts.sort(-1).values).all(-1).float().mean()
+    assert same > 0.97
+    other = trace.select(next(rows for rows in trace.by_request() if trace.request[rows[0]] == 0)[: alone.num_tokens])
+    assert (alone.experts.sort(-1).values == other.experts.sort(-1).values).all(-1).float().mean() < 0.3
+
+
+def test_the_header_is_the_models_and_the_gates_are_known(llm, folder):
+    trace = Trace.load(folder)
+    header = trace.header
+    assert (header.num_layers, header.num_experts, header.top_k, header.hidden) == (LAYERS, 32, 4, 256)
+    assert header.fingerprint == Checkpoint(MODEL).fingerprint()
+    accuracy = statistics.next_gate_accuracy(trace)
+    assert accuracy[1:].min() > 0.6
+    assert accuracy[1:].mean() > accuracy[0]
+    assert statistics.activation_similarity(trace)[1:].min() > 0.5
+
+
+def test_what_the_prefix_cache_has_is_not_computed_and_preempted_requests_are(llm, folder):
+    llm.reset_prefix_cache()
+    sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    text = prompts()[0] * 12
+    before = tokens_of(llm, folder).num_tokens
+    llm.generate(text, sampling, use_tqdm=False)
+    first = tokens_of(llm, folder, before)
+    llm.generate(text, sampling, use_tqdm=False)
+    second = tokens_of(llm, folder, before + first.num_tokens)
+    assert first.position[0] == 0
+    assert 0 < second.position[0] < first.position[-1]
+    assert second.position.tolist() == list(range(int(second.position[0]), int(first.position[-1]) + 1))
+    assert second.request.unique().tolist() == [int(first.request[0]) + 1]
+
+    requests = llm.llm_engine
+    before = tokens_of(llm, folder).num_tokens
+    requests.add_request("again", prompts()[1], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    for _ in range(5):
+        requests.step()
+    scheduler = requests.engine_core.engine_core.scheduler
+    scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts all that run
+    while requests.has_unfinished_requests():
+        (output,) = requests.step() or [None]
+    length = len(output.prompt_token_ids) + 12 - 1
+    trace = tokens_of(llm, folder, before)
+    assert trace.request.unique().numel() == 1
+    assert trace.num_tokens > length, "it was not computed again"
+    (rows,) = trace.by_request()
+    assert trace.position[rows].tolist() == list(range(length))
+    assert trace.prefill[rows].sum() == len(output.prompt_token_ids)
+    runtime_of(llm).check_integrity()
+
+
+KILLED = """
+import os, sys, threading, time
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from tests.e2e.engines import engine, prompts
+from vllm_dymoe.traces.recorder import Recorder
+Recorder.__init__.__kwdefaults__["interval"] = 0.1
+folder = Path(sys.argv[1])
+
+def kill():
+    while len(list(folder.glob("*.safetensors"))) < 2:
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+
+with engine(dymoe={"hi": 4, "trace_dir": str(folder)}) as llm:
+    from vllm import SamplingParams
+    threading.Thread(target=kill).start()
+    llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=400, ignore_eos=True), use_tqdm=False)
+"""
+
+
+def test_a_server_that_is_killed_in_the_middle_leaves_a_trace(tmp_path):
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path, ROOT], timeout=120, capture_output=True, text=True
+    )
+    assert process.returncode == -signal.SIGKILL, process.stderr[-2000:]
+    trace = Trace.load(tmp_path)
+    assert 0 < trace.num_requests <= 16
+    for rows in trace.by_request():
+        assert trace.position[rows].tolist() == list(range(len(rows)))
+
+
+def record_shipped(folder):
+    from vllm_dymoe import record_trace
+
+    return record_trace(
+        str(MODEL),
+        [(prompts()[0], "docs"), (prompts()[6], ""), (prompts()[0], "again")],
+        folder,
+        max_tokens=5,
+        options={"hi": 4},
+        engine={"enforce_eager": True, "max_model_len": 512},
+    )
+
+
+def test_prompts_are_recorded_with_their_domains(tmp_path):
+    report = in_own_process(record_shipped, tmp_path / "out")
+    trace = Trace.load(tmp_path / "out")
+    assert trace.domain == ("docs", "", "again")
+    assert report == {
+        "folder": str(tmp_path / "out"),
+        "tokens": trace.num_tokens,
+        "recording": True,
+        "bytes": sum(path.stat().st_size for path in (tmp_path / "out").iterdir()),
+    }
+    first, _, again = trace.by_request()
+    assert len(first) == len(again), "the prefix cache was asked"
+    assert (~trace.prefill).sum() == 3 * 4

@@ -1,0 +1,234 @@
+"""Recording: what steps choose is what is read back, whatever happens to the process, and never more than allowed."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_dymoe.traces import Trace, TraceError, TraceHeader
+from vllm_dymoe.traces.recorder import Recorder, Span
+
+HEADER = TraceHeader("a model", "0123456789abcdef", num_layers=3, num_experts=6, top_k=2, hidden=4)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_recorder(folder, limit=2**20, interval=600, **options):
+    said = []
+    return Recorder(folder, HEADER, limit, say=said.append, interval=interval, **options), said
+
+
+def choices(tokens, seed):
+    random = torch.Generator().manual_seed(seed)
+    weights, ids = torch.rand(tokens, 6, generator=random).topk(2)
+    return torch.randn(tokens, 4, generator=random).bfloat16(), weights, ids.int()
+
+
+def run(recorder, spans, seed, *, padding=0, first=0, layers=range(3), guesses=False):
+    """One step; its tensors are poisoned as soon as they were handed over."""
+    tokens = sum(span.tokens for span in spans)
+    recorder.begin(tokens)
+    for layer in layers:
+        x, weights, ids = choices(tokens + padding, seed * 10 + layer)
+        next_gate = choices(tokens + padding, seed * 10 + layer + 1)[2].long() if guesses and layer < 2 else None
+        recorder.record(layer, x, weights, ids, next_gate)
+        x.fill_(torch.nan), weights.fill_(torch.nan), ids.fill_(99)
+    position = torch.arange(first, first + tokens + padding)
+    recorder.end(spans, position)
+    position.fill_(-1)
+
+
+def test_what_was_chosen_is_what_is_read(tmp_path):
+    recorder, said = make_recorder(tmp_path / "new" / "folder", inputs=True)
+    run(recorder, [Span(0, 5, 6)], seed=1, padding=3, guesses=True)
+    recorder.name(0, "code")
+    run(recorder, [Span(0, 1, 6), Span(1, 2, 9)], seed=2, first=5, guesses=True)
+    recorder.close()
+    trace = Trace.load(recorder.folder)
+    for layer in range(3):
+        (x1, weights1, ids1), (x2, weights2, ids2) = choices(8, 10 + layer), choices(3, 20 + layer)
+        assert torch.equal(trace.experts[:, layer], torch.cat([ids1[:5], ids2]).byte())
+        assert torch.equal(trace.weights[:, layer], torch.cat([weights1[:5], weights2]).half())
+        assert torch.equal(trace.router_inputs[:, layer], torch.cat([x1[:5], x2]).half())
+        if layer:
+            assert torch.equal(trace.next_gate[:, layer - 1], trace.experts[:, layer])
+    assert trace.request.tolist() == [0] * 6 + [1] * 2
+    assert trace.position.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert trace.prefill.tolist() == [True] * 8
+    assert trace.domain == ("code", "")
+    assert recorder.tokens == 8
+    assert said == []
+    assert all(path.suffix == ".safetensors" for path in recorder.folder.iterdir())
+
+
+def test_tokens_behind_the_prompt_are_decoded(tmp_path):
+    recorder, _ = make_recorder(tmp_path)
+    run(recorder, [Span(0, 4, 3)], seed=1)
+    recorder.flush()
+    assert Trace.load(tmp_path).prefill.tolist() == [True, True, True, False]
+
+
+def test_steps_that_are_not_whole_are_left_out(tmp_path):
+    recorder, _ = make_recorder(tmp_path)
+    run(recorder, [Span(0, 4, 4)], seed=1, layers=[0, 1])  # a layer is missing
+    recorder.begin(4)
+    for layer in range(3):
+        recorder.record(layer, *choices(3, layer))  # the step was cut up
+    recorder.end([Span(0, 4, 4)], torch.arange(4))
+    recorder.begin(4)
+    for layer in range(3):
+        recorder.record(layer, *choices(4, layer))
+    recorder.end([Span(0, 3, 4)], torch.arange(4))  # somebody's token
+    for layer in range(3):
+        recorder.record(layer, *choices(4, layer))  # no step: vLLM warms up
+    recorder.end([Span(0, 4, 4)], torch.arange(4))
+    run(recorder, [Span(0, 2, 4)], seed=5)
+    recorder.flush()
+    assert Trace.load(tmp_path).position.tolist() == [0, 1]
+
+
+def test_parts_come_by_size_and_by_time(tmp_path):
+    recorder, _ = make_recorder(tmp_path, part_bytes=200)
+    for step in range(8):  # 23 bytes a token
+        run(recorder, [Span(0, 5, 5)], seed=step)
+        if step % 2:
+            wait_for(lambda step=step: len(list(tmp_path.glob("*.safetensors"))) == (step + 1) // 2)
+    assert Trace.load(tmp_path).num_tokens == 40
+    recorder.close()
+    recorder, _ = make_recorder(tmp_path, interval=0.05)
+    run(recorder, [Span(0, 1, 5)], seed=1)
+    wait_for(lambda: Trace.load(tmp_path).num_tokens == 41)
+    recorder.close()
+
+
+def wait_for(condition, seconds=20):
+    import time
+
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def size_of(folder):
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_the_folder_never_becomes_larger_than_allowed(tmp_path):
+    (tmp_path / "notes.txt").write_bytes(bytes(5000))
+    limit = 30_000
+    recorder, said = make_recorder(tmp_path, limit)
+    for step in range(20):
+        recorder.name(step, "a domain with a long name " * 3)
+        run(recorder, [Span(step, 30, 30)], seed=step)
+        recorder.flush()
+        assert size_of(tmp_path) <= limit
+    assert not recorder.recording
+    assert len(said) == 1
+    assert "has reached trace_limit, 29.3 KiB" in said[0]
+    assert limit / 2 < size_of(tmp_path)
+    kept = Trace.load(tmp_path)
+    assert 0 < kept.num_tokens == recorder.tokens < 600
+    assert torch.equal(kept.position, torch.arange(30).repeat(20)[: kept.num_tokens].int())
+    again, said = make_recorder(tmp_path, limit)
+    run(again, [Span(0, 1000, 1000)], seed=1)
+    again.close()
+    assert size_of(tmp_path) <= limit
+    assert len(said) == 1
+
+
+def test_a_disk_that_refuses_ends_the_recording_and_nothing_else(tmp_path, monkeypatch):
+    recorder, said = make_recorder(tmp_path)
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vllm_dymoe.traces.files.os.fsync", fails)
+    run(recorder, [Span(0, 3, 3)], seed=1)
+    recorder.flush()
+    run(recorder, [Span(0, 3, 3)], seed=2)
+    recorder.flush()
+    recorder.close()
+    assert len(said) == 1
+    assert "cannot be recorded any further" in said[0]
+    assert "No space left on device" in said[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_share_a_folder(tmp_path):
+    for _ in range(2):
+        recorder, _ = make_recorder(tmp_path)
+        run(recorder, [Span(0, 3, 3), Span(1, 1, 1)], seed=1)
+        recorder.close()
+    assert Trace.load(tmp_path).num_requests == 4
+
+
+@pytest.mark.parametrize("change", [{"fingerprint": "another"}, {"num_layers": 4}])
+def test_a_folder_of_another_model_is_refused(tmp_path, change):
+    recorder, _ = make_recorder(tmp_path)
+    run(recorder, [Span(0, 3, 3)], seed=1)
+    recorder.close()
+    with pytest.raises(TraceError, match="another model"):
+        Recorder(tmp_path, replace(HEADER, **change), 2**20)
+    with pytest.raises(TraceError, match="other tensors"):
+        Recorder(tmp_path, HEADER, 2**20, inputs=True)
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TraceError, match="cannot be created"):
+        Recorder(tmp_path / "file", HEADER, 2**20)
+
+
+KILLED = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from tests.traces.test_recorder import *
+recorder, _ = make_recorder(Path(sys.argv[1]), part_bytes=300)
+for step in range(10**6):
+    run(recorder, [Span(step, 5, 5)], seed=step % 7)
+    if step == 40:
+        wait_for(lambda: any(recorder.folder.glob("*.safetensors")))
+        print("ready", flush=True)
+"""
+
+
+def test_a_killed_process_leaves_whole_parts(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path, ROOT], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    trace = Trace.load(tmp_path)
+    assert trace.num_tokens >= 10
+    assert torch.equal(trace.position[:10], torch.arange(5).repeat(2).int())
+
+
+def record_and_return(folder):
+    recorder, _ = make_recorder(folder)
+    run(recorder, [Span(0, 3, 3)], seed=1)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_that_ends_writes_what_is_left(tmp_path, method):
+    """As vLLM's workers are, for which atexit's functions are not called."""
+    process = multiprocessing.get_context(method).Process(target=record_and_return, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert Trace.load(tmp_path).num_tokens == 3
+
+
+def test_an_interpreter_that_ends_writes_what_is_left(tmp_path):
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path;"
+        "from tests.traces.test_recorder import *; record_and_return(Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path, ROOT], check=True, timeout=60)
+    assert Trace.load(tmp_path).num_tokens == 3

@@ -1,0 +1,92 @@
+"""Made-up traces have what was asked for."""
+
+import pytest
+import torch
+
+from vllm_dymoe.traces import MIXTRAL_8X7B, QWEN3_30B_A3B, TraceError, TraceHeader, synthetic_trace
+
+SMALL = TraceHeader("small", "synthetic", num_layers=6, num_experts=64, top_k=4, hidden=8)
+
+
+def measured(trace):
+    """Shares of choices that the token before made too, and that follow from the layer before; loads by layer."""
+    experts = trace.experts.long()
+    reused, followed = [], []
+    pairs = torch.zeros(SMALL.num_layers - 1, 64, 64)
+    half = experts[trace.request % 2 == 0]  # what follows what is learned here, and tried on the others
+    for layer in range(SMALL.num_layers - 1):
+        index = half[:, layer, :, None] * 64 + half[:, layer + 1, None, :]
+        pairs[layer] = torch.bincount(index.flatten(), minlength=64 * 64).view(64, 64)
+    follow = pairs.argmax(-1)
+    for rows in trace.by_request():
+        own = experts[rows]
+        if trace.request[rows[0]] % 2 == 0:
+            continue
+        reused.append((own[1:, :, :, None] == own[:-1, :, None, :]).any(-1).float().mean())
+        expected = torch.stack([follow[layer][own[:, layer]] for layer in range(SMALL.num_layers - 1)], 1)
+        followed.append((own[:, 1:, :, None] == expected[:, :, None, :]).any(-1).float().mean())
+    load = torch.stack([torch.bincount(experts[:, layer].flatten(), minlength=64) for layer in range(6)]).float()
+    return torch.stack(reused).mean().item(), torch.stack(followed).mean().item(), load / load.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(("locality", "correlation"), [(0.0, 0.0), (0.6, 0.0), (0.0, 0.6), (0.4, 0.4)])
+def test_locality_and_correlation_are_as_asked(locality, correlation):
+    trace = synthetic_trace(SMALL, requests=24, prompt=8, decode=56, skew=0, locality=locality, correlation=correlation)
+    reused, followed, load = measured(trace)
+    chance = 4 / 64
+    assert reused == pytest.approx(locality + (1 - locality) * chance, abs=0.04)
+    assert followed == pytest.approx(correlation + (1 - correlation) * chance, abs=0.05)
+    assert (load.max() * 64).item() < 2, "without skew no expert is much more popular"
+
+
+def test_skew_is_as_asked_whatever_the_rest_is():
+    loads = []
+    for skew, rest in ((0, 0), (1, 0), (1, 0.4)):
+        trace = synthetic_trace(SMALL, requests=24, prompt=0, decode=100, skew=skew, locality=rest, correlation=rest)
+        loads.append(measured(trace)[2].sort(-1, descending=True).values)
+    flat, plain, mixed = loads
+    assert plain[:, 0].min() > 3 * flat[:, 0].max()
+    for rank in (0, 1, 10, 40):
+        assert mixed[:, rank].mean().item() == pytest.approx(plain[:, rank].mean().item(), rel=0.35)
+
+
+def test_every_token_has_different_experts_in_every_layer():
+    trace = synthetic_trace(MIXTRAL_8X7B, requests=8, prompt=4, decode=12, skew=2, locality=0.5, correlation=0.5)
+    ordered = trace.experts.long().sort(-1).values
+    assert (ordered[..., 1:] != ordered[..., :-1]).all()
+    assert torch.equal(trace.weights.float().sort(-1, descending=True).values, trace.weights.float())
+    assert trace.weights.float().sum(-1).sub(1).abs().max() < 0.01
+
+
+def test_tokens_are_in_the_order_of_the_steps():
+    trace = synthetic_trace(SMALL, requests=3, prompt=2, decode=2)
+    assert trace.request.tolist() == [0, 0, 1, 1, 2, 2, 0, 1, 2, 0, 1, 2]
+    assert trace.position.tolist() == [0, 1, 0, 1, 0, 1, 2, 2, 2, 3, 3, 3]
+    assert trace.prefill.tolist() == [True] * 6 + [False] * 6
+
+
+def test_the_seed_decides_everything():
+    same, again, other = (synthetic_trace(SMALL, requests=2, prompt=1, decode=5, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(same.experts, again.experts)
+    assert torch.equal(same.weights, again.weights)
+    assert not torch.equal(same.experts, other.experts)
+
+
+def test_domains_prefer_different_experts():
+    trace = synthetic_trace(SMALL, requests=8, prompt=0, decode=100, skew=1.5, locality=0, correlation=0.3, domains=2)
+    assert trace.domain == ("domain 0", "domain 1") * 4
+    domain = trace.request % 2
+    loads = [torch.bincount(trace.experts[domain == d][:, 3].flatten().long(), minlength=64).float() for d in (0, 1)]
+    assert torch.nn.functional.cosine_similarity(*loads, dim=0) < 0.6
+
+
+@pytest.mark.parametrize(("header", "sizes"), [(MIXTRAL_8X7B, (32, 8, 2)), (QWEN3_30B_A3B, (48, 128, 8))])
+def test_sizes_of_real_models(header, sizes):
+    assert (header.num_layers, header.num_experts, header.top_k) == sizes
+    assert synthetic_trace(header, requests=2, prompt=1, decode=2).experts.shape == (6, *(sizes[0], sizes[2]))
+
+
+@pytest.mark.parametrize(("locality", "correlation"), [(-0.1, 0), (0, -0.1), (0.6, 0.6)])
+def test_probabilities_that_are_none_are_refused(locality, correlation):
+    with pytest.raises(TraceError, match="probabilities"):
+        synthetic_trace(SMALL, locality=locality, correlation=correlation)

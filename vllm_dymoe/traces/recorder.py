@@ -1,0 +1,280 @@
+"""Recording what routers choose while a model serves.
+
+A step copies its choices into tensors of its own, on the device where they are made, and once more to the host when it
+ends: it never waits, neither for the device nor for a disk. A thread makes parts of what has come in, when there is
+enough of it or it has waited for long enough. Whatever happens to the process, the parts that are there are whole.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from vllm_dymoe.traces.files import TraceError, TraceHeader, expert_dtype, read_header, write_file
+from vllm_dymoe.units import size
+
+_PART_BYTES = 4 * 2**20
+_INTERVAL = 10.0
+_ROOM = 8192  # for what a part holds besides tokens and domains
+
+
+class Span(NamedTuple):
+    """Tokens of a step that belong to one request, in order.
+
+    Attributes:
+        request: its number.
+        tokens: how many.
+        prompt: tokens of its whole prompt.
+    """
+
+    request: int
+    tokens: int
+    prompt: int
+
+
+@dataclass
+class _Step:
+    """The tensors of one step: [tokens, layers, ...], on the device until it ends and on the host then."""
+
+    tokens: int
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    layers: dict[str, Sequence[torch.Tensor]] = field(default_factory=dict)  # the same, by layer
+    recorded: int = 0
+    spans: Sequence[Span] = ()
+    copied: torch.cuda.Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values()) + 5 * self.tokens
+
+
+class Recorder:
+    """Writes the routing of every step into a folder, until that has the size it may have.
+
+    Args:
+        folder: where to; created if need be.
+        header: whose routers they are.
+        limit: bytes that the folder may have, with what is in it already.
+        inputs: whether the routers' inputs are recorded too, and what the next layers' gates make of them.
+        say: takes one sentence for the log.
+        part_bytes: size of a part; smaller ones are written every ``interval`` seconds.
+        interval: see ``part_bytes``.
+
+    Raises:
+        TraceError: the folder cannot be written to, or has traces of another kind.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        header: TraceHeader,
+        limit: int,
+        *,
+        inputs: bool = False,
+        say: Callable[[str], None] = print,
+        part_bytes: int = _PART_BYTES,
+        interval: float = _INTERVAL,
+    ) -> None:
+        self.folder = folder
+        self.header = header
+        self.recording = True
+        self.tokens = 0
+        self._inputs = inputs
+        self._next_gate: bool | None = None
+        self._limit = limit
+        self._say = say
+        self._part_bytes, self._interval = part_bytes, interval
+        self._prepare()
+        self._run = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
+        self._parts = 0
+        self._step: _Step | None = None
+        self._pending: list[_Step] = []
+        self._pending_bytes = 0
+        self._domain: dict[int, str] = {}
+        self._closing = False
+        self._changed = threading.Condition()
+        self._writing = threading.Lock()
+        self._thread = threading.Thread(target=self._write_parts, name="vllm-dymoe trace", daemon=True)
+        self._thread.start()
+        # vLLM's workers are children of multiprocessing, whose end atexit does not hear of.
+        Finalize(self, self.close, exitpriority=10)
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def begin(self, tokens: int) -> None:
+        """A step of so many tokens begins; one that has not ended is forgotten."""
+        self._step = _Step(tokens) if self.recording else None
+
+    def record(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        next_gate: torch.Tensor | None = None,
+    ) -> None:
+        """Copy what a layer's router chose. Rows behind the step's tokens are padding.
+
+        Args:
+            layer: its position among MoE layers.
+            x: [rows, hidden], the router's input.
+            weights: [rows, top_k] routing weights.
+            ids: [rows, top_k] int, experts counted over all ranks.
+            next_gate: [rows, top_k] int, what the next layer's gate makes of ``x``, in every layer but the last; the
+                run's first step decides whether it is recorded.
+        """
+        step = self._step
+        if step is None:
+            return
+        if ids.shape[0] != step.tokens:
+            if ids.shape[0] < step.tokens:  # the step was cut up, and whose rows these are nobody says
+                self._step = None
+                return
+            x, weights, ids = x[: step.tokens], weights[: step.tokens], ids[: step.tokens]
+        if not step.layers:
+            if self._next_gate is None:
+                self._next_gate = self._inputs and next_gate is not None
+            self._allocate(step, ids.device)
+        step.layers["experts"][layer].copy_(ids)
+        step.layers["weights"][layer].copy_(weights)
+        if self._inputs:
+            step.layers["router_inputs"][layer].copy_(x)
+            if next_gate is not None and self._next_gate:
+                step.layers["next_gate"][layer].copy_(next_gate[: step.tokens])
+        step.recorded += 1
+
+    def end(self, spans: Sequence[Span], position: torch.Tensor) -> None:
+        """The step ends; it counts if every layer was recorded once.
+
+        Args:
+            spans: whose tokens they are.
+            position: int [tokens at least], on any device; it may be overwritten afterwards.
+        """
+        step, self._step = self._step, None
+        if step is None or step.recorded != self.header.num_layers or sum(s.tokens for s in spans) != step.tokens:
+            return
+        step.spans = spans
+        step.tensors["position"] = position[: step.tokens].to(torch.int32, copy=True)
+        step.layers = {}
+        if step.tensors["experts"].is_cuda:
+            step.tensors = {name: _on_its_way_to_host(tensor) for name, tensor in step.tensors.items()}
+            step.copied = torch.cuda.Event()
+            step.copied.record()
+        with self._changed:
+            self._pending.append(step)
+            self._pending_bytes += step.nbytes
+            if self._pending_bytes >= self._part_bytes:
+                self._changed.notify()
+
+    def name(self, request: int, domain: str) -> None:
+        """Give a request a domain."""
+        with self._changed:
+            self._domain[request] = domain
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write what has come in; on return it can be read."""
+        with self._writing:
+            with self._changed:
+                steps, self._pending, self._pending_bytes = self._pending, [], 0
+                domain, self._domain = (self._domain, {}) if steps else ({}, self._domain)
+            if steps and self.recording:
+                try:
+                    self._write(steps, domain)
+                except TraceError as error:
+                    self._stop(f"the trace cannot be recorded any further: {error}")
+
+    def close(self) -> None:
+        """Write what is left, and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout=30)
+        self.flush()
+        self.recording = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the folder's files."""
+        return sum(entry.stat().st_size for entry in os.scandir(self.folder) if entry.is_file())
+
+    def _write_parts(self) -> None:
+        while not self._closing:
+            with self._changed:
+                if self._pending_bytes < self._part_bytes and not self._closing:
+                    self._changed.wait(self._interval)
+            self.flush()
+
+    def _write(self, steps: Sequence[_Step], domain: Mapping[int, str]) -> None:
+        for step in steps:
+            if step.copied is not None:
+                step.copied.synchronize()
+        spans = [span for step in steps for span in step.spans]
+        counts = torch.tensor([span.tokens for span in spans])
+        tensors = {name: torch.cat([step.tensors[name] for step in steps]) for name in steps[0].tensors}
+        prompt = torch.tensor([span.prompt for span in spans]).repeat_interleave(counts)
+        tensors["prefill"] = tensors["position"] < prompt
+        tensors["request"] = torch.tensor([span.request for span in spans], dtype=torch.int32).repeat_interleave(counts)
+        tokens = int(counts.sum())
+        room = self._limit - self.nbytes - _ROOM - sum(12 + 6 * len(name) for name in domain.values())
+        fitting = max(0, room) // (sum(tensor.nbytes for tensor in tensors.values()) // tokens)
+        if fitting:
+            self._parts += 1
+            tensors = {name: tensor[:fitting] for name, tensor in tensors.items()}
+            path = self.folder / f"routing-{self._run}-{self._parts:06d}.safetensors"
+            write_file(path, self.header, tensors, domain, self._run)
+            self.tokens += min(tokens, fitting)
+        if fitting < tokens:
+            self._stop(f"{self.folder} has reached trace_limit, {size(self._limit)}; routing is not recorded any more.")
+
+    def _stop(self, sentence: str) -> None:
+        self.recording = False
+        self._step = None
+        self._say(sentence)
+
+    def _allocate(self, step: _Step, device: torch.device) -> None:
+        header = self.header
+        experts = expert_dtype(header.num_experts)
+        shape = (step.tokens, header.num_layers, header.top_k)
+        step.tensors["experts"] = torch.empty(shape, dtype=experts, device=device)
+        step.tensors["weights"] = torch.empty(shape, dtype=torch.float16, device=device)
+        if self._inputs:
+            if self._next_gate:
+                shape = (step.tokens, header.num_layers - 1, header.top_k)
+                step.tensors["next_gate"] = torch.empty(shape, dtype=experts, device=device)
+            shape = (step.tokens, header.num_layers, header.hidden)
+            step.tensors["router_inputs"] = torch.empty(shape, dtype=torch.float16, device=device)
+        step.layers = {name: tensor.unbind(1) for name, tensor in step.tensors.items()}
+
+    def _prepare(self) -> None:
+        """Create the folder, and see that what is in it goes with what will come.
+
+        Raises:
+            TraceError: it does not, or the folder cannot be written to.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TraceError(f"trace_dir {self.folder} cannot be created ({error.strerror}).") from error
+        if not os.access(self.folder, os.W_OK):
+            raise TraceError(f"trace_dir {self.folder} cannot be written to.")
+        for path in sorted(self.folder.glob("*.safetensors"))[:1]:
+            header, names = read_header(path)
+            if header != self.header or ("router_inputs" in names) != self._inputs:
+                raise TraceError(
+                    f"trace_dir {self.folder} has a trace of another model or with other tensors ({path.name}, of "
+                    f"{header.model}); name another folder."
+                )
+
+
+def _on_its_way_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A page-locked copy that is complete when the stream has come so far."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

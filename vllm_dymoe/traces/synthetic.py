@@ -1,0 +1,107 @@
+"""Made-up traces whose skew, locality and correlation are known, at the sizes of real models.
+
+Every layer has experts of ranks 1 to M, and each choice of a token is one of three:
+
+    with probability ``locality``       what the request's token before chose in this layer      (reuse)
+    with probability ``correlation``    the expert that follows one that the token chose in the layer before
+    otherwise                           drawn from P(rank) proportional to rank ** -skew         (popularity)
+
+A choice that is taken already is drawn from P instead, so that a token's experts are different. Which expert follows
+which is one permutation between any two layers that keeps ranks, so the three do not disturb each other: P stays as it
+is, and reuse and following are what was asked for, plus what is right by chance and less what was taken already.
+Domains have orders of rank of their own, and share the permutations.
+"""
+
+import torch
+
+from vllm_dymoe.traces.files import TraceError, TraceHeader, expert_dtype
+from vllm_dymoe.traces.trace import Trace
+
+MIXTRAL_8X7B = TraceHeader("synthetic, of Mixtral-8x7B's size", "synthetic", 32, 8, 2, 4096)
+QWEN3_30B_A3B = TraceHeader("synthetic, of Qwen3-30B-A3B's size", "synthetic", 48, 128, 8, 2048)
+_CERTAIN = 1e6  # above any logarithm of a probability with its noise
+
+
+def synthetic_trace(
+    header: TraceHeader,
+    *,
+    requests: int = 32,
+    prompt: int = 64,
+    decode: int = 192,
+    skew: float = 0.5,
+    locality: float = 0.3,
+    correlation: float = 0.4,
+    domains: int = 1,
+    seed: int = 0,
+) -> Trace:
+    """Requests of equal length that are served together: all prompts first, then a token of each in every step.
+
+    Args:
+        header: sizes of the model.
+        requests: how many.
+        prompt: tokens of each prompt.
+        decode: tokens of each answer.
+        skew: exponent of the popularity; 0 makes all experts equally popular.
+        locality: probability that a choice is one of the token's before, 0 to 1.
+        correlation: probability that a choice follows one of the layer's before; with ``locality`` at most 1.
+        domains: how many; requests belong to them in turn.
+        seed: of everything random.
+
+    Raises:
+        TraceError: probabilities that are none.
+    """
+    if min(locality, correlation) < 0 or locality + correlation > 1:
+        raise TraceError(
+            f"locality {locality} and correlation {correlation} are probabilities of different things: neither may be "
+            "below 0, nor both together above 1."
+        )
+    layers, experts, top_k = header.num_layers, header.num_experts, header.top_k
+    random = torch.Generator().manual_seed(seed)
+    following = [torch.randperm(experts, generator=random) for _ in range(layers - 1)]
+    domain = torch.arange(requests) % domains
+    ranked = torch.stack([torch.randperm(experts, generator=random) for _ in range(domains)])  # [domains, rank]
+    popularity = -skew * torch.arange(1, experts + 1).log()
+    preferred = []
+    for layer in range(layers):
+        scores = torch.empty(domains, experts).scatter_(1, ranked, popularity.expand(domains, -1))
+        preferred.append(scores[domain])  # [requests, experts]
+        if layer < layers - 1:
+            ranked = following[layer][ranked]
+
+    chosen = torch.empty(prompt + decode, requests, layers, top_k, dtype=torch.long)
+    for token in range(prompt + decode):
+        for layer in range(layers):
+            kind = torch.rand(requests, top_k, generator=random)
+            noise = -torch.empty(requests, experts).exponential_(generator=random).log()  # Gumbel's
+            scores = preferred[layer] + noise
+            if token > 0:
+                _add(scores, chosen[token - 1, :, layer], kind < locality)
+            if layer > 0:
+                follows = (kind >= locality) & (kind < locality + correlation)
+                _add(scores, following[layer - 1][chosen[token, :, layer - 1]], follows)
+            chosen[token, :, layer] = scores.topk(top_k).indices
+
+    # From [position, request] to the order of the steps: prompts one after the other, then decode in turn.
+    position, request = torch.meshgrid(torch.arange(prompt + decode), torch.arange(requests), indexing="ij")
+    order = torch.where(
+        position < prompt, request * prompt + position, prompt * requests + position * requests + request
+    )
+    order = order.flatten().argsort()
+    weights = torch.empty(prompt + decode, requests, layers, top_k).exponential_(generator=random)
+    weights = (weights / weights.sum(-1, keepdim=True)).sort(-1, descending=True).values
+    position = position.flatten()[order].int()
+    names = tuple(f"domain {number}" for number in domain.tolist()) if domains > 1 else None
+    return Trace(
+        header,
+        experts=chosen.flatten(0, 1)[order].to(expert_dtype(experts)),
+        weights=weights.flatten(0, 1)[order].half(),
+        request=request.flatten()[order].int(),
+        position=position,
+        prefill=position < prompt,
+        domain=names,
+    )
+
+
+def _add(scores: torch.Tensor, experts: torch.Tensor, where: torch.Tensor) -> None:
+    """Make experts [requests, top_k] certain where asked; one that is certain already stays so."""
+    scores.scatter_add_(1, experts, where * _CERTAIN)

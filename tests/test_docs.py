@@ -20,7 +20,8 @@ from vllm_dymoe.predict import SCHEMES
 from vllm_dymoe.quantize.convert import Recipe
 from vllm_dymoe.quantize.shards import ShardFiles
 from vllm_dymoe.runtime import throttle
-from vllm_dymoe.traces import TRACE_FORMAT, Trace, TraceHeader
+from vllm_dymoe.traces import TRACE_FORMAT, Trace, TraceHeader, recorder
+from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter import NEWEST_VLLM, OLDEST_VLLM
 from vllm_dymoe.vllm_adapter.metrics import METRICS
 
@@ -355,6 +356,11 @@ def test_the_trace_format_is_the_codes():
     (row,) = (line for line in TRACES.splitlines() if line.startswith("| `header` |"))
     assert set(code(row)) == {"header"} | {field.name for field in fields(TraceHeader)}
     assert f"`format` (now {TRACE_FORMAT})" in row
+
+
+def test_numbers_of_recording():
+    assert f"`trace_limit` bytes, {size(Options().trace_limit).replace('.0', '')} if not set" in TRACES
+    assert f"after {recorder._INTERVAL:.0f} seconds or {size(recorder._PART_BYTES).replace('.0', '')}" in TRACES
 
 
 # -- docs/metrics.md ------------------------------------------------------------------------------

@@ -102,10 +102,14 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
         next(rows for rows in trace.by_request() if trace.request[rows[0]] == 2)[: alone.num_tokens]
     )
     assert torch.equal(alone.position, together.position)
-    same = (alone.experts.sort(-1).values == together.experts.sort(-1).values).all(-1).float().mean()
-    assert same > 0.97
+    assert agreement(alone, together) > 0.97
     other = trace.select(next(rows for rows in trace.by_request() if trace.request[rows[0]] == 0)[: alone.num_tokens])
-    assert (alone.experts.sort(-1).values == other.experts.sort(-1).values).all(-1).float().mean() < 0.3
+    assert agreement(alone, other) < 0.6
+
+
+def agreement(ours, theirs):
+    """The share of choices that are in both."""
+    return (ours.experts[:, :, :, None] == theirs.experts[:, :, None, :]).any(-1).float().mean().item()
 
 
 def test_the_header_is_the_models_and_the_gates_are_known(llm, folder):

@@ -160,6 +160,16 @@ def test_a_disk_that_refuses_ends_the_recording_and_nothing_else(tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_is_taken_away_ends_the_recording_and_nothing_else(tmp_path):
+    recorder, said = make_recorder(tmp_path / "folder")
+    (tmp_path / "folder").rmdir()
+    run(recorder, [Span(0, 3, 3)], seed=1)
+    recorder.flush()
+    assert not recorder.recording
+    assert len(said) == 1
+    assert "No such file or directory" in said[0]
+
+
 def test_two_runs_share_a_folder(tmp_path):
     for _ in range(2):
         recorder, _ = make_recorder(tmp_path)

@@ -188,7 +188,7 @@ class Recorder:
             if steps and self.recording:
                 try:
                     self._write(steps, domain)
-                except TraceError as error:
+                except (OSError, TraceError) as error:
                     self._stop(f"the trace cannot be recorded any further: {error}")
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ def _popularity(trace: Trace) -> Picture:
     layer, expert = divmod(int(shares.argmax()), trace.header.num_experts)
     return Picture(
         "Popular experts",
-        "Each row is a layer, each column an expert: the darker, the larger its share of the layer's choices.",
+        "Each row is a layer, each column an expert: the stronger the colour, the larger its share of the choices.",
         f"The most popular is expert {expert} of layer {layer}, with {shares.max():.1%} of the choices; an even share "
         f"would be {even:.1%}. {(shares == 0).double().mean():.0%} of the experts were never chosen.",
         heat_map(shares.tolist(), "expert", "layer", "of a layer's choices"),
@@ -123,8 +123,9 @@ def _domains(trace: Trace) -> list[Picture]:
         ),
         Picture(
             f"Domains in layer {layer}",
-            f"Where they differ most. Each row is a domain: {numbered}. The darker, the larger an expert's share.",
-            "Experts that are dark in one row only are that domain's own.",
+            f"Where they differ most. Each row is a domain: {numbered}. The stronger the colour, the larger an "
+            "expert's share.",
+            "Experts that are strong in one row only are that domain's own.",
             heat_map(rows.tolist(), "expert", "domain", "of a domain's choices"),
         ),
     ]
@@ -191,10 +192,9 @@ def _affinity(trace: Trace) -> list[Picture]:
         ),
         Picture(
             f"Affinity of layers {layer} and {layer + 1}",
-            f"Where it tells most. Each row is an expert of layer {layer}: the darker, the likelier the expert of "
-            f"layer {layer + 1} in that column.",
-            "Dark vertical stripes are experts that are popular whatever was chosen before, single dark places "
-            "are pairs.",
+            f"Where it tells most. Each row is an expert of layer {layer}: the stronger the colour, the likelier the "
+            f"expert of layer {layer + 1} in that column.",
+            "Vertical stripes are experts that are popular whatever was chosen before, single strong places are pairs.",
             heat_map(
                 statistics.affinity(trace)[layer].tolist(),
                 f"expert of layer {layer + 1}",

@@ -53,7 +53,7 @@ class TraceTap:
             if new.req_id not in self._requests:  # one that was preempted may come as a new one
                 self._requests[new.req_id] = _Request(self._seen, _prompt_length(new))
                 domain = (getattr(new.sampling_params, "extra_args", None) or {}).get(DOMAIN)
-                if domain:
+                if domain and self.recorder.recording:
                     self.recorder.name(self._seen, str(domain))
                 self._seen += 1
         if scheduler_output.total_num_scheduled_tokens:

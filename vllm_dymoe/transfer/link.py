@@ -37,6 +37,7 @@ class EmulatedLink:
         self._bytes_per_second = bytes_per_second
         self._lock = threading.Lock()
         self._free = 0.0  # when the last byte that was promised so far arrives
+        self._last = 0.0, 0.0  # when the last transfer began and ended
 
     def deliver(self, ticket: Ticket, projections: range, *, wait: bool = True) -> None:
         """Move the bytes, and return when the link would have."""
@@ -46,6 +47,7 @@ class EmulatedLink:
             # The link begins when it is free and not when this thread was woken: whoever comes late loses no time.
             begin = max(self._free, ticket.ready)
             self._free = due = begin + (span.stop - span.start) / self._bytes_per_second
+            self._last = begin, due
         _sleep_until(due)
 
     def span(self, ticket: Ticket, projections: range) -> slice:
@@ -72,9 +74,9 @@ class EmulatedLink:
         """A fence behind the computation so far."""
         return self._delivery.fence()
 
-    def moments(self, fence: Any) -> tuple[Any, Any] | None:
-        """When a copy began and ended."""
-        return self._delivery.moments(fence)
+    def moments(self, fence: Any) -> tuple[Any, Any]:
+        """When the link was busy with the transfer that ended last; one thread serves it."""
+        return self._last
 
 
 def _sleep_until(due: float) -> None:

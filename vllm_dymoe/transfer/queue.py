@@ -88,7 +88,10 @@ class Delivery(Protocol):
         ...
 
     def moments(self, fence: Any) -> tuple[Any, Any] | None:
-        """When the copy behind ``fence`` began and ended, as marks of the device's clock; None if nobody noted it."""
+        """When the copy behind ``fence`` began and ended, as marks of the device's clock; None if nobody noted it.
+
+        For a delivery without fences: the last one, or None if that was while ``deliver`` ran.
+        """
         ...
 
 
@@ -321,7 +324,9 @@ class QueuedEngine:
         ticket.moved_seconds += end - ticket.began
         timeline = self._timeline
         if timeline is not None:
-            moments = (ticket.began, end) if fence is None else self._delivery.moments(fence)
+            moments = self._delivery.moments(fence)
+            if fence is None and moments is None:
+                moments = ticket.began, end
             if moments is not None:
                 what, reason = f"{_place(ticket)}, {_parts(turn.projections)}", turn.reason.name.lower()
                 timeline.add(Lane.LINK, what, reason, *moments, bits=ticket.key.bits)

@@ -96,7 +96,7 @@ def test_errors_and_rare_experts_are_reported(made, tmp_path):
     out = tmp_path / "out"
     options = ("--hi", 4, "--lo", 2, "--quantizer", "gptq", "--calibration", calibration)
     said = quantized(model, out, *options).stdout
-    assert "2 experts saw fewer than" in said
+    assert f"2 of {2 * EXPERTS} experts saw too few tokens in the calibration (fewer than {HIDDEN})" in said
     assert f"layer 2: {RARE}" in said
     report = json.loads(command("inspect", out, "--json").stdout)
     assert report["quantizer"] == "gptq"

@@ -9,7 +9,7 @@ from tests.small_model import make_experts, random_weight
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.quantize import calibration as calibrating
-from vllm_dymoe.quantize.calibration import MIN_TOKENS, Calibration
+from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.recording import CalibrationError
 
 EXPERTS = make_experts(top_k=2)
@@ -67,7 +67,7 @@ def test_hessians_are_those_of_the_routed_inputs(recorded, chunk, bias, monkeypa
         weights = matrices(layer, expert, bias=bias)
         outer, inner = found.curvatures(layer, expert, weights)
         x, shares = routed(recorded, layer, expert)
-        assert len(x) > MIN_TOKENS
+        assert len(x) > HIDDEN
         assert_close(outer.hessian, hessian(x, shares))
         assert_close(inner.hessian, hessian(inner_inputs(x, weights, Activation.SILU), shares))
 
@@ -87,6 +87,7 @@ def test_tokens_of_each_expert(recorded):
     counts = Calibration(recorded[0]).tokens(1).tolist()
     assert counts == [len(routed(recorded, 1, expert)[0]) for expert in range(6)]
     assert counts[RARE] == 1
+    assert Calibration(recorded[0]).enough == HIDDEN
 
 
 def test_inputs_that_are_not_finite_name_the_expert(recorded):

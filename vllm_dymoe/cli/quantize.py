@@ -10,7 +10,7 @@ from rich.table import Table
 
 from vllm_dymoe.cli.display import byte_progress
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.quantize.calibration import MIN_TOKENS, Calibration
+from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import Conversion, Recipe, convert
 from vllm_dymoe.quantize.packing import FALLBACK
@@ -111,14 +111,16 @@ def _print_summary(conversion: Conversion) -> None:
 
 
 def _print_fallbacks(console: Console, conversion: Conversion) -> None:
-    fallbacks = conversion.errors.fallbacks
-    rare = sum(map(len, fallbacks))
+    experts, fallbacks = conversion.experts, conversion.errors.fallbacks
+    rare, count = sum(map(len, fallbacks)), len(experts.layers) * experts.num_experts
     if not rare:
         return
+    width = next(iter(experts.formats.values())).hidden
     console.print(
-        f"{rare} experts saw fewer than {MIN_TOKENS} tokens in the calibration, and were quantized with {FALLBACK}:",
+        f"{rare} of {count} experts saw too few tokens in the calibration (fewer than {width}), and were quantized "
+        f"with {FALLBACK}:",
         soft_wrap=True,
     )
-    for layer, experts in zip(conversion.experts.layers, fallbacks, strict=True):
-        if experts:
-            console.print(f"  layer {layer}: {', '.join(map(str, experts))}", soft_wrap=True)
+    for layer, numbers in zip(experts.layers, fallbacks, strict=True):
+        if numbers:
+            console.print(f"  layer {layer}: {', '.join(map(str, numbers))}", soft_wrap=True)

@@ -18,9 +18,6 @@ from vllm_dymoe.kernels import Activation
 from vllm_dymoe.quantize.gptq import Curvature
 from vllm_dymoe.quantize.recording import CalibrationError, Recording
 
-MIN_TOKENS = 64
-"""An expert that saw fewer is quantized without calibration."""
-
 # Tokens of an expert that are in memory at a time, as float32.
 _CHUNK = 4096
 
@@ -73,6 +70,15 @@ class Calibration:
                 f"{self.folder} is the calibration of another model (fingerprint {mine.model}, this one has {model}); "
                 "run `vllm-dymoe calibrate` for this one."
             )
+
+    @property
+    def enough(self) -> int:
+        """Tokens that an expert has to have seen: as many as its inputs have numbers.
+
+        With fewer the Hessian has directions without any input, and what GPTQ does there costs more than HQQ's errors
+        (benchmarks/LOG.md).
+        """
+        return self.recording.hidden_size
 
     def tokens(self, layer: int) -> Tensor:
         """How many tokens each expert of a layer saw: int64 [num_experts]."""

@@ -17,7 +17,7 @@ import torch
 from vllm_dymoe.experts.errors import ErrorRecord
 from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.quantize import make_quantizer
-from vllm_dymoe.quantize.calibration import MIN_TOKENS, Calibration
+from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.errors import ErrorTally
 from vllm_dymoe.quantize.experts import ExpertPacker, Sink
@@ -84,7 +84,9 @@ def pack_calibrated(
             errors.restore(layer, journal.layers[layer])
             progress(checkpoint.layer_bytes(layer))
             continue
-        rare = [expert for expert, tokens in enumerate(calibration.tokens(layer).tolist()) if tokens < MIN_TOKENS]
+        rare = [
+            expert for expert, tokens in enumerate(calibration.tokens(layer).tolist()) if tokens < calibration.enough
+        ]
         for expert in rare:
             errors.fell_back(layer, expert)
         work = (

@@ -1,0 +1,87 @@
+"""``vllm-dymoe calibrate``: what it reads, what it asks the engine for, and what it refuses before one starts."""
+
+import pytest
+
+import vllm_dymoe
+from tests.cli.checkpoints import command, make_model, refused
+from vllm_dymoe.quantize.recording import CalibrationError, Recording
+
+RECORDING = Recording("0123", "4567", (300, 200), (1, 2), 4, 2, 96, "bfloat16", "silu")
+
+
+@pytest.fixture
+def model(tmp_path):
+    model = make_model(tmp_path / "model")
+    model.save()
+    return model.folder
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the engine would be asked for; no engine starts."""
+    asked = []
+
+    def calibrate(*arguments, progress, **options):
+        asked.append((*arguments, options))
+        progress(0, 500)
+        progress(500, 500)
+        return RECORDING
+
+    monkeypatch.setattr(vllm_dymoe, "calibrate", calibrate)
+    return asked
+
+
+def test_texts_of_several_files_are_read(model, asked, tmp_path):
+    plain, lines = tmp_path / "plain.txt", tmp_path / "lines.jsonl"
+    plain.write_text("one text\nof two lines")
+    lines.write_text('{"text": "first"}\n{"text": "second", "more": 1}\n')
+    out = tmp_path / "out"
+    result = command("calibrate", model, "--texts", plain, "--texts", lines, "-o", out, "--tokens", 500)
+    assert result.exit_code == 0, result.output + result.stderr
+    options = {"tokens": 500, "length": 2048, "hi": 16, "expert_budget": "auto"}
+    assert asked == [(model, ["one text\nof two lines", "first", "second"], out, options)]
+    assert f"--quantizer gptq --calibration {out}" in result.stdout
+    assert "2 layers for 500 tokens" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("nowhere.txt", None, "cannot be read"),
+        ("latin.txt", b"caf\xe9", "not a text in UTF-8"),
+        ("lines.jsonl", b'{"text": "a"}\nno json', 'does not have an object with a "text" in each line'),
+        ("lines.jsonl", b'{"words": "a"}', 'does not have an object with a "text" in each line'),
+        ("lines.jsonl", b"[1]", 'does not have an object with a "text" in each line'),
+    ],
+)
+def test_texts_that_cannot_be_read(model, asked, tmp_path, name, content, sentence):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert sentence in refused("calibrate", model, "--texts", tmp_path / name, "-o", tmp_path / "out")
+    assert not asked
+
+
+def test_what_cannot_work_is_refused_before_an_engine_starts(model, asked, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    command_line = ("calibrate", model, "--texts", text, "-o", tmp_path / "out")
+    assert "expert_budget" in refused(*command_line, "--expert-budget", "much")
+    assert "is not a folder" in refused("calibrate", tmp_path / "nowhere", *command_line[2:])
+    assert not asked
+
+    def full(*_, **__):
+        raise CalibrationError("the disk is full.")
+
+    monkeypatch.setattr(vllm_dymoe, "calibrate", full)
+    assert refused(*command_line) == "vllm-dymoe: the disk is full."
+
+
+def test_without_vllm_a_sentence_says_so(model, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+
+    def missing(*_, **__):
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+    monkeypatch.setattr(vllm_dymoe, "calibrate", missing)
+    assert "vLLM is not installed" in refused("calibrate", model, "--texts", text, "-o", tmp_path / "out")

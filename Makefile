@@ -6,7 +6,7 @@ BIN := .venv/bin
 LINT_TREE := build/lint
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast engine check format bench-ablation bench-budget bench-gpu bench-quality kernels-table clean
+.PHONY: help setup demo test fast engine check format bench-ablation bench-budget bench-gpu bench-predictors bench-quality kernels-table clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,10 @@ bench-budget: setup ## what a byte budget costs: vLLM, accelerate and this plugi
 bench-ablation: setup ## what each part of the papers' systems buys over a slow link (20 minutes, 6 GB of disk, a quiet machine)
 	@$(BIN)/python -m pip install --quiet matplotlib
 	@$(BIN)/python benchmarks/ablation/ablation.py
+
+bench-predictors: setup ## which predictor of the next layer's experts is worth its price (40 minutes, a quiet machine)
+	@$(BIN)/python -m pip install --quiet matplotlib
+	@$(BIN)/python benchmarks/predictors/predictors.py
 
 bench-quality: setup ## what precision costs in quality, and what the policy dymoe wins back (10 minutes of one core)
 	@$(BIN)/python -m pip install --quiet matplotlib

@@ -114,6 +114,36 @@ def test_what_the_user_sets_goes_before_what_a_system_stands_for():
     assert load({"policy": "on-demand", "keep_experts": True}).keep_experts
 
 
+def test_a_predictor_is_for_the_trained_scheme_and_stands_behind_any_system():
+    file = {"predictor": "a/file"}
+    assert load(file).prefetch == "trained"
+    assert load({"policy": "exact", **file}).prefetch == "trained"
+    assert load({"policy": "duoserve"}).prefetch == "popularity"
+    paper = load({"policy": "duoserve", **file})
+    assert (paper.prefetch, paper.keep_experts, paper.expert_budget.top_k) == ("trained", False, True)
+    assert (
+        load({"policy": "duoserve", "expert_budget": "25%", "keep_experts": True, **file}).expert_budget.share == 0.25
+    )
+    assert load({"predictor": "~/file"}).predictor.is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prefetch": "trained"}, 'prefetch "trained" needs the file of a predictor; name it in the option predictor'),
+        ({"prefetch": "layer", "predictor": "a"}, 'predictor is set, but prefetch is "layer", which has no use for it'),
+    ],
+)
+def test_a_predictor_and_its_scheme_go_together(options, words):
+    with pytest.raises(ConfigError, match=words):
+        load(options)
+
+
+def test_a_budget_of_one_tokens_experts():
+    assert load({"expert_budget": "top-k"}).expert_budget.resolve(1000, token_bytes=80) == 80
+    assert str(load({"expert_budget": "top-k"}).expert_budget) == "as many experts as a token uses in a layer"
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_its_options_and_gives_way_to_the_user(name):
     assert load({"preset": name}) == load(dict(PRESETS[name])).model_copy(update={"preset": name})

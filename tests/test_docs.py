@@ -17,6 +17,7 @@ from vllm_dymoe.kernels import MatrixFormat, dequantize, pack
 from vllm_dymoe.policy import POLICIES, PRESETS, SYSTEMS, DymoeOptions
 from vllm_dymoe.policy.schedule import Schedule
 from vllm_dymoe.predict import SCHEMES
+from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.quantize.convert import Recipe
 from vllm_dymoe.quantize.shards import ShardFiles
 from vllm_dymoe.runtime import throttle
@@ -31,6 +32,7 @@ FORMAT = (ROOT / "docs" / "format.md").read_text()
 METRICS_PAGE = (ROOT / "docs" / "metrics.md").read_text()
 PREFETCH = (ROOT / "docs" / "prefetch.md").read_text()
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
+APP = (ROOT / "vllm_dymoe" / "cli" / "app.py").read_text()
 PRECISION = (ROOT / "docs" / "precision.md").read_text()
 TRACES = (ROOT / "docs" / "traces.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -305,6 +307,8 @@ def test_budgets():
         budget = ExpertBudget.parse(json.loads(value))
         if budget.is_auto:
             meaning = "from the free memory, see below"
+        elif budget.top_k:
+            meaning = "as many experts as a token uses in a layer"
         elif budget.share is not None:
             meaning = f"{budget.share} of the experts"
         else:
@@ -345,6 +349,13 @@ def test_numbers_of_prefetch():
     assert f"down to one in {throttle._LARGEST_INTERVAL}," in text
     assert throttle._COSTS_MORE == 2
     assert "below twice the former" in text
+
+
+def test_architectures_of_the_predictor():
+    rows = re.findall(r"^\| (`.*) \|", PREFETCH.split("## A trained predictor")[1].split("## ")[0], re.MULTILINE)
+    assert {name for row in rows for name in code(row.split(" |")[0])} == ARCHITECTURES.keys()
+    choices = re.search(r"architecture: Annotated\[\s*Literal\[(.*?)\]", APP, re.DOTALL)[1]
+    assert re.findall(r'"([^"]+)"', choices) == list(ARCHITECTURES)
 
 
 # -- docs/traces.md -------------------------------------------------------------------------------
@@ -439,8 +450,8 @@ def test_commands_of_the_readme_exist():
 
 def test_worker_methods_of_the_documents_exist():
     worker = (ROOT / "vllm_dymoe" / "vllm_adapter" / "worker.py").read_text()
-    named = set(re.findall(r"dymoe_[a-z_]+(?=\")", README + OPTIONS + PRECISION))
-    assert {"dymoe_stats", "dymoe_resize", "dymoe_precision"} <= named
+    named = set(re.findall(r"dymoe_[a-z_]+(?=\")", README + OPTIONS + PRECISION + PREFETCH))
+    assert {"dymoe_stats", "dymoe_resize", "dymoe_precision", "dymoe_predictor"} <= named
     for name in named:
         assert f"def {name}(" in worker, name
 

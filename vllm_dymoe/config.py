@@ -55,19 +55,20 @@ class Source(Enum):
 
 
 class ExpertBudget(BaseModel):
-    """How much device memory experts may take on each rank: bytes, a share, or automatic.
+    """How much device memory experts may take on each rank: bytes, a share, one token's experts, or automatic.
 
-    Exactly one of ``bytes`` and ``share`` is set; neither means automatic.
+    At most one of ``bytes``, ``share`` and ``top_k`` is set; none means automatic.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     bytes: int | None = Field(default=None, gt=0)
     share: float | None = Field(default=None, gt=0, le=1)
+    top_k: bool = False
 
     @classmethod
     def parse(cls, value: Any) -> "ExpertBudget":
-        """Read ``"auto"``, bytes (``1073741824``, ``"1.5GiB"``) or a share (``0.25``, ``"25%"``).
+        """Read ``"auto"``, ``"top-k"``, bytes (``1073741824``, ``"1.5GiB"``) or a share (``0.25``, ``"25%"``).
 
         A float of at most 1 is a share of all experts' bytes in the high tier.
 
@@ -78,6 +79,8 @@ class ExpertBudget(BaseModel):
             return value
         if value == "auto":
             return cls()
+        if value == "top-k":
+            return cls(top_k=True)
         if isinstance(value, bool):
             raise ValueError("a truth value is no budget")
         if isinstance(value, float) and value <= 1:
@@ -89,19 +92,22 @@ class ExpertBudget(BaseModel):
     @property
     def is_auto(self) -> bool:
         """Whether the budget follows from the free device memory."""
-        return self.bytes is None and self.share is None
+        return self.bytes is None and self.share is None and not self.top_k
 
-    def resolve(self, all_experts_bytes: int) -> int:
+    def resolve(self, all_experts_bytes: int, token_bytes: int = 0) -> int:
         """Bytes that this budget stands for.
 
         Args:
             all_experts_bytes: bytes of every expert of the rank in the high tier.
+            token_bytes: bytes of the experts that one token uses in a layer.
 
         Raises:
             ValueError: the budget is automatic; only the device can say.
         """
         if self.share is not None:
             return int(self.share * all_experts_bytes)
+        if self.top_k:
+            return token_bytes
         if self.bytes is None:
             raise ValueError("an automatic budget needs the device's free memory")
         return self.bytes
@@ -109,6 +115,8 @@ class ExpertBudget(BaseModel):
     def __str__(self) -> str:
         if self.is_auto:
             return "auto"
+        if self.top_k:
+            return "as many experts as a token uses in a layer"
         return f"{self.share:.4g} of the experts" if self.share is not None else f"{self.bytes} bytes"
 
 
@@ -128,7 +136,7 @@ class Options(BaseModel):
     quantizer: Literal["rtn", "hqq", "gptq"] = "rtn"
     """How experts are quantized: round to nearest, HQQ (slower, better at 2 bits), or GPTQ (by vllm-dymoe quantize)."""
     expert_budget: ExpertBudget = ExpertBudget()
-    """Device memory for experts, on each rank: "auto", bytes ("4GiB") or a share of all experts ("25%")."""
+    """Device memory for experts, on each rank: "auto", bytes ("4GiB"), a share of all experts ("25%") or "top-k"."""
     host_store: Literal["file", "pinned"] = "file"
     """Where the packed experts live: safetensors shards on disk, or page-locked host memory."""
     store_dir: Path | None = None
@@ -145,6 +153,8 @@ class Options(BaseModel):
     """Which experts are fetched before their router names them: the name of a scheme, see docs/options.md."""
     prefetch_options: dict[str, Any] = {}
     """Parameters of the prefetch scheme, by name."""
+    predictor: Path | None = None
+    """File of a predictor that `vllm-dymoe train` has trained on this model; prefetch is then "trained"."""
     prefetch_projections: Literal[3, 2, 1] = 3
     """Projections of an expert that are fetched ahead: all, gate and up, or gate only (FIRM-MoE's n)."""
     keep_experts: bool = True
@@ -171,7 +181,10 @@ class Options(BaseModel):
     def _complete_system(cls, values: Any) -> Any:
         from vllm_dymoe.policy import SYSTEMS
 
-        return {**SYSTEMS.get(str(values.get("policy")), {}), **values} if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        trained = {"prefetch": "trained"} if values.get("predictor") is not None else {}
+        return {**SYSTEMS.get(str(values.get("policy")), {}), **trained, **values}
 
     @field_validator("expert_budget", mode="before")
     @classmethod
@@ -180,8 +193,13 @@ class Options(BaseModel):
             return ExpertBudget.parse(value)
         except (ValidationError, ValueError) as error:
             raise ValueError(
-                'must be "auto", bytes such as "4GiB", or a share above 0% and up to 100% such as "25%"'
+                'must be "auto", "top-k", bytes such as "4GiB", or a share above 0% and up to 100% such as "25%"'
             ) from error
+
+    @field_validator("predictor")
+    @classmethod
+    def _find_home(cls, value: Path | None) -> Path | None:
+        return value and value.expanduser()
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
@@ -199,6 +217,12 @@ class Options(BaseModel):
         if self.lo == 0 and Tier.HI not in policy.tiers:
             raise ValueError(f'policy "{self.policy}" with lo = 0 would skip every expert; set lo to 2, 4 or 8')
         make_scheme(self.prefetch, self.prefetch_options)
+        if (self.predictor is not None) != (self.prefetch == "trained"):
+            raise ValueError(
+                'prefetch "trained" needs the file of a predictor; name it in the option predictor'
+                if self.predictor is None
+                else f'predictor is set, but prefetch is "{self.prefetch}", which has no use for it; leave one out'
+            )
         return self
 
     @property

@@ -2,16 +2,32 @@ import pytest
 import torch
 
 from tests.predict.gates import random_gates
+from tests.predict.made_up import made_up
 from vllm_dymoe.predict import SCHEMES, Phase, RoutedModel, make_scheme
+from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
+from vllm_dymoe.predict.expert_mlp import Architecture
+from vllm_dymoe.predict.folded import fold
+from vllm_dymoe.predict.training import Recipe, train
+from vllm_dymoe.traces import TraceHeader
 
 LAYERS, EXPERTS, HIDDEN, TOP_K = 4, 8, 5, 2
 
 
+@pytest.fixture(scope="module")
+def predictor_file(tmp_path_factory):
+    sizes = TraceHeader("a model", "", LAYERS, EXPERTS, TOP_K, HIDDEN)
+    network = fold(train(made_up(sizes=sizes), Architecture((), history=2), Recipe(epochs=1)).model)
+    path = tmp_path_factory.mktemp("predictor") / "file.safetensors"
+    save_predictor(path, PredictorCard(sizes), network)
+    return path
+
+
 @pytest.mark.parametrize("name", SCHEMES)
-def test_every_scheme_foresees(name):
+def test_every_scheme_foresees(name, predictor_file):
     gates, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
     scheme = make_scheme(name, {})
-    predictor = scheme.build(RoutedModel(LAYERS, EXPERTS, TOP_K, gates if scheme.needs_gates else ()))
+    gates = gates if scheme.needs_gates else ()
+    predictor = scheme.build(RoutedModel(LAYERS, EXPERTS, TOP_K, gates, hidden=HIDDEN, predictor=predictor_file))
     if name == "none":
         assert predictor is None
         return

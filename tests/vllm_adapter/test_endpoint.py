@@ -1,4 +1,4 @@
-"""The HTTP route for precision, on an app as vLLM makes it, with an engine that answers."""
+"""The HTTP routes, on an app as vLLM makes it, with an engine that answers."""
 
 import asyncio
 import tomllib
@@ -10,17 +10,25 @@ from fastapi.testclient import TestClient
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_dymoe.vllm_adapter.endpoint import PATH, PrecisionEndpoint
+from vllm_dymoe.vllm_adapter.endpoint import ROUTES, PrecisionEndpoint
 
 ROOT = Path(__file__).resolve().parents[2]
+PATH, PREDICTOR = ROUTES
 
 
 class Engine:
-    """Keeps a retention; fails as vLLM's client does, with the worker's sentence behind its own words."""
+    """Keeps what it is told; fails as vLLM's client does, with the worker's sentence behind its own words."""
 
     retention = 0.75
 
+    file = None
+
     async def collective_rpc(self, method, kwargs):
+        if method == "dymoe_predictor":
+            if kwargs.get("file") == "bad":
+                raise Exception("Call to collective_rpc method failed: vllm-dymoe: predictor bad is not a file.")
+            self.file = kwargs.get("file", self.file)
+            return [{"file": self.file, "card": None}]
         assert method == "dymoe_precision"
         if kwargs.get("retention", 0) > 1:
             raise Exception("Call to collective_rpc method failed: vllm-dymoe: the precision stays as it was: no.")
@@ -47,7 +55,7 @@ def test_it_is_what_vllm_loads():
 def test_an_api_key_guards_it():
     from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 
-    assert PATH.startswith(GUARDED_PREFIX)
+    assert all(path.startswith(GUARDED_PREFIX) for path in ROUTES)
 
 
 def test_asking_changes_nothing_and_a_change_is_answered(client):
@@ -65,3 +73,11 @@ def test_what_is_refused_is_the_clients_mistake(client):
 
 def test_what_fails_otherwise_is_not(client):
     assert client.post(PATH, json={"crash": 1}).status_code == 500
+
+
+def test_a_predictor_is_taken_over_or_the_old_one_goes_on(client):
+    assert client.get(PREDICTOR).json() == {"ranks": [{"file": None, "card": None}]}
+    assert client.post(PREDICTOR, json={"file": "/a/predictor"}).json()["ranks"][0]["file"] == "/a/predictor"
+    answer = client.post(PREDICTOR, json={"file": "bad"})
+    assert (answer.status_code, answer.json()) == (400, {"detail": "vllm-dymoe: predictor bad is not a file."})
+    assert client.get(PREDICTOR).json()["ranks"][0]["file"] == "/a/predictor"

@@ -29,6 +29,8 @@ def answer(hits=0, misses=0, moved=0, waited=0.0, evictions=0, resident=0, **oth
         prefetches={"useful": 0, "late": 0, "wasted": 0, "cancelled": 0},
         prefetch_interval={"prefill": 1, "decode": 1},
         predictions={"named": 0, "wanted": 0, "right": 0},
+        predictor_bytes=1000,
+        prediction_seconds=0.25,
         budget_bytes=1000,
         peak_expert_bytes=900,
         slots={"hi": 8},

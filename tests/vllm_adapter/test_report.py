@@ -84,10 +84,19 @@ def test_who_keeps_no_expert_because_it_was_asked_to_is_not_warned(store):
     assert warnings(runtime_with(store, slots=LAYERS * TOP_K, policy="on-demand")) == []
 
 
-@pytest.mark.parametrize("policy", ["duoserve"])
-def test_what_a_system_lacks_is_said(store, policy):
-    sentence, *_ = warnings(runtime_with(store, slots=LAYERS * EXPERTS, policy=policy))
-    assert sentence.startswith(f'policy "{policy}" is not complete yet: its ')
+def test_what_stands_in_for_a_predictor_is_said(store):
+    line = describe(runtime_with(store, slots=4, policy="duoserve"))
+    assert "; policy duoserve; prefetch popularity, because no predictor was given; hi" in line
+    assert "; prefetch popularity; hi" in describe(runtime_with(store, slots=4, prefetch="popularity"))
+
+
+def test_a_predictor_is_announced_with_its_file_and_what_it_takes(store):
+    class Weighty:
+        nbytes = 2048
+
+    chosen = Options(hi=4, lo=2, group_size=32, predictor="a/file", expert_budget="50%")
+    line = describe(MoERuntime(store, chosen, torch.device("cpu"), predictor=Weighty()))
+    assert "; prefetch trained by a/file (2.0 KiB of the budget); hi" in line
 
 
 def test_a_prefetch_that_has_nothing_to_hide_behind_is_said(store):

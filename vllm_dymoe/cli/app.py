@@ -159,3 +159,26 @@ def report(
     from vllm_dymoe.cli.report import run
 
     run(trace, out)
+
+
+@app.command()
+@one_sentence_errors
+def train(
+    trace: Annotated[Path, typer.Argument(help="A trace, or the folder of one that is still being recorded.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write, for the option `predictor`.")],
+    architecture: Annotated[
+        Literal["paper", "paper+input", "shared", "shared+input", "linear", "linear+input"],
+        typer.Option(help="Kind of network; those with +input need a trace with router inputs."),
+    ] = "linear",
+    epochs: Annotated[int, typer.Option(min=1, help="At most.")] = 20,
+    patience: Annotated[int, typer.Option(min=1, help="Epochs without a better held-out loss before it ends.")] = 3,
+    batch: Annotated[int, typer.Option(min=2, help="Tokens.")] = 256,
+    learning_rate: Annotated[float, typer.Option(min=0, help="Where it begins.")] = 3e-3,
+    held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the requests to test on.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Of the split, the first weights, and the order of tokens.")] = 0,
+) -> None:
+    """Train a predictor of the next layer's experts on a trace."""
+    from vllm_dymoe.cli.train import run
+    from vllm_dymoe.predict.training import Recipe
+
+    run(trace, out, architecture=architecture, recipe=Recipe(epochs, patience, batch, learning_rate, held_out, seed))

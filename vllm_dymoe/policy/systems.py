@@ -11,8 +11,9 @@ SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     "on-demand": {"keep_experts": False},
     # MoESys: all experts of the next layer, while this one computes.
     "layer-prefetch": {"prefetch": "layer"},
-    # DuoServe-MoE, whose trained predictor is still to come; popularity is one of that predictor's inputs.
-    "duoserve": {"prefetch": "popularity"},
+    # DuoServe-MoE: as many slots as a token uses experts, and nothing stays (5.1). With the option predictor prefetch
+    # is "trained"; popularity, which stands in until there is one, is one of its inputs.
+    "duoserve": {"expert_budget": "top-k", "keep_experts": False, "prefetch": "popularity"},
     # DyMoE, with its precision from the policy of that name.
     "dymoe": {"prefetch": "next-gate"},
     # FIRM-MoE. The paper's granularity is 1 for small models and 2 for larger ones.

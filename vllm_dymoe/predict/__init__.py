@@ -2,6 +2,7 @@
 
 from vllm_dymoe.predict.accuracy import Measured, PredictionStats
 from vllm_dymoe.predict.base import Candidate, Phase, Predictor
+from vllm_dymoe.predict.checkpoint import PredictorError
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.schemes import SCHEMES, RoutedModel, Scheme, make_scheme
 
@@ -13,6 +14,7 @@ __all__ = [
     "Phase",
     "PredictionStats",
     "Predictor",
+    "PredictorError",
     "RoutedModel",
     "Scheme",
     "make_scheme",

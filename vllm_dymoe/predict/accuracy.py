@@ -9,6 +9,7 @@ Both are ratios of sums over all layers and steps for which something was asked,
 was named is counted, whether or not it was then prefetched.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,12 +44,31 @@ class PredictionStats:
 
 
 class Measured:
-    """A predictor that is watched."""
+    """A predictor that is watched.
 
-    def __init__(self, predictor: Predictor) -> None:
+    Args:
+        predictor: which one.
+        stats: counts to go on with.
+
+    Attributes:
+        seconds: host time that its predictions took.
+    """
+
+    def __init__(self, predictor: Predictor, stats: PredictionStats | None = None) -> None:
         self.predictor = predictor
-        self.stats = PredictionStats()
+        self.stats = stats or PredictionStats()
+        self.seconds = 0.0
         self._named: dict[int, set[int]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that it takes; only a trained one has weights."""
+        return getattr(self.predictor, "nbytes", 0)
+
+    @property
+    def answers_later(self) -> bool:
+        """Whether its answer is best asked for once experts are computing; only a trained one is told apart."""
+        return getattr(self.predictor, "answers_later", False)
 
     def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
         """Compare what was named for this layer with what it wants."""
@@ -61,11 +81,15 @@ class Measured:
             self.stats.named += len(named)
             self.stats.wanted += len(wanted)
             self.stats.right += len(named & wanted)
+        begin = time.perf_counter()
         self.predictor.observe(layer, x, ids, weights, phase)
+        self.seconds += time.perf_counter() - begin
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         """What the predictor says."""
+        begin = time.perf_counter()
         candidates = self.predictor.predict(layer)
+        self.seconds += time.perf_counter() - begin
         if not candidates:
             self._named.setdefault(layer + 1, set())
         for candidate in candidates:

@@ -2,17 +2,25 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
 from vllm_dymoe.predict.all_experts import AllExperts
 from vllm_dymoe.predict.base import Predictor
+from vllm_dymoe.predict.beside import beside
+from vllm_dymoe.predict.checkpoint import PredictorError, load_predictor
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
 from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.predict.popularity import Popularity
+from vllm_dymoe.predict.trained import TrainedPredictor
 from vllm_dymoe.predict.tuner import Heop, Setting
+from vllm_dymoe.traces import TraceHeader
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,10 @@ class RoutedModel:
         top_k: experts per token.
         gates: of every layer, in order; empty where they are not known.
         hits: how many experts layers have found on the device so far.
+        hidden: model width.
+        fingerprint: of the weights, which a trained predictor must have been trained for.
+        device: where predictions are computed.
+        predictor: file of a trained predictor; None if none was given.
     """
 
     num_layers: int
@@ -32,6 +44,10 @@ class RoutedModel:
     top_k: int
     gates: Sequence[Gate] = ()
     hits: Callable[[], int] = lambda: 0
+    hidden: int = 0
+    fingerprint: str = ""
+    device: torch.device = _CPU
+    predictor: Path | None = None
 
 
 class Scheme(BaseModel):
@@ -136,12 +152,36 @@ class MeetingScheme(Scheme):
         return MeetingOfLayers(model.gates, start.k, start.p, tuner if self.tune else None, model.hits)
 
 
+class TrainedScheme(Scheme):
+    """What a network that was trained on a trace of this model foresees (DuoServe-MoE, sections 4.2 and 5.3)."""
+
+    decode_experts: PositiveInt | None = None
+    """How many to name for each token of a decode step; the model's experts per token if not set."""
+
+    def build(self, model: RoutedModel) -> TrainedPredictor:
+        """See :mod:`~vllm_dymoe.predict.trained`.
+
+        Raises:
+            PredictorError: the file is missing, damaged or another model's.
+        """
+        if model.predictor is None:
+            raise PredictorError('prefetch "trained" needs the file of a predictor; name it in the option predictor.')
+        card, network = load_predictor(model.predictor)
+        sizes = model.num_layers, model.num_experts, model.top_k, model.hidden
+        card.check(model.predictor, TraceHeader("", model.fingerprint, *sizes))
+        # A CPU has no fast products of 16-bit numbers.
+        dtype = torch.float32 if model.device.type == "cpu" else torch.float16
+        amount = self.decode_experts or model.top_k
+        return TrainedPredictor(network.to(model.device, dtype), amount, beside(model.device))
+
+
 SCHEMES: Mapping[str, type[Scheme]] = {
     "none": NoPrefetch,
     "layer": LayerScheme,
     "popularity": PopularityScheme,
     "next-gate": NextGateScheme,
     "meeting-of-layers": MeetingScheme,
+    "trained": TrainedScheme,
 }
 
 

@@ -8,6 +8,7 @@ output (invariant 1); in which order experts are fetched and computed is
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -91,10 +92,8 @@ class MoERuntime:
         self._automatic_budget = automatic_budget
         self._planned: Counter[Tier] = Counter()
         self._cache_stats, self._prefetch_stats = CacheStats(), PrefetchStats()
-        limit = limit_in_bytes(
-            options.expert_budget, self.experts, options, self.kernel.workspace_bytes, automatic_budget
-        )
-        self._allocate(options, policy, self._plan(limit, options, policy))
+        self._expert_budget = options.expert_budget
+        self._allocate(options, policy, self._plan(self._limit(options), options, policy))
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -168,21 +167,30 @@ class MoERuntime:
 
     def _look_ahead(
         self,
-        predictor: Predictor,
+        predictor: Measured,
         layer: int,
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         phase: Phase,
-    ) -> None:
-        """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it."""
+    ) -> Callable[[], None] | None:
+        """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it.
+
+        Returns:
+            The latter, to be done once experts are computing, where the prediction is computed beside them.
+        """
         begin = time.perf_counter()
         predictor.observe(layer, x, topk_ids, topk_weights, phase)
+        act: Callable[[], None] | None = None
         if self._prefetcher is not None:
-            self._prefetcher.look_ahead(layer, phase, partial(predictor.predict, layer))
+            act = partial(self._prefetcher.look_ahead, layer, phase, partial(predictor.predict, layer))
+            if not predictor.answers_later:
+                act()
+                act = None
         timeline = self.engine.timeline
         if timeline is not None:
             timeline.add(Lane.HOST, f"predict after layer {layer}", "predict", begin, time.perf_counter())
+        return act
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -196,14 +204,14 @@ class MoERuntime:
             ValueError: it is not a budget, or cannot hold one expert of each tier, or a read that was given up still
                 has not ended; the old one stays.
         """
-        limit = limit_in_bytes(
-            ExpertBudget.parse(budget),
-            self.experts,
-            self.options,
-            self.kernel.workspace_bytes,
-            self._automatic_budget,
-        )
-        self._replace("expert_budget", self.options, self.policy, self._plan(limit, self.options, self.policy))
+        before = self._expert_budget
+        self._expert_budget = ExpertBudget.parse(budget)
+        try:
+            plan = self._plan(self._limit(self.options), self.options, self.policy)
+            self._replace("expert_budget", self.options, self.policy, plan)
+        except ValueError:
+            self._expert_budget = before
+            raise
 
     def set_precision(self, **changes: Any) -> None:
         """Change retention, tiers or another parameter of the policy, for the next step on.
@@ -224,6 +232,25 @@ class MoERuntime:
             self._serve_with(options, policy)
         else:
             self._replace("the precision", options, policy, plan)
+
+    def set_predictor(self, predictor: Predictor) -> None:
+        """Foresee with another predictor, for the next step on.
+
+        Where it takes other memory than the one before, the slots are shared out again and the cache starts empty.
+
+        Raises:
+            ConfigError: the budget has no room for it, or a read that was given up still has not ended; the old one
+                goes on.
+        """
+        before = self.predictor
+        self.predictor = Measured(predictor, before.stats if before else None)
+        try:
+            if before is None or before.nbytes != self.predictor.nbytes:
+                plan = self._plan(self._limit(self.options), self.options, self.policy)
+                self._replace("the predictor", self.options, self.policy, plan)
+        except ConfigError:
+            self.predictor = before
+            raise
 
     def _replace(self, what: str, options: Options, policy: Policy, plan: SlotPlan) -> None:
         """Go on with other slots; if they cannot be had, with the old ones.
@@ -250,11 +277,19 @@ class MoERuntime:
     @property
     def minimum_budget(self) -> int:
         """The smallest feasible budget in bytes."""
-        return minimum_budget(self.experts, self.options, self.policy.tiers, self.kernel.workspace_bytes)
+        return minimum_budget(self.experts, self.options, self.policy.tiers, self._beside_experts)
+
+    @property
+    def _beside_experts(self) -> int:
+        """Bytes of the budget that are no slots: the kernel's workspace and the predictor."""
+        return self.kernel.workspace_bytes + (0 if self.predictor is None else self.predictor.nbytes)
+
+    def _limit(self, options: Options) -> int:
+        return limit_in_bytes(self._expert_budget, self.experts, options, self._beside_experts, self._automatic_budget)
 
     def _plan(self, limit: int, options: Options, policy: Policy) -> SlotPlan:
         shares = policy.shares(len(self.experts.layers), self.experts.top_k)
-        return plan_slots(self.experts, options, policy.tiers, limit, self.kernel.workspace_bytes, shares)
+        return plan_slots(self.experts, options, policy.tiers, limit, self._beside_experts, shares)
 
     def _serve_with(self, options: Options, policy: Policy) -> None:
         self.options, self.policy = options, policy
@@ -268,7 +303,7 @@ class MoERuntime:
         self.plan = plan
         self.budget = BudgetTracker(plan.limit)
         if plan.workspace_bytes:
-            self.budget.reserve("the kernel's workspace", plan.workspace_bytes)
+            self.budget.reserve("the kernel's workspace and the predictor", plan.workspace_bytes)
         self.pools: dict[Tier, SlotPool] = {}
         for tier, count in plan.slots.items():
             fmt = self.experts.formats[self._bits[tier]]
@@ -332,14 +367,13 @@ class MoERuntime:
 
     def stats(self) -> RuntimeStats:
         """Counts since the start or the last ``reset_stats``."""
-        predictions = self.predictor.stats if self.predictor is not None else PredictionStats()
         return RuntimeStats.collect(
             self._planned,
             self.cache,
             self.engine.stats,
             self._prefetch_stats,
             self._prefetcher.intervals if self._prefetcher else {},
-            predictions,
+            self.predictor,
             self.budget,
             self.plan,
         )
@@ -366,7 +400,7 @@ class MoERuntime:
         self.engine.stats = TransferStats()
         self._prefetch_stats.reset()
         if self.predictor is not None:
-            self.predictor.stats = PredictionStats()
+            self.predictor.stats, self.predictor.seconds = PredictionStats(), 0.0
 
     def close(self) -> None:
         """End the transfer threads and close the store."""

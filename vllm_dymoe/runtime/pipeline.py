@@ -31,6 +31,9 @@ from vllm_dymoe.transfer import Lane, Reason, Timeline, TransferEngine, Transfer
 Compute = Callable[[Sequence[ExpertWork], Receive | None], None]
 """Computes experts of the running step; see :meth:`vllm_dymoe.kernels.ExpertKernel.forward`."""
 
+LookAhead = Callable[[], Callable[[], None] | None]
+"""Foresees; returns what is left to do of it once the first experts compute (DuoServe-MoE 5.3), or None."""
+
 
 class Pipeline:
     """Runs layers, one at a time.
@@ -69,7 +72,7 @@ class Pipeline:
         x: torch.Tensor,
         out: torch.Tensor,
         activation: Activation,
-        look_ahead: Callable[[], None] | None = None,
+        look_ahead: LookAhead | None = None,
     ) -> None:
         """Compute a layer's experts.
 
@@ -80,7 +83,7 @@ class Pipeline:
             x: [tokens, hidden].
             out: [tokens * top_k, hidden], written where an expert is wanted.
             activation: of the experts.
-            look_ahead: called once, when every transfer that has a slot is under way.
+            look_ahead: called when every transfer that has a slot is under way.
 
         Raises:
             TransferError: an expert could not be fetched; nothing stays pinned.
@@ -146,13 +149,12 @@ class _Step:
             self._cache.adopt(version, stream=version.tier in self._streamed)
             self._cache.release(version)
 
-    def run(self, compute: Compute, look_ahead: Callable[[], None] | None) -> None:
+    def run(self, compute: Compute, look_ahead: LookAhead | None) -> None:
         """Until every wanted expert is computed."""
         while self.missing or self.arriving or self.ready:
             self._fetch()
             if look_ahead is not None:
-                look_ahead()
-                look_ahead = None
+                look_ahead = look_ahead()
             if self._prefetcher:
                 self._prefetcher.fill()  # which finds no slot as long as an expert of this layer waits for one
             if self.ready or self.arriving:
@@ -162,6 +164,8 @@ class _Step:
                     f"every slot that could take another expert belongs to a read that has not ended ({self._store}); "
                     "check the disk."
                 )
+        if look_ahead is not None:
+            look_ahead()
         if self._prefetcher:
             self._prefetcher.fill()
 

@@ -19,7 +19,7 @@ class SlotPlan:
 
     Attributes:
         limit: the hard budget in bytes, on this rank.
-        workspace_bytes: the part that the kernel's scratch takes.
+        workspace_bytes: the part that the kernel's scratch and the predictor take.
         slots: number of slots of each tier in use.
         quotas: experts of each tier that each layer may keep.
     """
@@ -63,7 +63,8 @@ def limit_in_bytes(
     """The hard limit that a budget means.
 
     A share counts experts, so that 100 % holds every one of them; the kernel's
-    workspace comes on top of it and is part of the limit. Bytes are taken as they are.
+    workspace and the predictor come on top of it and are part of the limit, and
+    so they are where a token's experts are counted. Bytes are taken as they are.
 
     Args:
         automatic: bytes to use where the budget is automatic.
@@ -71,8 +72,8 @@ def limit_in_bytes(
     everything = experts.nbytes(options.hi)
     if budget.is_auto:
         return min(automatic, everything + workspace_bytes)
-    limit = budget.resolve(everything)
-    return limit + workspace_bytes if budget.share is not None else limit
+    limit = budget.resolve(everything, experts.top_k * experts.formats[options.hi].nbytes)
+    return limit if budget.bytes is not None else limit + workspace_bytes
 
 
 def plan_slots(
@@ -94,7 +95,7 @@ def plan_slots(
         options: validated options.
         tiers: that the policy may ask for.
         limit: the budget in bytes.
-        workspace_bytes: what the kernel takes of it.
+        workspace_bytes: what the kernel and the predictor take of it.
         shares: for each tier, what share of a layer's active experts is wanted in it; equal ones if None.
 
     Raises:

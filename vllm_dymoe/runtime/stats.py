@@ -7,7 +7,7 @@ from typing import Any
 from vllm_dymoe.experts.budget import BudgetTracker
 from vllm_dymoe.experts.cache import CacheStats, ExpertCache
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.predict import PredictionStats
+from vllm_dymoe.predict import Measured, PredictionStats
 from vllm_dymoe.runtime.prefetch import PrefetchStats
 from vllm_dymoe.runtime.sizing import SlotPlan
 from vllm_dymoe.transfer import Reason, TransferStats
@@ -37,6 +37,8 @@ class RuntimeStats:
         predictions: experts named ahead (named), those that routers then chose in the same layers (wanted), and experts
             that are both (right): right / wanted is FIRM-MoE's prediction accuracy (Eq. 7), right / named its expert
             utilisation (Eq. 8).
+        predictor_bytes: device memory that the predictor takes, within the budget.
+        prediction_seconds: host time that predictions took.
         slots: slots by tier.
         resident_experts: experts that are complete on the device, by tier.
     """
@@ -57,6 +59,8 @@ class RuntimeStats:
     prefetches: dict[str, int]
     prefetch_interval: dict[str, int]
     predictions: dict[str, int]
+    predictor_bytes: int
+    prediction_seconds: float
     slots: dict[str, int]
     resident_experts: dict[str, int]
 
@@ -68,7 +72,7 @@ class RuntimeStats:
         transfer: TransferStats,
         prefetch: PrefetchStats,
         intervals: dict[str, int],
-        predictions: PredictionStats,
+        predictor: Measured | None,
         budget: BudgetTracker,
         plan: SlotPlan,
     ) -> "RuntimeStats":
@@ -90,7 +94,9 @@ class RuntimeStats:
             peak_expert_bytes=budget.peak,
             prefetches={name: getattr(prefetch, name) for name in ("useful", "late", "wasted", "cancelled")},
             prefetch_interval=intervals,
-            predictions=asdict(predictions),
+            predictions=asdict(predictor.stats if predictor else PredictionStats()),
+            predictor_bytes=predictor.nbytes if predictor else 0,
+            prediction_seconds=predictor.seconds if predictor else 0.0,
             slots={tier.value: count for tier, count in plan.slots.items()},
             resident_experts={tier.value: experts.resident_experts(tier) for tier in plan.slots},
         )

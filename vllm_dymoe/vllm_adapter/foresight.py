@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.predict import Gate, Phase, Predictor, RoutedModel, make_scheme
+from vllm_dymoe.predict import Gate, Phase, Predictor, RoutedModel, Scheme, make_scheme
 from vllm_dymoe.vllm_adapter.gates import GateCheck, GateError, ModuleTree, find_gate
 from vllm_dymoe.vllm_adapter.log import logger
 
@@ -77,6 +77,10 @@ class Foresight:
             count - len(drafted.get(request, ())) for request, count in scheduler_output.num_scheduled_tokens.items()
         )
         self.phase = Phase.PREFILL if any(count > 1 for count in own) else Phase.DECODE
+
+    def taken_over(self, scheme: Scheme) -> None:
+        """Another scheme foresees from now on, which needs no gates; they are still checked for the trace."""
+        self._scheme = scheme
 
     def _give_up(self, reason: str) -> None:
         if self._scheme.needs_gates:

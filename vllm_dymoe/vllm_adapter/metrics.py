@@ -72,6 +72,8 @@ METRICS = (
     Metric("exposed_wait_seconds", Counter, "exposed_wait_seconds", "Host time spent waiting for transfers."),
     Metric("prefetches", Counter, "prefetches", "Experts fetched ahead, by what became of them.", "outcome"),
     Metric("predictions", Counter, "predictions", "Experts named ahead, wanted by routers, and right: both.", "kind"),
+    Metric("prediction_seconds", Counter, "prediction_seconds", "Host time spent on predicting experts."),
+    Metric("predictor_bytes", Gauge, "predictor_bytes", "Device memory of the predictor, within the budget."),
     Metric("prefetch_interval", Gauge, "prefetch_interval", "One of so many predictions is acted on.", "phase"),
     Metric("budget_bytes", Gauge, "budget_bytes", "The hard limit of device memory for experts."),
     Metric("peak_expert_bytes", Gauge, "peak_expert_bytes", "The most device memory that experts ever held."),

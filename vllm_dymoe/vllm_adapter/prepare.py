@@ -11,6 +11,7 @@ from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
 from vllm_dymoe.experts.store import MANIFEST, Manifest, StoreError
 from vllm_dymoe.policy import make_policy
+from vllm_dymoe.predict.checkpoint import PredictorError, read_card
 from vllm_dymoe.quantize.tensors import CheckpointError, check_files
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.vllm_adapter.features import refuse_unsupported_features
@@ -40,6 +41,7 @@ def prepare(config: VllmConfig) -> None:
     _check_depth(config, options)
     _check_trace(config, options)
     _check_budget(config, options)
+    _check_predictor(options)
     _check_weights(config)
     if current_platform.is_cuda_alike():
         _keep_graphs_piecewise(config)
@@ -137,6 +139,20 @@ def _check_budget(config: VllmConfig, options: Options) -> None:
     workspace = workspace_bytes(experts, current_platform.device_type)
     limit = limit_in_bytes(options.expert_budget, experts, options, workspace, automatic=0)
     plan_slots(experts, options, policy.tiers, limit, workspace)
+
+
+def _check_predictor(options: Options) -> None:
+    """Refuse a file that is no predictor before any process starts; the worker checks that it is this model's.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if options.predictor is None:
+        return
+    try:
+        read_card(options.predictor)
+    except PredictorError as error:
+        raise ConfigError(f"vllm-dymoe: {error}") from error
 
 
 def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:

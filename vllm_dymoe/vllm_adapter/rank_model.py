@@ -18,7 +18,8 @@ from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.store import FileStore, HostStore, Manifest, MemoryStore, StoreError
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.policy import Policy, make_policy
-from vllm_dymoe.predict import Predictor, RoutedModel
+from vllm_dymoe.predict import Predictor, PredictorError, RoutedModel, make_scheme
+from vllm_dymoe.predict.checkpoint import PredictorCard, read_card
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.dummy import random_store
@@ -98,6 +99,7 @@ class RankModel:
         self.recorder: Recorder | None = None
         self.foresight = Foresight(self.options)
         self.trace: TraceTap | None = None
+        self.trained_predictor: tuple[Path | None, PredictorCard | None] = (None, None)
         self.prompts: PromptTap | None = None
         if make_policy(self.options.policy, self.options.policy_options).heavy_share is not None:
             speculative = vllm_config.speculative_config
@@ -194,15 +196,56 @@ class RankModel:
         self.trace = make_trace_tap(self.options, self._trace_header(routed_experts), self.foresight)
 
     def _predictor(self) -> Predictor | None:
-        """What foresees the experts of coming layers."""
+        """What foresees the experts of coming layers.
+
+        Raises:
+            ConfigError: a trained one cannot be used.
+        """
+        path = self.options.predictor
+        try:
+            predictor = self.foresight.predictor(self._routed_model(path))
+            self.trained_predictor = (path, None if path is None else read_card(path))
+        except PredictorError as error:
+            raise ConfigError(f"vllm-dymoe: {error}") from error
+        return predictor
+
+    def take_predictor(self, path: Path) -> None:
+        """Foresee with a trained predictor from the next step on; if it is refused, with the old one.
+
+        Raises:
+            ConfigError: it is damaged, another model's, or there is no room for it.
+        """
+        assert self.runtime is not None
+        try:
+            # The options of the scheme that was asked for at start, where it is this one.
+            options = self.options.prefetch_options if self.options.prefetch == "trained" else {}
+            scheme = make_scheme("trained", options)
+            predictor = scheme.build(self._routed_model(path))
+            assert predictor is not None
+            card = read_card(path)
+            self.runtime.set_predictor(predictor)
+        except PredictorError as error:
+            raise ConfigError(f"vllm-dymoe: {error}") from error
+        self.foresight.taken_over(scheme)
+        self.trained_predictor = (path, card)
+
+    def _routed_model(self, predictor: Path | None) -> RoutedModel:
         experts = self.experts
 
         def hits() -> int:
             assert self.runtime is not None
             return self.runtime.cache.stats.hits
 
-        model = RoutedModel(len(experts.layers), experts.num_experts, experts.top_k, hits=hits)
-        return self.foresight.predictor(model)
+        return RoutedModel(
+            len(experts.layers),
+            experts.num_experts,
+            experts.top_k,
+            hits=hits,
+            hidden=self._layers[0].hidden,
+            fingerprint="" if predictor is None else self.model_fingerprint,
+            device=torch.device(self._vllm_config.device_config.device),
+            predictor=predictor,
+        )
 
     def _trace_header(self, routed_experts: Any) -> TraceHeader:
         spec = self._layers[0]

@@ -7,10 +7,6 @@ from vllm_dymoe.runtime.sizing import tier_bits
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter.log import logger
 
-_INCOMPLETE = {
-    "duoserve": "its trained predictor is missing, and popularity stands in for it",
-}
-
 
 def announce(runtime: MoERuntime, rank: str, seconds: float) -> None:
     """Say in one line what is active, and warn if the cache cannot work.
@@ -41,7 +37,7 @@ def describe(runtime: MoERuntime, rank: str = "") -> str:
         )
     return (
         f"vllm-dymoe {__version__} is active: {layers} MoE layers x {experts.num_experts} experts, "
-        f"top {experts.top_k}; policy {_policy(options)}; prefetch {options.prefetch}; {'; '.join(tiers)}; "
+        f"top {experts.top_k}; policy {_policy(options)}; prefetch {_prefetch(runtime)}; {'; '.join(tiers)}; "
         f"budget {size(plan.limit)} of {size(experts.nbytes(options.hi))}{f' on {rank} alone' if rank else ''}; "
         f"kernel {runtime.kernel.name}; host store: {runtime.store.description}."
     )
@@ -53,13 +49,21 @@ def _policy(options: Options) -> str:
     return f"{options.policy} ({parameters})" if parameters else options.policy
 
 
+def _prefetch(runtime: MoERuntime) -> str:
+    """The scheme, what its predictor takes, and what stands in for one that is missing."""
+    options, predictor = runtime.options, runtime.predictor
+    if options.predictor is not None and predictor is not None:
+        return f"{options.prefetch} by {options.predictor} ({size(predictor.nbytes)} of the budget)"
+    if options.policy == "duoserve" and options.prefetch == "popularity":
+        return "popularity, because no predictor was given"
+    return options.prefetch
+
+
 def warnings(runtime: MoERuntime) -> list[str]:
     """Sentences about settings that work, but badly."""
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
     shares = runtime.policy.shares(len(experts.layers), experts.top_k)
     found = []
-    if options.policy in _INCOMPLETE:
-        found.append(f'policy "{options.policy}" is not complete yet: {_INCOMPLETE[options.policy]}.')
     if options.prefetch != "none" and runtime.device.type == "cpu" and options.link_gbps is None:
         found.append(
             f'prefetch "{options.prefetch}" fetches nothing ahead while experts come from memory or the page cache, '

@@ -1,9 +1,11 @@
 """Methods that every vLLM worker gets, for ``LLM.collective_rpc`` and ``/collective_rpc``."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.recording import CalibrationError
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.vllm_adapter.rank_model import RankModel
@@ -102,6 +104,28 @@ class DymoeWorkerExtension:
             "recording": recorder.recording,
             "bytes": recorder.nbytes,
         }
+
+    def dymoe_predictor(self, file: str | None = None, **unknown: Any) -> dict[str, Any]:
+        """Foresee with another trained predictor, for the next step on; without a file only ask.
+
+        Its memory is counted. Where it takes other memory than the predictor before it the cache starts empty.
+
+        Args:
+            file: that ``vllm-dymoe train`` has written, as this worker's machine names it.
+
+        Returns:
+            File and model card of the predictor that is in force; both None where none was trained.
+
+        Raises:
+            ValueError: it cannot be read, is another model's, or has no room; the old one goes on.
+        """
+        model = _model(self)
+        if unknown:
+            raise ConfigError(f"vllm-dymoe: {', '.join(unknown)} cannot be set here; only file can.")
+        if file is not None:
+            model.take_predictor(Path(file))
+        path, card = model.trained_predictor
+        return {"file": None if path is None else str(path), "card": None if card is None else asdict(card)}
 
     def dymoe_check_integrity(self) -> None:
         """Raise AssertionError if a slot, pin or byte of the budget is unaccounted for."""

@@ -1,0 +1,63 @@
+"""``vllm-dymoe train``: from a trace to a file, and the sentences for traces that will not do."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.predict.made_up import SIZES, made_up
+from vllm_dymoe import __version__
+from vllm_dymoe.cli import app
+from vllm_dymoe.predict.checkpoint import load_predictor
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+
+
+def test_a_trace_becomes_a_predictor_with_a_card(tmp_path):
+    trace, out = tmp_path / "trace.safetensors", tmp_path / "predictor.safetensors"
+    made_up().save(trace)
+    result = invoke(trace, "--out", out, "--architecture", "linear", "--epochs", 3, "--seed", 7, "--held-out", 0.2)
+    assert result.exit_code == 0, result.output
+    card, network = load_predictor(out)
+    assert card.header == SIZES
+    assert (card.seed, card.version) == (7, __version__)
+    assert card.architecture["name"] == "linear"
+    assert card.trace == {"path": str(trace), "tokens": [640, 160], "requests": [16, 4]}
+    assert set(card.metrics) == {"trained", "affinity", "popularity"}
+    assert network.num_layers == SIZES.num_layers
+    for words in ("16 requests", f"{card.metrics['trained']['all_k']:.1%}", f'{{"predictor": "{out}"}}'):
+        assert words in result.output.replace("\n", " ")
+
+
+def test_the_complete_parts_of_a_trace_that_is_being_recorded_will_do(tmp_path):
+    folder, out = tmp_path / "live", tmp_path / "predictor.safetensors"
+    folder.mkdir()
+    trace = made_up()
+    trace.select(torch.arange(480)).save(folder / "part-0.safetensors")
+    trace.save(folder / "other.safetensors")
+    whole = (folder / "other.safetensors").read_bytes()
+    (folder / "other.safetensors").unlink()
+    (folder / "part-1.safetensors.incomplete").write_bytes(whole[:1000])
+    result = invoke(folder, "--out", out, "--epochs", 1)
+    assert result.exit_code == 0, result.output
+    assert sum(load_predictor(out)[0].trace["tokens"]) == 480
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "words"),
+    [
+        (lambda path: None, (), "does not exist"),
+        (lambda path: path.write_bytes(b"nothing"), (), "cannot be read as a trace"),
+        (lambda path: made_up(requests=5).save(path), (), "holds 5 requests, but 8 are the fewest"),
+        (lambda path: made_up().save(path), ("--architecture", "linear+input"), "has no router inputs"),
+    ],
+)
+def test_what_will_not_do_is_one_sentence_and_no_file(tmp_path, make, arguments, words):
+    trace, out = tmp_path / "trace.safetensors", tmp_path / "predictor.safetensors"
+    make(trace)
+    result = invoke(trace, "--out", out, *arguments)
+    assert result.exit_code == 1
+    assert result.output.startswith("vllm-dymoe: ")
+    assert words in result.output
+    assert not out.exists()

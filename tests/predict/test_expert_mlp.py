@@ -1,0 +1,85 @@
+"""The paper's network and its states, and the same after folding."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.predict.made_up import SIZES, made_up
+from vllm_dymoe.predict.expert_mlp import ARCHITECTURES, PAPER_WIDTHS, Architecture, ExpertMLP, States
+from vllm_dymoe.predict.folded import FoldedMLP, fold
+from vllm_dymoe.traces.statistics import affinity, popularity
+
+TRACE = made_up(inputs=True)
+POPULARITY, AFFINITY = popularity(TRACE).float(), affinity(TRACE).float()
+
+
+def make_model(architecture):
+    """With normalisation and weights that are not those of the beginning."""
+    torch.manual_seed(0)
+    model = ExpertMLP(States(SIZES, architecture, POPULARITY, AFFINITY))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            for tensor in (module.weight, module.bias, module.running_mean):
+                nn.init.normal_(tensor, std=0.5)
+            nn.init.uniform_(module.running_var, 0.2, 3)
+    return model.eval()
+
+
+def small(architecture):
+    """The same kind of network, narrower."""
+    return replace(architecture, widths=tuple(max(4, width // 64) for width in architecture.widths))
+
+
+def test_a_state_is_history_popularity_and_affinity():
+    states = States(SIZES, Architecture(), POPULARITY, AFFINITY)
+    experts = torch.tensor([[[1, 2], [3, 4], [5, 6], [0, 1]]], dtype=torch.uint8)
+    state = states(2, experts)[0]
+    assert state.shape == (3 * 8 + 8 + 8,)
+    past, popular, related = state.split([24, 8, 8])
+    assert past.nonzero().flatten().tolist() == [3, 4, 8 + 1, 8 + 2]  # layer 1 comes first, layer 3 is not known yet
+    assert torch.equal(popular, POPULARITY[2])
+    assert torch.allclose(related, (AFFINITY[1, 3] + AFFINITY[1, 4]) / 2)
+
+
+def test_a_shared_network_is_told_the_layer_and_sees_inputs_if_it_shall():
+    states = States(SIZES, Architecture((), history=1, shared=True, router_input=True), POPULARITY, AFFINITY)
+    x = torch.randn(3, SIZES.hidden).half()
+    state = states(3, TRACE.experts[:3], x)
+    assert torch.equal(state[:, 24:28], torch.tensor([0.0, 0, 0, 1]).expand(3, -1))
+    assert torch.equal(state[:, 28:], x.float())
+
+
+def test_the_papers_network_has_seven_linear_layers_each_normalised_but_the_last():
+    network = make_model(Architecture()).network(1)
+    linear = [module for module in network if isinstance(module, nn.Linear)]
+    assert [module.out_features for module in linear] == [*PAPER_WIDTHS, SIZES.num_experts]
+    assert len(linear) == 7
+    kinds = [type(module) for module in network]
+    assert kinds == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Dropout] * 6 + [nn.Linear]
+    assert {module.p for module in network if isinstance(module, nn.Dropout)} == {0.1}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.no_grad()
+def test_folding_changes_nothing(name):
+    architecture = small(ARCHITECTURES[name])
+    model = make_model(architecture)
+    folded = FoldedMLP.of(fold(model).tensors())
+    rows = None
+    for layer in range(1, SIZES.num_layers):
+        experts, x = TRACE.experts[:50], TRACE.router_inputs[:50, layer - 1]
+        rows = folded.remember(experts[:, layer - 1].int(), rows)
+        got = folded.logits(layer, rows, x if architecture.router_input else None)
+        one = folded.logits(layer, rows[:1], x[:1] if architecture.router_input else None)
+        torch.testing.assert_close(one, got[:1])
+        # Sums in another order, in float32.
+        torch.testing.assert_close(got, model(layer, experts, x), atol=2e-4, rtol=1e-4)
+
+
+def test_what_it_takes_is_what_its_tensors_have():
+    folded = fold(make_model(Architecture((), history=2)))
+    # A table of 2 x 8 rows for each of three layers, and the popularity of four; half of that in float16.
+    assert folded.nbytes == 4 * (3 * 16 * 8 + 4 * 8)
+    assert folded.to(torch.device("cpu"), torch.float16).nbytes == folded.nbytes // 2

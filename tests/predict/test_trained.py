@@ -1,0 +1,118 @@
+"""The trained predictor step by step, inline and beside the layer."""
+
+import pytest
+import torch
+
+from tests.predict.made_up import SIZES, made_up
+from vllm_dymoe.predict import Phase
+from vllm_dymoe.predict.beside import Inline, OnStream
+from vllm_dymoe.predict.expert_mlp import Architecture
+from vllm_dymoe.predict.folded import fold
+from vllm_dymoe.predict.trained import TrainedPredictor
+from vllm_dymoe.predict.training import Recipe, train
+
+TRACE = made_up(inputs=True)
+KINDS = {
+    "linear": Architecture((), history=2),
+    "short": Architecture((), history=1),
+    "seeing": Architecture((16,), history=3, shared=True, router_input=True, dropout=0.0),
+}
+MODELS = {name: train(TRACE, kind, Recipe(epochs=3, batch=64)).model for name, kind in KINDS.items()}
+WEIGHTS = torch.ones(1, SIZES.top_k)
+
+
+class RecordedStream:
+    """A stream on which nothing happens before somebody waits for it, and what was asked of it."""
+
+    def __init__(self):
+        self.copies, self.waits, self.pending = [], 0, {}
+
+    def copy_inputs(self, inputs):
+        copies = [tensor.clone() for tensor in inputs]
+        self.copies.append(copies)
+        return copies
+
+    def run(self, compute, inputs):
+        answer = torch.full((1, 2), -7), torch.full((1, 2), -7.0)
+        self.pending[id(answer)] = (answer, compute, inputs)
+        return answer, id(answer)
+
+    def wait(self, event):
+        self.waits += 1
+        answer, compute, inputs = self.pending.pop(event)
+        for place, part in zip(answer, compute(*inputs), strict=True):
+            place.resize_(part.shape).copy_(part)
+
+
+def step(predictor, tokens, phase=Phase.DECODE, spoil=False):
+    """Answers for one step of these tokens; ``spoil`` overwrites a layer's tensors when the next one runs."""
+    answers = []
+    for layer in range(SIZES.num_layers):
+        ids = TRACE.experts[tokens, layer].int()
+        x = TRACE.router_inputs[tokens, layer].bfloat16()
+        predictor.observe(layer, x, ids, WEIGHTS, phase)
+        if spoil and predictor.answers_later:
+            ids.fill_(0), x.fill_(torch.nan)
+        answers.append(predictor.predict(layer))
+        if spoil:
+            ids.fill_(0), x.fill_(torch.nan)
+    return answers
+
+
+def expected(model, layer, token):
+    x = TRACE.router_inputs[token, layer - 1].bfloat16()[None]
+    with torch.no_grad():
+        return model(layer, TRACE.experts[token][None], x)[0].topk(SIZES.top_k)
+
+
+@pytest.mark.parametrize("beside", [Inline, lambda: OnStream(RecordedStream())])
+@pytest.mark.parametrize("name", KINDS)
+def test_it_names_what_the_network_says_for_each_layer_but_the_first(name, beside):
+    predictor = TrainedPredictor(fold(MODELS[name]), SIZES.top_k, beside())
+    for token in (3, 50, 51):
+        answers = step(predictor, slice(token, token + 1), spoil=True)
+        assert answers[-1] == []
+        for layer, candidates in enumerate(answers[:-1], 1):
+            want = expected(MODELS[name], layer, token)
+            assert [candidate.layer for candidate in candidates] == [layer] * SIZES.top_k
+            assert [candidate.expert for candidate in candidates] == want.indices.tolist()
+            assert torch.allclose(torch.tensor([c.score for c in candidates]), want.values, atol=1e-3)
+
+
+def test_several_tokens_name_first_what_most_of_them_want():
+    predictor = TrainedPredictor(fold(MODELS["linear"]), SIZES.top_k)
+    for layer, candidates in enumerate(step(predictor, slice(0, 30))[:-1], 1):
+        wanted = torch.cat([expected(MODELS["linear"], layer, token).indices for token in range(30)])
+        counts = wanted.bincount(minlength=SIZES.num_experts)
+        assert [c.score for c in candidates] == sorted(counts[counts > 0].tolist(), reverse=True)
+        assert all(counts[c.expert] == c.score for c in candidates)
+
+
+def test_a_step_knows_nothing_of_the_step_before():
+    predictor = TrainedPredictor(fold(MODELS["seeing"]), SIZES.top_k)
+    alone = step(TrainedPredictor(fold(MODELS["seeing"]), SIZES.top_k), slice(9, 10))
+    step(predictor, slice(4, 5))
+    ids, x = TRACE.experts[5:6, 0].int(), TRACE.router_inputs[5:6, 0]
+    predictor.observe(0, x, ids, WEIGHTS, Phase.DECODE)  # a step that ends in its first layer
+    assert step(predictor, slice(9, 10)) == alone
+
+
+def test_a_prefill_gets_the_most_popular_and_no_network_is_asked():
+    network = fold(MODELS["seeing"])
+    network.logits = None
+    predictor = TrainedPredictor(network, SIZES.top_k)
+    for layer, candidates in enumerate(step(predictor, slice(0, 40), Phase.PREFILL)[:-1], 1):
+        order = network.popularity[layer].argsort(descending=True).tolist()
+        assert [candidate.expert for candidate in candidates] == order
+
+
+def test_on_a_stream_it_is_asked_for_before_it_is_waited_for():
+    stream = RecordedStream()
+    predictor = TrainedPredictor(fold(MODELS["linear"]), SIZES.top_k, OnStream(stream))
+    assert predictor.answers_later
+    ids, x = TRACE.experts[5:6, 0].int(), TRACE.router_inputs[5:6, 0]
+    predictor.observe(0, x, ids, WEIGHTS, Phase.DECODE)
+    assert (len(stream.pending), stream.waits) == (1, 0)
+    assert len(predictor.predict(0)) == SIZES.top_k
+    assert (len(stream.pending), stream.waits) == (0, 1)
+    assert not TrainedPredictor(fold(MODELS["linear"]), SIZES.top_k).answers_later

@@ -1,0 +1,180 @@
+"""A predictor in the runtime: counted, replaced while it serves, asked at the right moment, harmless when wrong."""
+
+import random
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from tests.runtime.steps import random_step, run, with_budget
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.predict import Candidate
+
+LAYERS = 4
+STORE = make_store(make_experts(layers=LAYERS))
+FORMAT = STORE.experts.formats[4]
+LINK = FORMAT.nbytes / 1e-3 / 1e9  # an expert takes a millisecond
+STEPS = [(seed, seed % LAYERS, 1) for seed in range(96)]
+
+
+class Adversary:
+    """Knows what the next layer will want, and names everything else; what is kept, too, and several times."""
+
+    def __init__(self, nbytes=0):
+        self.nbytes = nbytes
+        self._random = random.Random(0)
+        self._step = 0
+
+    def observe(self, layer, x, ids, weights, phase):
+        self._step += 1
+
+    def predict(self, layer):
+        if layer + 1 == LAYERS or self._step == len(STEPS):
+            return []
+        seed, following, tokens = STEPS[self._step]
+        assert following == layer + 1
+        wanted = set(random_step(seed, tokens, STORE.experts)[2].flatten().tolist())
+        wrong = [expert for expert in range(6) if expert not in wanted] * 2
+        self._random.shuffle(wrong)
+        return [Candidate(following, expert, 1.0) for expert in wrong]
+
+
+@pytest.mark.parametrize("budget", ["25%", "50%"])
+def test_whoever_names_only_what_is_not_wanted_changes_neither_values_nor_the_cache_nor_demand(budget):
+    def served(predictor):
+        runtime = with_budget(STORE, budget, predictor=predictor, link_gbps=LINK, staging_slots=3)
+        kept = []
+        outputs = []
+        for step in STEPS:
+            outputs += run(runtime, [step])
+            kept.append({(v.layer, v.expert) for v in runtime.cache.handles.versions() if not v.transient})
+        runtime.engine.close()
+        return outputs, kept, runtime.stats()
+
+    outputs, kept, alone = served(None)
+    wrong_outputs, wrong_kept, beside = served(Adversary())
+    assert all(torch.equal(a, b) for a, b in zip(outputs, wrong_outputs, strict=True))
+    assert kept == wrong_kept
+    assert (beside.hits, beside.misses, beside.evictions) == (alone.hits, alone.misses, alone.evictions)
+    assert beside.bytes_moved["demand"] == alone.bytes_moved["demand"]
+    assert beside.prefetches["useful"] == beside.prefetches["late"] == 0
+    assert beside.prefetches["wasted"] + beside.prefetches["cancelled"] >= 32, "it was not tried"
+    assert beside.prefetch_interval["decode"] > 1, "and it is still trusted"
+
+
+class Names:
+    """Names one expert; with weights of a size that a test says."""
+
+    def __init__(self, nbytes=0, later=False, log=None):
+        self.nbytes, self.answers_later, self._log = nbytes, later, log if log is not None else []
+
+    def observe(self, layer, x, ids, weights, phase):
+        self._log.append(f"observe {layer}")
+
+    def predict(self, layer):
+        self._log.append(f"predict {layer}")
+        return [Candidate(layer + 1, 0, 1.0)] if layer + 1 < LAYERS else []
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_what_computes_beside_the_layer_is_read_when_experts_compute(later):
+    log = []
+    runtime = with_budget(STORE, "100%", predictor=Names(later=later, log=log), link_gbps=LINK)
+    forward = runtime.kernel.forward
+
+    def logged(*arguments):
+        log.append("compute")
+        return forward(*arguments)
+
+    runtime.kernel.forward = logged
+    run(runtime, [(0, 0, 1)])
+    runtime.engine.close()
+    first = log[: 1 + log.index("compute")]
+    assert first == (["observe 0", "compute"] if later else ["observe 0", "predict 0", "compute"])
+    assert log.count("predict 0") == 1, "it is asked, and asked once"
+
+
+def test_its_memory_is_part_of_the_budget():
+    def slots(nbytes, budget):
+        runtime = with_budget(STORE, budget, predictor=Names(nbytes))
+        stats = runtime.stats()
+        assert stats.predictor_bytes == nbytes
+        assert runtime.budget.peak == runtime.kernel.workspace_bytes + nbytes + stats.slots["hi"] * FORMAT.nbytes
+        assert runtime.budget.peak <= stats.budget_bytes
+        return stats.slots["hi"]
+
+    of_bytes = with_budget(STORE, "50%").budget.limit
+    assert slots(2 * FORMAT.nbytes, of_bytes) == slots(0, of_bytes) - 2  # bytes are strict
+    assert slots(2 * FORMAT.nbytes, "50%") == slots(0, "50%")  # a share counts experts
+    assert slots(2 * FORMAT.nbytes, "top-k") == STORE.experts.top_k
+    with pytest.raises(ConfigError, match="need"):
+        slots(10**9, of_bytes)
+
+
+def test_another_takes_over_while_it_serves():
+    runtime = with_budget(STORE, "50%", predictor=Names(), link_gbps=LINK)
+    run(runtime, STEPS[:8])
+    kept = {(v.layer, v.expert) for v in runtime.cache.handles.versions() if not v.transient}
+    named = runtime.stats().predictions["named"]
+    assert named > 0
+    log = []
+    runtime.set_predictor(Names(log=log))  # of the same size: nothing else changes
+    assert {(v.layer, v.expert) for v in runtime.cache.handles.versions() if not v.transient} == kept
+    run(runtime, STEPS[8:16])
+    assert log
+    assert runtime.stats().predictions["named"] > named, "the counts go on"
+
+    limit = runtime.budget.limit
+    runtime.set_predictor(Names(FORMAT.nbytes))
+    assert runtime.budget.limit == limit + FORMAT.nbytes
+    run(runtime, STEPS[:8])
+    runtime.engine.close()
+
+
+def test_one_that_has_no_room_is_refused_and_the_old_one_goes_on():
+    log = []
+    runtime = with_budget(STORE, with_budget(STORE, "50%").budget.limit, predictor=Names(log=log), link_gbps=LINK)
+    before = runtime.predictor
+    with pytest.raises(ConfigError, match="need"):
+        runtime.set_predictor(Names(10**9))
+    assert runtime.predictor is before
+    run(runtime, STEPS[:8])
+    assert log
+    runtime.engine.close()
+
+
+def test_a_runtime_that_foresaw_nothing_begins_to():
+    runtime = with_budget(STORE, "50%", link_gbps=LINK)
+    run(runtime, STEPS[:8])
+    assert sum(runtime.stats().prefetches.values()) == 0
+    log = []
+    runtime.set_predictor(Names(log=log))
+    run(runtime, STEPS[:32])
+    assert log.count("predict 0") == 8
+    assert sum(runtime.stats().prefetches.values()) > 0
+    runtime.engine.close()
+
+
+def test_the_time_that_predictions_take_is_counted():
+    runtime = with_budget(STORE, "100%", predictor=Names(), link_gbps=LINK)
+    run(runtime, STEPS[:8])
+    seconds = runtime.stats().prediction_seconds
+    assert 0 < seconds < 1
+    runtime.reset_stats()
+    assert runtime.stats().prediction_seconds == 0
+    runtime.engine.close()
+
+
+def test_the_rest_of_a_budget_is_remembered_when_a_predictor_comes():
+    """After a resize the share that counts is the new one."""
+    runtime = with_budget(STORE, "25%")
+    quarter = runtime.plan.slots
+    runtime.resize("50%")
+    runtime.set_predictor(Names(100))
+    assert runtime.plan.slots != quarter
+    assert runtime.budget.limit == runtime.kernel.workspace_bytes + 100 + int(0.5 * STORE.experts.nbytes(4))
+    with pytest.raises(ValidationError):
+        runtime.resize("many")
+    runtime.set_predictor(Names(200))
+    assert runtime.budget.limit == runtime.kernel.workspace_bytes + 200 + int(0.5 * STORE.experts.nbytes(4))

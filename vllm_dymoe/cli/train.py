@@ -1,0 +1,83 @@
+"""``vllm-dymoe train``: a predictor from a trace, and what it is worth."""
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from vllm_dymoe import __version__
+from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
+from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
+from vllm_dymoe.predict.folded import FoldedMLP, fold
+from vllm_dymoe.predict.training import Epoch, Recipe, Trained, train
+from vllm_dymoe.traces import Trace
+from vllm_dymoe.units import size
+
+
+def run(trace_path: Path, out: Path, *, architecture: str, recipe: Recipe) -> None:
+    """Train on a trace, and write ``out``.
+
+    Raises:
+        TraceError: the trace cannot be read.
+        TrainingError: it is not enough, or not what the architecture sees.
+        PredictorError: the file cannot be written.
+    """
+    begin = time.perf_counter()
+    trace = Trace.load(trace_path)
+    with _Epochs(f"Training on {escape(trace_path.name)}", recipe.epochs) as progress:
+        trained = train(trace, ARCHITECTURES[architecture], recipe, progress.show)
+    network = fold(trained.model)
+    card = PredictorCard(
+        header=trace.header,
+        architecture={"name": architecture, **asdict(ARCHITECTURES[architecture])},
+        trace={"path": str(trace_path), "tokens": trained.tokens, "requests": trained.requests},
+        metrics=trained.metrics,
+        seed=recipe.seed,
+        version=__version__,
+    )
+    save_predictor(out, card, network)
+    _print(out, trained, network, time.perf_counter() - begin)
+
+
+class _Epochs(Progress):
+    """A bar on stderr if that is a terminal, with the losses of the last epoch."""
+
+    def __init__(self, description: str, epochs: int) -> None:
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[said]}"),
+            TimeRemainingColumn(),
+        )
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self.add_task(description, total=epochs, said="")
+
+    def show(self, epoch: Epoch) -> None:
+        """One more epoch."""
+        said = f"epoch {epoch.number}: loss {epoch.loss:.4f}, held out {epoch.held_out_loss:.4f}"
+        self.update(self._task, completed=epoch.number, said=said)
+
+
+def _print(out: Path, trained: Trained, network: FoldedMLP, seconds: float) -> None:
+    table = Table("on held-out requests", title=escape(str(out)), title_justify="left")
+    for column in ("all experts", "at least one", "accuracy"):
+        table.add_column(column, justify="right")
+    for name, rates in trained.metrics.items():
+        table.add_row(name, *(f"{rates[key]:.1%}" for key in ("all_k", "at_least_one", "accuracy")))
+    console = Console()
+    console.print(table)
+    (tokens, held_out), (requests, apart) = trained.tokens, trained.requests
+    console.print(
+        f"Trained in {seconds:.1f} s and {trained.epochs} epochs on {tokens} tokens of {requests} requests; "
+        f"{held_out} tokens of {apart} others were held out. On a GPU it takes {size(network.nbytes // 2)}, "
+        f"on a CPU {size(network.nbytes)}.",
+        soft_wrap=True,
+    )
+    console.print("To serve with it:", soft_wrap=True)
+    option = f'{{"dymoe": {{"predictor": "{out}"}}}}'
+    console.print(f"vllm serve ... --additional-config '{option}'", soft_wrap=True, markup=False)

@@ -1,0 +1,109 @@
+"""Computing a prediction beside the layer that runs (DuoServe-MoE 5.3, the prediction stream).
+
+On CUDA the network runs on a stream of its own: the host enqueues it, then the layer's experts, and reads the answer
+when the first of them has been enqueued. Elsewhere the cores that compute experts compute predictions, one after the
+other, and nothing is gained by waiting.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+Answer = tuple[torch.Tensor, ...]
+
+
+class Beside(Protocol):
+    """Where predictions are computed."""
+
+    later: bool
+    """Whether an answer is better asked for after the layer's first experts have been enqueued."""
+
+    def begin(self, compute: Callable[..., Answer], *inputs: torch.Tensor) -> Callable[[], Answer]:
+        """Compute with tensors of the main stream; what is returned gives the answer, on the host."""
+        ...
+
+
+class Inline:
+    """Computed when the answer is asked for, which a throttled prefetch may never do."""
+
+    later = False
+
+    def begin(self, compute: Callable[..., Answer], *inputs: torch.Tensor) -> Callable[[], Answer]:
+        """Compute later."""
+        return lambda: compute(*inputs)
+
+
+class Stream(Protocol):
+    """The few things that are needed of a CUDA device; tests have another one."""
+
+    def copy_inputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Copies on the main stream, whose memory is not given away before this stream has read them."""
+        ...
+
+    def run(self, compute: Callable[..., Answer], inputs: Sequence[torch.Tensor]) -> tuple[Answer, Any]:
+        """Enqueue a computation behind the main stream's; answer on the host, and the event behind it."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Block the host until the event."""
+        ...
+
+
+@dataclass
+class OnStream:
+    """Computed on a stream of its own.
+
+    The inputs are copied on the main stream first: a graph that is replayed may write the next piece's values over
+    them while this stream still reads.
+    """
+
+    stream: Stream
+    later: bool = True
+
+    def begin(self, compute: Callable[..., Answer], *inputs: torch.Tensor) -> Callable[[], Answer]:
+        """Enqueue now."""
+        answer, event = self.stream.run(compute, self.stream.copy_inputs(inputs))
+
+        def read() -> Answer:
+            self.stream.wait(event)
+            return answer
+
+        return read
+
+
+class CudaStream:
+    """A stream of low priority: experts that are computed go first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=0)
+
+    def copy_inputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Clone on the current stream."""
+        copies = [tensor.clone() for tensor in inputs]
+        for copy in copies:
+            copy.record_stream(self._stream)
+        return copies
+
+    def run(self, compute: Callable[..., Answer], inputs: Sequence[torch.Tensor]) -> tuple[Answer, torch.cuda.Event]:
+        """Wait for the current stream, compute, and copy to page-locked memory."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            found = compute(*inputs)
+            answer = tuple(torch.empty_like(part, device="cpu", pin_memory=True) for part in found)
+            for host, part in zip(answer, found, strict=True):
+                host.copy_(part, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return answer, event
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Block until the event has happened."""
+        event.synchronize()
+
+
+def beside(device: torch.device) -> Beside:
+    """What a device has."""
+    return OnStream(CudaStream(device)) if device.type == "cuda" else Inline()

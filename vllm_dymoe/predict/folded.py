@@ -1,0 +1,151 @@
+"""A trained ExpertMLP as it runs: batch normalisation inside the matrices, and the first matrix a table.
+
+Of s_l = [h_l, p_l, a_l-1,l] the first linear layer makes
+
+    W s_l + b = sum over m and e in E_m of W_h[m, e]  +  W_a (mean over e in E_l-1 of A[e])  +  (W_p p_l + b)
+
+Everything but the experts is known beforehand. With k experts in each E_m it is a sum of rows of one table for each l,
+
+    T_l[m, e] = W_h[m, e] + (m = l-1) (W_a A_l-1,l[e] + W_p p_l + b) / k
+
+so that the first layer costs k rows for each layer of history, however wide the state is.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from vllm_dymoe.predict.expert_mlp import ExpertMLP
+
+
+class FoldedMLP:
+    """A network for every layer but the first.
+
+    Args:
+        tables: [layers - 1, history * experts, width]; the layer that was chosen last comes first.
+        gates: [layers - 1 or 1, hidden, width], what the router's input is multiplied with; None if it is not seen.
+        matrices: for each later linear layer, [layers - 1 or 1, width, next width].
+        biases: of these, [layers - 1 or 1, next width].
+        popularity: [layers, experts], Eq. 2, for steps in which the network is not asked.
+    """
+
+    def __init__(
+        self,
+        tables: torch.Tensor,
+        gates: torch.Tensor | None,
+        matrices: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+        popularity: torch.Tensor,
+    ) -> None:
+        self.tables, self.gates, self.matrices, self.biases = tables, gates, tuple(matrices), tuple(biases)
+        self.popularity = popularity
+        self.num_layers, self.num_experts = popularity.shape
+        self.history = tables.shape[1] // self.num_experts
+        self._tables = tables.unbind()  # a view made once, not in every layer of every step
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> "FoldedMLP":
+        """The opposite of ``tensors``.
+
+        Raises:
+            KeyError: one is missing.
+        """
+        later = range(sum(name.startswith("matrix.") for name in tensors))
+        matrices = [tensors[f"matrix.{number}"] for number in later]
+        biases = [tensors[f"bias.{number}"] for number in later]
+        return cls(tensors["tables"], tensors.get("gates"), matrices, biases, tensors["popularity"])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, for a file."""
+        found = {"tables": self.tables, "popularity": self.popularity}
+        if self.gates is not None:
+            found["gates"] = self.gates
+        for number, (matrix, bias) in enumerate(zip(self.matrices, self.biases, strict=True)):
+            found |= {f"matrix.{number}": matrix, f"bias.{number}": bias}
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes on its device."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "FoldedMLP":
+        """The same elsewhere."""
+        return self.of({name: tensor.to(device, dtype).contiguous() for name, tensor in self.tensors().items()})
+
+    def remember(self, experts: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        """The history with one more layer, as rows of a table.
+
+        Args:
+            experts: [tokens, top_k] int, what the layer chose.
+            before: the history of the layer before it; None for the first one.
+
+        Returns:
+            [tokens, top_k of each layer that is remembered], the last one first.
+        """
+        if self.history == 1:
+            return experts
+        if before is None:
+            return experts.clone()  # it outlives the layer's own tensor
+        if before.shape[1] == self.history * experts.shape[1]:
+            before = before[:, : -experts.shape[1]]
+        return torch.cat((experts, before + self.num_experts), 1)
+
+    def logits(self, layer: int, rows: torch.Tensor, router_input: torch.Tensor | None) -> torch.Tensor:
+        """What the network says when it is not trained.
+
+        Args:
+            layer: whose experts are asked for, from 1.
+            rows: what the layers before it chose, as ``remember`` has it.
+            router_input: [tokens, hidden] of the layer before, if the network sees it.
+
+        Returns:
+            [tokens, num_experts] in the network's dtype.
+        """
+        x = self._tables[layer - 1].index_select(0, rows.flatten())
+        x = x.sum(0, keepdim=True) if len(rows) == 1 else x.view(*rows.shape, -1).sum(1)
+        if self.gates is not None:
+            assert router_input is not None
+            x = torch.addmm(x, router_input.to(x.dtype), self.gates[layer - 1 if len(self.gates) > 1 else 0])
+        for matrices, biases in zip(self.matrices, self.biases, strict=True):
+            network = layer - 1 if len(matrices) > 1 else 0
+            x = torch.addmm(biases[network], x.relu_(), matrices[network])
+        return x
+
+
+@torch.no_grad()
+def fold(model: ExpertMLP) -> FoldedMLP:
+    """A model as it runs, in float32; the model stays as it is."""
+    states = model.states
+    top_k = states.sizes.top_k
+    tables, gates, later = [], [], []
+    for layer in range(1, states.sizes.num_layers):
+        (first, bias), *others = _without_normalisation(model.network(layer))
+        past, popular, related, name, x = first.split(list(states.parts), dim=1)
+        constant = bias + popular @ states.popularity[layer] + (name[:, layer] if name.numel() else 0)
+        table = past.T.clone()
+        table[: states.sizes.num_experts] += (states.affinity[layer - 1] @ related.T + constant) / top_k
+        tables.append(table)
+        gates.append(x.T)
+        later.append(others)
+    networks = 1 if states.architecture.shared else len(tables)
+    matrices = [torch.stack([layers[i][0].T for layers in later[:networks]]) for i in range(len(later[0]))]
+    biases = [torch.stack([layers[i][1] for layers in later[:networks]]) for i in range(len(later[0]))]
+    seen = torch.stack(gates[:networks]) if states.architecture.router_input else None
+    return FoldedMLP(torch.stack(tables), seen, matrices, biases, states.popularity)
+
+
+def _without_normalisation(network: nn.Sequential) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights and biases of the linear layers, with what normalises their results in them."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for module in network:
+        if isinstance(module, nn.Linear):
+            found.append((module.weight.float(), module.bias.float()))
+        elif isinstance(module, nn.BatchNorm1d):
+            weight, bias = found[-1]
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            scale = module.weight / (module.running_var + module.eps).sqrt()
+            found[-1] = weight * scale[:, None], (bias - module.running_mean) * scale + module.bias
+    return found

@@ -1,0 +1,79 @@
+"""The trained predictor at work (DuoServe-MoE 5.3): in decode a network names the next layer's experts.
+
+A prefill wants nearly all of them, so it is not asked then (5.2): the most popular ones come first. Its state is made
+of what the routers chose in the running step, by tensor operations alone, so the host has to wait for nothing but the
+names that come out.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vllm_dymoe.predict.base import Candidate, Phase
+from vllm_dymoe.predict.beside import Answer, Beside, Inline
+from vllm_dymoe.predict.folded import FoldedMLP
+from vllm_dymoe.predict.ranking import rank_by_frequency
+
+
+class TrainedPredictor:
+    """Asks a network about the next layer.
+
+    Args:
+        network: of the model that runs, on its device.
+        decode_experts: how many to name for each token of a decode step.
+        beside: where it is computed.
+    """
+
+    def __init__(self, network: FoldedMLP, decode_experts: int, beside: Beside | None = None) -> None:
+        self.network = network
+        self._amount = min(decode_experts, network.num_experts)
+        self._beside = beside or Inline()
+        self._past: torch.Tensor | None = None
+        self._layer = -1
+        self._read: Callable[[], Answer] | None = None
+        self._favourites = [_ranked(layer, shares) for layer, shares in enumerate(network.popularity.float().cpu())]
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the network."""
+        return self.network.nbytes
+
+    @property
+    def answers_later(self) -> bool:
+        """Whether it computes beside the layer, so that the answer is best asked for when experts are computing."""
+        return self._beside.later
+
+    def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
+        """Note what this layer chose, and begin with the next."""
+        before = None if layer <= self._layer else self._past  # a step begins where layers do not grow
+        self._layer, self._read = layer, None
+        following, network = layer + 1, self.network
+        if following == network.num_layers or phase is Phase.PREFILL:
+            return
+        self._past = network.remember(ids, before)
+
+        def named(rows: torch.Tensor, *seen: torch.Tensor) -> Answer:
+            best = network.logits(following, rows, *(seen or (None,))).topk(self._amount)
+            return best.indices, best.values
+
+        self._read = self._beside.begin(named, self._past, *(() if network.gates is None else (x,)))
+
+    def predict(self, layer: int) -> Sequence[Candidate]:
+        """Experts of the next layer, the likeliest first."""
+        following, read, self._read = layer + 1, self._read, None
+        if following >= self.network.num_layers:
+            return []
+        if read is None:
+            return self._favourites[following]
+        experts, scores = read()
+        if len(experts) == 1:
+            (named,), (likely,) = experts.tolist(), scores.tolist()
+            return [Candidate(following, expert, score) for expert, score in zip(named, likely, strict=True)]
+        ranked = rank_by_frequency(experts.flatten(), scores.flatten().float().sigmoid(), self.network.num_experts)
+        return [Candidate(following, expert, score) for expert, score in ranked]
+
+
+def _ranked(layer: int, shares: torch.Tensor) -> list[Candidate]:
+    """Every expert of a layer that was ever chosen, the most popular first."""
+    order = shares.argsort(descending=True).tolist()
+    return [Candidate(layer, expert, shares[expert].item()) for expert in order if shares[expert] > 0]

@@ -1,0 +1,223 @@
+"""Training a predictor on what routers chose: binary cross-entropy (DuoServe-MoE Eq. 6), and a fair test.
+
+Tokens of one request resemble each other, so requests are held out and never tokens: a predictor is worth what it
+foresees of a request that it has not seen.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from vllm_dymoe.predict.expert_mlp import Architecture, ExpertMLP, States, chosen
+from vllm_dymoe.traces import Trace
+from vllm_dymoe.traces.statistics import affinity, popularity
+
+FEWEST_REQUESTS = 8
+"""Of which one at least is held out."""
+
+
+class TrainingError(ValueError):
+    """Data that no predictor can be trained on; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How it is trained.
+
+    Attributes:
+        epochs: at most.
+        patience: epochs without a better held-out loss before it ends.
+        batch: tokens.
+        learning_rate: of AdamW, where it begins; it falls to zero as a cosine.
+        held_out: share of the requests.
+        seed: of the split, the first weights, and the order of tokens.
+    """
+
+    epochs: int = 20
+    patience: int = 3
+    batch: int = 256
+    learning_rate: float = 3e-3
+    held_out: float = 0.1
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class HitRates:
+    """How right named experts are, over tokens and layers; with as many named as chosen.
+
+    Attributes:
+        all_k: share where all of a token's experts were named (Table 3, "Top-2").
+        at_least_one: share where one of them was (Table 3).
+        accuracy: share of the chosen experts that were named (FIRM-MoE Eq. 7).
+    """
+
+    all_k: float
+    at_least_one: float
+    accuracy: float
+
+    @classmethod
+    def of(cls, scores: torch.Tensor, experts: torch.Tensor) -> "HitRates":
+        """Of scores [samples, num_experts] for what was chosen [samples, top_k]."""
+        top_k = experts.shape[1]
+        named = chosen(scores.topk(top_k, dim=1).indices, scores.shape[1])
+        hits = named.gather(1, experts.long()).sum(1)
+        return cls((hits == top_k).float().mean().item(), (hits > 0).float().mean().item(), hits.mean().item() / top_k)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one pass over the data has brought.
+
+    Attributes:
+        number: from 1.
+        loss: on what was trained on.
+        held_out_loss: on the held-out requests.
+        best: whether the latter is the lowest so far.
+    """
+
+    number: int
+    loss: float
+    held_out_loss: float
+    best: bool
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The outcome.
+
+    Attributes:
+        model: of the epoch with the lowest held-out loss.
+        epochs: that were run.
+        metrics: hit rates on the held-out requests, of the model and, to compare, of popularity and affinity alone.
+        tokens: that were trained on, and that were held out.
+        requests: likewise.
+    """
+
+    model: ExpertMLP
+    epochs: int
+    metrics: Mapping[str, Mapping[str, float]]
+    tokens: tuple[int, int]
+    requests: tuple[int, int]
+
+
+def split_by_request(trace: Trace, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens to train on and tokens to hold out, as masks; no request has some of each.
+
+    Raises:
+        TrainingError: there are too few requests for that.
+    """
+    requests = trace.request.unique()
+    if len(requests) < FEWEST_REQUESTS:
+        raise TrainingError(
+            f"the trace holds {len(requests)} requests, but {FEWEST_REQUESTS} are the fewest of which some can be held "
+            "out to see what a predictor is worth; record more."
+        )
+    order = requests[torch.randperm(len(requests), generator=torch.Generator().manual_seed(seed))]
+    held_out = torch.isin(trace.request, order[: max(1, round(share * len(requests)))])
+    return ~held_out, held_out
+
+
+def train(
+    trace: Trace,
+    architecture: Architecture,
+    recipe: Recipe | None = None,
+    progress: Callable[[Epoch], None] = lambda epoch: None,
+) -> Trained:
+    """Train on most requests, and stop when the others are foreseen no better.
+
+    Raises:
+        TrainingError: there are too few requests, or no router inputs where the architecture sees them.
+    """
+    recipe = recipe or Recipe()
+    if trace.header.num_layers < 2:
+        raise TrainingError("the model has one MoE layer, and there is no layer before it to foresee it from.")
+    if architecture.router_input and trace.router_inputs is None:
+        raise TrainingError(
+            "the trace has no router inputs, which this architecture sees; record them, or choose another architecture."
+        )
+    trace = trace.select(trace.in_order())  # a token that was computed twice is one
+    mask, held_out = split_by_request(trace, recipe.held_out, recipe.seed)
+    seen, unseen = trace.select(mask), trace.select(held_out)
+    if seen.num_tokens < 2:
+        raise TrainingError("one token is left to train on; record more, or hold out fewer requests.")
+    # The first weights, dropout and the order follow from the seed, and nobody else's random numbers from this.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        states = States(trace.header, architecture, popularity(seen).float(), affinity(seen).float())
+        model, epochs = _descend(ExpertMLP(states), seen, unseen, recipe, progress)
+    metrics = {
+        "trained": _hit_rates(unseen, lambda layer: _logits(model, layer, unseen)),
+        "affinity": _hit_rates(
+            unseen, lambda layer: states.affinity[layer - 1][unseen.experts[:, layer - 1].long()].sum(1)
+        ),
+        "popularity": _hit_rates(unseen, lambda layer: states.popularity[layer].expand(unseen.num_tokens, -1)),
+    }
+    requests = len(seen.request.unique()), len(unseen.request.unique())
+    return Trained(model, epochs, metrics, (seen.num_tokens, unseen.num_tokens), requests)
+
+
+def _descend(
+    model: ExpertMLP, seen: Trace, unseen: Trace, recipe: Recipe, progress: Callable[[Epoch], None]
+) -> tuple[ExpertMLP, int]:
+    batches = max(1, seen.num_tokens // recipe.batch)
+    optimizer = torch.optim.AdamW(model.parameters(), recipe.learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.epochs * batches)
+    best, best_loss, stale = model, float("inf"), 0
+    for number in range(1, recipe.epochs + 1):
+        model.train()
+        total = 0.0
+        # What is left over goes into another batch of the next epoch: batch normalisation needs more than one token.
+        for tokens in torch.randperm(seen.num_tokens)[: batches * recipe.batch].tensor_split(batches):
+            loss = _loss(model, seen.select(tokens))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += loss.item()
+        model.eval()
+        with torch.no_grad():
+            parts = torch.arange(unseen.num_tokens).split(4 * recipe.batch)
+            held_out_loss = (
+                sum(_loss(model, unseen.select(part)).item() * len(part) for part in parts) / unseen.num_tokens
+            )
+        better = held_out_loss < best_loss
+        stale = 0 if better else stale + 1
+        if better:
+            best, best_loss = copy.deepcopy(model), held_out_loss
+        progress(Epoch(number, total / batches, held_out_loss, better))
+        if stale >= recipe.patience:
+            break
+    return best.eval(), number
+
+
+def _loss(model: ExpertMLP, batch: Trace) -> torch.Tensor:
+    """Eq. 6, its mean over tokens, layers and experts."""
+    layers = range(1, batch.header.num_layers)
+    wanted = [chosen(batch.experts[:, layer], batch.header.num_experts) for layer in layers]
+    if model.states.architecture.shared:  # normalised over all layers together, since it runs for any of them
+        states = torch.cat([_states(model, layer, batch) for layer in layers])
+        return nn.functional.binary_cross_entropy_with_logits(model.network(1)(states), torch.cat(wanted))
+    losses = [
+        nn.functional.binary_cross_entropy_with_logits(_logits(model, layer, batch), target)
+        for layer, target in zip(layers, wanted, strict=True)
+    ]
+    return torch.stack(losses).mean()
+
+
+def _states(model: ExpertMLP, layer: int, batch: Trace) -> torch.Tensor:
+    inputs = None if batch.router_inputs is None else batch.router_inputs[:, layer - 1]
+    return model.states(layer, batch.experts, inputs)
+
+
+def _logits(model: ExpertMLP, layer: int, batch: Trace) -> torch.Tensor:
+    return model.network(layer)(_states(model, layer, batch))
+
+
+@torch.no_grad()
+def _hit_rates(trace: Trace, scores: Callable[[int], torch.Tensor]) -> dict[str, float]:
+    """Mean over layers."""
+    rates = [asdict(HitRates.of(scores(layer), trace.experts[:, layer])) for layer in range(1, trace.header.num_layers)]
+    return {name: sum(rate[name] for rate in rates) / len(rates) for name in rates[0]}

@@ -36,8 +36,8 @@ SHIPPED = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
 # In bytes: experts of 4 bits in groups of 64, what is moved when one is.
 EXPERT_BYTES = {"shipped": 27_648, "Mixtral-8x7B": 99_090_432, "Qwen3-30B-A3B": 2_654_208}
 TRACE_RECIPES: dict[str, dict[str, Any]] = {
-    "Mixtral-8x7B": {"requests": 40, "prompt": 32, "decode": 96, "skew": 0.5, "locality": 0.3, "correlation": 0.4},
-    "Qwen3-30B-A3B": {"requests": 40, "prompt": 32, "decode": 96, "skew": 0.8, "locality": 0.3, "correlation": 0.4},
+    "Mixtral-8x7B": {"requests": 32, "prompt": 16, "decode": 64, "skew": 0.5, "locality": 0.3, "correlation": 0.4},
+    "Qwen3-30B-A3B": {"requests": 48, "prompt": 16, "decode": 64, "skew": 0.8, "locality": 0.3, "correlation": 0.4},
 }
 HEADERS = {"Mixtral-8x7B": MIXTRAL_8X7B, "Qwen3-30B-A3B": QWEN3_30B_A3B}
 # The paper's networks for 47 layers with 128 experts each have 1.2 billion weights, more than a predictor may.
@@ -46,7 +46,7 @@ KINDS = {
     "Mixtral-8x7B": ("paper", "shared", "linear"),
     "Qwen3-30B-A3B": ("shared", "linear"),
 }
-RECIPES = {"paper": Recipe(epochs=8, patience=2), "paper+input": Recipe(epochs=8, patience=2)}
+RECIPES = {"paper": Recipe(epochs=6, patience=2), "paper+input": Recipe(epochs=6, patience=2)}
 
 
 def training_recipe(kind: str) -> Recipe:
@@ -154,9 +154,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=["offline", "engine"], default=["offline", "engine"])
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-predictors")
-    parser.add_argument("--requests", type=int, default=40, help="of each domain, to record")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of each request")
-    parser.add_argument("--most", type=int, default=1000, help="tokens to replay")
+    parser.add_argument("--requests", type=int, default=32, help="of each domain, to record")
+    parser.add_argument("--new-tokens", type=int, default=48, help="of each request")
+    parser.add_argument("--most", type=int, default=600, help="tokens to replay")
     parser.add_argument("--architecture", choices=list(ARCHITECTURES), default="linear", help="that is served")
     parser.add_argument("--out", type=Path, default=HERE, help="where results.json and predictors.png go")
     arguments = parser.parse_args()

@@ -16,11 +16,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
-from checkout import find_package
+from checkout import find_package, need
 from layers import GROUP, LAYERS, TIERS, TOKENS, Layer, expert_bytes, route, work_of
 
+need("torch", "triton")
 find_package()
+
+import torch  # noqa: E402
 
 HERE = Path(__file__).parent
 
@@ -107,18 +109,18 @@ def measure(models: list[str] | None, tokens: list[int] | None) -> dict[str, Any
     """All rows."""
     import triton
     from measure import measure_machine
-    from others import VllmKernel
+    from others import VllmKernel, find_marlin, find_wna16
 
     machine = measure_machine()
     print(
         f"{machine.name}: copy {machine.copy_bytes_per_second / 1e9:.0f} GB/s, dense bf16 "
         f"{machine.flops_per_second / 1e12:.0f} TFLOP/s, from the host {machine.host_bytes_per_second / 1e9:.1f} GB/s"
     )
-    vllm = VllmKernel()
+    others = {"wna16_us": VllmKernel("wna16", find_wna16), "marlin_us": VllmKernel("Marlin", find_marlin)}
     rows = []
     for layer, tiers in chosen(models):
         for count in tokens or TOKENS:
-            rows.append(measure_layer(machine, layer, tiers, TIERS[tiers], count, vllm))
+            rows.append(measure_layer(machine, layer, tiers, TIERS[tiers], count, others))
     return {
         "card": machine.name,
         "date": date.today().isoformat(),
@@ -128,12 +130,12 @@ def measure(models: list[str] | None, tokens: list[int] | None) -> dict[str, Any
         "matmul_tflop_per_s": machine.flops_per_second / 1e12,
         "host_gb_per_s": machine.host_bytes_per_second / 1e9,
         "fetch_host_bandwidth_share": measure_fetch(machine),
-        "vllm_note": vllm.note,
+        "vllm_notes": [other.note for other in others.values()],
         "rows": rows,
     }
 
 
-def measure_layer(machine, layer, tiers, bits, count, vllm) -> dict[str, Any]:
+def measure_layer(machine, layer, tiers, bits, count, others) -> dict[str, Any]:
     """One row; the bound is printed before the time."""
     from measure import DTYPE, copies, graphed, random_expert, seconds, work_for
     from others import dequantize_matmul
@@ -166,8 +168,9 @@ def measure_layer(machine, layer, tiers, bits, count, vllm) -> dict[str, Any]:
         "copy_bandwidth_share": moved / time / machine.copy_bytes_per_second,
         "matmul_rate_share": work.flops / time / machine.flops_per_second,
         "dequantize_matmul_us": seconds(lambda: dequantize_matmul(x, sets[0], out), 0.02) * 1e6,
-        "vllm_us": vllm.microseconds(layer, x, routing) if tiers == "4" else None,
     }  # fmt: skip
+    for name, other in others.items():
+        row[name] = other.microseconds(layer, x, routing) if tiers == "4" else None
     print(f", time {row['time_us']:9.1f} us, bound / time {row['bound_share']:.0%}", flush=True)
     return row
 
@@ -178,11 +181,11 @@ def measure_fetch(machine) -> float:
 
     from vllm_dymoe.kernels import Activation
     from vllm_dymoe.kernels.triton import (
-        DecodeTile,
         ExpertShape,
         ExpertTable,
         Scratch,
         WorkList,
+        choose_tiles,
         decode_down,
         decode_gate_up,
     )
@@ -191,7 +194,7 @@ def measure_fetch(machine) -> float:
     size = expert_bytes(layer, 4)
     blobs = [torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
     slots = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    shape = ExpertShape(layer.hidden, layer.intermediate, 64, DTYPE)
+    shape = ExpertShape(layer.hidden, layer.intermediate, GROUP, DTYPE)
     starts, targets = ([blob.data_ptr() for blob in some] for some in (blobs, slots))
     table = ExpertTable.of_blobs(shape, starts, [4, 4], "cuda", targets)
     items = torch.tensor([[0, 0, 1], [1, 1, 2]], dtype=torch.int32, device="cuda")
@@ -200,11 +203,12 @@ def measure_fetch(machine) -> float:
     hidden = torch.empty(2, layer.intermediate, device="cuda", dtype=DTYPE)
     out = torch.empty(2, layer.hidden, device="cuda", dtype=DTYPE)
     scratch = Scratch(torch.empty(1, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda"))
-    tile = DecodeTile(8, 1)
+    major, minor = torch.cuda.get_device_capability()
+    tiles = choose_tiles(10 * major + minor, layer.hidden, layer.intermediate)
 
     def step() -> None:
-        decode_gate_up(x, hidden, table, work, Activation.SILU, tile, scratch)
-        decode_down(hidden, out, table, work, tile, scratch)
+        decode_gate_up(x, hidden, table, work, Activation.SILU, tiles.gate_up, scratch)
+        decode_down(hidden, out, table, work, tiles.down, scratch)
 
     bound = 2 * size / machine.host_bytes_per_second
     print(f"fetch-through, two experts of {layer.model} at 4 bits: bound {bound * 1e6:.0f} us", end="", flush=True)

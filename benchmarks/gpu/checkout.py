@@ -7,6 +7,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def need(*modules: str) -> None:
+    """Go on only where these are installed.
+
+    Raises:
+        SystemExit: one is not; the sentence says which, and what to do.
+    """
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        name = Path(sys.argv[0]).stem
+        raise SystemExit(
+            f"{name}: {sys.executable} has no {' and no '.join(missing)}; name a Python that has, as in "
+            "make bench-gpu PYTHON=python3.12."
+        )
+
+
 def find_package() -> None:
     """Put the checkout's packages in reach; a package that is installed already stays the one that is used."""
     if importlib.util.find_spec("vllm_dymoe") is not None:

@@ -20,6 +20,11 @@ from vllm_dymoe.kernels.triton import (
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BITS = (16, 8, 4, 2)
 DEVICE = "cuda"
+COUNTS = (1, 2, 3, 40, 200)
+"""Tokens of experts in one call: decoded ones, and every class of grouped ones."""
+DECODED = 1100, 500
+"""Hidden and intermediate size."""
+REPEATS = 100
 
 FORWARD_CASES = (
     (torch.bfloat16, 64, False, 300, 203, Activation.SILU),
@@ -62,10 +67,10 @@ def check_forward(case: tuple[torch.dtype, int, bool, int, int, Activation]) -> 
     shape = ExpertShape(hidden, intermediate, group, dtype, bias)
     wrong = []
     kernel = TritonKernel(DEVICE, bits=BITS)
-    tokens = 200
+    tokens, experts = max(COUNTS), len(BITS) * len(COUNTS)
     x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(group)).to(dtype)
     work, references = [], []
-    for expert, (bits, count) in enumerate(itertools.product(BITS, (1, 2, 3, 40, 200))):
+    for expert, (bits, count) in enumerate(itertools.product(BITS, COUNTS)):
         matrices, blob = make_expert(shape, bits, expert)
         blob = blob.to(DEVICE)
         views, start = [], 0
@@ -73,11 +78,11 @@ def check_forward(case: tuple[torch.dtype, int, bool, int, int, Activation]) -> 
             views.append(packed.format.view(blob[start : start + packed.format.nbytes]))
             start += packed.format.nbytes
         rows = torch.arange(count)
-        work.append(ExpertWork(*views, rows.to(DEVICE), (rows * 20 + expert).to(DEVICE)))
+        work.append(ExpertWork(*views, rows.to(DEVICE), (rows * experts + expert).to(DEVICE)))
         references.append((rows, expert_reference(x[:count], *matrices, activation)))
-    out = torch.full((tokens * 20, hidden), float("nan"), dtype=dtype, device=DEVICE)
+    out = torch.full((tokens * experts, hidden), float("nan"), dtype=dtype, device=DEVICE)
     kernel.forward(x.to(DEVICE), work, out, activation)
-    got = out.view(tokens, 20, hidden).cpu().double()
+    got = out.view(tokens, experts, hidden).cpu().double()
     for expert, (rows, want) in enumerate(references):
         error = float((got[rows, expert] - want).norm() / want.norm())
         if not error < TOLERANCE[dtype]:
@@ -91,14 +96,15 @@ def check_forward(case: tuple[torch.dtype, int, bool, int, int, Activation]) -> 
 
 
 def check_decode(case: tuple[torch.dtype, DecodeTile]) -> list[str]:
-    """The weighted sum, split, in one launch, a hundred times the same; and fetching through from pinned memory."""
+    """The weighted sum, split, in one launch, many times the same; and fetching through from pinned memory."""
     dtype, tile = case
     wrong = []
-    shape = ExpertShape(1100, 500, 64, dtype, True)
+    hidden_size, intermediate = DECODED
+    shape = ExpertShape(hidden_size, intermediate, 64, dtype, True)
     experts = [make_expert(shape, bits, i) for i, bits in enumerate(BITS)]
     blobs = [blob.to(DEVICE) for _, blob in experts]
     table = ExpertTable.of_blobs(shape, [blob.data_ptr() for blob in blobs], BITS, DEVICE)
-    x = torch.randn(3, 1100, generator=torch.Generator().manual_seed(tile.split)).to(dtype)
+    x = torch.randn(3, hidden_size, generator=torch.Generator().manual_seed(tile.split)).to(dtype)
     items = torch.tensor([[e, 3 * e + a, 3 * e + b] for e in range(4) for a, b in ((0, 2), (2, 3))])
     rows = torch.arange(3).repeat(4)
     pairs = torch.cat([torch.arange(3) * 4 + e for e in range(4)])
@@ -109,9 +115,9 @@ def check_decode(case: tuple[torch.dtype, DecodeTile]) -> list[str]:
         torch.full((1 << 20,), float("nan"), device=DEVICE), torch.zeros(1 << 12, dtype=torch.int32, device=DEVICE)
     )
 
-    def run(table: ExpertTable = table, work: WorkList = work, tile: DecodeTile = tile) -> torch.Tensor:
-        hidden = torch.full((12, 500), float("nan"), dtype=x.dtype, device=DEVICE)
-        out = torch.full((3, 1100), float("nan"), dtype=x.dtype, device=DEVICE)
+    def run(table: ExpertTable = table, work: WorkList = work) -> torch.Tensor:
+        hidden = torch.full((12, intermediate), float("nan"), dtype=x.dtype, device=DEVICE)
+        out = torch.full((3, hidden_size), float("nan"), dtype=x.dtype, device=DEVICE)
         decode_gate_up(x.to(DEVICE), hidden, table, work, Activation.SILU, tile, scratch)
         decode_down(hidden, out, table, work, tile, scratch, weighting)
         return out
@@ -124,7 +130,7 @@ def check_decode(case: tuple[torch.dtype, DecodeTile]) -> list[str]:
     name = f"decode {dtype} {tile}"
     if not error < TOLERANCE[dtype]:
         wrong.append(f"{name}: relative error {error:.2g}")
-    if not all(torch.equal(run(), out) for _ in range(100)):
+    if not all(torch.equal(run(), out) for _ in range(REPEATS)):
         wrong.append(f"{name}: the same launch gives different bits")
     if scratch.tickets.any():
         wrong.append(f"{name}: tickets are left")
@@ -134,9 +140,8 @@ def check_decode(case: tuple[torch.dtype, DecodeTile]) -> list[str]:
     targets = [slot.data_ptr() for slot in slots]
     through = ExpertTable.of_blobs(shape, [blob.data_ptr() for blob in pinned], BITS, DEVICE, targets)
     fetched = run(table=through, work=whole)
-    one = DecodeTile(tile.warps, 1)  # what fetching takes
     if not all(torch.equal(slot, blob) for slot, blob in zip(slots, blobs, strict=True)):
         wrong.append(f"{name}: a slot does not hold the source's bytes")
-    if not torch.equal(fetched, run(table=ExpertTable.of_blobs(shape, targets, BITS, DEVICE), work=whole, tile=one)):
+    if not torch.equal(fetched, run(table=ExpertTable.of_blobs(shape, targets, BITS, DEVICE), work=whole)):
         wrong.append(f"{name}: fetching through gives other bits than a launch from the slot")
     return wrong

@@ -8,6 +8,8 @@ from layers import GROUP, Layer, Machine
 from vllm_dymoe.kernels import ExpertWork, MatrixFormat, PackedMatrix
 
 DTYPE = torch.bfloat16
+SIDE = 8192
+"""Of the matrices whose product gives the dense rate."""
 
 
 def seconds(function: Callable[[], None], least: float = 0.2) -> float:
@@ -50,8 +52,8 @@ def measure_machine() -> Machine:
     copy = 2 * size / seconds(lambda: target.copy_(source))
     host = torch.zeros(min(size, 256 << 20), dtype=torch.uint8).pin_memory()
     link = host.numel() / seconds(lambda: target[: host.numel()].copy_(host, non_blocking=True))
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=DTYPE) for _ in range(2))
-    product = 2 * 8192**3 / seconds(lambda: torch.mm(a, b))
+    a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=DTYPE) for _ in range(2))
+    product = 2 * SIDE**3 / seconds(lambda: torch.mm(a, b))
     return Machine(torch.cuda.get_device_name(), copy, product, link)
 
 

@@ -40,15 +40,18 @@ def markdown(results: dict[str, Any]) -> str:
         f"copy {results['copy_gb_per_s']:.0f} GB/s, dense bf16 {results['matmul_tflop_per_s']:.0f} TFLOP/s, "
         f"from the host {results['host_gb_per_s']:.1f} GB/s.",
         "",
-        "| model | tiers | tokens | bound us | time us | bound/time | GB/s | TFLOP/s | dequantize, mm us | vLLM us |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| model | tiers | tokens | bound us | time us | bound/time | GB/s | of the copy | TFLOP/s | of the product "
+        "| dequantize, mm us | wna16 us | Marlin us |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in results["rows"]:
         cells = [row["model"], row["tiers"], str(row["tokens"]), f"{row['bound_us']:.1f}", f"{row['time_us']:.1f}"]
-        cells += [f"{row['bound_share']:.0%}", f"{row['gb_per_s']:.0f}", f"{row['tflop_per_s']:.1f}"]
-        cells += ["" if row[name] is None else f"{row[name]:.1f}" for name in ("dequantize_matmul_us", "vllm_us")]
+        cells += [f"{row['bound_share']:.0%}", f"{row['gb_per_s']:.0f}", f"{row['copy_bandwidth_share']:.0%}"]
+        cells += [f"{row['tflop_per_s']:.1f}", f"{row['matmul_rate_share']:.0%}"]
+        others = (row[name] for name in ("dequantize_matmul_us", "wna16_us", "marlin_us"))
+        cells += ["" if time is None else f"{time:.1f}" for time in others]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", f"vLLM's kernel: {results['vllm_note']}", ""]
+    lines += ["", f"vLLM's kernels for 4 bits. {' '.join(results['vllm_notes'])}", ""]
     lines += [f"- {aim}: {value:.2f}, {'reached' if ok else 'not reached'}" for aim, value, ok in verdicts(results)]
     return "\n".join([*lines, ""])
 

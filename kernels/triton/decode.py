@@ -3,7 +3,8 @@
 A program owns 64 rows of one expert's projection, or one of SPLIT parts of their
 columns. Partial sums go to memory in float32, and the program that takes the last
 ticket adds them in ascending order, so that the result does not depend on which
-one that was: integers are counted atomically, floats never.
+one that was: integers are counted atomically, floats never. A program that fetches
+takes all parts itself, in the same order: whether bytes are fetched changes no bit.
 
 Launches are described by device tensors; `int` is int32 or int64, as the launch has it.
 
@@ -45,7 +46,7 @@ def gate_up_kernel(
     FETCH: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """hidden[position] = activation(gate x[row]) * up x[row]; grid [blocks of 64 rows, items, SPLIT].
+    """hidden[position] = activation(gate x[row]) * up x[row]; grid [blocks of 64 rows, items, 1 if FETCH else SPLIT].
 
     Args:
         x: [tokens, COLUMNS] bfloat16 or float16.
@@ -55,8 +56,8 @@ def gate_up_kernel(
         bits: the tiers.
         items: the work.
         rows: of x.
-        partials: float32 [positions, SPLIT, 2, 64 * blocks], scratch if SPLIT > 1.
-        tickets: int32 [positions, blocks], zeros before and after, if SPLIT > 1.
+        partials: float32 [positions, SPLIT, 2, 64 * blocks], scratch if programs share a sum.
+        tickets: int32 [positions, blocks], zeros before and after, if they do.
         ROWS: I, rows of gate and up.
         COLUMNS: H.
         GROUP: columns that share a scale.
@@ -64,7 +65,7 @@ def gate_up_kernel(
         BIAS: whether sections have biases.
         ACTIVATION: see ACTIVATIONS.
         SPLIT: parts of the columns.
-        FETCH: whether destinations holds addresses; SPLIT is then 1.
+        FETCH: whether destinations holds addresses.
         WARPS: the launch's num_warps.
     """
     item = tl.program_id(1)
@@ -77,13 +78,13 @@ def gate_up_kernel(
     if last - first == 1:
         _gate_up(
             x, hidden, source, bits + 3 * expert, rows, partials, tickets, first, last,
-            ROWS, COLUMNS, GROUP, TIERS, BIAS, ACTIVATION, 1, SPLIT, WARPS,
+            ROWS, COLUMNS, GROUP, TIERS, BIAS, ACTIVATION, 1, SPLIT, FETCH, WARPS,
         )  # fmt: skip
     else:
         for number in range((last - first + 1) // 2):
             _gate_up(
                 x, hidden, source, bits + 3 * expert, rows, partials, tickets, first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, BIAS, ACTIVATION, 2, SPLIT, WARPS,
+                ROWS, COLUMNS, GROUP, TIERS, BIAS, ACTIVATION, 2, SPLIT, FETCH, WARPS,
             )  # fmt: skip
 
 
@@ -106,9 +107,10 @@ def _fetch_two(source, destination, bits, ROWS, COLUMNS, GROUP, TIERS: tl.conste
 def _gate_up(
     x, hidden, source, bits, rows, partials, tickets, first, last,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
+    ACTIVATION: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, FETCH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One or two positions from `first` on."""
+    PROGRAMS: tl.constexpr = 1 if FETCH else SPLIT
     FLOAT16: tl.constexpr = x.dtype.element_ty == tl.float16
     block = tl.program_id(0)
     split = tl.program_id(2)
@@ -117,29 +119,51 @@ def _gate_up(
     up = gate
     for number in range(2):  # a loop, for the products to be compiled once
         gate = up
-        up = row_products(
-            tl.load(source + number), tl.load(bits + number), block, x_first, apart, split,
-            ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
-        )  # fmt: skip
+        if PROGRAMS == SPLIT:
+            up = row_products(
+                tl.load(source + number), tl.load(bits + number), block, x_first, apart, split,
+                ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+            )  # fmt: skip
+        else:
+            up = _products_of_all_parts(
+                tl.load(source + number), tl.load(bits + number), block, x_first, apart,
+                ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+            )  # fmt: skip
     position = first + tl.arange(0, TOKENS)[:, None]
     row = block * 64 + tl.arange(0, 64)[None, :]
     inside = (position < last) & (row < ROWS)
     hidden_at = hidden + position.to(tl.int64) * ROWS + row
-    if SPLIT == 1:
+    if PROGRAMS == 1:
         tl.store(hidden_at, gated(gate, up, ACTIVATION).to(hidden.dtype.element_ty), mask=inside)
     else:
         BLOCKS: tl.constexpr = (ROWS + 63) // 64
         PADDED: tl.constexpr = BLOCKS * 64
-        partials_at = partials + position.to(tl.int64) * (SPLIT * 2 * PADDED) + row
+        partials_at = partials + position.to(tl.int64) * (PROGRAMS * 2 * PADDED) + row
         tl.store(partials_at + split * 2 * PADDED, gate, mask=position < last)
         tl.store(partials_at + split * 2 * PADDED + PADDED, up, mask=position < last)
-        if take_ticket(tickets + first * BLOCKS + block, SPLIT):
+        if take_ticket(tickets + first * BLOCKS + block, PROGRAMS):
             gate = tl.zeros([TOKENS, 64], tl.float32)
             up = tl.zeros([TOKENS, 64], tl.float32)
-            for part in tl.static_range(SPLIT):
+            for part in tl.static_range(PROGRAMS):
                 gate += tl.load(partials_at + part * 2 * PADDED, mask=inside, other=0.0, cache_modifier=".cg")
                 up += tl.load(partials_at + part * 2 * PADDED + PADDED, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(hidden_at, gated(gate, up, ACTIVATION).to(hidden.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _products_of_all_parts(
+    section, bits, block, x, apart,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, BIAS: tl.constexpr,
+    TOKENS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr, FLOAT16: tl.constexpr,
+):  # fmt: skip
+    """What the last of SPLIT programs makes of their parts, to the last bit."""
+    sums = tl.zeros([TOKENS, 64], tl.float32)
+    for part in range(SPLIT):  # a loop, for the products to be compiled once
+        sums += row_products(
+            section, bits, block, x, apart, part,
+            ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+        )  # fmt: skip
+    return sums
 
 
 @triton.jit
@@ -190,7 +214,7 @@ def down_kernel(
     FETCH: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Down projections; grid [blocks of 64 rows, items, SPLIT].
+    """Down projections; grid [blocks of 64 rows, items, 1 if FETCH else SPLIT].
 
     WEIGHTED: out[token] = sum over its computed k, ascending, of weights[token, k] * down(hidden of the pair), where
     every other row of `out` keeps what it held. Otherwise out[pair] = down(hidden of the pair).
@@ -205,7 +229,7 @@ def down_kernel(
         pairs: rows of the output.
         weights: float32 [tokens, TOP_K], of the router, if WEIGHTED.
         computed: int32 [tokens, TOP_K], 1 for the pairs that this launch computes and 0 for the others, if WEIGHTED.
-        partials: float32 [pairs, SPLIT, 64 * blocks], scratch if WEIGHTED; [positions, ...] if only SPLIT > 1.
+        partials: float32 [pairs, programs, 64 * blocks], scratch if WEIGHTED; [positions, ...] if only programs share.
         tickets: int32 [positions or tokens, blocks], zeros before and after, under the same conditions.
         ROWS: H, rows of down.
         COLUMNS: I.
@@ -233,13 +257,13 @@ def down_kernel(
     if last - first == 1:
         _down(
             hidden, out, section, width, pairs, weights, computed, partials, tickets, first, last,
-            ROWS, COLUMNS, GROUP, TIERS, BIAS, TOP_K, WEIGHTED, 1, SPLIT, WARPS,
+            ROWS, COLUMNS, GROUP, TIERS, BIAS, TOP_K, WEIGHTED, 1, SPLIT, FETCH, WARPS,
         )  # fmt: skip
     else:
         for number in range((last - first + 1) // 2):
             _down(
                 hidden, out, section, width, pairs, weights, computed, partials, tickets, first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, BIAS, TOP_K, WEIGHTED, 2, SPLIT, WARPS,
+                ROWS, COLUMNS, GROUP, TIERS, BIAS, TOP_K, WEIGHTED, 2, SPLIT, FETCH, WARPS,
             )  # fmt: skip
 
 
@@ -247,9 +271,11 @@ def down_kernel(
 def _down(
     hidden, out, section, width, pairs, weights, computed, partials, tickets, first, last,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, BIAS: tl.constexpr,
-    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
+    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, FETCH: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """One or two positions from `first` on."""
+    PROGRAMS: tl.constexpr = 1 if FETCH else SPLIT
     FLOAT16: tl.constexpr = hidden.dtype.element_ty == tl.float16
     BLOCKS: tl.constexpr = (ROWS + 63) // 64
     PADDED: tl.constexpr = BLOCKS * 64
@@ -257,33 +283,39 @@ def _down(
     split = tl.program_id(2)
     h_first = hidden + first.to(tl.int64) * COLUMNS
     apart = (tl.minimum(first + 1, last - 1) - first).to(tl.int64) * COLUMNS
-    sums = row_products(
-        section, width, block, h_first, apart, split,
-        ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
-    )  # fmt: skip
+    if PROGRAMS == SPLIT:
+        sums = row_products(
+            section, width, block, h_first, apart, split,
+            ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+        )  # fmt: skip
+    else:
+        sums = _products_of_all_parts(
+            section, width, block, h_first, apart,
+            ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+        )  # fmt: skip
     position = first + tl.arange(0, TOKENS)[:, None]
     pair = tl.load(pairs + position, mask=position < last, other=0)
     row = block * 64 + tl.arange(0, 64)[None, :]
     inside = (position < last) & (row < ROWS)
     if WEIGHTED:
-        tl.store(partials + (pair.to(tl.int64) * SPLIT + split) * PADDED + row, sums, mask=position < last)
+        tl.store(partials + (pair.to(tl.int64) * PROGRAMS + split) * PADDED + row, sums, mask=position < last)
         for token_number in tl.static_range(TOKENS):
             if first + token_number < last:
                 token = tl.load(pairs + first + token_number) // TOP_K
                 add_experts(
                     out, weights, computed, partials, tickets + token * BLOCKS + block, token, block,
-                    ROWS, TOP_K, SPLIT,
+                    ROWS, TOP_K, PROGRAMS,
                 )  # fmt: skip
     else:
         out_at = out + pair.to(tl.int64) * ROWS + row
-        if SPLIT == 1:
+        if PROGRAMS == 1:
             tl.store(out_at, sums.to(out.dtype.element_ty), mask=inside)
         else:
-            partials_at = partials + position.to(tl.int64) * (SPLIT * PADDED) + row
+            partials_at = partials + position.to(tl.int64) * (PROGRAMS * PADDED) + row
             tl.store(partials_at + split * PADDED, sums, mask=position < last)
-            if take_ticket(tickets + first * BLOCKS + block, SPLIT):
+            if take_ticket(tickets + first * BLOCKS + block, PROGRAMS):
                 sums = tl.zeros([TOKENS, 64], tl.float32)
-                for part in tl.static_range(SPLIT):
+                for part in tl.static_range(PROGRAMS):
                     sums += tl.load(partials_at + part * PADDED, mask=inside, other=0.0, cache_modifier=".cg")
                 tl.store(out_at, sums.to(out.dtype.element_ty), mask=inside)
 
@@ -291,22 +323,22 @@ def _down(
 @triton.jit
 def add_experts(
     out, weights, computed, partials, ticket, token, block,
-    ROWS: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, TOP_K: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """If all experts of a token have come, write 64 rows of its output: the sum in ascending k, parts ascending."""
     PADDED: tl.constexpr = (ROWS + 63) // 64 * 64
     count = 0
     for k in tl.static_range(TOP_K):
         count += tl.load(computed + token * TOP_K + k)
-    if take_ticket(ticket, count * SPLIT):
+    if take_ticket(ticket, count * PROGRAMS):
         row = block * 64 + tl.arange(0, 64)
         total = tl.zeros([64], tl.float32)
         for k in tl.static_range(TOP_K):
             pair = token * TOP_K + k
             if tl.load(computed + pair) != 0:
                 sums = tl.zeros([64], tl.float32)
-                for part in tl.static_range(SPLIT):
-                    at = partials + (pair.to(tl.int64) * SPLIT + part) * PADDED + row
+                for part in tl.static_range(PROGRAMS):
+                    at = partials + (pair.to(tl.int64) * PROGRAMS + part) * PADDED + row
                     sums += tl.load(at, cache_modifier=".cg")
                 total += tl.load(weights + pair) * sums
         tl.store(out + token.to(tl.int64) * ROWS + row, total.to(out.dtype.element_ty), mask=row < ROWS)

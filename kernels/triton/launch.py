@@ -63,10 +63,11 @@ def decode_gate_up(
         hidden: [positions, intermediate] like x, overwritten.
         table: the experts. With destinations, gate and up are stored there too, all bytes of their sections.
         work: an item may have any number of positions, two are computed at a time; with destinations an expert is in
-            one item only, so that its bytes are read once.
+            one item only, so that its bytes are read once. At 16 bits an odd position by itself is summed in another
+            order than two: who fetches an expert through gives it one item when it is there, too.
         activation: of the gate.
-        tile: with destinations its split is taken for 1.
-        scratch: if the tile's split is above 1.
+        tile: size of a program; its split decides the order of sums, with and without destinations.
+        scratch: if the tile's split is above 1 and there are no destinations.
         start: launch, or only compile.
 
     Raises:
@@ -79,12 +80,12 @@ def decode_gate_up(
     if not len(work.items):
         return
     blocks = _blocks(shape.intermediate)
-    split = 1 if table.destinations is not None else tile.split
-    if split > 1:
-        _check_scratch(scratch, work.positions * split * 2 * 64 * blocks, work.positions * blocks)
+    programs = 1 if table.destinations is not None else tile.split
+    if programs > 1:
+        _check_scratch(scratch, work.positions * programs * 2 * 64 * blocks, work.positions * blocks)
     start(
         gate_up_kernel,
-        (blocks, len(work.items), split),
+        (blocks, len(work.items), programs),
         (
             x,
             hidden,
@@ -103,11 +104,12 @@ def decode_gate_up(
             "TIERS": table.mask,
             "BIAS": shape.bias,
             "ACTIVATION": ACTIVATIONS[activation],
-            "SPLIT": split,
+            "SPLIT": tile.split,
             "FETCH": table.destinations is not None,
             "WARPS": tile.warps,
         },
-        {"num_warps": tile.warps},
+        # Who fetches waits for the link, and holds more: what the compiler likes is right there.
+        tile.options if table.destinations is None else {"num_warps": tile.warps},
     )
 
 
@@ -132,8 +134,8 @@ def decode_down(
         out: [tokens * top_k, hidden] or, with a weighting, [tokens, hidden]; overwritten where named.
         table: the experts. With destinations, down is stored there too.
         work: as for decode_gate_up.
-        tile: with destinations its split is taken for 1.
-        scratch: if the tile's split is above 1, or with a weighting.
+        tile: as for decode_gate_up.
+        scratch: as for decode_gate_up, or with a weighting.
         weighting: of the router.
         start: launch, or only compile.
 
@@ -154,14 +156,14 @@ def decode_down(
     if not len(work.items):
         return
     blocks = _blocks(shape.hidden)
-    split = 1 if table.destinations is not None else tile.split
+    programs = 1 if table.destinations is not None else tile.split
     if weighting is not None:
-        _check_scratch(scratch, weighting.weights.numel() * split * 64 * blocks, out.shape[0] * blocks)
-    elif split > 1:
-        _check_scratch(scratch, work.positions * split * 64 * blocks, work.positions * blocks)
+        _check_scratch(scratch, weighting.weights.numel() * programs * 64 * blocks, out.shape[0] * blocks)
+    elif programs > 1:
+        _check_scratch(scratch, work.positions * programs * 64 * blocks, work.positions * blocks)
     start(
         down_kernel,
-        (blocks, len(work.items), split),
+        (blocks, len(work.items), programs),
         (
             hidden,
             out,
@@ -183,11 +185,11 @@ def decode_down(
             "BIAS": shape.bias,
             "TOP_K": top_k,
             "WEIGHTED": weighting is not None,
-            "SPLIT": split,
+            "SPLIT": tile.split,
             "FETCH": table.destinations is not None,
             "WARPS": tile.warps,
         },
-        {"num_warps": tile.warps},
+        tile.options if table.destinations is None else {"num_warps": tile.warps},
     )
 
 
@@ -201,12 +203,12 @@ def grouped_gate_up(
     *,
     start: Start = run_kernel,
 ) -> None:
-    """The same as decode_gate_up on tensor cores, for many positions of each expert; nothing is fetched.
+    """The same as decode_gate_up on tensor cores, for many positions of each expert.
 
     Args:
         x: [tokens, hidden] in the experts' dtype.
         hidden: [positions, intermediate] like x, overwritten.
-        table: the experts.
+        table: the experts, without destinations.
         work: an item has at most tile.block_m positions.
         activation: of the gate.
         tile: size of a program.
@@ -214,8 +216,9 @@ def grouped_gate_up(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: sizes that disagree.
+        ValueError: sizes that disagree, or destinations.
     """
+    _check_no_destinations(table)
     shape = table.shape
     check_tensor("x", x, shape=(None, shape.hidden), dtype=shape.dtype)
     check_tensor("hidden", hidden, shape=(work.positions, shape.intermediate), dtype=shape.dtype)
@@ -267,7 +270,7 @@ def grouped_linear(
     Args:
         x: [any, columns of the projection] in the experts' dtype.
         out: [any, rows of the projection] like x, overwritten where named.
-        table: the experts; only this projection's sections have to be there.
+        table: the experts, without destinations; only this projection's sections have to be there.
         work: an item has at most tile.block_m positions.
         projection: GATE, UP or DOWN.
         tile: size of a program.
@@ -277,8 +280,9 @@ def grouped_linear(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: sizes that disagree, or another projection.
+        ValueError: sizes that disagree, destinations, or another projection.
     """
+    _check_no_destinations(table)
     shape = table.shape
     if projection not in (GATE, UP, DOWN):
         raise ValueError(f"projection is {projection}, expected 0 (gate), 1 (up) or 2 (down)")
@@ -320,6 +324,12 @@ def grouped_linear(
 
 def _blocks(rows: int) -> int:
     return -(-rows // 64)
+
+
+def _check_no_destinations(table: ExpertTable) -> None:
+    """Refuse to leave slots unfilled: many programs read a section here, and none of them stores it."""
+    if table.destinations is not None:
+        raise ValueError("table has destinations, but only the decode kernels fetch through")
 
 
 def _check_scratch(scratch: Scratch, partials: int, tickets: int) -> None:

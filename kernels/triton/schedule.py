@@ -19,9 +19,14 @@ def schedule(expert_ids: Tensor, num_experts: int, step: int) -> WorkList:
         step: positions of an item, 2 for decode and block_m of the tile for grouped launches.
 
     Raises:
-        ValueError: another shape.
+        TypeError: ids that are no integers.
+        ValueError: another shape, or no positions in an item.
     """
     check_tensor("expert_ids", expert_ids, shape=(None, None))
+    if expert_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"expert_ids is {expert_ids.dtype}, expected torch.int32 or torch.int64")
+    if step < 1:
+        raise ValueError(f"step is {step}, expected at least 1")
     top_k = expert_ids.shape[1]
     ids = expert_ids.flatten().long()
     ids = torch.where(ids < 0, num_experts, ids)

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 Start = Callable[[Any, tuple[int, ...], Sequence[Tensor], dict[str, Any], dict[str, int]], None]
-"""(kernel, grid, its tensors, its constants, num_warps and num_stages)"""
+"""(kernel, grid, its tensors, its constants, and num_warps, num_stages and maxnreg as far as they are given)"""
 
 _THREADS = 8
 

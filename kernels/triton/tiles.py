@@ -21,10 +21,29 @@ class DecodeTile:
     Attributes:
         warps: each owns a strip of up to 64 columns at a time; 4 or 8.
         split: programs that share the columns of one block of rows.
+        registers: limit for a thread, where warps is 4; None for as many as the compiler likes. It likes too few here
+            and there, and spills, for the sake of more programs at a time than it is given.
+
+    Raises:
+        ValueError: a number that kernels do not have.
     """
 
     warps: int
     split: int
+    registers: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_warps(self.warps)
+        if self.split < 1:
+            raise ValueError(f"split is {self.split}, expected at least 1")
+        if self.registers is not None and not 32 <= self.registers <= 255:
+            raise ValueError(f"registers is {self.registers}, expected 32 to 255, or None")
+
+    @property
+    def options(self) -> dict[str, int]:
+        """For Triton's compiler. The same limit would leave room for a single program of 8 warps, so they have none."""
+        limit = {} if self.registers is None or self.warps != 4 else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, **limit}
 
 
 @dataclass(frozen=True)
@@ -32,11 +51,14 @@ class GroupedTile:
     """A program of block_m positions and block_n rows that walks down the columns in steps of block_k.
 
     Attributes:
-        block_m: positions, at least 16.
-        block_n: rows, a multiple of 64.
-        block_k: columns, at least 16; a group's size if that is smaller.
+        block_m: positions, a power of two from 16 on.
+        block_n: rows, a power of two from 64 on.
+        block_k: columns, a power of two from 16 on; a group's size if that is smaller.
         warps: 4 or 8.
         stages: steps in flight.
+
+    Raises:
+        ValueError: a number that kernels do not have.
     """
 
     block_m: int
@@ -44,6 +66,15 @@ class GroupedTile:
     block_k: int
     warps: int
     stages: int
+
+    def __post_init__(self) -> None:
+        _check_warps(self.warps)
+        for name, least in (("block_m", 16), ("block_n", 64), ("block_k", 16)):
+            size = getattr(self, name)
+            if size < least or size & (size - 1):
+                raise ValueError(f"{name} is {size}, expected a power of two from {least} on")
+        if self.stages < 1:
+            raise ValueError(f"stages is {self.stages}, expected at least 1")
 
 
 @dataclass(frozen=True)
@@ -99,9 +130,17 @@ def choose_tiles(architecture: int, hidden: int, intermediate: int) -> Tiles:
     table = json.loads(TABLE.read_text())
     known = sorted(int(name) for name in table)
     entry = table[str(max((a for a in known if a <= architecture), default=known[0]))]
-    data = {**entry["default"], "down": {"warps": 4, "split": _split(hidden, intermediate)}}
-    data["gate_up"] = {"warps": 4, "split": _split(intermediate, hidden)}
-    return Tiles.from_json({**data, **entry["shapes"].get(f"{hidden}x{intermediate}", {})})
+    default, record = entry["default"], entry["shapes"].get(f"{hidden}x{intermediate}", {})
+    data = {**default, **record}
+    for name, rows, columns in (("gate_up", intermediate, hidden), ("down", hidden, intermediate)):
+        reasoned = {"warps": 4, "split": _split(rows, columns)}
+        data[name] = {**reasoned, **default.get(name, {}), **record.get(name, {})}
+    return Tiles.from_json(data)
+
+
+def _check_warps(warps: int) -> None:
+    if warps not in (4, 8):
+        raise ValueError(f"warps is {warps}, expected 4 or 8")
 
 
 def _split(rows: int, columns: int) -> int:

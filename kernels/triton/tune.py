@@ -32,11 +32,11 @@ from vllm_dymoe.kernels.triton.tiles import TABLE, DecodeTile, GroupedTile, Tile
 _EXPERTS = 8
 
 
-def decode_candidates() -> Iterator[DecodeTile]:
-    """Tiles worth trying for decode."""
+def decode_candidates(tile: DecodeTile) -> Iterator[DecodeTile]:
+    """Tiles of the same limit of registers worth trying in place of one."""
     for warps in (4, 8):
         for split in (1, 2, 4, 8):
-            yield DecodeTile(warps, split)
+            yield replace(tile, warps=warps, split=split)
 
 
 def grouped_candidates(tile: GroupedTile) -> Iterator[GroupedTile]:
@@ -96,12 +96,14 @@ def tune(shape: ExpertShape, architecture: int, time: Callable[[Callable[[], Non
     silu = Activation.SILU
     x, work, states, out = lists(1, 2)
     gate_up = best(
-        decode_candidates(),
+        decode_candidates(tiles.gate_up),
         lambda t, start: decode_gate_up(x, states, table, work, silu, t, scratch, start=start),
         time,
     )
     down = best(
-        decode_candidates(), lambda t, start: decode_down(states, out, table, work, t, scratch, start=start), time
+        decode_candidates(tiles.down),
+        lambda t, start: decode_down(states, out, table, work, t, scratch, start=start),
+        time,
     )
     both: list[tuple[GroupedTile, GroupedTile]] = []
     for one, other in zip(tiles.grouped_gate_up, tiles.grouped_linear, strict=True):

@@ -3,7 +3,9 @@
 import ctypes
 import mmap
 import os
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from tests.kernels.matrices import random_packed
@@ -94,3 +96,21 @@ def sections_at_the_edge(experts, copies):
         rows.append([section.data_ptr() for section in copies[-3:]])
     bits = torch.tensor([[width] * 3 for width in experts.bits], dtype=torch.int32)
     return ExpertTable(experts.shape, frozenset(experts.bits), torch.tensor(rows), bits)
+
+
+def count_loads(monkeypatch, memory):
+    """From now on, how often kernels load each byte of a tensor: int [nbytes], for the interpreter."""
+    from triton.runtime import interpreter
+
+    counts, start, load = np.zeros(memory.nbytes, dtype=int), memory.data_ptr(), interpreter._interpreter.load
+
+    def counting(pointers, mask, other, dtype):
+        for byte in range(np.dtype(dtype).itemsize):
+            places = pointers[mask].astype(np.int64) + (byte - start)
+            np.add.at(counts, places[(places >= 0) & (places < len(counts))], 1)
+        return load(pointers, mask, other, dtype)
+
+    real = interpreter._interpreter
+    others = {name: getattr(real, name) for name in dir(real) if not name.startswith("__")}
+    monkeypatch.setattr(interpreter, "_interpreter", SimpleNamespace(**{**others, "load": counting}))
+    return counts

@@ -70,6 +70,14 @@ def test_every_kernel_agrees_with_the_reference(
         assert bool(out.view(tokens, len(bits), hidden)[others, i].isnan().all()), "rows of nobody were written"
 
 
+def test_a_gpu_gets_tritons_kernel(monkeypatch):
+    """Which the runtime calls as it calls the CPU's; tests/kernels/test_triton_runtime.py lets it."""
+    triton = pytest.importorskip("vllm_dymoe.kernels.triton")
+    monkeypatch.setattr(triton, "TritonKernel", lambda *arguments, **options: (arguments, options))
+    made = make_kernel("cuda:1", 1 << 20, (4, 2))
+    assert made == ((torch.device("cuda:1"),), {"bits": (4, 2), "workspace_bytes": 1 << 20})
+
+
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 @pytest.mark.parametrize("tokens", [1, 5, 100])
 def test_where_the_weights_lie_changes_no_bit(bits, tokens):

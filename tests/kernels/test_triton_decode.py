@@ -10,6 +10,7 @@ from tests.kernels.sections import (
     TOLERANCE,
     Experts,
     at_the_edge,
+    count_loads,
     poisoned,
     random_x,
     relative_error,
@@ -27,12 +28,14 @@ from vllm_dymoe.kernels.triton import (
     decode_down,
     decode_gate_up,
 )
+from vllm_dymoe.kernels.triton.start import run_kernel
+from vllm_dymoe.kernels.triton.table import section_offsets
 
 BFLOAT16, SILU = torch.bfloat16, Activation.SILU
 
 
-def make_scratch(floats=1 << 16):
-    partials = torch.full((floats,), float("nan"), device=DEVICE)
+def make_scratch(floats=1 << 16, held=float("nan")):
+    partials = torch.full((floats,), held, device=DEVICE)
     return Scratch(partials, torch.zeros(1 << 10, dtype=torch.int32, device=DEVICE))
 
 
@@ -72,7 +75,7 @@ def weighted_reference(experts, ids, weights, x, activation, skipped=()):
     tokens=st.sampled_from([1, 3]),
     hidden=st.integers(40, 270),
     intermediate=st.integers(40, 100),
-    group_size=st.sampled_from([32, 64, 128]),
+    group_size=st.sampled_from([32, 64, 128, 256]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     activation=st.sampled_from(Activation),
     bias=st.booleans(),
@@ -101,6 +104,15 @@ def test_parts_of_the_columns_add_up(bits, split):
     work = work_list([[(0, 0), (1, 0)]], 1)
     _, out = run(x, experts.table(), work, DecodeTile(4, split), rows=2)
     assert relative_error(out, experts.reference(0, x, SILU)) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_a_group_of_several_strips(bits):
+    """A warp's strip has at most 64 columns: a group of 256 has four, or two of words of 2 bits, with one scale."""
+    experts = Experts(ExpertShape(300, 270, 256, BFLOAT16), [bits])
+    x = random_x(1, 300, BFLOAT16)
+    _, out = run(x, experts.table(), work_list([[(0, 0)]], 1), DecodeTile(4, 1), rows=1)
+    assert relative_error(out, experts.reference(0, x, SILU)) < TOLERANCE[BFLOAT16]
 
 
 def test_the_order_of_programs_changes_no_bit():
@@ -154,8 +166,9 @@ def test_experts_are_added_in_ascending_order():
 
 
 def test_nothing_is_summed_before_the_last_expert_has_come():
+    """Whoever sums too early writes something: what is not there yet is not NaN, unlike the output."""
     experts = Experts(ExpertShape(64, 64, 32, BFLOAT16), [4, 2])
-    x, work, scratch = random_x(1, 64, BFLOAT16), work_list([[(0, 0)], [(0, 1)]], 2), make_scratch()
+    x, work, scratch = random_x(1, 64, BFLOAT16), work_list([[(0, 0)], [(0, 1)]], 2), make_scratch(held=0.0)
     table, tile = experts.table(), DecodeTile(4, 1)
     weighting = Weighting(torch.ones(1, 2, device=DEVICE), torch.ones(1, 2, dtype=torch.int32, device=DEVICE))
     hidden, out = poisoned(2, 64, dtype=BFLOAT16), poisoned(1, 64, dtype=BFLOAT16)
@@ -166,6 +179,23 @@ def test_nothing_is_summed_before_the_last_expert_has_come():
         decode_down(hidden, out, table, part, tile, scratch, weighting)
     want = sum(experts.reference(expert, x, SILU) for expert in range(2))
     assert relative_error(out, want) < TOLERANCE[BFLOAT16]
+
+
+def test_nothing_is_summed_before_the_last_part_has_come():
+    """The same for parts of the columns: of three programs the last one is not started."""
+    experts = Experts(ExpertShape(384, 384, 32, BFLOAT16), [4])
+    x, work, scratch = random_x(1, 384, BFLOAT16), work_list([[(0, 0)]], 1), make_scratch(held=0.0)
+    table, tile = experts.table(), DecodeTile(4, 3)
+
+    def without_the_last(kernel, grid, *rest):
+        run_kernel(kernel, (*grid[:2], grid[2] - 1), *rest)
+
+    hidden, out = poisoned(1, 384, dtype=BFLOAT16), poisoned(1, 384, dtype=BFLOAT16)
+    decode_gate_up(x, hidden, table, work, SILU, tile, scratch, start=without_the_last)
+    assert bool(hidden.isnan().all())
+    scratch.tickets.zero_()
+    decode_down(x, out, table, work, tile, scratch, start=without_the_last)
+    assert bool(out.isnan().all())
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="compute-sanitizer looks for the same on a GPU")
@@ -203,10 +233,10 @@ def test_where_the_bytes_lie_changes_no_bit():
 
 
 @pytest.mark.parametrize(
-    ("hidden", "intermediate", "group_size", "tokens", "bias"),
-    [(100, 70, 32, 1, False), (65, 64, 128, 3, True)],
+    ("hidden", "intermediate", "group_size", "tokens", "bias", "tile"),
+    [(300, 70, 32, 1, False, DecodeTile(4, 3)), (65, 64, 128, 3, True, DecodeTile(4, 1))],
 )
-def test_what_is_fetched_is_the_source_and_changes_no_bit(hidden, intermediate, group_size, tokens, bias):
+def test_what_is_fetched_is_the_source_and_changes_no_bit(hidden, intermediate, group_size, tokens, bias, tile):
     """Every byte of the blob arrives, padding included, none beside it, and the output is that of the slot."""
     bits = [16, 8, 4, 2, 4]
     experts = Experts(ExpertShape(hidden, intermediate, group_size, BFLOAT16, bias), bits)
@@ -217,7 +247,7 @@ def test_what_is_fetched_is_the_source_and_changes_no_bit(hidden, intermediate, 
     targets = [slot.data_ptr() + 16 for slot in slots[:-1]] + [0]
     assert all(address % 16 == 0 for address in targets)
     whole = work_list(chosen, len(bits), step=tokens)
-    hidden_states, out = run(x, experts.table(targets), whole, DecodeTile(4, 3), rows=tokens * len(bits))
+    hidden_states, out = run(x, experts.table(targets), whole, tile, rows=tokens * len(bits))
     for slot, blob in zip(slots[:-1], experts.blobs, strict=False):
         assert torch.equal(slot[16:-16], blob)
         assert bool((slot[:16] == 0xEE).all())
@@ -225,12 +255,40 @@ def test_what_is_fetched_is_the_source_and_changes_no_bit(hidden, intermediate, 
     assert bool((slots[-1] == 0xEE).all())
     starts = [slot.data_ptr() + 16 for slot in slots[:-1]] + [experts.blobs[-1].data_ptr()]
     again = ExpertTable.of_blobs(experts.shape, starts, bits, DEVICE)
-    slot_states, slot_out = run(x, again, whole, DecodeTile(4, 1), rows=tokens * len(bits))
+    slot_states, slot_out = run(x, again, whole, tile, rows=tokens * len(bits))
     assert torch.equal(hidden_states, slot_states)
     assert torch.equal(out, slot_out)
     for expert in range(len(bits)):
         want = experts.reference(expert, x, SILU)
         assert relative_error(out.view(tokens, len(bits), -1)[:, expert], want) < TOLERANCE[BFLOAT16]
+
+
+def test_the_weighted_sum_of_what_is_fetched_is_that_of_the_slots():
+    """To the last bit, and in parts: in a launch from slots programs share them, and here one takes all."""
+    experts = Experts(ExpertShape(280, 300, 32, BFLOAT16, True), [16, 4])
+    x, work = random_x(1, 280, BFLOAT16), work_list([[(0, 0)], [(0, 1)]], 2)
+    weighting = Weighting(torch.tensor([[0.3, 0.7]], device=DEVICE), torch.ones(1, 2).int().to(DEVICE))
+    slots = [torch.zeros_like(blob) for blob in experts.blobs]
+    targets = [slot.data_ptr() for slot in slots]
+    fetched = run(x, experts.table(targets), work, DecodeTile(4, 2), SILU, weighting, 1)
+    want = run(x, experts.table(), work, DecodeTile(4, 2), SILU, weighting, 1)
+    assert all(torch.equal(*pair) for pair in zip(fetched, want, strict=True))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts what the interpreter loads")
+@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+def test_each_byte_is_read_once(bits, monkeypatch):
+    """Over the link: what is fetched is computed from the copy. And weights from memory, whatever their token."""
+    experts = Experts(ExpertShape(100, 70, 32, BFLOAT16, True), [bits])
+    x, work = random_x(2, 100, BFLOAT16), work_list([[(0, 0), (1, 0)]], 1)
+    slot = torch.zeros_like(experts.blobs[0])
+    counts = count_loads(monkeypatch, experts.blobs[0])
+    run(x, experts.table([slot.data_ptr()]), work, DecodeTile(4, 2), rows=2)
+    assert (counts == 1).all()
+    counts[:] = 0
+    run(x, experts.table(), work, DecodeTile(4, 2), rows=2)
+    for fmt, offset in zip(experts.shape.formats(bits), section_offsets(experts.shape, bits), strict=True):
+        assert (counts[offset : offset + fmt.weight_bytes] == 1).all()
 
 
 def test_bytes_of_nobody_arrive_too():
@@ -277,6 +335,22 @@ def test_no_items_are_no_launch():
 SHAPE = ExpertShape(64, 64, 32, BFLOAT16)
 
 
+def test_a_limit_of_registers_reaches_the_compiler():
+    """But for programs of 8 warps, of which only one would fit, and for those that fetch, which hold more."""
+    experts, work = Experts(SHAPE, [4]), work_list([[(0, 0)]], 1)
+    x, slot, started = random_x(1, 64, BFLOAT16), torch.zeros_like(experts.blobs[0]), []
+
+    def start(kernel, grid, tensors, constants, options):
+        started.append(options)
+
+    for table in (experts.table(), experts.table([slot.data_ptr()])):
+        for tile in (DecodeTile(4, 1), DecodeTile(4, 1, 96), DecodeTile(8, 1, 96)):
+            decode_gate_up(x, x, table, work, SILU, tile, make_scratch(), start=start)
+            decode_down(x, x, table, work, tile, make_scratch(), start=start)
+    four, limited, eight = {"num_warps": 4}, {"num_warps": 4, "maxnreg": 96}, {"num_warps": 8}
+    assert started == [four, four, limited, limited, eight, eight, four, four, four, four, eight, eight]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
@@ -296,6 +370,15 @@ def test_wrong_arguments_are_named(change, error, sentence):
             **{name: tensor.to(DEVICE) for name, tensor in arguments.items()},
             table=experts.table(), work=work_list([[(0, 0)]], 1), activation=SILU, tile=tile, scratch=scratch,
         )  # fmt: skip
+
+
+def test_wrong_tiles_are_named():
+    with pytest.raises(ValueError, match="warps is 2, expected 4 or 8"):
+        DecodeTile(2, 1)
+    with pytest.raises(ValueError, match="split is 0, expected at least 1"):
+        DecodeTile(4, 0)
+    with pytest.raises(ValueError, match="registers is 256, expected 32 to 255, or None"):
+        DecodeTile(4, 1, 256)
 
 
 def test_wrong_weightings_are_named():

@@ -46,7 +46,7 @@ tiles = st.builds(
     tokens=st.sampled_from([1, 17, 70]),
     hidden=st.integers(20, 200),
     intermediate=st.integers(20, 200),
-    group_size=st.sampled_from([32, 64, 128]),
+    group_size=st.sampled_from([32, 64, 128, 256]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     activation=st.sampled_from(Activation),
     bias=st.booleans(),
@@ -189,3 +189,35 @@ def test_wrong_arguments_are_named():
         grouped_linear(x, out.half(), experts.table(), work, GATE, tile)
     with pytest.raises(ValueError, match="hidden has shape"):
         grouped_gate_up(x, out[:, :64].contiguous(), experts.table(), work, Activation.SILU, tile)
+    with pytest.raises(ValueError, match="table has destinations"):
+        grouped_gate_up(x, out, experts.table([0]), work, Activation.SILU, tile)
+    with pytest.raises(ValueError, match="table has destinations"):
+        grouped_linear(x, out, experts.table([0]), work, GATE, tile)
+
+
+def test_wrong_routings_are_named():
+    ids = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(TypeError, match=r"expert_ids is torch.float32, expected torch.int32 or torch.int64"):
+        schedule(ids.float(), 3, 2)
+    with pytest.raises(ValueError, match=r"expert_ids has shape \[4\]"):
+        schedule(ids.view(4), 3, 2)
+    with pytest.raises(ValueError, match="step is 0, expected at least 1"):
+        schedule(ids, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"block_m": 8}, "block_m is 8, expected a power of two from 16 on"),
+        ({"block_n": 96}, "block_n is 96, expected a power of two from 64 on"),
+        ({"block_k": 48}, "block_k is 48, expected a power of two from 16 on"),
+        ({"warps": 16}, "warps is 16, expected 4 or 8"),
+        ({"stages": 0}, "stages is 0, expected at least 1"),
+    ],
+)
+def test_wrong_tiles_are_named(wrong, sentence):
+    """As they may come from a table that somebody edited."""
+    right = {"block_m": 16, "block_n": 64, "block_k": 32, "warps": 4, "stages": 2}
+    GroupedTile(**right)
+    with pytest.raises(ValueError, match=sentence):
+        GroupedTile(**right | wrong)

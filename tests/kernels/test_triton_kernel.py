@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.matrices import random_expert
+from tests.kernels.matrices import Expert, random_expert
 from tests.kernels.sections import DEVICE, TOLERANCE, relative_error
 from vllm_dymoe.kernels import Activation, ExpertWork, PackedMatrix, expert_reference
 from vllm_dymoe.kernels.triton import TritonKernel
@@ -46,7 +46,7 @@ def random_x(tokens, hidden, dtype=torch.bfloat16, seed=0):
     tokens=st.sampled_from([1, 2, 5, 20]),
     hidden=st.integers(30, 140),
     intermediate=st.integers(30, 140),
-    group_size=st.sampled_from([32, 64, 128]),
+    group_size=st.sampled_from([32, 64, 128, 256]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     activation=st.sampled_from(Activation),
     bias=st.booleans(),
@@ -72,6 +72,17 @@ def test_any_mix_agrees_with_the_reference(
         assert not rows or relative_error(out[rows, i], want) < TOLERANCE[dtype], bits[i]
         others = [t for t in range(tokens) if t not in rows]
         assert bool(out[others, i].isnan().all()), "rows of nobody were written"
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_projections_of_different_bits(tokens):
+    x = random_x(tokens, 96)
+    gate, up, down = (random_expert(96, 70, bits, seed=bits) for bits in (8, 4, 2))
+    expert = Expert(gate.gate, up.up, down.down)
+    rows = list(range(tokens))
+    out = compute(make_kernel(), x, [work_of(expert, rows, rows)], tokens)
+    want = expert_reference(x.cpu(), expert.gate, expert.up, expert.down, Activation.SILU)
+    assert relative_error(out, want) < TOLERANCE[torch.bfloat16]
 
 
 def test_one_at_a_time_is_the_same_to_the_last_bit():

@@ -1,0 +1,19 @@
+"""For code that is written for a card, where there is none."""
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class OnTheHost(TorchFunctionMode):
+    """Inside, tensors that are asked for on the card are made on the host."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.pin_memory:
+            return args[0]
+        named = {name: _on_the_host(value) for name, value in (kwargs or {}).items()}
+        return function(*map(_on_the_host, args), **named)
+
+
+def _on_the_host(value):
+    card = isinstance(value, str | torch.device) and str(value).split(":")[0] == "cuda"
+    return torch.device("cpu") if card else value

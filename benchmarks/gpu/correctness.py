@@ -101,31 +101,29 @@ def check_decode(case: tuple[torch.dtype, DecodeTile]) -> list[str]:
     wrong = []
     hidden_size, intermediate = DECODED
     shape = ExpertShape(hidden_size, intermediate, 64, dtype, True)
-    experts = [make_expert(shape, bits, i) for i, bits in enumerate(BITS)]
+    experts, count = [make_expert(shape, bits, i) for i, bits in enumerate(BITS)], len(BITS)
     blobs = [blob.to(DEVICE) for _, blob in experts]
     table = ExpertTable.of_blobs(shape, [blob.data_ptr() for blob in blobs], BITS, DEVICE)
     x = torch.randn(3, hidden_size, generator=torch.Generator().manual_seed(tile.split)).to(dtype)
-    items = torch.tensor([[e, 3 * e + a, 3 * e + b] for e in range(4) for a, b in ((0, 2), (2, 3))])
-    rows = torch.arange(3).repeat(4)
-    pairs = torch.cat([torch.arange(3) * 4 + e for e in range(4)])
+    items = torch.tensor([[e, 3 * e + a, 3 * e + b] for e in range(count) for a, b in ((0, 2), (2, 3))])
+    rows = torch.arange(3).repeat(count)
+    pairs = torch.cat([torch.arange(3) * count + e for e in range(count)])
     work = WorkList(items.int().to(DEVICE), rows.to(DEVICE), pairs.to(DEVICE))
-    weights = torch.rand(3, 4)
-    weighting = Weighting(weights.to(DEVICE), torch.ones(3, 4, dtype=torch.int32, device=DEVICE))
+    weights = torch.rand(3, count)
+    weighting = Weighting(weights.to(DEVICE), torch.ones(3, count, dtype=torch.int32, device=DEVICE))
     scratch = Scratch(
         torch.full((1 << 20,), float("nan"), device=DEVICE), torch.zeros(1 << 12, dtype=torch.int32, device=DEVICE)
     )
 
     def run(table: ExpertTable = table, work: WorkList = work) -> torch.Tensor:
-        hidden = torch.full((12, intermediate), float("nan"), dtype=x.dtype, device=DEVICE)
+        hidden = torch.full((3 * count, intermediate), float("nan"), dtype=x.dtype, device=DEVICE)
         out = torch.full((3, hidden_size), float("nan"), dtype=x.dtype, device=DEVICE)
         decode_gate_up(x.to(DEVICE), hidden, table, work, Activation.SILU, tile, scratch)
         decode_down(hidden, out, table, work, tile, scratch, weighting)
         return out
 
     out = run()
-    want = sum(
-        weights[:, e : e + 1] * expert_reference(x, *experts[e][0], Activation.SILU) for e in range(len(experts))
-    )
+    want = sum(weights[:, e : e + 1] * expert_reference(x, *experts[e][0], Activation.SILU) for e in range(count))
     error = float((out.cpu().double() - want).norm() / want.norm())
     name = f"decode {dtype} {tile}"
     if not error < TOLERANCE[dtype]:
@@ -136,7 +134,8 @@ def check_decode(case: tuple[torch.dtype, DecodeTile]) -> list[str]:
         wrong.append(f"{name}: tickets are left")
     pinned = [blob.pin_memory() for _, blob in experts]
     slots = [torch.full_like(blob, 0xEE) for blob in blobs]
-    whole = WorkList(torch.tensor([[e, 3 * e, 3 * e + 3] for e in range(4)]).int().to(DEVICE), work.rows, work.pairs)
+    items = torch.tensor([[e, 3 * e, 3 * e + 3] for e in range(count)])
+    whole = WorkList(items.int().to(DEVICE), work.rows, work.pairs)
     targets = [slot.data_ptr() for slot in slots]
     through = ExpertTable.of_blobs(shape, [blob.data_ptr() for blob in pinned], BITS, DEVICE, targets)
     fetched = run(table=through, work=whole)

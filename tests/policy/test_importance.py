@@ -47,6 +47,12 @@ def test_the_mass_of_the_last_queries(tokens, heads, window, reach, at_once):
     torch.testing.assert_close(mass.double(), naive_mass(query, key, 8**-0.5, window, reach), rtol=1e-4, atol=1e-6)
 
 
+def test_scores_of_16_bits_are_computed_in_32():
+    query, key = torch.randn(40, 4, 8).bfloat16(), torch.randn(40, 2, 8).bfloat16()
+    mass = attention_mass(query, key, 0.3, 16)
+    assert torch.equal(mass, attention_mass(query.float(), key.float(), 0.3, 16))
+
+
 def test_scores_are_held_for_a_few_heads_at_a_time(monkeypatch):
     """Memory does not grow with the number of heads."""
     sizes, product = [], torch.bmm

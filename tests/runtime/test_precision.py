@@ -1,6 +1,7 @@
 """The policy `dymoe` through the runtime: the cache's three rules, skipping, budgets, and changes while it runs."""
 
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -262,6 +263,22 @@ def test_a_change_that_needs_no_other_slots_keeps_the_cache():
     assert set(runtime.cache.handles.versions()) == held
     assert runtime.policy.heavy_share == 0.5
     assert runtime.options.skipped_weights == "renormalize"
+
+
+def test_the_old_slots_go_before_the_new_ones_come(monkeypatch):
+    """Not even while precision changes are there more slots than the budget holds."""
+    runtime = make_runtime(0.75, "40%")
+    run(runtime)
+    old, make_pool = [weakref.ref(pool) for pool in runtime.pools.values()], runtime._make_pool
+    alive = []
+
+    def watched(*arguments):
+        alive.append(sum(pool() is not None for pool in old))
+        return make_pool(*arguments)
+
+    monkeypatch.setattr(runtime, "_make_pool", watched)
+    runtime.set_precision(retention=0.3)
+    assert alive == [0, 0]
 
 
 def test_memory_that_is_gone_in_between_leaves_the_old_precision(monkeypatch):

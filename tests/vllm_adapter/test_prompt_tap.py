@@ -113,6 +113,7 @@ def test_where_every_expert_gets_the_same_tier_nothing_is_computed(begin, retent
 def test_ranks_add_up_what_their_heads_see(begin, monkeypatch):
     begin([30], ranks=2)
     query, key = queries_and_keys(30)
+    query *= 10  # so that what a token is counts for more than how many come after it
     monkeypatch.setattr(
         prompt_tap,
         "tensor_model_parallel_all_reduce",
@@ -120,7 +121,9 @@ def test_ranks_add_up_what_their_heads_see(begin, monkeypatch):
     )
     tap = make_tap()
     tap.attend(LAYER, query[:, :2], key[:, :1])
-    assert torch.equal(tap.tokens(30, CPU).heavy, heavy_hitters(attention_mass(query, key, 0.25, WINDOW), 0.2))
+    together, alone = (attention_mass(*heads, 0.25, WINDOW) for heads in ((query, key), (query[:, :2], key[:, :1])))
+    assert torch.equal(tap.tokens(30, CPU).heavy, heavy_hitters(together, 0.2))
+    assert not torch.equal(heavy_hitters(alone, 0.2), heavy_hitters(together, 0.2))
 
 
 def test_keys_of_another_layer_are_no_reason_to_fail(begin):

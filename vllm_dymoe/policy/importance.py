@@ -89,7 +89,9 @@ def attention_mass(
     # [kv_heads, dim, tokens] and [kv_heads, group * asked, dim]
     keys = key.permute(1, 2, 0)
     queries = query[-asked:].view(asked, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * asked, dim)
-    places = torch.arange(tokens, device=query.device)
+    queries = queries.float() * scale
+    # Without a window every query sees what lies before the first of them.
+    places = torch.arange(0 if reach is not None else tokens - asked, tokens, device=query.device)
     own = places[-asked:].unsqueeze(1)
     hidden = places > own
     if reach is not None:
@@ -98,8 +100,8 @@ def attention_mass(
     step = max(1, at_once // (group * asked * tokens))
     for first in range(0, kv_heads, step):
         part = slice(first, first + step)
-        scores = torch.bmm(queries[part].float(), keys[part].float()).mul_(scale)
-        scores = scores.view(-1, asked, tokens).masked_fill_(hidden, -math.inf)
+        scores = torch.bmm(queries[part], keys[part].float()).view(-1, asked, tokens)
+        scores[..., -len(places) :].masked_fill_(hidden, -math.inf)
         mass += scores.softmax(-1).sum((0, 1))
     return mass / (heads * asked)
 

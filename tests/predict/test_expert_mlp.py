@@ -78,6 +78,13 @@ def test_folding_changes_nothing(name):
         torch.testing.assert_close(got, model(layer, experts, x), atol=2e-4, rtol=1e-4)
 
 
+def test_a_linear_network_begins_with_affinity():
+    model = ExpertMLP(States(SIZES, Architecture((), history=2), POPULARITY, AFFINITY))
+    for layer in range(1, SIZES.num_layers):
+        rows = AFFINITY[layer - 1][TRACE.experts[:, layer - 1].long()].mean(1)
+        assert torch.equal(model(layer, TRACE.experts).argsort(stable=True), rows.argsort(stable=True))
+
+
 def test_what_it_takes_is_what_its_tensors_have():
     folded = fold(make_model(Architecture((), history=2)))
     # A table of 2 x 8 rows for each of three layers, and the popularity of four; half of that in float16.

@@ -25,6 +25,7 @@ from torch import nn
 
 from vllm_dymoe.traces import TraceHeader
 
+_CERTAINTY = 6.0  # logits between an expert that affinity is sure of and one that it rules out
 PAPER_WIDTHS = (2048, 1024, 512, 256, 128, 64)
 
 
@@ -145,6 +146,21 @@ class ExpertMLP(nn.Module):
         networks = 1 if architecture.shared else sizes.num_layers - 1
         widths = (sum(states.parts), *architecture.widths, sizes.num_experts)
         self.networks = nn.ModuleList(_network(widths, architecture.dropout) for _ in range(networks))
+        if not architecture.widths:
+            self._begin_with_affinity()
+
+    @torch.no_grad()
+    def _begin_with_affinity(self) -> None:
+        """Without a hidden layer, first name what affinity names: few tokens then cost nothing, and many add to it."""
+        before = sum(self.states.parts[:2])
+        for network in self.networks:
+            assert isinstance(network, nn.Sequential)
+            linear = network[0]
+            assert isinstance(linear, nn.Linear)
+            count = linear.out_features
+            nn.init.zeros_(linear.weight)
+            linear.weight[:, before : before + count] = _CERTAINTY * torch.eye(count)
+            nn.init.constant_(linear.bias, -_CERTAINTY / 2)
 
     def network(self, layer: int) -> nn.Sequential:
         """The one that names the experts of a layer, from 1."""

@@ -133,8 +133,9 @@ def test_the_order_of_programs_changes_no_bit():
 BIG = 2.0**30
 
 
+@pytest.mark.parametrize("fetched", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_parts_are_added_in_ascending_order(weighted):
+def test_parts_are_added_in_ascending_order(weighted, fetched):
     """1 + 2^30 - 2^30 is 0 in float32, and 1 in any order that does not begin with the 1 and a large number."""
     experts = Experts(ExpertShape(384, 384, 32, BFLOAT16), [16])
     for packed in experts.matrices[0]:
@@ -144,13 +145,14 @@ def test_parts_are_added_in_ascending_order(weighted):
     x = torch.zeros(1, 384, dtype=BFLOAT16)
     x[0, [0, 128, 256]] = torch.tensor([1, BIG, -BIG], dtype=BFLOAT16)
     work, tile, scratch = work_list([[(0, 0)]], 1), DecodeTile(4, 3), make_scratch()
+    slot = torch.zeros_like(experts.blobs[0])
+    table = experts.table([slot.data_ptr()] if fetched else None)
     hidden, out = poisoned(1, 384, dtype=BFLOAT16), poisoned(1, 384, dtype=BFLOAT16)
-    decode_gate_up(x.to(DEVICE), hidden, experts.table(), work, SILU, tile, scratch)
+    decode_gate_up(x.to(DEVICE), hidden, table, work, SILU, tile, scratch)
     assert not hidden.any()
     ones = torch.ones(1, 1, device=DEVICE)
-    decode_down(
-        x.to(DEVICE), out, experts.table(), work, tile, scratch, Weighting(ones, ones.int()) if weighted else None
-    )
+    weighting = Weighting(ones, ones.int()) if weighted else None
+    decode_down(x.to(DEVICE), out, table, work, tile, scratch, weighting)
     assert not out.any()
 
 

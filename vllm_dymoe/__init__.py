@@ -47,7 +47,7 @@ def calibrate(
     texts: "Iterable[str]",
     out: "str | Path",
     *,
-    tokens: int = 65536,
+    tokens: int = 131072,
     length: int = 2048,
     progress: "Callable[[int, int], None]" = lambda done, total: None,
     **options: Any,

@@ -80,7 +80,7 @@ def calibrate(
         typer.Option("--texts", help='File of plain text, or .jsonl with {"text": ...} in each line; several times.'),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; the same one to go on after a break.")],
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to read.")] = 65536,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to read.")] = 131072,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a text that are read together.")] = 2048,
     hi: Annotated[Literal["16", "8", "4"], typer.Option(help="Bits per weight while the model reads.")] = "16",
     expert_budget: Annotated[

@@ -2,7 +2,7 @@
 
 A Hessian for each expert would be the usual thing to accumulate. For Qwen3-30B-A3B (48 layers of 128 experts, 2048 and
 768 wide) these are 48 * 128 * (2048^2 + 768^2) * 4 bytes = 118 GB, and what down reads would have to be had from inside
-of a kernel. The inputs themselves are 48 * 65536 * (2 * 2048 + 6 * 8) bytes = 13.0 GB for 65536 tokens, go straight to
+of a kernel. The inputs themselves are 48 * 131072 * (2 * 2048 + 6 * 8) bytes = 26 GB for 131072 tokens, go straight to
 disk, and every Hessian follows from them and the weights, exactly, one expert at a time: see ``calibration``.
 
 A recording is a folder of parts. A part is a safetensors file with the inputs of some whole texts; it is written under

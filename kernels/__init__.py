@@ -33,7 +33,11 @@ __all__ = [
 
 
 def make_kernel(
-    device: torch.device | str, workspace_bytes: int | None = None, bits: Iterable[int] | None = None
+    device: torch.device | str,
+    workspace_bytes: int | None = None,
+    bits: Iterable[int] | None = None,
+    *,
+    zeros_in_steps: bool = False,
 ) -> ExpertKernel:
     """The kernel for a device.
 
@@ -41,6 +45,7 @@ def make_kernel(
         device: where the experts are.
         workspace_bytes: bound on the scratch the kernel holds, at least 320 KiB; None for the kernel's own choice.
         bits: widths that work may have, for a kernel that is compiled for them; None if that is not known.
+        zeros_in_steps: whether work may hold zeros in steps, which the Triton kernels do not read.
 
     Raises:
         ValueError: a smaller workspace.
@@ -49,7 +54,7 @@ def make_kernel(
     device = torch.device(device)
     if device.type == "cpu":
         return CpuKernel(**options)
-    if device.type == "cuda":
+    if device.type == "cuda" and not zeros_in_steps:
         # Here and not above: importing triton takes a second, and nobody without a GPU needs it.
         from vllm_dymoe.kernels.triton import TritonKernel
 

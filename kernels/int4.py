@@ -48,8 +48,9 @@ class Int4Linear:
 
     def supports(self, format: MatrixFormat) -> bool:
         """Whether a format can be computed here: a matter of the format and the workspace."""
-        # In float16 torch's kernel is scalar code, a hundred times slower.
-        return format.quantized and format.dtype is torch.bfloat16 and _block_bytes(format) <= self._workspace.numel()
+        # In float16 torch's kernel is scalar code, a hundred times slower. Zeros in steps would have to be rounded.
+        fast = format.quantized and format.dtype is torch.bfloat16 and not format.zeros_in_steps
+        return fast and _block_bytes(format) <= self._workspace.numel()
 
     def linear(self, format: MatrixFormat) -> Linear:
         """The operation for matrices of one format: bfloat16 [n, columns] to [n, rows], accumulated in float32."""

@@ -39,9 +39,11 @@ class MatrixFormat:
         group_size: neighbouring columns of one row that share a scale and a zero; without meaning at 16 bits.
         dtype: of scales and zeros, of the bias, and of the weights at 16 bits; bfloat16 or float16.
         bias: whether a bias for each row lies behind the weights.
+        zeros_in_steps: whether zeros count steps of their scale: weight = (code - midpoint + zero) * scale. What other
+            tools quantized has integer zero points, whose product with the scale `dtype` could not hold exactly.
 
     Raises:
-        ValueError: a size, bit-width or group size that the format does not have.
+        ValueError: a size, bit-width or group size that the format does not have, or zeros in steps at 16 bits.
         TypeError: another dtype.
     """
 
@@ -51,6 +53,7 @@ class MatrixFormat:
     group_size: int
     dtype: torch.dtype
     bias: bool = False
+    zeros_in_steps: bool = False
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.columns < 1:
@@ -61,6 +64,8 @@ class MatrixFormat:
             raise ValueError(f"group_size is {self.group_size}, expected one of {', '.join(map(str, GROUP_SIZES))}")
         if self.dtype not in DTYPES:
             raise TypeError(f"dtype is {self.dtype}, expected torch.bfloat16 or torch.float16")
+        if self.zeros_in_steps and not self.quantized:
+            raise ValueError("zeros_in_steps is set for 16 bits, which have no zeros")
 
     @property
     def quantized(self) -> bool:
@@ -69,7 +74,7 @@ class MatrixFormat:
 
     @property
     def midpoint(self) -> int:
-        """The code whose weight is the group's zero: weight = (code - midpoint) * scale + zero."""
+        """The code whose weight is the group's zero: weight = (code - midpoint) * scale + zero (see zeros_in_steps)."""
         return 1 << (self.bits - 1)
 
     @cached_property
@@ -258,6 +263,8 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
         .permute(2, 1, 0)[:, : format.rows]
         .repeat_interleave(format.group_size, dim=2)[:, :, : format.columns]
     )
+    if format.zeros_in_steps:
+        zeros = zeros * scales
     weights: Tensor = (unpack(packed).to(precise) - format.midpoint) * scales + zeros
     return weights.to(dtype)
 

@@ -122,6 +122,8 @@ class TiledLinear:
             if tile.columns.start == 0:
                 # Separate and contiguous: with strides the use below takes five times as long.
                 scales, zeros = (part.float() for part in packed.scales_zeros[:, tile.rows].unbind(2))
+                if packed.format.zeros_in_steps:
+                    zeros.mul_(scales)
                 if bits == 2:
                     scales.mul_(SCALE_FACTOR)
                 zeros = zeros.sub_(scales, alpha=128 if bits == 8 else 8).unsqueeze(1)

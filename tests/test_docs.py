@@ -19,6 +19,7 @@ from vllm_dymoe.policy.schedule import Schedule
 from vllm_dymoe.predict import SCHEMES
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.quantize.convert import Recipe
+from vllm_dymoe.quantize.readers import METHODS
 from vllm_dymoe.quantize.shards import ShardFiles
 from vllm_dymoe.runtime import throttle
 from vllm_dymoe.traces import TRACE_FORMAT, Trace, TraceHeader, recorder
@@ -374,6 +375,14 @@ def test_numbers_of_recording():
     assert f"after {recorder._INTERVAL:.0f} seconds or {size(recorder._PART_BYTES).replace('.0', '')}" in TRACES
 
 
+# -- docs/quantized.md ----------------------------------------------------------------------------
+
+
+def test_every_method_that_is_read():
+    rows = table((ROOT / "docs" / "quantized.md").read_text(), "quantized")
+    assert tuple(code(row["`quant_method`"])[0] for row in rows) == METHODS
+
+
 # -- docs/metrics.md ------------------------------------------------------------------------------
 
 
@@ -431,6 +440,7 @@ def test_every_package_folder_is_in_the_tree():
         "docs/precision.md",
         "docs/prefetch.md",
         "docs/quantize.md",
+        "docs/quantized.md",
         "docs/traces.md",
     ],
 )

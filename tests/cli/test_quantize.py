@@ -141,7 +141,7 @@ def test_config_and_small_files(model, out):
     config = json.loads((out / "config.json").read_text())
     assert config.pop("quantization_config") == {
         "quant_method": "dymoe",
-        "format_version": 2,
+        "format_version": 3,
         "hi": 4,
         "lo": 2,
         "group_size": 32,
@@ -418,7 +418,11 @@ SPOILED = {
         "several places, model.layers and other.model.layers",
     ),
     "no experts": ("separate", lambda m: setattr(m, "tensors", dict(m.dense)), "only Mixture-of-Experts"),
-    "awq": ("separate", lambda m: m.config.update(quantization_config={"quant_method": "awq"}), "with awq already"),
+    "awq, but not the experts": (
+        "separate",
+        lambda m: m.config.update(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 64}),
+        "has 16 bits, although config.json says that the checkpoint is quantized with awq",
+    ),
     "ours": ("separate", lambda m: m.config.update(quantization_config={"quant_method": "dymoe"}), "dymoe checkpoint"),
     "quantized text": (
         "separate",

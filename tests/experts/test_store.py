@@ -197,7 +197,7 @@ def test_a_missing_shard_is_named(store):
         (None, "holds no expert store"),
         ("{", "is not a manifest"),
         ("[]", "is not a manifest"),
-        (json.dumps({"version": 99}), "has store version 99, but this vllm-dymoe reads version 2"),
+        (json.dumps({"version": 99}), "has store version 99, but this vllm-dymoe reads version 3"),
         (json.dumps({"version": 2}), "is not a manifest"),
     ],
 )

@@ -29,15 +29,16 @@ def _root(
 @app.command()
 @one_sentence_errors
 def quantize(
-    model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint with 16-bit weights.")],
+    model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint, 16-bit or quantized.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; `vllm serve` opens it as it is.")],
     hi: Annotated[Literal["16", "8", "4", "2"], typer.Option(help="Bits per weight of the high tier.")] = "4",
     lo: Annotated[
         Literal["8", "4", "2", "0"], typer.Option(help="Bits per weight of the low tier; 0 stores none.")
     ] = "0",
     group_size: Annotated[
-        Literal["32", "64", "128"], typer.Option(help="Weights that share one scale and zero.")
-    ] = "64",
+        Literal["32", "64", "128"] | None,
+        typer.Option(help="Weights that share one scale and zero: 64, or what a quantized checkpoint has."),
+    ] = None,
     quantizer: Annotated[
         Literal["rtn", "hqq", "gptq"],
         typer.Option(help="Round to nearest; HQQ, slower, better at 2 bits; or GPTQ, the best, with --calibration."),
@@ -62,7 +63,7 @@ def quantize(
         out,
         hi=int(hi),
         lo=int(lo),
-        group_size=int(group_size),
+        group_size=None if group_size is None else int(group_size),
         quantizer=quantizer,
         calibration=calibration,
         dtype=dtype,

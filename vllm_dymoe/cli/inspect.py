@@ -15,6 +15,7 @@ from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.experts.store import MANIFEST, FileStore, Manifest, all_keys
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.quantize.checkpoint import Checkpoint, read_config
+from vllm_dymoe.quantize.readers.fit import store_group_sizes
 from vllm_dymoe.quantize.tensors import read_tensors
 from vllm_dymoe.runtime.sizing import limit_in_bytes, minimum_budget, plan_slots, workspace_bytes
 from vllm_dymoe.units import size
@@ -76,9 +77,13 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
 
 def _describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     options = Options()
+    reader = checkpoint.reader
+    if reader is not None:
+        options = Options.model_validate({"hi": reader.bits, "group_size": store_group_sizes(reader, 0, 1)[0]})
     experts = checkpoint.model_experts((16, 8, 4, 2), options.group_size, checkpoint.dtype)
+    kind = "not quantized yet" if reader is None else f"experts quantized with {reader.method} at {reader.bits} bits"
     return {
-        "kind": "MoE checkpoint, not quantized yet",
+        "kind": f"MoE checkpoint, {kind}",
         "folder": str(checkpoint.folder),
         "model": checkpoint.fingerprint(),
         "dense_bytes": checkpoint.dense_bytes,

@@ -14,6 +14,7 @@ from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import Conversion, Recipe, convert
 from vllm_dymoe.quantize.packing import FALLBACK
+from vllm_dymoe.quantize.readers.fit import describe, store_group_sizes
 from vllm_dymoe.units import size
 
 
@@ -23,7 +24,7 @@ def run(
     *,
     hi: int,
     lo: int,
-    group_size: int,
+    group_size: int | None,
     quantizer: str,
     calibration: Path | None,
     dtype: str,
@@ -43,20 +44,19 @@ def run(
             f"--tensor-parallel-size {tensor_parallel_size} is not supported yet: a checkpoint holds the experts of "
             "one rank; serve the original with --quantization dymoe, which cuts the experts while it loads."
         )
-    _check_options(hi, lo, group_size, quantizer)
+    _check_options(hi, lo, group_size or Options().group_size, quantizer)
     _check_calibration(quantizer, calibration)
-    recipe = Recipe(
-        hi,
-        lo,
-        group_size,
-        quantizer,
-        None if dtype == "auto" else getattr(torch, dtype),
-        None if calibration is None else Calibration(calibration),
-    )
+    recorded = None if calibration is None else Calibration(calibration)
     checkpoint = Checkpoint(model)
+    reader = checkpoint.reader
+    if group_size is None:
+        group_size = Options().group_size if reader is None else store_group_sizes(reader, 0, 1)[0]
+    recipe = Recipe(hi, lo, group_size, quantizer, None if dtype == "auto" else getattr(torch, dtype), recorded)
     with byte_progress(f"Quantizing {escape(model.name)}", checkpoint.dense_bytes + checkpoint.expert_bytes) as advance:
         conversion = convert(checkpoint, out, recipe, overwrite=overwrite, progress=advance)
     _print_summary(conversion)
+    if reader is not None:
+        Console().print(f"Experts: {describe(reader, recipe.stored_bits, quantizer)}.", soft_wrap=True)
 
 
 def _check_options(hi: int, lo: int, group_size: int, quantizer: str) -> None:

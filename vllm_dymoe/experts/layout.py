@@ -45,6 +45,7 @@ class ExpertFormat:
         group_size: weights that share one scale and zero.
         dtype: of the scales, and of the weights at 16 bits; bfloat16 or float16.
         bias: whether every projection has one.
+        zeros_in_steps: whether zeros count steps of their scale, see :class:`vllm_dymoe.kernels.MatrixFormat`.
     """
 
     hidden: int
@@ -53,13 +54,14 @@ class ExpertFormat:
     group_size: int
     dtype: torch.dtype
     bias: bool = False
+    zeros_in_steps: bool = False
 
     @cached_property
     def matrices(self) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
         """Formats of gate [I, H], up [I, H] and down [H, I]."""
-        wide = MatrixFormat(self.intermediate, self.hidden, self.bits, self.group_size, self.dtype, self.bias)
-        down = MatrixFormat(self.hidden, self.intermediate, self.bits, self.group_size, self.dtype, self.bias)
-        return wide, wide, down
+        rest = (self.bits, self.group_size, self.dtype, self.bias, self.zeros_in_steps)
+        wide = MatrixFormat(self.intermediate, self.hidden, *rest)
+        return wide, wide, MatrixFormat(self.hidden, self.intermediate, *rest)
 
     @cached_property
     def sections(self) -> tuple[slice, slice, slice]:

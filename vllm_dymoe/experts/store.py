@@ -25,7 +25,7 @@ from vllm_dymoe.experts.layout import EVERY_PROJECTION, ExpertFormat, ModelExper
 from vllm_dymoe.experts.memory import available_host_memory
 
 MANIFEST = "dymoe_experts.json"
-STORE_VERSION = 2
+STORE_VERSION = 3
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -118,6 +118,7 @@ class Manifest:
             "group_size": fmt.group_size,
             "dtype": str(fmt.dtype).removeprefix("torch."),
             "bias": fmt.bias,
+            "zeros_in_steps": [bits for bits, f in self.experts.formats.items() if f.zeros_in_steps],
             "quantizer": self.quantizer,
             "model": self.model,
             "tensor_parallel": {"rank": rank, "size": size},
@@ -143,7 +144,13 @@ class Manifest:
             dtype = getattr(torch, data["dtype"])
             formats = {
                 bits: ExpertFormat(
-                    data["hidden_size"], data["intermediate_size"], bits, data["group_size"], dtype, data["bias"]
+                    data["hidden_size"],
+                    data["intermediate_size"],
+                    bits,
+                    data["group_size"],
+                    dtype,
+                    data["bias"],
+                    bits in data["zeros_in_steps"],
                 )
                 for bits in data["bits"]
             }

@@ -1,4 +1,4 @@
-"""Reading a local Hugging Face checkpoint of a Mixture-of-Experts model, without vLLM.
+"""Reading a local Hugging Face checkpoint of a Mixture-of-Experts model, 16-bit or quantized, without vLLM.
 
 Headers say where every tensor lies, so that whatever cannot work is refused before a byte is read.
 """
@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
+from vllm_dymoe.quantize.coded import CodedMatrix
+from vllm_dymoe.quantize.readers import known_parts, make_reader
 from vllm_dymoe.quantize.spelling import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, TensorPlace, read_tensors
 
@@ -37,6 +39,8 @@ class ExpertTensor:
         expert: which one; None for a stack of all the layer's experts.
         projections: what its rows are.
         place: where it lies.
+        parts: in a quantized checkpoint the tensors that belong together, by the ends of their names: name and place of
+            each. The first of them, the codes, is also this tensor.
     """
 
     name: str
@@ -44,6 +48,12 @@ class ExpertTensor:
     expert: int | None
     projections: tuple[Projection, ...]
     place: TensorPlace
+    parts: Mapping[str, tuple[str, TensorPlace]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the checkpoint."""
+        return sum(place.nbytes for _, place in self.parts.values()) or self.place.nbytes
 
     @property
     def matrix(self) -> tuple[int, int | None, tuple[Projection, ...]]:
@@ -62,6 +72,7 @@ class Checkpoint:
         dense: every tensor that is not of an expert, by name.
         experts: the experts' weights, in the order in which they lie in the files.
         biases: the experts' biases.
+        reader: of experts that another tool has quantized; None if they have 16 bits.
         left_out: tensors of layers beyond the model's last (multi-token prediction), which vLLM's model does not load.
 
     Raises:
@@ -71,7 +82,8 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = read_config(folder)
-        _refuse_quantized(folder, self.config)
+        self.quantization = _quantization(folder, self.config)
+        self.reader = None if self.quantization is None else make_reader(self.quantization)
         tensors = read_tensors(folder)
         self.dense: dict[str, TensorPlace] = {}
         self.left_out: dict[str, TensorPlace] = {}
@@ -79,22 +91,27 @@ class Checkpoint:
         self.biases: list[ExpertTensor] = []
         self._stacking = Stacking.of(self._text_config.get("model_type"))
         stack, beyond = self._stack_of_experts(tensors)
+        coded: dict[tuple[int, int | None, tuple[Projection, ...]], dict[str, tuple[str, TensorPlace]]] = {}
         for name, place in tensors.items():
             layer = re.match(rf"{re.escape(stack)}\.(\d+)\.", name)
             if layer is not None and int(layer[1]) >= beyond:
                 self.left_out[name] = place
-            elif (described := read_name(name)) is not None:
+            elif (described := read_name(name)) is None:
+                self.dense[name] = place
+            elif self.reader is not None and described.projections and described.part in known_parts(self.reader):
+                matrix = described.layer, described.expert, described.projections
+                coded.setdefault(matrix, {})[described.part] = name, place
+            else:
                 tensors_of_kind = self.biases if described.bias else self.experts
                 tensors_of_kind.append(self._expert_tensor(name, described, place))
-            else:
-                self.dense[name] = place
+        self.experts += [self._coded_tensor(*matrix, parts) for matrix, parts in coded.items()]
         self.experts.sort(key=lambda tensor: (tensor.place.path, tensor.place.begin))
         self._check_experts()
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of all experts in the checkpoint."""
-        return sum(tensor.place.nbytes for tensor in (*self.experts, *self.biases))
+        return sum(tensor.nbytes for tensor in (*self.experts, *self.biases))
 
     def layer_bytes(self, position: int) -> int:
         """Bytes of the experts of one layer in the checkpoint."""
@@ -113,7 +130,9 @@ class Checkpoint:
         named = named or self.config.get("dtype") or self.config.get("torch_dtype")
         dtype = getattr(torch, str(named).removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
-            dtype = _DTYPES[self.experts[0].place.dtype]
+            first = self.experts[0]
+            stored = {first.place.dtype, *(place.dtype for _, place in first.parts.values())}
+            dtype = next((_DTYPES[name] for name in sorted(stored) if name in _DTYPES), torch.bfloat16)
         return torch.bfloat16 if dtype == torch.float32 else dtype
 
     @cached_property
@@ -139,7 +158,10 @@ class Checkpoint:
         """
         hidden, intermediate = self._size(("hidden_size",)), self._size(_INTERMEDIATE)
         biased = bool(self.biases)
-        formats = {width: ExpertFormat(hidden, intermediate, width, group_size, dtype, biased) for width in bits}
+        formats = {
+            width: ExpertFormat(hidden, intermediate, width, group_size, dtype, biased, width in self.zeros_in_steps)
+            for width in bits
+        }
         try:
             for fmt in formats.values():
                 _ = fmt.nbytes
@@ -147,7 +169,12 @@ class Checkpoint:
             raise CheckpointError(f"the experts of {self.folder} cannot be packed: {error}.") from error
         return ModelExperts(self.layers, self.num_experts, self._size(_TOP_K), formats)
 
-    def projections(self) -> Iterator[tuple[int, int, Projection, torch.Tensor, torch.Tensor | None]]:
+    @property
+    def zeros_in_steps(self) -> tuple[int, ...]:
+        """Bit-widths of which a store must hold integer zero points."""
+        return (self.reader.bits,) if self.reader is not None and self.reader.asymmetric else ()
+
+    def projections(self) -> Iterator[tuple[int, int, Projection, torch.Tensor | CodedMatrix, torch.Tensor | None]]:
         """Every projection of every expert: layer's position, expert, which, weight [rows, columns] and bias [rows].
 
         They come in the order in which they lie on disk, one file open at a time.
@@ -163,7 +190,10 @@ class Checkpoint:
                 if tensor.place.path != opened:
                     file = safe_open(tensor.place.path, framework="pt")
                     opened = tensor.place.path
-                bias = _read(biases[tensor.matrix]) if biases else None
+                bias = _read(biases[tensor.matrix].name, biases[tensor.matrix].place) if biases else None
+                if tensor.parts and tensor.expert is not None:
+                    yield positions[tensor.layer], tensor.expert, tensor.projections[0], self._coded(tensor), bias
+                    continue
                 if tensor.expert is not None:
                     weight = file.get_tensor(tensor.name)
                     yield positions[tensor.layer], tensor.expert, tensor.projections[0], weight, bias
@@ -235,6 +265,7 @@ class Checkpoint:
         digest = hashlib.sha256()
         files: dict[Path, int] = {}
         everything = self.dense | {tensor.name: tensor.place for tensor in (*self.experts, *self.biases)}
+        everything |= dict(part for tensor in self.experts for part in tensor.parts.values())
         try:
             for name, place in sorted(everything.items()):
                 if place.path not in files:
@@ -278,12 +309,57 @@ class Checkpoint:
 
     def _expert_tensor(self, name: str, described: ExpertName, place: TensorPlace) -> ExpertTensor:
         dimensions = (2 if described.expert is not None else 3) - described.bias
-        if place.dtype not in _DTYPES or not described.projections or len(place.shape) != dimensions:
+        method = self.reader.method if self.reader is not None else None
+        known = described.projections and described.part in ("weight", "bias")
+        if place.dtype not in _DTYPES or not known or len(place.shape) != dimensions:
             raise CheckpointError(
                 f"{name} ({place.dtype}, {list(place.shape)}) in {self.folder} belongs to experts but is not the "
-                "16-bit weight or bias of a gate, up or down projection; quantized experts are not supported yet."
+                f"16-bit weight or bias of a gate, up or down projection{f' or its {method} codes' if method else ''}; "
+                "other quantized experts are not supported yet."
+            )
+        if method is not None and not described.bias:
+            raise CheckpointError(
+                f"{name} in {self.folder} has 16 bits, although config.json says that the checkpoint is quantized with "
+                f"{method}; a mix of both among the experts is not supported yet."
             )
         return ExpertTensor(name, described.layer, described.expert, described.projections, place)
+
+    def _coded_tensor(
+        self,
+        layer: int,
+        expert: int | None,
+        projections: tuple[Projection, ...],
+        parts: Mapping[str, tuple[str, TensorPlace]],
+    ) -> ExpertTensor:
+        """The tensors of one quantized projection."""
+        assert self.reader is not None
+        missing = [part for part in self.reader.parts if part not in parts]
+        if missing:
+            there, _ = next(iter(parts.values()))
+            stem = there.rpartition(".")[0]
+            raise CheckpointError(
+                f"{self.folder} has {there} but lacks {stem}.{missing[0]}; download the checkpoint again."
+            )
+        name, place = parts[self.reader.parts[0]]
+        return ExpertTensor(name, layer, expert, projections, place, parts)
+
+    def _coded(self, tensor: ExpertTensor) -> CodedMatrix:
+        """Read one quantized projection.
+
+        Raises:
+            CheckpointError: a tensor is not what config.json says.
+        """
+        assert self.reader is not None
+        matrix = self.model_experts((16,), 64, torch.bfloat16).formats[16].matrices[tensor.projections[0]]
+        tensors = {part: _read(*place) for part, place in tensor.parts.items()}
+        try:
+            for part in self.reader.checked:
+                if part in tensors:
+                    self.reader.check(part, tensors[part], matrix.rows, matrix.columns)
+            return self.reader.read(tensors, matrix.rows, matrix.columns)
+        except ValueError as error:
+            stem = tensor.name.rpartition(".")[0]
+            raise CheckpointError(f"{stem} in {self.folder} is no {self.reader.method} matrix: {error}") from error
 
     def _check_experts(self) -> None:
         """Refuse shapes that are not the configuration's, and experts that are missing or there twice."""
@@ -292,7 +368,8 @@ class Checkpoint:
         found: set[tuple[int, int, Projection]] = set()
         for tensor in self.experts:
             rows = sum(fmt.matrices[projection].rows for projection in tensor.projections)
-            self._check_shape(tensor, (rows, fmt.matrices[tensor.projections[0]].columns), count)
+            if not tensor.parts:  # the reader knows what their shapes are
+                self._check_shape(tensor, (rows, fmt.matrices[tensor.projections[0]].columns), count)
             for expert in range(count) if tensor.expert is None else (tensor.expert,):
                 for projection in tensor.projections:
                     if (tensor.layer, expert, projection) in found or expert >= count:
@@ -326,9 +403,9 @@ class Checkpoint:
             )
 
 
-def _read(tensor: ExpertTensor) -> torch.Tensor:
-    with safe_open(tensor.place.path, framework="pt") as file:
-        found: torch.Tensor = file.get_tensor(tensor.name)
+def _read(name: str, place: TensorPlace) -> torch.Tensor:
+    with safe_open(place.path, framework="pt") as file:
+        found: torch.Tensor = file.get_tensor(name)
     return found
 
 
@@ -355,16 +432,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
+def _quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How config.json says that the checkpoint is quantized; None if it has 16 bits.
+
+    Raises:
+        CheckpointError: it is ours already.
+    """
     quantization = config.get("quantization_config") or config.get("compression_config")
     nested = config.get("text_config")
     if not quantization and isinstance(nested, dict):
         quantization = nested.get("quantization_config")
     if not quantization:
-        return
-    method = quantization.get("quant_method", "a method it does not name")
-    if method == "dymoe":
+        return None
+    if quantization.get("quant_method") == "dymoe":
         raise CheckpointError(f"{folder} is a dymoe checkpoint already; quantize the one that it was made from.")
-    raise CheckpointError(
-        f"{folder} is quantized with {method} already; quantize a checkpoint with 16-bit weights instead."
-    )
+    return dict(quantization)

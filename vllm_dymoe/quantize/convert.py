@@ -23,6 +23,7 @@ from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.journal import Journal, is_journal_of
 from vllm_dymoe.quantize.packing import pack, pack_calibrated
+from vllm_dymoe.quantize.readers.fit import check_fits, quantizer_name
 from vllm_dymoe.quantize.shards import ShardFiles, make_partial, put_back, replace_folder, sync_folder
 from vllm_dymoe.quantize.tensors import CheckpointError, copy_tensors, write_synced
 
@@ -59,7 +60,7 @@ class Recipe:
         return (self.hi,) if self.lo == 0 else (self.hi, self.lo)
 
     def to_json(self) -> dict[str, Any]:
-        """The quantization_config that vLLM finds in config.json."""
+        """The quantization_config that vLLM finds in config.json, for a checkpoint that had 16 bits."""
         return {
             "quant_method": "dymoe",
             "format_version": STORE_VERSION,
@@ -120,9 +121,17 @@ def convert(
     began = time.perf_counter()
     out = out.absolute()
     experts = checkpoint.model_experts(recipe.stored_bits, recipe.group_size, recipe.dtype or checkpoint.dtype)
+    if checkpoint.reader is not None:
+        check_fits(checkpoint.reader, recipe.stored_bits, recipe.group_size, 0, 1)
     if recipe.calibration is not None:
+        if checkpoint.reader is not None:
+            raise CheckpointError(
+                f"{checkpoint.folder} is quantized with {checkpoint.reader.method}, and a calibration is for 16-bit "
+                "checkpoints; use another quantizer than gptq for the low tier."
+            )
         recipe.calibration.check_belongs(checkpoint.fingerprint(), experts)
-    manifest = Manifest(experts, recipe.quantizer, checkpoint.fingerprint())
+    quantizer = quantizer_name(checkpoint.reader, recipe.stored_bits, recipe.quantizer)
+    manifest = Manifest(experts, quantizer, checkpoint.fingerprint())
     purpose = json.dumps([manifest.to_json(), recipe.to_json(), _described(recipe.calibration)])
     partial: Path | None = None
     keep = False
@@ -197,7 +206,8 @@ def _write(
     experts = manifest.experts
     _copy_small_files(checkpoint.folder, folder)
     dtype = next(iter(experts.formats.values())).dtype
-    config = _with_dtype(checkpoint.config, dtype) | {"quantization_config": recipe.to_json()}
+    config = _with_dtype(checkpoint.config, dtype) | {"quantization_config": _quantization_config(checkpoint, recipe)}
+    config.pop("compression_config", None)
     write_synced(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
     copy_tensors(checkpoint.dense, folder, progress)
     sink = _ShardSink(folder, manifest)
@@ -212,6 +222,15 @@ def _write(
     finally:
         sink.close()
     return errors
+
+
+def _quantization_config(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any]:
+    """What vLLM finds in config.json: ours, and in it the one of dense tensors that are quantized."""
+    ours = recipe.to_json()
+    if checkpoint.quantization is None:
+        return ours
+    steps = [bits for bits in recipe.stored_bits if bits in checkpoint.zeros_in_steps]
+    return ours | {"zeros_in_steps": steps, "dense": checkpoint.quantization}
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -64,6 +64,7 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
     else:
         scale = _SPREAD * 12**0.5 / 2**matrix.bits  # codes are uniform
         packed.scales_zeros[:, : matrix.rows, 0] = scale
-        packed.scales_zeros[:, : matrix.rows, 1] = scale / 2  # the mean of the codes is half a step below the middle
+        # The mean of the codes is half a step below the middle.
+        packed.scales_zeros[:, : matrix.rows, 1] = 0.5 if matrix.zeros_in_steps else scale / 2
     if packed.bias is not None:
         packed.bias.copy_(torch.randn(matrix.rows, generator=generator) * _SPREAD)

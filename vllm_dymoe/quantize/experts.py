@@ -1,9 +1,9 @@
-"""From a checkpoint's 16-bit projections to packed blobs, one projection at a time.
+"""From a checkpoint's projections to packed blobs, one projection at a time.
 
 Whoever loads a checkpoint calls :meth:`ExpertPacker.put` with each projection in
 whatever order the checkpoint has them. It is quantized at every stored bit-width
 and goes straight to its place, so nothing bigger than one projection is ever
-unpacked.
+unpacked. What the checkpoint has at one of these bit-widths already is taken as it is.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,9 @@ import torch
 from vllm_dymoe.experts.errors import ErrorRecord
 from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.experts.store import BlobKey, FileStore, HostStore, Manifest, MemoryStore, StoreError
-from vllm_dymoe.quantize.base import Quantizer, pack_bias, quantize_matrix
+from vllm_dymoe.kernels import MatrixFormat
+from vllm_dymoe.quantize.base import Codes, Quantizer, pack_bias, quantize_matrix
+from vllm_dymoe.quantize.coded import CodedMatrix, check_held
 from vllm_dymoe.quantize.errors import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
 from vllm_dymoe.quantize.shards import ShardWriter
@@ -131,7 +133,7 @@ class ExpertPacker:
         layer: int,
         expert: int,
         projection: Projection,
-        weight: torch.Tensor,
+        weight: torch.Tensor | CodedMatrix,
         curvature: Curvature | None = None,
     ) -> None:
         """Quantize one projection at every stored bit-width.
@@ -140,11 +142,12 @@ class ExpertPacker:
             layer: position of the MoE layer.
             expert: local index.
             projection: which matrix.
-            weight: [rows, columns], already this rank's slice.
+            weight: [rows, columns], already this rank's slice. Codes go into the version of their bits as they are; the
+                others are quantized from what the codes stand for.
             curvature: of its inputs, for GPTQ in place of the packer's quantizer.
 
         Raises:
-            StoreError: the shape is not the model's, or the weights are not finite.
+            StoreError: the shape is not the model's, the weights are not finite, or codes cannot be held as they are.
         """
         name = self._name(layer, expert, projection)
         quantizer = self._quantizer if curvature is None else Gptq(curvature)
@@ -156,12 +159,14 @@ class ExpertPacker:
                     f"but the model's configuration says {[matrix.rows, matrix.columns]}."
                 )
             section = self._scratch[bits, projection]
+            taken = isinstance(weight, CodedMatrix) and bits == weight.bits
             try:
-                codes = quantize_matrix(weight, matrix, quantizer, section)
+                plain, codes = _pack(weight, matrix, quantizer, section)
             except ValueError as error:
-                raise StoreError(f"the {name} cannot be quantized to {bits} bits: {error}") from error
-            if codes is not None:
-                self._errors.add((layer, expert, projection), weight, codes, matrix, curvature)
+                what = f"{'taken as it is at' if taken else 'quantized to'} {bits} bits"
+                raise StoreError(f"the {name} cannot be {what}: {error}") from error
+            if plain is not None and codes is not None:
+                self._errors.add((layer, expert, projection), plain, codes, matrix, curvature)
             self._sink.write(BlobKey(layer, expert, bits), projection, section[: matrix.bias_offset])
         place = (layer, expert, projection)
         self._missing.discard(place)
@@ -214,3 +219,16 @@ class ExpertPacker:
     def discard(self) -> None:
         """Give up: remove what was written."""
         self._sink.discard()
+
+
+def _pack(
+    weight: torch.Tensor | CodedMatrix, matrix: MatrixFormat, quantizer: Quantizer, section: torch.Tensor
+) -> tuple[torch.Tensor | None, Codes | None]:
+    """Write one section; what was quantized and to which codes, or None where nothing was."""
+    if isinstance(weight, CodedMatrix):
+        if matrix.bits == weight.bits:
+            weight.pack(matrix, section)
+            return None, None
+        check_held(weight.scales, matrix.dtype)
+        weight = weight.dequantize()
+    return weight, quantize_matrix(weight, matrix, quantizer, section)

@@ -35,14 +35,19 @@ class ExpertName:
         layer: index of the layer in the model.
         expert: which one; None for a stack of all the layer's experts.
         projections: what its rows are; none if the rest of the name is not known.
-        bias: whether it is the bias and not the weight.
+        part: what of them: "weight", "bias", or whatever else the name ends with ("qweight" in quantized checkpoints).
     """
 
     layers: str
     layer: int
     expert: int | None
     projections: tuple[Projection, ...]
-    bias: bool
+    part: str
+
+    @property
+    def bias(self) -> bool:
+        """Whether it is the bias and not the weight."""
+        return self.part == "bias"
 
 
 def read_name(name: str) -> ExpertName | None:
@@ -53,11 +58,10 @@ def read_name(name: str) -> ExpertName | None:
     layers, layer, rest = match["stack"], int(match["layer"]), match["rest"]
     number, _, tail = rest.partition(".")
     if number.isdecimal():
-        matrix, _, kind = tail.partition(".")
-        known = kind in ("weight", "bias")
-        return ExpertName(layers, layer, int(number), _SEPARATE.get(matrix, ()) if known else (), kind == "bias")
+        matrix, _, part = tail.partition(".")
+        return ExpertName(layers, layer, int(number), _SEPARATE.get(matrix, ()), part)
     matrix = rest.removesuffix("_bias")
-    return ExpertName(layers, layer, None, _STACKED.get(matrix, ()), rest != matrix)
+    return ExpertName(layers, layer, None, _STACKED.get(matrix, ()), "weight" if rest == matrix else "bias")
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,10 @@ class MoERuntime:
         self.device = device
         policy = policy or make_policy(options.policy, options.policy_options)
         self.kernel: ExpertKernel = make_kernel(
-            device, workspace_bytes(self.experts, device.type), self.experts.formats
+            device,
+            workspace_bytes(self.experts, device.type),
+            self.experts.formats,
+            zeros_in_steps=any(fmt.zeros_in_steps for fmt in self.experts.formats.values()),
         )
         largest = max(fmt.nbytes for fmt in self.experts.formats.values())
         self.engine = engine or make_engine(

@@ -1,6 +1,6 @@
 """From vLLM's weight loaders to the store: which expert, which projection, which slice of it.
 
-vLLM's models hand experts over in four ways, and all of them end here:
+vLLM's models hand 16-bit experts over in four ways, and all of them end here:
 
 - one projection of one expert, [rows, columns], through ``param.weight_loader``: most models; vLLM itself cuts stacks
   of all experts into such pieces;
@@ -21,11 +21,15 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import Projection
+from vllm_dymoe.quantize.coded import CodedMatrix
 
-PutProjection = Callable[[int, Projection, Tensor], None]
-"""(local expert, projection, weight or bias of this rank)."""
+PutWeight = Callable[[int, Projection, Tensor | CodedMatrix], None]
+"""(local expert, projection, weight of this rank)."""
 
-_PROJECTIONS = {"w1": Projection.GATE, "w3": Projection.UP, "w2": Projection.DOWN}
+PutBias = Callable[[int, Projection, Tensor], None]
+"""(local expert, projection, bias of this rank)."""
+
+PROJECTIONS = {"w1": Projection.GATE, "w3": Projection.UP, "w2": Projection.DOWN}
 # The dimension of a projection that tensor parallelism slices: rows of gate and up, columns of down.
 _SLICED_DIMENSION = {Projection.GATE: 0, Projection.UP: 0, Projection.DOWN: 1}
 
@@ -39,7 +43,10 @@ class ExpertLoader:
         put_bias: receives every projection's bias.
     """
 
-    def __init__(self, layer: Any, put_weight: PutProjection, put_bias: PutProjection) -> None:
+    kinds: tuple[str, ...] = ("weight",)
+    """Ends of the names of the parameters that vLLM's loaders look for."""
+
+    def __init__(self, layer: Any, put_weight: PutWeight, put_bias: PutBias) -> None:
         parallel = layer.moe_config.moe_parallel_config
         self._local = layer._map_global_expert_id_to_local_expert_id
         self._rank, self._ranks = parallel.tp_rank, parallel.tp_size
@@ -48,7 +55,8 @@ class ExpertLoader:
 
     def register(self, layer: Any, dtype: torch.dtype, *, bias: bool) -> None:
         """Give the layer the parameters that vLLM's loaders look for, without elements."""
-        for name in ("w13_weight", "w2_weight", *(("w13_bias", "w2_bias") if bias else ())):
+        kinds = (*self.kinds, "bias") if bias else self.kinds
+        for name in (f"{stem}_{kind}" for kind in kinds for stem in ("w13", "w2")):
             placeholder = _Placeholder(torch.empty(0, dtype=dtype), requires_grad=False)
             set_weight_attrs(placeholder, {"weight_loader": self, "stack_name": name})
             layer.register_parameter(name, placeholder)
@@ -70,7 +78,7 @@ class ExpertLoader:
         is_bias = weight_name.endswith("bias")
         if loaded_weight.dim() == 3 and not is_bias:
             for expert, weight in enumerate(loaded_weight):
-                self._take(expert, _PROJECTIONS[shard_id], weight)
+                self._take(expert, PROJECTIONS[shard_id], weight)
             return True if return_success else None
         expert = self._local(expert_id)
         if expert == -1:
@@ -81,8 +89,8 @@ class ExpertLoader:
                 f"{list(loaded_weight.shape)}; expected the 16-bit weight or bias of one expert's projection."
             )
         take = self._take_bias if is_bias else self._take
-        if shard_id in _PROJECTIONS:
-            take(expert, _PROJECTIONS[shard_id], loaded_weight)
+        if shard_id in PROJECTIONS:
+            take(expert, PROJECTIONS[shard_id], loaded_weight)
         else:  # "gpt_oss_w13" and "gpt_oss_w2"
             rows = loaded_weight if is_bias else loaded_weight.t()
             for projection, part in _split(shard_id.removeprefix("gpt_oss_"), rows, interleaved=self._interleaved):
@@ -102,19 +110,21 @@ class ExpertLoader:
             for projection, part in _split(stem, rows, interleaved=self._interleaved):
                 put(expert, projection, part)
 
-    def _take(self, expert: int, projection: Projection, weight: Tensor) -> None:
-        self._put_weight(expert, projection, self._slice(weight, _SLICED_DIMENSION[projection]))
+    def _take(self, expert: int, projection: Projection, weight: Tensor | CodedMatrix) -> None:
+        dimension = _SLICED_DIMENSION[projection]
+        self._put_weight(expert, projection, weight.narrow(dimension, *self._share(weight.shape[dimension])))
 
     def _take_bias(self, expert: int, projection: Projection, bias: Tensor) -> None:
         if projection is not Projection.DOWN:
-            bias = self._slice(bias, 0)
+            bias = bias.narrow(0, *self._share(bias.shape[0]))
         elif self._rank > 0:
             bias = torch.zeros_like(bias)  # the ranks' results are added up: one of them brings the bias
         self._put_bias(expert, projection, bias)
 
-    def _slice(self, whole: Tensor, dimension: int) -> Tensor:
-        width = whole.shape[dimension] // self._ranks
-        return whole.narrow(dimension, self._rank * width, width)
+    def _share(self, size: int) -> tuple[int, int]:
+        """Where this rank's part of a dimension begins, and how long it is."""
+        width = size // self._ranks
+        return self._rank * width, width
 
 
 class _Placeholder(torch.nn.Parameter):

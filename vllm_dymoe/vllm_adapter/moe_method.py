@@ -12,6 +12,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.vllm_adapter.coded_loader import CodedExpertLoader
 from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader
 from vllm_dymoe.vllm_adapter.rank_model import LayerSpec, RankModel
 
@@ -73,13 +74,20 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         self._weights_on_input = layer.apply_router_weight_on_input
         put = functools.partial(self.model.put, self.position)
         put_bias = functools.partial(self.model.put_bias, self.position)
-        ExpertLoader(layer, put, put_bias).register(layer, params_dtype, bias=self.moe.has_bias)
+        self._loader = ExpertLoader(layer, put, put_bias)
+        if self.model.reader is not None:
+            whole = intermediate_size_per_partition * self.moe.moe_parallel_config.tp_size
+            wanted = self.model.wants_experts
+            self._loader = CodedExpertLoader(layer, put, put_bias, self.model.reader, wanted, hidden_size, whole)
+        self._loader.register(layer, params_dtype, bias=self.moe.has_bias)
         # The custom operator finds its layer by name in the forward context, as vLLM's own does.
         get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Complete the store when the last layer has been loaded."""
         self._expert_map = layer.expert_map
+        if isinstance(self._loader, CodedExpertLoader):
+            self._loader.check_complete()
         self.model.layer_loaded(self.position, layer)
 
     def apply(

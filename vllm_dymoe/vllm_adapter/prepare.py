@@ -17,6 +17,7 @@ from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_byte
 from vllm_dymoe.vllm_adapter.features import refuse_unsupported_features
 from vllm_dymoe.vllm_adapter.log import logger
 from vllm_dymoe.vllm_adapter.rank_model import read_options
+from vllm_dymoe.vllm_adapter.source import expert_width
 
 WORKER_EXTENSION = "vllm_dymoe.vllm_adapter.worker.DymoeWorkerExtension"
 # The operators inside of which the host decides and waits; a captured graph would replay one step's decisions.
@@ -29,7 +30,9 @@ def prepare(config: VllmConfig) -> None:
     Raises:
         ConfigError: an option, a combination or the budget cannot work.
     """
-    options = read_options(config, getattr(config.quant_config, "checkpoint", None))
+    options = read_options(
+        config, getattr(config.quant_config, "checkpoint", None), getattr(config.quant_config, "reader", None)
+    )
     if config.model_config.get_num_experts() == 0:
         raise ConfigError(
             f"vllm-dymoe: {config.model_config.model} is not a Mixture-of-Experts model; "
@@ -159,16 +162,13 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
     """The experts of one rank as far as the model's config.json tells; None where it names no expert width."""
     model = config.model_config
     text = model.hf_text_config
-    width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
-    if not isinstance(width, int):
+    width = expert_width(config)
+    if width is None:
         return None
     parallel = config.parallel_config
-    ranks = parallel.tensor_parallel_size
-    experts, width = (
-        (-(-model.get_num_experts() // ranks), width)
-        if parallel.enable_expert_parallel
-        else (model.get_num_experts(), width // ranks)
-    )
+    experts = model.get_num_experts()
+    if parallel.enable_expert_parallel:
+        experts = -(-experts // parallel.tensor_parallel_size)
     formats = {
         bits: ExpertFormat(model.get_hidden_size(), width, bits, options.group_size, model.dtype)
         for bits in options.stored_bits

@@ -22,8 +22,11 @@ from vllm_dymoe.predict import Predictor, PredictorError, RoutedModel, make_sche
 from vllm_dymoe.predict.checkpoint import PredictorCard, read_card
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.quantize.coded import CodedMatrix
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink, MemorySink
+from vllm_dymoe.quantize.readers import Reader
+from vllm_dymoe.quantize.readers.fit import describe, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.traces import TraceHeader
@@ -36,6 +39,7 @@ from vllm_dymoe.vllm_adapter.patches import apply_patches
 from vllm_dymoe.vllm_adapter.prompt_tap import PromptTap
 from vllm_dymoe.vllm_adapter.recorder import Recorder
 from vllm_dymoe.vllm_adapter.report import announce
+from vllm_dymoe.vllm_adapter.source import check_source, source_options
 from vllm_dymoe.vllm_adapter.step_failures import StepFailures, make_step_failures
 from vllm_dymoe.vllm_adapter.trace_tap import TraceTap, make_trace_tap
 
@@ -77,15 +81,22 @@ class RankModel:
     Args:
         vllm_config: vLLM's configuration of this engine.
         checkpoint: quantization_config of the checkpoint, if it is ours.
+        reader: of the checkpoint's experts, if another tool has quantized them.
 
     Raises:
         ConfigError: the options are wrong.
     """
 
-    def __init__(self, vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None, reader: Reader | None = None
+    ) -> None:
         apply_patches(in_worker=True)
-        self.options = read_options(vllm_config, checkpoint)
+        self.options = read_options(vllm_config, checkpoint, reader)
+        self.reader = reader
         self._checkpoint_is_ours = checkpoint is not None
+        self._zeros_in_steps = frozenset((checkpoint or {}).get("zeros_in_steps", ()))
+        if reader is not None and reader.asymmetric:
+            self._zeros_in_steps = frozenset((reader.bits,))
         self._dummy = vllm_config.load_config.load_format == "dummy"
         self._vllm_config = vllm_config
         self._layers: list[LayerSpec] = []
@@ -134,8 +145,11 @@ class RankModel:
     def experts(self) -> ModelExperts:
         """The rank's experts, as the model's configuration describes them."""
         spec = self._layers[0]
+        sizes = spec.hidden, spec.intermediate
         formats = {
-            bits: ExpertFormat(spec.hidden, spec.intermediate, bits, self.options.group_size, spec.dtype, spec.bias)
+            bits: ExpertFormat(
+                *sizes, bits, self.options.group_size, spec.dtype, spec.bias, bits in self._zeros_in_steps
+            )
             for bits in self.options.stored_bits
         }
         layers = tuple(extract_layer_index(layer.name) for layer in self._layers)
@@ -143,7 +157,17 @@ class RankModel:
 
     # -- loading ----------------------------------------------------------------------------------
 
-    def put(self, layer: int, expert: int, projection: Projection, weight: torch.Tensor) -> None:
+    def wants_experts(self) -> bool:
+        """Whether the checkpoint's experts are needed: not where a complete store exists.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        with self._loading():
+            self._prepare()
+        return self._packer is not None
+
+    def put(self, layer: int, expert: int, projection: Projection, weight: torch.Tensor | CodedMatrix) -> None:
         """Take one projection from the checkpoint; nothing to do where a complete store exists.
 
         Raises:
@@ -152,7 +176,7 @@ class RankModel:
         with self._loading():
             self._prepare()
             if self._packer is not None:
-                self._packer.put(layer, expert, projection, weight.cpu())
+                self._packer.put(layer, expert, projection, weight if isinstance(weight, CodedMatrix) else weight.cpu())
 
     def put_bias(self, layer: int, expert: int, projection: Projection, bias: torch.Tensor) -> None:
         """Take one projection's bias; otherwise as ``put``.
@@ -192,7 +216,10 @@ class RankModel:
         device = torch.device(self._vllm_config.device_config.device)
         automatic = automatic_budget(self._vllm_config, device)
         self.runtime = MoERuntime(self._store, self.options, device, automatic, predictor=self._predictor())
-        announce(self.runtime, self._rank_name, seconds=time.perf_counter() - self._begin)
+        source = ""
+        if self.reader is not None and not self._dummy:
+            source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
+        announce(self.runtime, self._rank_name, time.perf_counter() - self._begin, source)
         self.trace = make_trace_tap(self.options, self._trace_header(routed_experts), self.foresight)
 
     def _predictor(self) -> Predictor | None:
@@ -338,14 +365,18 @@ class RankModel:
     def _fingerprint(self) -> str:
         """Asked for once the last layer was added; it looks at every file of the checkpoint."""
         spec = self._layers[0]
-        described = (self.experts, self.options.quantizer, spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks)
+        described = (self.experts, self._quantizer_name, spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks)
         if self._dummy:  # of the checkpoint, only the shapes count
             return fingerprint(None, f"{described} random with seed {self.options.seed}")
         return fingerprint(local_folder(self._vllm_config), str(described))
 
+    @property
+    def _quantizer_name(self) -> str:
+        return quantizer_name(self.reader, self.options.stored_bits, self.options.quantizer)
+
     def _manifest(self, experts: ModelExperts) -> Manifest:
         spec = self._layers[0]
-        quantizer = "dummy" if self._dummy else self.options.quantizer
+        quantizer = "dummy" if self._dummy else self._quantizer_name
         return Manifest(experts, quantizer, self._fingerprint, (spec.rank, spec.ranks))
 
     # -- calibration ------------------------------------------------------------------------------
@@ -429,14 +460,25 @@ class RankModel:
             return torch.zeros_like(x)
 
 
-def read_options(vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None) -> Options:
+def read_options(
+    vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None, reader: Reader | None = None
+) -> Options:
     """The options of an engine.
+
+    Args:
+        vllm_config: vLLM's configuration of it.
+        checkpoint: quantization_config of the checkpoint, if it is ours.
+        reader: of the checkpoint's experts, if another tool has quantized them.
 
     Raises:
         ConfigError: they are wrong, or contradict the checkpoint.
     """
     additional = vllm_config.additional_config
     asked = additional.get("dymoe") if isinstance(additional, Mapping) else None
+    if reader is not None:
+        options = Options.load(asked, source_options(vllm_config, reader))
+        check_source(vllm_config, options, reader)
+        return options
     options = Options.load(asked, checkpoint)
     if checkpoint is not None:
         for option in ("hi", "lo", "group_size", "quantizer"):

@@ -8,15 +8,16 @@ from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter.log import logger
 
 
-def announce(runtime: MoERuntime, rank: str, seconds: float) -> None:
+def announce(runtime: MoERuntime, rank: str, seconds: float, source: str = "") -> None:
     """Say in one line what is active, and warn if the cache cannot work.
 
     Args:
         runtime: that is ready.
         rank: which of several ranks this is, empty for the only one.
         seconds: from its creation until it was ready.
+        source: what became of a quantized checkpoint's numbers, if it is one.
     """
-    logger.info("%s Experts were ready after %.1f s.", describe(runtime, rank), seconds)
+    logger.info("%s%s Experts were ready after %.1f s.", describe(runtime, rank), source, seconds)
     for warning in warnings(runtime):
         logger.warning("vllm-dymoe: %s", warning)
 
@@ -69,6 +70,11 @@ def warnings(runtime: MoERuntime) -> list[str]:
             f'prefetch "{options.prefetch}" fetches nothing ahead while experts come from memory or the page cache, '
             "because the cores that would copy them are computing; it works where they come from a disk, on a GPU, and "
             "with link_gbps."
+        )
+    if runtime.device.type == "cuda" and any(fmt.zeros_in_steps for fmt in experts.formats.values()):
+        found.append(
+            "the checkpoint's experts have zero points, which the Triton kernels do not read yet, so that plain torch "
+            "operations compute them, much slower; use a symmetric checkpoint, or set hi to 16 and lo to 0."
         )
     for tier in plan.slots if options.keep_experts else ():
         wanted = [round(share * experts.top_k) for share in shares[tier]]

@@ -1,0 +1,72 @@
+"""Checkpoints that are quantized already, through the real engine.
+
+The bytes of the high tier are the checkpoint's, the dense layers are vLLM's own, and the answers are those of vLLM with
+the dequantized weights.
+"""
+
+import re
+
+import pytest
+import torch
+
+from tests.e2e.architectures import ARCHITECTURES
+from tests.e2e.engines import answer, check_logprobs_close, equal_share, runtime_of
+from tests.e2e.quantized import write_quantized
+from tests.e2e.test_models import TOKENS, prompts, serve
+from vllm_dymoe.experts.store import BlobKey
+from vllm_dymoe.kernels import dequantize, unpack
+from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.quantize.convert import Recipe, convert
+
+pytestmark = pytest.mark.engine
+
+NAMES = {"w1": 0, "w3": 1, "w2": 2, "gate_proj": 0, "up_proj": 1, "down_proj": 2}
+
+
+def place(name):
+    """Layer, expert and projection that the name of a tensor means."""
+    found = re.search(r"layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.", name)
+    return int(found[1]), int(found[2]), NAMES[found[3]]
+
+
+def check_store(store, experts, bits):
+    """Every code and every weight of the high tier is the checkpoint's."""
+    fmt = store.experts.formats[bits]
+    for name, matrix in experts.items():
+        layer, expert, projection = place(name)
+        blob = torch.empty(fmt.nbytes, dtype=torch.uint8)
+        store.read_into(BlobKey(store.experts.layers.index(layer), expert, bits), blob)
+        packed = fmt.view(blob)[projection]
+        assert torch.equal(unpack(packed), matrix.codes), name
+        assert torch.equal(dequantize(packed, fmt.dtype), matrix.weights()), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"), [("awq", "mixtral"), ("gptq", "qwen3-moe"), ("compressed-tensors", "qwen3-moe")]
+)
+def test_a_quantized_checkpoint_is_served_with_its_own_numbers(tmp_path, kind, model):
+    experts = write_quantized(ARCHITECTURES[model], kind, tmp_path, dense=True)
+    with serve(tmp_path / "plain") as llm:
+        want = answer(llm, prompts(), TOKENS)
+    with serve(tmp_path / "quantized", {"lo": 2, "expert_budget": "50%"}) as llm:
+        got = answer(llm, prompts(), TOKENS)
+        runtime = runtime_of(llm)
+        runtime.check_integrity()
+        assert runtime.options.stored_bits == (4, 2)
+        assert runtime.options.group_size == 32
+        assert runtime.store.manifest.quantizer == f"{kind} checkpoint, rtn"
+        check_store(runtime.store, experts, 4)
+        assert "UnquantizedLinearMethod" not in llm.collective_rpc(dense_methods)[0]
+    check_logprobs_close(got, want)
+    assert equal_share(got, want) > 0.8
+    if kind == "awq":
+        convert(Checkpoint(tmp_path / "quantized"), tmp_path / "ours", Recipe(hi=4, lo=2, group_size=32))
+        with serve(tmp_path / "ours", {"expert_budget": "25%"}) as llm:
+            assert [a.tokens for a in answer(llm, prompts(), TOKENS)] == [a.tokens for a in got]
+            assert "UnquantizedLinearMethod" not in llm.collective_rpc(dense_methods)[0]
+
+
+def dense_methods(worker):
+    """Names of the methods of the attention's linear layers."""
+    modules = worker.model_runner.model.named_modules()
+    return {type(m.quant_method).__name__ for name, m in modules if name.endswith(("qkv_proj", "o_proj"))}

@@ -1,0 +1,113 @@
+"""Codes of others in our sections: the same integers, cut as ranks cut them, or a refusal."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.quantize.readers.packing import random_coded
+from vllm_dymoe.kernels import MatrixFormat, dequantize, unpack
+from vllm_dymoe.kernels.cpu import CpuKernel
+from vllm_dymoe.kernels.int4 import Int4Linear
+from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
+from vllm_dymoe.quantize.coded import CodedMatrix
+
+
+def coded(*sizes, **settings):
+    matrix = random_coded(*sizes, **settings)
+    return CodedMatrix(matrix.bits, matrix.codes, matrix.scales, matrix.zero_points, matrix.column_groups)
+
+
+def packed(matrix, group_size, dtype=torch.float16, *, steps=True):
+    format = MatrixFormat(*matrix.shape, matrix.bits, group_size, dtype, zeros_in_steps=steps)
+    section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
+    matrix.pack(format, section)
+    return format.view(section)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("source", "store"), [(128, 128), (128, 32), (64, 64), (None, 128), (None, 32), (96, 32)])
+def test_integers_and_weights_are_the_checkpoints(bits, dtype, source, store):
+    matrix = coded(70, 200, source, bits=bits, dtype=dtype)
+    section = packed(matrix, store, dtype)
+    assert torch.equal(unpack(section), matrix.codes)
+    assert torch.equal(dequantize(section, dtype), matrix.dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_symmetric_codes_need_no_zeros(dtype):
+    matrix = coded(70, 200, 64, symmetric=True, dtype=dtype)
+    section = packed(matrix, 64, dtype, steps=False)
+    assert torch.equal(dequantize(section, dtype), matrix.dequantize())
+    assert not section.scales_zeros[:, :, 1].any()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_ranks_share_is_cut_out_of_the_codes(ranks):
+    """Rows as gate and up have them, columns as down has them, where a rank's columns begin inside a group of 64."""
+    matrix, share = coded(96, 288, 96), 96 // ranks
+    whole = matrix.dequantize()
+    for rank in range(ranks):
+        rows = matrix.narrow(0, rank * share, share)
+        assert torch.equal(dequantize(packed(rows, 32), torch.float16), whole[rank * share : (rank + 1) * share])
+        width = 288 // ranks // 32 * 32
+        columns = matrix.narrow(1, rank * width, width)
+        assert torch.equal(dequantize(packed(columns, 32), torch.float16), whole[:, rank * width : (rank + 1) * width])
+
+
+def test_zeros_would_be_rounded_without_steps():
+    """Why the format has them: products of integers and scales need more bits than the dtype has."""
+    matrix = coded(70, 200, 64)
+    zeros = (8 - matrix.zero_points.float()) * matrix.scales.float()
+    assert not torch.equal(zeros.half().float(), zeros)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "group_size", "dtype", "steps", "sentence"),
+    [
+        (coded(8, 64, 64), 64, torch.bfloat16, True, "scales are float16 and would be rounded to bfloat16; use dtype"),
+        (coded(8, 64, 64), 64, torch.float16, False, "has zero points, although its configuration says"),
+        (coded(8, 64, 32), 64, torch.float16, True, "do not lie in groups of 64 neighbours"),
+        (coded(8, 64, 32, shuffled=True), 32, torch.float16, True, "in the order of their activations; .* hi to 16"),
+        (coded(8, 96, 64).narrow(1, 32, 64), 64, torch.float16, True, "do not lie in groups of 64 neighbours"),
+    ],
+)
+def test_what_cannot_be_held_is_refused(matrix, group_size, dtype, steps, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        packed(matrix, group_size, dtype, steps=steps)
+
+
+def test_scales_that_are_not_finite_are_refused():
+    matrix = coded(8, 64, 64)
+    matrix.scales[3, 0] = torch.inf
+    with pytest.raises(ValueError, match="scales are NaN or infinite"):
+        packed(matrix, 64)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_kernels_multiply_with_the_checkpoints_weights(bits, dtype):
+    """Float64 with the checkpoint's own weights beside the tiles, which accumulate in float32."""
+    matrix = coded(100, 200, 64, bits=bits, dtype=dtype)
+    section = packed(matrix, 64, dtype)
+    x = torch.randn(5, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tiles = TiledLinear(torch.empty(MINIMUM_WORKSPACE_BYTES, dtype=torch.uint8))
+    steps = matrix.codes.double() - matrix.zero_points[:, matrix.column_groups].double()
+    want = F.linear(x.double(), steps * matrix.scales[:, matrix.column_groups].double())
+    unit = torch.finfo(dtype).eps * want.abs().amax()  # one rounding of the result, and sums of 200 in float32
+    assert (tiles(x, section).double() - want).abs().max() <= unit
+
+
+def test_torchs_int4_kernel_is_not_given_zeros_in_steps():
+    workspace = torch.empty(1 << 20, dtype=torch.uint8)
+    plain = MatrixFormat(64, 64, 4, 64, torch.bfloat16)
+    steps = MatrixFormat(64, 64, 4, 64, torch.bfloat16, zeros_in_steps=True)
+    assert Int4Linear(workspace).supports(plain)
+    assert not Int4Linear(workspace).supports(steps)
+    kernel = CpuKernel()
+    assert kernel._choose(steps, 1) is kernel._tiled
+
+
+def test_zeros_in_steps_have_no_meaning_at_16_bits():
+    with pytest.raises(ValueError, match="zeros_in_steps is set for 16 bits"):
+        MatrixFormat(64, 64, 16, 64, torch.bfloat16, zeros_in_steps=True)

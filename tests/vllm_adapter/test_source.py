@@ -1,0 +1,107 @@
+"""What a quantized checkpoint fixes: options, refusals, and the methods of dense layers."""
+
+import pytest
+import torch
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+
+from tests.vllm_adapter.test_prepare import configure, refusal, with_quantization_config
+from vllm_dymoe.quantize.readers import make_reader
+from vllm_dymoe.quantize.readers.fit import check_fits, describe, quantizer_name, store_group_sizes
+from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
+from vllm_dymoe.vllm_adapter.rank_model import read_options
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+
+
+def reader(group_size=128):
+    return make_reader(AWQ | {"group_size": group_size})
+
+
+def options(folder, dymoe, quantization=AWQ):
+    config = configure(dymoe, model=with_quantization_config(folder, quantization))
+    return read_options(config, None, config.quant_config.reader)
+
+
+def test_bits_and_groups_are_the_checkpoints(tmp_path):
+    found = options(tmp_path, {"lo": 2})
+    assert (found.stored_bits, found.group_size) == ((4, 2), 128)
+    assert options(tmp_path, {}, AWQ | {"group_size": 64}).group_size == 64
+    assert options(tmp_path, {"group_size": 32}).group_size == 32
+    assert options(tmp_path, {"hi": 16, "lo": 4}).stored_bits == (16, 4)
+
+
+@pytest.mark.parametrize(
+    ("dymoe", "sentence"),
+    [
+        ({"hi": 8}, "hi = 8 was asked for, but the experts of this awq checkpoint have 4 bits; set hi to 4, which"),
+        ({"hi": 2}, "hi = 2 was asked for"),
+        ({"preset": "16/8"}, None),
+    ],
+)
+def test_other_bits_are_refused(tmp_path, dymoe, sentence):
+    checkpoint = with_quantization_config(tmp_path, AWQ)
+    if sentence is None:
+        assert "preset" in refusal(dymoe, model=checkpoint)
+    else:
+        assert sentence in refusal(dymoe, model=checkpoint)
+
+
+def test_groups_that_would_have_two_scales_are_refused(tmp_path):
+    checkpoint = with_quantization_config(tmp_path, AWQ | {"group_size": 32})
+    assert "can only be held in groups of 32" in refusal({"group_size": 64}, model=checkpoint)
+
+
+def test_variants_and_dense_layers_that_nobody_runs_are_refused(tmp_path):
+    gemv = with_quantization_config(tmp_path, AWQ | {"version": "gemv"})
+    assert 'version "gemv", and only "gemm" can be read' in refusal(model=gemv)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "columns", "ranks", "sizes"),
+    [
+        (128, 14336, 1, (128, 64, 32)),
+        (128, 14336 // 8, 8, (128, 64, 32)),
+        (128, 96, 2, (32,)),
+        (64, 100, 1, (64, 32)),
+        (64, 50, 2, ()),
+        (-1, 50, 2, (128, 64, 32)),
+        (96, 96, 1, (32,)),
+    ],
+)
+def test_groups_of_a_store(group_size, columns, ranks, sizes):
+    assert store_group_sizes(reader(group_size), columns, ranks) == sizes
+
+
+def test_ranks_that_cut_groups_are_refused_unless_nothing_is_held_as_it_is():
+    with pytest.raises(CheckpointError, match=r"--tensor-parallel-size 2 gives a rank 50 columns .* hi to 16"):
+        check_fits(reader(), (4,), 32, 50, 2)
+    check_fits(reader(), (16,), 64, 50, 2)
+
+
+def test_what_is_said_of_the_numbers():
+    assert describe(reader(), (4, 2), "hqq") == "awq checkpoint, 4 bits as they are, 2 bits derived with hqq"
+    assert describe(reader(), (16,), "rtn") == "awq checkpoint, 16 bits dequantized"
+    source = "awq checkpoint"
+    names = [quantizer_name(reader(), bits, "rtn") for bits in ((4,), (4, 2), (16, 4), (16,), (16, 2))]
+    assert names == [source, f"{source}, rtn", source, source, f"{source}, rtn"]
+    assert quantizer_name(None, (4, 2), "hqq") == "hqq"
+
+
+def test_dense_layers_are_left_to_vllms_own_configuration():
+    config = DymoeConfig.from_config(AWQ)
+    assert isinstance(config._dense, AutoAWQConfig)
+    mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    config.packed_modules_mapping = mapping
+    assert config._dense.packed_modules_mapping is mapping
+    config.packed_modules_mapping.update(gate_up_proj=["gate_proj", "up_proj"])
+    assert "gate_up_proj" in config._dense.packed_modules_mapping
+    assert config.get_supported_act_dtypes() == [torch.bfloat16, torch.float16]
+
+
+def test_a_converted_checkpoint_has_the_dense_configuration_with_it():
+    ours = {"quant_method": "dymoe", "format_version": 3, "hi": 4, "zeros_in_steps": [4], "dense": AWQ}
+    config = DymoeConfig.from_config(ours)
+    assert isinstance(config._dense, AutoAWQConfig)
+    assert config.reader is None
+    assert config.checkpoint == ours

@@ -1,0 +1,95 @@
+"""A matrix that somebody else has quantized, and our section that holds the same integers."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.kernels import MatrixFormat, pack
+
+
+@dataclass(frozen=True, eq=False)
+class CodedMatrix:
+    """Codes, scales and zero points as a checkpoint has them: weight = (code - zero point) * scale.
+
+    Attributes:
+        bits: per code; 8, 4 or 2.
+        codes: uint8 [rows, columns].
+        scales: float [rows, groups], in the checkpoint's dtype.
+        zero_points: uint8 [rows, groups]; the middle code everywhere if the quantization is symmetric.
+        column_groups: int64 [columns], the group of each column. Groups are neighbours unless columns were quantized in
+            the order of their activations (GPTQ's desc_act, compressed-tensors' actorder "group").
+    """
+
+    bits: int
+    codes: Tensor
+    scales: Tensor
+    zero_points: Tensor
+    column_groups: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """[rows, columns]."""
+        return self.codes.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes, scales and zero points as the checkpoint packs them."""
+        packed = self.codes.numel() + self.zero_points.numel()
+        return packed * self.bits // 8 + self.scales.nbytes
+
+    def narrow(self, dimension: int, start: int, length: int) -> "CodedMatrix":
+        """Some rows (dimension 0) or columns (1), as torch.narrow; what tensor parallelism gives a rank."""
+        codes = self.codes.narrow(dimension, start, length)
+        if dimension == 0:
+            scales, zero_points = self.scales.narrow(0, start, length), self.zero_points.narrow(0, start, length)
+            return replace(self, codes=codes, scales=scales, zero_points=zero_points)
+        return replace(self, codes=codes, column_groups=self.column_groups.narrow(0, start, length))
+
+    def dequantize(self) -> Tensor:
+        """The weights, [rows, columns] in the scales' dtype: one product each, rounded once, as the formats say."""
+        groups = self.column_groups
+        steps = self.codes.to(torch.int16) - self.zero_points.to(torch.int16)[:, groups]
+        return steps.to(self.scales.dtype) * self.scales[:, groups]
+
+    def pack(self, format: MatrixFormat, section: Tensor) -> None:
+        """Write the same integers and scales into a section.
+
+        Args:
+            format: of the same bits. Its groups may be shorter than the checkpoint's: they share a scale then. With
+                zeros in steps it holds every zero point exactly, without only the middle code.
+            section: uint8 [format.nbytes], overwritten.
+
+        Raises:
+            ValueError: the format cannot hold the numbers as they are.
+        """
+        check_held(self.scales, format.dtype)
+        first = self.column_groups[:: format.group_size]  # of each of our groups
+        if not torch.equal(first.repeat_interleave(format.group_size)[: format.columns], self.column_groups):
+            raise ValueError(
+                f"its columns do not lie in groups of {format.group_size} neighbours, because they were quantized in "
+                "the order of their activations; use a checkpoint that was made without desc_act or actorder, or set "
+                "hi to 16 and lo to 0, which hold its dequantized weights."
+            )
+        zeros = format.midpoint - self.zero_points[:, first].to(torch.int16)
+        if not format.zeros_in_steps and bool(zeros.any()):
+            raise ValueError("it has zero points, although its configuration says that it is symmetric.")
+        pack(format, self.codes, self.scales[:, first], zeros, section)
+
+
+def check_held(scales: Tensor, dtype: torch.dtype) -> None:
+    """Refuse scales that a model's dtype would round.
+
+    Raises:
+        ValueError: it would, or they are not finite.
+    """
+    if not bool(torch.isfinite(scales).all()):
+        raise ValueError("some of its scales are NaN or infinite; download the checkpoint again.")
+    if not torch.equal(scales.to(dtype).to(scales.dtype), scales):
+        name = str(scales.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"its scales are {name} and would be rounded to {str(dtype).removeprefix('torch.')}; use dtype {name}."
+            if scales.dtype in (torch.float16, torch.bfloat16)
+            else f"its scales are {name} and would be rounded to {str(dtype).removeprefix('torch.')}; "
+            "use a checkpoint with 16-bit scales."
+        )

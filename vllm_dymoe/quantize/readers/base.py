@@ -1,0 +1,129 @@
+"""What every reader of a quantized checkpoint does: say what it found, and turn tensors into codes."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.quantize.coded import CodedMatrix
+from vllm_dymoe.quantize.tensors import CheckpointError
+
+GROUP_SIZES = (128, 64, 32)
+"""Of a store, the largest first."""
+
+WORD_BITS = 32
+
+
+class Reader(Protocol):
+    """Reads the experts of one quantized checkpoint.
+
+    Attributes:
+        method: ``quant_method`` in its config.json.
+        bits: of each code.
+        group_size: columns that share a scale and a zero point; None for all columns of a row.
+        asymmetric: whether zero points may be another code than the middle one.
+        parts: ends of the names of the tensors that make one matrix.
+        checked: ends of the names of tensors that may come beside them and must agree with the rest.
+    """
+
+    method: str
+    bits: int
+    group_size: int | None
+    asymmetric: bool
+    parts: tuple[str, ...]
+    checked: tuple[str, ...]
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> CodedMatrix:
+        """One matrix.
+
+        Args:
+            parts: its tensors, by the ends of their names.
+            rows: outputs, of the whole matrix.
+            columns: inputs.
+
+        Raises:
+            ValueError: a tensor is not what the format says; the message begins with its name's end.
+        """
+        ...
+
+    def check(self, part: str, tensor: Tensor, rows: int, columns: int) -> None:
+        """Check a tensor that is not needed.
+
+        Raises:
+            ValueError: it contradicts the configuration; the message begins with its name's end.
+        """
+        ...
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """The numbers in 32-bit words, from the lowest bits up.
+
+    Args:
+        words: int32 [n, m].
+        bits: of each number, a divisor of 32, at most 8.
+
+    Returns:
+        uint8 [n, m * 32 / bits].
+    """
+    # A machine's bytes are in this order too; four of them are taken at a time instead of one number.
+    octets = words.contiguous().view(torch.uint8).view(words.shape[0], -1)
+    if bits == 8:
+        return octets
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    return ((octets.unsqueeze(2) >> shifts) & (2**bits - 1)).view(words.shape[0], -1)
+
+
+def check_part(part: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *shape: int) -> None:
+    """Refuse a tensor of another dtype or shape.
+
+    Raises:
+        ValueError: it has one.
+    """
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{part} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}.")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{part} has shape {list(tensor.shape)}, expected {list(shape)}.")
+
+
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def neighbours(columns: int, group_size: int | None) -> Tensor:
+    """The group of each column where neighbours share one: int64 [columns]."""
+    return torch.arange(columns) // (group_size or columns)
+
+
+def count_groups(columns: int, group_size: int | None) -> int:
+    """Groups of a row, the last one perhaps shorter."""
+    return -(-columns // (group_size or columns))
+
+
+def choose_bits(method: str, value: Any, choices: tuple[int, ...]) -> int:
+    """The bits of a configuration.
+
+    Raises:
+        CheckpointError: no reader has them.
+    """
+    if value not in choices or isinstance(value, bool):
+        raise CheckpointError(
+            f"the checkpoint is quantized with {method} at {value} bits, and only {', '.join(map(str, choices))} can "
+            "be read; serve one with 16-bit weights, or with other bits."
+        )
+    return int(value)
+
+
+def choose_group_size(method: str, value: Any) -> int | None:
+    """The group size of a configuration; None where a row is one group.
+
+    Raises:
+        CheckpointError: a store has no groups of which its groups are made.
+    """
+    if value in (None, -1):
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % GROUP_SIZES[-1]:
+        raise CheckpointError(
+            f"the checkpoint is quantized with {method} in groups of {value}, and a store's groups are multiples of "
+            f"{GROUP_SIZES[-1]}; use a checkpoint with groups of 32, 64 or 128."
+        )
+    return value

@@ -1,0 +1,119 @@
+"""compressed-tensors checkpoints, format "pack-quantized": neighbouring inputs in a word, weights not transposed.
+
+``weight_packed`` int32 [rows, columns * bits / 32, rounded up], ``weight_scale`` [rows, groups], where they are
+asymmetric ``weight_zero_point`` int32 [rows * bits / 32, rounded up, groups], and ``weight_shape`` int64 [2]. Signed
+numbers are stored plus half their range, codes and zero points alike (compressed_tensors/compressors/pack_quantized).
+With actorder "group" ``weight_g_idx`` int32 [columns] says the group of each column.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.quantize.coded import CodedMatrix
+from vllm_dymoe.quantize.readers.base import (
+    SCALE_DTYPES,
+    WORD_BITS,
+    check_part,
+    choose_bits,
+    choose_group_size,
+    count_groups,
+    neighbours,
+    unpack_words,
+)
+from vllm_dymoe.quantize.tensors import CheckpointError
+
+_FORMAT = "pack-quantized"
+_ORDERED = ("group", "dynamic")  # two names of the same
+
+
+class CompressedTensorsReader:
+    """See :class:`vllm_dymoe.quantize.readers.base.Reader`.
+
+    Args:
+        config: quantization_config of config.json.
+
+    Raises:
+        CheckpointError: a format or a parameter that is not read.
+    """
+
+    method = "compressed-tensors"
+    parts: tuple[str, ...]
+    checked: tuple[str, ...]
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        group = _only_group(config)
+        weights = group.get("weights") or {}
+        self.bits = choose_bits(self.method, weights.get("num_bits"), (8, 4, 2))
+        strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
+        if weights.get("type", "int") != "int" or strategy not in ("group", "channel"):
+            raise _unreadable(f'{weights.get("type")} weights by "{strategy}"', 'integers by "group" or "channel"')
+        self.group_size = choose_group_size(self.method, weights.get("group_size") if strategy == "group" else None)
+        self.asymmetric = not weights.get("symmetric", True)
+        ordered = weights.get("actorder") in _ORDERED and self.group_size is not None
+        self._order = ("weight_g_idx",) if ordered else ()
+        self.parts = (
+            "weight_packed",
+            "weight_scale",
+            *(("weight_zero_point",) if self.asymmetric else ()),
+            *self._order,
+        )
+        self.checked = ("weight_shape",) if ordered else ("weight_shape", "weight_g_idx")
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> CodedMatrix:
+        """See the protocol."""
+        each = WORD_BITS // self.bits
+        groups = count_groups(columns, self.group_size)
+        check_part("weight_packed", parts["weight_packed"], (torch.int32,), rows, -(-columns // each))
+        check_part("weight_scale", parts["weight_scale"], SCALE_DTYPES, rows, groups)
+        codes = unpack_words(parts["weight_packed"], self.bits)[:, :columns]
+        zero_points = torch.full((rows, groups), 2 ** (self.bits - 1), dtype=torch.uint8)
+        if self.asymmetric:
+            words = parts["weight_zero_point"]
+            check_part("weight_zero_point", words, (torch.int32,), -(-rows // each), groups)
+            zero_points = unpack_words(words.t(), self.bits).t()[:rows]
+        column_groups = neighbours(columns, self.group_size)
+        if self._order:
+            (part,) = self._order
+            check_part(part, parts[part], (torch.int32, torch.int64), columns)
+            column_groups = parts[part].long()
+            if bool(((column_groups < 0) | (column_groups >= groups)).any()):
+                raise ValueError(f"{part} names groups that do not exist: there are {groups}.")
+        return CodedMatrix(self.bits, codes, parts["weight_scale"], zero_points, column_groups)
+
+    def check(self, part: str, tensor: Tensor, rows: int, columns: int) -> None:
+        """weight_shape has to be the shape, and a weight_g_idx without actorder to change nothing."""
+        if part == "weight_shape":
+            if tensor.tolist() != [rows, columns]:
+                raise ValueError(f"{part} is {tensor.tolist()}, expected {[rows, columns]}.")
+        elif not torch.equal(tensor.long(), neighbours(columns, self.group_size)):
+            raise ValueError(f"{part} says that its columns were reordered, although config.json has no such actorder.")
+
+
+def _only_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The one way in which linear layers are quantized.
+
+    Raises:
+        CheckpointError: there are several, or another one than weights alone.
+    """
+    groups = list((config.get("config_groups") or {}).values())
+    formats = {str(group.get("format") or config.get("format")) for group in groups}
+    if formats != {_FORMAT}:
+        raise _unreadable(f"the format {' and '.join(sorted(formats)) or 'that it does not name'}", f'"{_FORMAT}"')
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise _unreadable(f"the sparse format {sparsity}", "dense ones")
+    if any(group.get("weights") != groups[0].get("weights") for group in groups):
+        raise _unreadable("several kinds of weights", "one kind everywhere")
+    if any(group.get("input_activations") for group in groups):
+        raise _unreadable("quantized activations", "16-bit activations")
+    return groups[0]
+
+
+def _unreadable(found: str, readable: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint is quantized with compressed-tensors, {found}, and only {readable} can be read; use such a "
+        "one, or serve it without --quantization dymoe."
+    )

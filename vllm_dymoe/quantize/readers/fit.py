@@ -1,0 +1,72 @@
+"""What a store must look like to hold the numbers of a quantized checkpoint as they are, and what is said of it."""
+
+from collections.abc import Sequence
+
+from vllm_dymoe.quantize.readers.base import GROUP_SIZES, Reader
+from vllm_dymoe.quantize.tensors import CheckpointError
+
+
+def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[int, ...]:
+    """Group sizes of a store in which no group would have two scales, the largest first.
+
+    Args:
+        reader: of the checkpoint.
+        rank_columns: inputs of the down projection on one rank.
+        ranks: tensor-parallel size; each rank's columns begin a group of their own.
+    """
+    return tuple(
+        size
+        for size in GROUP_SIZES
+        if reader.group_size is None or (reader.group_size % size == 0 and (ranks == 1 or rank_columns % size == 0))
+    )
+
+
+def check_fits(reader: Reader, bits: Sequence[int], group_size: int, rank_columns: int, ranks: int) -> None:
+    """Refuse a store that could not take the checkpoint's numbers as they are.
+
+    Args:
+        reader: of the checkpoint.
+        bits: bit-widths of the store, the high tier first.
+        group_size: of the store.
+        rank_columns: inputs of the down projection on one rank.
+        ranks: tensor-parallel size.
+
+    Raises:
+        CheckpointError: it is such a store.
+    """
+    if bits[0] not in (reader.bits, 16):
+        raise CheckpointError(
+            f"hi = {bits[0]} was asked for, but the experts of this {reader.method} checkpoint have {reader.bits} "
+            f"bits; set hi to {reader.bits}, which takes their numbers as they are, or to 16, which holds their "
+            "dequantized weights."
+        )
+    if reader.bits not in bits:
+        return
+    sizes = store_group_sizes(reader, rank_columns, ranks)
+    if not sizes:
+        raise CheckpointError(
+            f"--tensor-parallel-size {ranks} gives a rank {rank_columns} columns of the down projection, which cuts "
+            f"the groups of this {reader.method} checkpoint; use another size or --enable-expert-parallel, or set hi "
+            "to 16 and lo to 0, which hold its dequantized weights."
+        )
+    if group_size not in sizes:
+        raise CheckpointError(
+            f"group_size = {group_size} was asked for, but the groups of {reader.group_size} columns of this "
+            f"{reader.method} checkpoint can only be held in groups of {' or '.join(map(str, sizes))}; leave "
+            "group_size out."
+        )
+
+
+def quantizer_name(reader: Reader | None, bits: Sequence[int], quantizer: str) -> str:
+    """How the bytes of a store were made: the checkpoint's method, and the quantizer of what is derived."""
+    if reader is None:
+        return quantizer
+    source = f"{reader.method} checkpoint"
+    return f"{source}, {quantizer}" if set(bits) - {16, reader.bits} else source
+
+
+def describe(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
+    """What becomes of the checkpoint's numbers, in a few words."""
+    kinds = {reader.bits: "as they are", 16: "dequantized"}
+    versions = [f"{width} bits {kinds.get(width, f'derived with {quantizer}')}" for width in bits]
+    return f"{reader.method} checkpoint, {', '.join(versions)}"

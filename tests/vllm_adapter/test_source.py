@@ -5,6 +5,7 @@ import torch
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 
 from tests.vllm_adapter.test_prepare import configure, refusal, with_quantization_config
+from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.readers.fit import check_fits, describe, quantizer_name, store_group_sizes
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -54,7 +55,11 @@ def test_groups_that_would_have_two_scales_are_refused(tmp_path):
 
 def test_variants_and_dense_layers_that_nobody_runs_are_refused(tmp_path):
     gemv = with_quantization_config(tmp_path, AWQ | {"version": "gemv"})
-    assert 'version "gemv", and only "gemm" can be read' in refusal(model=gemv)
+    with pytest.raises(ValueError, match='version "gemv", and only "gemm" can be read'):
+        configure(model=gemv)
+    asymmetric = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False}
+    with pytest.raises(ConfigError, match="this vLLM cannot run the dense layers of the gptq checkpoint"):
+        DymoeConfig.from_config(asymmetric)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from vllm_dymoe.experts.store import MANIFEST, Manifest
 from vllm_dymoe.vllm_adapter.features import refuse_unsupported_features
 from vllm_dymoe.vllm_adapter.patches import apply_patches
 from vllm_dymoe.vllm_adapter.prepare import experts_of
-from vllm_dymoe.vllm_adapter.rank_model import read_options
+from vllm_dymoe.vllm_adapter.source import read_options
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 

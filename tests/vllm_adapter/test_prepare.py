@@ -17,7 +17,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm_dymoe.config import ENVIRONMENT_PREFIX, ConfigError
 from vllm_dymoe.vllm_adapter import prepare
 from vllm_dymoe.vllm_adapter.prepare import WORKER_EXTENSION, experts_of
-from vllm_dymoe.vllm_adapter.rank_model import read_options
+from vllm_dymoe.vllm_adapter.source import read_options
 from vllm_dymoe.vllm_adapter.worker import DymoeWorkerExtension
 
 MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))

@@ -10,7 +10,7 @@ from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.readers.fit import check_fits, describe, quantizer_name, store_group_sizes
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
-from vllm_dymoe.vllm_adapter.rank_model import read_options
+from vllm_dymoe.vllm_adapter.source import read_options
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 

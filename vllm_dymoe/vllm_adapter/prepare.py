@@ -16,8 +16,7 @@ from vllm_dymoe.quantize.tensors import CheckpointError, check_files
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.vllm_adapter.features import refuse_unsupported_features
 from vllm_dymoe.vllm_adapter.log import logger
-from vllm_dymoe.vllm_adapter.rank_model import read_options
-from vllm_dymoe.vllm_adapter.source import expert_width
+from vllm_dymoe.vllm_adapter.source import expert_width, read_options
 
 WORKER_EXTENSION = "vllm_dymoe.vllm_adapter.worker.DymoeWorkerExtension"
 # The operators inside of which the host decides and waits; a captured graph would replay one step's decisions.

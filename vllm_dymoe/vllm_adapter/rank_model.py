@@ -13,7 +13,7 @@ from tqdm import tqdm
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.store import FileStore, HostStore, Manifest, MemoryStore, StoreError
 from vllm_dymoe.kernels import Activation
@@ -39,7 +39,7 @@ from vllm_dymoe.vllm_adapter.patches import apply_patches
 from vllm_dymoe.vllm_adapter.prompt_tap import PromptTap
 from vllm_dymoe.vllm_adapter.recorder import Recorder
 from vllm_dymoe.vllm_adapter.report import announce
-from vllm_dymoe.vllm_adapter.source import check_source, source_options
+from vllm_dymoe.vllm_adapter.source import read_options
 from vllm_dymoe.vllm_adapter.step_failures import StepFailures, make_step_failures
 from vllm_dymoe.vllm_adapter.trace_tap import TraceTap, make_trace_tap
 
@@ -458,43 +458,6 @@ class RankModel:
                 raise  # vLLM warms up: the start ends with this sentence
             self.failures.record(f"vllm-dymoe: {error}")
             return torch.zeros_like(x)
-
-
-def read_options(
-    vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None, reader: Reader | None = None
-) -> Options:
-    """The options of an engine.
-
-    Args:
-        vllm_config: vLLM's configuration of it.
-        checkpoint: quantization_config of the checkpoint, if it is ours.
-        reader: of the checkpoint's experts, if another tool has quantized them.
-
-    Raises:
-        ConfigError: they are wrong, or contradict the checkpoint.
-    """
-    additional = vllm_config.additional_config
-    asked = additional.get("dymoe") if isinstance(additional, Mapping) else None
-    if reader is not None:
-        options = Options.load(asked, source_options(vllm_config, reader))
-        check_source(vllm_config, options, reader)
-        return options
-    options = Options.load(asked, checkpoint)
-    if checkpoint is not None:
-        for option in ("hi", "lo", "group_size", "quantizer"):
-            stored, wanted = checkpoint.get(option), getattr(options, option)
-            if stored is not None and stored != wanted:
-                raise ConfigError(
-                    f"vllm-dymoe: {option} = {wanted} was asked for, but this checkpoint was written with "
-                    f"{option} = {stored}; leave the option out, or write the checkpoint again with "
-                    "`vllm-dymoe quantize`."
-                )
-    elif options.quantizer == "gptq":
-        raise ConfigError(
-            'vllm-dymoe: quantizer "gptq" needs a calibration, which there is none of while a model loads; write a '
-            "checkpoint with `vllm-dymoe quantize --quantizer gptq --calibration FOLDER` and serve that."
-        )
-    return options
 
 
 def _check_belongs(store: FileStore, experts: ModelExperts, spec: LayerSpec, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint that another tool has quantized: which options it fixes, and who runs its dense layers."""
+"""What the checkpoint says: which options it fixes, and who runs its dense layers if another tool quantized it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -60,6 +60,43 @@ def check_source(config: VllmConfig, options: Options, reader: Reader) -> None:
         check_fits(reader, options.stored_bits, options.group_size, *_cut(config))
     except CheckpointError as error:
         raise ConfigError(f"vllm-dymoe: {error}") from error
+
+
+def read_options(
+    vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None, reader: Reader | None = None
+) -> Options:
+    """The options of an engine.
+
+    Args:
+        vllm_config: vLLM's configuration of it.
+        checkpoint: quantization_config of the checkpoint, if it is ours.
+        reader: of the checkpoint's experts, if another tool has quantized them.
+
+    Raises:
+        ConfigError: they are wrong, or contradict the checkpoint.
+    """
+    additional = vllm_config.additional_config
+    asked = additional.get("dymoe") if isinstance(additional, Mapping) else None
+    if reader is not None:
+        options = Options.load(asked, source_options(vllm_config, reader))
+        check_source(vllm_config, options, reader)
+        return options
+    options = Options.load(asked, checkpoint)
+    if checkpoint is not None:
+        for option in ("hi", "lo", "group_size", "quantizer"):
+            stored, wanted = checkpoint.get(option), getattr(options, option)
+            if stored is not None and stored != wanted:
+                raise ConfigError(
+                    f"vllm-dymoe: {option} = {wanted} was asked for, but this checkpoint was written with "
+                    f"{option} = {stored}; leave the option out, or write the checkpoint again with "
+                    "`vllm-dymoe quantize`."
+                )
+    elif options.quantizer == "gptq":
+        raise ConfigError(
+            'vllm-dymoe: quantizer "gptq" needs a calibration, which there is none of while a model loads; write a '
+            "checkpoint with `vllm-dymoe quantize --quantizer gptq --calibration FOLDER` and serve that."
+        )
+    return options
 
 
 def _cut(config: VllmConfig) -> tuple[int, int]:

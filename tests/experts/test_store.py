@@ -198,7 +198,7 @@ def test_a_missing_shard_is_named(store):
         ("{", "is not a manifest"),
         ("[]", "is not a manifest"),
         (json.dumps({"version": 99}), "has store version 99, but this vllm-dymoe reads version 3"),
-        (json.dumps({"version": 2}), "is not a manifest"),
+        (json.dumps({"version": 3}), "is not a manifest"),
     ],
 )
 def test_a_wrong_manifest_is_named(tmp_path, content, sentence):

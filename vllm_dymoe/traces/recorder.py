@@ -145,8 +145,11 @@ class Recorder:
         step.layers["weights"][layer].copy_(weights)
         if self._inputs:
             step.layers["router_inputs"][layer].copy_(x)
-            if next_gate is not None and self._next_gate:
-                step.layers["next_gate"][layer].copy_(next_gate[: step.tokens])
+            if self._next_gate and layer + 1 < self.header.num_layers:
+                if next_gate is None:  # the gates were wrong
+                    step.tensors.pop("next_gate", None)
+                else:
+                    step.layers["next_gate"][layer].copy_(next_gate[: step.tokens])
         step.recorded += 1
 
     def end(self, spans: Sequence[Span], position: torch.Tensor) -> None:
@@ -218,7 +221,11 @@ class Recorder:
                 step.copied.synchronize()
         spans = [span for step in steps for span in step.spans]
         counts = torch.tensor([span.tokens for span in spans])
-        tensors = {name: torch.cat([step.tensors[name] for step in steps]) for name in steps[0].tensors}
+        tensors = {
+            name: torch.cat([step.tensors[name] for step in steps])
+            for name in steps[0].tensors
+            if all(name in s.tensors for s in steps)
+        }
         prompt = torch.tensor([span.prompt for span in spans]).repeat_interleave(counts)
         tensors["prefill"] = tensors["position"] < prompt
         tensors["request"] = torch.tensor([span.request for span in spans], dtype=torch.int32).repeat_interleave(counts)

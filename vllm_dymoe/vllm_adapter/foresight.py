@@ -66,9 +66,9 @@ class Foresight:
                 return not self._scheme.needs_gates
         return True
 
-    def checked_gates(self) -> list[Gate]:
-        """The gates, when each has been seen to choose as vLLM; none before."""
-        return [] if self._check else self.gates
+    def known_gates(self) -> list[Gate]:
+        """The gates of every layer; none once one was seen to choose otherwise than vLLM."""
+        return self.gates
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Take note of a step's phase: a prefill if any request computes more than one token that is not drafted."""

@@ -125,4 +125,4 @@ def make_trace_tap(options: Options, header: TraceHeader, foresight: Foresight) 
         folder,
         size(options.trace_limit),
     )
-    return TraceTap(recorder, foresight.checked_gates if options.trace_inputs else tuple)
+    return TraceTap(recorder, foresight.known_gates if options.trace_inputs else tuple)

@@ -132,7 +132,8 @@ def main() -> None:
     for setting, variants in VARIANTS.items():
         results["cases"][setting] = {}
         for name, changes in variants.items():
-            chosen = options | {"expert_budget": setting} | changes | {"link_gbps": gbps}
+            budget = {"expert_budget": setting} if setting == CACHE else {}
+            chosen = options | budget | changes | {"link_gbps": gbps}
             if "predictor" in chosen:
                 chosen["predictor"] = str(plan.predictor)
             with serve.engine(str(plan.model), chosen) as llm:

@@ -91,6 +91,13 @@ def test_a_damaged_file_is_one_sentence_that_names_it(file, damage):
     assert "\n" not in sentence
 
 
+@pytest.mark.parametrize("damage", ["not ours", "no metadata"])
+def test_somebody_elses_safetensors_is_called_that(file, damage):
+    DAMAGES[damage](file)
+    with pytest.raises(PredictorError, match="is a safetensors file, but no predictor of `vllm-dymoe train`"):
+        read_card(file)
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(PredictorError, match="is not a file; train one with `vllm-dymoe train`"):
         read_card(tmp_path)

@@ -106,6 +106,14 @@ def test_a_prefill_gets_the_most_popular_and_no_network_is_asked():
         assert [candidate.expert for candidate in candidates] == order
 
 
+def test_an_answer_that_nobody_asked_for_is_not_the_next_steps():
+    predictor = TrainedPredictor(fold(MODELS["linear"]), SIZES.top_k)
+    ids, x = TRACE.experts[5:6, 0].int(), TRACE.router_inputs[5:6, 0]
+    predictor.observe(0, x, ids, WEIGHTS, Phase.DECODE)
+    predictor.observe(0, x, ids, WEIGHTS, Phase.PREFILL)
+    assert len(predictor.predict(0)) > SIZES.top_k
+
+
 def test_on_a_stream_it_is_asked_for_before_it_is_waited_for():
     stream = RecordedStream()
     predictor = TrainedPredictor(fold(MODELS["linear"]), SIZES.top_k, OnStream(stream))

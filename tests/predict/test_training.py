@@ -10,6 +10,7 @@ from vllm_dymoe.predict.training import (
     HitRates,
     Recipe,
     TrainingError,
+    _loss,
     split_by_request,
     train,
 )
@@ -68,12 +69,17 @@ def test_it_stops_when_the_held_out_requests_are_foreseen_no_better():
     """Of pure noise there is nothing to learn but the training tokens by heart."""
     epochs = []
     trace = made_up(requests=10, tokens=20, noise=1.0)
-    trained = train(trace, KINDS["a network for each layer"], Recipe(epochs=60, patience=2, batch=32), epochs.append)
+    recipe = Recipe(epochs=60, patience=2, batch=32)
+    trained = train(trace, KINDS["a network for each layer"], recipe, epochs.append)
     assert trained.epochs == len(epochs) < 60
     assert [epoch.best for epoch in epochs[-2:]] == [False, False]
     best = min(epochs, key=lambda epoch: epoch.held_out_loss)
     assert best.number == trained.epochs - 2
     assert epochs[-1].loss < best.loss
+    _, held_out = split_by_request(trace, recipe.held_out, recipe.seed)
+    with torch.no_grad():
+        kept = _loss(trained.model, trace.select(held_out)).item()
+    assert kept == pytest.approx(best.held_out_loss, rel=1e-4), "what is kept is the best epoch's"
 
 
 def test_hit_rates_of_a_table():
@@ -93,6 +99,11 @@ def test_hit_rates_of_a_table():
 def test_what_nothing_can_be_learnt_from_is_refused(trace, architecture, words):
     with pytest.raises(TrainingError, match=words):
         train(trace, architecture, QUICK)
+
+
+def test_one_token_is_too_few():
+    with pytest.raises(TrainingError, match="one token is left to train on"):
+        train(made_up(requests=8, tokens=1), Architecture(()), Recipe(held_out=0.9))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 65])

@@ -95,6 +95,15 @@ def test_what_computes_beside_the_layer_is_read_when_experts_compute(later):
     assert log.count("predict 0") == 1, "it is asked, and asked once"
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_layer_that_is_computed_at_once_is_looked_ahead_of_as_well(later):
+    log = []
+    runtime = with_budget(STORE, "100%", predictor=Names(later=later, log=log), link_gbps=LINK)
+    run(runtime, [(0, 0, 1)] * 3)  # after the first time its experts are there
+    runtime.engine.close()
+    assert log.count("predict 0") == 3
+
+
 def test_its_memory_is_part_of_the_budget():
     def slots(nbytes, budget):
         runtime = with_budget(STORE, budget, predictor=Names(nbytes))

@@ -36,7 +36,7 @@ def shipped() -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     texts = [entry["prompt"] for entry in json.loads((SHIPPED / "prompts.json").read_text())][::5]
-    prompts = [tokenizer(text)["input_ids"] for text in texts][:3]
+    prompts = [tokenizer(text)["input_ids"] for text in texts][:2]
     models = dict.fromkeys(LOW_TIERS, str(SHIPPED))  # which is not quantized yet
     return {"models": models, "prompts": prompts, "new_tokens": 32, "temperature": 0, "budgets": ["25%", "50%", "75%"]}
 
@@ -70,6 +70,8 @@ def serve(name: str, plan: dict[str, Any], arguments: argparse.Namespace, shape:
     command += ["--prompts", json.dumps(plan["prompts"])]
     command += ["--new-tokens", str(plan["new_tokens"]), "--budgets", *plan["budgets"], "--result", result]
     command += ["--temperature", str(plan["temperature"])]
+    if name == "shipped":
+        command += ["--every-budget"]
     command += ["--links", *arguments.links, "--variants", *arguments.variants]
     if shape:
         command += ["--ratio-of", json.dumps(shape)]

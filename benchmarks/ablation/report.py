@@ -145,8 +145,8 @@ def aims(results: dict[str, Any]) -> Iterator[list[str]]:
             f"decode: times as fast as the cache alone, {model}, {link}, {budget}; {possible:.2f} would be the bound",
             "at least 1.3",
             f"{over_cache(ahead[best], cases):.2f}",
-            f"{best}; the oracles "
-            + ", ".join(f"{over_cache(cases[name], cases):.2f}" for name in cases if "oracle" in name),
+            f"{best}; the oracle "
+            + ", ".join(f"{over_cache(cases[name], cases):.2f}" for name in cases if name == "oracle"),
         ]
     for whole, part in (
         ("half wrong, whole", "half wrong"),

@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, required=True)
     parser.add_argument("--temperature", type=float, required=True)
     parser.add_argument("--budgets", nargs="+", required=True)
+    parser.add_argument("--every-budget", action="store_true", help="for every variant")
     parser.add_argument("--links", nargs="+", default=list(LINKS))
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument(
@@ -221,9 +222,10 @@ def main() -> None:
         for name in plan.variants:
             if link != plan.links[-1] and not VARIANTS[name].everywhere:
                 continue
+            budgets_here = budgets if plan.every_budget or VARIANTS[name].everywhere else budgets[:1]
             options = OPTIONS | VARIANTS[name].options | {"expert_budget": plan.budgets[0], "link_gbps": gbps}
             with engine(plan.models[str(options["lo"])], options) as llm:
-                for budget in budgets:
+                for budget in budgets_here:
                     cells[budget][name], tokens = measure(llm, name, budget, gbps, plan)
                     print(link, budget, name, json.dumps(cells[budget][name]), flush=True)
                     if VARIANTS[name].exact and tokens != expected:

@@ -15,7 +15,7 @@ class Variant:
     Attributes:
         rows: which rows of which tables it is.
         options: of the plugin.
-        everywhere: measured on every link, not on the last alone.
+        everywhere: measured on every link, and for a large model at every budget; the others on the last link alone.
         oracle: how many layers ahead an oracle looks, in place of the scheme's predictor; 0 for no oracle.
         exact: answers as every other row does. Those that lower precision do not.
         wrong: the share of the oracle's names that are replaced by experts that are not wanted.
@@ -40,8 +40,8 @@ def _meeting(projections: int, *, tune: bool) -> dict[str, Any]:
     }
 
 
-def _next_gate(projections: int, layers: int = 1) -> dict[str, Any]:
-    return {"prefetch": "next-gate", "prefetch_options": {"layers": layers}, "prefetch_projections": projections}
+def _next_gate(projections: int) -> dict[str, Any]:
+    return {"prefetch": "next-gate", "prefetch_projections": projections}
 
 
 _ANY = {"prefetch": "popularity"}  # an oracle takes its predictor's place
@@ -65,10 +65,8 @@ VARIANTS = {
     "firm, n = 2": Variant("FIRM 2, n = 2", _meeting(2, tune=True), everywhere=True),
     "popularity": Variant("DuoServe-MoE, without its predictor", {"prefetch": "popularity"}),
     "layer": Variant("MoESys", {"prefetch": "layer"}),
-    "next-gate, 3 layers": Variant("not in the papers", _next_gate(3, layers=3)),
     "half wrong, whole": Variant("FIRM 1, mispredictions, whole experts", _ANY, True, oracle=1, wrong=0.5, whole=True),
     "half wrong": Variant("the same, n = 3", _ANY, True, oracle=1, wrong=0.5),
     "half wrong, n = 1": Variant("the same, n = 1", _ANY | {"prefetch_projections": 1}, True, oracle=1, wrong=0.5),
     "oracle": Variant("bound of every predictor of the next layer", _ANY, everywhere=True, oracle=1),
-    "oracle, 3 layers": Variant("bound of those that look further", _ANY, oracle=3),
 }

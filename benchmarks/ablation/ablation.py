@@ -24,6 +24,8 @@ import report
 from hardware import LINKS
 from variants import CACHE, VARIANTS
 
+from vllm_dymoe.experts.store import STORE_VERSION
+
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "budget"))
 LOW_TIERS = (0, 2)  # of the variants; the high tier has 4 bits in all of them
@@ -46,7 +48,7 @@ def synthetic(work: Path, layers: int) -> dict[str, Any]:
     import model
 
     bf16 = work / f"bf16-{layers}"
-    packed = {lo: work / f"packed-{layers}-4-{lo}" for lo in LOW_TIERS}
+    packed = {lo: work / f"packed-{layers}-4-{lo}-version-{STORE_VERSION}" for lo in LOW_TIERS}
     for lo, folder in packed.items():
         if folder.exists():
             continue

@@ -23,13 +23,15 @@ import model
 import report
 from engines import SYSTEMS
 
+from vllm_dymoe.experts.store import STORE_VERSION
+
 HERE = Path(__file__).resolve().parent
 BUDGETS = ["minimum", "25%", "50%", "100%"]
 
 
 def prepare(work: Path, layers: int) -> tuple[Path, Path, float | None]:
     """The bf16 checkpoint and ours, written if they are not there; the second number is seconds of packing."""
-    bf16, packed, seconds = work / f"bf16-{layers}", work / f"packed-{layers}", None
+    bf16, packed, seconds = work / f"bf16-{layers}", work / f"packed-{layers}-version-{STORE_VERSION}", None
     if not (bf16 / "config.json").exists():
         shutil.rmtree(bf16, ignore_errors=True)
         model.write(bf16, layers)

@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32, help="of each domain, to record")
     parser.add_argument("--new-tokens", type=int, default=48, help="of each request")
     parser.add_argument("--most", type=int, default=600, help="tokens to replay")
-    parser.add_argument("--architecture", choices=list(ARCHITECTURES), default="linear", help="that is served")
+    parser.add_argument("--architecture", choices=list(ARCHITECTURES), default="linear+input", help="that is served")
     parser.add_argument("--out", type=Path, default=HERE, help="where results.json and predictors.png go")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,16 @@ def test_a_trace_becomes_a_predictor_with_a_card(tmp_path):
         assert words in result.output.replace("\n", " ")
 
 
+@pytest.mark.parametrize(("inputs", "architecture"), [(False, "linear"), (True, "linear+input")])
+def test_the_trace_decides_what_can_be_seen(inputs, architecture, tmp_path):
+    trace, out = tmp_path / "trace.safetensors", tmp_path / "predictor.safetensors"
+    made_up(inputs=inputs).save(trace)
+    result = invoke(trace, "--out", out, "--epochs", 1)
+    assert result.exit_code == 0, result.output
+    assert load_predictor(out)[0].architecture["name"] == architecture
+    assert f"Trained {architecture} in" in result.output
+
+
 def test_the_complete_parts_of_a_trace_that_is_being_recorded_will_do(tmp_path):
     folder, out = tmp_path / "live", tmp_path / "predictor.safetensors"
     folder.mkdir()

@@ -168,9 +168,12 @@ def train(
     trace: Annotated[Path, typer.Argument(help="A trace, or the folder of one that is still being recorded.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write, for the option `predictor`.")],
     architecture: Annotated[
-        Literal["paper", "paper+input", "shared", "shared+input", "linear", "linear+input"],
-        typer.Option(help="Kind of network; those with +input need a trace with router inputs."),
-    ] = "linear",
+        Literal["auto", "paper", "paper+input", "shared", "shared+input", "linear", "linear+input"],
+        typer.Option(
+            help="Kind of network; those with +input need a trace with router inputs. "
+            "auto is linear+input for such a trace, else linear."
+        ),
+    ] = "auto",
     epochs: Annotated[int, typer.Option(min=1, help="At most.")] = 20,
     patience: Annotated[int, typer.Option(min=1, help="Epochs without a better held-out loss before it ends.")] = 3,
     batch: Annotated[int, typer.Option(min=2, help="Tokens.")] = 256,

@@ -21,6 +21,8 @@ from vllm_dymoe.units import size
 def run(trace_path: Path, out: Path, *, architecture: str, recipe: Recipe) -> None:
     """Train on a trace, and write ``out``.
 
+    The architecture "auto" is the one that measured best for what the trace holds (benchmarks/predictors).
+
     Raises:
         TraceError: the trace cannot be read.
         TrainingError: it is not enough, or not what the architecture sees.
@@ -28,6 +30,8 @@ def run(trace_path: Path, out: Path, *, architecture: str, recipe: Recipe) -> No
     """
     begin = time.perf_counter()
     trace = Trace.load(trace_path)
+    if architecture == "auto":
+        architecture = "linear" if trace.router_inputs is None else "linear+input"
     with _Epochs(f"Training on {escape(trace_path.name)}", recipe.epochs) as progress:
         trained = train(trace, ARCHITECTURES[architecture], recipe, progress.show)
     network = fold(trained.model)
@@ -40,7 +44,7 @@ def run(trace_path: Path, out: Path, *, architecture: str, recipe: Recipe) -> No
         version=__version__,
     )
     save_predictor(out, card, network)
-    _print(out, trained, network, time.perf_counter() - begin)
+    _print(out, architecture, trained, network, time.perf_counter() - begin)
 
 
 class _Epochs(Progress):
@@ -63,7 +67,7 @@ class _Epochs(Progress):
         self.update(self._task, completed=epoch.number, said=said)
 
 
-def _print(out: Path, trained: Trained, network: FoldedMLP, seconds: float) -> None:
+def _print(out: Path, architecture: str, trained: Trained, network: FoldedMLP, seconds: float) -> None:
     table = Table("on held-out requests", title=escape(str(out)), title_justify="left")
     for column in ("all experts", "at least one", "accuracy"):
         table.add_column(column, justify="right")
@@ -73,9 +77,9 @@ def _print(out: Path, trained: Trained, network: FoldedMLP, seconds: float) -> N
     console.print(table)
     (tokens, held_out), (requests, apart) = trained.tokens, trained.requests
     console.print(
-        f"Trained in {seconds:.1f} s and {trained.epochs} epochs on {tokens} tokens of {requests} requests; "
-        f"{held_out} tokens of {apart} others were held out. On a GPU it takes {size(network.nbytes // 2)}, "
-        f"on a CPU {size(network.nbytes)}.",
+        f"Trained {architecture} in {seconds:.1f} s and {trained.epochs} epochs on {tokens} tokens of "
+        f"{requests} requests; {held_out} tokens of {apart} others were held out. "
+        f"On a GPU it takes {size(network.nbytes // 2)}, on a CPU {size(network.nbytes)}.",
         soft_wrap=True,
     )
     console.print("To serve with it:", soft_wrap=True)

@@ -106,33 +106,34 @@ def aims(results: dict[str, Any]) -> Iterator[list[str]]:
         return [text.format(value) if found else "", where]
 
     everything = [
-        (f"{model}, {link}, {budget}, {variant}", common, cases, case)
+        (f"{model}, {link}, {budget}, {variant}", variant, common, cases, case)
         for model, link, budget, common, cases in cells(results)
         for variant, case in cases.items()
     ]
-    for what, ahead in (("with next-gate", ", next-gate"), ("without prefetch", f", {CACHE}")):
+    for what, chosen in (("with next-gate", "next-gate"), ("without prefetch", CACHE)):
         prefill = [
             (prefill_bound(common, case) / case["ttft_ms"], where)
-            for where, common, _, case in everything
-            if where.endswith(ahead)
+            for where, variant, common, _, case in everything
+            if variant == chosen
         ]
         yield [f"prefill: of max(link, computing) and one expert, {what}", "at least 0.91", *worst(prefill)]
-    yield [
-        "decode: times as fast as on demand, the slowest",
-        "at least 1",
-        *worst([(cases["on-demand"]["tpot_ms"] / case["tpot_ms"], where) for where, _, cases, case in everything]),
+    for what, aim, some in (
+        ("the slowest of all", "at least 1", set(VARIANTS) - {"on-demand"}),
+        ("the slowest with next-gate", "at least 1.3", {"next-gate"}),
+    ):
+        found = [
+            (cases["on-demand"]["tpot_ms"] / case["tpot_ms"], where)
+            for where, variant, _, cases, case in everything
+            if variant in some
+        ]
+        yield [f"decode: times as fast as on demand, {what}", aim, *worst(found)]
+    ahead_of_cache = [
+        (over_cache(case, cases), where)
+        for where, variant, _, cases, case in everything
+        if fetches_ahead(case) and not VARIANTS[variant].whole
     ]
-    yield [
-        "decode: times as fast as the cache alone, the slowest that fetches ahead",
-        "at least 1",
-        *worst(
-            [
-                (over_cache(case, cases), where)
-                for where, _, cases, case in everything
-                if fetches_ahead(case) and "whole" not in where
-            ]
-        ),
-    ]
+    what = "decode: times as fast as the cache alone, the slowest that fetches ahead"
+    yield [what, "at least 1", *worst(ahead_of_cache)]
     for model, link, budget, common, cases in cells(results):
         possible = cases[CACHE]["tpot_ms"] / decode_bound(common, cases)
         if possible < 1.3:
@@ -143,7 +144,7 @@ def aims(results: dict[str, Any]) -> Iterator[list[str]]:
         best = max(ahead, key=lambda name: over_cache(ahead[name], cases))
         yield [
             f"decode: times as fast as the cache alone, {model}, {link}, {budget}; {possible:.2f} would be the bound",
-            "at least 1.3",
+            "more than 1",
             f"{over_cache(ahead[best], cases):.2f}",
             f"{best}; the oracle "
             + ", ".join(f"{over_cache(cases[name], cases):.2f}" for name in cases if name == "oracle"),

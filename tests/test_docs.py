@@ -356,7 +356,7 @@ def test_architectures_of_the_predictor():
     rows = re.findall(r"^\| (`.*) \|", PREFETCH.split("## A trained predictor")[1].split("## ")[0], re.MULTILINE)
     assert {name for row in rows for name in code(row.split(" |")[0])} == ARCHITECTURES.keys()
     choices = re.search(r"architecture: Annotated\[\s*Literal\[(.*?)\]", APP, re.DOTALL)[1]
-    assert re.findall(r'"([^"]+)"', choices) == list(ARCHITECTURES)
+    assert re.findall(r'"([^"]+)"', choices) == ["auto", *ARCHITECTURES]
 
 
 # -- docs/traces.md -------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What was measured, for people: bounds beside measurements, aims beside what was reached, and a picture."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from variants import CACHE, VARIANTS
 
-BEGIN, END = "<!-- results:begin -->\n", "<!-- results:end -->"
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from readme import markdown, put
+
 # 4-bit experts in groups of 64; serve.py measures the same.
 QWEN3_30B = {
     "hidden": 2048,
@@ -190,18 +193,12 @@ def _title(model: str, link: str, budget: str, common: dict[str, Any], cases: di
 
 def write_readme(results: dict[str, Any], readme: Path) -> None:
     """Put the tables between the README's markers."""
-
-    def markdown(head: list[str], lines: Iterator[list[str]]) -> str:
-        return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
-
     parts = [markdown(["aim", "is", "reached", "where"], aims(results)), markdown(RATIO_HEAD, ratios(results))]
     for model, link, budget, common, cases in cells(results):
         parts += [f"**{_title(model, link, budget, common, cases)}**", markdown(HEAD, rows(common, cases))]
     parts.append(markdown(["variant", "is"], ([name, variant.rows] for name, variant in VARIANTS.items())))
     parts.append(f"One run, {results['machine']}.")
-    text = readme.read_text()
-    before, rest = text.split(BEGIN)
-    readme.write_text(before + BEGIN + "\n\n".join(parts) + "\n" + END + rest.split(END)[1])
+    put(readme, "results", "\n\n".join(parts))
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

@@ -1,11 +1,15 @@
 """What was measured, for people: a table, aims beside numbers, and a picture."""
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from readme import markdown, put
 
 HEAD = ["", "TTFT ms", "TPOT ms", "p99 ms", "tokens/s, 1", "tokens/s, 16", "hits", "moved GB", "experts GB", "peak GB"]
 
@@ -86,26 +90,16 @@ def show(results: dict[str, Any]) -> None:
 def write_readme(results: dict[str, Any], readme: Path) -> None:
     """Put all tables between the benchmark's README's markers."""
     note = f"{results['layers']} layers, {results['machine']}, one run, medians."
-    tables = (_markdown(HEAD, rows(results)), _markdown(["", "aim", "reached", ""], aims(results)), note)
-    _write_between("results", "\n\n".join(tables), readme)
+    tables = (markdown(HEAD, rows(results)), markdown(["", "aim", "reached", ""], aims(results)), note)
+    put(readme, "results", "\n\n".join(tables))
 
 
 def write_front_page(results: dict[str, Any], readme: Path) -> None:
     """Put what matters to most readers between the project's README's markers."""
     columns = [HEAD.index(name) for name in ("", "TTFT ms", "TPOT ms", "tokens/s, 16", "experts GB")]
     lines = ([line[column] for column in columns] for line in rows(results) if "store on disk" not in line[0])
-    table = _markdown(["", "TTFT ms", "TPOT ms", "batch of 16, tokens/s", "experts on device, GB"], lines)
-    _write_between("budget", table, readme)
-
-
-def _markdown(head: list[str], lines: Iterable[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
-
-
-def _write_between(marker: str, text: str, readme: Path) -> None:
-    begin, end = f"<!-- {marker}:begin -->\n", f"<!-- {marker}:end -->"
-    before, rest = readme.read_text().split(begin)
-    readme.write_text(before + begin + text + "\n" + end + rest.split(end)[1])
+    table = markdown(["", "TTFT ms", "TPOT ms", "batch of 16, tokens/s", "experts on device, GB"], lines)
+    put(readme, "budget", table)
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

@@ -9,12 +9,15 @@ import json
 import os
 import platform
 import statistics
+import sys
 from pathlib import Path
 
 from demo import ENGINES, equal_share
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from readme import markdown, put
+
 README = Path(__file__).resolve().parents[2] / "README.md"
-BEGIN, END = "<!-- demo:begin -->\n", "<!-- demo:end -->"
 
 
 def rows(results: dict) -> list[list[str]]:
@@ -47,13 +50,9 @@ def main() -> None:
     assert list(results) == list(ENGINES)
     head = ["", "TTFT ms", "TPOT ms", "batch of 16, tokens/s", "experts on device", "hits", "moved", "equal tokens"]
     head.append("to first difference")
-    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows(results))]
     machine = f"{platform.machine()} CPU, {os.cpu_count()} cores"
     note = f"Medians of one run on one {machine}; one request at a time but for the batch."
-    text = "\n".join([*lines, "", note, ""])
-    readme = README.read_text()
-    before, rest = readme.split(BEGIN)
-    README.write_text(before + BEGIN + text + END + rest.split(END)[1])
+    put(README, "demo", markdown(head, rows(results)) + "\n\n" + note)
 
 
 if __name__ == "__main__":

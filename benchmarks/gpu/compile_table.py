@@ -17,14 +17,15 @@ from pathlib import Path
 from checkout import find_package
 
 find_package()
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import triton  # noqa: E402
 from machine_code import compile_variant  # noqa: E402
+from readme import put  # noqa: E402
 from variants import ARCHITECTURES, Variant, all_variants  # noqa: E402
 
 HERE = Path(__file__).parent
 TABLE, README = HERE / "compiled.json", HERE / "README.md"
-BEGIN, END = "<!-- compiled:begin -->\n", "<!-- compiled:end -->"
 COLUMNS = ("architecture", "kernel", "shape", "tiers", "note")
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that one program may have, from NVIDIA's compute capability table."""
@@ -123,8 +124,7 @@ def save(rows: list[dict]) -> None:
     table = {"triton": triton.__version__, "rows": rows}
     text = ",\n".join(json.dumps(row) for row in rows)
     TABLE.write_text(f'{{"triton": "{table["triton"]}", "rows": [\n{text}\n]}}\n')
-    before, rest = README.read_text().split(BEGIN)
-    README.write_text(before + BEGIN + markdown(table) + END + rest.split(END)[1])
+    put(README, "compiled", markdown(table))
 
 
 if __name__ == "__main__":

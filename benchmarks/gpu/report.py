@@ -1,10 +1,13 @@
 """From measurements to the table and to a verdict on each aim. No GPU is needed for this part."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from readme import put
+
 README = Path(__file__).with_name("README.md")
-BEGIN, END = "<!-- measured:begin -->\n", "<!-- measured:end -->"
 
 AIMS = (
     "decode at 1 token and 4 bits: at least 70 % of the measured copy bandwidth on Mixtral-8x7B",
@@ -58,5 +61,4 @@ def markdown(results: dict[str, Any]) -> str:
 
 def write_readme(results: dict[str, Any], path: Path = README) -> None:
     """Put the table between the README's markers."""
-    before, rest = path.read_text().split(BEGIN)
-    path.write_text(before + BEGIN + markdown(results) + END + rest.split(END)[1])
+    put(path, "measured", markdown(results))

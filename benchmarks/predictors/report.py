@@ -1,5 +1,6 @@
 """What was measured, for people: tables for the README and a terminal, and a picture."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-BEGIN, END = "<!-- results:begin -->\n", "<!-- results:end -->"
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from readme import markdown, put
+
 Rows = list[list[str]]
 
 OFFLINE_HEAD = ["", "all k", "at least one", "accuracy", "utilisation", "useful MB/token", "wasted MB/token"]
@@ -129,13 +132,8 @@ def show(results: dict[str, Any]) -> None:
 
 def write_readme(results: dict[str, Any], readme: Path) -> None:
     """Put the tables between the README's markers."""
-    text = readme.read_text()
-    head, rest = text.split(BEGIN)
-    parts = []
-    for title, columns, rows in tables(results):
-        lines = ["| " + " | ".join(cells) + " |" for cells in [columns, ["---"] * len(columns), *rows]]
-        parts.append(f"**{title}**\n\n" + "\n".join(lines) + "\n")
-    readme.write_text(head + BEGIN + "\n".join(parts) + f"\nOn one {results['machine']}.\n" + END + rest.split(END)[1])
+    parts = [f"**{title}**\n\n{markdown(columns, rows)}" for title, columns, rows in tables(results)]
+    put(readme, "results", "\n\n".join([*parts, f"On one {results['machine']}."]))
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

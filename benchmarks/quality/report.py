@@ -1,11 +1,15 @@
 """What was measured, for people: tables, aims beside what was reached, and a picture."""
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from readme import markdown, put
 
 Row = dict[str, Any]
 LOST = ["perplexity", "loss", "agreement", "KL, millinats"]
@@ -158,24 +162,13 @@ def show(results: Row) -> None:
 
 def write_readme(results: Row, readme: Path) -> None:
     """Put every table between its markers in the README."""
-    text = readme.read_text()
     for name, rows in results["sections"].items():
-        text = _between(name, _markdown(*TABLES[name](rows)), text)
+        put(readme, name, markdown(*TABLES[name](rows)))
     note = (
         f"{results['tokens']['prompt']} tokens as prompts, {results['tokens']['decode']} decoded, one run of "
         f"{sum(results['seconds'].values()) / 60:.0f} minutes, {results['machine']}."
     )
-    readme.write_text(_between("aims", _markdown(AIMS_HEAD, aims(results)) + "\n\n" + note, text))
-
-
-def _markdown(head: list[str], lines: Iterable[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
-
-
-def _between(marker: str, table: str, text: str) -> str:
-    begin, end = f"<!-- {marker}:begin -->\n", f"<!-- {marker}:end -->"
-    before, rest = text.split(begin)
-    return before + begin + table + "\n" + end + rest.split(end)[1]
+    put(readme, "aims", markdown(AIMS_HEAD, aims(results)) + "\n\n" + note)
 
 
 def draw(results: Row, path: Path) -> None:

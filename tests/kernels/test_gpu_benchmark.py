@@ -118,8 +118,9 @@ def test_the_table_goes_between_its_markers(report, tmp_path):
     assert head.count("|") == row.count("|")
     assert "One. Other." in text
     assert "1.25, not reached" in text
-    assert text.split(report.BEGIN)[0] == before.split(report.BEGIN)[0]
-    assert text.split(report.END)[1] == before.split(report.END)[1]
+    begin, end = "<!-- measured:begin -->\n", "<!-- measured:end -->"
+    assert text.split(begin)[0] == before.split(begin)[0]
+    assert text.split(end)[1] == before.split(end)[1]
 
 
 @pytest.mark.parametrize("name", ["wna16", "marlin"])
@@ -200,7 +201,7 @@ def test_the_table_of_the_compiler_is_up_to_date(compile_table, variants):
     assert [sentence for row in rows for sentence in compile_table.problems(row)] == []
     assert len(rows) == len(list(variants.all_variants()))
     text = compile_table.README.read_text()
-    assert compile_table.markdown(table) == text.split(compile_table.BEGIN)[1].split(compile_table.END)[0]
+    assert compile_table.markdown(table) == text.split("<!-- compiled:begin -->\n")[1].split("<!-- compiled:end -->")[0]
 
 
 def test_a_row_of_another_source_or_tile_is_stale(compile_table, variants, monkeypatch):

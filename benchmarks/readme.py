@@ -1,0 +1,21 @@
+"""What every benchmark does with its results: a table in Markdown, put between two markers of a README."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def markdown(head: list[str], lines: Iterable[list[str]]) -> str:
+    """A table."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
+
+
+def put(readme: Path, marker: str, text: str) -> None:
+    """Replace what stands between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``.
+
+    Raises:
+        ValueError: the file has not exactly one of each.
+    """
+    begin, end = f"<!-- {marker}:begin -->\n", f"<!-- {marker}:end -->"
+    before, rest = readme.read_text().split(begin)
+    _, after = rest.split(end)
+    readme.write_text(before + begin + text.rstrip("\n") + "\n" + end + after)

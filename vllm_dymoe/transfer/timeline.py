@@ -124,7 +124,8 @@ class Timeline:
             rank: the process that they are shown as.
         """
         lanes = list(Lane)
-        head = [_name("process_name", rank, 0, f"rank {rank}")]
+        title = f"rank {rank}, the first {_MOST_SPANS} spans" if self.full else f"rank {rank}"
+        head = [_name("process_name", rank, 0, title)]
         head += [_name("thread_name", rank, place, lane.value) for place, lane in enumerate(lanes)]
         found: list[dict[str, Any]] = []
         for span in self._spans:

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.policy.test_importance import heavy_hitters
 from vllm_dymoe.policy import make_policy
-from vllm_dymoe.policy.importance import attention_mass, heavy_hitters
+from vllm_dymoe.policy.importance import attention_mass
 from vllm_dymoe.vllm_adapter import prompt_tap
 from vllm_dymoe.vllm_adapter.prompt_tap import WINDOW, PromptTap
 

@@ -1,5 +1,6 @@
 """How much an expert matters to a step (DyMoE 4.2, Eqs. 1 to 3)."""
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -48,19 +49,16 @@ def most_important(importance: Mapping[int, float] | Mapping[int, tuple[float, f
     return set(sorted(sorted(importance), key=importance.__getitem__, reverse=True)[:count])
 
 
-def heavy_hitters(mass: Tensor, share: float) -> Tensor:
+def mark_heavy_hitters(mass: Tensor, share: float, heavy: Tensor) -> None:
     """T_imp of Eq. 2: the tokens with the most attention mass.
 
     Args:
         mass: [tokens].
         share: of the tokens, rounded up.
-
-    Returns:
-        bool [tokens].
+        heavy: bool [tokens], false everywhere; set where a token is one of them.
     """
     count = min(mass.shape[0], math.ceil(share * mass.shape[0] - 1e-9))
-    heavy = torch.zeros(mass.shape[0], dtype=torch.bool, device=mass.device)
-    return heavy.index_fill_(0, mass.topk(count).indices, True)
+    heavy.index_fill_(0, mass.topk(count, sorted=False).indices, True)
 
 
 def attention_mass(
@@ -88,22 +86,30 @@ def attention_mass(
     group = heads // kv_heads
     # [kv_heads, dim, tokens] and [kv_heads, group * asked, dim]
     keys = key.permute(1, 2, 0)
-    queries = query[-asked:].view(asked, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * asked, dim)
-    queries = queries.float() * scale
+    queries = query[-asked:].view(asked, kv_heads, group, dim).permute(1, 2, 0, 3)
+    queries = queries.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    queries = queries.mul_(scale).view(kv_heads, group * asked, dim)
     # Without a window every query sees what lies before the first of them.
-    places = torch.arange(0 if reach is not None else tokens - asked, tokens, device=query.device)
-    own = places[-asked:].unsqueeze(1)
-    hidden = places > own
-    if reach is not None:
-        hidden |= places <= own - reach
-    mass = torch.zeros(tokens, dtype=torch.float32, device=query.device)
+    hidden = _hidden(asked, asked if reach is None else tokens, reach, query.device)
+    mass: Tensor | None = None
     step = max(1, at_once // (group * asked * tokens))
     for first in range(0, kv_heads, step):
         part = slice(first, first + step)
         scores = torch.bmm(queries[part], keys[part].float()).view(-1, asked, tokens)
-        scores[..., -len(places) :].masked_fill_(hidden, -math.inf)
-        mass += scores.softmax(-1).sum((0, 1))
-    return mass / (heads * asked)
+        scores[..., -hidden.shape[1] :].masked_fill_(hidden, -math.inf)
+        some = scores.softmax(-1).view(-1, tokens).sum(0)
+        mass = some if mass is None else mass.add_(some)
+    assert mass is not None
+    return mass.div_(heads * asked)
+
+
+@functools.lru_cache(maxsize=8)
+def _hidden(asked: int, tokens: int, reach: int | None, device: torch.device) -> Tensor:
+    """Which of the last tokens each of the last queries must not see: bool [asked, tokens]."""
+    places = torch.arange(tokens, device=device)
+    own = places[-asked:].unsqueeze(1)
+    hidden = places > own
+    return hidden if reach is None else hidden | (places <= own - reach)
 
 
 def _by_expert(expert_ids: Tensor, *values: Tensor) -> list[list[float]]:

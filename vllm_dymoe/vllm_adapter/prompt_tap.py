@@ -20,7 +20,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 from vllm.forward_context import get_forward_context
 
 from vllm_dymoe.policy import Policy, PromptTokens
-from vllm_dymoe.policy.importance import attention_mass, heavy_hitters
+from vllm_dymoe.policy.importance import attention_mass, mark_heavy_hitters
 
 _KEY = "vllm_dymoe.prompts"
 WINDOW = 32
@@ -62,15 +62,16 @@ class PromptTap:
         step = self._step()
         if share is None or step is None or not step.spans or key is None or key.shape[0] != query.shape[0]:
             return
-        mass = torch.zeros(query.shape[0], dtype=torch.float32, device=query.device)
-        for first, last in step.spans:
-            part = slice(first, last)
-            mass[part] = attention_mass(query[part], key[part], layer.impl.scale, WINDOW, layer.sliding_window)
+        masses = [
+            attention_mass(query[first:last], key[first:last], layer.impl.scale, WINDOW, layer.sliding_window)
+            for first, last in step.spans
+        ]
         if get_tensor_model_parallel_world_size() > 1:  # each rank has some heads, and all must decide alike
-            mass = tensor_model_parallel_all_reduce(mass)
+            lengths = [mass.shape[0] for mass in masses]
+            masses = list(tensor_model_parallel_all_reduce(torch.cat(masses)).split(lengths))
         step.heavy = torch.zeros(query.shape[0], dtype=torch.bool, device=query.device)
-        for first, last in step.spans:
-            step.heavy[first:last] = heavy_hitters(mass[first:last], share)
+        for (first, last), mass in zip(step.spans, masses, strict=True):
+            mark_heavy_hitters(mass, share, step.heavy[first:last])
 
     def tokens(self, rows: int, device: torch.device) -> PromptTokens | None:
         """The prompts among a MoE layer's rows; None if there are none, or the policy does not ask."""

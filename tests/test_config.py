@@ -105,6 +105,8 @@ def test_a_system_is_composed_of_parts():
     firm = load({"policy": "firm"})
     assert (firm.policy, firm.prefetch, firm.prefetch_projections) == ("firm", "meeting-of-layers", 2)
     assert not load({"policy": "on-demand"}).keep_experts
+    assert load({"policy": "on-demand"}).prefetch == "none", "an expert comes when its router has named it"
+    assert load().prefetch == "next-gate"
     assert load(environment={"DYMOE_POLICY": "dymoe"}).prefetch == "next-gate"
 
 

@@ -149,7 +149,7 @@ class Options(BaseModel):
     """Routing weights of experts that are skipped: lost, or handed to the token's other experts."""
     reuse_high: bool = True
     """Whether an expert that is wanted low is computed high where its high version is on the device."""
-    prefetch: str = "none"
+    prefetch: str = "next-gate"
     """Which experts are fetched before their router names them: the name of a scheme, see docs/options.md."""
     prefetch_options: dict[str, Any] = {}
     """Parameters of the prefetch scheme, by name."""

@@ -21,7 +21,7 @@ from vllm_dymoe.cli.timeline import draw
 
 HERE = Path(__file__).resolve().parent
 VARIANTS: dict[str, dict[str, Any]] = {
-    "before: a cache, and transfers when the router has chosen": {},
+    "before: a cache, and transfers when the router has chosen": {"prefetch": "none"},
     "after: the next layer's gate is asked ahead": {"prefetch": "next-gate"},
 }
 TOKENS = 24

@@ -53,7 +53,7 @@ def _dyquant(preset: str) -> dict[str, Any]:
 
 VARIANTS = {
     "on-demand": Variant("DyMoE 3, row 1; Accelerate", {"policy": "on-demand"}, everywhere=True),
-    CACHE: Variant("DyMoE 3, row 2", {}, everywhere=True),
+    CACHE: Variant("DyMoE 3, row 2", {"prefetch": "none"}, everywhere=True),
     "next-gate": Variant("DyMoE 3, row 3; FIRM 1, baseline", _next_gate(3), everywhere=True),
     "4/2": Variant("DyMoE 3, row 4", _dyquant("cache+dyquant-4/2"), exact=False),
     "4/2, next-gate": Variant("DyMoE 3, row 5", _dyquant("cache+dyquant-4/2+prefetch"), exact=False),

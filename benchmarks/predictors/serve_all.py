@@ -1,8 +1,8 @@
 """What each predictor is worth: the shipped model answers single requests over an emulated link, with each of them.
 
-The link is as slow beside this machine's computation as PCIe 4 is beside an RTX 3090's (../ablation/hardware.py). Two
-settings of memory: a quarter of the experts, as a cache; and as many slots as one token uses experts, where nothing
-stays, which is DuoServe-MoE's own setting.
+The link is as slow beside this machine's computation as PCIe 4 is beside an RTX 3090's (../ablation/hardware.py).
+Settings of memory: a quarter, a half and three quarters of the experts, as a cache; and as many slots as one token uses
+experts, where nothing stays, which is DuoServe-MoE's own setting.
 """
 
 import argparse
@@ -24,18 +24,18 @@ REQUESTS = 2  # of each domain
 # The experts of Qwen3-30B-A3B, of which the shipped model is a miniature.
 RATIO_OF = {"hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "top_k": 8, "expert_bytes": 2_654_208}
 SLOTS = "one token's experts"
-CACHE = "25%"
-ALONE: dict[str, Any] = {"expert_budget": "top-k", "keep_experts": False}
+SCARCE, CACHES = "25%", ("25%", "50%", "75%")
+ALONE: dict[str, Any] = {"expert_budget": "top-k", "keep_experts": False, "prefetch": "none"}
+EVERY_CACHE: dict[str, dict[str, Any]] = {
+    "on-demand": {"policy": "on-demand"},
+    "none": {"prefetch": "none"},
+    "next-gate": {"prefetch": "next-gate"},
+    "trained": {"predictor": "FILE"},
+    "oracle": {"prefetch": "popularity"},
+}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    CACHE: {
-        "on-demand": {"policy": "on-demand"},
-        "none": {},
-        "layer": {"prefetch": "layer"},
-        "popularity": {"prefetch": "popularity"},
-        "next-gate": {"prefetch": "next-gate"},
-        "trained": {"predictor": "FILE"},
-        "oracle": {"prefetch": "popularity"},
-    },
+    **dict.fromkeys(CACHES, EVERY_CACHE),
+    SCARCE: {"layer": {"prefetch": "layer"}, "popularity": {"prefetch": "popularity"}, **EVERY_CACHE},
     SLOTS: {
         "on-demand": ALONE,
         "layer": ALONE | {"prefetch": "layer"},
@@ -132,7 +132,7 @@ def main() -> None:
     for setting, variants in VARIANTS.items():
         results["cases"][setting] = {}
         for name, changes in variants.items():
-            budget = {"expert_budget": setting} if setting == CACHE else {}
+            budget = {"expert_budget": setting} if setting in CACHES else {}
             chosen = options | budget | changes | {"link_gbps": gbps}
             if "predictor" in chosen:
                 chosen["predictor"] = str(plan.predictor)

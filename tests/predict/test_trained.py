@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.predict.made_up import SIZES, made_up
+from tests.predict.streams import RecordedStream
 from vllm_dymoe.predict import Phase
 from vllm_dymoe.predict.beside import Inline, OnStream
 from vllm_dymoe.predict.expert_mlp import Architecture
@@ -21,29 +22,6 @@ MODELS = {name: train(TRACE, kind, Recipe(epochs=3, batch=64)).model for name, k
 WEIGHTS = torch.ones(1, SIZES.top_k)
 
 
-class RecordedStream:
-    """A stream on which nothing happens before somebody waits for it, and what was asked of it."""
-
-    def __init__(self):
-        self.copies, self.waits, self.pending = [], 0, {}
-
-    def copy_inputs(self, inputs):
-        copies = [tensor.clone() for tensor in inputs]
-        self.copies.append(copies)
-        return copies
-
-    def run(self, compute, inputs):
-        answer = torch.full((1, 2), -7), torch.full((1, 2), -7.0)
-        self.pending[id(answer)] = (answer, compute, inputs)
-        return answer, id(answer)
-
-    def wait(self, event):
-        self.waits += 1
-        answer, compute, inputs = self.pending.pop(event)
-        for place, part in zip(answer, compute(*inputs), strict=True):
-            place.resize_(part.shape).copy_(part)
-
-
 def step(predictor, tokens, phase=Phase.DECODE, spoil=False):
     """Answers for one step of these tokens; ``spoil`` overwrites a layer's tensors when the next one runs."""
     answers = []
@@ -52,6 +30,7 @@ def step(predictor, tokens, phase=Phase.DECODE, spoil=False):
         x = TRACE.router_inputs[tokens, layer].bfloat16()
         predictor.observe(layer, x, ids, WEIGHTS, phase)
         if spoil and predictor.answers_later:
+            predictor.begin(layer)
             ids.fill_(0), x.fill_(torch.nan)
         answers.append(predictor.predict(layer))
         if spoil:
@@ -120,6 +99,8 @@ def test_on_a_stream_it_is_asked_for_before_it_is_waited_for():
     assert predictor.answers_later
     ids, x = TRACE.experts[5:6, 0].int(), TRACE.router_inputs[5:6, 0]
     predictor.observe(0, x, ids, WEIGHTS, Phase.DECODE)
+    assert not stream.copies, "nobody has said yet that he wants to know"
+    predictor.begin(0)
     assert (len(stream.pending), stream.waits) == (1, 0)
     assert len(predictor.predict(0)) == SIZES.top_k
     assert (len(stream.pending), stream.waits) == (0, 1)

@@ -72,6 +72,10 @@ class Names:
     def observe(self, layer, x, ids, weights, phase):
         self._log.append(f"observe {layer}")
 
+    def begin(self, layer):
+        assert self.answers_later
+        self._log.append(f"begin {layer}")
+
     def predict(self, layer):
         self._log.append(f"predict {layer}")
         return [Candidate(layer + 1, 0, 1.0)] if layer + 1 < LAYERS else []
@@ -91,7 +95,7 @@ def test_what_computes_beside_the_layer_is_read_when_experts_compute(later):
     run(runtime, [(0, 0, 1)])
     runtime.engine.close()
     first = log[: 1 + log.index("compute")]
-    assert first == (["observe 0", "compute"] if later else ["observe 0", "predict 0", "compute"])
+    assert first == ["observe 0", "begin 0" if later else "predict 0", "compute"]
     assert log.count("predict 0") == 1, "it is asked, and asked once"
 
 

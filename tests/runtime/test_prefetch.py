@@ -242,27 +242,48 @@ def test_another_tier_than_the_one_that_was_fetched_is_not_used():
 def test_cores_that_copy_have_no_idle_link():
     prefetcher = make_prefetcher()
     prefetcher.engine.occupies_cores = True
-    prefetcher.look_ahead(0, Phase.DECODE, lambda: pytest.fail("nobody has to predict anything"))
+    assert prefetcher.look_ahead(0, Phase.DECODE, Slow(None)) is None, "nobody has to predict anything"
 
 
-def test_predictions_that_hide_less_than_they_take_become_rare_in_their_phase_alone():
+class Slow:
+    """Names two experts after some seconds, of which one is right; beside the layer it takes them to begin with."""
+
+    def __init__(self, wait, seconds=0.0, later=False):
+        self.wait, self.seconds, self.answers_later, self.begun = wait, seconds, later, 0
+
+    def begin(self, layer):
+        self.begun += 1
+        self.wait(self.seconds)
+
+    def predict(self, layer):
+        if not self.answers_later:
+            self.wait(self.seconds)
+        return candidates(3, 4)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_predictions_that_hide_less_than_they_take_become_rare_in_their_phase_alone(later):
     now = 0.0
 
-    def predict(seconds):
+    def wait(seconds):
         nonlocal now
         now += seconds
-        return candidates(3, 4)
 
     prefetcher = make_prefetcher()
     prefetcher.clock = lambda: now
     for phase, seconds in ((Phase.DECODE, 0.6), (Phase.PREFILL, 0.1)):
+        predictor = Slow(wait, seconds, later)
         for _ in range(40):
-            prefetcher.look_ahead(0, phase, lambda seconds=seconds: predict(seconds))
+            act = prefetcher.look_ahead(0, phase, predictor)
+            if act is not None:
+                act()
             prefetcher.fill()
             for ticket in prefetcher.engine.tickets:
                 ticket.state, ticket.arrived, ticket.moved_seconds = State.DONE, 3, 1.0
             for version in prefetcher.claim(1, {3: Tier.HI}):
                 prefetcher.cache.release(version)
+        if later:
+            assert predictor.begun == (40 if phase is Phase.PREFILL else 29), "what is not read is not begun"
     assert prefetcher.intervals == {"prefill": 1, "decode": 2}, "one second hidden for 0.6, and for 0.1"
 
 

@@ -83,7 +83,7 @@ def rank_model(packer=None, runtime=None):
     """A rank in the middle of its life, without the vLLM around it."""
     model = RankModel.__new__(RankModel)
     model._packer, model._store, model.runtime, model._served = packer, None, runtime, True
-    model.failures, model.foresight, model.prompts = StepFailures(), Foresight(Options()), None
+    model.failures, model.foresight, model.prompts = StepFailures(), Foresight(Options(prefetch="none")), None
     return model
 
 

@@ -103,6 +103,7 @@ def test_a_prefetch_that_has_nothing_to_hide_behind_is_said(store):
     (sentence,) = warnings(runtime_with(store, slots=LAYERS * EXPERTS, prefetch="layer"))
     assert sentence.startswith('prefetch "layer" fetches nothing ahead while experts come from memory')
     assert warnings(runtime_with(store, slots=LAYERS * EXPERTS, prefetch="layer", link_gbps=1.0)) == []
+    assert warnings(runtime_with(store, slots=LAYERS * EXPERTS)) == [], "the default was not asked for"
 
 
 def test_prefetch_is_announced(store):

@@ -8,7 +8,7 @@ from typing import Any
 
 SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     # Hugging Face Accelerate: an expert comes when its router has named it, and nothing stays.
-    "on-demand": {"keep_experts": False},
+    "on-demand": {"keep_experts": False, "prefetch": "none"},
     # MoESys: all experts of the next layer, while this one computes.
     "layer-prefetch": {"prefetch": "layer"},
     # DuoServe-MoE: as many slots as a token uses experts, and nothing stays (5.1). With the option predictor prefetch
@@ -24,7 +24,7 @@ SYSTEMS: Mapping[str, Mapping[str, Any]] = {
 # tier here, so that the rows differ in one thing at a time.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "load-on-demand": {"hi": 4, "lo": 0, "policy": "on-demand"},
-    "cache": {"hi": 4, "lo": 0, "policy": "exact"},
+    "cache": {"hi": 4, "lo": 0, "policy": "exact", "prefetch": "none"},
     "cache+prefetch": {"hi": 4, "lo": 0, "policy": "exact", "prefetch": "next-gate"},
     "cache+dyquant-4/2": {"hi": 4, "lo": 2, "policy": "dymoe", "prefetch": "none"},
     "cache+dyquant-4/2+prefetch": {"hi": 4, "lo": 2, "policy": "dymoe", "prefetch": "next-gate"},

@@ -67,7 +67,7 @@ class Measured:
 
     @property
     def answers_later(self) -> bool:
-        """Whether its answer is best asked for once experts are computing; only a trained one is told apart."""
+        """Whether it computes beside the layer: it has ``begin``, and is best asked once experts are computing."""
         return getattr(self.predictor, "answers_later", False)
 
     def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
@@ -83,6 +83,12 @@ class Measured:
             self.stats.right += len(named & wanted)
         begin = time.perf_counter()
         self.predictor.observe(layer, x, ids, weights, phase)
+        self.seconds += time.perf_counter() - begin
+
+    def begin(self, layer: int) -> None:
+        """Compute beside the layer what ``predict`` will be asked for."""
+        begin = time.perf_counter()
+        self.predictor.begin(layer)  # type: ignore[attr-defined]
         self.seconds += time.perf_counter() - begin
 
     def predict(self, layer: int) -> Sequence[Candidate]:

@@ -81,7 +81,7 @@ class MeetingOfLayers:
             ids = best.indices[-tokens:]
             named = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best.indices, True)
             kept = named.view(len(meeting), tokens, -1).all(0).gather(1, ids)
-            ranked = rank_by_frequency(ids[kept], best.values[-tokens:][kept], scores.shape[1])
+            ranked = rank_by_frequency(ids[kept], best.values[-tokens:][kept])
         candidates = [Candidate(following, here, score) for expert, score in ranked if (here := gate.here(expert)) >= 0]
         self._named = frozenset(candidate.expert for candidate in candidates)
         return candidates

@@ -10,11 +10,13 @@ The residual stream changes little from layer to layer, which is why this finds 
 layer's gate alone; the gates of layers further on can be asked too, whose answers are worth less and come after it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from vllm_dymoe.predict.base import Candidate, Phase
+from vllm_dymoe.predict.beside import Answer, Beside, Inline
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.ranking import rank_by_frequency
 
@@ -28,6 +30,7 @@ class NextGate:
         decode_experts: t of Eq. 8, for each token of the step; ``top_k`` if None.
         prefill_experts: t of Eq. 7, for the whole step; every expert that a token chooses if None.
         layers: how many layers after this one are foreseen in decode; a prefill has enough to do with the next.
+        beside: where gates are asked.
     """
 
     def __init__(
@@ -37,37 +40,61 @@ class NextGate:
         decode_experts: int | None = None,
         prefill_experts: int | None = None,
         layers: int = 1,
+        beside: Beside | None = None,
     ) -> None:
         self._gates = gates
         self._top_k = top_k
         self._decode_experts = decode_experts or top_k
         self._prefill_experts = prefill_experts
         self._layers = layers
+        self._beside = beside or Inline()
         self._x: torch.Tensor | None = None
         self._phase = Phase.DECODE
+        self._reads: list[tuple[int, Callable[[], Answer]]] | None = None
+
+    @property
+    def answers_later(self) -> bool:
+        """Whether gates are asked beside the layer, so that the answer is best read when experts are computing."""
+        return self._beside.later
 
     def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
         """Note this layer's input; the gate is asked only when somebody wants to know."""
-        self._x, self._phase = x, phase
+        self._x, self._phase, self._reads = x, phase, None
+
+    def begin(self, layer: int) -> None:
+        """Ask the gates of the next layers, beside this layer if that can be."""
+        assert self._x is not None
+        depth = self._layers if self._phase is Phase.DECODE else 1
+        amount = self._decode_experts if self._phase is Phase.DECODE else self._top_k
+        coming = range(layer + 1, min(layer + 1 + depth, len(self._gates)))
+        self._reads = []
+        for later in coming:
+            best = partial(_best, self._gates[later], amount)
+            self._reads.append((later, self._beside.begin(best, self._x)))
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         """Experts of the next layers, the nearest first."""
-        x, self._x = self._x, None
-        if x is None:
+        if self._x is None:
             return []
-        depth = self._layers if self._phase is Phase.DECODE else 1
-        coming = range(layer + 1, min(layer + 1 + depth, len(self._gates)))
-        return [candidate for later in coming for candidate in self._ask(later, x)]
+        if self._reads is None:
+            self.begin(layer)
+        reads, self._x, self._reads = self._reads or (), None, None
+        return [candidate for later, read in reads for candidate in self._named(later, *read())]
 
-    def _ask(self, later: int, x: torch.Tensor) -> list[Candidate]:
+    def _named(self, later: int, experts: torch.Tensor, scores: torch.Tensor) -> list[Candidate]:
+        """Of the choices of each token, [tokens, choices] each."""
         gate = self._gates[later]
-        scores = gate.scores(x)
-        decode = self._phase is Phase.DECODE
-        best = scores.topk(min(self._decode_experts if decode else self._top_k, scores.shape[1]), dim=-1)
-        if len(x) == 1:
-            ranked = list(zip(best.indices[0].tolist(), best.values[0].tolist(), strict=True))
+        if len(experts) == 1:
+            ranked = list(zip(experts[0].tolist(), scores[0].tolist(), strict=True))
         else:
-            ranked = rank_by_frequency(best.indices.flatten(), best.values.flatten(), scores.shape[1])
-        if not decode:
+            ranked = rank_by_frequency(experts.flatten(), scores.flatten())
+        if self._phase is Phase.PREFILL:
             ranked = ranked[: self._prefill_experts]
         return [Candidate(later, here, score) for expert, score in ranked if (here := gate.here(expert)) >= 0]
+
+
+def _best(gate: Gate, amount: int, x: torch.Tensor) -> Answer:
+    """The experts that each token would choose and their scores, best first."""
+    scores = gate.scores(x)
+    best = scores.topk(min(amount, scores.shape[1]), dim=-1)
+    return best.indices, best.values

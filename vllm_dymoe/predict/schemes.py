@@ -103,7 +103,8 @@ class NextGateScheme(Scheme):
 
     def build(self, model: RoutedModel) -> NextGate:
         """See :mod:`~vllm_dymoe.predict.next_gate`."""
-        return NextGate(model.gates, model.top_k, self.decode_experts, self.prefill_experts, self.layers)
+        where = beside(model.device)
+        return NextGate(model.gates, model.top_k, self.decode_experts, self.prefill_experts, self.layers, where)
 
 
 class MeetingScheme(Scheme):

@@ -29,7 +29,9 @@ class TrainedPredictor:
         self._amount = min(decode_experts, network.num_experts)
         self._beside = beside or Inline()
         self._past: torch.Tensor | None = None
+        self._x: torch.Tensor | None = None
         self._layer = -1
+        self._phase = Phase.PREFILL
         self._read: Callable[[], Answer] | None = None
         self._favourites = [_ranked(layer, shares) for layer, shares in enumerate(network.popularity.float().cpu())]
 
@@ -44,33 +46,46 @@ class TrainedPredictor:
         return self._beside.later
 
     def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
-        """Note what this layer chose, and begin with the next."""
+        """Note what this layer chose."""
         before = None if layer <= self._layer else self._past  # a step begins where layers do not grow
-        self._layer, self._read = layer, None
+        self._layer, self._phase, self._x, self._read = layer, phase, x, None
+        if self._has_network_for(layer + 1):
+            self._past = self.network.remember(ids, before)
+
+    def begin(self, layer: int) -> None:
+        """Compute the next layer's experts, beside this layer if that can be."""
         following, network = layer + 1, self.network
-        if following == network.num_layers or phase is Phase.PREFILL:
+        if not self._has_network_for(following):
             return
-        self._past = network.remember(ids, before)
+        assert self._past is not None
+        assert self._x is not None
 
         def named(rows: torch.Tensor, *seen: torch.Tensor) -> Answer:
             best = network.logits(following, rows, *(seen or (None,))).topk(self._amount)
             return best.indices, best.values
 
-        self._read = self._beside.begin(named, self._past, *(() if network.gates is None else (x,)))
+        self._read = self._beside.begin(named, self._past, *(() if network.gates is None else (self._x,)))
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         """Experts of the next layer, the likeliest first."""
-        following, read, self._read = layer + 1, self._read, None
+        following = layer + 1
         if following >= self.network.num_layers:
             return []
-        if read is None:
+        if not self._has_network_for(following):
             return self._favourites[following]
-        experts, scores = read()
+        if self._read is None:
+            self.begin(layer)
+        assert self._read is not None
+        experts, scores = self._read()
+        self._x = self._read = None
         if len(experts) == 1:
             (named,), (likely,) = experts.tolist(), scores.tolist()
             return [Candidate(following, expert, score) for expert, score in zip(named, likely, strict=True)]
-        ranked = rank_by_frequency(experts.flatten(), scores.flatten().float().sigmoid(), self.network.num_experts)
+        ranked = rank_by_frequency(experts.flatten(), scores.flatten().float().sigmoid())
         return [Candidate(following, expert, score) for expert, score in ranked]
+
+    def _has_network_for(self, layer: int) -> bool:
+        return layer < self.network.num_layers and self._phase is Phase.DECODE
 
 
 def _ranked(layer: int, shares: torch.Tensor) -> list[Candidate]:

@@ -184,12 +184,7 @@ class MoERuntime:
         """
         begin = time.perf_counter()
         predictor.observe(layer, x, topk_ids, topk_weights, phase)
-        act: Callable[[], None] | None = None
-        if self._prefetcher is not None:
-            act = partial(self._prefetcher.look_ahead, layer, phase, partial(predictor.predict, layer))
-            if not predictor.answers_later:
-                act()
-                act = None
+        act = None if self._prefetcher is None else self._prefetcher.look_ahead(layer, phase, predictor)
         timeline = self.engine.timeline
         if timeline is not None:
             timeline.add(Lane.HOST, f"predict after layer {layer}", "predict", begin, time.perf_counter())

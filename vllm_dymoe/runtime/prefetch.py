@@ -15,12 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from vllm_dymoe.experts.cache import ExpertCache
 from vllm_dymoe.experts.handles import Version
 from vllm_dymoe.experts.store import BlobKey
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.predict import Candidate, Phase
+from vllm_dymoe.predict import Candidate, Measured, Phase
 from vllm_dymoe.runtime.throttle import Throttle
 from vllm_dymoe.transfer import Reason, TransferEngine
 from vllm_dymoe.transfer.ticket import State
@@ -77,18 +78,24 @@ class Prefetcher:
         self.throttles = {phase: Throttle() for phase in Phase}
         self._throttle = self.throttles[Phase.DECODE]  # of the running step
 
-    def look_ahead(self, layer: int, phase: Phase, predict: Callable[[], Iterable[Candidate]]) -> None:
+    def look_ahead(self, layer: int, phase: Phase, predictor: Measured) -> Callable[[], None] | None:
         """Ask for a prediction and offer what it names, if this is one to act on.
 
         Cores that compute have no idle link time, so nothing is asked for where transfers take them.
+
+        Returns:
+            What is left to do once experts are computing, where the predictor computes beside them.
         """
         self._throttle = self.throttles[phase]
         if self.engine.occupies_cores or not self._throttle.acts():
-            return
+            return None
+        if not predictor.answers_later:
+            self._ask(layer, predictor)
+            return None
         begin = self.clock()
-        self.offer(layer, predict())
-        if self._candidates:
-            self._throttle.answer(self.clock() - begin)
+        predictor.begin(layer)
+        self._throttle.spend(self.clock() - begin)
+        return partial(self._ask, layer, predictor)
 
     def offer(self, layer: int, candidates: Iterable[Candidate]) -> None:
         """Consider experts of the layers after ``layer``, best first, in place of those that were offered before."""
@@ -172,6 +179,12 @@ class Prefetcher:
         while self.settle():
             pass
         return not self._leaving
+
+    def _ask(self, layer: int, predictor: Measured) -> None:
+        begin = self.clock()
+        self.offer(layer, predictor.predict(layer))
+        if self._candidates:
+            self._throttle.answer(self.clock() - begin)
 
     @property
     def intervals(self) -> dict[str, int]:

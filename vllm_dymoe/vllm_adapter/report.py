@@ -65,7 +65,8 @@ def warnings(runtime: MoERuntime) -> list[str]:
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
     shares = runtime.policy.shares(len(experts.layers), experts.top_k)
     found = []
-    if options.prefetch != "none" and runtime.device.type == "cpu" and options.link_gbps is None:
+    asked = "prefetch" in options.model_fields_set and options.prefetch != "none"
+    if asked and runtime.device.type == "cpu" and options.link_gbps is None:
         found.append(
             f'prefetch "{options.prefetch}" fetches nothing ahead while experts come from memory or the page cache, '
             "because the cores that would copy them are computing; it works where they come from a disk, on a GPU, and "

@@ -38,6 +38,7 @@ def make_kernel(
     bits: Iterable[int] | None = None,
     *,
     zeros_in_steps: bool = False,
+    ordered: bool = False,
 ) -> ExpertKernel:
     """The kernel for a device.
 
@@ -46,6 +47,7 @@ def make_kernel(
         workspace_bytes: bound on the scratch the kernel holds, at least 320 KiB; None for the kernel's own choice.
         bits: widths that work may have, for a kernel that is compiled for them; None if that is not known.
         zeros_in_steps: whether work may hold zeros in steps, which the Triton kernels do not read.
+        ordered: whether work may hold matrices with an order of columns, which they do not read either.
 
     Raises:
         ValueError: a smaller workspace.
@@ -54,7 +56,7 @@ def make_kernel(
     device = torch.device(device)
     if device.type == "cpu":
         return CpuKernel(**options)
-    if device.type == "cuda" and not zeros_in_steps:
+    if device.type == "cuda" and not (zeros_in_steps or ordered):
         # Here and not above: importing triton takes a second, and nobody without a GPU needs it.
         from vllm_dymoe.kernels.triton import TritonKernel
 

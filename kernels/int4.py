@@ -55,11 +55,12 @@ class Int4Linear:
     def linear(self, format: MatrixFormat) -> Linear:
         """The operation for matrices of one format: bfloat16 [n, columns] to [n, rows], accumulated in float32."""
         padded = format.padded_rows != format.rows or format.padded_columns != format.columns
-        return self if format.bits != 4 or padded or format.bias else _four_bits
+        return self if format.bits != 4 or padded or format.bias or format.ordered else _four_bits
 
     def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
         """x bfloat16 [n, columns] times the weight: bfloat16 [n, rows], accumulated in float32; then plus the bias."""
         format = packed.format
+        x = packed.in_stored_order(x)
         if format.padded_columns != format.columns:
             x = F.pad(x, (0, format.padded_columns - format.columns))
         if format.bits == 4:

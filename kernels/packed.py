@@ -26,6 +26,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 _SECTION_ALIGNMENT = 256
 _ADDRESS_ALIGNMENT = 16
+_MOST_ORDERED_COLUMNS = 32767  # their places are 16-bit numbers
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,13 @@ class MatrixFormat:
         bias: whether a bias for each row lies behind the weights.
         zeros_in_steps: whether zeros count steps of their scale: weight = (code - midpoint + zero) * scale. What other
             tools quantized has integer zero points, whose product with the scale `dtype` could not hold exactly.
+        ordered: whether columns are stored in another order than that of the inputs, which lies behind the bias. GPTQ
+            quantizes columns in the order of their activations (desc_act), and its groups lie scattered over a row;
+            columns are stored so that groups are neighbours again.
 
     Raises:
-        ValueError: a size, bit-width or group size that the format does not have, or zeros in steps at 16 bits.
+        ValueError: a size, bit-width or group size that the format does not have, zeros in steps or an order of columns
+            at 16 bits, or an order of more than 32767 columns.
         TypeError: another dtype.
     """
 
@@ -54,6 +59,7 @@ class MatrixFormat:
     dtype: torch.dtype
     bias: bool = False
     zeros_in_steps: bool = False
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.columns < 1:
@@ -66,6 +72,10 @@ class MatrixFormat:
             raise TypeError(f"dtype is {self.dtype}, expected torch.bfloat16 or torch.float16")
         if self.zeros_in_steps and not self.quantized:
             raise ValueError("zeros_in_steps is set for 16 bits, which have no zeros")
+        if self.ordered and not self.quantized:
+            raise ValueError("ordered is set for 16 bits, which have no groups")
+        if self.ordered and self.columns > _MOST_ORDERED_COLUMNS:
+            raise ValueError(f"ordered is set for {self.columns} columns, expected at most {_MOST_ORDERED_COLUMNS}")
 
     @property
     def quantized(self) -> bool:
@@ -118,15 +128,21 @@ class MatrixFormat:
 
     @cached_property
     def bias_offset(self) -> int:
-        """Byte of the section where the bias begins, and where the section ends without one; a multiple of 256."""
+        """Byte of the section where the bias begins, or would begin; a multiple of 256."""
         # Scales and zeros of one group of one block are 256 bytes: nothing is left to round up.
         return self.scales_offset + self.groups * self.padded_rows * 2 * self.dtype.itemsize
 
     @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the section; a multiple of 256."""
+    def order_offset(self) -> int:
+        """Byte of the section where the order of columns begins, or would begin; a multiple of 256."""
         bias_bytes = _round_up(self.padded_rows * self.dtype.itemsize, _SECTION_ALIGNMENT) if self.bias else 0
         return self.bias_offset + bias_bytes
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the section; a multiple of 256."""
+        order_bytes = _round_up(self.padded_columns * 2, _SECTION_ALIGNMENT) if self.ordered else 0
+        return self.order_offset + order_bytes
 
     def view(self, section: Tensor) -> "PackedMatrix":
         """See a section's bytes as a packed matrix, without copying.
@@ -149,8 +165,9 @@ class MatrixFormat:
         if not self.quantized:
             return PackedMatrix(self, stored.view(self.dtype).view(self.weight_shape), None, bias)
         scales_zeros = section[self.scales_offset : self.bias_offset].view(self.dtype)
+        order = section[self.order_offset :].view(torch.int16)[: self.columns] if self.ordered else None
         return PackedMatrix(
-            self, stored.view(self.weight_shape), scales_zeros.view(self.groups, self.padded_rows, 2), bias
+            self, stored.view(self.weight_shape), scales_zeros.view(self.groups, self.padded_rows, 2), bias, order
         )
 
 
@@ -164,12 +181,14 @@ class PackedMatrix:
             (columns padded to whole groups); `dtype` [rows, columns] at 16.
         scales_zeros: `dtype` [groups, padded_rows, 2], scale then zero; None at 16 bits.
         bias: `dtype` [rows]; None where the format has none.
+        order: int16 [columns], the input that each stored column multiplies; None where that is its own place.
     """
 
     format: MatrixFormat
     weight: Tensor
     scales_zeros: Tensor | None
     bias: Tensor | None = None
+    order: Tensor | None = None
 
     @cached_property
     def byte_rows(self) -> Tensor:
@@ -187,21 +206,37 @@ class PackedMatrix:
         assert self.scales_zeros is not None
         return self.scales_zeros.view(self.format.groups, -1)
 
+    def in_stored_order(self, x: Tensor) -> Tensor:
+        """Inputs [n, columns] as the stored columns meet them: x itself, or a new tensor."""
+        if self.order is None:
+            return x
+        # Half as dear as index_select along a row, and as dear for a single one.
+        return x.gather(1, self.order.long().expand(x.shape[0], -1))
 
-def pack(format: MatrixFormat, codes: Tensor, scales: Tensor, zeros: Tensor, section: Tensor) -> None:
+
+def pack(
+    format: MatrixFormat,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    section: Tensor,
+    order: Tensor | None = None,
+) -> None:
     """Write a quantized matrix into a section; bytes that pad are zero, and so is a bias, until it is copied into
     view(section).bias.
 
     Args:
         format: 8, 4 or 2 bits.
-        codes: uint8 [rows, columns], each below 2**bits.
+        codes: uint8 [rows, columns], each below 2**bits, in the order of the inputs, which :func:`unpack` restores.
         scales: [rows, groups], exact in the format's dtype.
         zeros: [rows, groups], exact in the format's dtype.
         section: uint8 [nbytes], overwritten.
+        order: int64 [columns], the columns as they are to be stored, group by group; for an ordered format only.
 
     Raises:
         TypeError: codes or section is not uint8.
-        ValueError: a 16-bit format, a wrong shape, or a code that does not fit.
+        ValueError: a 16-bit format, a wrong shape, a code that does not fit, or an order that is missing, not a
+            permutation, or not the format's to hold.
     """
     if not format.quantized:
         raise ValueError("format has 16 bits: such a matrix has no codes, copy its weights into view(section).weight")
@@ -211,9 +246,16 @@ def pack(format: MatrixFormat, codes: Tensor, scales: Tensor, zeros: Tensor, sec
     highest = int(codes.max())
     if highest >> format.bits:
         raise ValueError(f"codes holds {highest}, which does not fit {format.bits} bits")
+    if (order is not None) != format.ordered:
+        raise ValueError(f"order is {'missing' if format.ordered else 'given'}, but ordered is {format.ordered}")
     packed = format.view(section)
     assert packed.scales_zeros is not None
     section.zero_()
+    if order is not None and packed.order is not None:
+        if not torch.equal(order.sort().values, torch.arange(format.columns)):
+            raise ValueError(f"order names not each of the {format.columns} columns once")
+        packed.order.copy_(order)
+        codes = codes[:, order]
 
     padding = (0, format.padded_columns - format.columns, 0, format.padded_rows - format.rows)
     padded = torch.nn.functional.pad(codes, padding)
@@ -230,14 +272,19 @@ def pack(format: MatrixFormat, codes: Tensor, scales: Tensor, zeros: Tensor, sec
 
 
 def unpack(packed: PackedMatrix) -> Tensor:
-    """The codes of a quantized matrix: uint8 [rows, columns].
+    """The codes of a quantized matrix: uint8 [rows, columns], columns in the order of the inputs.
 
     Raises:
         ValueError: the matrix has 16 bits, and therefore no codes.
     """
-    format = packed.format
-    if not format.quantized:
+    if not packed.format.quantized:
         raise ValueError("the matrix has 16 bits: it holds weights, not codes")
+    return _in_input_order(packed, _stored_codes(packed))
+
+
+def _stored_codes(packed: PackedMatrix) -> Tensor:
+    """uint8 [rows, columns] as they are stored."""
+    format = packed.format
     if format.bits == 8:
         codes = _codes(packed.weight[:, 0]) << 4 | _codes(packed.weight[:, 1])
     elif format.bits == 4:
@@ -250,7 +297,7 @@ def unpack(packed: PackedMatrix) -> Tensor:
 
 
 def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weights that a packed matrix stands for: `dtype` [rows, columns].
+    """The weights that a packed matrix stands for: `dtype` [rows, columns], columns in the order of the inputs.
 
     The arithmetic is float32, or float64 if that is asked for; narrower dtypes are rounded to at the end.
     """
@@ -265,8 +312,13 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
     )
     if format.zeros_in_steps:
         zeros = zeros * scales
-    weights: Tensor = (unpack(packed).to(precise) - format.midpoint) * scales + zeros
-    return weights.to(dtype)
+    weights: Tensor = (_stored_codes(packed).to(precise) - format.midpoint) * scales + zeros
+    return _in_input_order(packed, weights.to(dtype))
+
+
+def _in_input_order(packed: PackedMatrix, stored: Tensor) -> Tensor:
+    """Columns [rows, columns] where their inputs are."""
+    return stored if packed.order is None else stored[:, packed.order.long().argsort()]
 
 
 def _pairs(codes: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class TiledLinear:
     def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
         """x [n, columns] times the weight, plus the bias: [n, rows], in x's dtype, accumulated in float32."""
         format = packed.format
-        precise = x.float()
+        precise = packed.in_stored_order(x).float()
         sums = precise.new_empty(x.shape[0], format.padded_rows)
         if format.quantized:
             if format.padded_columns != format.columns:

@@ -13,7 +13,7 @@ def load(additional=None, checkpoint=None, environment=None):
 
 
 def test_the_nearest_source_wins():
-    checkpoint = {"quant_method": "dymoe", "format_version": 3, "hi": 8, "group_size": 128, "seed": 1}
+    checkpoint = {"quant_method": "dymoe", "format_version": 4, "hi": 8, "group_size": 128, "seed": 1}
     environment = {"DYMOE_GROUP_SIZE": "32", "DYMOE_SEED": "2", "PATH": "/bin"}
     options = load({"seed": 3}, checkpoint, environment)
     assert (options.hi, options.group_size, options.seed) == (8, 32, 3)
@@ -87,7 +87,7 @@ def test_mistakes_are_one_sentence_that_names_the_place(additional, environment,
 
 
 def test_a_checkpoint_of_another_version_is_refused():
-    with pytest.raises(ConfigError, match="has format_version 1, but this vllm-dymoe reads version 3"):
+    with pytest.raises(ConfigError, match="has format_version 1, but this vllm-dymoe reads version 4"):
         load(checkpoint={"quant_method": "dymoe", "format_version": 1, "hi": 4})
 
 

@@ -96,6 +96,8 @@ def test_sizes_of_the_example():
     assert [int(row["bits"]) for row in rows] == [16, 8, 4, 2]
     for row in rows:
         format = example_matrix(int(row.pop("bits")))
+        both = row.pop("with both")
+        assert both == (str(replace(format, bias=True, ordered=True).nbytes) if format.quantized else "")
         assert {name: int(cell) for name, cell in row.items()} == {
             "N'": format.padded_rows,
             "K'": format.padded_columns,
@@ -130,6 +132,13 @@ def test_bytes_of_the_example():
     assert float(dequantize(example_matrix(4).view(section))[ROW, COLUMN]) == 1.25
     rows = table(FORMAT, "example: bytes")
     assert {int(row["byte"]): int(row["value"], 0) for row in rows} == {i: int(section[i]) for i in places(section)}
+
+
+def test_the_order_of_the_example():
+    format = replace(example_matrix(4), ordered=True)
+    section = torch.zeros(format.nbytes, dtype=torch.uint8)
+    format.view(section).order[COLUMN] = 1
+    assert f"at byte\n{format.order_offset} + 2 * {COLUMN} = {places(section)[0]}." in FORMAT
 
 
 def test_the_formulas_of_places_hold_everywhere():

@@ -254,6 +254,8 @@ def common_shape(work: Sequence[ExpertWork]) -> ExpertShape:
         raise ValueError("work holds projections with a bias and projections without one")
     if any(fmt.zeros_in_steps for fmt in formats):
         raise ValueError("work holds zeros that count steps, which these kernels do not read")
+    if any(fmt.ordered for fmt in formats):
+        raise ValueError("work holds matrices with an order of columns, which these kernels do not read")
     first = work[0].gate.format
     return ExpertShape(first.columns, first.rows, groups.pop() if groups else first.group_size, first.dtype, first.bias)
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -197,8 +198,8 @@ def test_a_missing_shard_is_named(store):
         (None, "holds no expert store"),
         ("{", "is not a manifest"),
         ("[]", "is not a manifest"),
-        (json.dumps({"version": 99}), "has store version 99, but this vllm-dymoe reads version 3"),
-        (json.dumps({"version": 3}), "is not a manifest"),
+        (json.dumps({"version": 99}), "has store version 99, but this vllm-dymoe reads version 4"),
+        (json.dumps({"version": 4}), "is not a manifest"),
     ],
 )
 def test_a_wrong_manifest_is_named(tmp_path, content, sentence):
@@ -339,6 +340,18 @@ def test_a_killed_writer_leaves_no_store_and_the_next_one_cleans_up(tmp_path):
         FileStore(partial)
     write(tmp_path / "store").close()
     assert os.listdir(tmp_path) == ["store"]
+
+
+@pytest.mark.parametrize("changes", [{"zeros_in_steps": True}, {"ordered": True}, {"bias": True}])
+def test_a_manifest_says_what_its_formats_are(tmp_path, changes):
+    experts = make_experts()
+    experts = replace(experts, formats={**experts.formats, 4: replace(experts.formats[4], **changes)})
+    if "bias" in changes:  # of all formats
+        experts = make_experts(bias=True)
+    manifest = Manifest(experts, "rtn", "a model")
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest.to_json()))
+    assert Manifest.read(tmp_path) == manifest
+    assert manifest != Manifest(make_experts(), "rtn", "a model")
 
 
 def test_a_pipeline_stage_opens_its_own_layers_only(store, memory_store):

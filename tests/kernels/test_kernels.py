@@ -46,15 +46,17 @@ def compute(kernel, x, work, pairs, activation=Activation.SILU):
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     activation=st.sampled_from(Activation),
     bias=st.booleans(),
+    ordered=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_every_kernel_agrees_with_the_reference(
-    kernel, bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, seed
+    kernel, bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, ordered, seed
 ):
     """Any mix of bit-widths in one call, sizes off every tile, experts with no token at all."""
     x = random_tokens(tokens, hidden, dtype, seed)
     experts = [
-        random_expert(hidden, intermediate, b, group_size, dtype, seed + i, bias=bias) for i, b in enumerate(bits)
+        random_expert(hidden, intermediate, b, group_size, dtype, seed + i, bias=bias, ordered=ordered)
+        for i, b in enumerate(bits)
     ]
     chosen = [[t for t in range(tokens) if (t + i) % (i + 1) == 0] for i in range(len(bits))]
     work = [
@@ -76,6 +78,8 @@ def test_a_gpu_gets_tritons_kernel(monkeypatch):
     monkeypatch.setattr(triton, "TritonKernel", lambda *arguments, **options: (arguments, options))
     made = make_kernel("cuda:1", 1 << 20, (4, 2))
     assert made == ((torch.device("cuda:1"),), {"bits": (4, 2), "workspace_bytes": 1 << 20})
+    monkeypatch.setattr("vllm_dymoe.kernels.TorchKernel", lambda device, **options: device)
+    assert make_kernel("cuda:1", ordered=True) == torch.device("cuda:1"), "one that reads no order of columns"
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
@@ -119,11 +123,12 @@ def test_experts_computed_together_get_the_bits_they_get_alone(width, activation
 
 
 @pytest.mark.skipif(not int4_available(), reason="needs torch's AVX512 int4 kernel")
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_few_tokens_do_not_depend_on_their_batch(bits):
+def test_few_tokens_do_not_depend_on_their_batch(bits, ordered):
     most = 28 if bits == 8 else 32  # more leave the int4 path
     kernel, x = CpuKernel(), random_tokens(most, 128, torch.bfloat16)
-    expert = random_expert(128, 96, bits, bias=True)
+    expert = random_expert(128, 96, bits, bias=True, ordered=ordered)
     whole = compute(kernel, x, [expert.work(list(range(most)), list(range(most)))], most)
     for size in (1, 2, 3, 8, most - 1):
         part = compute(kernel, x[:size].clone(), [expert.work(list(range(size)), list(range(size)))], size)

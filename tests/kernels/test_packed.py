@@ -16,9 +16,10 @@ formats = st.builds(
     rows=st.integers(1, 150),
     columns=st.integers(1, 200),
     bits=st.sampled_from([8, 4, 2]),
-    group_size=st.sampled_from([32, 64, 128]),
+    group_size=st.sampled_from([32, 64, 128, 256]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     bias=st.booleans(),
+    ordered=st.booleans(),
 )
 
 
@@ -28,17 +29,21 @@ def test_codes_scales_and_zeros_survive(format, seed):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << format.bits, (format.rows, format.columns), generator=generator, dtype=torch.uint8)
     scales, zeros = (torch.randn(2, format.rows, format.groups, generator=generator)).to(format.dtype)
+    order = torch.randperm(format.columns, generator=generator) if format.ordered else None
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
-    pack(format, codes, scales, zeros, section)
+    pack(format, codes, scales, zeros, section, order)
     packed = format.view(section)
     assert torch.equal(unpack(packed), codes)
-    spread = [t.float().repeat_interleave(format.group_size, 1)[:, : format.columns] for t in (scales, zeros)]
-    want = (codes.float() - (1 << format.bits) // 2) * spread[0] + spread[1]
+    groups = torch.arange(format.columns) // format.group_size
+    if order is not None:
+        assert torch.equal(packed.order.long(), order)
+        groups[order] = groups.clone()  # the group of each input
+    want = (codes.float() - (1 << format.bits) // 2) * scales.float()[:, groups] + zeros.float()[:, groups]
     assert torch.equal(dequantize(packed), want)
     if packed.bias is not None:
         packed.bias.fill_(1.0)
         assert torch.equal(dequantize(packed), want), "the bias lies on the weights"
-        tail = section[format.bias_offset :].view(format.dtype)
+        tail = section[format.bias_offset : format.order_offset].view(format.dtype)
         assert tail.nonzero().flatten().tolist() == list(range(format.rows))
 
 
@@ -48,17 +53,20 @@ def test_sections_are_aligned_and_padding_is_zero(format):
     assert format.nbytes % 256 == 0
     assert format.scales_offset % 256 == 0
     assert format.bias_offset % 256 == 0
+    assert format.order_offset % 256 == 0
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     zeros = torch.zeros(format.rows, format.groups)
-    pack(format, torch.zeros(format.rows, format.columns, dtype=torch.uint8), zeros, zeros, section)
-    assert not section.any()
+    order = torch.arange(format.columns) if format.ordered else None
+    pack(format, torch.zeros(format.rows, format.columns, dtype=torch.uint8), zeros, zeros, section, order)
+    stored = section[format.order_offset :].view(torch.int16)
+    assert stored.nonzero().flatten().tolist() == (list(range(1, format.columns)) if format.ordered else [])
+    assert not section[: format.order_offset].any()
 
 
 @settings(max_examples=40, deadline=None)
 @given(formats, st.booleans())
 def test_a_bias_lies_behind_everything_else(format, plain):
-    if plain:
-        format = replace(format, bits=16)
+    format = replace(format, bits=16 if plain else format.bits, ordered=False)
     without = replace(format, bias=False)
     with_bias = replace(format, bias=True)
     assert without.view(torch.zeros(without.nbytes, dtype=torch.uint8)).bias is None
@@ -69,6 +77,18 @@ def test_a_bias_lies_behind_everything_else(format, plain):
     assert packed.bias.shape == (format.rows,)
     packed.bias.fill_(1.0)
     assert not section[: without.nbytes].any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(formats)
+def test_an_order_of_columns_lies_at_the_end(format):
+    without, ordered = replace(format, ordered=False), replace(format, ordered=True)
+    assert without.view(torch.zeros(without.nbytes, dtype=torch.uint8)).order is None
+    assert ordered.order_offset == without.order_offset == without.nbytes
+    assert 0 <= ordered.nbytes - without.nbytes - 2 * ordered.padded_columns < 256
+    section = torch.zeros(ordered.nbytes, dtype=torch.uint8)
+    ordered.view(section).order.fill_(-1)
+    assert section.nonzero().flatten().tolist() == [without.nbytes + i for i in range(2 * format.columns)]
 
 
 @pytest.mark.skipif(not int4_available(), reason="torch's int4 kernel has another layout without AVX512")
@@ -95,6 +115,8 @@ def test_the_view_is_no_copy():
         ({"group_size": 48}, ValueError, "group_size is 48"),
         ({"rows": 0}, ValueError, "at least one row"),
         ({"dtype": torch.float32}, TypeError, r"dtype is torch\.float32"),
+        ({"ordered": True, "bits": 16}, ValueError, "ordered is set for 16 bits, which have no groups"),
+        ({"ordered": True, "columns": 32768}, ValueError, "ordered is set for 32768 columns, expected at most 32767"),
     ],
 )
 def test_impossible_formats_are_refused(change, error, sentence):
@@ -123,3 +145,19 @@ def test_codes_that_do_not_fit_are_refused():
     codes, ones = torch.full((2, 32), 4, dtype=torch.uint8), torch.ones(2, 1)
     with pytest.raises(ValueError, match="codes holds 4, which does not fit 2 bits"):
         pack(format, codes, ones, ones, torch.empty(format.nbytes, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("ordered", "order", "sentence"),
+    [
+        (True, None, "order is missing, but ordered is True"),
+        (False, torch.arange(32), "order is given, but ordered is False"),
+        (True, torch.zeros(32, dtype=torch.int64), "order names not each of the 32 columns once"),
+        (True, torch.arange(31), "order names not each of the 32 columns once"),
+    ],
+)
+def test_wrong_orders_are_refused(ordered, order, sentence):
+    format = MatrixFormat(2, 32, 2, 32, torch.bfloat16, ordered=ordered)
+    codes, ones = torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1)
+    with pytest.raises(ValueError, match=sentence):
+        pack(format, codes, ones, ones, torch.empty(format.nbytes, dtype=torch.uint8), order)

@@ -1,5 +1,7 @@
 """Matrices bigger than a tile, than the workspace, and than combine's chunk."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,9 +31,9 @@ def relative_error(got, x, packed):
 @pytest.mark.parametrize("tokens", [1, 19])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
-@pytest.mark.parametrize("bias", [False, True])
-def test_tiles_meet_at_their_edges(bias, bits, dtype, tokens):
-    packed = random_packed(MatrixFormat(ROWS, COLUMNS, bits, 64, dtype, bias))
+@pytest.mark.parametrize(("bias", "ordered"), [(False, False), (True, False), (True, True)])
+def test_tiles_meet_at_their_edges(bias, ordered, bits, dtype, tokens):
+    packed = random_packed(MatrixFormat(ROWS, COLUMNS, bits, 64, dtype, bias, ordered=ordered and bits < 16))
     x = torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert relative_error(TiledLinear(poisoned_workspace())(x, packed), x, packed) < TOLERANCE[dtype]
 
@@ -60,6 +62,33 @@ def test_the_int4_path_cuts_rows_to_its_workspace(bits, group_size, tokens):
     assert relative_error(got, x, packed) < TOLERANCE[torch.bfloat16]
     whole = Int4Linear(torch.empty(1 << 22, dtype=torch.uint8))(x, packed)
     assert torch.equal(got, whole), "the size of the workspace changes the result"
+
+
+@pytest.mark.parametrize("path", ["tiles", "int4"])
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("columns", [128, 70])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_an_order_of_columns_only_moves_the_inputs(path, bits, columns, tokens):
+    """Bit for bit what the stored columns make of inputs that lie in their order."""
+    if path == "int4" and not int4_available():
+        pytest.skip("needs torch's AVX512 int4 kernel")
+    packed = random_packed(MatrixFormat(64, columns, bits, 32, torch.bfloat16, ordered=True))
+    order, unordered = packed.order.long(), replace(packed.format, ordered=False)
+    neighbours = unordered.view(packed_section(packed)[: unordered.nbytes])
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
+    tiles, int4 = (kind(torch.empty(1 << 20, dtype=torch.uint8)) for kind in (TiledLinear, Int4Linear))
+
+    def product(x, packed):
+        return (tiles if path == "tiles" else int4.linear(packed.format))(x, packed)
+
+    assert torch.equal(dequantize(neighbours), dequantize(packed)[:, order])
+    assert torch.equal(product(x, packed), product(x[:, order].contiguous(), neighbours))
+    assert not torch.equal(product(x, packed), product(x, neighbours))
+
+
+def packed_section(packed):
+    """The bytes that a packed matrix is a view of."""
+    return torch.empty(0, dtype=torch.uint8).set_(packed.weight.untyped_storage())
 
 
 @pytest.mark.skipif(not int4_available(), reason="needs torch's AVX512 int4 kernel")

@@ -172,6 +172,7 @@ def test_nothing_to_do():
         ({"group_size": 64}, "different group sizes: 32, 64"),
         ({"intermediate": 96}, "different intermediate sizes: 64, 96"),
         ({"bias": True}, "with a bias and projections without one"),
+        ({"ordered": True}, "an order of columns, which these kernels do not read"),
     ],
 )
 def test_experts_that_disagree_are_refused(second, sentence):

@@ -14,9 +14,9 @@ STEPS = [(0, 0, 1), (1, 1, 1), (2, 0, 3), (3, 1, 40)]
 MIXED = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
 
 
-def make_triton_kernel(device, workspace_bytes, formats, *, zeros_in_steps):
+def make_triton_kernel(device, workspace_bytes, formats, *, zeros_in_steps, ordered):
     """As the runtime makes a kernel on a GPU, for experts that it can read."""
-    assert not zeros_in_steps
+    assert not (zeros_in_steps or ordered)
     return TritonKernel(device, workspace_bytes, formats)
 
 

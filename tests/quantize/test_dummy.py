@@ -6,8 +6,8 @@ import torch
 from tests.small_model import make_experts
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.experts.store import BlobKey, FileStore, Manifest, all_keys
-from vllm_dymoe.kernels.packed import dequantize
-from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.kernels import MatrixFormat, dequantize
+from vllm_dymoe.quantize.dummy import fill_randomly, random_store
 from vllm_dymoe.quantize.experts import FileSink, MemorySink
 
 PROJECTIONS = len(Projection)
@@ -34,6 +34,14 @@ def test_weights_are_finite_and_centred_and_of_the_usual_size(bits, dtype, hidde
     assert 0.015 < everything.std() < 0.03
     assert everything.mean().abs() < 0.002
     assert everything.unique().numel() >= min(2**bits, 64)
+
+
+def test_an_order_of_columns_is_one():
+    matrix = MatrixFormat(64, 100, 4, 32, torch.bfloat16, ordered=True)
+    section = torch.full((matrix.nbytes,), 0xEE, dtype=torch.uint8)
+    fill_randomly(matrix, section, torch.Generator().manual_seed(0))
+    order = matrix.view(section).order
+    assert order.sort().values.tolist() == list(range(100)) != order.tolist()
 
 
 def _matrices(expert):

@@ -105,7 +105,7 @@ def test_dense_layers_are_left_to_vllms_own_configuration():
 
 
 def test_a_converted_checkpoint_has_the_dense_configuration_with_it():
-    ours = {"quant_method": "dymoe", "format_version": 3, "hi": 4, "zeros_in_steps": [4], "dense": AWQ}
+    ours = {"quant_method": "dymoe", "format_version": 4, "hi": 4, "zeros_in_steps": [4], "dense": AWQ}
     config = DymoeConfig.from_config(ours)
     assert isinstance(config._dense, AutoAWQConfig)
     assert config.reader is None

@@ -25,7 +25,7 @@ from vllm_dymoe.experts.layout import EVERY_PROJECTION, ExpertFormat, ModelExper
 from vllm_dymoe.experts.memory import available_host_memory
 
 MANIFEST = "dymoe_experts.json"
-STORE_VERSION = 3
+STORE_VERSION = 4
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -119,6 +119,7 @@ class Manifest:
             "dtype": str(fmt.dtype).removeprefix("torch."),
             "bias": fmt.bias,
             "zeros_in_steps": [bits for bits, f in self.experts.formats.items() if f.zeros_in_steps],
+            "ordered": [bits for bits, f in self.experts.formats.items() if f.ordered],
             "quantizer": self.quantizer,
             "model": self.model,
             "tensor_parallel": {"rank": rank, "size": size},
@@ -151,6 +152,7 @@ class Manifest:
                     dtype,
                     data["bias"],
                     bits in data["zeros_in_steps"],
+                    bits in data["ordered"],
                 )
                 for bits in data["bits"]
             }

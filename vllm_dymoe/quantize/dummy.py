@@ -68,3 +68,5 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
         packed.scales_zeros[:, : matrix.rows, 1] = 0.5 if matrix.zeros_in_steps else scale / 2
     if packed.bias is not None:
         packed.bias.copy_(torch.randn(matrix.rows, generator=generator) * _SPREAD)
+    if packed.order is not None:
+        packed.order.copy_(torch.randperm(matrix.columns, generator=generator))

@@ -86,6 +86,7 @@ class MoERuntime:
             workspace_bytes(self.experts, device.type),
             self.experts.formats,
             zeros_in_steps=any(fmt.zeros_in_steps for fmt in self.experts.formats.values()),
+            ordered=any(fmt.ordered for fmt in self.experts.formats.values()),
         )
         largest = max(fmt.nbytes for fmt in self.experts.formats.values())
         self.engine = engine or make_engine(

@@ -35,19 +35,14 @@ __all__ = [
 def make_kernel(
     device: torch.device | str,
     workspace_bytes: int | None = None,
-    bits: Iterable[int] | None = None,
-    *,
-    zeros_in_steps: bool = False,
-    ordered: bool = False,
+    formats: Iterable[MatrixFormat] = (),
 ) -> ExpertKernel:
     """The kernel for a device.
 
     Args:
         device: where the experts are.
         workspace_bytes: bound on the scratch the kernel holds, at least 320 KiB; None for the kernel's own choice.
-        bits: widths that work may have, for a kernel that is compiled for them; None if that is not known.
-        zeros_in_steps: whether work may hold zeros in steps, which the Triton kernels do not read.
-        ordered: whether work may hold matrices with an order of columns, which they do not read either.
+        formats: those that work may have, for a kernel that is compiled for them; none if they are not known.
 
     Raises:
         ValueError: a smaller workspace.
@@ -56,9 +51,10 @@ def make_kernel(
     device = torch.device(device)
     if device.type == "cpu":
         return CpuKernel(**options)
-    if device.type == "cuda" and not (zeros_in_steps or ordered):
+    formats = list(formats)
+    if device.type == "cuda" and not any(fmt.ordered for fmt in formats):  # which the Triton kernels do not read
         # Here and not above: importing triton takes a second, and nobody without a GPU needs it.
         from vllm_dymoe.kernels.triton import TritonKernel
 
-        return TritonKernel(device, bits=bits, **options)
+        return TritonKernel(device, formats=formats, **options)
     return TorchKernel(device, **options)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from checkout import find_package, need
-from layers import GROUP, LAYERS, TIERS, TOKENS, Layer, expert_bytes, route, work_of
+from layers import LAYERS, TIERS, TOKENS, Layer, expert_bytes, route, work_of
 
 need("torch", "triton")
 find_package()
@@ -80,19 +80,19 @@ def chosen(models: list[str] | None) -> list[tuple[Layer, str]]:
 
 def tune(models: list[str] | None) -> None:
     """Replace the reasoned tiles of these layers by measured ones."""
-    from measure import DTYPE
+    from measure import shape_of
 
-    from vllm_dymoe.kernels.triton import ExpertShape
     from vllm_dymoe.kernels.triton.tune import tune_and_store
 
-    for hidden, intermediate in sorted({(layer.hidden, layer.intermediate) for layer, _ in chosen(models)}):
-        print(f"tiles for {hidden} x {intermediate}:", flush=True)
-        tune_and_store(ExpertShape(hidden, intermediate, GROUP, DTYPE))
+    shapes = {shape_of(layer) for layer, _ in chosen(models)}
+    for shape in sorted(shapes, key=lambda shape: (shape.hidden, shape.intermediate)):
+        print(f"tiles for {shape.hidden} x {shape.intermediate}:", flush=True)
+        tune_and_store(shape)
 
 
 def compile_layer(layer: Layer, tiers: str) -> None:
     """Compile every kernel of a layer; the first launch does."""
-    from measure import DTYPE, random_expert
+    from measure import DTYPE, random_expert, shape_of
 
     from vllm_dymoe.kernels import Activation, ExpertWork
     from vllm_dymoe.kernels.triton import TritonKernel
@@ -101,7 +101,8 @@ def compile_layer(layer: Layer, tiers: str) -> None:
     expert = random_expert(layer, bits[0])
     x = torch.zeros(1, layer.hidden, device="cuda", dtype=DTYPE)
     row = torch.zeros(1, dtype=torch.int64, device="cuda")
-    TritonKernel("cuda", 64 << 20, bits).forward(x, [ExpertWork(*expert, row, row)], x.clone(), Activation.SILU)
+    kernel = TritonKernel("cuda", 64 << 20, [shape_of(layer).formats(width)[0] for width in bits])
+    kernel.forward(x, [ExpertWork(*expert, row, row)], x.clone(), Activation.SILU)
     torch.cuda.synchronize()
 
 
@@ -137,7 +138,7 @@ def measure(models: list[str] | None, tokens: list[int] | None) -> dict[str, Any
 
 def measure_layer(machine, layer, tiers, bits, count, others) -> dict[str, Any]:
     """One row; the bound is printed before the time."""
-    from measure import DTYPE, copies, graphed, random_expert, seconds, work_for
+    from measure import DTYPE, copies, graphed, random_expert, seconds, shape_of, work_for
     from others import dequantize_matmul
 
     from vllm_dymoe.kernels import Activation
@@ -149,7 +150,8 @@ def measure_layer(machine, layer, tiers, bits, count, others) -> dict[str, Any]:
     print(f"{layer.model:18} {tiers:>4} bits {count:5} tokens: bound {bound * 1e6:9.1f} us", end="", flush=True)
     # Hidden activations of all tokens at once, as far as memory goes: the table is of kernels, not of workspaces.
     pairs = count * layer.top_k
-    kernel = TritonKernel("cuda", (1 << 20) + min(4 << 30, 8 * pairs * layer.intermediate + (64 << 20)), bits)
+    workspace_bytes = (1 << 20) + min(4 << 30, 8 * pairs * layer.intermediate + (64 << 20))
+    kernel = TritonKernel("cuda", workspace_bytes, [shape_of(layer).formats(width)[0] for width in bits])
     x = torch.randn(count, layer.hidden, device="cuda", dtype=DTYPE)
     out = torch.empty(pairs, layer.hidden, device="cuda", dtype=DTYPE)
     active = {expert for row in routing for expert in row}
@@ -177,11 +179,10 @@ def measure_layer(machine, layer, tiers, bits, count, others) -> dict[str, Any]:
 
 def measure_fetch(machine) -> float:
     """Share of the copy bandwidth from pinned memory at which missing experts are computed and cached in one pass."""
-    from measure import DTYPE, seconds
+    from measure import DTYPE, seconds, shape_of
 
     from vllm_dymoe.kernels import Activation
     from vllm_dymoe.kernels.triton import (
-        ExpertShape,
         ExpertTable,
         Scratch,
         WorkList,
@@ -194,7 +195,7 @@ def measure_fetch(machine) -> float:
     size = expert_bytes(layer, 4)
     blobs = [torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
     slots = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    shape = ExpertShape(layer.hidden, layer.intermediate, GROUP, DTYPE)
+    shape = shape_of(layer)
     starts, targets = ([blob.data_ptr() for blob in some] for some in (blobs, slots))
     table = ExpertTable.of_blobs(shape, starts, [4, 4], "cuda", targets)
     items = torch.tensor([[0, 0, 1], [1, 1, 2]], dtype=torch.int32, device="cuda")

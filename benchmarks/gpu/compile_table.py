@@ -2,15 +2,16 @@
 
 Compiles every variant ahead of time, without a GPU, and writes registers, spills, shared memory and tensor-core
 instructions to compiled.json and the README. A row of the same kernel source, tile and Triton is kept: a run that was
-interrupted goes on where it was, and after a change only what it touches is compiled again. `--jobs` compiles in
-several processes, `--architecture` for one of them only.
+interrupted goes on where it was. After a change of the sources a row is kept if the compiler is still given the same
+code for it, so that only what the change touches is compiled again. `--jobs` compiles in several processes,
+`--architecture` for one of them only.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +21,7 @@ find_package()
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import triton  # noqa: E402
-from machine_code import compile_variant  # noqa: E402
+from machine_code import compile_variant, ir_digest  # noqa: E402
 from readme import put  # noqa: E402
 from variants import ARCHITECTURES, Variant, all_variants  # noqa: E402
 
@@ -50,7 +51,12 @@ def problems(row: dict) -> list[str]:
 def compile_row(variant: Variant) -> dict:
     """One row of the table."""
     named = dict(zip(COLUMNS, variant.key, strict=True))
-    return named | asdict(compile_variant(variant)) | {"digest": variant.digest}
+    return named | asdict(compile_variant(variant)) | {"digest": variant.digest, "ir": ir_digest(variant)}
+
+
+def renew_row(variant: Variant, row: dict) -> dict | None:
+    """A row of another source, if the compiler would be given the same by this one; else None."""
+    return row | {"digest": variant.digest} if row["ir"] == ir_digest(variant) else None
 
 
 def markdown(table: dict) -> str:
@@ -84,14 +90,16 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--architecture", type=int, choices=ARCHITECTURES)
     arguments = parser.parse_args()
-    rows = known_rows()
-    done = {tuple(row[column] for column in COLUMNS) for row in rows}
-    wanted = [v for v in all_variants() if arguments.architecture in (None, v.architecture) and v.key not in done]
-    # Decode first, and both ends of the architectures: what an interrupted run has is then worth most.
-    wanted.sort(
-        key=lambda v: (v.kernel.startswith("grouped"), v.architecture not in (ARCHITECTURES[0], ARCHITECTURES[-1]))
-    )
     with ProcessPoolExecutor(arguments.jobs) as pool:
+        rows = renewed(known_rows(), pool)
+        save(rows)
+        done = {key(row) for row in rows}
+        wanted = [v for v in all_variants() if arguments.architecture in (None, v.architecture) and v.key not in done]
+        print(f"{len(rows)} rows are up to date, {len(wanted)} are to be compiled", flush=True)
+        # Decode first, and both ends of the architectures: what an interrupted run has is then worth most.
+        wanted.sort(
+            key=lambda v: (v.kernel.startswith("grouped"), v.architecture not in (ARCHITECTURES[0], ARCHITECTURES[-1]))
+        )
         for row in pool.map(compile_row, wanted):
             rows.append(row)
             print(" ".join(str(value) for value in row.values()), flush=True)
@@ -103,24 +111,39 @@ def main() -> int:
     return 1 if wrong else 0
 
 
+def key(row: dict) -> tuple:
+    """Of which variant it is."""
+    return tuple(row[column] for column in COLUMNS)
+
+
 def known_rows() -> list[dict]:
-    """Rows that this Triton made of these sources."""
+    """Rows that this Triton made, of whatever sources."""
     if not TABLE.exists():
         return []
     table = json.loads(TABLE.read_text())
-    return [] if table["triton"] != triton.__version__ else fresh(table["rows"], all_variants())
+    return [] if table["triton"] != triton.__version__ else table["rows"]
+
+
+def renewed(rows: list[dict], pool: Executor) -> list[dict]:
+    """Rows whose numbers still hold, with the digests of the present sources."""
+    planned = {variant.key: variant for variant in all_variants()}
+    kept = fresh(rows, planned.values())
+    done = {key(row) for row in kept}
+    stale = [row for row in rows if key(row) in planned and key(row) not in done]
+    again = pool.map(renew_row, [planned[key(row)] for row in stale], stale)
+    return kept + [row for row in again if row is not None]
 
 
 def fresh(rows: list[dict], planned: Iterable[Variant]) -> list[dict]:
     """Rows of planned variants whose source, tile and arguments are still what they were compiled from."""
     digests = {variant.key: variant.digest for variant in planned}
-    return [row for row in rows if digests.get(tuple(row[column] for column in COLUMNS)) == row["digest"]]
+    return [row for row in rows if digests.get(key(row)) == row["digest"]]
 
 
 def save(rows: list[dict]) -> None:
     """Write the table and its place in the README, in the order of the variants."""
     order = {variant.key: number for number, variant in enumerate(all_variants())}
-    rows.sort(key=lambda row: order[tuple(row[column] for column in COLUMNS)])
+    rows.sort(key=lambda row: order[key(row)])
     table = {"triton": triton.__version__, "rows": rows}
     text = ",\n".join(json.dumps(row) for row in rows)
     TABLE.write_text(f'{{"triton": "{table["triton"]}", "rows": [\n{text}\n]}}\n')

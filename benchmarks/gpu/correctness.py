@@ -27,10 +27,12 @@ DECODED = 1100, 500
 REPEATS = 100
 
 FORWARD_CASES = (
-    (torch.bfloat16, 64, False, 300, 203, Activation.SILU),
-    (torch.float16, 32, True, 512, 384, Activation.SWIGLU_OAI),
-    (torch.bfloat16, 128, True, 512, 384, Activation.GELU),
-    (torch.float16, 64, False, 300, 203, Activation.GELU_TANH),
+    (ExpertShape(300, 203, 64, torch.bfloat16), Activation.SILU),
+    (ExpertShape(512, 384, 32, torch.float16, bias=True), Activation.SWIGLU_OAI),
+    (ExpertShape(512, 384, 128, torch.bfloat16, bias=True), Activation.GELU),
+    (ExpertShape(300, 203, 64, torch.float16), Activation.GELU_TANH),
+    (ExpertShape(300, 203, 64, torch.float16, zeros_in_steps=frozenset((4,))), Activation.SILU),
+    (ExpertShape(512, 384, 32, torch.bfloat16, zeros_in_steps=frozenset((8, 2))), Activation.SILU),
 )
 DECODE_CASES = (
     (torch.bfloat16, DecodeTile(4, 1)),
@@ -51,6 +53,8 @@ def make_expert(shape: ExpertShape, bits: int, seed: int) -> tuple[list[PackedMa
             codes = torch.randint(0, 1 << bits, (fmt.rows, fmt.columns), generator=generator, dtype=torch.uint8)
             scales = (torch.rand(fmt.rows, fmt.groups, generator=generator) + 0.5) * size * 4 / (1 << bits)
             zeros = torch.randn(fmt.rows, fmt.groups, generator=generator) * size / 4
+            if fmt.zeros_in_steps:
+                zeros = torch.randint(-fmt.midpoint, fmt.midpoint + 1, zeros.shape, generator=generator)
             pack(fmt, codes, scales.to(fmt.dtype), zeros.to(fmt.dtype), section)
         else:
             packed.weight.copy_(torch.randn(fmt.rows, fmt.columns, generator=generator) * size)
@@ -61,14 +65,14 @@ def make_expert(shape: ExpertShape, bits: int, seed: int) -> tuple[list[PackedMa
     return matrices, torch.cat(sections)
 
 
-def check_forward(case: tuple[torch.dtype, int, bool, int, int, Activation]) -> list[str]:
+def check_forward(case: tuple[ExpertShape, Activation]) -> list[str]:
     """TritonKernel.forward with every tier and class of tokens in one call; what is wrong, as sentences."""
-    dtype, group, bias, hidden, intermediate, activation = case
-    shape = ExpertShape(hidden, intermediate, group, dtype, bias)
+    shape, activation = case
+    dtype, hidden = shape.dtype, shape.hidden
     wrong = []
-    kernel = TritonKernel(DEVICE, bits=BITS)
+    kernel = TritonKernel(DEVICE, formats=[shape.formats(bits)[0] for bits in BITS])
     tokens, experts = max(COUNTS), len(BITS) * len(COUNTS)
-    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(group)).to(dtype)
+    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(shape.group_size)).to(dtype)
     work, references = [], []
     for expert, (bits, count) in enumerate(itertools.product(BITS, COUNTS)):
         matrices, blob = make_expert(shape, bits, expert)

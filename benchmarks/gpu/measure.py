@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from layers import GROUP, Layer, Machine
 
-from vllm_dymoe.kernels import ExpertWork, MatrixFormat, PackedMatrix
+from vllm_dymoe.kernels import ExpertWork, PackedMatrix
+from vllm_dymoe.kernels.triton import ExpertShape
 
 DTYPE = torch.bfloat16
 SIDE = 8192
@@ -64,12 +65,14 @@ def copies(bytes_each: int) -> int:
     return max(1, min(4 * cache // bytes_each + 2, free // 2 // bytes_each, 64))
 
 
+def shape_of(layer: Layer) -> ExpertShape:
+    """Of its experts."""
+    return ExpertShape(layer.hidden, layer.intermediate, GROUP, DTYPE)
+
+
 def random_expert(layer: Layer, bits: int) -> tuple[PackedMatrix, PackedMatrix, PackedMatrix]:
     """One blob of random bytes with scales of about the size that models have."""
-    formats = [
-        MatrixFormat(rows, columns, bits, GROUP, DTYPE)
-        for rows, columns in ((layer.intermediate, layer.hidden),) * 2 + ((layer.hidden, layer.intermediate),)
-    ]
+    formats = shape_of(layer).formats(bits)
     blob = torch.randint(0, 256, (sum(fmt.nbytes for fmt in formats),), dtype=torch.uint8, device="cuda")
     matrices, start = [], 0
     for fmt in formats:

@@ -40,6 +40,7 @@ def gate_up_kernel(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
+    STEPS: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -62,6 +63,7 @@ def gate_up_kernel(
         COLUMNS: H.
         GROUP: columns that share a scale.
         TIERS: sum of the bits that may occur.
+        STEPS: sum of the bits whose zeros count steps of their scale.
         BIAS: whether sections have biases.
         ACTIVATION: see ACTIVATIONS.
         SPLIT: parts of the columns.
@@ -78,13 +80,13 @@ def gate_up_kernel(
     if last - first == 1:
         _gate_up(
             x, hidden, source, bits + 3 * expert, rows, partials, tickets, first, last,
-            ROWS, COLUMNS, GROUP, TIERS, BIAS, ACTIVATION, 1, SPLIT, FETCH, WARPS,
+            ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, ACTIVATION, 1, SPLIT, FETCH, WARPS,
         )  # fmt: skip
     else:
         for number in range((last - first + 1) // 2):
             _gate_up(
                 x, hidden, source, bits + 3 * expert, rows, partials, tickets, first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, BIAS, ACTIVATION, 2, SPLIT, FETCH, WARPS,
+                ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, ACTIVATION, 2, SPLIT, FETCH, WARPS,
             )  # fmt: skip
 
 
@@ -106,8 +108,9 @@ def _fetch_two(source, destination, bits, ROWS, COLUMNS, GROUP, TIERS: tl.conste
 @triton.jit
 def _gate_up(
     x, hidden, source, bits, rows, partials, tickets, first, last,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, FETCH: tl.constexpr, WARPS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, FETCH: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """One or two positions from `first` on."""
     PROGRAMS: tl.constexpr = 1 if FETCH else SPLIT
@@ -122,12 +125,12 @@ def _gate_up(
         if PROGRAMS == SPLIT:
             up = row_products(
                 tl.load(source + number), tl.load(bits + number), block, x_first, apart, split,
-                ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+                ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
             )  # fmt: skip
         else:
             up = _products_of_all_parts(
                 tl.load(source + number), tl.load(bits + number), block, x_first, apart,
-                ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+                ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
             )  # fmt: skip
     position = first + tl.arange(0, TOKENS)[:, None]
     row = block * 64 + tl.arange(0, 64)[None, :]
@@ -153,15 +156,15 @@ def _gate_up(
 @triton.jit
 def _products_of_all_parts(
     section, bits, block, x, apart,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, BIAS: tl.constexpr,
-    TOKENS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr, FLOAT16: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
+    BIAS: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr, FLOAT16: tl.constexpr,
 ):  # fmt: skip
     """What the last of SPLIT programs makes of their parts, to the last bit."""
     sums = tl.zeros([TOKENS, 64], tl.float32)
     for part in range(SPLIT):  # a loop, for the products to be compiled once
         sums += row_products(
             section, bits, block, x, apart, part,
-            ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+            ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
         )  # fmt: skip
     return sums
 
@@ -207,6 +210,7 @@ def down_kernel(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
+    STEPS: tl.constexpr,
     BIAS: tl.constexpr,
     TOP_K: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -235,6 +239,7 @@ def down_kernel(
         COLUMNS: I.
         GROUP: as in gate_up_kernel, like the others.
         TIERS: sum of the bits.
+        STEPS: of them, those whose zeros count steps.
         BIAS: whether there is one.
         TOP_K: pairs of a token.
         WEIGHTED: see above.
@@ -257,22 +262,22 @@ def down_kernel(
     if last - first == 1:
         _down(
             hidden, out, section, width, pairs, weights, computed, partials, tickets, first, last,
-            ROWS, COLUMNS, GROUP, TIERS, BIAS, TOP_K, WEIGHTED, 1, SPLIT, FETCH, WARPS,
+            ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, TOP_K, WEIGHTED, 1, SPLIT, FETCH, WARPS,
         )  # fmt: skip
     else:
         for number in range((last - first + 1) // 2):
             _down(
                 hidden, out, section, width, pairs, weights, computed, partials, tickets, first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, BIAS, TOP_K, WEIGHTED, 2, SPLIT, FETCH, WARPS,
+                ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, TOP_K, WEIGHTED, 2, SPLIT, FETCH, WARPS,
             )  # fmt: skip
 
 
 @triton.jit
 def _down(
     hidden, out, section, width, pairs, weights, computed, partials, tickets, first, last,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, BIAS: tl.constexpr,
-    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, FETCH: tl.constexpr,
-    WARPS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
+    BIAS: tl.constexpr, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
+    FETCH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One or two positions from `first` on."""
     PROGRAMS: tl.constexpr = 1 if FETCH else SPLIT
@@ -286,12 +291,12 @@ def _down(
     if PROGRAMS == SPLIT:
         sums = row_products(
             section, width, block, h_first, apart, split,
-            ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+            ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
         )  # fmt: skip
     else:
         sums = _products_of_all_parts(
             section, width, block, h_first, apart,
-            ROWS, COLUMNS, GROUP, TIERS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+            ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
         )  # fmt: skip
     position = first + tl.arange(0, TOKENS)[:, None]
     pair = tl.load(pairs + position, mask=position < last, other=0)

@@ -33,6 +33,7 @@ def grouped_gate_up_kernel(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
+    STEPS: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -52,6 +53,7 @@ def grouped_gate_up_kernel(
         COLUMNS: H.
         GROUP: columns that share a scale, a multiple of BLOCK_K.
         TIERS: sum of the bits that may occur.
+        STEPS: sum of the bits whose zeros count steps of their scale.
         BIAS: whether sections have biases.
         ACTIVATION: see ACTIVATIONS.
         BLOCK_M: positions of a tile.
@@ -71,11 +73,11 @@ def grouped_gate_up_kernel(
     width = bits + 3 * expert
     gate = tile_products(
         gate, tl.load(address), tl.load(width), tile, x_rows, inside,
-        ROWS, COLUMNS, GROUP, TIERS, BIAS, BLOCK_N, BLOCK_K,
+        ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     up = tile_products(
         up, tl.load(address + 1), tl.load(width + 1), tile, x_rows, inside,
-        ROWS, COLUMNS, GROUP, TIERS, BIAS, BLOCK_N, BLOCK_K,
+        ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     at = hidden + position.to(tl.int64)[:, None] * ROWS + row[None, :]
@@ -97,6 +99,7 @@ def grouped_linear_kernel(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
+    STEPS: tl.constexpr,
     BIAS: tl.constexpr,
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
@@ -119,6 +122,7 @@ def grouped_linear_kernel(
         COLUMNS: of the projection.
         GROUP: as in grouped_gate_up_kernel, like the others.
         TIERS: sum of the bits.
+        STEPS: of them, those whose zeros count steps.
         BIAS: whether sections have biases.
         GATHER: see above.
         SCATTER: see above.
@@ -137,7 +141,7 @@ def grouped_linear_kernel(
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     sums = tile_products(
         sums, tl.load(addresses + 3 * expert + PROJECTION), tl.load(bits + 3 * expert + PROJECTION), tile, x_rows,
-        inside, ROWS, COLUMNS, GROUP, TIERS, BIAS, BLOCK_N, BLOCK_K,
+        inside, ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     at = out + target.to(tl.int64)[:, None] * ROWS + row[None, :]
@@ -147,8 +151,8 @@ def grouped_linear_kernel(
 @triton.jit
 def tile_products(
     sums, section, bits, tile, x_rows, inside,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """sums + x rows times BLOCK_N rows of a section, and its bias.
 
@@ -172,8 +176,9 @@ def tile_products(
                         x_inside = x_inside & (column < COLUMNS)[None, :]
                     x = tl.load(x_rows + column[None, :], mask=x_inside, other=0.0)
                     weights = load_weights(
-                        section, tile, start, ROWS, COLUMNS, GROUP, 1 << width, BLOCK_N, BLOCK_K, FLOAT16
-                    )
+                        section, tile, start,
+                        ROWS, COLUMNS, GROUP, 1 << width, STEPS >> width & 1, BLOCK_N, BLOCK_K, FLOAT16,
+                    )  # fmt: skip
                     if _INTERPRETED:
                         sums = tl.dot(x.to(tl.float32), weights.to(tl.float32), sums)
                     else:
@@ -186,7 +191,7 @@ def tile_products(
 @triton.jit
 def load_weights(
     section, tile, start,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FLOAT16: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_K, BLOCK_N] of a transposed weight, dequantized; anything but NaN behind the last row or column."""
@@ -233,5 +238,5 @@ def load_weights(
         scales_at = (section + weight_bytes(ROWS, COLUMNS, GROUP, BITS)).to(tl.pointer_type(tl.int32))
         scales_at = tl.multiple_of(scales_at, 16) + start // GROUP * PADDED_ROWS + row
         scales = tl.load(scales_at) if WHOLE else tl.load(scales_at, mask=row < PADDED_ROWS, other=0)
-        scale, zero = unpack_scales(scales, FLOAT16)
+        scale, zero = unpack_scales(scales, STEPS, FLOAT16)
         return (floats * scale[None, :] + zero[None, :]).to(dtype)

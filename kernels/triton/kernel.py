@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.base import ExpertWork, Receive, check_formats, check_tokens
 from vllm_dymoe.kernels.checks import check_tensor
-from vllm_dymoe.kernels.packed import DTYPES
+from vllm_dymoe.kernels.packed import DTYPES, MatrixFormat
 from vllm_dymoe.kernels.triton.launch import (
     DOWN,
     Scratch,
@@ -19,7 +19,7 @@ from vllm_dymoe.kernels.triton.launch import (
     grouped_linear,
 )
 from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_together, run_kernel
-from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList, check_addresses, check_tiers
+from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList, check_addresses
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
 
 DEFAULT_WORKSPACE_BYTES = 32 << 20
@@ -70,11 +70,11 @@ class TritonKernel:
     Args:
         device: where the experts are; a CPU only in Triton's interpreter.
         workspace_bytes: scratch that is held, at least 320 KiB. It bounds the tokens that are computed together.
-        bits: widths that calls may hold, to compile once for all of them; None for those of each call, which compiles
-            again when another mix comes.
+        formats: those that calls may hold, whatever their sizes, to compile once for all of them; none for those of
+            each call, which compiles again when another mix comes.
 
     Raises:
-        ValueError: a smaller workspace, or bits that the format does not have.
+        ValueError: a smaller workspace.
     """
 
     name = "triton"
@@ -83,13 +83,12 @@ class TritonKernel:
         self,
         device: torch.device | str,
         workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
-        bits: Iterable[int] | None = None,
+        formats: Iterable[MatrixFormat] = (),
     ) -> None:
         if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
         self.workspace_bytes = workspace_bytes
-        self._bits = frozenset() if bits is None else frozenset(bits)
-        check_tiers(self._bits)
+        self._kinds = frozenset((fmt.bits, fmt.zeros_in_steps) for fmt in formats)
         self._device = torch.device(device)
         self._tickets = torch.zeros(_TICKETS, dtype=torch.int32, device=device)
         self._memory = torch.empty(workspace_bytes - 4 * _TICKETS, dtype=torch.uint8, device=device)
@@ -129,7 +128,7 @@ class TritonKernel:
         active = [expert for expert in work if check_tokens(expert)]
         if not active:
             return None
-        shape = common_shape(active)
+        shape = common_shape(active, self._kinds)
         tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
         active.sort(key=lambda expert: _class(tiles, expert.tokens.shape[0]))
         items, runs = _cut(active, tiles, self._limits(shape, tiles))
@@ -231,14 +230,17 @@ class TritonKernel:
             host = host.pin_memory()
         moved = host.to(self._device, non_blocking=True)
         small = moved[len(addresses) :].view(torch.int32)
-        table = ExpertTable(
-            shape, self._bits | frozenset(widths), moved[: len(addresses)].view(-1, 3), small[: len(widths)].view(-1, 3)
-        )
+        tiers = frozenset(widths).union(width for width, _ in self._kinds)
+        table = ExpertTable(shape, tiers, moved[: len(addresses)].view(-1, 3), small[: len(widths)].view(-1, 3))
         return table, small[len(widths) : len(widths) + 3 * len(items)].view(-1, 3)
 
 
-def common_shape(work: Sequence[ExpertWork]) -> ExpertShape:
+def common_shape(work: Sequence[ExpertWork], kinds: Iterable[tuple[int, bool]] = ()) -> ExpertShape:
     """What all experts of a call have in common; a group size counts below 16 bits only.
+
+    Args:
+        work: the call.
+        kinds: bits, and whether zeros are in steps, of what other calls hold.
 
     Raises:
         ValueError: they do not have it in common.
@@ -252,12 +254,15 @@ def common_shape(work: Sequence[ExpertWork]) -> ExpertShape:
             raise ValueError(f"work holds experts of different {name}: {', '.join(map(str, sorted(values)))}")
     if len(biases) > 1:
         raise ValueError("work holds projections with a bias and projections without one")
-    if any(fmt.zeros_in_steps for fmt in formats):
-        raise ValueError("work holds zeros that count steps, which these kernels do not read")
     if any(fmt.ordered for fmt in formats):
         raise ValueError("work holds matrices with an order of columns, which these kernels do not read")
-    first = work[0].gate.format
-    return ExpertShape(first.columns, first.rows, groups.pop() if groups else first.group_size, first.dtype, first.bias)
+    both = {(fmt.bits, fmt.zeros_in_steps) for fmt in formats}.union(kinds)
+    steps = frozenset(bits for bits, in_steps in both if in_steps)
+    for bits in steps:
+        if (bits, False) in both:
+            raise ValueError(f"work holds zeros in steps at {bits} bits, and zeros that are not")
+    first, group = work[0].gate.format, groups.pop() if groups else work[0].gate.format.group_size
+    return ExpertShape(first.columns, first.rows, group, first.dtype, first.bias, steps)
 
 
 def _class(tiles: Tiles, tokens: int) -> int:

@@ -34,6 +34,7 @@ def quantized_rows(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
+    STEPS: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
     WARPS: tl.constexpr,
@@ -47,6 +48,7 @@ def quantized_rows(
         x: pointer to a row.
         apart: int64, elements from there to the second token's row, if TOKENS is 2.
         split: which of the SPLIT parts of the columns.
+        STEPS: whether zeros count steps of their scale.
 
     Returns:
         float32 [TOKENS, 64].
@@ -124,7 +126,7 @@ def quantized_rows(
                 some_x *= 0.25
                 ones += some_x
                 products += some_x * _factors(codes, 0x060000 << nibble, one)
-        scale, zero = unpack_scales(_load(scales_at + group * PADDED_ROWS, valid, EVEN), FLOAT16)
+        scale, zero = unpack_scales(_load(scales_at + group * PADDED_ROWS, valid, EVEN), STEPS, FLOAT16)
         sums += scale * ((products - ones) * factor) + (zero - scale * MIDPOINT) * total
         words = next_words
     # Row 32 half + 4 word + byte of [TOKENS, half, byte, word].
@@ -225,6 +227,7 @@ def row_products(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
+    STEPS: tl.constexpr,
     BIAS: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -240,6 +243,7 @@ def row_products(
         x: pointer to a row.
         apart: int64, elements from there to the second token's row.
         split: which part of the columns.
+        STEPS: sum of the widths whose zeros count steps.
 
     Returns:
         float32 [TOKENS, 64].
@@ -254,7 +258,7 @@ def row_products(
                 else:
                     sums = quantized_rows(
                         section, block, x, apart, split,
-                        ROWS, COLUMNS, GROUP, 1 << width, TOKENS, SPLIT, WARPS, FLOAT16,
+                        ROWS, COLUMNS, GROUP, 1 << width, STEPS >> width & 1, TOKENS, SPLIT, WARPS, FLOAT16,
                     )  # fmt: skip
                 if BIAS:
                     if split == 0:

@@ -30,8 +30,8 @@ def bias_offset(ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, 
 
 
 @triton.jit
-def unpack_scales(words, FLOAT16: tl.constexpr):
-    """Scale and zero, each float32, of int32 words that hold the pair in 16 bits each."""
+def unpack_scales(words, STEPS: tl.constexpr, FLOAT16: tl.constexpr):
+    """Scale and zero, each float32, of int32 words that hold the pair in 16 bits each; STEPS: the zero counts steps."""
     if FLOAT16:
         scale = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         zero = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -39,6 +39,8 @@ def unpack_scales(words, FLOAT16: tl.constexpr):
         # A bfloat16 is the upper half of a float32.
         scale = (words << 16).to(tl.float32, bitcast=True)
         zero = (words & -65536).to(tl.float32, bitcast=True)
+    if STEPS:
+        zero = zero * scale  # exact: two of at most 11 bits
     return scale, zero
 
 

@@ -22,9 +22,10 @@ class ExpertShape:
         group_size: of every section below 16 bits.
         dtype: of activations, scales and 16-bit weights.
         bias: whether every projection has one.
+        zeros_in_steps: bit-widths whose zeros count steps of their scale.
 
     Raises:
-        ValueError: a size or a group size that the format does not have.
+        ValueError: a size, a group size or a bit-width that the format does not have, or zeros in steps at 16 bits.
         TypeError: another dtype.
     """
 
@@ -33,6 +34,7 @@ class ExpertShape:
     group_size: int
     dtype: torch.dtype
     bias: bool = False
+    zeros_in_steps: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.hidden < 1 or self.intermediate < 1:
@@ -41,12 +43,14 @@ class ExpertShape:
             raise ValueError(f"group_size is {self.group_size}, expected one of {', '.join(map(str, GROUP_SIZES))}")
         if self.dtype not in DTYPES:
             raise TypeError(f"dtype is {self.dtype}, expected torch.bfloat16 or torch.float16")
+        for bits in self.zeros_in_steps:
+            self.formats(bits)
 
     def formats(self, bits: int) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
         """Gate [I, H], up [I, H] and down [H, I] at some bits."""
-        wide = MatrixFormat(self.intermediate, self.hidden, bits, self.group_size, self.dtype, self.bias)
-        down = MatrixFormat(self.hidden, self.intermediate, bits, self.group_size, self.dtype, self.bias)
-        return wide, wide, down
+        rest = (bits, self.group_size, self.dtype, self.bias, bits in self.zeros_in_steps)
+        wide = MatrixFormat(self.intermediate, self.hidden, *rest)
+        return wide, wide, MatrixFormat(self.hidden, self.intermediate, *rest)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,10 @@ def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
     shape = (format.rows, format.columns)
     codes = torch.randint(0, 1 << format.bits, shape, generator=generator, dtype=torch.uint8)
     scales = (torch.rand(format.rows, format.groups, generator=generator) + 0.5) * size * 4 / (1 << format.bits)
-    zeros = torch.randn(format.rows, format.groups, generator=generator) * size / 4
+    if format.zeros_in_steps:
+        zeros = torch.randint(-format.midpoint, format.midpoint + 1, scales.shape, generator=generator)
+    else:
+        zeros = torch.randn(scales.shape, generator=generator) * size / 4
     order = torch.randperm(format.columns, generator=generator) if format.ordered else None
     pack(format, codes, scales.to(format.dtype), zeros.to(format.dtype), section, order)
     return _with_bias(format.view(section), generator)
@@ -46,9 +49,18 @@ class Expert:
 
 
 def random_expert(
-    hidden, intermediate, bits, group_size=32, dtype=torch.bfloat16, seed=0, *, bias=False, ordered=False
+    hidden,
+    intermediate,
+    bits,
+    group_size=32,
+    dtype=torch.bfloat16,
+    seed=0,
+    *,
+    bias=False,
+    steps=False,
+    ordered=False,
 ) -> Expert:
     """An expert of [hidden] -> [intermediate] -> [hidden]; at 16 bits its columns have no order."""
-    rest = bits, group_size, dtype, bias, False, ordered and bits < 16
+    rest = bits, group_size, dtype, bias, steps, ordered and bits < 16
     wide, narrow = MatrixFormat(intermediate, hidden, *rest), MatrixFormat(hidden, intermediate, *rest)
     return Expert(random_packed(wide, seed), random_packed(wide, seed + 1), random_packed(narrow, seed + 2))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from tests.kernels.matrices import random_packed
 from vllm_dymoe.kernels import expert_reference
@@ -29,6 +30,10 @@ def random_x(tokens, columns, dtype, seed=0):
 
 def poisoned(*shape, dtype):
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+steps_of_some = st.sets(st.sampled_from([8, 4, 2])).map(frozenset)
+"""Bit-widths whose zeros count steps."""
 
 
 class Experts:

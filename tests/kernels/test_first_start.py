@@ -53,10 +53,11 @@ def compile(source, target, options, **others):
 
 triton.compiler.compile = compile
 driver.set_active(Driver())
-kernel = TritonKernel("cpu", bits=(4, 2))
+experts = {bits: random_expert(100, 70, bits, steps=bits == 4) for bits in (4, 2)}
+kernel = TritonKernel("cpu", formats=[expert.up.format for expert in experts.values()])
 calls = []
-for activation, bits, counts in (("silu", 4, (1,)), ("silu", 2, (3, 10, 40, 200)), ("gelu", 4, (1, 200))):
-    expert = random_expert(100, 70, bits)
+for activation, bits, counts in (("silu", 2, (1,)), ("silu", 4, (3, 10, 40, 200)), ("gelu", 2, (1, 200))):
+    expert = experts[bits]
     x = torch.zeros(200, 100, dtype=torch.bfloat16)
     out = torch.zeros(200, 100, dtype=torch.bfloat16)
     rows = [torch.arange(count) for count in counts]

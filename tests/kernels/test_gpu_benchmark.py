@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -224,6 +225,31 @@ def test_a_row_of_another_source_or_tile_is_stale(compile_table, variants, monke
     assert {row["kernel"] for row in kept} == {"grouped_gate_up", "grouped_linear"}
 
 
+def test_a_row_of_another_source_is_kept_if_the_compiler_is_given_the_same(compile_table, variants, monkeypatch):
+    (variant,) = (
+        v for v in variants.variants(86) if v.key[1:] == ("grouped_linear", "2048x768", "4/2", "gathered, m 128")
+    )
+    row = {"digest": "of another source", "ir": compile_table.ir_digest(variant), "registers": 1}
+    assert compile_table.renew_row(variant, row) == row | {"digest": variant.digest}
+    # Functions are named by their constants, also by those without effect: this launch holds no 8 bits.
+    same = replace(variant, constants=variant.constants | {"STEPS": 8})
+    assert same.digest != variant.digest
+    assert compile_table.renew_row(same, row) == row | {"digest": same.digest}
+    for other in (
+        replace(variant, constants=variant.constants | {"STEPS": 4}),
+        replace(variant, options=variant.options | {"num_stages": 1}),
+        replace(variant, architecture=90),
+    ):
+        assert compile_table.renew_row(other, row) is None
+    keyed = row | dict(zip(compile_table.COLUMNS, variant.key, strict=True))
+    gone = keyed | {"note": "of no plan"}
+    with ThreadPoolExecutor(1) as pool:
+        assert compile_table.renewed([keyed, gone], pool) == [keyed | {"digest": variant.digest}]
+        assert compile_table.renewed([keyed | {"ir": "other"}], pool) == []
+        fresh = keyed | {"digest": variant.digest, "ir": "not looked at"}
+        assert compile_table.renewed([fresh], pool) == [fresh]
+
+
 def test_the_plan_has_every_option_on_every_architecture(variants):
     """What the launches compile in, in the table's plan: nothing is left out by a slip."""
     for architecture in variants.ARCHITECTURES:
@@ -232,8 +258,8 @@ def test_the_plan_has_every_option_on_every_architecture(variants):
         for kernel in ("gate_up", "down", "grouped_gate_up", "grouped_linear"):
             mine = [variant for variant in planned if variant.kernel == kernel]
             assert {v.types["hidden" if "gate" in kernel else "out"] for v in mine} == {"*bf16", "*fp16"}
-            wanted = {"BIAS": {False, True}, "GROUP": {32, 64, 128}}
-            mixes = {16, 8, 4, 2, 6, 20, 24} | ({18, 10, 12} if architecture in (80, 120) else set())
+            wanted = {"BIAS": {False, True}, "GROUP": {32, 64, 128}, "STEPS": {0, 4, 8}}
+            mixes = {16, 8, 4, 2, 6, 12, 20, 24} | ({18, 10} if architecture in (80, 120) else set())
             wanted |= {"TIERS": mixes}
             if kernel in ("gate_up", "down"):
                 wanted |= {"FETCH": {False, True}, "WARPS": {4, 8}}

@@ -6,7 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.matrices import random_expert
-from vllm_dymoe.kernels import Activation, CpuKernel, ExpertWork, TorchKernel, combine, expert_reference, make_kernel
+from vllm_dymoe.kernels import (
+    Activation,
+    CpuKernel,
+    ExpertWork,
+    MatrixFormat,
+    TorchKernel,
+    combine,
+    expert_reference,
+    make_kernel,
+)
 from vllm_dymoe.kernels.int4 import int4_available
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
 
@@ -76,10 +85,12 @@ def test_a_gpu_gets_tritons_kernel(monkeypatch):
     """Which the runtime calls as it calls the CPU's; tests/kernels/test_triton_runtime.py lets it."""
     triton = pytest.importorskip("vllm_dymoe.kernels.triton")
     monkeypatch.setattr(triton, "TritonKernel", lambda *arguments, **options: (arguments, options))
-    made = make_kernel("cuda:1", 1 << 20, (4, 2))
-    assert made == ((torch.device("cuda:1"),), {"bits": (4, 2), "workspace_bytes": 1 << 20})
+    formats = [MatrixFormat(64, 64, 4, 64, torch.bfloat16, zeros_in_steps=True)]
+    made = make_kernel("cuda:1", 1 << 20, formats)
+    assert made == ((torch.device("cuda:1"),), {"formats": formats, "workspace_bytes": 1 << 20})
     monkeypatch.setattr("vllm_dymoe.kernels.TorchKernel", lambda device, **options: device)
-    assert make_kernel("cuda:1", ordered=True) == torch.device("cuda:1"), "one that reads no order of columns"
+    ordered = [MatrixFormat(64, 64, 4, 64, torch.bfloat16, ordered=True)]
+    assert make_kernel("cuda:1", formats=ordered) == torch.device("cuda:1"), "one that reads no order of columns"
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])

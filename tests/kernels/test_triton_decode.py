@@ -15,6 +15,7 @@ from tests.kernels.sections import (
     random_x,
     relative_error,
     sections_at_the_edge,
+    steps_of_some,
     work_list,
 )
 from vllm_dymoe.kernels import Activation
@@ -79,12 +80,13 @@ def weighted_reference(experts, ids, weights, x, activation, skipped=()):
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     activation=st.sampled_from(Activation),
     bias=st.booleans(),
+    steps=steps_of_some,
     tile=st.builds(DecodeTile, st.sampled_from([4, 8]), st.sampled_from([1, 2, 3])),
     seed=st.integers(0, 1000),
 )
-def test_the_weighted_sum(bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, tile, seed):
+def test_the_weighted_sum(bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, tile, seed):
     """Any tiers in one launch, any number of parts; one expert of each token is left out."""
-    experts = Experts(ExpertShape(hidden, intermediate, group_size, dtype, bias), bits, seed)
+    experts = Experts(ExpertShape(hidden, intermediate, group_size, dtype, bias, steps), bits, seed)
     x = random_x(tokens, hidden, dtype, seed)
     ids, weights, chosen = routing(tokens, 2, 3, seed)
     chosen[0] = []
@@ -113,6 +115,19 @@ def test_a_group_of_several_strips(bits):
     x = random_x(1, 300, BFLOAT16)
     _, out = run(x, experts.table(), work_list([[(0, 0)]], 1), DecodeTile(4, 1), rows=1)
     assert relative_error(out, experts.reference(0, x, SILU)) < TOLERANCE[BFLOAT16]
+
+
+@pytest.mark.parametrize(("steps", "dtype"), [({4}, torch.float16), ({8, 2}, BFLOAT16)])
+def test_zeros_count_steps_at_some_bits_and_not_at_others(steps, dtype):
+    """A checkpoint's integers beside a tier derived from them; from slots, and fetched on the way."""
+    experts = Experts(ExpertShape(150, 60, 32, dtype, False, frozenset(steps)), [8, 4, 2, 16])
+    x, work, tile = random_x(1, 150, dtype), work_list([[(0, e)] for e in range(4)], 4), DecodeTile(4, 2)
+    _, out = run(x, experts.table(), work, tile, rows=4)
+    for expert in range(4):
+        assert relative_error(out[expert], experts.reference(expert, x, SILU)[0]) < TOLERANCE[dtype]
+    slots = [torch.zeros_like(blob) for blob in experts.blobs]
+    fetched = run(x, experts.table([slot.data_ptr() for slot in slots]), work, tile, rows=4)[1]
+    assert torch.equal(fetched, out)
 
 
 def test_the_order_of_programs_changes_no_bit():
@@ -419,6 +434,10 @@ def test_wrong_tables_are_named():
         ExpertShape(64, 64, 48, BFLOAT16)
     with pytest.raises(TypeError, match=r"dtype is torch.float32"):
         ExpertShape(64, 64, 32, torch.float32)
+    with pytest.raises(ValueError, match="bits is 3"):
+        ExpertShape(64, 64, 32, BFLOAT16, zeros_in_steps=frozenset((3,)))
+    with pytest.raises(ValueError, match="zeros_in_steps is set for 16 bits"):
+        ExpertShape(64, 64, 32, BFLOAT16, zeros_in_steps=frozenset((16,)))
     with pytest.raises(TypeError, match=r"rows is torch.float32"):
         WorkList(torch.zeros(0, 3, dtype=torch.int32), torch.zeros(1), torch.zeros(1))
     with pytest.raises(ValueError, match="rows has 1 positions, but pairs 2"):

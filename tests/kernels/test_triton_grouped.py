@@ -14,6 +14,7 @@ from tests.kernels.sections import (
     random_x,
     relative_error,
     sections_at_the_edge,
+    steps_of_some,
     work_list,
 )
 from vllm_dymoe.kernels import Activation, dequantize
@@ -50,13 +51,14 @@ tiles = st.builds(
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     activation=st.sampled_from(Activation),
     bias=st.booleans(),
+    steps=steps_of_some,
     tile=tiles,
     seed=st.integers(0, 1000),
 )
 def test_any_tile_agrees_with_the_reference(
-    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, tile, seed
+    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, tile, seed
 ):
-    experts = Experts(ExpertShape(hidden, intermediate, group_size, dtype, bias), bits, seed)
+    experts = Experts(ExpertShape(hidden, intermediate, group_size, dtype, bias, steps), bits, seed)
     x = random_x(tokens, hidden, dtype, seed)
     count = len(bits)
     chosen = [[(t, e) for t in range(tokens) if (t + e) % (e + 1) == 0] for e in range(count)]
@@ -95,6 +97,20 @@ def test_one_projection_at_a_time(bits, projection):
     packed_rows = poisoned(17, packed.format.rows, dtype=torch.float16)
     grouped_linear(x, packed_rows, table, work, projection, tile, gather=True)
     assert torch.equal(packed_rows, out[3:].flip(0))
+
+
+@pytest.mark.parametrize(("steps", "dtype"), [({4}, torch.float16), ({8, 2}, torch.bfloat16)])
+def test_zeros_count_steps_at_some_bits_and_not_at_others(steps, dtype):
+    """A checkpoint's integers beside a tier derived from them."""
+    experts = Experts(ExpertShape(100, 70, 32, dtype, False, frozenset(steps)), [8, 4, 2, 16])
+    x, tile = random_x(5, 100, dtype), GroupedTile(16, 64, 32, 4, 2)
+    work = work_list([[(t, e) for t in range(5)] for e in range(4)], 4, 16)
+    inner, out = poisoned(20, 70, dtype=dtype), poisoned(20, 100, dtype=dtype)
+    grouped_gate_up(x, inner, experts.table(), work, Activation.SILU, tile)
+    grouped_linear(inner, out, experts.table(), work, DOWN, tile, scatter=True)
+    for expert in range(4):
+        got = out.view(5, 4, 100)[:, expert]
+        assert relative_error(got, experts.reference(expert, x, Activation.SILU)) < TOLERANCE[dtype]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="compute-sanitizer looks for the same on a GPU")

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.matrices import Expert, random_expert
-from tests.kernels.sections import DEVICE, TOLERANCE, relative_error
+from tests.kernels.sections import DEVICE, TOLERANCE, relative_error, steps_of_some
 from vllm_dymoe.kernels import Activation, ExpertWork, PackedMatrix, expert_reference
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.kernel import MINIMUM_WORKSPACE_BYTES
@@ -50,15 +50,17 @@ def random_x(tokens, hidden, dtype=torch.bfloat16, seed=0):
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     activation=st.sampled_from(Activation),
     bias=st.booleans(),
+    steps=steps_of_some,
     seed=st.integers(0, 1000),
 )
 def test_any_mix_agrees_with_the_reference(
-    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, seed
+    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, seed
 ):
     """Any mix of bit-widths and numbers of tokens in one call, sizes off every tile, an expert with no token."""
     x = random_x(tokens, hidden, dtype, seed)
     experts = [
-        random_expert(hidden, intermediate, b, group_size, dtype, seed + i, bias=bias) for i, b in enumerate(bits)
+        random_expert(hidden, intermediate, b, group_size, dtype, seed + i, bias=bias, steps=b in steps)
+        for i, b in enumerate(bits)
     ]
     chosen = [[t for t in range(tokens) if (t + i) % (3 * i + 1) == 0] for i in range(len(bits))]
     count = len(bits)
@@ -172,6 +174,7 @@ def test_nothing_to_do():
         ({"group_size": 64}, "different group sizes: 32, 64"),
         ({"intermediate": 96}, "different intermediate sizes: 64, 96"),
         ({"bias": True}, "with a bias and projections without one"),
+        ({"steps": True}, "zeros in steps at 4 bits, and zeros that are not"),
         ({"ordered": True}, "an order of columns, which these kernels do not read"),
     ],
 )
@@ -181,6 +184,16 @@ def test_experts_that_disagree_are_refused(second, sentence):
     out = torch.zeros(2, 64, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(ValueError, match=sentence):
         make_kernel().forward(random_x(1, 64), work, out, Activation.SILU)
+
+
+def test_experts_that_disagree_with_what_was_announced_are_refused():
+    """A kernel is compiled for all calls to come: it would read these zeros as it reads the others."""
+    announced, other = (random_expert(64, 64, 4, steps=steps) for steps in (True, False))
+    kernel = TritonKernel(DEVICE, formats=[announced.gate.format])
+    out = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
+    kernel.forward(random_x(1, 64), [work_of(announced, [0], [0])], out, Activation.SILU)
+    with pytest.raises(ValueError, match="zeros in steps at 4 bits, and zeros that are not"):
+        kernel.forward(random_x(1, 64), [work_of(other, [0], [0])], out, Activation.SILU)
 
 
 def test_a_misaligned_address_is_refused():

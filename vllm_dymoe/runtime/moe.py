@@ -84,9 +84,7 @@ class MoERuntime:
         self.kernel: ExpertKernel = make_kernel(
             device,
             workspace_bytes(self.experts, device.type),
-            self.experts.formats,
-            zeros_in_steps=any(fmt.zeros_in_steps for fmt in self.experts.formats.values()),
-            ordered=any(fmt.ordered for fmt in self.experts.formats.values()),
+            [matrix for fmt in self.experts.formats.values() for matrix in fmt.matrices],
         )
         largest = max(fmt.nbytes for fmt in self.experts.formats.values())
         self.engine = engine or make_engine(

@@ -72,11 +72,6 @@ def warnings(runtime: MoERuntime) -> list[str]:
             "because the cores that would copy them are computing; it works where they come from a disk, on a GPU, and "
             "with link_gbps."
         )
-    if runtime.device.type == "cuda" and any(fmt.zeros_in_steps for fmt in experts.formats.values()):
-        found.append(
-            "the checkpoint's experts have zero points, which the Triton kernels do not read yet, so that plain torch "
-            "operations compute them, much slower; use a symmetric checkpoint, or set hi to 16 and lo to 0."
-        )
     for tier in plan.slots if options.keep_experts else ():
         wanted = [round(share * experts.top_k) for share in shares[tier]]
         short = [(kept, uses) for kept, uses in zip(plan.quotas[tier], wanted, strict=True) if kept < uses]

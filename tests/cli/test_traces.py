@@ -128,7 +128,8 @@ def test_the_page_has_every_picture_and_needs_nothing_else(trace, tmp_path):
     assert read.fetched == []
     assert "url(" not in text
     assert "<script" not in text
-    assert "a &lt;model&gt; &amp; more" in text
+    assert re.findall(r"<(\w+)>[^<]*a &lt;model&gt; &amp; more", text) == ["title", "h1", "dd"]
+    assert "<model>" not in text
     assert len(pictures(text)) == len(read.headings) - 1 == text.count('class="seen"') == 8
     assert "nan" not in text.lower().replace("domain", "")
 
@@ -139,6 +140,50 @@ def test_pictures_of_inputs_are_there_if_the_trace_has_them(trace):
     more = Page(page(replace(trace, router_inputs=inputs, next_gate=trace.experts[:, 1:].clone()))).headings
     assert set(more) - set(headings) == {"Looking ahead with the next gate"}
     assert not any("omain" in heading for heading in Page(page(replace(trace, domain=None))).headings)
+
+
+def texts(picture):
+    return [part.text or "" for part in picture if part.tag == "text"]
+
+
+def test_domains_have_a_color_each_or_a_row_each():
+    def of_domains(count):
+        trace = synthetic_trace(HEADER, requests=6, prompt=8, decode=24, domains=count)
+        names = [f"domain {number}" for number in range(count)]
+        text = page(trace)
+        section = text[text.index("How domains differ") : text.index("Domains in layer")]
+        (picture,) = pictures(section)
+        return section, picture, names
+
+    section, picture, names = of_domains(4)
+    assert [part.get("class") for part in picture if part.tag == "path"] == [f"line c{n}" for n in range(1, 5)]
+    assert all(f"</i>{name}</span>" in section for name in names)
+    section, picture, names = of_domains(5)
+    assert not any("line" in part.get("class", "") for part in picture)
+    assert [text for text in texts(picture) if "domain" in text] == names
+
+
+def test_names_of_rows_have_room():
+    from vllm_dymoe.traces.charts import heat_map
+
+    (picture,) = pictures(heat_map([[1.0, 0.5]] * 3, "x", "y", "of all", ["a & b", "docs", "long " * 9]))
+    names = [part for part in picture if part.get("text-anchor") == "end"]
+    assert [name.text for name in names[:2]] == ["a & b", "docs"]
+    assert names[2].text.endswith("…")
+    ground = next(part for part in picture if part.get("class") == "ground")
+    for name in names:  # letters of 12 pixels are about 7 wide
+        assert 7 * len(name.text) <= float(name.get("x")) < float(ground.get("x"))
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "want"),
+    [(0, 4, [0, 1, 2, 3]), (0, 48, range(0, 48, 4)), (1, 32, [1, *range(2, 33, 2)]), (1, 128, [1, *range(8, 129, 8)])],
+)
+def test_axes_have_round_numbers_and_where_they_begin(first, count, want):
+    from vllm_dymoe.traces.charts import Line, lines
+
+    (picture,) = pictures(lines([Line("one", [0.5] * count)], "x", "y", first=first))
+    assert [int(text) for text in texts(picture) if text.isdigit()] == list(want)
 
 
 @pytest.mark.parametrize("what", ["one token", "only prompts", "only answers", "one layer"])

@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from tests.e2e.engines import MODEL, answer, engine, prompts, runtime_of
 from tests.e2e.test_server import Server
 from vllm_dymoe.experts.store import StoreError, file_name
+from vllm_dymoe.traces import Trace
 
 pytestmark = pytest.mark.engine
 
@@ -275,9 +276,12 @@ def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot_until_it_end
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A compiled server over a 16-bit checkpoint's own store, and its folder; the budget keeps one expert at a time."""
+    """A compiled server over a 16-bit checkpoint's own store, and its folder; the budget keeps one expert at a time.
+
+    It is asked for prefetch, for which it looks at gates; nothing is fetched ahead where transfers take cores.
+    """
     folder = tmp_path_factory.mktemp("stores")
-    options = {"hi": 4, "expert_budget": "2%", "store_dir": str(folder)}
+    options = {"hi": 4, "expert_budget": "2%", "store_dir": str(folder), "prefetch": "next-gate"}
     arguments = ["--quantization", "dymoe", "--additional-config", json.dumps({"dymoe": options})]
     server = Server(MODEL, folder / "log", *arguments, "--enable-prefix-caching", eager=False)
     server.wait_until_ready()
@@ -315,6 +319,8 @@ def test_a_server_answers_500_with_the_sentence_and_goes_on(served):
     log = server.log.read_text()
     assert log.count(f"vllm-dymoe: {path} ends at byte") >= 6
     assert "EngineDeadError" not in log
+    # What vLLM computes to compile a model is made of what was in the memory before: no gate is judged by that.
+    assert 'prefetch "next-gate" is off' not in log
 
 
 def test_another_ranks_fault_fails_the_step(monkeypatch, tmp_path):
@@ -322,7 +328,8 @@ def test_another_ranks_fault_fails_the_step(monkeypatch, tmp_path):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("two ranks need two cores")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2]))
-    options = {"hi": 4, "expert_budget": "2%", "store_dir": str(tmp_path)}
+    traces = tmp_path / "traces"
+    options = {"hi": 4, "expert_budget": "2%", "store_dir": str(tmp_path), "trace_dir": str(traces)}
     settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_prefix_caching": True}
     with engine(dymoe=options, **settings) as llm:
         want = [a.tokens for a in answer(llm, prompts()[:2], max_tokens=8)]
@@ -334,3 +341,6 @@ def test_another_ranks_fault_fails_the_step(monkeypatch, tmp_path):
             llm.collective_rpc("dymoe_check_integrity")
             for _ in range(2):
                 assert [a.tokens for a in answer(llm, prompts()[:2], max_tokens=8)] == want
+        llm.collective_rpc("dymoe_trace")
+    # Two requests each: answered, failed on rank 1, answered, answered, failed on rank 0, answered, answered.
+    assert set(Trace.load(traces).request.tolist()) == {0, 1, *range(4, 8), *range(10, 14)}

@@ -8,6 +8,7 @@ in the same groups whether they are cut or not: the weights are the same and onl
 """
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.e2e.engines import (
     runtime_of,
 )
 from vllm_dymoe.policy import make_policy
+from vllm_dymoe.traces import Trace, statistics
 
 pytestmark = [
     pytest.mark.engine,
@@ -82,9 +84,11 @@ def serve_two_ranks(log, settings):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
     result = {"answers": {}, "stats": {}}
-    with engine(dymoe=OPTIONS, distributed_executor_backend="mp", **settings) as llm:
+    stages = "pipeline_parallel_size" in settings
+    options = OPTIONS if stages else OPTIONS | {"trace_dir": f"{log}.traces", "trace_inputs": True}
+    with engine(dymoe=options, distributed_executor_backend="mp", **settings) as llm:
         result["ranks"] = llm.collective_rpc(describe_rank)
-        if "pipeline_parallel_size" in settings:
+        if stages:
             return result
         for bits, policy in POLICIES.items():
             for budget in BUDGETS:
@@ -92,6 +96,8 @@ def serve_two_ranks(log, settings):
                 result["answers"][bits, budget] = answer(llm, prompts(), max_tokens=16)
                 llm.collective_rpc("dymoe_check_integrity")
                 result["stats"][bits, budget] = llm.collective_rpc("dymoe_stats")
+                # Of the first answers, with every expert at 16 bits; recording goes on.
+                result.setdefault("trace", llm.collective_rpc("dymoe_trace"))
     return result
 
 
@@ -104,16 +110,18 @@ def two_ranks(folder, **settings):
 
 
 @pytest.fixture(scope="module")
-def one_rank():
+def one_rank(tmp_path_factory):
     """Answers at each bit-width, and the outputs of single layers at 16 bits."""
     result = {}
-    with engine(dymoe=OPTIONS) as llm:
+    folder = tmp_path_factory.mktemp("one-rank")
+    with engine(dymoe=OPTIONS | {"trace_dir": str(folder), "trace_inputs": True}) as llm:
         runtime = runtime_of(llm)
         result["outputs"] = [layer_output(runtime, position) for position in range(8)]
         for bits, policy in POLICIES.items():
             runtime.policy = make_policy(policy, {})
             runtime.resize("100%")
             result[bits] = answer(llm, prompts(), max_tokens=16)
+            result.setdefault("trace", llm.collective_rpc("dymoe_trace"))
     return result
 
 
@@ -148,6 +156,29 @@ def test_each_rank_keeps_its_own_budget(parallel):
             assert stats["hits"] + stats["misses"] > 0, "a rank computed nothing"
             assert stats["peak_expert_bytes"] <= stats["budget_bytes"], asked
         assert first["budget_bytes"] == second["budget_bytes"]
+
+
+def first_answers(report):
+    """The trace of what was answered first."""
+    trace = Trace.load(Path(report["folder"]))
+    return trace.select(torch.arange(report["tokens"]))
+
+
+def test_a_trace_of_two_ranks_has_every_token_once_and_experts_of_both(parallel, one_rank):
+    report, other = parallel[1]["trace"]
+    assert other is None, "another rank recorded the same tokens"
+    trace, alone = first_answers(report), first_answers(one_rank["trace"][0])
+    assert len({path.name.rsplit("-", 1)[0] for path in Path(report["folder"]).iterdir()}) == 1
+    assert trace.num_tokens == trace.in_order().numel() == alone.num_tokens
+    trace, alone = trace.select(trace.in_order()), alone.select(alone.in_order())
+    assert torch.equal(trace.request, alone.request)
+    assert torch.equal(trace.position, alone.position)
+    assert torch.equal(trace.prefill, alone.prefill)
+    # Of the same text two ranks choose the same, but where experts are nearly tied; answers may part.
+    ours, theirs = trace.experts[trace.prefill], alone.experts[trace.prefill]
+    assert (ours[:, :, :, None] == theirs[:, :, None, :]).any(-1).float().mean() > 0.95
+    accuracy = statistics.next_gate_accuracy(trace)
+    assert (accuracy - statistics.next_gate_accuracy(alone)).abs().max() < 0.03
 
 
 def test_each_rank_has_a_store_of_its_own_part(parallel):

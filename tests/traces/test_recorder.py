@@ -29,7 +29,7 @@ def choices(tokens, seed):
     return torch.randn(tokens, 4, generator=random).bfloat16(), weights, ids.int()
 
 
-def run(recorder, spans, seed, *, padding=0, first=0, layers=range(3), guesses=False):
+def run(recorder, spans, seed, *, padding=0, first=0, layers=range(3), guesses=False, gates_right=True, number=0):
     """One step; its tensors are poisoned as soon as they were handed over."""
     tokens = sum(span.tokens for span in spans)
     recorder.begin(tokens)
@@ -39,7 +39,7 @@ def run(recorder, spans, seed, *, padding=0, first=0, layers=range(3), guesses=F
         recorder.record(layer, x, weights, ids, next_gate)
         x.fill_(torch.nan), weights.fill_(torch.nan), ids.fill_(99)
     position = torch.arange(first, first + tokens + padding)
-    recorder.end(spans, position)
+    recorder.end(spans, position, number, next_gate=gates_right)
     position.fill_(-1)
 
 
@@ -64,6 +64,52 @@ def test_what_was_chosen_is_what_is_read(tmp_path):
     assert recorder.tokens == 8
     assert said == []
     assert all(path.suffix == ".safetensors" for path in recorder.folder.iterdir())
+
+
+def test_a_domain_waits_for_the_first_token_of_its_request(tmp_path):
+    recorder, _ = make_recorder(tmp_path)
+    recorder.name(0, "code")
+    recorder.flush()
+    run(recorder, [Span(0, 2, 2)], seed=1)
+    recorder.flush()
+    assert Trace.load(tmp_path).domain == ("code",)
+
+
+def test_a_step_that_failed_elsewhere_is_forgotten_as_long_as_it_is_not_on_disk(tmp_path):
+    recorder, _ = make_recorder(tmp_path)
+    for number in range(4):
+        run(recorder, [Span(number, 2, 2)], seed=number, number=number)
+        if number == 0:
+            recorder.flush()
+    recorder.forget(0)
+    recorder.forget(2)
+    recorder.flush()
+    assert Trace.load(tmp_path).request.tolist() == [0, 0, 1, 1, 3, 3]
+    assert recorder.tokens == 6
+
+
+@pytest.mark.parametrize("last", ["before the step that tells", "in the step that tells"])
+def test_what_wrong_gates_said_is_left_out(tmp_path, last):
+    """In the first case they are not asked any more in the next step, in the second in this one already."""
+    recorder, _ = make_recorder(tmp_path, inputs=True)
+    run(recorder, [Span(0, 3, 3)], seed=1, guesses=True, gates_right=last == "before the step that tells")
+    run(recorder, [Span(0, 2, 3)], seed=2, first=3, gates_right=False)
+    recorder.flush()
+    trace = Trace.load(tmp_path)
+    assert trace.next_gate is None
+    assert trace.position.tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(trace.router_inputs[:3, 1], choices(3, 11)[0].half())
+
+
+def test_parts_from_before_the_gates_were_wrong_do_not_bring_back_what_they_said(tmp_path):
+    recorder, _ = make_recorder(tmp_path, inputs=True)
+    run(recorder, [Span(0, 3, 3)], seed=1, guesses=True)
+    recorder.flush()
+    assert Trace.load(tmp_path).next_gate is not None
+    run(recorder, [Span(0, 2, 3)], seed=2, first=3, guesses=True, gates_right=False)
+    recorder.flush()
+    assert Trace.load(tmp_path).next_gate is None
+    assert Trace.load(tmp_path).num_tokens == 5
 
 
 def test_tokens_behind_the_prompt_are_decoded(tmp_path):

@@ -92,6 +92,19 @@ def test_a_folder_that_is_being_written_to_is_read_as_far_as_it_is_complete(tmp_
     assert_same(Trace.load(tmp_path), trace)
 
 
+def test_a_file_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr("vllm_dymoe.traces.files.os.fsync", lambda _: names.extend(p.name for p in tmp_path.iterdir()))
+    make_trace().save(tmp_path / "a.safetensors")
+    assert names == [f"a.safetensors{INCOMPLETE}"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_an_expert_takes_a_byte_as_long_as_one_holds_it():
+    assert expert_dtype(256) is torch.uint8
+    assert expert_dtype(257) is torch.int16
+
+
 def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     trace = make_trace()
     with pytest.raises(TraceError, match=r"absent.* cannot be written"):

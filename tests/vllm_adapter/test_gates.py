@@ -253,6 +253,20 @@ def test_a_gate_that_chooses_otherwise_gets_a_sentence_and_no_prefetch(warnings)
     assert "is off, because the gate that was found for model.layers.0.mlp.experts makes only" in sentence
 
 
+def test_a_trace_does_without_a_gate_that_chooses_otherwise(warnings, tmp_path):
+    foresight = Foresight(Options(prefetch="none", trace_dir=tmp_path, trace_inputs=True))
+    blocks = [good(), good()]
+    for position, block in enumerate(blocks):
+        foresight.layer_loaded(position, block.routed)
+    assert foresight.predictor(RoutedModel(2, EXPERTS, TOP_K)) is None
+    assert len(foresight.known_gates()) == 2
+    x = torch.randn(50, HIDDEN)
+    assert foresight.agrees(1, x, blocks[0].gate(x).topk(TOP_K).indices), "there is no predictor to be turned off"
+    assert foresight.known_gates() == []
+    (sentence,) = warnings()
+    assert sentence.startswith("vllm-dymoe: the trace will not have what the next layer's gate says, because the gate")
+
+
 @pytest.mark.parametrize("prefetch", ["none", "layer", "popularity"])
 def test_schemes_without_gates_look_for_none(prefetch, warnings):
     before = len(torch_module._global_module_registration_hooks)

@@ -112,6 +112,20 @@ def test_ranks_of_a_pipeline_may_be_in_different_steps(store):
     assert last.finish(output()).failure == "the second step"
 
 
+def test_who_listens_hears_of_every_step_that_failed_and_of_no_other(store):
+    board = ProcessGroupBoard(store)
+    here, there = StepFailures(board), StepFailures(board, collects=False)
+    heard = []
+    here.on_failure = heard.append
+    for failing in ((), (there,), (here,), ()):
+        here.begin()
+        there.begin()
+        for rank in failing:
+            rank.record("it failed")
+        here.finish(output())
+    assert heard == [2, 3]
+
+
 def test_both_ranks_may_fail(store):
     board = ProcessGroupBoard(store)
     here, there = StepFailures(board), StepFailures(board, collects=False)

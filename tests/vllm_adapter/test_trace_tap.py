@@ -16,12 +16,18 @@ class Listener:
     def __init__(self):
         self.recording = True
         self.begun, self.ended, self.names, self.recorded = [], [], {}, []
+        self.numbers, self.forgotten, self.right_gates = [], [], []
 
     def begin(self, tokens):
         self.begun.append(tokens)
 
-    def end(self, spans, position):
+    def end(self, spans, position, number, next_gate):
         self.ended.append((spans, position))
+        self.numbers.append(number)
+        self.right_gates.append(next_gate)
+
+    def forget(self, number):
+        self.forgotten.append(number)
 
     def name(self, request, domain):
         self.names[request] = domain
@@ -75,7 +81,7 @@ def test_the_order_of_rows_is_the_runners_and_not_the_schedulers(listener):
     tap = TraceTap(listener)
     step = scheduled({"a": 1, "b": 3, "c": 2}, [new("a", 9), new("b", 3, "code"), new("c", 7, embeds=True)])
     tap.begin_step(step)
-    tap.end_step(first_runner(["c", "a", "b"], [5, 6, 0, 0, 1, 2, 77]), step, failed=False)
+    tap.end_step(first_runner(["c", "a", "b"], [5, 6, 0, 0, 1, 2, 77]), step, 7, failed=False)
     assert listener.begun == [6]
     ((spans, position),) = listener.ended
     assert spans == [Span(2, 2, 7), Span(0, 1, 9), Span(1, 3, 3)]
@@ -87,7 +93,7 @@ def test_the_second_runner_says_itself_how_many_rows_a_request_has(listener):
     tap = TraceTap(listener)
     step = scheduled({"a": 4, "b": 1}, [new("a", 4), new("b", 1)])
     tap.begin_step(step)
-    tap.end_step(second_runner(["b", "a"], [1, 3], [0, 0, 1, 2]), step, failed=False)
+    tap.end_step(second_runner(["b", "a"], [1, 3], [0, 0, 1, 2]), step, 7, failed=False)
     assert listener.ended[0][0] == [Span(1, 1, 1), Span(0, 3, 4)]
 
 
@@ -97,7 +103,7 @@ def test_numbers_last_as_long_as_a_request_and_are_never_given_again(listener):
     tap.begin_step(scheduled({}, finished=["a"]))  # no tokens: the step is not run
     step = scheduled({"b": 1, "a": 5}, [new("a", 5), new("b", 2)], finished=[])  # b was preempted and comes again
     tap.begin_step(step)
-    tap.end_step(first_runner(["a", "b"], [0] * 6), step, failed=False)
+    tap.end_step(first_runner(["a", "b"], [0] * 6), step, 7, failed=False)
     assert listener.begun == [4, 6]
     assert listener.ended[0][0] == [Span(2, 5, 5), Span(1, 1, 2)]
     tap.begin_step(scheduled({}, finished=["a", "b", "unknown"]))
@@ -108,9 +114,9 @@ def test_a_step_that_failed_is_not_recorded(listener):
     tap = TraceTap(listener)
     step = scheduled({"a": 2}, [new("a", 2)])
     tap.begin_step(step)
-    tap.end_step(first_runner(["a"], [0, 1]), step, failed=True)
+    tap.end_step(first_runner(["a"], [0, 1]), step, 7, failed=True)
     listener.recording = False
-    tap.end_step(None, step, failed=False)  # nothing is looked at when recording has ended
+    tap.end_step(None, step, 7, failed=False)  # nothing is looked at when recording has ended
     assert listener.ended == []
 
 
@@ -138,3 +144,18 @@ def test_next_gates_are_asked_about_this_layers_input(listener):
     assert listener.recorded[-3][-1].tolist() == [[1, 2]]
     assert listener.recorded[-2][-1].tolist() == [[0, 2]]
     assert listener.recorded[-1][-1] is None
+
+
+def test_a_step_says_whether_the_gates_were_right_and_is_forgotten_by_its_number(listener):
+    known = [SimpleNamespace(scores=lambda x: x)] * 2
+    tap = TraceTap(listener, lambda: known)
+    for step in (4, 5):
+        schedule = scheduled({"a": 1}, [new("a", 2)] if step == 4 else [])
+        tap.begin_step(schedule)
+        if step == 5:
+            known = []  # seen to be wrong while the step was computed
+        tap.end_step(first_runner(["a"], [step - 4]), schedule, step, failed=False)
+    assert listener.numbers == [4, 5]
+    assert listener.right_gates == [True, False]
+    tap.forget(4)
+    assert listener.forgotten == [4]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 64, 16, 12, 46
 _LEVELS = 24
+_MOST_NAME = 176  # for names of rows
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class Line:
     """One line of a picture.
 
     Attributes:
-        name: for the legend; lines without one are not in it.
+        name: for the legend; a line without one is not in it.
         values: a height for each place, NaN where there is none.
         color: which of the page's colours, 1 to 4; 0 is a faint one, for lines behind others.
         dashed: for what is only compared with.
@@ -49,9 +50,9 @@ def lines(
             f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
         )
         parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.0%}</text>')
-    for place in _ticks(count):
-        where = f'x="{x(place):.1f}" y="{height - _BOTTOM + 18}"'
-        parts.append(f'<text class="tick" {where} text-anchor="middle">{first + place}</text>')
+    for number in _ticks(first, count):
+        where = f'x="{x(number - first):.1f}" y="{height - _BOTTOM + 18}"'
+        parts.append(f'<text class="tick" {where} text-anchor="middle">{number}</text>')
     if mark is not None:
         at, word = x(mark[0] - first), html.escape(mark[1])
         parts.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{height - _BOTTOM}"/>')
@@ -73,10 +74,13 @@ def lines(
     return _legend(drawn) + _svg(height, parts, f"{y_label} by {x_label}")
 
 
-def heat_map(values: Sequence[Sequence[float]], x_label: str, y_label: str, unit: str) -> str:
-    """Values from 0, rows from top to bottom; the darker, the larger."""
+def heat_map(
+    values: Sequence[Sequence[float]], x_label: str, y_label: str, unit: str, names: Sequence[str] | None = None
+) -> str:
+    """Values from 0, rows from top to bottom; the stronger, the larger. Rows may have names in place of numbers."""
     rows, columns = len(values), len(values[0])
-    cell = (_WIDTH - _LEFT - _RIGHT) / columns
+    left = _LEFT if names is None else min(_MOST_NAME, 24 + 7 * max(len(name) for name in names))
+    cell = (_WIDTH - left - _RIGHT) / columns
     tall = min(22.0, max(3.0, 420 / rows))
     height = round(_TOP + rows * tall + _BOTTOM)
     largest = max(max(row) for row in values) or 1.0
@@ -85,34 +89,40 @@ def heat_map(values: Sequence[Sequence[float]], x_label: str, y_label: str, unit
     for row, line in enumerate(values):
         for column, value in enumerate(line):
             shades[round(_LEVELS * value / largest)].append(
-                f"M{_LEFT + column * cell:.1f} {_TOP + (row + 0.5) * tall:.1f}h{cell + 0.05:.2f}"
+                f"M{left + column * cell:.1f} {_TOP + (row + 0.5) * tall:.1f}h{cell + 0.05:.2f}"
             )
-    parts = [f'<rect class="ground" x="{_LEFT}" y="{_TOP}" width="{columns * cell:.1f}" height="{rows * tall:.1f}"/>']
+    parts = [f'<rect class="ground" x="{left}" y="{_TOP}" width="{columns * cell:.1f}" height="{rows * tall:.1f}"/>']
     for shade, paths in enumerate(shades):
         if shade and paths:
             kind = f'class="cells" stroke-width="{tall + 0.05:.2f}" stroke-opacity="{shade / _LEVELS:.3f}"'
             parts.append(f'<path {kind} d="{"".join(paths)}"/>')
-    for place in _ticks(columns):
-        where = f'x="{_LEFT + (place + 0.5) * cell:.1f}" y="{height - _BOTTOM + 18}"'
+    for place in _ticks(0, columns):
+        where = f'x="{left + (place + 0.5) * cell:.1f}" y="{height - _BOTTOM + 18}"'
         parts.append(f'<text class="tick" {where} text-anchor="middle">{place}</text>')
-    for place in _ticks(rows, 12):
-        where = f'x="{_LEFT - 8}" y="{_TOP + (place + 0.5) * tall + 4:.1f}"'
-        parts.append(f'<text class="tick" {where} text-anchor="end">{place}</text>')
-    parts.append(_labels(height, x_label, y_label))
+    for place in _ticks(0, rows, 12) if names is None else range(rows):
+        where = f'x="{left - 8}" y="{_TOP + (place + 0.5) * tall + 4:.1f}"'
+        name = place if names is None else html.escape(_shortened(names[place], (left - 24) // 7))
+        parts.append(f'<text class="tick" {where} text-anchor="end">{name}</text>')
+    parts.append(_labels(height, x_label, y_label if names is None else "", left))
     key = f'<span class="key"><i class="scale"></i>0 to {largest:.1%} {html.escape(unit)}</span>'
     scale = f'<div class="legend">{key}</div>'
     return scale + _svg(height, parts, f"{unit}, by {y_label} and {x_label}")
 
 
-def _ticks(count: int, at_most: int = 16) -> range:
+def _ticks(first: int, count: int, at_most: int = 16) -> list[int]:
+    """The first of the numbers, and round ones that are not too close to it."""
     step = next(s for s in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128, 250, 500, 1000) if count / s <= at_most)
-    return range(0, count, step)
+    return [first, *(number for number in range(0, first + count, step) if number >= first + (step + 1) // 2)]
 
 
-def _labels(height: int, x_label: str, y_label: str) -> str:
+def _shortened(name: str, most: int) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+def _labels(height: int, x_label: str, y_label: str, left: int = _LEFT) -> str:
     middle = _TOP + (height - _TOP - _BOTTOM) / 2
     return (
-        f'<text class="label" x="{_LEFT + (_WIDTH - _LEFT - _RIGHT) / 2}" y="{height - 8}" text-anchor="middle">'
+        f'<text class="label" x="{left + (_WIDTH - left - _RIGHT) / 2}" y="{height - 8}" text-anchor="middle">'
         f"{html.escape(x_label)}</text>"
         f'<text class="label" transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle">'
         f"{html.escape(y_label)}</text>"
@@ -129,4 +139,5 @@ def _legend(drawn: Sequence[Line]) -> str:
 
 
 def _svg(height: int, parts: Sequence[str], title: str) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{html.escape(title)}">{"".join(parts)}</svg>'
+    svg = f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{html.escape(title)}">{"".join(parts)}</svg>'
+    return f'<div class="wide">{svg}</div>'  # a small window scrolls it: letters would be too small to read otherwise

@@ -43,6 +43,7 @@ class _Step:
     """The tensors of one step: [tokens, layers, ...], on the device until it ends and on the host then."""
 
     tokens: int
+    number: int = 0
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     layers: dict[str, Sequence[torch.Tensor]] = field(default_factory=dict)  # the same, by layer
     recorded: int = 0
@@ -127,7 +128,7 @@ class Recorder:
             weights: [rows, top_k] routing weights.
             ids: [rows, top_k] int, experts counted over all ranks.
             next_gate: [rows, top_k] int, what the next layer's gate makes of ``x``, in every layer but the last; the
-                run's first step decides whether it is recorded.
+                run's first step decides whether it is recorded, until a step ends whose gates were wrong.
         """
         step = self._step
         if step is None:
@@ -145,24 +146,27 @@ class Recorder:
         step.layers["weights"][layer].copy_(weights)
         if self._inputs:
             step.layers["router_inputs"][layer].copy_(x)
-            if self._next_gate and layer + 1 < self.header.num_layers:
-                if next_gate is None:  # the gates were wrong
-                    step.tensors.pop("next_gate", None)
-                else:
-                    step.layers["next_gate"][layer].copy_(next_gate[: step.tokens])
+            if self._next_gate and next_gate is not None:
+                step.layers["next_gate"][layer].copy_(next_gate[: step.tokens])
         step.recorded += 1
 
-    def end(self, spans: Sequence[Span], position: torch.Tensor) -> None:
+    def end(self, spans: Sequence[Span], position: torch.Tensor, number: int = 0, *, next_gate: bool = True) -> None:
         """The step ends; it counts if every layer was recorded once.
 
         Args:
             spans: whose tokens they are.
             position: int [tokens at least], on any device; it may be overwritten afterwards.
+            number: of the step, for :meth:`forget`.
+            next_gate: false if the gates turned out to be wrong: what they said is left out from now on.
         """
         step, self._step = self._step, None
+        if not next_gate:
+            self._next_gate = False
         if step is None or step.recorded != self.header.num_layers or sum(s.tokens for s in spans) != step.tokens:
             return
-        step.spans = spans
+        step.spans, step.number = spans, number
+        if not self._next_gate:
+            step.tensors.pop("next_gate", None)
         step.tensors["position"] = position[: step.tokens].to(torch.int32, copy=True)
         step.layers = {}
         if step.tensors["experts"].is_cuda:
@@ -174,6 +178,12 @@ class Recorder:
             self._pending_bytes += step.nbytes
             if self._pending_bytes >= self._part_bytes:
                 self._changed.notify()
+
+    def forget(self, number: int) -> None:
+        """Leave a step out after all, unless it is on disk already."""
+        with self._changed:
+            left = [step for step in self._pending if step.number != number]
+            self._pending, self._pending_bytes = left, sum(step.nbytes for step in left)
 
     def name(self, request: int, domain: str) -> None:
         """Give a request a domain."""

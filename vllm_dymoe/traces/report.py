@@ -9,6 +9,9 @@ from vllm_dymoe.traces import statistics
 from vllm_dymoe.traces.charts import Line, heat_map, lines
 from vllm_dymoe.traces.trace import Trace
 
+_MOST_LINES = 4
+"""More domains than that are drawn as rows of a heat map: there are no more colours to tell apart."""
+
 _MOST_TOKENS = 20_000
 """Tokens that the caches are worked out for: every use is looked at, one after the other."""
 
@@ -46,14 +49,22 @@ def page(trace: Trace) -> str:
         f'<p class="seen">{html.escape(p.seen)}</p></section>'
         for p in pictures
     )
-    name = html.escape(trace.header.model)
+    name = html.escape(trace.header.model.rstrip("/").rpartition("/")[2])
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Which experts {name} chooses</title><style>{_STYLE}</style></head><body><main>"
-        f"<h1>Which experts it chooses</h1>{_facts(trace)}{sections}"
+        f"<h1>Which experts {name} chooses</h1><p>{_INTRODUCTION}</p>{_facts(trace)}{sections}"
         "<footer>Made by vllm-dymoe report. What is counted, and how: docs/traces.md.</footer></main></body></html>\n"
     )
+
+
+_INTRODUCTION = (
+    "In each of its layers a Mixture-of-Experts model has many experts, and a router that chooses a few of them for "
+    "every token. This page shows what the routers chose while a trace was recorded, and what that means for serving "
+    "the model with a part of its experts on the device: which ones to keep there, how many, and which ones to fetch "
+    "ahead. Layers and experts are counted from 0."
+)
 
 
 def _facts(trace: Trace) -> str:
@@ -75,11 +86,15 @@ def _popularity(trace: Trace) -> Picture:
     shares = statistics.popularity(trace)
     even = 1 / trace.header.num_experts
     layer, expert = divmod(int(shares.argmax()), trace.header.num_experts)
+    never = int((shares == 0).sum())
+    unused = (
+        f"{never} of {shares.numel()} experts were never chosen" if never else "Every expert was chosen at least once"
+    )
     return Picture(
         "Popular experts",
         "Each row is a layer, each column an expert: the stronger the colour, the larger its share of the choices.",
         f"The most popular is expert {expert} of layer {layer}, with {shares.max():.1%} of the choices; an even share "
-        f"would be {even:.1%}. {(shares == 0).double().mean():.0%} of the experts were never chosen.",
+        f"would be {even:.1%}. {unused}.",
         heat_map(shares.tolist(), "expert", "layer", "of a layer's choices"),
     )
 
@@ -90,14 +105,14 @@ def _inequality(trace: Trace) -> Picture:
     experts = trace.header.num_experts
     half = int((mean < 0.5).sum()) + 1
     even = [(n + 1) / experts for n in range(experts)]
-    drawn = [Line("", row.tolist(), 0) for row in shares]
+    drawn = _single_layers(shares)
     drawn += [Line("mean of the layers", mean.tolist(), 1), Line("if all were equally popular", even, 2, dashed=True)]
     return Picture(
         "How unequal they are",
-        "How much of a layer's choices its n most popular experts have; faint lines are single layers. The further the "
-        "line is above the dashed one, the more a cache gains by keeping the popular ones.",
-        f"Half of the choices go to {half} of {experts} experts.",
-        lines(drawn, "most popular experts", "share of choices", first=1),
+        "How much of a layer's choices its n most popular experts have. The further the line is above the dashed one, "
+        "the more a cache gains by keeping the popular ones.",
+        f"Half of the choices go to {half} of a layer's {experts} experts.",
+        lines(drawn, "n most popular experts of a layer", "share of its choices", first=1),
     )
 
 
@@ -109,24 +124,28 @@ def _domains(trace: Trace) -> list[Picture]:
     everybody = statistics.popularity(trace)
     different = {name: 0.5 * (share - everybody).abs().sum(-1) for name, share in shares.items()}
     furthest = max(different, key=lambda name: different[name].mean().item())
-    drawn = [Line(name, value.tolist(), 1 + number % 4) for number, (name, value) in enumerate(different.items())]
+    if len(parts) > _MOST_LINES:
+        table = [value.tolist() for value in different.values()]
+        picture = heat_map(table, "layer", "domain", "of a domain's choices", list(different))
+    else:
+        drawn = [Line(name, value.tolist(), 1 + number) for number, (name, value) in enumerate(different.items())]
+        picture = lines(drawn, "layer", "share that differs")
     layer = int(torch.stack(list(different.values())).sum(0).argmax())
     rows = torch.stack([share[layer] for share in shares.values()])
-    numbered = "; ".join(f"{number} is {name}" for number, name in enumerate(shares))
     return [
         Picture(
             "How domains differ",
             "For each layer, the share of a domain's choices that would have to go to other experts to look like those "
             "of all domains together: 0 where a domain is like the others.",
-            f"{furthest} differs most, by {different[furthest].mean():.0%} on average.",
-            lines(drawn, "layer", "share that differs"),
+            f"Most different is {furthest}, by {different[furthest].mean():.0%} on average.",
+            picture,
         ),
         Picture(
             f"Domains in layer {layer}",
-            f"Where they differ most. Each row is a domain: {numbered}. The stronger the colour, the larger an "
-            "expert's share.",
+            "The layer where they differ most. Each row is a domain, each column an expert: the stronger the colour, "
+            "the larger the expert's share.",
             "Experts that are strong in one row only are that domain's own.",
-            heat_map(rows.tolist(), "expert", "domain", "of a domain's choices"),
+            heat_map(rows.tolist(), "expert", "domain", "of a domain's choices", list(shares)),
         ),
     ]
 
@@ -156,16 +175,17 @@ def _cache(trace: Trace) -> Picture:
     rates = statistics.lru_hit_rates(part)
     mean, top_k = rates.mean(0), trace.header.top_k
     quarter = max(1, trace.header.num_experts // 4)
-    drawn = [Line("", row.tolist(), 0) for row in rates]
+    drawn = _single_layers(rates)
     drawn.append(Line("mean of the layers", mean.tolist(), 1))
     return Picture(
         "How large a cache has to be",
-        "The share of experts that are found on the device if each layer keeps its n most recently used ones and "
-        f"requests are {'answered' if decoded.num_tokens else 'read'} one after the other; faint lines are single "
-        "layers.",
+        "The share of experts that are found on the device if each layer keeps the n that it used most recently (an "
+        f"LRU cache) and requests are {'answered' if decoded.num_tokens else 'read'} one after the other.",
         f"Keeping a quarter, {quarter} of {trace.header.num_experts}, finds {mean[quarter - 1]:.0%}; keeping as "
         f"many as a token uses, {top_k}, finds {mean[top_k - 1]:.0%}. Counted on {part.num_tokens:,} tokens.",
-        lines(drawn, "experts that a layer keeps", "hit rate", first=1, mark=(top_k, "experts of a token")),
+        lines(
+            drawn, "n experts that a layer keeps", "found on the device", first=1, mark=(top_k, "experts of a token")
+        ),
     )
 
 
@@ -184,22 +204,23 @@ def _affinity(trace: Trace) -> list[Picture]:
     return [
         Picture(
             "From layer to layer",
-            "How many of the next layer's experts are named by this layer's: affinity, against naming the popular "
-            "ones. Counted on half of the requests and tried on the others.",
+            "How many of the next layer's experts can be named from this layer's: those that followed them most often "
+            "(affinity), against the next layer's most popular ones. As many are named as a token uses; counted on "
+            "half of the requests and tried on the others.",
             f"Affinity names {by_rows.mean():.0%} of them on average, popularity {by_popularity.mean():.0%}, chance "
             f"{chance:.0%}.",
-            lines(drawn, "layer that is known", "share of the next layer's experts"),
+            lines(drawn, "layer whose experts are known", "share of the next layer's experts"),
         ),
         Picture(
             f"Affinity of layers {layer} and {layer + 1}",
-            f"Where it tells most. Each row is an expert of layer {layer}: the stronger the colour, the likelier the "
-            f"expert of layer {layer + 1} in that column.",
+            f"Where affinity tells most beyond popularity. Each row is an expert of layer {layer}, each column one of "
+            f"layer {layer + 1}: the stronger the colour, the likelier it follows.",
             "Vertical stripes are experts that are popular whatever was chosen before, single strong places are pairs.",
             heat_map(
                 statistics.affinity(trace)[layer].tolist(),
                 f"expert of layer {layer + 1}",
                 f"expert of layer {layer}",
-                "of its choices",
+                f"of what follows an expert of layer {layer}",
             ),
         ),
     ]
@@ -207,9 +228,9 @@ def _affinity(trace: Trace) -> list[Picture]:
 
 def _inputs(trace: Trace) -> list[Picture]:
     similarity, accuracy = statistics.activation_similarity(trace), statistics.next_gate_accuracy(trace)
-    drawn = [] if similarity is None else [Line("similarity of the routers' inputs", similarity.tolist(), 1)]
+    drawn = [] if similarity is None else [Line("how alike the routers' inputs are", similarity.tolist(), 1)]
     if accuracy is not None:
-        drawn.append(Line("experts that the next gate foresees", accuracy.tolist(), 2))
+        drawn.append(Line("experts that the next gate names rightly", accuracy.tolist(), 2))
     if not drawn or trace.header.num_layers < 2:
         return []
     seen = []
@@ -223,9 +244,14 @@ def _inputs(trace: Trace) -> list[Picture]:
             "How alike the inputs of a layer's router and the next one's are (their cosine), and how many of the "
             "next layer's experts its gate names from this layer's input. The higher, the better prefetch works.",
             " ".join(seen),
-            lines(drawn, "layer that is known", "cosine; share"),
+            lines(drawn, "layer whose input is known", "alike; right"),
         )
     ]
+
+
+def _single_layers(values: torch.Tensor) -> list[Line]:
+    """A faint line for each layer, of which the legend has one."""
+    return [Line("" if number else "single layers", row.tolist(), 0) for number, row in enumerate(values)]
 
 
 _STYLE = """
@@ -240,7 +266,9 @@ h2{font-size:20px;margin:0 0 6px}p{margin:0 0 14px;color:var(--soft)}.seen{color
 section{background:var(--card);border:1px solid var(--rule);border-radius:12px;padding:24px;margin:0 0 24px}
 dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(220px,1fr));gap:14px 24px;margin:0 0 28px}
 dt{color:var(--soft);font-size:13px}dd{margin:0;font-weight:600;overflow-wrap:anywhere}
-svg{display:block;width:100%;height:auto}.grid{stroke:var(--rule)}.tick,.label{fill:var(--soft);font-size:12px}
+.wide{overflow-x:auto}svg{display:block;width:100%;min-width:600px;height:auto}
+@media(max-width:560px){main{padding:24px 12px 40px}section{padding:18px 14px}}
+.grid{stroke:var(--rule)}.tick,.label{fill:var(--soft);font-size:12px}
 .line{fill:none;stroke:currentColor;stroke-width:2.2;stroke-linejoin:round}.line.c0{stroke-width:1}
 .dashed{stroke-dasharray:5 4}circle{fill:currentColor}.mark{stroke:var(--soft);stroke-dasharray:2 3}
 .ground{fill:var(--c1);fill-opacity:.04}.cells{fill:none;stroke:var(--c1)}

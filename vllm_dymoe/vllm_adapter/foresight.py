@@ -56,7 +56,8 @@ class Foresight:
     def agrees(self, layer: int, x: torch.Tensor, ids: torch.Tensor) -> bool:
         """Whether the predictor may go on: the gate of a layer, if it needs one, has to choose what vLLM chose.
 
-        Checked once for each layer, and true afterwards.
+        Checked once for each layer, and true afterwards. Not to be asked while vLLM warms up: inputs may be anything
+        then, on a CPU what was in the memory before.
         """
         if self._check:
             try:

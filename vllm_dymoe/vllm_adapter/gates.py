@@ -4,7 +4,7 @@ A block of a model owns its experts and, next to them, the linear layer that rou
 does how deep the linear layer lies. While vLLM builds the model, torch tells which module becomes part of which. So the
 way leads from the experts up to the first module that holds a linear layer from the hidden size to the number of
 experts. How its scores become a choice is known to the experts' own module, as data. Whether all of this is right is
-seen when the layer runs for the first time: what the gate would choose has to be what vLLM chose.
+seen when the layer runs for the first request: what the gate would choose has to be what vLLM chose.
 """
 
 import weakref
@@ -111,7 +111,7 @@ def _gate(experts: Any, linear: torch.nn.Module) -> Gate:
 
 
 class GateCheck:
-    """Compares each layer's gate with what vLLM chose, the first time that the layer runs.
+    """Compares each layer's gate with what vLLM chose, once.
 
     Args:
         names: of the layers, by position.

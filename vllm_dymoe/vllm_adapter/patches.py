@@ -58,7 +58,8 @@ def _with_a_beginning(original: Callable[..., Any]) -> Callable[..., Any]:
         model.foresight.begin_step(scheduler_output)
         output = original(self, scheduler_output)
         if trace is not None:
-            trace.end_step(self.model_runner, scheduler_output, failed=failures.sentence is not None)
+            failed = failures.sentence is not None
+            trace.end_step(self.model_runner, scheduler_output, failures.step, failed=failed)
         return output if output is None else failures.finish(output)  # without an output, sample_tokens comes next
 
     return execute_model

@@ -425,7 +425,10 @@ class RankModel:
     @cached_property
     def failures(self) -> StepFailures:
         """What went wrong in the running step."""
-        return make_step_failures()
+        failures = make_step_failures()
+        if self.trace is not None:
+            failures.on_failure = self.trace.forget
+        return failures
 
     def forward(
         self,
@@ -447,7 +450,7 @@ class RankModel:
         if not warming_up and not self._served:
             self._served = True
             self.runtime.reset_stats()
-        if not self.foresight.agrees(layer, x, topk_ids):
+        if not warming_up and not self.foresight.agrees(layer, x, topk_ids):
             self.runtime.predictor = None
         try:
             prompt = None if self.prompts is None else self.prompts.tokens(x.shape[0], x.device)

@@ -53,12 +53,17 @@ class StepFailures:
     Args:
         board: what the ranks share; None for a single rank.
         collects: whether this rank's output is the one that vLLM collects.
+
+    Attributes:
+        step: number of the running step.
+        on_failure: called with the number of a step that failed on any rank, when its output is complete.
     """
 
     def __init__(self, board: Board | None = None, *, collects: bool = True) -> None:
         self.sentence: str | None = None
         self.in_step = False
-        self._step = 0
+        self.step = 0
+        self.on_failure: Callable[[int], None] = lambda step: None
         self._board = board
         self._collects = collects
 
@@ -69,7 +74,7 @@ class StepFailures:
 
     def begin(self) -> None:
         """A step begins; all ranks see the same steps, so they count alike."""
-        self._step += 1
+        self.step += 1
         self.sentence = None
         self.in_step = True
 
@@ -78,7 +83,7 @@ class StepFailures:
         if self.sentence is None:
             self.sentence = sentence
             if self._board is not None and self.in_step:
-                self._board.write(self._step, sentence)
+                self._board.write(self.step, sentence)
 
     def finish(self, output: Any) -> Any:
         """The step ends: declare its output failed if the step is.
@@ -86,7 +91,7 @@ class StepFailures:
         Args:
             output: a ModelRunnerOutput, an AsyncModelRunnerOutput, or None where this rank has none.
         """
-        step, mine = self._step, self.sentence
+        step, mine = self.step, self.sentence
         self.sentence = None
         self.in_step = False
         if output is None or not self._collects or (mine is None and self._board is None):
@@ -95,6 +100,8 @@ class StepFailures:
         def checked(complete: ModelRunnerOutput) -> ModelRunnerOutput:
             theirs = self._board.take(step) if self._board is not None else None
             failure = mine or theirs
+            if failure:
+                self.on_failure(step)
             return FailedStep.of(complete, failure) if failure else complete
 
         # An output that is still being computed says nothing yet about the other ranks.

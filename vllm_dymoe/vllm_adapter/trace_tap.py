@@ -67,12 +67,13 @@ class TraceTap:
             next_gate = self._gates[layer + 1].scores(x).topk(ids.shape[1], dim=-1).indices
         self.recorder.record(layer, x, weights, ids, next_gate)
 
-    def end_step(self, runner: Any, scheduler_output: Any, *, failed: bool) -> None:
+    def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
         """Tell the recorder whose tokens they were.
 
         Args:
             runner: vLLM's model runner.
             scheduler_output: of the step.
+            step: its number, for :meth:`forget`.
             failed: whether some of what was recorded means nothing.
         """
         if failed or not self.recorder.recording:
@@ -88,7 +89,12 @@ class TraceTap:
             counts = [scheduler_output.num_scheduled_tokens[name] for name in names]
         requests = (self._requests[name] for name in names)
         spans = [Span(request.number, count, request.prompt) for request, count in zip(requests, counts, strict=True)]
-        self.recorder.end(spans, position)
+        gates_were_right = bool(self._gates_now())
+        self.recorder.end(spans, position, step, next_gate=gates_were_right)
+
+    def forget(self, step: int) -> None:
+        """Leave out a step that failed on another rank, which is known when its tokens are there."""
+        self.recorder.forget(step)
 
 
 def _prompt_length(new: Any) -> int:

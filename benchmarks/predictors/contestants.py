@@ -34,7 +34,11 @@ class Affinity:
 
 
 class Told:
-    """An oracle: it is told what comes."""
+    """It is told what to say: what comes, as an oracle, or what was recorded of another predictor.
+
+    Args:
+        experts: [tokens, layers - 1, named], of each layer but the first.
+    """
 
     def __init__(self, experts: torch.Tensor) -> None:
         self._experts, self._token = experts.tolist(), -1
@@ -44,9 +48,9 @@ class Told:
         self._token += layer == 0
 
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """What is chosen next."""
+        """The next layer's."""
         token = self._experts[self._token]
-        return [Candidate(layer + 1, expert, 1.0) for expert in token[layer + 1]] if layer + 1 < len(token) else []
+        return [Candidate(layer + 1, expert, 1.0) for expert in token[layer]] if layer < len(token) else []
 
 
 def gates_of(folder: Path, header: TraceHeader) -> list[Gate]:

@@ -1,8 +1,10 @@
 """Which predictor of the next layer's experts is worth its price?
 
 Part "offline" replays traces through every predictor: of the shipped model, recorded while it serves, and made up at
-the sizes of Mixtral-8x7B and Qwen3-30B-A3B. Part "engine" lets the shipped model answer through the real vLLM engine
-over an emulated link with each of them (see serve_all.py). Writes results.json, predictors.png and the README's tables.
+the sizes of Mixtral-8x7B and Qwen3-30B-A3B. Part "random" does the same with models of random weights whose routers are
+of other kinds: DeepSeek-V3's, with groups and a correction, and GPT-OSS's, with a bias. Part "engine" lets the shipped
+model answer through the real vLLM engine over an emulated link with each of them (see serve_all.py). Writes
+results.json, predictors.png and the README's tables.
 """
 
 import argparse
@@ -39,6 +41,7 @@ TRACE_RECIPES: dict[str, dict[str, Any]] = {
     "Mixtral-8x7B": {"requests": 32, "prompt": 16, "decode": 64, "skew": 0.5, "locality": 0.3, "correlation": 0.4},
     "Qwen3-30B-A3B": {"requests": 48, "prompt": 16, "decode": 64, "skew": 0.8, "locality": 0.3, "correlation": 0.4},
 }
+PARTS = ["offline", "random", "engine"]
 HEADERS = {"Mixtral-8x7B": MIXTRAL_8X7B, "Qwen3-30B-A3B": QWEN3_30B_A3B}
 # The paper's networks for 47 layers with 128 experts each have 1.2 billion weights, more than a predictor may.
 KINDS = {
@@ -46,6 +49,18 @@ KINDS = {
     "Mixtral-8x7B": ("paper", "shared", "linear"),
     "Qwen3-30B-A3B": ("shared", "linear"),
 }
+# As in the tests, but with layers and experts enough to tell predictors apart.
+RANDOM_MODELS: dict[str, dict[str, int]] = {
+    "deepseek-v3": {
+        "num_hidden_layers": 9,
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 4,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    "gpt-oss": {"num_hidden_layers": 8, "num_local_experts": 32, "num_experts_per_tok": 4},
+}
+RANDOM_KINDS = ("linear", "linear+input")
 RECIPES = {"paper": Recipe(epochs=6, patience=2), "paper+input": Recipe(epochs=6, patience=2)}
 
 
@@ -56,9 +71,26 @@ def training_recipe(kind: str) -> Recipe:
 
 def record_shipped(work: Path, requests: int, tokens: int) -> Trace:
     """The shipped model goes on from held-out texts of three domains, and its routers are recorded."""
-    folder = work / f"trace-{requests}-{tokens}"
+    return record(SHIPPED, work / f"trace-{requests}-{tokens}", work, requests, tokens)
+
+
+def record_random(name: str, work: Path, requests: int, tokens: int) -> Trace:
+    """A model of random weights goes on from random tokens, and its routers are recorded."""
+    sys.path.append(str(HERE.parents[1]))
+    from tests.e2e.architectures import ARCHITECTURES as MODELS
+    from tests.e2e.architectures import VOCABULARY
+
+    folder = work / name
     if not folder.is_dir():
-        command = [sys.executable, HERE / "record.py", "--model", SHIPPED, "--out", folder]
+        replace(MODELS[name], sizes=MODELS[name].sizes | RANDOM_MODELS[name]).save(folder)
+    out = work / f"trace-{name}-{requests}-{tokens}"
+    return record(folder, out, work, requests, tokens, "--random", str(VOCABULARY))
+
+
+def record(model: Path, folder: Path, work: Path, requests: int, tokens: int, *more: str) -> Trace:
+    """The trace in a folder, which is recorded if it is not there."""
+    if not folder.is_dir():
+        command = [sys.executable, HERE / "record.py", "--model", model, "--out", folder, *more]
         command += ["--requests", str(requests), "--new-tokens", str(tokens)]
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
         environment["DYMOE_STORE_DIR"] = str(work / "stores")
@@ -86,6 +118,8 @@ def offline(name: str, trace: Trace, kinds: tuple[str, ...], most: int, keep: Pa
     for label, predictor in untrained(trace, seen, gates).items():
         warm_up(predictor, trace, seen[-256:])
         contestants[label] = predictor, {}
+    if trace.next_gate is not None and not gates:
+        contestants["next-gate"] = Told(trace.next_gate[unseen]), {}
     for kind in kinds:
         begin = time.perf_counter()
         trained = train(trace, ARCHITECTURES[kind], training_recipe(kind))
@@ -95,11 +129,11 @@ def offline(name: str, trace: Trace, kinds: tuple[str, ...], most: int, keep: Pa
         facts = {"bytes": file.stat().st_size, "training_s": time.perf_counter() - begin, "epochs": trained.epochs}
         contestants[kind] = TrainedPredictor(network, trace.header.top_k), facts
         print(f"{name}: {kind} trained in {facts['training_s']:.0f} s", flush=True)
-    contestants["oracle"] = Told(trace.experts[unseen]), {}
+    contestants["oracle"] = Told(trace.experts[unseen, 1:]), {}
     rows = {}
     for label, (predictor, facts) in contestants.items():
         found = replay(predictor, trace, unseen)
-        rows[label] = facts | describe(found, trace, unseen, EXPERT_BYTES[name])
+        rows[label] = facts | describe(found, trace, unseen, EXPERT_BYTES.get(name, 0))
         print(f"{name}: {label} {rows[label]['all_k']:.1%} all, {rows[label]['microseconds']:.0f} us", flush=True)
     return {"tokens": len(unseen), "requests": trace.num_requests, "predictors": rows}
 
@@ -129,6 +163,17 @@ def describe(found: Replay, trace: Trace, tokens: torch.Tensor, expert_bytes: in
     }
 
 
+def of_random_models(work: Path, requests: int, tokens: int, most: int) -> dict[str, Any]:
+    """Hit rates alone: what an expert of such a model weighs, and how long such a small one takes, says nothing."""
+    cases = {}
+    for name in RANDOM_MODELS:
+        case = offline(name, record_random(name, work, requests, tokens), RANDOM_KINDS, most, work)
+        kept = ("all_k", "at_least_one", "accuracy", "utilisation", "by_layer")
+        case["predictors"] = {label: {key: row[key] for key in kept} for label, row in case["predictors"].items()}
+        cases[name] = case
+    return cases
+
+
 def across_domains(trace: Trace, kind: str, most: int) -> dict[str, dict[str, float]]:
     """All-k hits of a network that was trained on one domain, or on all, in each domain's held-out requests."""
     assert trace.domain is not None
@@ -152,7 +197,7 @@ def across_domains(trace: Trace, kind: str, most: int) -> dict[str, dict[str, fl
 def main() -> None:
     """Record, train, replay, serve, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["offline", "engine"], default=["offline", "engine"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-predictors")
     parser.add_argument("--requests", type=int, default=32, help="of each domain, to record")
     parser.add_argument("--new-tokens", type=int, default=48, help="of each request")
@@ -173,6 +218,11 @@ def main() -> None:
         for name, recipe in TRACE_RECIPES.items():
             made_up = synthetic_trace(HEADERS[name], **recipe)
             results["offline"][name] = offline(name, made_up, KINDS[name], arguments.most // 4, arguments.work)
+        file.write_text(json.dumps(results, indent=2) + "\n")
+    if "random" in arguments.parts:
+        results["random"] = of_random_models(
+            arguments.work, 3 * arguments.requests, arguments.new_tokens, arguments.most
+        )
         file.write_text(json.dumps(results, indent=2) + "\n")
     if "engine" in arguments.parts:
         from serve_all import serve_all

@@ -1,7 +1,13 @@
-"""Records what the shipped model's routers choose while it goes on from held-out texts, in a process of its own."""
+"""Records what a model's routers choose while it goes on from prompts, in a process of its own.
+
+The shipped model gets held-out texts of three domains. A model of random weights, which has no tokenizer, gets random
+tokens: to it they are as good as any.
+"""
 
 import argparse
+import random
 from pathlib import Path
+from typing import Any
 
 DOMAINS = ("arithmetic", "code", "docs")
 PROMPT = 32  # tokens
@@ -27,6 +33,12 @@ def pieces(model: Path, requests: int, shift: float = 0) -> list[tuple[str, list
     return [piece for together in zip(*found, strict=True) for piece in together]
 
 
+def random_pieces(vocabulary: int, requests: int) -> list[tuple[str, list[int]]]:
+    """Prompts of random tokens, without a domain."""
+    chosen = random.Random(0)
+    return [("", chosen.choices(range(2, vocabulary), k=PROMPT)) for _ in range(requests)]
+
+
 def main() -> None:
     """Record."""
     parser = argparse.ArgumentParser()
@@ -34,11 +46,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--requests", type=int, required=True, help="of each domain")
     parser.add_argument("--new-tokens", type=int, required=True)
+    parser.add_argument("--random", type=int, metavar="VOCABULARY", help="prompts are so many different random tokens")
     arguments = parser.parse_args()
     from vllm import LLM, SamplingParams
 
     # Traces are worth something for the precision that is served.
     options = {"hi": 4, "lo": 0, "expert_budget": "100%", "trace_inputs": True, "trace_limit": "1GiB"}
+    settings: dict[str, Any] = {"skip_tokenizer_init": True} if arguments.random else {}
     llm = LLM(
         model=str(arguments.model),
         quantization="dymoe",
@@ -47,15 +61,20 @@ def main() -> None:
         max_model_len=512,
         max_num_seqs=32,
         enable_prefix_caching=False,
+        **settings,
     )
-    found = pieces(arguments.model, arguments.requests)
+    if arguments.random:
+        found = random_pieces(arguments.random, arguments.requests)
+    else:
+        found = pieces(arguments.model, arguments.requests)
     sampling = [
         SamplingParams(
             temperature=0.8,
             seed=number,
             max_tokens=arguments.new_tokens,
             ignore_eos=True,
-            extra_args={"dymoe_domain": domain},
+            detokenize=not arguments.random,
+            extra_args={"dymoe_domain": domain} if domain else None,
         )
         for number, (domain, _) in enumerate(found)
     ]

@@ -14,6 +14,7 @@ from readme import markdown, put
 Rows = list[list[str]]
 
 OFFLINE_HEAD = ["", "all k", "at least one", "accuracy", "utilisation", "useful MB/token", "wasted MB/token"]
+RATES_HEAD = OFFLINE_HEAD[:5]
 OFFLINE_HEAD += ["us a layer", "KB", "trained in s"]
 ENGINE_HEAD = ["", "TTFT ms", "TPOT ms", "request ms", "x on-demand", "of the oracle", "hits", "named right"]
 ENGINE_HEAD += ["useful/late/wasted", "predicting ms/token", "of TPOT", "peak MB", "of it predictor KB"]
@@ -34,6 +35,12 @@ def offline_rows(case: dict[str, Any]) -> Rows:
             ]
         )
     return rows
+
+
+def rate_rows(case: dict[str, Any]) -> Rows:
+    """Hit rates alone, one row for each predictor."""
+    keys = ("all_k", "at_least_one", "accuracy", "utilisation")
+    return [[name, *(f"{row[key]:.1%}" for key in keys)] for name, row in case["predictors"].items()]
 
 
 def layer_rows(case: dict[str, Any]) -> Rows:
@@ -108,6 +115,8 @@ def tables(results: dict[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
         shipped = results["offline"]["shipped"]
         layers = len(next(iter(shipped["predictors"].values()))["by_layer"])
         yield "shipped: all k, by layer", ["", *(str(layer) for layer in range(1, layers + 1))], layer_rows(shipped)
+    for name, case in results.get("random", {}).items():
+        yield f"{name} with random weights: {case['tokens']} tokens of held-out requests", RATES_HEAD, rate_rows(case)
     if "across_domains" in results:
         names = list(next(iter(results["across_domains"].values())))
         title = "shipped: all k; rows are trained on, columns served"

@@ -184,6 +184,11 @@ def test_axes_have_round_numbers_and_where_they_begin(first, count, want):
 
     (picture,) = pictures(lines([Line("one", [0.5] * count)], "x", "y", first=first))
     assert [int(text) for text in texts(picture) if text.isdigit()] == list(want)
+    path = next(part for part in picture if part.get("class", "").startswith("line"))
+    places = [point.split()[0] for point in path.get("d").removeprefix("M").split("L")]
+    for part in picture:
+        if (part.text or "").isdigit():
+            assert part.get("x") == places[int(part.text) - first]
 
 
 @pytest.mark.parametrize("what", ["one token", "only prompts", "only answers", "one layer"])

@@ -1,13 +1,13 @@
 """A router that is more than its gate, in a real engine: nobody goes by the gate, and the answers are the same."""
 
 import functools
-import logging
 
 import pytest
 from vllm.model_executor.models import qwen3_moe
 
 from tests.e2e.engines import answer, engine, prompts, runtime_of
 from vllm_dymoe.traces import Trace, statistics
+from vllm_dymoe.vllm_adapter import foresight
 
 pytestmark = pytest.mark.engine
 
@@ -33,21 +33,22 @@ def odd_router(monkeypatch):
     monkeypatch.setattr(qwen3_moe, name, made)
 
 
-def test_a_router_that_is_more_than_its_gate_is_served_without_the_gate(odd_router, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+def test_a_router_that_is_more_than_its_gate_is_served_without_the_gate(odd_router, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(foresight.logger, "warning", lambda sentence, *values: said.append(sentence % values))
     options = {"hi": 4, "expert_budget": "25%", "prefetch": "next-gate", "link_gbps": 0.03, "staging_slots": 4}
     with engine(dymoe=options | {"trace_dir": str(tmp_path), "trace_inputs": True}) as llm:
         runtime = runtime_of(llm)
-        assert runtime.predictor is not None
-        predictions = runtime.predictor.stats
+        by_gates = runtime.predictor
+        assert by_gates is not None
         first = [a.tokens for a in answer(llm, prompts()[:3], max_tokens=12)]
         runtime.check_integrity()
 
         # The layers before it went by their gates once, in the step that told.
         assert runtime.predictor is None
-        assert predictions.named > 0
-        named = predictions.named
-        (sentence,) = [r.getMessage() for r in caplog.records if "is off" in r.getMessage()]
+        named = by_gates.stats.named
+        assert named > 0
+        (sentence,) = said
         assert sentence.startswith(
             'vllm-dymoe: prefetch "next-gate" is off, because the gate that was found for '
             f"model.layers.{ODD}.mlp.experts makes only "
@@ -56,7 +57,7 @@ def test_a_router_that_is_more_than_its_gate_is_served_without_the_gate(odd_rout
 
         runtime.resize("100%")
         assert [a.tokens for a in answer(llm, prompts()[:3], max_tokens=12)] == first
-        assert predictions.named == named
+        assert by_gates.stats.named == named
         (report,) = llm.collective_rpc("dymoe_trace")
     trace = Trace.load(tmp_path)
     assert trace.num_tokens == report["tokens"] == trace.in_order().numel()

@@ -26,7 +26,9 @@ class Engine:
     async def collective_rpc(self, method, kwargs):
         if method == "dymoe_predictor":
             if kwargs.get("file") == "bad":
-                raise Exception("Call to collective_rpc method failed: vllm-dymoe: predictor bad is not a file.")
+                said = "vllm-dymoe: predictor bad is not a file."
+                said = f"Worker failed with error '{said}', please check the stack trace above for the root cause"
+                raise Exception(f"Call to collective_rpc method failed: {said}")
             self.file = kwargs.get("file", self.file)
             return [{"file": self.file, "card": None}]
         assert method == "dymoe_precision"

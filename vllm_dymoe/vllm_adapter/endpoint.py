@@ -11,6 +11,9 @@ from fastapi import FastAPI, HTTPException, Request
 ROUTES = {"/v1/dymoe/precision": "dymoe_precision", "/v1/dymoe/predictor": "dymoe_predictor"}
 """The worker method behind each path."""
 
+_BEHIND = "', please check the stack trace"
+"""What vLLM's executor says behind a worker's sentence; the sentence has all that the client needs."""
+
 
 class PrecisionEndpoint:
     """``GET`` asks what is in force, ``POST`` with an object of changes makes them; see the worker methods."""
@@ -46,4 +49,4 @@ async def _call(state: Any, method: str, changes: dict[str, Any]) -> dict[str, A
         _, ours, sentence = str(error).partition("vllm-dymoe: ")
         if not ours:
             raise
-        raise HTTPException(400, ours + sentence) from error
+        raise HTTPException(400, ours + sentence.partition(_BEHIND)[0]) from error

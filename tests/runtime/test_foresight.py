@@ -10,6 +10,7 @@ from tests.runtime.steps import random_step, run, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.predict import Candidate
+from vllm_dymoe.predict.popularity import Popularity
 
 LAYERS = 4
 STORE = make_store(make_experts(layers=LAYERS))
@@ -167,6 +168,26 @@ def test_a_runtime_that_foresaw_nothing_begins_to():
     assert log.count("predict 0") == 8
     assert sum(runtime.stats().prefetches.values()) > 0
     runtime.engine.close()
+
+
+def test_nobody_counts_what_was_computed_to_warm_up():
+    """As vLLM does, with thousands of tokens that are all alike."""
+    x, weights = torch.randn(512, STORE.experts.formats[4].hidden).bfloat16(), torch.full((512, 2), 0.5)
+
+    def favourites(ids, warm):
+        predictor = Popularity(LAYERS, STORE.experts.num_experts, decode_experts=2)
+        runtime = with_budget(STORE, "100%", predictor=predictor, link_gbps=LINK, staging_slots=3)
+        if warm:
+            for layer in range(LAYERS):
+                runtime.forward(layer, x, weights, torch.tensor([[0, 1]]).expand(512, -1).int())
+        runtime.warmed_up()
+        assert runtime.stats().hits == runtime.stats().misses == 0
+        for layer in range(LAYERS):
+            runtime.forward(layer, x[:1], weights[:1], torch.tensor([ids]).int())
+        runtime.engine.close()
+        return predictor.predict(0)
+
+    assert favourites([4, 5], warm=True) == favourites([4, 5], warm=False) != []
 
 
 def test_the_time_that_predictions_take_is_counted():

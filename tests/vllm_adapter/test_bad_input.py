@@ -125,9 +125,9 @@ class FailingRuntime:
         raise TransferError("the disk is on fire")
 
 
-def forward(model):
+def forward(model, *, warming_up=False):
     x = torch.full((3, 8), torch.nan)
-    return model.forward(0, x, x, x.int(), Activation.SILU, warming_up=False)
+    return model.forward(0, x, x, x.int(), Activation.SILU, warming_up=warming_up)
 
 
 def test_a_layer_that_fails_gives_zeros_and_the_layers_behind_it_do_no_work():
@@ -139,6 +139,28 @@ def test_a_layer_that_fails_gives_zeros_and_the_layers_behind_it_do_no_work():
             assert torch.equal(forward(model), torch.zeros(3, 8))
         assert runtime.calls == step
         assert model.failures.sentence == "vllm-dymoe: the disk is on fire"
+
+
+def test_a_warm_up_decides_nothing_and_ends_with_the_first_request():
+    """Its inputs are whatever was in the memory before."""
+    told = []
+
+    class Runtime:
+        predictor = None
+
+        def forward(self, layer, x, *others):
+            told.append("computed")
+            return x
+
+        def warmed_up(self):
+            told.append("warmed up")
+
+    model = rank_model(runtime=Runtime())
+    model._served = False
+    model.foresight.agrees = lambda *_: told.append("gate")
+    for warming_up in (True, True, False, False):
+        forward(model, warming_up=warming_up)
+    assert told == ["computed", "computed", "warmed up", "gate", "computed", "gate", "computed"]
 
 
 def test_a_fault_while_vllm_warms_up_ends_the_start_unless_other_ranks_wait():

@@ -390,8 +390,14 @@ class MoERuntime:
             "slots": {tier.value: count for tier, count in self.plan.slots.items()},
         }
 
+    def warmed_up(self) -> None:
+        """The first request comes: what was computed so far was made up, often thousands of tokens all alike."""
+        self.reset_stats()
+        if self.predictor is not None:
+            self.predictor.forget()
+
     def reset_stats(self) -> None:
-        """Count from zero, for instance after warm-up."""
+        """Count from zero."""
         self._planned.clear()
         self._cache_stats = self.cache.stats = CacheStats()
         self.engine.stats = TransferStats()

@@ -449,7 +449,7 @@ class RankModel:
             return torch.zeros_like(x)  # the step has failed already
         if not warming_up and not self._served:
             self._served = True
-            self.runtime.reset_stats()
+            self.runtime.warmed_up()
         if not warming_up and not self.foresight.agrees(layer, x, topk_ids):
             self.runtime.predictor = None
         try:

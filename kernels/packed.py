@@ -26,7 +26,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 _SECTION_ALIGNMENT = 256
 _ADDRESS_ALIGNMENT = 16
-_MOST_ORDERED_COLUMNS = 32767  # their places are 16-bit numbers
+_MOST_ORDERED_COLUMNS = 32768  # places are 16-bit numbers
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MatrixFormat:
 
     Raises:
         ValueError: a size, bit-width or group size that the format does not have, zeros in steps or an order of columns
-            at 16 bits, or an order of more than 32767 columns.
+            at 16 bits, or an order of more than 32768 columns.
         TypeError: another dtype.
     """
 

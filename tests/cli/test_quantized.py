@@ -34,9 +34,11 @@ CONFIGS = {
         },
     },
 }
+CONFIGS["gptq in order of activations"] = CONFIGS["gptq"] | {"desc_act": True}
 PACKERS = {
     "awq": packing.awq,
     "gptq": packing.gptq,
+    "gptq in order of activations": packing.gptq,
     "compressed-tensors": functools.partial(packing.compressed_tensors, symmetric=False),
 }
 METHODS = sorted(CONFIGS)
@@ -51,6 +53,7 @@ def quantized_model(folder, method, dtype=torch.float16, **settings):
     """A model with quantized experts, and their matrices by place."""
     model = make_model(folder, dtype=dtype)
     model.config["quantization_config"] = CONFIGS[method]
+    settings = {"shuffled": "order" in method} | settings
     matrices = {}
     for number, (place, weight) in enumerate(model.experts.items()):
         matrices[place] = packing.random_coded(*weight.shape, 32, seed=number, **settings)
@@ -66,9 +69,11 @@ def test_numbers_are_taken_as_they_are_and_the_low_tier_is_made_from_them(tmp_pa
     model.save(shards=3)  # tensors of one matrix lie in several files
     result = command("quantize", model.folder, "-o", tmp_path / "out", "--lo", 2)
     assert result.exit_code == 0, result.output
-    assert f"{method} checkpoint, 4 bits as they are, 2 bits derived with rtn" in result.stdout
+    name, _, ordered = method.partition(" in ")
+    assert f"{name} checkpoint, 4 bits as they are, 2 bits derived with rtn" in result.stdout
     store = FileStore(tmp_path / "out")
-    assert store.manifest.quantizer == f"{method} checkpoint, rtn"
+    assert store.manifest.quantizer == f"{name} checkpoint, rtn"
+    assert [fmt.ordered for fmt in store.experts.formats.values()] == [bool(ordered), False]
     for place, matrix in matrices.items():
         for bits, fmt in store.experts.formats.items():
             blob = torch.empty(fmt.nbytes, dtype=torch.uint8)
@@ -85,6 +90,7 @@ def test_numbers_are_taken_as_they_are_and_the_low_tier_is_made_from_them(tmp_pa
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["hi"], config["lo"], config["group_size"]) == ("dymoe", 4, 2, 32)
     assert config["dense"] == CONFIGS[method]
+    assert (config["zeros_in_steps"], config["ordered"]) == ([4], [4] if ordered else [])
     dense = read_tensors(tmp_path / "out")
     assert sorted(name for name in dense if "4bit" not in name and "2bit" not in name) == sorted(model.dense)
 
@@ -108,7 +114,11 @@ def test_inspect_says_what_it_is(tmp_path, method):
     model, _ = quantized_model(tmp_path / "model", method)
     model.save()
     report = json.loads(command("inspect", model.folder, "--json").stdout)
-    assert report["kind"] == f"MoE checkpoint, experts quantized with {method} at 4 bits"
+    name, _, ordered = method.partition(" in ")
+    assert report["kind"] == f"MoE checkpoint, experts quantized with {name} at 4 bits"
+    assert report["ordered"] == ([4] if ordered else [])
+    shown = "columns in another order at 4 bits" in command("inspect", model.folder).stdout
+    assert shown == bool(ordered)
     # g_idx and weight_shape included.
     assert report["expert_bytes"] == sum(tensor.nbytes for name, tensor in model.tensors.items() if ".experts." in name)
     assert report["group_size"] == 32

@@ -21,6 +21,12 @@ KINDS = {
         packing.gptq,
         {"dtype": torch.float16, "symmetric": True},
     ),
+    # Columns quantized in the order of their activations: vLLM 0.32 runs no dense layers that are quantized so.
+    "gptq-ordered": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True},
+        packing.gptq,
+        {"dtype": torch.float16, "symmetric": True, "shuffled": True},
+    ),
     "compressed-tensors": (
         {
             "quant_method": "compressed-tensors",

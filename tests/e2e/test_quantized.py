@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+import transformers
 
 from tests.e2e.architectures import ARCHITECTURES
 from tests.e2e.engines import answer, check_logprobs_close, equal_share, runtime_of
@@ -64,6 +65,33 @@ def test_a_quantized_checkpoint_is_served_with_its_own_numbers(tmp_path, kind, m
         with serve(tmp_path / "ours", {"expert_budget": "25%"}) as llm:
             assert [a.tokens for a in answer(llm, prompts(), TOKENS)] == [a.tokens for a in got]
             assert "UnquantizedLinearMethod" not in llm.collective_rpc(dense_methods)[0]
+
+
+def test_experts_in_the_order_of_their_activations_are_served_beside_dense_layers_of_16_bits(tmp_path):
+    """Beside transformers with the dequantized weights, in float32 and over the same tokens."""
+    experts = write_quantized(ARCHITECTURES["qwen3-moe"], "gptq-ordered", tmp_path, dense=False)
+    with serve(tmp_path / "quantized", {"lo": 2, "expert_budget": "50%"}) as llm:
+        got = answer(llm, prompts(), TOKENS)
+        runtime = runtime_of(llm)
+        runtime.check_integrity()
+        assert [fmt.ordered for fmt in runtime.experts.formats.values()] == [True, False]
+        check_store(runtime.store, experts, 4)
+        assert llm.collective_rpc(dense_methods)[0] == {"UnquantizedLinearMethod"}
+    # Float16 rounds logits of a size of 10 by 0.004; columns of another order change them by several.
+    assert max(logprob_differences(tmp_path / "plain", got)) < 0.02
+
+
+def logprob_differences(folder, answers):
+    """By how much the log-probability of each token differs from what transformers gives it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    differences = []
+    for prompt, given in zip(prompts(), answers, strict=True):
+        before = prompt["prompt_token_ids"]
+        with torch.inference_mode():
+            logits = model(torch.tensor([before + given.tokens])).logits[0, len(before) - 1 : -1]
+        for token, ours, theirs in zip(given.tokens, given.logprobs, logits.log_softmax(1), strict=True):
+            differences.append(abs(ours[token] - float(theirs[token])))
+    return differences
 
 
 def dense_methods(worker):

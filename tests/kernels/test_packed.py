@@ -116,7 +116,7 @@ def test_the_view_is_no_copy():
         ({"rows": 0}, ValueError, "at least one row"),
         ({"dtype": torch.float32}, TypeError, r"dtype is torch\.float32"),
         ({"ordered": True, "bits": 16}, ValueError, "ordered is set for 16 bits, which have no groups"),
-        ({"ordered": True, "columns": 32768}, ValueError, "ordered is set for 32768 columns, expected at most 32767"),
+        ({"ordered": True, "columns": 32769}, ValueError, "ordered is set for 32769 columns, expected at most 32768"),
     ],
 )
 def test_impossible_formats_are_refused(change, error, sentence):

@@ -17,8 +17,8 @@ def coded(*sizes, **settings):
     return CodedMatrix(matrix.bits, matrix.codes, matrix.scales, matrix.zero_points, matrix.column_groups)
 
 
-def packed(matrix, group_size, dtype=torch.float16, *, steps=True):
-    format = MatrixFormat(*matrix.shape, matrix.bits, group_size, dtype, zeros_in_steps=steps)
+def packed(matrix, group_size, dtype=torch.float16, *, steps=True, ordered=False):
+    format = MatrixFormat(*matrix.shape, matrix.bits, group_size, dtype, zeros_in_steps=steps, ordered=ordered)
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     matrix.pack(format, section)
     return format.view(section)
@@ -27,11 +27,30 @@ def packed(matrix, group_size, dtype=torch.float16, *, steps=True):
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("source", "store"), [(128, 128), (128, 32), (64, 64), (None, 128), (None, 32), (96, 32)])
-def test_integers_and_weights_are_the_checkpoints(bits, dtype, source, store):
-    matrix = coded(70, 200, source, bits=bits, dtype=dtype)
-    section = packed(matrix, store, dtype)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_integers_and_weights_are_the_checkpoints(bits, dtype, source, store, ordered):
+    """Also where the last group is shorter than the others."""
+    matrix = coded(70, 200, source, bits=bits, dtype=dtype, shuffled=ordered)
+    section = packed(matrix, store, dtype, ordered=ordered)
     assert torch.equal(unpack(section), matrix.codes)
     assert torch.equal(dequantize(section, dtype), matrix.dequantize())
+
+
+def test_columns_of_a_group_stay_in_their_own_order():
+    """Groups of neighbours need no other order than theirs, and the same checkpoint gives the same bytes everywhere."""
+    assert packed(coded(8, 128, 32), 32, ordered=True).order.tolist() == list(range(128))
+    matrix = coded(8, 128, 32, shuffled=True)
+    stored = packed(matrix, 32, ordered=True).order.long()
+    groups = matrix.column_groups[stored]
+    assert groups.tolist() == sorted(groups.tolist())
+    assert all((stored[groups == group].diff() > 0).all() for group in range(4))
+
+
+def test_a_group_of_too_many_columns_is_refused():
+    matrix = coded(8, 128, 32, shuffled=True)
+    matrix.column_groups[matrix.column_groups == 1] = torch.tensor([0] + [1] * 31)
+    with pytest.raises(ValueError, match="even sorted by their groups, do not lie in groups of 32 neighbours"):
+        packed(matrix, 32, ordered=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -68,7 +87,7 @@ def test_zeros_would_be_rounded_without_steps():
         (coded(8, 64, 64), 64, torch.bfloat16, True, "scales are float16 and would be rounded to bfloat16; use dtype"),
         (coded(8, 64, 64), 64, torch.float16, False, "has zero points, although its configuration says"),
         (coded(8, 64, 32), 64, torch.float16, True, "do not lie in groups of 64 neighbours"),
-        (coded(8, 64, 32, shuffled=True), 32, torch.float16, True, "in the order of their activations; .* hi to 16"),
+        (coded(8, 64, 32, shuffled=True), 32, torch.float16, True, "as they are, do not lie in groups .* hi to 16"),
         (coded(8, 96, 64).narrow(1, 32, 64), 64, torch.float16, True, "do not lie in groups of 64 neighbours"),
     ],
 )
@@ -86,10 +105,11 @@ def test_scales_that_are_not_finite_are_refused():
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_kernels_multiply_with_the_checkpoints_weights(bits, dtype):
+@pytest.mark.parametrize("ordered", [False, True])
+def test_kernels_multiply_with_the_checkpoints_weights(bits, dtype, ordered):
     """Float64 with the checkpoint's own weights beside the tiles, which accumulate in float32."""
-    matrix = coded(100, 200, 64, bits=bits, dtype=dtype)
-    section = packed(matrix, 64, dtype)
+    matrix = coded(100, 200, 64, bits=bits, dtype=dtype, shuffled=ordered)
+    section = packed(matrix, 64, dtype, ordered=ordered)
     x = torch.randn(5, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
     tiles = TiledLinear(torch.empty(MINIMUM_WORKSPACE_BYTES, dtype=torch.uint8))
     steps = matrix.codes.double() - matrix.zero_points[:, matrix.column_groups].double()

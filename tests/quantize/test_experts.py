@@ -2,14 +2,18 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.quantize.readers import packing
 from tests.small_model import make_experts, random_weight
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.experts.store import FileStore, Manifest, MemoryStore, StoreError, all_keys
+from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize.coded import CodedMatrix
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink, MemorySink
 
 
@@ -24,9 +28,10 @@ def places(experts):
     return list(itertools.product(range(len(experts.layers)), range(experts.num_experts), Projection))
 
 
-def pack(experts, sink, order):
+def pack(experts, sink, order, weight_of=random_weight):
     packer = ExpertPacker(experts, make_quantizer("rtn"), sink)
-    steps = [(place, kind) for place in places(experts) for kind in ("weight", "bias")]
+    kinds = ("weight", "bias") if experts.formats[min(experts.formats)].bias else ("weight",)
+    steps = [(place, kind) for place in places(experts) for kind in kinds]
     if order == "biases first":
         steps.sort(key=lambda step: step[1])
     elif order == "weights first":
@@ -35,7 +40,7 @@ def pack(experts, sink, order):
         random.Random(0).shuffle(steps)
     for place, kind in steps:
         if kind == "weight":
-            packer.put(*place, random_weight(experts, *place))
+            packer.put(*place, weight_of(experts, *place))
         else:
             packer.put_bias(*place, random_bias(experts, place))
     return packer.finish()
@@ -62,6 +67,35 @@ def test_weights_and_biases_come_in_any_order(tmp_path, order, bits):
         expert = fmt.view(blob)
         for projection, matrix in zip(Projection, (expert.gate, expert.up, expert.down), strict=True):
             assert torch.equal(matrix.bias, random_bias(experts, (key.layer, key.expert, projection)))
+    files.close()
+
+
+def random_codes(experts, layer, expert, projection):
+    """A matrix of a checkpoint whose groups are scattered."""
+    matrix = experts.formats[4].matrices[projection]
+    seed = layer * 1000 + expert * 10 + projection
+    made = packing.random_coded(matrix.rows, matrix.columns, 32, dtype=torch.bfloat16, seed=seed, shuffled=True)
+    return CodedMatrix(made.bits, made.codes, made.scales, made.zero_points, made.column_groups)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_order_of_columns_is_stored_behind_the_bias(tmp_path, order, bias):
+    experts = make_experts(hidden=70, intermediate=33, bias=bias)
+    high = replace(experts.formats[4], zeros_in_steps=True, ordered=True)
+    experts = replace(experts, formats={4: high, 2: experts.formats[2]})
+    files = pack(experts, FileSink(tmp_path / "store", Manifest(experts, "rtn", "0" * 16)), order, random_codes)
+    for key in all_keys(experts):
+        fmt = experts.formats[key.bits]
+        blob = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
+        files.read_into(key, blob)  # checks the checksums
+        for projection, matrix in zip(Projection, fmt.view(blob), strict=True):
+            codes = random_codes(experts, key.layer, key.expert, projection)
+            if key.bits == 4:
+                assert torch.equal(dequantize(matrix, torch.bfloat16), codes.dequantize())
+            assert (matrix.order is not None) == (key.bits == 4)
+            if bias:
+                assert torch.equal(matrix.bias, random_bias(experts, (key.layer, key.expert, projection)))
     files.close()
 
 

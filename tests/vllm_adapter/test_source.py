@@ -1,15 +1,20 @@
 """What a quantized checkpoint fixes: options, refusals, and the methods of dense layers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 
 from tests.vllm_adapter.test_prepare import configure, refusal, with_quantization_config
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.readers import make_reader
-from vllm_dymoe.quantize.readers.fit import check_fits, describe, quantizer_name, store_group_sizes
+from vllm_dymoe.quantize.readers.fit import check_fits, describe, format_fields, quantizer_name, store_group_sizes
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
+from vllm_dymoe.vllm_adapter.rank_model import LayerSpec, RankModel
 from vllm_dymoe.vllm_adapter.source import read_options
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
@@ -91,6 +96,87 @@ def test_what_is_said_of_the_numbers():
     names = [quantizer_name(reader(), bits, "rtn") for bits in ((4,), (4, 2), (16, 4), (16,), (16, 2))]
     assert names == [source, f"{source}, rtn", source, source, f"{source}, rtn"]
     assert quantizer_name(None, (4, 2), "hqq") == "hqq"
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["re:.*self_attn.*"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "group"},
+        }
+    },
+}
+
+
+def test_ranks_cannot_share_a_matrix_whose_groups_are_scattered(tmp_path):
+    ordered = make_reader(GPTQ)
+    with pytest.raises(CheckpointError, match=r"--tensor-parallel-size 2 gives .* add --enable-expert-parallel"):
+        check_fits(ordered, (4,), 32, 64, 2)
+    check_fits(ordered, (4, 2), 32, 64, 1)
+    check_fits(ordered, (16,), 32, 64, 2)
+    check_fits(ordered, (16, 2), 32, 64, 2)
+    checkpoint = with_quantization_config(tmp_path, GPTQ)
+    settings = {"model": checkpoint, "dtype": "float16", "tensor_parallel_size": 2}
+    config = configure(**settings, enable_expert_parallel=True)
+    assert read_options(config, None, config.quant_config.reader).stored_bits == (4,)
+    assert "add --enable-expert-parallel" in refusal({}, **settings)
+
+
+@pytest.mark.parametrize("config", [GPTQ, COMPRESSED, AWQ, None])
+def test_what_the_formats_of_a_checkpoint_are(config):
+    """Of a checkpoint as it is, and of what was converted from it."""
+    ordered = (4,) if config in (GPTQ, COMPRESSED) else ()
+    reader = None if config is None else make_reader(config)
+    assert format_fields(reader) == {"zeros_in_steps": (4,) if config is AWQ else (), "ordered": ordered}
+    ours = {"quant_method": "dymoe", "format_version": 4, "hi": 16, "lo": 4, "group_size": 32, "quantizer": "rtn"}
+    ours |= {field: list(widths) for field, widths in format_fields(reader).items()}
+    load, dymoe = SimpleNamespace(load_format="auto"), {"hi": 16, "lo": 4, "group_size": 32}
+    served = SimpleNamespace(
+        additional_config={"dymoe": dymoe},
+        load_config=load,
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(moe_intermediate_size=64)),
+        parallel_config=SimpleNamespace(enable_expert_parallel=False, tensor_parallel_size=1),
+    )
+    sizes = {"num_experts": 2, "top_k": 1, "hidden": 64, "intermediate": 64, "dtype": torch.float16, "bias": False}
+    spec = LayerSpec(name="model.layers.0.mlp.experts", rank=0, ranks=1, expert_rank=0, expert_ranks=1, **sizes)
+    for model in (RankModel(served, None, reader), RankModel(served, ours)):
+        model.add_layer(spec)
+        assert [fmt.ordered for fmt in model.experts.formats.values()] == [False, bool(ordered)]
+        assert [fmt.zeros_in_steps for fmt in model.experts.formats.values()] == [False, config is AWQ]
+
+
+@pytest.mark.parametrize("config", [GPTQ, COMPRESSED])
+def test_ordered_experts_are_served_beside_dense_layers_that_are_not_quantized(config, monkeypatch):
+    """vLLM 0.32 refuses the configuration as a whole; older ones run such layers."""
+    answers = []
+    layer, attention = torch.nn.Module(), torch.nn.Module()
+    layer.__class__ = type("Dense", (LinearBase,), {"__init__": None})
+    ours = {"quant_method": "dymoe", "format_version": 4, "hi": 4, "ordered": [4], "dense": config}
+    for asked in (config, ours):
+        dymoe = DymoeConfig.from_config(asked)
+        monkeypatch.setattr(dymoe._dense, "get_quant_method", lambda layer, prefix: answers[-1])
+        answers.append(UnquantizedLinearMethod())
+        assert dymoe.get_quant_method(layer, "model.layers.0.self_attn.o_proj") is answers[-1]
+        answers.append(object())
+        assert dymoe.get_quant_method(attention, "model.layers.0.self_attn.attn") is answers[-1]
+        if vllm_takes(config):
+            assert dymoe.get_quant_method(layer, "model.layers.0.self_attn.o_proj") is answers[-1]
+            continue
+        with pytest.raises(ConfigError, match=r"cannot run the dense layers .* or one whose dense layers have 16 bits"):
+            dymoe.get_quant_method(layer, "model.layers.0.self_attn.o_proj")
+
+
+def vllm_takes(config):
+    """Whether this vLLM's own configuration does."""
+    try:
+        get_quantization_config(config["quant_method"]).from_config(dict(config))
+    except ValueError:
+        return False
+    return True
 
 
 def test_dense_layers_are_left_to_vllms_own_configuration():

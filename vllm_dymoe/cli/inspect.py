@@ -103,6 +103,7 @@ def _describe_experts(experts: ModelExperts) -> dict[str, Any]:
         "intermediate_size": fmt.intermediate,
         "dtype": str(fmt.dtype).removeprefix("torch."),
         "group_size": fmt.group_size,
+        "ordered": [bits for bits, version in experts.formats.items() if version.ordered],
         "versions": [
             {"bits": bits, "expert_bytes": version.nbytes, "total_bytes": experts.nbytes(bits)}
             for bits, version in sorted(experts.formats.items(), reverse=True)
@@ -170,7 +171,8 @@ def _print(report: dict[str, Any]) -> None:
     facts.add_row("MoE layers", f"{len(layers)} ({layers[0]} to {layers[-1]})")
     facts.add_row("experts per layer", f"{report['num_experts']}, top {report['top_k']}")
     facts.add_row("hidden, intermediate", f"{report['hidden_size']}, {report['intermediate_size']}")
-    facts.add_row("dtype, group size", f"{report['dtype']}, {report['group_size']}")
+    ordered = "".join(f", columns in another order at {bits} bits" for bits in report["ordered"])
+    facts.add_row("dtype, group size", f"{report['dtype']}, {report['group_size']}{ordered}")
     if "quantizer" in report:
         facts.add_row("quantizer", report["quantizer"])
         parallel = report["tensor_parallel"]

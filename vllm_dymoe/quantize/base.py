@@ -93,23 +93,23 @@ def pack_bias(bias: Tensor, format: MatrixFormat, section: Tensor) -> Tensor:
     Args:
         bias: float [rows].
         format: of the section, one that has a bias.
-        section: uint8 [format.nbytes], overwritten from format.bias_offset on.
+        section: uint8 [format.nbytes], overwritten from format.bias_offset to format.order_offset.
 
     Returns:
-        What was written: uint8, the section from format.bias_offset on.
+        What was written: uint8, that part of the section.
 
     Raises:
         ValueError: another shape, or values that cannot be represented.
     """
     if tuple(bias.shape) != (format.rows,):
         raise ValueError(f"the bias has shape {list(bias.shape)}, expected [{format.rows}].")
-    tail = section[format.bias_offset :].zero_()
+    written = section[format.bias_offset : format.order_offset].zero_()
     packed = format.view(section)
     assert packed.bias is not None, "the format has no bias"
     packed.bias.copy_(bias)
     if not bool(torch.isfinite(packed.bias).all()):
         raise _not_representable(bias, format)
-    return tail
+    return written
 
 
 def quantize_groups(

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.quantize.coded import CodedMatrix
 from vllm_dymoe.quantize.readers import known_parts, make_reader
+from vllm_dymoe.quantize.readers.fit import format_fields
 from vllm_dymoe.quantize.spelling import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, TensorPlace, read_tensors
 
@@ -159,20 +160,18 @@ class Checkpoint:
         hidden, intermediate = self._size(("hidden_size",)), self._size(_INTERMEDIATE)
         biased = bool(self.biases)
         formats = {
-            width: ExpertFormat(hidden, intermediate, width, group_size, dtype, biased, width in self.zeros_in_steps)
+            width: ExpertFormat(
+                hidden, intermediate, width, group_size, dtype, biased,
+                **{field: width in widths for field, widths in format_fields(self.reader).items()},
+            )
             for width in bits
-        }
+        }  # fmt: skip
         try:
             for fmt in formats.values():
                 _ = fmt.nbytes
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the experts of {self.folder} cannot be packed: {error}.") from error
         return ModelExperts(self.layers, self.num_experts, self._size(_TOP_K), formats)
-
-    @property
-    def zeros_in_steps(self) -> tuple[int, ...]:
-        """Bit-widths of which a store must hold integer zero points."""
-        return (self.reader.bits,) if self.reader is not None and self.reader.asymmetric else ()
 
     def projections(self) -> Iterator[tuple[int, int, Projection, torch.Tensor | CodedMatrix, torch.Tensor | None]]:
         """Every projection of every expert: layer's position, expert, which, weight [rows, columns] and bias [rows].

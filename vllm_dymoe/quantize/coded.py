@@ -57,24 +57,27 @@ class CodedMatrix:
 
         Args:
             format: of the same bits. Its groups may be shorter than the checkpoint's: they share a scale then. With
-                zeros in steps it holds every zero point exactly, without only the middle code.
+                zeros in steps it holds every zero point exactly, without only the middle code. An ordered one has the
+                columns sorted by their groups, those of a group in their own order.
             section: uint8 [format.nbytes], overwritten.
 
         Raises:
             ValueError: the format cannot hold the numbers as they are.
         """
         check_held(self.scales, format.dtype)
-        first = self.column_groups[:: format.group_size]  # of each of our groups
-        if not torch.equal(first.repeat_interleave(format.group_size)[: format.columns], self.column_groups):
+        order = self.column_groups.argsort(stable=True) if format.ordered else None
+        stored = self.column_groups if order is None else self.column_groups[order]
+        first = stored[:: format.group_size]  # of each of our groups
+        if not torch.equal(first.repeat_interleave(format.group_size)[: format.columns], stored):
+            where = "even sorted by their groups" if format.ordered else "as they are"
             raise ValueError(
-                f"its columns do not lie in groups of {format.group_size} neighbours, because they were quantized in "
-                "the order of their activations; use a checkpoint that was made without desc_act or actorder, or set "
-                "hi to 16 and lo to 0, which hold its dequantized weights."
+                f"its columns, {where}, do not lie in groups of {format.group_size} neighbours; set hi to 16 and lo to "
+                "0, which hold its dequantized weights, or, with several ranks, add --enable-expert-parallel."
             )
         zeros = format.midpoint - self.zero_points[:, first].to(torch.int16)
         if not format.zeros_in_steps and bool(zeros.any()):
             raise ValueError("it has zero points, although its configuration says that it is symmetric.")
-        pack(format, self.codes, self.scales[:, first], zeros, section)
+        pack(format, self.codes, self.scales[:, first], zeros, section, order)
 
 
 def check_held(scales: Tensor, dtype: torch.dtype) -> None:

@@ -23,7 +23,7 @@ from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.journal import Journal, is_journal_of
 from vllm_dymoe.quantize.packing import pack, pack_calibrated
-from vllm_dymoe.quantize.readers.fit import check_fits, quantizer_name
+from vllm_dymoe.quantize.readers.fit import check_fits, format_fields, quantizer_name
 from vllm_dymoe.quantize.shards import ShardFiles, make_partial, put_back, replace_folder, sync_folder
 from vllm_dymoe.quantize.tensors import CheckpointError, copy_tensors, write_synced
 
@@ -229,8 +229,9 @@ def _quantization_config(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, An
     ours = recipe.to_json()
     if checkpoint.quantization is None:
         return ours
-    steps = [bits for bits in recipe.stored_bits if bits in checkpoint.zeros_in_steps]
-    return ours | {"zeros_in_steps": steps, "dense": checkpoint.quantization}
+    fields = format_fields(checkpoint.reader).items()
+    held = {field: [bits for bits in recipe.stored_bits if bits in widths] for field, widths in fields}
+    return ours | held | {"dense": checkpoint.quantization}
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -122,6 +122,7 @@ class ExpertPacker:
         with_bias = any(fmt.bias for fmt in experts.formats.values())
         self._missing_biases = set(self._missing) if with_bias else set()
         self._early_biases: dict[tuple[int, int, Projection], torch.Tensor] = {}
+        self._orders: dict[tuple[BlobKey, Projection], torch.Tensor] = {}  # of columns, until the bias is there
         self._scratch = {
             (bits, projection): torch.empty(fmt.matrices[projection].nbytes, dtype=torch.uint8)
             for bits, fmt in experts.formats.items()
@@ -167,7 +168,10 @@ class ExpertPacker:
                 raise StoreError(f"the {name} cannot be {what}: {error}") from error
             if plain is not None and codes is not None:
                 self._errors.add((layer, expert, projection), plain, codes, matrix, curvature)
-            self._sink.write(BlobKey(layer, expert, bits), projection, section[: matrix.bias_offset])
+            key = BlobKey(layer, expert, bits)
+            self._sink.write(key, projection, section[: matrix.bias_offset if fmt.bias else matrix.nbytes])
+            if fmt.bias and fmt.ordered:
+                self._orders[key, projection] = section[matrix.order_offset :].clone()
         place = (layer, expert, projection)
         self._missing.discard(place)
         self._progress()
@@ -187,16 +191,19 @@ class ExpertPacker:
             StoreError: the shape is not the model's, or the values are not finite.
         """
         place = (layer, expert, projection)
-        if place in self._missing:  # a checksum covers weight and bias in this order
+        if place in self._missing:  # a checksum covers weight, bias and order of columns in this order
             self._early_biases[place] = bias.clone()
             return
         for bits, fmt in self.experts.formats.items():
             matrix = fmt.matrices[projection]
             try:
-                tail = pack_bias(bias, matrix, self._scratch[bits, projection])
+                packed = pack_bias(bias, matrix, self._scratch[bits, projection])
             except ValueError as error:
                 raise StoreError(f"the bias of the {self._name(*place)} cannot be stored: {error}") from error
-            self._sink.write(BlobKey(layer, expert, bits), projection, tail, matrix.bias_offset)
+            key = BlobKey(layer, expert, bits)
+            self._sink.write(key, projection, packed, matrix.bias_offset)
+            if fmt.ordered:
+                self._sink.write(key, projection, self._orders.pop((key, projection)), matrix.order_offset)
         self._missing_biases.discard(place)
 
     def finish(self) -> HostStore:

@@ -13,7 +13,7 @@ from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.readers import METHODS, Reader, make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.vllm_adapter.rank_model import RankModel
-from vllm_dymoe.vllm_adapter.source import dense_config
+from vllm_dymoe.vllm_adapter.source import DenseLayers
 
 _DENSE_G_IDX = re.compile(r"^(?!.*\.experts\.).*\.g_idx$")
 
@@ -24,16 +24,17 @@ class DymoeConfig(QuantizationConfig):
     Args:
         checkpoint: the checkpoint's quantization_config; None for a checkpoint that is not ours.
         reader: of the experts of a checkpoint that another tool has quantized; None for all others.
-        dense: vLLM's configuration of the layers that are no experts; None where they have 16 bits.
+        dense: how the layers run that are no experts; None where they have 16 bits.
     """
 
     def __init__(
         self,
         checkpoint: dict[str, Any] | None = None,
         reader: Reader | None = None,
-        dense: QuantizationConfig | None = None,
+        dense: DenseLayers | None = None,
     ) -> None:
-        self._dense = dense
+        self._layers = dense
+        self._dense = None if dense is None else dense.config
         super().__init__()
         self.checkpoint = checkpoint
         self.reader = reader
@@ -70,12 +71,12 @@ class DymoeConfig(QuantizationConfig):
         """
         if config.get("quant_method") == "dymoe":
             dense = config.get("dense")
-            return cls(dict(config), dense=None if dense is None else dense_config(dense))
+            return cls(dict(config), dense=None if dense is None else DenseLayers.read(dense))
         try:
             reader = make_reader(config)
         except CheckpointError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error
-        return cls(reader=reader, dense=dense_config(config))
+        return cls(reader=reader, dense=DenseLayers.read(config))
 
     @classmethod
     def override_quantization_method(
@@ -96,15 +97,19 @@ class DymoeConfig(QuantizationConfig):
         return "dymoe"
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Our method for a MoE layer; for any other the checkpoint's own, else the unquantized one."""
+        """Our method for a MoE layer; for any other the checkpoint's own, else the unquantized one.
+
+        Raises:
+            ConfigError: the layer is quantized in a way that this vLLM does not run.
+        """
         from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
 
         if isinstance(layer, RoutedExperts):
             if self.model is None:
                 self.model = RankModel(get_current_vllm_config(), self.checkpoint, self.reader)
             return DymoeMoEMethod(layer.moe_config, self.model)
-        if self._dense is not None:
-            return self._dense.get_quant_method(layer, prefix)
+        if self._layers is not None:
+            return self._layers.method(layer, prefix)
         if isinstance(layer, LinearBase):
             return UnquantizedLinearMethod()
         return None

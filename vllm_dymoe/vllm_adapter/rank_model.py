@@ -26,7 +26,7 @@ from vllm_dymoe.quantize.coded import CodedMatrix
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink, MemorySink
 from vllm_dymoe.quantize.readers import Reader
-from vllm_dymoe.quantize.readers.fit import describe, quantizer_name
+from vllm_dymoe.quantize.readers.fit import describe, format_fields, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.traces import TraceHeader
@@ -94,9 +94,9 @@ class RankModel:
         self.options = read_options(vllm_config, checkpoint, reader)
         self.reader = reader
         self._checkpoint_is_ours = checkpoint is not None
-        self._zeros_in_steps = frozenset((checkpoint or {}).get("zeros_in_steps", ()))
-        if reader is not None and reader.asymmetric:
-            self._zeros_in_steps = frozenset((reader.bits,))
+        self._format_fields = {
+            field: (checkpoint or {}).get(field, widths) for field, widths in format_fields(reader).items()
+        }
         self._dummy = vllm_config.load_config.load_format == "dummy"
         self._vllm_config = vllm_config
         self._layers: list[LayerSpec] = []
@@ -145,13 +145,13 @@ class RankModel:
     def experts(self) -> ModelExperts:
         """The rank's experts, as the model's configuration describes them."""
         spec = self._layers[0]
-        sizes = spec.hidden, spec.intermediate
         formats = {
             bits: ExpertFormat(
-                *sizes, bits, self.options.group_size, spec.dtype, spec.bias, bits in self._zeros_in_steps
+                spec.hidden, spec.intermediate, bits, self.options.group_size, spec.dtype, spec.bias,
+                **{field: bits in widths for field, widths in self._format_fields.items()},
             )
             for bits in self.options.stored_bits
-        }
+        }  # fmt: skip
         layers = tuple(extract_layer_index(layer.name) for layer in self._layers)
         return ModelExperts(layers, spec.num_experts, spec.top_k, formats)
 

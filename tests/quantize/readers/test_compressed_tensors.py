@@ -59,19 +59,20 @@ def test_the_packer_of_the_tests_packs_as_compressed_tensors_does(kind):
         assert torch.equal(tensor, golden[part]), part
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_compressed_tensors_packs_so_today(kind):
-    """With the package itself, which vLLM requires."""
+def decompressed(tensors, weights):
+    """The weights that the package itself makes of tensors; vLLM requires it."""
     pack_quantized = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    golden = GOLDEN[kind]
     scheme = quantization.QuantizationScheme(
-        targets=["Linear"], weights=quantization.QuantizationArgs(type="int", **WEIGHTS[kind])
+        targets=["Linear"], weights=quantization.QuantizationArgs(type="int", **weights)
     )
-    state = {name: golden[name] for name in golden if name.startswith("weight_")}
-    state["weight_shape"] = golden["weight_shape"]
-    theirs = pack_quantized.PackedQuantizationCompressor.decompress(state, scheme)["weight"]
-    assert torch.equal(theirs, golden["weights"])
+    state = {name: tensor for name, tensor in tensors.items() if name.startswith("weight_")}
+    return pack_quantized.PackedQuantizationCompressor.decompress(state, scheme)["weight"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compressed_tensors_packs_so_today(kind):
+    assert torch.equal(decompressed(GOLDEN[kind], WEIGHTS[kind]), GOLDEN[kind]["weights"])
 
 
 @pytest.mark.parametrize("order", ["group", "dynamic"])
@@ -81,6 +82,12 @@ def test_columns_in_another_order_are_read_and_not_mixed_up(order):
     tensors = compressed_tensors(matrix) | {"weight_g_idx": matrix.column_groups.int()}
     found = read(tensors, 32, 128, weights)
     assert torch.equal(found.dequantize(), matrix.weights())
+    format = MatrixFormat(32, 128, 4, 32, torch.bfloat16, ordered=True)
+    section = torch.empty(format.nbytes, dtype=torch.uint8)
+    found.pack(format, section)
+    assert torch.equal(unpack(format.view(section)), matrix.codes)
+    assert torch.equal(dequantize(format.view(section), torch.bfloat16), matrix.weights())
+    assert torch.equal(found.dequantize(), decompressed(tensors, weights))
     with pytest.raises(ValueError, match="weight_g_idx says that its columns were reordered"):
         read(tensors, 32, 128, weights | {"actorder": "weight"})
 

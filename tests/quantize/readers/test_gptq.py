@@ -54,29 +54,34 @@ def test_every_variant_gives_its_codes_back(bits, version, symmetric, desc_act, 
     assert torch.equal(found.zero_points, matrix.zero_points)
     assert torch.equal(found.column_groups, matrix.column_groups)
     assert torch.equal(found.dequantize(), matrix.weights())
-    if not shuffled:
-        format = MatrixFormat(32, 256, bits, 64, torch.float16, zeros_in_steps=not symmetric)
-        section = torch.empty(format.nbytes, dtype=torch.uint8)
-        found.pack(format, section)
-        assert torch.equal(unpack(format.view(section)), matrix.codes)
-        assert torch.equal(dequantize(format.view(section), torch.float16), matrix.weights())
+    assert make_reader(CONFIG | config).ordered == shuffled
+    format = MatrixFormat(32, 256, bits, 64, torch.float16, zeros_in_steps=not symmetric, ordered=shuffled)
+    section = torch.empty(format.nbytes, dtype=torch.uint8)
+    found.pack(format, section)
+    assert torch.equal(unpack(format.view(section)), matrix.codes)
+    assert torch.equal(dequantize(format.view(section), torch.float16), matrix.weights())
 
 
-def test_desc_act_with_static_groups_is_held_exactly():
-    """g_idx then has neighbours in one group, although desc_act is true."""
+@pytest.mark.parametrize("said", [False, True])
+def test_desc_act_with_static_groups_is_held_exactly(said):
+    """g_idx then has neighbours in one group, although desc_act is true; a checkpoint that says so needs no order."""
     matrix = random_coded(32, 256, 64)
-    found = read(gptq(matrix), 32, 256, desc_act=True)
-    format = MatrixFormat(32, 256, 4, 64, torch.float16, zeros_in_steps=True)
+    found = read(gptq(matrix), 32, 256, desc_act=True, static_groups=said)
+    assert make_reader(CONFIG | {"static_groups": said}).ordered != said
+    format = MatrixFormat(32, 256, 4, 64, torch.float16, zeros_in_steps=True, ordered=not said)
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     found.pack(format, section)
     assert torch.equal(dequantize(format.view(section), torch.float16), matrix.weights())
 
 
-def test_columns_in_another_order_are_refused_below_16_bits_and_not_mixed_up():
-    found = read(GOLDEN, ROWS, COLUMNS)
-    format = MatrixFormat(ROWS, COLUMNS, 4, 32, torch.float16, zeros_in_steps=True)
-    with pytest.raises(ValueError, match="in the order of their activations"):
-        found.pack(format, torch.empty(format.nbytes, dtype=torch.uint8))
+@pytest.mark.parametrize("group_size", [64, 32])
+def test_what_autogptq_packed_in_the_order_of_activations_is_held_bit_for_bit(group_size):
+    assert not torch.equal(GOLDEN["g_idx"], torch.arange(COLUMNS, dtype=torch.int32) // GROUP)
+    format = MatrixFormat(ROWS, COLUMNS, 4, group_size, torch.float16, zeros_in_steps=True, ordered=True)
+    section = torch.empty(format.nbytes, dtype=torch.uint8)
+    read(GOLDEN, ROWS, COLUMNS).pack(format, section)
+    assert torch.equal(unpack(format.view(section)), GOLDEN["codes"])
+    assert torch.equal(dequantize(format.view(section), torch.float16), GOLDEN["weights"])
 
 
 @pytest.mark.parametrize(
@@ -106,6 +111,7 @@ def test_modules_that_are_left_out_are_no_other_format():
         ({}, "g_idx", GOLDEN["g_idx"] + 1, "g_idx names groups that do not exist: there are 3"),
         ({}, "g_idx", GOLDEN["g_idx"][:5], r"g_idx has shape \[5\], expected \[192\]"),
         ({"desc_act": False}, "g_idx", GOLDEN["g_idx"], "g_idx says that its columns were reordered"),
+        ({"static_groups": True}, "g_idx", GOLDEN["g_idx"], "says desc_act false or static_groups true"),
         ({"sym": True}, "qzeros", GOLDEN["qzeros"], "qzeros has zero points other than 8"),
     ],
 )

@@ -39,6 +39,7 @@ class AwqReader:
 
     method = "awq"
     asymmetric = True
+    ordered = False
     parts: tuple[str, ...] = ("qweight", "qzeros", "scales")
     checked: tuple[str, ...] = ()
 

@@ -23,6 +23,8 @@ class Reader(Protocol):
         bits: of each code.
         group_size: columns that share a scale and a zero point; None for all columns of a row.
         asymmetric: whether zero points may be another code than the middle one.
+        ordered: whether columns may have been quantized in the order of their activations, so that the columns of a
+            group lie anywhere in a row.
         parts: ends of the names of the tensors that make one matrix.
         checked: ends of the names of tensors that may come beside them and must agree with the rest.
     """
@@ -31,6 +33,7 @@ class Reader(Protocol):
     bits: int
     group_size: int | None
     asymmetric: bool
+    ordered: bool
     parts: tuple[str, ...]
     checked: tuple[str, ...]
 

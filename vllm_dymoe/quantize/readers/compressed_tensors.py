@@ -52,15 +52,15 @@ class CompressedTensorsReader:
             raise _unreadable(f'{weights.get("type")} weights by "{strategy}"', 'integers by "group" or "channel"')
         self.group_size = choose_group_size(self.method, weights.get("group_size") if strategy == "group" else None)
         self.asymmetric = not weights.get("symmetric", True)
-        ordered = weights.get("actorder") in _ORDERED and self.group_size is not None
-        self._order = ("weight_g_idx",) if ordered else ()
+        self.ordered = weights.get("actorder") in _ORDERED and self.group_size is not None
+        self._order = ("weight_g_idx",) if self.ordered else ()
         self.parts = (
             "weight_packed",
             "weight_scale",
             *(("weight_zero_point",) if self.asymmetric else ()),
             *self._order,
         )
-        self.checked = ("weight_shape",) if ordered else ("weight_shape", "weight_g_idx")
+        self.checked = ("weight_shape",) if self.ordered else ("weight_shape", "weight_g_idx")
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> CodedMatrix:
         """See the protocol."""

@@ -6,6 +6,21 @@ from vllm_dymoe.quantize.readers.base import GROUP_SIZES, Reader
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 
+def format_fields(reader: Reader | None) -> dict[str, tuple[int, ...]]:
+    """Bit-widths whose format holds what a checkpoint has, by the field of :class:`ExpertFormat` that says so.
+
+    Only the checkpoint's own numbers have integer zero points and an order of columns. Another tier is derived from the
+    weights, with groups of neighbours: an order would cost a gather for every product and make nothing more exact.
+
+    Args:
+        reader: of the checkpoint; None for one of 16 bits.
+    """
+    if reader is None:
+        return {"zeros_in_steps": (), "ordered": ()}
+    own = (reader.bits,)
+    return {"zeros_in_steps": own if reader.asymmetric else (), "ordered": own if reader.ordered else ()}
+
+
 def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[int, ...]:
     """Group sizes of a store in which no group would have two scales, the largest first.
 
@@ -42,6 +57,13 @@ def check_fits(reader: Reader, bits: Sequence[int], group_size: int, rank_column
         )
     if reader.bits not in bits:
         return
+    if reader.ordered and ranks > 1:
+        raise CheckpointError(
+            f"--tensor-parallel-size {ranks} gives a rank some columns of the down projection, and in this "
+            f"{reader.method} checkpoint each group is scattered over all of them (desc_act, or actorder group), so "
+            "that a rank would hold no whole group; add --enable-expert-parallel, or set hi to 16 and lo to 0, which "
+            "hold its dequantized weights."
+        )
     sizes = store_group_sizes(reader, rank_columns, ranks)
     if not sizes:
         raise CheckpointError(

@@ -61,11 +61,12 @@ class GptqReader:
         self.group_size = choose_group_size(self.method, config.get("group_size"))
         self.asymmetric = not config.get("sym", True)
         self._offset = _ZERO_POINT_OFFSETS[version]
-        # With one group for all columns their order has no effect.
-        self._ordered = bool(config.get("desc_act")) and self.group_size is not None
+        # With one group for all columns their order has no effect, and static groups are made of neighbours.
+        scattered = self.group_size is not None and not config.get("static_groups")
+        self.ordered = bool(config.get("desc_act")) and scattered
         tensors = ("qweight", "qzeros", "scales")
-        self.parts = (*tensors, "g_idx") if self._ordered else tensors
-        self.checked = () if self._ordered else ("g_idx",)
+        self.parts = (*tensors, "g_idx") if self.ordered else tensors
+        self.checked = () if self.ordered else ("g_idx",)
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> CodedMatrix:
         """See the protocol."""
@@ -78,7 +79,7 @@ class GptqReader:
         check_part("scales", parts["scales"], SCALE_DTYPES, groups, rows)
         codes = unpack_words(parts["qweight"].t(), self.bits)
         column_groups = neighbours(columns, self.group_size)
-        if self._ordered:
+        if self.ordered:
             check_part("g_idx", parts["g_idx"], (torch.int32,), columns)
             column_groups = parts["g_idx"].long()
             if bool(((column_groups < 0) | (column_groups >= groups)).any()):
@@ -87,10 +88,13 @@ class GptqReader:
         return CodedMatrix(self.bits, codes, parts["scales"].t(), zero_points, column_groups)
 
     def check(self, part: str, tensor: Tensor, rows: int, columns: int) -> None:
-        """g_idx, where desc_act is false: groups have to be neighbours."""
+        """g_idx, without desc_act or with static groups: groups have to be neighbours."""
         check_part(part, tensor, (torch.int32,), columns)
         if not torch.equal(tensor.long(), neighbours(columns, self.group_size)):
-            raise ValueError(f"{part} says that its columns were reordered, although config.json says desc_act false.")
+            raise ValueError(
+                f"{part} says that its columns were reordered, although config.json says desc_act false or "
+                "static_groups true."
+            )
 
     def _zero_points(self, words: Tensor) -> Tensor:
         """uint8 [groups, rows]."""

@@ -11,8 +11,9 @@ from tests.quantize.readers import packing
 from tests.small_model import make_experts, random_weight
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.experts.store import FileStore, Manifest, MemoryStore, StoreError, all_keys
-from vllm_dymoe.kernels import dequantize
+from vllm_dymoe.kernels import MatrixFormat, dequantize
 from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize.base import pack_bias
 from vllm_dymoe.quantize.coded import CodedMatrix
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink, MemorySink
 
@@ -118,3 +119,12 @@ def test_a_bias_of_another_width_is_refused():
     packer.put(0, 0, Projection.GATE, random_weight(experts, 0, 0, Projection.GATE))
     with pytest.raises(StoreError, match=r"bias of the gate projection of expert 0 .* shape \[5\], expected \[32\]"):
         packer.put_bias(0, 0, Projection.GATE, torch.zeros(5))
+
+
+def test_a_bias_leaves_the_order_of_columns_behind_it_alone():
+    matrix = MatrixFormat(5, 40, 4, 32, torch.bfloat16, bias=True, ordered=True)
+    section = torch.full((matrix.nbytes,), 0xEE, dtype=torch.uint8)
+    written = pack_bias(torch.ones(5), matrix, section)
+    assert written.numel() == matrix.order_offset - matrix.bias_offset
+    assert (section[matrix.order_offset :] == 0xEE).all()
+    assert matrix.view(section).bias.tolist() == [1.0] * 5

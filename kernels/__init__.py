@@ -51,8 +51,7 @@ def make_kernel(
     device = torch.device(device)
     if device.type == "cpu":
         return CpuKernel(**options)
-    formats = list(formats)
-    if device.type == "cuda" and not any(fmt.ordered for fmt in formats):  # which the Triton kernels do not read
+    if device.type == "cuda":
         # Here and not above: importing triton takes a second, and nobody without a GPU needs it.
         from vllm_dymoe.kernels.triton import TritonKernel
 

@@ -33,6 +33,7 @@ FORWARD_CASES = (
     (ExpertShape(300, 203, 64, torch.float16), Activation.GELU_TANH),
     (ExpertShape(300, 203, 64, torch.float16, zeros_in_steps=frozenset((4,))), Activation.SILU),
     (ExpertShape(512, 384, 32, torch.bfloat16, zeros_in_steps=frozenset((8, 2))), Activation.SILU),
+    (ExpertShape(300, 203, 64, torch.bfloat16, bias=True, ordered=frozenset((8, 4))), Activation.SILU),
 )
 DECODE_CASES = (
     (torch.bfloat16, DecodeTile(4, 1)),
@@ -55,7 +56,8 @@ def make_expert(shape: ExpertShape, bits: int, seed: int) -> tuple[list[PackedMa
             zeros = torch.randn(fmt.rows, fmt.groups, generator=generator) * size / 4
             if fmt.zeros_in_steps:
                 zeros = torch.randint(-fmt.midpoint, fmt.midpoint + 1, zeros.shape, generator=generator)
-            pack(fmt, codes, scales.to(fmt.dtype), zeros.to(fmt.dtype), section)
+            order = torch.randperm(fmt.columns, generator=generator) if fmt.ordered else None
+            pack(fmt, codes, scales.to(fmt.dtype), zeros.to(fmt.dtype), section, order)
         else:
             packed.weight.copy_(torch.randn(fmt.rows, fmt.columns, generator=generator) * size)
         if packed.bias is not None:

@@ -6,9 +6,9 @@ All combinations of tiers, tiles, dtype, bias, activation, group size and way of
   others every width by itself and the mixes 4/2 and 16/4;
 - on every architecture each option by itself, in decode at 4 bits and grouped at 4/2 on the largest tile, and many of
   them at once at 4/2 and at 16/8: float16, biases, activations, group sizes, sizes off every tile, fetching through,
-  the weighted sum, tiles of large layers, zeros in steps, one projection at a time;
-- on every architecture what checkpoints of other tools have: float16 and zeros in steps, at 4/2 and 8/4 with ordinary
-  zeros at the lower bits.
+  the weighted sum, tiles of large layers, zeros in steps, an order of columns, one projection at a time;
+- on every architecture what checkpoints of other tools have: float16 and zeros in steps, without and with an order of
+  columns, at 4/2 and 8/4 with neither at the lower bits.
 """
 
 import ast
@@ -122,6 +122,7 @@ class Case:
         weighted: whether decode sums a token's experts.
         gather: whether grouped_linear reads its rows of x by index and writes its own in order, of the up projection.
         steps: bit-widths whose zeros count steps.
+        ordered: bit-widths whose columns have an order.
     """
 
     note: str = ""
@@ -135,11 +136,13 @@ class Case:
     weighted: bool = False
     gather: bool = False
     steps: tuple[int, ...] = ()
+    ordered: tuple[int, ...] = ()
 
     @property
     def shape(self) -> ExpertShape:
         """As launches want it."""
-        return ExpertShape(*self.sizes, self.group, self.dtype, self.bias, frozenset(self.steps))
+        flags = frozenset(self.steps), frozenset(self.ordered)
+        return ExpertShape(*self.sizes, self.group, self.dtype, self.bias, *flags)
 
 
 _ODD = {"sizes": (2000, 700), "dtype": torch.float16, "bias": True, "activation": Activation.SWIGLU_OAI}
@@ -151,6 +154,7 @@ _BOTH_CLASSES = (
     Case("off tile", sizes=(2000, 700)),
     Case("large", sizes=LARGE),
     Case("zeros in steps", steps=(4,)),
+    Case("ordered", ordered=(4,)),
 )
 _GATE = tuple(
     Case(str(activation.value), activation=activation) for activation in Activation if activation is not Activation.SILU
@@ -160,9 +164,11 @@ _FETCHED = tuple(
     Case("fp16, bias, swiglu_oai, off tile, fetch, weighted", bits=bits, fetch=True, weighted=True, **_ODD)
     for bits in ((16, 8), (4, 2))
 )
-# As checkpoints of other tools are: float16, and a tier that was derived from theirs, with zeros of the other kind.
+# As checkpoints of other tools are: float16, and a tier that was derived from theirs, with ordinary zeros and no order.
 _INTEGERS = tuple(
-    Case("fp16, zeros in steps", bits=bits, dtype=torch.float16, steps=bits[:1]) for bits in ((4, 2), (8, 4))
+    Case(note, bits=bits, dtype=torch.float16, steps=bits[:1], ordered=ordered)
+    for bits in ((4, 2), (8, 4))
+    for note, ordered in (("fp16, zeros in steps", ()), ("fp16, zeros in steps, ordered", bits[:1]))
 )
 
 
@@ -177,7 +183,8 @@ def variants(architecture: int) -> Iterator[Variant]:
     every = architecture in (ARCHITECTURES[0], ARCHITECTURES[-1])
     mixes = [Case(bits=bits) for bits in MIXES if every or len(bits) == 1 or bits in ((4, 2), (16, 4))]
     options = [replace(case, bits=(4,)) for case in (*_BOTH_CLASSES, Case("fetch", fetch=True))]
-    for case in [*mixes, *options, *_INTEGERS, *_FETCHED]:
+    fetched = Case("bias, off tile, fetch, ordered", sizes=(2000, 700), bias=True, fetch=True, ordered=(4, 2))
+    for case in [*mixes, *options, *_INTEGERS, *_FETCHED, fetched]:
         yield from (_gate_up(architecture, case), _down(architecture, case))
     for case in _GATE:
         yield _gate_up(architecture, replace(case, bits=(4,)))

@@ -41,6 +41,7 @@ def gate_up_kernel(
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
     STEPS: tl.constexpr,
+    ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -64,6 +65,7 @@ def gate_up_kernel(
         GROUP: columns that share a scale.
         TIERS: sum of the bits that may occur.
         STEPS: sum of the bits whose zeros count steps of their scale.
+        ORDERED: sum of the bits whose columns are stored in an order of their own.
         BIAS: whether sections have biases.
         ACTIVATION: see ACTIVATIONS.
         SPLIT: parts of the columns.
@@ -76,29 +78,34 @@ def gate_up_kernel(
     last = tl.load(items + 3 * item + 2)
     source = addresses + 3 * expert
     if FETCH:
-        source = _fetch_two(source, destinations + 3 * expert, bits + 3 * expert, ROWS, COLUMNS, GROUP, TIERS, BIAS)
+        source = _fetch_two(
+            source, destinations + 3 * expert, bits + 3 * expert,
+            ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS,
+        )  # fmt: skip
     if last - first == 1:
         _gate_up(
             x, hidden, source, bits + 3 * expert, rows, partials, tickets, first, last,
-            ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, ACTIVATION, 1, SPLIT, FETCH, WARPS,
+            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, ACTIVATION, 1, SPLIT, FETCH, WARPS,
         )  # fmt: skip
     else:
         for number in range((last - first + 1) // 2):
             _gate_up(
                 x, hidden, source, bits + 3 * expert, rows, partials, tickets, first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, ACTIVATION, 2, SPLIT, FETCH, WARPS,
+                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, ACTIVATION, 2, SPLIT, FETCH, WARPS,
             )  # fmt: skip
 
 
 @triton.jit
-def _fetch_two(source, destination, bits, ROWS, COLUMNS, GROUP, TIERS: tl.constexpr, BIAS: tl.constexpr):
+def _fetch_two(
+    source, destination, bits, ROWS, COLUMNS, GROUP, TIERS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr
+):
     """Fetch this program's shares of gate and up, if they have a destination; where to read the two addresses then."""
     if tl.load(destination) != 0:
         block = tl.program_id(0)
         for number in range(2):
             fetch_share(
                 tl.load(source + number), tl.load(destination + number), tl.load(bits + number), block,
-                ROWS, COLUMNS, GROUP, TIERS, BIAS,
+                ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS,
             )  # fmt: skip
         tl.debug_barrier()
         source = destination
@@ -109,8 +116,8 @@ def _fetch_two(source, destination, bits, ROWS, COLUMNS, GROUP, TIERS: tl.conste
 def _gate_up(
     x, hidden, source, bits, rows, partials, tickets, first, last,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, FETCH: tl.constexpr,
-    WARPS: tl.constexpr,
+    ORDERED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
+    FETCH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One or two positions from `first` on."""
     PROGRAMS: tl.constexpr = 1 if FETCH else SPLIT
@@ -125,12 +132,12 @@ def _gate_up(
         if PROGRAMS == SPLIT:
             up = row_products(
                 tl.load(source + number), tl.load(bits + number), block, x_first, apart, split,
-                ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
             )  # fmt: skip
         else:
             up = _products_of_all_parts(
                 tl.load(source + number), tl.load(bits + number), block, x_first, apart,
-                ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
             )  # fmt: skip
     position = first + tl.arange(0, TOKENS)[:, None]
     row = block * 64 + tl.arange(0, 64)[None, :]
@@ -157,14 +164,15 @@ def _gate_up(
 def _products_of_all_parts(
     section, bits, block, x, apart,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
-    BIAS: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr, FLOAT16: tl.constexpr,
+    ORDERED: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
+    FLOAT16: tl.constexpr,
 ):  # fmt: skip
     """What the last of SPLIT programs makes of their parts, to the last bit."""
     sums = tl.zeros([TOKENS, 64], tl.float32)
     for part in range(SPLIT):  # a loop, for the products to be compiled once
         sums += row_products(
             section, bits, block, x, apart, part,
-            ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
         )  # fmt: skip
     return sums
 
@@ -211,6 +219,7 @@ def down_kernel(
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
     STEPS: tl.constexpr,
+    ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
     TOP_K: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -240,6 +249,7 @@ def down_kernel(
         GROUP: as in gate_up_kernel, like the others.
         TIERS: sum of the bits.
         STEPS: of them, those whose zeros count steps.
+        ORDERED: of them, those whose columns have an order.
         BIAS: whether there is one.
         TOP_K: pairs of a token.
         WEIGHTED: see above.
@@ -256,19 +266,19 @@ def down_kernel(
     if FETCH:
         destination = tl.load(destinations + 3 * expert + 2)
         if destination != 0:
-            fetch_share(section, destination, width, tl.program_id(0), ROWS, COLUMNS, GROUP, TIERS, BIAS)
+            fetch_share(section, destination, width, tl.program_id(0), ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS)
             tl.debug_barrier()
             section = destination
     if last - first == 1:
         _down(
             hidden, out, section, width, pairs, weights, computed, partials, tickets, first, last,
-            ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, TOP_K, WEIGHTED, 1, SPLIT, FETCH, WARPS,
+            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 1, SPLIT, FETCH, WARPS,
         )  # fmt: skip
     else:
         for number in range((last - first + 1) // 2):
             _down(
                 hidden, out, section, width, pairs, weights, computed, partials, tickets, first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, TOP_K, WEIGHTED, 2, SPLIT, FETCH, WARPS,
+                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 2, SPLIT, FETCH, WARPS,
             )  # fmt: skip
 
 
@@ -276,8 +286,8 @@ def down_kernel(
 def _down(
     hidden, out, section, width, pairs, weights, computed, partials, tickets, first, last,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
-    BIAS: tl.constexpr, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
-    FETCH: tl.constexpr, WARPS: tl.constexpr,
+    ORDERED: tl.constexpr, BIAS: tl.constexpr, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr, FETCH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One or two positions from `first` on."""
     PROGRAMS: tl.constexpr = 1 if FETCH else SPLIT
@@ -291,12 +301,12 @@ def _down(
     if PROGRAMS == SPLIT:
         sums = row_products(
             section, width, block, h_first, apart, split,
-            ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
         )  # fmt: skip
     else:
         sums = _products_of_all_parts(
             section, width, block, h_first, apart,
-            ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
         )  # fmt: skip
     position = first + tl.arange(0, TOKENS)[:, None]
     pair = tl.load(pairs + position, mask=position < last, other=0)

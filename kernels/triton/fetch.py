@@ -7,13 +7,14 @@ bit for bit, and no second copy is needed.
 
 A share is what belongs to one block of 64 rows: its weights, its scales and zeros, its
 part of the bias, and for the last block the bytes that pad. All shares together
-are the section.
+are the section. An order of columns belongs to every block: each fetches it, before it
+computes, and stores the same bytes as the others.
 """
 
 import triton
 import triton.language as tl
 
-from vllm_dymoe.kernels.triton.section import bias_offset, weight_bytes
+from vllm_dymoe.kernels.triton.section import bias_offset, order_offset, weight_bytes
 
 
 @triton.jit
@@ -26,6 +27,7 @@ def fetch_share(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
+    ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
 ):
     """Copy one block's share of a section. A barrier has to follow before another thread reads it.
@@ -39,7 +41,7 @@ def fetch_share(
     for width in tl.static_range(1, 5):
         if TIERS & (1 << width):
             if bits == (1 << width):
-                _fetch(source, destination, block, ROWS, COLUMNS, GROUP, 1 << width, BIAS)
+                _fetch(source, destination, block, ROWS, COLUMNS, GROUP, 1 << width, ORDERED >> width & 1, BIAS)
 
 
 @triton.jit
@@ -51,6 +53,7 @@ def _fetch(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
+    ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
 ):
     PADDED_ROWS: tl.constexpr = (ROWS + 63) // 64 * 64
@@ -80,6 +83,10 @@ def _fetch(
         begin = bias_offset(ROWS, COLUMNS, GROUP, BITS) + block.to(tl.int64) * 128
         end = tl.where(block == BLOCKS - 1, bias_offset(ROWS, COLUMNS, GROUP, BITS) + BIAS_BYTES, begin + 128)
         _copy(source + begin, destination + begin, (end - begin) // 4)
+    if ORDERED:
+        ORDER_BYTES: tl.constexpr = (2 * PADDED_COLUMNS + 255) // 256 * 256
+        begin = order_offset(ROWS, COLUMNS, GROUP, BITS, BIAS)
+        _copy(source + begin, destination + begin, ORDER_BYTES // 4)
 
 
 @triton.jit
@@ -87,7 +94,7 @@ def _copy(source, destination, words):
     """Copy int32 words, a multiple of four, between addresses that are multiples of 16."""
     source_words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
     destination_words = tl.multiple_of(destination.to(tl.pointer_type(tl.int32)), 16)
-    words = tl.multiple_of(words.to(tl.int32), 4)
+    words = tl.multiple_of(tl.cast(words, tl.int32), 4)
     for first in range(0, words, 2048):
         offset = first + tl.arange(0, 2048)
         values = tl.load(source_words + offset, mask=offset < words)

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton import knobs
 
 from vllm_dymoe.kernels.triton.activation import gated
-from vllm_dymoe.kernels.triton.section import DESCRIPTIONS, load_bias, unpack_scales, weight_bytes
+from vllm_dymoe.kernels.triton.section import DESCRIPTIONS, load_bias, order_offset, unpack_scales, weight_bytes
 
 # Triton's interpreter keeps a bfloat16 as 16 bits and multiplies them as integers in tl.dot.
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
@@ -34,6 +34,7 @@ def grouped_gate_up_kernel(
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
     STEPS: tl.constexpr,
+    ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -54,6 +55,7 @@ def grouped_gate_up_kernel(
         GROUP: columns that share a scale, a multiple of BLOCK_K.
         TIERS: sum of the bits that may occur.
         STEPS: sum of the bits whose zeros count steps of their scale.
+        ORDERED: sum of the bits whose columns are stored in an order of their own.
         BIAS: whether sections have biases.
         ACTIVATION: see ACTIVATIONS.
         BLOCK_M: positions of a tile.
@@ -73,11 +75,11 @@ def grouped_gate_up_kernel(
     width = bits + 3 * expert
     gate = tile_products(
         gate, tl.load(address), tl.load(width), tile, x_rows, inside,
-        ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, BLOCK_N, BLOCK_K,
+        ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     up = tile_products(
         up, tl.load(address + 1), tl.load(width + 1), tile, x_rows, inside,
-        ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, BLOCK_N, BLOCK_K,
+        ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     at = hidden + position.to(tl.int64)[:, None] * ROWS + row[None, :]
@@ -100,6 +102,7 @@ def grouped_linear_kernel(
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
     STEPS: tl.constexpr,
+    ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
@@ -123,6 +126,7 @@ def grouped_linear_kernel(
         GROUP: as in grouped_gate_up_kernel, like the others.
         TIERS: sum of the bits.
         STEPS: of them, those whose zeros count steps.
+        ORDERED: of them, those whose columns have an order.
         BIAS: whether sections have biases.
         GATHER: see above.
         SCATTER: see above.
@@ -141,7 +145,7 @@ def grouped_linear_kernel(
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     sums = tile_products(
         sums, tl.load(addresses + 3 * expert + PROJECTION), tl.load(bits + 3 * expert + PROJECTION), tile, x_rows,
-        inside, ROWS, COLUMNS, GROUP, TIERS, STEPS, BIAS, BLOCK_N, BLOCK_K,
+        inside, ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     at = out + target.to(tl.int64)[:, None] * ROWS + row[None, :]
@@ -152,7 +156,7 @@ def grouped_linear_kernel(
 def tile_products(
     sums, section, bits, tile, x_rows, inside,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ORDERED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """sums + x rows times BLOCK_N rows of a section, and its bias.
 
@@ -174,7 +178,12 @@ def tile_products(
                     x_inside = inside[:, None]
                     if COLUMNS % BLOCK_K != 0:
                         x_inside = x_inside & (column < COLUMNS)[None, :]
-                    x = tl.load(x_rows + column[None, :], mask=x_inside, other=0.0)
+                    if ORDERED >> width & 1:
+                        order_at = section + order_offset(ROWS, COLUMNS, GROUP, 1 << width, BIAS)
+                        place = tl.load(order_at.to(tl.pointer_type(tl.int16)) + column).to(tl.int32)
+                        x = tl.load(x_rows + place[None, :], mask=x_inside, other=0.0)
+                    else:
+                        x = tl.load(x_rows + column[None, :], mask=x_inside, other=0.0)
                     weights = load_weights(
                         section, tile, start,
                         ROWS, COLUMNS, GROUP, 1 << width, STEPS >> width & 1, BLOCK_N, BLOCK_K, FLOAT16,

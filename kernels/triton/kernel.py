@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
 DEFAULT_WORKSPACE_BYTES = 32 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10
 _TICKETS = 1 << 14
+
+
+class Kind(NamedTuple):
+    """What is compiled in of a matrix's format, beside what all experts have in common; see MatrixFormat."""
+
+    bits: int
+    zeros_in_steps: bool
+    ordered: bool
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,7 @@ class TritonKernel:
         if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
         self.workspace_bytes = workspace_bytes
-        self._kinds = frozenset((fmt.bits, fmt.zeros_in_steps) for fmt in formats)
+        self._kinds = frozenset(Kind(fmt.bits, fmt.zeros_in_steps, fmt.ordered) for fmt in formats)
         self._device = torch.device(device)
         self._tickets = torch.zeros(_TICKETS, dtype=torch.int32, device=device)
         self._memory = torch.empty(workspace_bytes - 4 * _TICKETS, dtype=torch.uint8, device=device)
@@ -230,17 +239,17 @@ class TritonKernel:
             host = host.pin_memory()
         moved = host.to(self._device, non_blocking=True)
         small = moved[len(addresses) :].view(torch.int32)
-        tiers = frozenset(widths).union(width for width, _ in self._kinds)
+        tiers = frozenset(widths).union(kind.bits for kind in self._kinds)
         table = ExpertTable(shape, tiers, moved[: len(addresses)].view(-1, 3), small[: len(widths)].view(-1, 3))
         return table, small[len(widths) : len(widths) + 3 * len(items)].view(-1, 3)
 
 
-def common_shape(work: Sequence[ExpertWork], kinds: Iterable[tuple[int, bool]] = ()) -> ExpertShape:
+def common_shape(work: Sequence[ExpertWork], kinds: Iterable[Kind] = ()) -> ExpertShape:
     """What all experts of a call have in common; a group size counts below 16 bits only.
 
     Args:
         work: the call.
-        kinds: bits, and whether zeros are in steps, of what other calls hold.
+        kinds: what other calls hold.
 
     Raises:
         ValueError: they do not have it in common.
@@ -254,15 +263,13 @@ def common_shape(work: Sequence[ExpertWork], kinds: Iterable[tuple[int, bool]] =
             raise ValueError(f"work holds experts of different {name}: {', '.join(map(str, sorted(values)))}")
     if len(biases) > 1:
         raise ValueError("work holds projections with a bias and projections without one")
-    if any(fmt.ordered for fmt in formats):
-        raise ValueError("work holds matrices with an order of columns, which these kernels do not read")
-    both = {(fmt.bits, fmt.zeros_in_steps) for fmt in formats}.union(kinds)
-    steps = frozenset(bits for bits, in_steps in both if in_steps)
-    for bits in steps:
-        if (bits, False) in both:
-            raise ValueError(f"work holds zeros in steps at {bits} bits, and zeros that are not")
+    every = {Kind(fmt.bits, fmt.zeros_in_steps, fmt.ordered) for fmt in formats}.union(kinds)
+    if len({kind.bits for kind in every}) < len(every):
+        raise ValueError("work holds matrices of the same bits with and without zeros in steps or an order of columns")
+    steps = frozenset(kind.bits for kind in every if kind.zeros_in_steps)
+    ordered = frozenset(kind.bits for kind in every if kind.ordered)
     first, group = work[0].gate.format, groups.pop() if groups else work[0].gate.format.group_size
-    return ExpertShape(first.columns, first.rows, group, first.dtype, first.bias, steps)
+    return ExpertShape(first.columns, first.rows, group, first.dtype, first.bias, steps, ordered)
 
 
 def _class(tiles: Tiles, tokens: int) -> int:

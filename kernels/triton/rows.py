@@ -13,6 +13,8 @@ memory delivers one weight of 4 bits.
 - Scale and zero are applied once in a strip, to the strip's sums: that of x ((code - mid) scale + zero) is
   scale sum(x code) + (zero - mid scale) sum(x).
 - A warp owns a strip of up to 64 columns of one group, for the line above to be rare.
+- Where columns are stored in an order of their own, x is read in it: one more load for each of x, which all rows of a
+  word share, an eighth to a sixth more instructions. A kernel of its own that sorts x would cost a launch.
 
 Every sum is taken in one order that depends on the shape alone, never on where the bytes lie.
 """
@@ -20,7 +22,7 @@ Every sum is taken in one order that depends on the shape alone, never on where 
 import triton
 import triton.language as tl
 
-from vllm_dymoe.kernels.triton.section import load_bias, unpack_scales, weight_bytes
+from vllm_dymoe.kernels.triton.section import load_bias, order_offset, unpack_scales, weight_bytes
 
 
 @triton.jit
@@ -35,6 +37,8 @@ def quantized_rows(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     STEPS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    BIAS: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
     WARPS: tl.constexpr,
@@ -49,6 +53,8 @@ def quantized_rows(
         apart: int64, elements from there to the second token's row, if TOKENS is 2.
         split: which of the SPLIT parts of the columns.
         STEPS: whether zeros count steps of their scale.
+        ORDERED: whether stored columns have an order of their own.
+        BIAS: whether there is one in front of that order.
 
     Returns:
         float32 [TOKENS, 64].
@@ -88,6 +94,8 @@ def quantized_rows(
     words_at = section.to(tl.pointer_type(tl.int32)) + block * (PADDED_COLUMNS * BITS * 2) + (8 * beside + word)
     scales_at = (section + weight_bytes(ROWS, COLUMNS, GROUP, BITS)).to(tl.pointer_type(tl.int32))
     scales_at = tl.multiple_of(scales_at + block * 64, 16) + (4 * word + byte + 32 * half)
+    if ORDERED:
+        order_at = (section + order_offset(ROWS, COLUMNS, GROUP, BITS, BIAS)).to(tl.pointer_type(tl.int16))
     x_at = x + tl.where(tl.arange(0, TOKENS) == 0, 0, apart)[:, None, None, None]
     sums = tl.zeros([TOKENS, 2, 4, THREADS], tl.float32)
 
@@ -105,7 +113,10 @@ def quantized_rows(
         total = tl.zeros([TOKENS, 1, 1, THREADS], tl.float32)
         ones = total
         for step in tl.static_range(STRIP // 4):
-            some_x = _load(x_at + column + 4 * step, valid & (column + 4 * step < COLUMNS), EVEN).to(tl.float32)
+            if ORDERED:
+                some_x = _load_by(order_at + column + 4 * step, x_at, valid & (column + 4 * step < COLUMNS), EVEN)
+            else:
+                some_x = _load(x_at + column + 4 * step, valid & (column + 4 * step < COLUMNS), EVEN).to(tl.float32)
             total += some_x
             ones += some_x
             if BITS == 8:
@@ -120,7 +131,10 @@ def quantized_rows(
                 codes = (words[step] << left) >> right
                 products += some_x * _factors(codes, 0x018000 << nibble, one)
                 beyond = column + SPAN + 4 * step
-                some_x = _load(x_at + beyond, valid & (beyond < COLUMNS), EVEN).to(tl.float32)
+                if ORDERED:
+                    some_x = _load_by(order_at + beyond, x_at, valid & (beyond < COLUMNS), EVEN)
+                else:
+                    some_x = _load(x_at + beyond, valid & (beyond < COLUMNS), EVEN).to(tl.float32)
                 total += some_x
                 # Its codes lie two bits higher in the mantissa, so a quarter of it brings them to the same sum.
                 some_x *= 0.25
@@ -153,6 +167,12 @@ def _load(pointers, mask, ALL: tl.constexpr):
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def _load_by(order_at, x_at, mask, ALL: tl.constexpr):
+    """The float32 inputs that some stored columns multiply."""
+    return _load(x_at + _load(order_at, mask, ALL).to(tl.int32), mask, ALL).to(tl.float32)
 
 
 @triton.jit
@@ -228,6 +248,7 @@ def row_products(
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
     STEPS: tl.constexpr,
+    ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -244,6 +265,7 @@ def row_products(
         apart: int64, elements from there to the second token's row.
         split: which part of the columns.
         STEPS: sum of the widths whose zeros count steps.
+        ORDERED: sum of the widths whose columns have an order.
 
     Returns:
         float32 [TOKENS, 64].
@@ -258,7 +280,8 @@ def row_products(
                 else:
                     sums = quantized_rows(
                         section, block, x, apart, split,
-                        ROWS, COLUMNS, GROUP, 1 << width, STEPS >> width & 1, TOKENS, SPLIT, WARPS, FLOAT16,
+                        ROWS, COLUMNS, GROUP, 1 << width, STEPS >> width & 1, ORDERED >> width & 1, BIAS,
+                        TOKENS, SPLIT, WARPS, FLOAT16,
                     )  # fmt: skip
                 if BIAS:
                     if split == 0:

@@ -30,6 +30,15 @@ def bias_offset(ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, 
 
 
 @triton.jit
+def order_offset(
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, BIAS: tl.constexpr
+):
+    """Byte of a quantized section where the order of its columns begins, or where it ends without one."""
+    bias_bytes: tl.constexpr = ((ROWS + 63) // 64 * 128 + 255) // 256 * 256 if BIAS else 0
+    return bias_offset(ROWS, COLUMNS, GROUP, BITS) + bias_bytes
+
+
+@triton.jit
 def unpack_scales(words, STEPS: tl.constexpr, FLOAT16: tl.constexpr):
     """Scale and zero, each float32, of int32 words that hold the pair in 16 bits each; STEPS: the zero counts steps."""
     if FLOAT16:

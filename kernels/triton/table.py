@@ -23,9 +23,11 @@ class ExpertShape:
         dtype: of activations, scales and 16-bit weights.
         bias: whether every projection has one.
         zeros_in_steps: bit-widths whose zeros count steps of their scale.
+        ordered: bit-widths whose columns are stored in an order of their own.
 
     Raises:
-        ValueError: a size, a group size or a bit-width that the format does not have, or zeros in steps at 16 bits.
+        ValueError: a size, a group size or a bit-width that the format does not have, or 16 bits with zeros in steps or
+            an order.
         TypeError: another dtype.
     """
 
@@ -35,6 +37,7 @@ class ExpertShape:
     dtype: torch.dtype
     bias: bool = False
     zeros_in_steps: frozenset[int] = frozenset()
+    ordered: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.hidden < 1 or self.intermediate < 1:
@@ -43,12 +46,12 @@ class ExpertShape:
             raise ValueError(f"group_size is {self.group_size}, expected one of {', '.join(map(str, GROUP_SIZES))}")
         if self.dtype not in DTYPES:
             raise TypeError(f"dtype is {self.dtype}, expected torch.bfloat16 or torch.float16")
-        for bits in self.zeros_in_steps:
+        for bits in self.zeros_in_steps | self.ordered:
             self.formats(bits)
 
     def formats(self, bits: int) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
         """Gate [I, H], up [I, H] and down [H, I] at some bits."""
-        rest = (bits, self.group_size, self.dtype, self.bias, bits in self.zeros_in_steps)
+        rest = (bits, self.group_size, self.dtype, self.bias, bits in self.zeros_in_steps, bits in self.ordered)
         wide = MatrixFormat(self.intermediate, self.hidden, *rest)
         return wide, wide, MatrixFormat(self.hidden, self.intermediate, *rest)
 

@@ -32,8 +32,8 @@ def poisoned(*shape, dtype):
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 
-steps_of_some = st.sets(st.sampled_from([8, 4, 2])).map(frozenset)
-"""Bit-widths whose zeros count steps."""
+some_widths = st.sets(st.sampled_from([8, 4, 2])).map(frozenset)
+"""Those whose zeros count steps, or whose columns have an order."""
 
 
 class Experts:

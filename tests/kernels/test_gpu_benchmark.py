@@ -258,10 +258,11 @@ def test_the_plan_has_every_option_on_every_architecture(variants):
         for kernel in ("gate_up", "down", "grouped_gate_up", "grouped_linear"):
             mine = [variant for variant in planned if variant.kernel == kernel]
             assert {v.types["hidden" if "gate" in kernel else "out"] for v in mine} == {"*bf16", "*fp16"}
-            wanted = {"BIAS": {False, True}, "GROUP": {32, 64, 128}, "STEPS": {0, 4, 8}}
+            wanted = {"BIAS": {False, True}, "GROUP": {32, 64, 128}, "STEPS": {0, 4, 8}, "ORDERED": {0, 4, 8}}
             mixes = {16, 8, 4, 2, 6, 12, 20, 24} | ({18, 10} if architecture in (80, 120) else set())
             wanted |= {"TIERS": mixes}
             if kernel in ("gate_up", "down"):
+                wanted |= {"ORDERED": {0, 4, 6, 8}}
                 wanted |= {"FETCH": {False, True}, "WARPS": {4, 8}}
             if "gate" in kernel:
                 wanted |= {"ACTIVATION": {0, 1, 2, 3}}

@@ -107,7 +107,7 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.setattr(correctness, "BITS", (4,))
     monkeypatch.setattr(correctness, "COUNTS", (1, 20))
     monkeypatch.setattr(correctness, "DECODED", (66, 40))
-    small = (ExpertShape(66, 40, 32, torch.bfloat16, True, frozenset((4,))), Activation.SILU)
+    small = (ExpertShape(66, 40, 32, torch.bfloat16, True, frozenset((4,)), frozenset((4,))), Activation.SILU)
     monkeypatch.setattr(correctness, "FORWARD_CASES", [small])
     monkeypatch.setattr(correctness, "DECODE_CASES", [(torch.float16, DecodeTile(4, 2))])
     for name, value in {

@@ -15,7 +15,7 @@ from tests.kernels.sections import (
     random_x,
     relative_error,
     sections_at_the_edge,
-    steps_of_some,
+    some_widths,
     work_list,
 )
 from vllm_dymoe.kernels import Activation
@@ -80,13 +80,16 @@ def weighted_reference(experts, ids, weights, x, activation, skipped=()):
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     activation=st.sampled_from(Activation),
     bias=st.booleans(),
-    steps=steps_of_some,
+    steps=some_widths,
+    ordered=some_widths,
     tile=st.builds(DecodeTile, st.sampled_from([4, 8]), st.sampled_from([1, 2, 3])),
     seed=st.integers(0, 1000),
 )
-def test_the_weighted_sum(bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, tile, seed):
+def test_the_weighted_sum(
+    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, ordered, tile, seed
+):
     """Any tiers in one launch, any number of parts; one expert of each token is left out."""
-    experts = Experts(ExpertShape(hidden, intermediate, group_size, dtype, bias, steps), bits, seed)
+    experts = Experts(ExpertShape(hidden, intermediate, group_size, dtype, bias, steps, ordered), bits, seed)
     x = random_x(tokens, hidden, dtype, seed)
     ids, weights, chosen = routing(tokens, 2, 3, seed)
     chosen[0] = []
@@ -117,10 +120,14 @@ def test_a_group_of_several_strips(bits):
     assert relative_error(out, experts.reference(0, x, SILU)) < TOLERANCE[BFLOAT16]
 
 
-@pytest.mark.parametrize(("steps", "dtype"), [({4}, torch.float16), ({8, 2}, BFLOAT16)])
-def test_zeros_count_steps_at_some_bits_and_not_at_others(steps, dtype):
+@pytest.mark.parametrize(
+    ("steps", "ordered", "bias", "dtype"),
+    [({4}, {8, 4}, False, torch.float16), ({8, 2}, {2}, True, BFLOAT16)],
+)
+def test_what_other_tools_quantized_at_some_bits_and_not_at_others(steps, ordered, bias, dtype):
     """A checkpoint's integers beside a tier derived from them; from slots, and fetched on the way."""
-    experts = Experts(ExpertShape(150, 60, 32, dtype, False, frozenset(steps)), [8, 4, 2, 16])
+    flags = frozenset(steps), frozenset(ordered)
+    experts = Experts(ExpertShape(150, 60, 32, dtype, bias, *flags), [8, 4, 2, 16])
     x, work, tile = random_x(1, 150, dtype), work_list([[(0, e)] for e in range(4)], 4), DecodeTile(4, 2)
     _, out = run(x, experts.table(), work, tile, rows=4)
     for expert in range(4):
@@ -128,6 +135,7 @@ def test_zeros_count_steps_at_some_bits_and_not_at_others(steps, dtype):
     slots = [torch.zeros_like(blob) for blob in experts.blobs]
     fetched = run(x, experts.table([slot.data_ptr() for slot in slots]), work, tile, rows=4)[1]
     assert torch.equal(fetched, out)
+    assert all(torch.equal(slot, blob) for slot, blob in zip(slots, experts.blobs, strict=True))
 
 
 def test_the_order_of_programs_changes_no_bit():
@@ -215,12 +223,15 @@ def test_nothing_is_summed_before_the_last_part_has_come():
     assert bool(out.isnan().all())
 
 
+ORDERED = frozenset((8, 2))
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="compute-sanitizer looks for the same on a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tile", "weighted"), [(DecodeTile(4, 2), False), (DecodeTile(4, 1), True)])
 def test_nothing_beside_the_tensors_is_touched(dtype, tile, weighted):
     """Sizes off every tile, an odd number of tokens, and memory that ends behind each tensor and section."""
-    experts, copies = Experts(ExpertShape(100, 70, 32, dtype, True), [16, 8, 4, 2]), []
+    experts, copies = Experts(ExpertShape(100, 70, 32, dtype, True, ordered=ORDERED), [16, 8, 4, 2]), []
     table = sections_at_the_edge(experts, copies)
     x, work = at_the_edge(random_x(3, 100, dtype)), work_list([[(t, e) for t in range(3)] for e in range(4)], 4)
     work = WorkList(*(at_the_edge(part) for part in (work.items, work.rows, work.pairs)))
@@ -295,13 +306,18 @@ def test_the_weighted_sum_of_what_is_fetched_is_that_of_the_slots():
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts what the interpreter loads")
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 def test_each_byte_is_read_once(bits, monkeypatch):
-    """Over the link: what is fetched is computed from the copy. And weights from memory, whatever their token."""
-    experts = Experts(ExpertShape(100, 70, 32, BFLOAT16, True), [bits])
+    """Over the link: what is fetched is computed from the copy. And weights from memory, whatever their token.
+
+    Only an order of columns, here at 8 and 2 bits, is fetched by each block of 64 rows, of which there are two.
+    """
+    experts = Experts(ExpertShape(100, 70, 32, BFLOAT16, True, ordered=ORDERED), [bits])
     x, work = random_x(2, 100, BFLOAT16), work_list([[(0, 0), (1, 0)]], 1)
     slot = torch.zeros_like(experts.blobs[0])
     counts = count_loads(monkeypatch, experts.blobs[0])
     run(x, experts.table([slot.data_ptr()]), work, DecodeTile(4, 2), rows=2)
-    assert (counts == 1).all()
+    for fmt, offset in zip(experts.shape.formats(bits), section_offsets(experts.shape, bits), strict=True):
+        assert (counts[offset : offset + fmt.order_offset] == 1).all()
+        assert (counts[offset + fmt.order_offset : offset + fmt.nbytes] == 2).all()
     counts[:] = 0
     run(x, experts.table(), work, DecodeTile(4, 2), rows=2)
     for fmt, offset in zip(experts.shape.formats(bits), section_offsets(experts.shape, bits), strict=True):
@@ -438,6 +454,8 @@ def test_wrong_tables_are_named():
         ExpertShape(64, 64, 32, BFLOAT16, zeros_in_steps=frozenset((3,)))
     with pytest.raises(ValueError, match="zeros_in_steps is set for 16 bits"):
         ExpertShape(64, 64, 32, BFLOAT16, zeros_in_steps=frozenset((16,)))
+    with pytest.raises(ValueError, match="ordered is set for 16 bits"):
+        ExpertShape(64, 64, 32, BFLOAT16, ordered=frozenset((16,)))
     with pytest.raises(TypeError, match=r"rows is torch.float32"):
         WorkList(torch.zeros(0, 3, dtype=torch.int32), torch.zeros(1), torch.zeros(1))
     with pytest.raises(ValueError, match="rows has 1 positions, but pairs 2"):

@@ -14,7 +14,7 @@ from tests.kernels.sections import (
     random_x,
     relative_error,
     sections_at_the_edge,
-    steps_of_some,
+    some_widths,
     work_list,
 )
 from vllm_dymoe.kernels import Activation, dequantize
@@ -51,14 +51,15 @@ tiles = st.builds(
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     activation=st.sampled_from(Activation),
     bias=st.booleans(),
-    steps=steps_of_some,
+    steps=some_widths,
+    ordered=some_widths,
     tile=tiles,
     seed=st.integers(0, 1000),
 )
 def test_any_tile_agrees_with_the_reference(
-    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, tile, seed
+    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, ordered, tile, seed
 ):
-    experts = Experts(ExpertShape(hidden, intermediate, group_size, dtype, bias, steps), bits, seed)
+    experts = Experts(ExpertShape(hidden, intermediate, group_size, dtype, bias, steps, ordered), bits, seed)
     x = random_x(tokens, hidden, dtype, seed)
     count = len(bits)
     chosen = [[(t, e) for t in range(tokens) if (t + e) % (e + 1) == 0] for e in range(count)]
@@ -99,10 +100,14 @@ def test_one_projection_at_a_time(bits, projection):
     assert torch.equal(packed_rows, out[3:].flip(0))
 
 
-@pytest.mark.parametrize(("steps", "dtype"), [({4}, torch.float16), ({8, 2}, torch.bfloat16)])
-def test_zeros_count_steps_at_some_bits_and_not_at_others(steps, dtype):
+@pytest.mark.parametrize(
+    ("steps", "ordered", "bias", "dtype"),
+    [({4}, {8, 4}, False, torch.float16), ({8, 2}, {2}, True, torch.bfloat16)],
+)
+def test_what_other_tools_quantized_at_some_bits_and_not_at_others(steps, ordered, bias, dtype):
     """A checkpoint's integers beside a tier derived from them."""
-    experts = Experts(ExpertShape(100, 70, 32, dtype, False, frozenset(steps)), [8, 4, 2, 16])
+    flags = frozenset(steps), frozenset(ordered)
+    experts = Experts(ExpertShape(100, 70, 32, dtype, bias, *flags), [8, 4, 2, 16])
     x, tile = random_x(5, 100, dtype), GroupedTile(16, 64, 32, 4, 2)
     work = work_list([[(t, e) for t in range(5)] for e in range(4)], 4, 16)
     inner, out = poisoned(20, 70, dtype=dtype), poisoned(20, 100, dtype=dtype)
@@ -118,7 +123,8 @@ def test_zeros_count_steps_at_some_bits_and_not_at_others(steps, dtype):
 @pytest.mark.parametrize("tile", [GroupedTile(16, 64, 32, 4, 2), GroupedTile(32, 256, 16, 4, 2)])
 def test_nothing_beside_the_tensors_is_touched(dtype, tile):
     """Sizes off every tile, more rows in a tile than there are, and memory that ends behind each tensor and section."""
-    experts, copies = Experts(ExpertShape(100, 70, 32, dtype, True), [16, 8, 4, 2]), []
+    shape = ExpertShape(100, 70, 32, dtype, True, ordered=frozenset((8, 2)))
+    experts, copies = Experts(shape, [16, 8, 4, 2]), []
     table = sections_at_the_edge(experts, copies)
     x = at_the_edge(random_x(5, 100, dtype))
     work = work_list([[(t, e) for t in range(5)] for e in range(4)], 4, tile.block_m)

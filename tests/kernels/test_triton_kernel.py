@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.matrices import Expert, random_expert
-from tests.kernels.sections import DEVICE, TOLERANCE, relative_error, steps_of_some
+from tests.kernels.sections import DEVICE, TOLERANCE, relative_error, some_widths
 from vllm_dymoe.kernels import Activation, ExpertWork, PackedMatrix, expert_reference
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.kernel import MINIMUM_WORKSPACE_BYTES
@@ -50,16 +50,19 @@ def random_x(tokens, hidden, dtype=torch.bfloat16, seed=0):
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     activation=st.sampled_from(Activation),
     bias=st.booleans(),
-    steps=steps_of_some,
+    steps=some_widths,
+    ordered=some_widths,
     seed=st.integers(0, 1000),
 )
 def test_any_mix_agrees_with_the_reference(
-    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, seed
+    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, ordered, seed
 ):
     """Any mix of bit-widths and numbers of tokens in one call, sizes off every tile, an expert with no token."""
     x = random_x(tokens, hidden, dtype, seed)
     experts = [
-        random_expert(hidden, intermediate, b, group_size, dtype, seed + i, bias=bias, steps=b in steps)
+        random_expert(
+            hidden, intermediate, b, group_size, dtype, seed + i, bias=bias, steps=b in steps, ordered=b in ordered
+        )
         for i, b in enumerate(bits)
     ]
     chosen = [[t for t in range(tokens) if (t + i) % (3 * i + 1) == 0] for i in range(len(bits))]
@@ -174,8 +177,8 @@ def test_nothing_to_do():
         ({"group_size": 64}, "different group sizes: 32, 64"),
         ({"intermediate": 96}, "different intermediate sizes: 64, 96"),
         ({"bias": True}, "with a bias and projections without one"),
-        ({"steps": True}, "zeros in steps at 4 bits, and zeros that are not"),
-        ({"ordered": True}, "an order of columns, which these kernels do not read"),
+        ({"steps": True}, "the same bits with and without zeros in steps or an order"),
+        ({"ordered": True}, "the same bits with and without zeros in steps or an order"),
     ],
 )
 def test_experts_that_disagree_are_refused(second, sentence):
@@ -186,13 +189,14 @@ def test_experts_that_disagree_are_refused(second, sentence):
         make_kernel().forward(random_x(1, 64), work, out, Activation.SILU)
 
 
-def test_experts_that_disagree_with_what_was_announced_are_refused():
-    """A kernel is compiled for all calls to come: it would read these zeros as it reads the others."""
-    announced, other = (random_expert(64, 64, 4, steps=steps) for steps in (True, False))
+@pytest.mark.parametrize("flag", ["steps", "ordered"])
+def test_experts_that_disagree_with_what_was_announced_are_refused(flag):
+    """A kernel is compiled for all calls to come: it would read these matrices as it reads the others."""
+    announced, other = (random_expert(64, 64, 4, **{flag: value}) for value in (True, False))
     kernel = TritonKernel(DEVICE, formats=[announced.gate.format])
     out = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
     kernel.forward(random_x(1, 64), [work_of(announced, [0], [0])], out, Activation.SILU)
-    with pytest.raises(ValueError, match="zeros in steps at 4 bits, and zeros that are not"):
+    with pytest.raises(ValueError, match="the same bits with and without zeros in steps or an order"):
         kernel.forward(random_x(1, 64), [work_of(other, [0], [0])], out, Activation.SILU)
 
 

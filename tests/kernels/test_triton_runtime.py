@@ -46,14 +46,14 @@ def test_no_budget_changes_a_bit(memory_store, on_triton):
 
 
 def test_the_integers_of_a_checkpoint_beside_a_tier_derived_from_them(monkeypatch):
-    """At 4 bits zeros count steps, at 2 they do not."""
+    """At 4 bits zeros count steps and columns have an order, at 2 not."""
     plain = make_experts()
-    formats = {bits: replace(fmt, zeros_in_steps=bits == 4) for bits, fmt in plain.formats.items()}
+    formats = {bits: replace(fmt, zeros_in_steps=bits == 4, ordered=bits == 4) for bits, fmt in plain.formats.items()}
     experts = ModelExperts(plain.layers, plain.num_experts, plain.top_k, formats)
     store = random_store(experts, MemorySink(experts, pin=False), seed=3)
     want = run(with_budget(store, "100%", MIXED), STEPS)
     monkeypatch.setattr(moe, "make_kernel", TritonKernel)
     runtime = with_budget(store, "50%", MIXED)
-    assert runtime.kernel._kinds == {(4, True), (2, False)}, "what is compiled once, for all calls"
+    assert runtime.kernel._kinds == {(4, True, True), (2, False, False)}, "what is compiled once, for all calls"
     for got, one in zip(run(runtime, STEPS), want, strict=True):
         assert relative_error(got, one.double()) < TOLERANCE[torch.bfloat16]

@@ -1,7 +1,5 @@
 """The lines at start."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -110,14 +108,3 @@ def test_a_prefetch_that_has_nothing_to_hide_behind_is_said(store):
 
 def test_prefetch_is_announced(store):
     assert "; policy firm; prefetch meeting-of-layers; hi" in describe(runtime_with(store, slots=4, policy="firm"))
-
-
-@pytest.mark.parametrize(("field", "words"), [("ordered", "another order than that of the inputs"), (None, None)])
-def test_what_the_triton_kernels_do_not_read_is_a_warning(store, field, words):
-    runtime = runtime_with(store, slots=LAYERS * EXPERTS)
-    runtime.device = torch.device("cuda")
-    formats = {bits: replace(fmt, **({field: True} if field else {})) for bits, fmt in store.experts.formats.items()}
-    runtime.experts = replace(store.experts, formats=formats)
-    found = warnings(runtime)
-    assert len(found) == (field is not None)
-    assert field is None or words in found[0]

@@ -72,12 +72,6 @@ def warnings(runtime: MoERuntime) -> list[str]:
             "because the cores that would copy them are computing; it works where they come from a disk, on a GPU, and "
             "with link_gbps."
         )
-    if runtime.device.type == "cuda" and any(fmt.ordered for fmt in experts.formats.values()):
-        found.append(
-            "the columns of the checkpoint's experts are stored in another order than that of the inputs (desc_act, or "
-            "actorder group), which the Triton kernels do not read yet, so that plain torch operations compute them, "
-            "much slower; use a checkpoint without that, or set hi to 16 and lo to 0."
-        )
     for tier in plan.slots if options.keep_experts else ():
         wanted = [round(share * experts.top_k) for share in shares[tier]]
         short = [(kept, uses) for kept, uses in zip(plan.quotas[tier], wanted, strict=True) if kept < uses]

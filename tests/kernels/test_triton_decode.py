@@ -405,6 +405,25 @@ def test_wrong_arguments_are_named(change, error, sentence):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("partials", "tickets", "sentence"),
+    [
+        (127, 1, "partials has 127 elements, expected at least 128"),
+        (128, 0, "tickets has 0 elements, expected at least 1"),
+    ],
+)
+def test_too_little_scratch_of_down_is_named(weighted, partials, tickets, sentence):
+    """64 rows in two parts, or of two experts."""
+    ones = torch.ones(1, 2, device=DEVICE)
+    weighting, tile = (Weighting(ones, ones.int()), DecodeTile(4, 1)) if weighted else (None, DecodeTile(4, 2))
+    scratch = Scratch(torch.zeros(partials, device=DEVICE), torch.zeros(tickets, dtype=torch.int32, device=DEVICE))
+    x = torch.zeros(1, 64, dtype=BFLOAT16, device=DEVICE)
+    table, work = Experts(SHAPE, [4]).table(), work_list([[(0, 0)]], 1)
+    with pytest.raises(ValueError, match=sentence):
+        decode_down(x, x, table, work, tile, scratch, weighting, start=never)
+
+
 def test_wrong_tiles_are_named():
     with pytest.raises(ValueError, match="warps is 2, expected 4 or 8"):
         DecodeTile(2, 1)

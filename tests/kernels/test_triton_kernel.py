@@ -164,6 +164,20 @@ def test_what_runs_together_fits_the_workspace(hidden, intermediate, workspace_b
     assert sum(grid[1] for grid in started) == 2 * 2 * len(work)
 
 
+@pytest.mark.parametrize("count", [1, 20])
+def test_projections_are_received_before_they_are_launched(count):
+    """Gate and up are one launch, of few tokens and of many."""
+    kernel, expert, events = make_kernel(), random_expert(64, 64, 4), []
+    prepared = kernel.prepare([work_of(expert, [0] * count, [0] * count)])
+    ((grouped, some),) = prepared.runs
+    x = random_x(1, 64)
+    kernel._launch(
+        grouped, x, x, prepared.table, some, Activation.SILU, prepared.tiles,
+        receive=events.append, start=lambda *launch: events.append("launch"),
+    )  # fmt: skip
+    assert events == [2, "launch", 3, "launch"]
+
+
 def test_nothing_to_do():
     out = torch.ones(2, 64, dtype=torch.bfloat16, device=DEVICE)
     make_kernel().forward(random_x(2, 64), [], out, Activation.SILU)

@@ -146,29 +146,33 @@ def write_readme(results: dict[str, Any], readme: Path) -> None:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """All-k hits against microseconds, and the distribution of decode throughput (the paper's Figure 6)."""
+    """Accuracy against microseconds, and the distribution of decode throughput (the paper's Figure 6)."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     offline, engine = results.get("offline", {}), results.get("engine", {"cases": {}})
-    count = len(offline) + len(engine["cases"])
-    figure, all_axes = pyplot.subplots(1, count, figsize=(4.2 * count, 4), squeeze=False)
-    places = iter(all_axes[0])
-    for name, case in offline.items():
-        axes = next(places)
+    columns = max(len(offline), len(engine["cases"]))
+    figure, all_axes = pyplot.subplots(2, columns, figsize=(4.2 * columns, 8), squeeze=False)
+    for axes in [*all_axes[0][len(offline) :], *all_axes[1][len(engine["cases"]) :]]:
+        axes.set_visible(False)
+    for axes, (name, case) in zip(all_axes[0], offline.items(), strict=False):
         for label, row in case["predictors"].items():
             if label != "oracle":
-                axes.scatter(row["microseconds"], row["all_k"], color="firebrick" if "bytes" in row else "steelblue")
-                at = (row["microseconds"], row["all_k"])
+                at = (row["microseconds"], row["accuracy"])
+                axes.scatter(*at, color="firebrick" if "bytes" in row else "steelblue")
                 axes.annotate(label, at, fontsize=7, xytext=(3, 3), textcoords="offset points")
-        axes.set(title=name, xlabel="microseconds a layer", ylabel="all experts named", xscale="log", ylim=(0, 1))
-    for setting, cases in engine["cases"].items():
-        axes = next(places)
+        axes.set(title=name, xlabel="microseconds a layer", ylabel="share of wanted experts that were named")
+        axes.set(xscale="log", ylim=(0, 1))
+        axes.margins(x=0.25)  # for the names
+    names = [*dict.fromkeys(name for cases in engine["cases"].values() for name in cases), "everything resident"]
+    colours = {name: f"C{number}" for number, name in enumerate(names)}
+    for axes, (setting, cases) in zip(all_axes[1], engine["cases"].items(), strict=False):
         for label, row in [*cases.items(), ("everything resident", engine["resident"])]:
             rates = row["tokens_per_second"]
-            axes.plot(rates, [(i + 1) / len(rates) for i in range(len(rates))], label=label, linewidth=1)
+            shares = [(i + 1) / len(rates) for i in range(len(rates))]
+            axes.plot(rates, shares, label=label, linewidth=1.2, color=colours[label])
         axes.set(title=f"decode, {setting}", xlabel="tokens per second", ylabel="share of tokens")
         axes.legend(fontsize=7)
     figure.tight_layout()

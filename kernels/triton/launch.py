@@ -100,11 +100,7 @@ def decode_gate_up(
         {
             "ROWS": shape.intermediate,
             "COLUMNS": shape.hidden,
-            "GROUP": shape.group_size,
-            "TIERS": table.mask,
-            "STEPS": sum(shape.zeros_in_steps),
-            "ORDERED": sum(shape.ordered),
-            "BIAS": shape.bias,
+            **_sections(table),
             "ACTIVATION": ACTIVATIONS[activation],
             "SPLIT": tile.split,
             "FETCH": table.destinations is not None,
@@ -182,11 +178,7 @@ def decode_down(
         {
             "ROWS": shape.hidden,
             "COLUMNS": shape.intermediate,
-            "GROUP": shape.group_size,
-            "TIERS": table.mask,
-            "STEPS": sum(shape.zeros_in_steps),
-            "ORDERED": sum(shape.ordered),
-            "BIAS": shape.bias,
+            **_sections(table),
             "TOP_K": top_k,
             "WEIGHTED": weighting is not None,
             "SPLIT": tile.split,
@@ -242,11 +234,7 @@ def grouped_gate_up(
         {
             "ROWS": shape.intermediate,
             "COLUMNS": shape.hidden,
-            "GROUP": shape.group_size,
-            "TIERS": table.mask,
-            "STEPS": sum(shape.zeros_in_steps),
-            "ORDERED": sum(shape.ordered),
-            "BIAS": shape.bias,
+            **_sections(table),
             "ACTIVATION": ACTIVATIONS[activation],
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -315,11 +303,7 @@ def grouped_linear(
             "PROJECTION": projection,
             "ROWS": rows,
             "COLUMNS": columns,
-            "GROUP": shape.group_size,
-            "TIERS": table.mask,
-            "STEPS": sum(shape.zeros_in_steps),
-            "ORDERED": sum(shape.ordered),
-            "BIAS": shape.bias,
+            **_sections(table),
             "GATHER": gather,
             "SCATTER": scatter,
             "BLOCK_M": tile.block_m,
@@ -328,6 +312,18 @@ def grouped_linear(
         },
         {"num_warps": tile.warps, "num_stages": tile.stages},
     )
+
+
+def _sections(table: ExpertTable) -> dict[str, int]:
+    """What every kernel is told of the sections that it reads."""
+    shape = table.shape
+    return {
+        "GROUP": shape.group_size,
+        "TIERS": table.mask,
+        "STEPS": sum(shape.zeros_in_steps),
+        "ORDERED": sum(shape.ordered),
+        "BIAS": shape.bias,
+    }
 
 
 def _blocks(rows: int) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_dymoe.predict import Gate
 from vllm_dymoe.traces.recorder import Span
 from vllm_dymoe.vllm_adapter.trace_tap import DOMAIN, TraceTap
 
@@ -124,11 +125,11 @@ def test_next_gates_are_asked_about_this_layers_input(listener):
     asked = []
 
     def gate(number):
-        def scores(x):
+        def logits(x):
             asked.append(number)
             return x * (1 if number == 1 else -1)
 
-        return SimpleNamespace(scores=scores)
+        return Gate(logits)
 
     known = []
     tap = TraceTap(listener, lambda: known)

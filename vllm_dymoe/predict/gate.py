@@ -45,6 +45,12 @@ class Gate:
             scores = grouped.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores
 
+    def best(self, x: torch.Tensor, amount: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts that tokens would choose, best first, and their scores: [tokens, up to ``amount``] each."""
+        scores = self.scores(x)
+        values, indices = scores.topk(min(amount, scores.shape[1]), dim=-1)
+        return indices, values
+
     def here(self, expert: int) -> int:
         """This rank's number of an expert; negative if another rank has it."""
         return expert if self.local is None else self.local[expert]

@@ -69,7 +69,7 @@ class NextGate:
         coming = range(layer + 1, min(layer + 1 + depth, len(self._gates)))
         self._reads = []
         for later in coming:
-            best = partial(_best, self._gates[later], amount)
+            best = partial(self._gates[later].best, amount=amount)
             self._reads.append((later, self._beside.begin(best, self._x)))
 
     def predict(self, layer: int) -> Sequence[Candidate]:
@@ -91,10 +91,3 @@ class NextGate:
         if self._phase is Phase.PREFILL:
             ranked = ranked[: self._prefill_experts]
         return [Candidate(later, here, score) for expert, score in ranked if (here := gate.here(expert)) >= 0]
-
-
-def _best(gate: Gate, amount: int, x: torch.Tensor) -> Answer:
-    """The experts that each token would choose and their scores, best first."""
-    scores = gate.scores(x)
-    best = scores.topk(min(amount, scores.shape[1]), dim=-1)
-    return best.indices, best.values

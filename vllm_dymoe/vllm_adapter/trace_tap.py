@@ -64,7 +64,7 @@ class TraceTap:
         """Take what a layer's router chose; see :meth:`Recorder.record`."""
         next_gate = None
         if layer + 1 < len(self._gates):
-            next_gate = self._gates[layer + 1].scores(x).topk(ids.shape[1], dim=-1).indices
+            next_gate, _ = self._gates[layer + 1].best(x, ids.shape[1])
         self.recorder.record(layer, x, weights, ids, next_gate)
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:

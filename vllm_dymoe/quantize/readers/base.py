@@ -97,6 +97,19 @@ def neighbours(columns: int, group_size: int | None) -> Tensor:
     return torch.arange(columns) // (group_size or columns)
 
 
+def scattered(part: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], columns: int, groups: int) -> Tensor:
+    """The group of each column where a tensor says it: int64 [columns].
+
+    Raises:
+        ValueError: it is no such tensor, or names a group that does not exist.
+    """
+    check_part(part, tensor, dtypes, columns)
+    named = tensor.long()
+    if bool(((named < 0) | (named >= groups)).any()):
+        raise ValueError(f"{part} names groups that do not exist: there are {groups}.")
+    return named
+
+
 def count_groups(columns: int, group_size: int | None) -> int:
     """Groups of a row, the last one perhaps shorter."""
     return -(-columns // (group_size or columns))

@@ -21,6 +21,7 @@ from vllm_dymoe.quantize.readers.base import (
     choose_group_size,
     count_groups,
     neighbours,
+    scattered,
     unpack_words,
 )
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -53,12 +54,11 @@ class CompressedTensorsReader:
         self.group_size = choose_group_size(self.method, weights.get("group_size") if strategy == "group" else None)
         self.asymmetric = not weights.get("symmetric", True)
         self.ordered = weights.get("actorder") in _ORDERED and self.group_size is not None
-        self._order = ("weight_g_idx",) if self.ordered else ()
         self.parts = (
             "weight_packed",
             "weight_scale",
             *(("weight_zero_point",) if self.asymmetric else ()),
-            *self._order,
+            *(("weight_g_idx",) if self.ordered else ()),
         )
         self.checked = ("weight_shape",) if self.ordered else ("weight_shape", "weight_g_idx")
 
@@ -75,12 +75,9 @@ class CompressedTensorsReader:
             check_part("weight_zero_point", words, (torch.int32,), -(-rows // each), groups)
             zero_points = unpack_words(words.t(), self.bits).t()[:rows]
         column_groups = neighbours(columns, self.group_size)
-        if self._order:
-            (part,) = self._order
-            check_part(part, parts[part], (torch.int32, torch.int64), columns)
-            column_groups = parts[part].long()
-            if bool(((column_groups < 0) | (column_groups >= groups)).any()):
-                raise ValueError(f"{part} names groups that do not exist: there are {groups}.")
+        if self.ordered:
+            part = "weight_g_idx"
+            column_groups = scattered(part, parts[part], (torch.int32, torch.int64), columns, groups)
         return CodedMatrix(self.bits, codes, parts["weight_scale"], zero_points, column_groups)
 
     def check(self, part: str, tensor: Tensor, rows: int, columns: int) -> None:

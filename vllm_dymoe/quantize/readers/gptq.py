@@ -22,6 +22,7 @@ from vllm_dymoe.quantize.readers.base import (
     choose_group_size,
     count_groups,
     neighbours,
+    scattered,
     unpack_words,
 )
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -62,8 +63,8 @@ class GptqReader:
         self.asymmetric = not config.get("sym", True)
         self._offset = _ZERO_POINT_OFFSETS[version]
         # With one group for all columns their order has no effect, and static groups are made of neighbours.
-        scattered = self.group_size is not None and not config.get("static_groups")
-        self.ordered = bool(config.get("desc_act")) and scattered
+        anywhere = self.group_size is not None and not config.get("static_groups")
+        self.ordered = bool(config.get("desc_act")) and anywhere
         tensors = ("qweight", "qzeros", "scales")
         self.parts = (*tensors, "g_idx") if self.ordered else tensors
         self.checked = () if self.ordered else ("g_idx",)
@@ -80,10 +81,7 @@ class GptqReader:
         codes = unpack_words(parts["qweight"].t(), self.bits)
         column_groups = neighbours(columns, self.group_size)
         if self.ordered:
-            check_part("g_idx", parts["g_idx"], (torch.int32,), columns)
-            column_groups = parts["g_idx"].long()
-            if bool(((column_groups < 0) | (column_groups >= groups)).any()):
-                raise ValueError(f"g_idx names groups that do not exist: there are {groups}.")
+            column_groups = scattered("g_idx", parts["g_idx"], (torch.int32,), columns, groups)
         zero_points = self._zero_points(parts["qzeros"]).t()
         return CodedMatrix(self.bits, codes, parts["scales"].t(), zero_points, column_groups)
 

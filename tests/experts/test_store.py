@@ -218,7 +218,9 @@ def test_a_file_that_is_no_safetensors_file_is_named(store):
 def test_a_disk_that_is_too_small_is_refused_before_writing(tmp_path, monkeypatch):
     experts = make_experts()
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
-    with pytest.raises(StoreError, match=r"needs \d+ bytes, but its disk has 10 left"):
+    with pytest.raises(
+        StoreError, match=r"needs [\d.]+ KiB, but its disk has 10 B left \([\d.]+ KiB too little\); free"
+    ):
         FileSink(tmp_path / "store", Manifest(experts, "rtn", "a model"))
     assert not list(tmp_path.iterdir())
 
@@ -271,7 +273,7 @@ def test_a_real_disk_that_is_full(tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path], check=False).returncode:
         pytest.skip("may not mount")
     try:
-        with pytest.raises(StoreError, match=r"needs \d+ bytes, but its disk has \d+ left"):
+        with pytest.raises(StoreError, match=r"needs [\d.]+ KiB, but its disk has [\d.]+ KiB left"):
             write(tmp_path / "store")
         usage = collections.namedtuple("usage", "free")
         with pytest.MonkeyPatch.context() as patch:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,11 +122,15 @@ def test_manifest_and_parts(tmp_path):
     assert recording.missing(folder) == [1]
 
 
-def test_a_disk_that_is_too_small_is_refused(tmp_path):
+def test_a_disk_that_is_too_small_is_refused(tmp_path, monkeypatch):
     recording, _, _ = write_recording(tmp_path, layers=(0,), num_experts=5, top_k=2, hidden=32)
     check_space(recording, tmp_path)
-    with pytest.raises(CalibrationError, match="or record fewer tokens"):
+    sentence = r"10{15} tokens in .* needs 69121.6 TiB, but its disk has .* left .* free some space, or record fewer"
+    with pytest.raises(CalibrationError, match=sentence):
         check_space(replace(recording, parts=(*recording.parts, 10**15)), tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=300))
+    with pytest.raises(CalibrationError, match=r"needs 760 B, but its disk has 300 B left"):
+        check_space(replace(recording, parts=(*recording.parts, 10)), tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": "vllm-dymoe calibration", "version": 99}'])

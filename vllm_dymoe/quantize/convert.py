@@ -26,6 +26,7 @@ from vllm_dymoe.quantize.packing import pack, pack_calibrated
 from vllm_dymoe.quantize.readers.fit import check_fits, format_fields, quantizer_name
 from vllm_dymoe.quantize.shards import ShardFiles, make_partial, put_back, replace_folder, sync_folder
 from vllm_dymoe.quantize.tensors import CheckpointError, copy_tensors, write_synced
+from vllm_dymoe.units import too_small
 
 _WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".tflite", ".ot")
@@ -263,9 +264,7 @@ def _check_space(checkpoint: Checkpoint, out: Path, experts: ModelExperts) -> No
     needed += sum(path.stat().st_size for path in _small_files(checkpoint.folder))
     free = shutil.disk_usage(out.parent).free
     if free < needed:
-        raise CheckpointError(
-            f"{out} needs {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB left; free some space."
-        )
+        raise CheckpointError(f"{out} {too_small(needed, free)}; free some space.")
 
 
 def _small_files(folder: Path) -> list[Path]:

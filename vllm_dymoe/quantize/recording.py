@@ -21,6 +21,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from vllm_dymoe.units import too_small
+
 MANIFEST = "dymoe_calibration.json"
 VERSION = 1
 _FORMAT = "vllm-dymoe calibration"
@@ -116,8 +118,8 @@ def check_space(recording: Recording, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CalibrationError(
-            f"{folder} needs {needed / 1e9:.1f} GB for the inputs of {tokens} tokens, but its disk has "
-            f"{free / 1e9:.1f} GB left; free some space, or record fewer tokens."
+            f"recording the inputs of {tokens} tokens in {folder} {too_small(needed, free)}; "
+            "free some space, or record fewer tokens."
         )
 
 

@@ -24,6 +24,7 @@ import torch
 from vllm_dymoe.experts.errors import ErrorRecord
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.experts.store import MANIFEST, BlobKey, FileStore, Manifest, StoreError, checksum, file_name
+from vllm_dymoe.units import too_small
 
 # Data begins on a page.
 _DATA_ALIGNMENT = 4096
@@ -111,7 +112,7 @@ class ShardWriter:
             free = shutil.disk_usage(folder.parent).free
             if free < needed:
                 raise StoreError(
-                    f"the expert store in {folder} needs {needed} bytes, but its disk has {free} left; "
+                    f"the expert store in {folder} {too_small(needed, free)}; "
                     "free some space or set store_dir to another disk."
                 )
             self.partial = make_partial(folder)

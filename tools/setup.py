@@ -246,17 +246,16 @@ class Downloads:
     """What pip has downloaded so far, read from its output."""
 
     def __init__(self) -> None:
-        self.files, self.megabytes = 0, 0.0
+        self.megabytes = 0.0
 
     def see(self, line: str) -> None:
-        """Count the file that a line of pip's speaks of, if it does; pip prints it when the download begins."""
+        """Add the size that a line of pip's speaks of, if it does; pip prints it when a download begins."""
         found = DOWNLOADING.match(line)
         if found:
-            self.files += 1
             self.megabytes += float(found[1]) * MEGABYTES[found[2]]
 
     def __str__(self) -> str:
-        return f", {self.files} downloads of {self.megabytes:.0f} MB" if self.files else ""
+        return f", {self.megabytes:.0f} MB downloaded" if self.megabytes >= 1 else ""
 
 
 class Line:
@@ -273,7 +272,10 @@ class Line:
         self._thread = threading.Thread(target=self._tick, daemon=True)
 
     def __enter__(self) -> "Line":
-        print(self._what, end="", flush=True)
+        if self._live:
+            self._show("")
+        else:
+            print(self._what, end="", flush=True)
         self._thread.start()
         return self
 

@@ -131,14 +131,21 @@ class WatchedPolicy:
 
 
 @contextlib.contextmanager
-def gates_compared(llm: Any) -> Iterator[list[float]]:
-    """Collect, for every MoE layer of every step, the share of vLLM's choices that the layer's gate would have made."""
+def gates_compared(llm: Any, change: Callable[[Any], Any] = lambda gate: gate) -> Iterator[list[float]]:
+    """Collect, for every MoE layer of every step, the share of vLLM's choices that the layer's gate would have made.
+
+    Args:
+        llm: the engine.
+        change: what is compared in place of a layer's gate.
+    """
+    from vllm_dymoe.vllm_adapter.gates import NEAR_TIE
+
     model = llm.llm_engine.vllm_config.quant_config.loaded_model()
     shares: list[float] = []
     original = model.runtime.forward
 
     def forward(layer: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        shares.append(model.foresight.gates[layer].agreement(x, ids))
+        shares.append(change(model.foresight.gates[layer]).agreement(x, ids, NEAR_TIE))
         return original(layer, x, weights, ids, *rest)
 
     model.runtime.forward = forward

@@ -196,6 +196,15 @@ def test_near_ties_are_no_disagreement():
         GateCheck(["a"], [Gate(lambda x: x)]).check(0, scores, torch.tensor([[2]]))
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_logits_that_bfloat16_can_confuse_are_near_ties(scoring):
+    """Llama-4 on a CPU: vLLM chose the first of two experts whose logits are 2.2, ours for 0.87 of the input differ."""
+    logits = torch.tensor([[1.90625, 1.921875, 0.625]])
+    GateCheck(["a"], [Gate(lambda x: x, scoring)]).check(0, logits, torch.tensor([[0]]))
+    with pytest.raises(GateError):
+        GateCheck(["a"], [Gate(lambda x: x, scoring)]).check(0, logits, torch.tensor([[2]]))
+
+
 def test_a_correction_that_vllm_does_not_apply_is_dropped():
     x = torch.randn(50, EXPERTS)
     corrected = Gate(lambda x: x, correction=torch.randn(EXPERTS))

@@ -17,9 +17,12 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from vllm_dymoe.predict import Gate
 
-# Near ties may be decided otherwise by another order of summation, and count as equal within this share of a score;
-# a wrong gate agrees by chance only, which for 2 of 8 experts is a quarter.
-_TOLERANCE = 0.01
+# Near ties count as equal within this share of a token's largest score; a wrong gate agrees by chance only, which for
+# 2 of 8 experts is a quarter. Two logits that bfloat16 rounds (by 2^-9 of their size) once for vLLM and once for us may
+# come 2^-7 of their size closer or farther apart, and scores by that share for each unit of the logits: this is enough
+# for logits up to 4. Such ties are seen where the processor sums in another order, and in Llama-4, whose experts' input
+# has been multiplied with the router's weight and rounded.
+NEAR_TIE = 2**-5
 _AGREEMENT = 0.95
 
 
@@ -142,10 +145,10 @@ class GateCheck:
             return
         self._unchecked.remove(layer)
         gate = self._gates[layer]
-        share = gate.agreement(x, ids, _TOLERANCE)
+        share = gate.agreement(x, ids, NEAR_TIE)
         if share < _AGREEMENT and gate.correction is not None:
             plain = replace(gate, correction=None)
-            if plain.agreement(x, ids, _TOLERANCE) >= _AGREEMENT:
+            if plain.agreement(x, ids, NEAR_TIE) >= _AGREEMENT:
                 self._gates[layer] = plain
                 return
         if share < _AGREEMENT:

@@ -1,5 +1,6 @@
 """What several test folders share."""
 
+import hypothesis
 import pytest
 import torch
 
@@ -10,6 +11,11 @@ from vllm_dymoe.experts.store import MemoryStore
 # The tests' matrices are too small to gain from threads, and threads that wait for each other cost much on a busy
 # machine.
 torch.set_num_threads(1)
+
+
+# How long an example takes says nothing on a machine that does other things too.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

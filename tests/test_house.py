@@ -1,6 +1,7 @@
 """The project as a package: its version, its imports, its wheel, and the rules that ``make check`` enforces."""
 
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -18,8 +19,11 @@ PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
 LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 
 
-def run(*command, cwd=ROOT):
-    return subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False)
+def run(*command, cwd=ROOT, **environment):
+    return subprocess.run(
+        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False,
+        env=os.environ | environment,
+    )  # fmt: skip
 
 
 def folder_of(package):
@@ -114,7 +118,7 @@ def tree(tmp_path):
 
 
 def lint_imports(tree):
-    return run(LINT_IMPORTS, "--config", ROOT / "pyproject.toml", "--no-cache", cwd=tree)
+    return run(LINT_IMPORTS, "--config", ROOT / "pyproject.toml", "--no-cache", cwd=tree, COLUMNS="120")
 
 
 @pytest.mark.skipif(not LINT_IMPORTS.exists(), reason="import-linter is not installed")

@@ -13,6 +13,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "tools" / "setup.py"
 # What stands in for the environment's Python: pip and the check of imports, by their command lines.
 PYTHON = """#!/bin/sh
 case "$*" in
+*uninstall*--[!y]*) echo "no such option" >&2; exit 2 ;;
 *impossible*) echo "Looking in indexes"; echo "ERROR: No matching distribution found for impossible" >&2; exit 1 ;;
 *--index-url*) echo "Downloading torch.whl (190.4 MB)" ;;
 *--no-deps*torch==*) echo "ERROR: No matching distribution found for torch" >&2; exit 1 ;;

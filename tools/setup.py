@@ -203,9 +203,7 @@ def need(done: Outcome, what: str) -> None:
 
 def pip(what: str, *arguments: str, may_fail: bool = False) -> Outcome:
     """Run the environment's pip as one step."""
-    quiet = ("--disable-pip-version-check", "--no-input", "--progress-bar=off", "--no-color")
-    command = (str(VENV / "bin" / "python"), "-m", "pip", arguments[0], *quiet, *arguments[1:])
-    return run(what, *command, may_fail=may_fail)
+    return run(what, str(VENV / "bin" / "python"), "-m", "pip", *arguments, may_fail=may_fail)
 
 
 def run(what: str, *command: str, may_fail: bool = False) -> Outcome:
@@ -217,6 +215,7 @@ def run(what: str, *command: str, may_fail: bool = False) -> Outcome:
         may_fail: do without the last lines of its output if it fails.
     """
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    environment.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1", PIP_PROGRESS_BAR="off", PIP_NO_COLOR="1")
     last: collections.deque[str] = collections.deque(maxlen=LINES_ON_FAILURE)
     downloads = Downloads()
     with LOG.open("a", encoding="utf-8") as log, Line(what, downloads) as line:

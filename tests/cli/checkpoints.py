@@ -129,9 +129,13 @@ def expert_tensors(experts: dict[tuple[int, int, Projection], torch.Tensor], sty
     return tensors
 
 
+# Tables and sentences are compared as they stand on a wide terminal that is none: no colours, no bars.
+TERMINAL = {"COLUMNS": "120"} | dict.fromkeys(("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"))
+
+
 def command(*arguments: object) -> Result:
     """Run ``vllm-dymoe`` in this process."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner(env=TERMINAL).invoke(app, [str(argument) for argument in arguments])
 
 
 def refused(*arguments: object) -> str:

@@ -3,14 +3,13 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from vllm_dymoe.cli.app import app
+from tests.cli.checkpoints import command
 from vllm_dymoe.transfer.timeline import HostClock, Lane, Timeline
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["timeline", *map(str, arguments)])
+    return command("timeline", *arguments)
 
 
 @pytest.fixture

@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests.cli.checkpoints import command
 from tests.predict.made_up import SIZES, made_up
 from vllm_dymoe import __version__
-from vllm_dymoe.cli import app
 from vllm_dymoe.predict.checkpoint import load_predictor
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+    return command("train", *arguments)
 
 
 def test_a_trace_becomes_a_predictor_with_a_card(tmp_path):

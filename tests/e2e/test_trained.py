@@ -1,5 +1,7 @@
 """A predictor trained on what a running engine recorded, taken over by that engine: only time depends on it."""
 
+import time
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -55,7 +57,9 @@ def test_a_server_records_and_takes_over_what_was_trained_on_it(llm, traces, tmp
     (taken,) = llm.collective_rpc("dymoe_predictor", kwargs={"file": str(file)})
     assert taken["file"] == str(file)
     assert taken["card"]["header"]["num_layers"] == 8
+    begin = time.perf_counter()
     new_tokens, new_layers, trained = answered(llm)
+    seconds = time.perf_counter() - begin
     assert new_tokens == tokens
     assert all(torch.equal(a, b) for a, b in zip(new_layers, layers, strict=True))
 
@@ -65,7 +69,7 @@ def test_a_server_records_and_takes_over_what_was_trained_on_it(llm, traces, tmp
     assert accuracy(trained) > accuracy(popular)
     assert trained.predictor_bytes == load_predictor(file)[1].nbytes * 2  # float32 on a CPU, float16 in the file
     assert trained.predictor_bytes < trained.peak_expert_bytes <= trained.budget_bytes
-    assert 0 < trained.prediction_seconds < 5
+    assert 0 < trained.prediction_seconds < seconds
 
 
 def test_a_start_with_another_models_predictor_is_refused(llm, traces, tmp_path):

@@ -1,6 +1,7 @@
 """A predictor in the runtime: counted, replaced while it serves, asked at the right moment, harmless when wrong."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -192,9 +193,9 @@ def test_nobody_counts_what_was_computed_to_warm_up():
 
 def test_the_time_that_predictions_take_is_counted():
     runtime = with_budget(STORE, "100%", predictor=Names(), link_gbps=LINK)
+    begin = time.perf_counter()
     run(runtime, STEPS[:8])
-    seconds = runtime.stats().prediction_seconds
-    assert 0 < seconds < 1
+    assert 0 < runtime.stats().prediction_seconds < time.perf_counter() - begin
     runtime.reset_stats()
     assert runtime.stats().prediction_seconds == 0
     runtime.engine.close()

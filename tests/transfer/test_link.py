@@ -18,15 +18,15 @@ STORE = make_store(make_experts())
 NBYTES = STORE.experts.formats[4].nbytes
 SECONDS = 0.03  # for one blob
 LATE = 0.02
-TRIES = 8  # a machine that does other things may wake somebody late every now and then, but nobody early ever
+PATIENCE = 30  # seconds; a machine that does other things may wake somebody late often, but nobody early ever
 
 
 def punctual(attempt):
     """Run an attempt that returns the seconds by which it was late, until it was not."""
-    late = []
+    late, begin = [], time.monotonic()
     while not late or late[-1] >= LATE:
+        assert time.monotonic() - begin < PATIENCE, late
         late.append(attempt())
-        assert len(late) < TRIES, late
 
 
 def link(seconds=SECONDS):
@@ -74,10 +74,10 @@ def test_projections_arrive_one_after_the_other():
 def test_the_link_goes_on_while_nobody_waits_and_takes_no_core():
     engine = link()
     assert not engine.occupies_cores
-    tickets = [submit(engine, expert) for expert in range(3)]
     before, begin = time.process_time(), time.perf_counter()
+    tickets = [submit(engine, expert) for expert in range(3)]
     assert becomes(lambda: all(ticket.state is State.DONE for ticket in tickets))
-    assert time.perf_counter() - begin >= 3 * SECONDS - 0.001
+    assert time.perf_counter() - begin >= 3 * SECONDS
     # Three copies of some KiB, nine sleeps, and this test's own looks; spinning would take all of it.
     assert time.process_time() - before < 0.5 * (time.perf_counter() - begin)
     engine.close()

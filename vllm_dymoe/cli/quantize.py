@@ -105,7 +105,7 @@ def _print_summary(conversion: Conversion) -> None:
     console.print(table)
     _print_fallbacks(console, conversion)
     if conversion.left_out:
-        console.print(f"{conversion.left_out} tensors of multi-token prediction layers were left out.")
+        console.print(f"{conversion.left_out} tensors of multi-token prediction layers were left out.", soft_wrap=True)
     console.print(f"Written in {conversion.seconds:.1f} s. To serve it:", soft_wrap=True)
     console.print(f"vllm serve {conversion.folder}", soft_wrap=True, markup=False)
 

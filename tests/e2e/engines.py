@@ -60,10 +60,10 @@ def engine(model: Path | str = MODEL, dymoe: dict[str, Any] | None = None, **set
         gc.collect()
 
 
-def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
+def in_own_process(function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
     """What ``function`` returns, for engines that leave something behind over which vLLM's next engine stumbles."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result(timeout=300)
+        return pool.submit(function, *arguments).result(timeout)
 
 
 def runtime_of(llm: Any) -> Any:

@@ -1,5 +1,8 @@
 """Invariants 1, 3 and 6 through the real engine on the shipped model."""
 
+import os
+import shutil
+
 import pytest
 import torch
 
@@ -87,6 +90,8 @@ def test_four_bits_give_the_same_bits_at_every_budget():
 @pytest.fixture(scope="module")
 def compiled_answers():
     """As ``exact_answers``, compiled."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("vLLM compiles with a C++ compiler, and there is none; make setup says how to get it")
     with engine(dymoe=EXACT | {"expert_budget": "25%"}, enforce_eager=False) as llm:
         check_every_budget(llm, batch=1)
         return check_every_budget(llm, batch=16), answers_with_less(llm)

@@ -43,6 +43,6 @@ def fill(packer: ExpertPacker) -> None:
 
 def make_store(experts: ModelExperts) -> MemoryStore:
     """A random model in host memory."""
-    packer = ExpertPacker(experts, make_quantizer("rtn"), MemorySink(experts, pin=False))
+    packer = ExpertPacker(experts, make_quantizer("rtn"), MemorySink(experts))
     fill(packer)
     return packer.finish()

@@ -137,10 +137,10 @@ class Options(BaseModel):
     """How experts are quantized: round to nearest, HQQ (slower, better at 2 bits), or GPTQ (by vllm-dymoe quantize)."""
     expert_budget: ExpertBudget = ExpertBudget()
     """Device memory for experts, on each rank: "auto", bytes ("4GiB"), a share of all experts ("25%") or "top-k"."""
-    host_store: Literal["file", "pinned"] = "file"
-    """Where the packed experts live: safetensors shards on disk, or page-locked host memory."""
+    host_store: Literal["auto", "file", "pinned"] = "auto"
+    """Where the packed experts live: safetensors shards on disk, page-locked host memory, or what there is room for."""
     store_dir: Path | None = None
-    """Folder of the `file` store for checkpoints that are quantized while they load (default: ~/.cache/vllm-dymoe)."""
+    """Folder of the shards of checkpoints that are quantized while they load (default: ~/.cache/vllm-dymoe)."""
     policy: str = "exact"
     """Which expert gets which tier: "exact" (all high), "uniform-lo" (all low), or a paper's system by name."""
     policy_options: dict[str, Any] = {}

@@ -275,7 +275,7 @@ def loading_bandwidth(folder: Path) -> dict[str, float]:
     def ours() -> float:
         begin = time.perf_counter()
         store = FileStore(folder)
-        memory = MemoryStore.from_files(store, pin=False)
+        memory = MemoryStore.from_files(store)
         seconds = time.perf_counter() - begin
         store.close()
         memory.close()

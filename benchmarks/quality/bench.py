@@ -222,7 +222,7 @@ class Bench:
             yield layer, expert, projection, weight
 
     def _pack(self, name: str) -> HostStore:
-        packer = ExpertPacker(self.experts, make_quantizer(name), MemorySink(self.experts, pin=False))
+        packer = ExpertPacker(self.experts, make_quantizer(name), MemorySink(self.experts))
         for place in self._weights():
             packer.put(*place)
         return packer.finish()
@@ -230,7 +230,7 @@ class Bench:
     def _round_to_three(self, name: str) -> HostStore:
         experts = self._checkpoint.model_experts((16,), GROUP_SIZE, torch.bfloat16)
         quantizer = make_quantizer(name)
-        packer = ExpertPacker(experts, quantizer, MemorySink(experts, pin=False))
+        packer = ExpertPacker(experts, quantizer, MemorySink(experts))
         for layer, expert, projection, weight in self._weights():
             packer.put(layer, expert, projection, rounded(weight, quantizer))
         return packer.finish()

@@ -50,7 +50,7 @@ def test_the_integers_of_a_checkpoint_beside_a_tier_derived_from_them(monkeypatc
     plain = make_experts()
     formats = {bits: replace(fmt, zeros_in_steps=bits == 4, ordered=bits == 4) for bits, fmt in plain.formats.items()}
     experts = ModelExperts(plain.layers, plain.num_experts, plain.top_k, formats)
-    store = random_store(experts, MemorySink(experts, pin=False), seed=3)
+    store = random_store(experts, MemorySink(experts), seed=3)
     want = run(with_budget(store, "100%", MIXED), STEPS)
     monkeypatch.setattr(moe, "make_kernel", TritonKernel)
     runtime = with_budget(store, "50%", MIXED)

@@ -15,7 +15,7 @@ PROJECTIONS = len(Projection)
 
 def make(seed=0, **changes):
     experts = make_experts(**changes)
-    return random_store(experts, MemorySink(experts, pin=False), seed)
+    return random_store(experts, MemorySink(experts), seed)
 
 
 def blobs(store):
@@ -80,7 +80,7 @@ def test_a_store_in_files_passes_its_checksums_and_counts_its_progress(tmp_path)
     store = random_store(experts, FileSink(tmp_path / "store", manifest), 5, lambda: done.append(1))
     assert len(done) == 2 * 6 * PROJECTIONS
     assert isinstance(store, FileStore)
-    in_memory = random_store(experts, MemorySink(experts, pin=False), 5)
+    in_memory = random_store(experts, MemorySink(experts), 5)
     for key in all_keys(experts):
         blob = torch.empty(experts.formats[key.bits].nbytes, dtype=torch.uint8)
         store.read_into(key, blob)

@@ -56,7 +56,7 @@ def test_weights_and_biases_come_in_any_order(tmp_path, order, bits):
     """Files and memory hold the same bytes whatever the order, and the checksums of the files are theirs."""
     experts = make_experts(bits=bits, hidden=70, intermediate=33, bias=True)
     files = pack(experts, FileSink(tmp_path / "store", Manifest(experts, "rtn", "0" * 16)), order)
-    memory = pack(experts, MemorySink(experts, pin=False), ORDERS[0])
+    memory = pack(experts, MemorySink(experts), ORDERS[0])
     assert isinstance(files, FileStore)
     assert isinstance(memory, MemoryStore)
     assert files.experts == experts
@@ -102,7 +102,7 @@ def test_an_order_of_columns_is_stored_behind_the_bias(tmp_path, order, bias):
 
 def test_a_missing_bias_is_named():
     experts = make_experts(bias=True)
-    packer = ExpertPacker(experts, make_quantizer("rtn"), MemorySink(experts, pin=False))
+    packer = ExpertPacker(experts, make_quantizer("rtn"), MemorySink(experts))
     for place in places(experts):
         packer.put(*place, random_weight(experts, *place))
         if place != (1, 2, Projection.UP):
@@ -115,7 +115,7 @@ def test_a_missing_bias_is_named():
 
 def test_a_bias_of_another_width_is_refused():
     experts = make_experts(bias=True)
-    packer = ExpertPacker(experts, make_quantizer("rtn"), MemorySink(experts, pin=False))
+    packer = ExpertPacker(experts, make_quantizer("rtn"), MemorySink(experts))
     packer.put(0, 0, Projection.GATE, random_weight(experts, 0, 0, Projection.GATE))
     with pytest.raises(StoreError, match=r"bias of the gate projection of expert 0 .* shape \[5\], expected \[32\]"):
         packer.put_bias(0, 0, Projection.GATE, torch.zeros(5))

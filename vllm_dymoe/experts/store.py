@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,9 @@ import xxhash
 
 from vllm_dymoe.experts.errors import ErrorRecord
 from vllm_dymoe.experts.layout import EVERY_PROJECTION, ExpertFormat, ModelExperts, Projection
+from vllm_dymoe.experts.mapping import whole_pages
 from vllm_dymoe.experts.memory import available_host_memory
+from vllm_dymoe.experts.page_lock import Arena, PageLock
 
 MANIFEST = "dymoe_experts.json"
 STORE_VERSION = 4
@@ -31,6 +33,10 @@ _NOTHING: frozenset[int] = frozenset()
 
 class StoreError(RuntimeError):
     """A store that cannot be read or written; the message names the file and what to do."""
+
+
+class HostMemoryError(StoreError):
+    """Host memory that cannot be had or be locked; the message says why, and whoever asked for it what else to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,47 +329,50 @@ def _data_offsets(entry: Mapping[str, Any]) -> tuple[int, int]:
 
 
 class MemoryStore:
-    """Blobs in host memory, page-locked where there is a CUDA device to copy to.
+    """Blobs in host memory, one mapping for each layer, page-locked where there is a device to copy to.
 
     Args:
         experts: what is stored.
-        pin: page-lock the memory.
+        page_lock: locks the memory of a layer once it is filled; None where nobody needs that.
 
     Raises:
-        StoreError: the memory cannot be had, or not be locked.
+        HostMemoryError: the memory cannot be had.
     """
 
-    def __init__(self, experts: ModelExperts, *, pin: bool) -> None:
+    def __init__(self, experts: ModelExperts, page_lock: PageLock | None = None) -> None:
         self.experts = experts
-        self.pinned = pin
+        self._page_lock = page_lock
+        self._arenas: list[Arena] = []
         self._blobs: list[dict[int, torch.Tensor]] = []
-        total = sum(experts.nbytes(bits) for bits in experts.formats)
+        needed = memory_bytes(experts)
         available = available_host_memory()
-        if available < total:
-            raise StoreError(
-                f'host_store = "pinned" needs {total} bytes of host memory for the experts, but {available} are '
-                'available; use host_store = "file", or fewer bits.'
+        if available < needed:
+            raise HostMemoryError(
+                f"the experts need {needed} bytes of host memory, but {available} are available"
             )
+        sizes = [experts.num_experts * fmt.nbytes for fmt in experts.formats.values()]
         try:
             for _ in experts.layers:
+                self._arenas.append(Arena(sum(sizes), page_lock))
+                parts = self._arenas[-1].memory.split(sizes)
                 self._blobs.append(
-                    {
-                        bits: torch.empty(experts.num_experts, fmt.nbytes, dtype=torch.uint8, pin_memory=pin)
-                        for bits, fmt in experts.formats.items()
-                    }
+                    {bits: part.view(experts.num_experts, -1) for bits, part in zip(experts.formats, parts, strict=True)}
                 )
-        except RuntimeError as error:
-            self._blobs.clear()
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise StoreError(
-                f'host_store = "pinned" needs {total} bytes of {"page-locked " if pin else ""}host memory, which could '
-                f'not be had ({reason}){_locked_limit() if pin else ""}; use host_store = "file".'
+        except OSError as error:
+            self.close()
+            raise HostMemoryError(
+                f"the experts need {needed} bytes of host memory, which could not be had ({error.strerror})"
             ) from error
 
     @property
     def description(self) -> str:
         """The kind of memory."""
-        return "page-locked host memory" if self.pinned else "host memory (not page-locked: there is no CUDA device)"
+        if self._page_lock is None:
+            return "host memory (not page-locked: there is no CUDA device)"
+        node, unbound = self._page_lock.node, next((arena.unbound for arena in self._arenas if arena.unbound), None)
+        if unbound is not None:
+            return f"page-locked host memory, not near the GPU on NUMA node {node} ({unbound})"
+        return "page-locked host memory" + ("" if node is None else f" on NUMA node {node}")
 
     def blob(self, key: BlobKey, projections: range = EVERY_PROJECTION) -> torch.Tensor:
         """The bytes themselves: uint8 [bytes of the projections]."""
@@ -379,22 +388,60 @@ class MemoryStore:
         destination.copy_(self.blob(key, projections))
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Unlock the memory and let it go."""
         self._blobs.clear()
+        while self._arenas:
+            self._arenas.pop().close()
 
     @classmethod
-    def from_files(cls, source: FileStore, *, pin: bool) -> "MemoryStore":
-        """Read a whole file store into memory.
+    def from_files(
+        cls,
+        source: FileStore,
+        page_lock: PageLock | None = None,
+        progress: Callable[[int], object] = lambda nbytes: None,
+    ) -> "MemoryStore":
+        """Read a whole file store into memory, layer by layer, and lock it.
+
+        Args:
+            source: the files; each section is compared with its checksum.
+            page_lock: as for the store.
+            progress: called with the bytes of each blob that was read.
 
         Raises:
-            StoreError: the memory cannot be had, or the files cannot be read.
+            HostMemoryError: the memory cannot be had, or not be locked.
+            StoreError: the files cannot be read. Nothing stays locked.
         """
-        store = cls(source.experts, pin=pin)
-        # Reading and checking both leave the interpreter: threads are worth it even where the files are in memory.
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            for _ in pool.map(lambda key: source.read_into(key, store.blob(key)), all_keys(source.experts)):
-                pass
+        store = cls(source.experts, page_lock)
+
+        def fill(key: BlobKey) -> int:
+            source.read_into(key, store.blob(key))
+            return store.experts.formats[key.bits].nbytes
+
+        try:
+            # Reading and checking both leave the interpreter: threads are worth it even where the files are in memory.
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+                for layer in range(len(source.experts.layers)):
+                    for nbytes in pool.map(fill, layer_keys(source.experts, layer)):
+                        progress(nbytes)
+                    store._lock(layer)
+        except BaseException:
+            store.close()
+            raise
         return store
+
+    def _lock(self, layer: int) -> None:
+        reason = self._arenas[layer].lock()
+        if reason is not None:
+            raise HostMemoryError(
+                f"the experts need {memory_bytes(self.experts)} bytes of page-locked host memory, and locking failed at "
+                f"layer {self.experts.layers[layer]} ({reason}){_locked_limit()}"
+            )
+
+
+def memory_bytes(experts: ModelExperts) -> int:
+    """Bytes of host memory that a :class:`MemoryStore` takes: whole pages for each layer."""
+    layer = sum(experts.num_experts * fmt.nbytes for fmt in experts.formats.values())
+    return len(experts.layers) * whole_pages(layer)
 
 
 def _locked_limit() -> str:
@@ -411,9 +458,14 @@ def blob_name(store: HostStore, key: BlobKey) -> str:
 def all_keys(experts: ModelExperts) -> Iterator[BlobKey]:
     """Every blob of a model, layer by layer, in the order it lies on disk."""
     for layer in range(len(experts.layers)):
-        for bits in experts.formats:
-            for expert in range(experts.num_experts):
-                yield BlobKey(layer, expert, bits)
+        yield from layer_keys(experts, layer)
+
+
+def layer_keys(experts: ModelExperts, layer: int) -> Iterator[BlobKey]:
+    """Every blob of one layer (by position), in the order it lies on disk."""
+    for bits in experts.formats:
+        for expert in range(experts.num_experts):
+            yield BlobKey(layer, expert, bits)
 
 
 def read_header(path: Path, file: int) -> tuple[dict[str, Any], int]:

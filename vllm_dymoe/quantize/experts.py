@@ -51,10 +51,10 @@ class Sink(Protocol):
 
 
 class MemorySink:
-    """Into host memory."""
+    """Into host memory that no device copies from, for tests and measurements."""
 
-    def __init__(self, experts: ModelExperts, *, pin: bool) -> None:
-        self._store = MemoryStore(experts, pin=pin)
+    def __init__(self, experts: ModelExperts) -> None:
+        self._store = MemoryStore(experts)
 
     def write(self, key: BlobKey, projection: Projection, part: torch.Tensor, start: int = 0) -> None:
         """Copy the part into its blob."""

@@ -1,6 +1,7 @@
 """What is checked and set in the user's process, after vLLM has made its configuration."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from vllm.platforms import current_platform
 
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.experts.memory import available_host_memory
+from vllm_dymoe.experts.placement import choose_host_place
 from vllm_dymoe.experts.store import MANIFEST, Manifest, StoreError
 from vllm_dymoe.policy import make_policy
 from vllm_dymoe.predict.checkpoint import PredictorError, read_card
@@ -43,6 +46,7 @@ def prepare(config: VllmConfig) -> None:
     _check_depth(config, options)
     _check_trace(config, options)
     _check_budget(config, options)
+    _check_host_memory(config, options)
     _check_predictor(options)
     _check_weights(config)
     if current_platform.is_cuda_alike():
@@ -141,6 +145,33 @@ def _check_budget(config: VllmConfig, options: Options) -> None:
     workspace = workspace_bytes(experts, current_platform.device_type)
     limit = limit_in_bytes(options.expert_budget, experts, options, workspace, automatic=0)
     plan_slots(experts, options, policy.tiers, limit, workspace)
+
+
+def _check_host_memory(config: VllmConfig, options: Options) -> None:
+    """Refuse memory that the machine clearly has not, before hours of quantizing; the workers check with all layers.
+
+    Raises:
+        ConfigError: the experts do not fit.
+    """
+    experts = experts_of(config, options)
+    if experts is None or options.host_store != "pinned":
+        return
+    surely = replace(experts, layers=experts.layers[: _layers_with_experts(config, len(experts.layers))])
+    ranks = config.parallel_config.local_world_size
+    try:
+        choose_host_place(options.host_store, current_platform.device_type, surely, available_host_memory(), ranks)
+    except StoreError as error:
+        raise ConfigError(f"vllm-dymoe: {error}") from error
+
+
+def _layers_with_experts(config: VllmConfig, layers: int) -> int:
+    """How many of so many layers have experts, as far as config.json says which have none."""
+    text = config.model_config.hf_text_config
+    dense = sum(int(getattr(text, name, None) or 0) for name in ("first_k_dense_replace", "num_dense_layers"))
+    dense += len(getattr(text, "mlp_only_layers", None) or ())
+    steps = (getattr(text, name, None) for name in ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq"))
+    step = max((step for step in steps if isinstance(step, int)), default=1)
+    return max(0, layers - dense) // max(1, step)
 
 
 def _check_predictor(options: Options) -> None:

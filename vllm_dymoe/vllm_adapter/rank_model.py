@@ -15,7 +15,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
-from vllm_dymoe.experts.store import FileStore, HostStore, Manifest, MemoryStore, StoreError
+from vllm_dymoe.experts.memory import available_host_memory
+from vllm_dymoe.experts.page_lock import CudaPageLock
+from vllm_dymoe.experts.placement import HostPlace, choose_host_place
+from vllm_dymoe.experts.store import FileStore, HostMemoryError, HostStore, Manifest, MemoryStore, StoreError
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.policy import Policy, make_policy
 from vllm_dymoe.predict import Predictor, PredictorError, RoutedModel, make_scheme
@@ -24,7 +27,7 @@ from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.coded import CodedMatrix
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.quantize.experts import ExpertPacker, FileSink, MemorySink
+from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.fit import describe, format_fields, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -103,6 +106,10 @@ class RankModel:
         self._loaded = 0
         self._packer: ExpertPacker | None = None
         self._store: HostStore | None = None
+        self._packed_for = ""  # fingerprint of the model that the checkpoint's own store was made from
+        # Asked for before any rank of this machine fills its share.
+        self._host_memory = available_host_memory()
+        self._place = HostPlace(False)
         self._progress: tqdm[Any] | None = None
         self._begin = time.perf_counter()
         self.runtime: MoERuntime | None = None
@@ -208,7 +215,7 @@ class RankModel:
             return
         if self._packer is not None:
             with self._loading():
-                self._store = self._packer.finish()
+                self._store = self._placed(self._packer.finish())
             self._packer = None
         if self._progress is not None:
             self._progress.close()
@@ -219,7 +226,8 @@ class RankModel:
         source = ""
         if self.reader is not None and not self._dummy:
             source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
-        announce(self.runtime, self._rank_name, time.perf_counter() - self._begin, source)
+        seconds = time.perf_counter() - self._begin
+        announce(self.runtime, self._rank_name, seconds, source, self._place.reason)
         self.trace = make_trace_tap(self.options, self._trace_header(routed_experts), self.foresight)
 
     def _predictor(self) -> Predictor | None:
@@ -290,8 +298,8 @@ class RankModel:
         """Sixteen hex digits of the model's weights, whatever was made of its experts; what traces are known by."""
         if self._dummy:
             return self._fingerprint
-        if self._checkpoint_is_ours and isinstance(self._store, FileStore):
-            return self._store.manifest.model
+        if self._packed_for:
+            return self._packed_for
         folder = local_folder(self._vllm_config)
         try:
             return Checkpoint(folder).fingerprint()
@@ -320,25 +328,46 @@ class RankModel:
         if self._store is not None or self._packer is not None:
             return
         experts = self.experts
-        pinned = self.options.host_store == "pinned"
-        can_pin = self._vllm_config.device_config.device_type == "cuda"
+        device_type, ranks = self._vllm_config.device_config.device_type, self._vllm_config.parallel_config
+        self._place = choose_host_place(
+            self.options.host_store, device_type, experts, self._host_memory, ranks.local_world_size
+        )
         existing = self._existing_store(experts)
         if existing is not None:
-            if pinned:
-                self._store = MemoryStore.from_files(existing, pin=can_pin)
-                existing.close()
-            else:
-                self._store = existing
             logger.info("vllm-dymoe: the experts are packed already; reading them from %s", existing.folder)
+            self._store = self._placed(existing)
             return
-        sink = MemorySink(experts, pin=can_pin) if pinned else FileSink(self._cache_folder(), self._manifest(experts))
+        sink = FileSink(self._cache_folder(), self._manifest(experts))
         total = len(experts.layers) * experts.num_experts * len(Projection)
         what = "Making random experts" if self._dummy else "Quantizing experts"
         self._progress = tqdm(total=total, desc=what, unit=" projections", dynamic_ncols=True)
         if self._dummy:
-            self._store = random_store(experts, sink, self.options.seed, self._progress.update)
+            self._store = self._placed(random_store(experts, sink, self.options.seed, self._progress.update))
             return
         self._packer = ExpertPacker(experts, make_quantizer(self.options.quantizer), sink, self._progress.update)
+
+    def _placed(self, files: HostStore) -> HostStore:
+        """The packed experts where they are to live: the files themselves, or memory that is filled from them.
+
+        Raises:
+            StoreError: the files cannot be read, or memory that was asked for cannot be had.
+        """
+        if not self._place.pinned:
+            return files
+        assert isinstance(files, FileStore)
+        device = torch.device(self._vllm_config.device_config.device)
+        page_lock = CudaPageLock(device) if device.type == "cuda" else None
+        settings = {"desc": "Reading experts into memory", "unit": "B", "unit_scale": True, "dynamic_ncols": True}
+        try:
+            with tqdm(total=sum(map(files.experts.nbytes, files.experts.formats)), **settings) as progress:
+                memory = MemoryStore.from_files(files, page_lock, progress.update)
+        except HostMemoryError as error:
+            if self.options.host_store != "auto":
+                raise StoreError(f'{error}; use host_store = "file", or "auto".') from error
+            self._place = HostPlace(False, f"auto: {error}")
+            return files
+        files.close()
+        return memory
 
     def _existing_store(self, experts: ModelExperts) -> FileStore | None:
         """The checkpoint's own store, or the one that an earlier start has left; None if there is none.
@@ -350,9 +379,8 @@ class RankModel:
             folder = local_folder(self._vllm_config)
             store = FileStore(folder, experts.layers)
             _check_belongs(store, experts, self._layers[0], folder)
+            self._packed_for = store.manifest.model
             return store
-        if self.options.host_store == "pinned":
-            return None
         return cached_store(self._cache_folder(), self._manifest(experts))
 
     def _cache_folder(self) -> Path:

@@ -8,7 +8,7 @@ from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter.log import logger
 
 
-def announce(runtime: MoERuntime, rank: str, seconds: float, source: str = "") -> None:
+def announce(runtime: MoERuntime, rank: str, seconds: float, source: str = "", place: str = "") -> None:
     """Say in one line what is active, and warn if the cache cannot work.
 
     Args:
@@ -16,13 +16,14 @@ def announce(runtime: MoERuntime, rank: str, seconds: float, source: str = "") -
         rank: which of several ranks this is, empty for the only one.
         seconds: from its creation until it was ready.
         source: what became of a quantized checkpoint's numbers, if it is one.
+        place: why the host store is where it is, if nobody has asked for that.
     """
-    logger.info("%s%s Experts were ready after %.1f s.", describe(runtime, rank), source, seconds)
+    logger.info("%s%s Experts were ready after %.1f s.", describe(runtime, rank, place), source, seconds)
     for warning in warnings(runtime):
         logger.warning("vllm-dymoe: %s", warning)
 
 
-def describe(runtime: MoERuntime, rank: str = "") -> str:
+def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
     """Model, policy, prefetch, tiers, budget, slots and store in one line; a budget is each rank's own."""
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
     layers = len(experts.layers)
@@ -40,7 +41,8 @@ def describe(runtime: MoERuntime, rank: str = "") -> str:
         f"vllm-dymoe {__version__} is active: {layers} MoE layers x {experts.num_experts} experts, "
         f"top {experts.top_k}; policy {_policy(options)}; prefetch {_prefetch(runtime)}; {'; '.join(tiers)}; "
         f"budget {size(plan.limit)} of {size(experts.nbytes(options.hi))}{f' on {rank} alone' if rank else ''}; "
-        f"kernel {runtime.kernel.name}; host store: {runtime.store.description}."
+        f"kernel {runtime.kernel.name}; host store: {runtime.store.description}"
+        f"{f' ({place})' if place else ''}."
     )
 
 

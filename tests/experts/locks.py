@@ -1,0 +1,35 @@
+"""A page lock that takes note of what would be locked."""
+
+from vllm_dymoe.experts.mapping import whole_pages
+
+
+class RecordedLock:
+    """Locks nothing.
+
+    Args:
+        refuse: number of the call that fails; None for none.
+        node: as the real one's.
+
+    Attributes:
+        calls: in order.
+        locked: bytes by address.
+    """
+
+    def __init__(self, refuse=None, node=None):
+        self.node = node
+        self.calls, self.locked = [], {}
+        self._refuse = refuse
+
+    def lock(self, address, nbytes):
+        assert address % whole_pages(1) == nbytes % whole_pages(1) == 0, "pages are whole"
+        for other, size in self.locked.items():
+            assert address + nbytes <= other or other + size <= address, "locked twice"
+        if len(self.calls) == self._refuse:
+            return "CUDA error 2: out of memory"
+        self.calls.append(("lock", address))
+        self.locked[address] = nbytes
+        return None
+
+    def unlock(self, address):
+        self.calls.append(("unlock", address))
+        del self.locked[address]

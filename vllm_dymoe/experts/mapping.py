@@ -1,0 +1,78 @@
+"""Host memory of an exact size, and near a device.
+
+An allocator rounds: torch's for page-locked memory takes the next power of two, 512 MiB
+where a layer's experts have 324. What is mapped here takes its bytes and the rest of a page,
+and the system has it back when the last tensor over it is gone.
+"""
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+
+import torch
+
+_NODES = Path("/sys/devices/system/node/online")
+_MBIND = {"x86_64": 237, "aarch64": 235}  # libc has no function for it
+_PREFERRED = 1  # MPOL_PREFERRED: another node's memory serves where this one's is full
+
+
+def whole_pages(nbytes: int) -> int:
+    """Bytes that a mapping of ``nbytes`` takes."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def map_bytes(nbytes: int) -> torch.Tensor:
+    """Map uint8 [nbytes], which begins on a page and is there page by page once it is written.
+
+    Huge pages are asked for. They lie wholly inside the mapping, so that they take no more.
+
+    Raises:
+        OSError: the system has not so much.
+    """
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    mapping = mmap.mmap(-1, whole_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without them
+        pass
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
+
+
+def several_nodes() -> bool:
+    """Whether some of this machine's memory is farther from a device than other."""
+    try:
+        return _NODES.read_text().strip() not in ("", "0")
+    except OSError:
+        return False
+
+
+def prefer_node(memory: torch.Tensor, node: int) -> str | None:
+    """Let pages of a mapping that are not there yet come from one NUMA node, whichever thread touches them first.
+
+    Args:
+        memory: what ``map_bytes`` has returned.
+        node: the node's number.
+
+    Returns:
+        What is in the way, or None: containers may forbid it.
+    """
+    number = _MBIND.get(os.uname().machine)
+    if number is None:
+        return f"unknown on {os.uname().machine}"
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    libc = ctypes.CDLL(None, use_errno=True)
+    # The kernel counts one bit less than it is told.
+    failed = libc.syscall(
+        ctypes.c_long(number),
+        ctypes.c_void_p(memory.data_ptr()),
+        ctypes.c_ulong(whole_pages(memory.numel())),
+        ctypes.c_long(_PREFERRED),
+        mask,
+        ctypes.c_ulong(len(mask) * bits + 1),
+        ctypes.c_ulong(0),
+    )
+    return os.strerror(ctypes.get_errno()) if failed else None

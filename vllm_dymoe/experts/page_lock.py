@@ -1,0 +1,124 @@
+"""Memory that is locked for a device, so that its copy engine reads it by itself.
+
+The few calls stand behind a small seam; tests on a CPU see what would be locked.
+"""
+
+import weakref
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from vllm_dymoe.experts.mapping import map_bytes, prefer_node, several_nodes, whole_pages
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+# cudaHostRegisterPortable: for every context. cudaHostRegisterMapped: kernels can read it, too.
+_PORTABLE_AND_MAPPED = 1 | 2
+
+
+class PageLock(Protocol):
+    """Locks host memory for one device.
+
+    Attributes:
+        node: the NUMA node that is nearest to the device; None where there is one node, or nobody knows.
+    """
+
+    node: int | None
+
+    def lock(self, address: int, nbytes: int) -> str | None:
+        """Lock whole pages. Returns what is in the way, or None."""
+        ...
+
+    def unlock(self, address: int) -> None:
+        """Undo ``lock``, after whatever the device still reads."""
+        ...
+
+
+class CudaPageLock:
+    """Locks by ``cudaHostRegister``.
+
+    Args:
+        device: will copy from the memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._runtime = torch.cuda.cudart()
+        properties = torch.cuda.get_device_properties(device)
+        place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        self.node = node_of(place)
+
+    def lock(self, address: int, nbytes: int) -> str | None:
+        """Register."""
+        with torch.cuda.device(self._device):
+            code = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)
+        if int(code) == 0:
+            return None
+        self._clear_error()
+        return f"CUDA error {int(code)}: {self._runtime.cudaGetErrorString(code)}"
+
+    def unlock(self, address: int) -> None:
+        """Unregister, once no copy is under way."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            if int(self._runtime.cudaHostUnregister(address)) != 0:
+                self._clear_error()
+
+    def _clear_error(self) -> None:
+        """CUDA remembers the error, and whoever launches a kernel next would be told: that is us."""
+        try:
+            torch.ones(1, device=self._device)
+        except RuntimeError:
+            pass
+
+
+def node_of(pci_address: str) -> int | None:
+    """NUMA node of a PCI device; None where there is only one node, or the system names none."""
+    if not several_nodes():
+        return None
+    try:
+        node = int((_PCI_DEVICES / pci_address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+class Arena:
+    """A mapping that can be locked, near the device that it is locked for.
+
+    Args:
+        nbytes: its size.
+        page_lock: locks it; None where nobody needs that.
+
+    Attributes:
+        memory: uint8 [nbytes].
+        unbound: why it does not lie near the device; None if it does, or need not.
+
+    Raises:
+        OSError: the memory cannot be had.
+    """
+
+    def __init__(self, nbytes: int, page_lock: PageLock | None) -> None:
+        self.memory = map_bytes(nbytes)
+        self.unbound: str | None = None
+        self._page_lock = page_lock
+        self._unlock: weakref.finalize[[int], Arena] | None = None
+        if page_lock is not None and page_lock.node is not None:
+            self.unbound = prefer_node(self.memory, page_lock.node)
+
+    def lock(self) -> str | None:
+        """Lock it, best once it is filled: by then its pages are there. Returns what is in the way, or None."""
+        if self._page_lock is None or self.memory.numel() == 0:
+            return None
+        address = self.memory.data_ptr()
+        reason = self._page_lock.lock(address, whole_pages(self.memory.numel()))
+        if reason is None:
+            self._unlock = weakref.finalize(self, self._page_lock.unlock, address)
+            self._unlock.atexit = False  # a process that ends leaves it to the system
+        return reason
+
+    def close(self) -> None:
+        """Unlock it; the memory itself goes with the last tensor over it."""
+        if self._unlock is not None:
+            self._unlock()
+        self.memory = torch.empty(0, dtype=torch.uint8)

@@ -1,15 +1,19 @@
 """The real runtime on a recorded device: every kind of transfer, random steps, and faults."""
 
+import contextlib
 import random
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from tests.runtime.steps import ByNumber, make_runtime, random_step
 from tests.small_model import make_experts, make_store
+from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.store import StoreError
 from vllm_dymoe.predict import Candidate
+from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
 from vllm_dymoe.transfer.queue import QueuedEngine
@@ -35,6 +39,7 @@ class Program:
         guesses: candidates after each step, by its number.
         projections: that are fetched ahead.
         faults: what happens to a read, by its number: "fail" or "hang".
+        resizes: share of the experts that has a slot from a step on, by the step's number.
     """
 
     steps: tuple[tuple[int, int, int], ...]
@@ -44,6 +49,7 @@ class Program:
     guesses: tuple[tuple[tuple[int, int], ...], ...] = ()
     projections: int = 3
     faults: dict[int, str] = field(default_factory=dict)
+    resizes: dict[int, float] = field(default_factory=dict)
 
 
 class Guesses:
@@ -96,6 +102,47 @@ class IdleDelivery(CpuDelivery):
     occupies_cores = False
 
 
+class RecordedRuntime(MoERuntime):
+    """Tells of everything that computation writes into slots: their filling, and what comes into freed memory.
+
+    Args:
+        history: is told.
+        stream: on which it computes; None if on the thread that calls.
+        arguments: of the runtime.
+    """
+
+    def __init__(self, history, stream, *arguments, **options):
+        self._history, self._stream = history, stream
+        self._all_pools = []  # so that no other memory comes to lie at their addresses
+        super().__init__(*arguments, **options)
+
+    def _make_pool(self, fmt, count):
+        pool = super()._make_pool(fmt, count)
+        pool.close = lambda: None
+        self._all_pools.append(pool)
+        for slot in pool.slots:
+            name = f"slot {slot.index} of pool {len(self._all_pools)}"
+            self._history.watch(slot.blob, name, fmt.sections)
+            slot.blob.fill_(0xEE)
+        self._write(pool)
+        return pool
+
+    def resize_recorded(self, share):
+        """Resize, if no read hangs; whoever asks the allocator next gets the old slots' memory and writes to it."""
+        before = list(self.pools.values())
+        with contextlib.suppress(ConfigError):
+            self.resize(share)
+            for pool in before:
+                self._write(pool)
+
+    def _write(self, pool):
+        agent = self._stream or threading.current_thread()
+        if self._stream is not None:
+            self._history.follow(agent, self._history.now(threading.current_thread()))
+        for slot in pool.slots:
+            self._history.write(agent, slot.blob)
+
+
 def make_engine(kind, store, history, turns, timeout, seed):
     settings = {"timeout": timeout, "concurrency": turns}
     if kind == "cores":
@@ -131,22 +178,22 @@ def execute(program, kind, turns, history):
     store = FaultyStore(history, turns, program.faults)
     # Nobody can go on only if a read hangs: then time passes.
     engine = make_engine(kind, store, history, turns, 1.0 if program.faults else None, len(program.steps))
+    compute = COMPUTATION if kind in ("pinned", "staged") else None
     runtime = make_runtime(
         store,
         program.budget or smallest_budget(program.mixed),
         MIXED if program.mixed else None,
         predictor=Guesses(program.guesses) if program.guesses else None,
         engine=engine,
+        make=partial(RecordedRuntime, history, compute),
         staging_slots=program.staging,
         prefetch_projections=program.projections,
     )
-    record_reads(runtime.kernel, history, COMPUTATION if kind in ("pinned", "staged") else None, turns.pause)
-    for tier, pool in runtime.pools.items():
-        for slot in pool.slots:
-            history.watch(slot.blob, f"slot {slot.index} of tier {tier.value}", pool.format.sections)
-            slot.blob.fill_(0xEE)
+    record_reads(runtime.kernel, history, compute, turns.pause)
     outputs = []
-    for seed, layer, tokens in program.steps:
+    for number, (seed, layer, tokens) in enumerate(program.steps):
+        if number in program.resizes:
+            runtime.resize_recorded(program.resizes[number])
         try:
             outputs.append(runtime.forward(layer, *random_step(seed, tokens, STORE.experts)))
         except TransferError:

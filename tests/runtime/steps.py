@@ -31,9 +31,9 @@ class ByNumber:
         return {e: Tier.SKIP if e in self.skipped else Tier.LO if e in self.low else Tier.HI for e in routing.active}
 
 
-def make_runtime(store, budget="100%", policy=None, lo=2, predictor=None, engine=None, **options):
+def make_runtime(store, budget="100%", policy=None, lo=2, predictor=None, engine=None, make=MoERuntime, **options):
     options = Options(hi=4, lo=lo, group_size=32, expert_budget=budget, **options)
-    return MoERuntime(store, options, CPU, policy=policy, predictor=predictor, engine=engine)
+    return make(store, options, CPU, policy=policy, predictor=predictor, engine=engine)
 
 
 def with_budget(store, budget, policy=None, **options):

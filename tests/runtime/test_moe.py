@@ -131,7 +131,7 @@ def test_a_transfer_by_the_cores_that_compute_takes_turns_with_computation(memor
 
 
 def test_memory_that_another_process_has_taken_is_refused_at_start(memory_store, monkeypatch):
-    monkeypatch.setattr("vllm_dymoe.runtime.moe.available_host_memory", lambda: 5000)
+    monkeypatch.setattr("vllm_dymoe.runtime.device_memory.available_host_memory", lambda: 5000)
     sentence = "expert_budget needs .* bytes for 12 slots, but 5000 bytes of host memory .*lower expert_budget"
     with pytest.raises(ConfigError, match=sentence):
         make_runtime(memory_store, "100%")

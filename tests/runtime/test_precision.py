@@ -273,7 +273,7 @@ def test_the_old_slots_go_before_the_new_ones_come(monkeypatch):
     alive = []
 
     def watched(*arguments):
-        alive.append(sum(pool() is not None for pool in old))
+        alive.append(sum(pool()._arena.untyped_storage().nbytes() for pool in old if pool() is not None))
         return make_pool(*arguments)
 
     monkeypatch.setattr(runtime, "_make_pool", watched)
@@ -284,8 +284,8 @@ def test_the_old_slots_go_before_the_new_ones_come(monkeypatch):
 def test_memory_that_is_gone_in_between_leaves_the_old_precision(monkeypatch):
     runtime = make_runtime(0.75, "40%")
     plan, policy = runtime.plan, runtime.policy
-    answers = itertools.chain([0], itertools.repeat(1 << 40))
-    monkeypatch.setattr("vllm_dymoe.runtime.moe.available_host_memory", lambda: next(answers))
+    answers = itertools.chain([1 << 40, 0], itertools.repeat(1 << 40))
+    monkeypatch.setattr("vllm_dymoe.runtime.device_memory.available_host_memory", lambda: next(answers))
     with pytest.raises(ConfigError, match="0 bytes of host memory are available"):
         runtime.set_precision(retention=0.6)
     assert (runtime.plan, runtime.policy) == (plan, policy)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from tests.runtime.schedules import EXPERTS, KINDS, LAYERS, Program, execute, expected
 from vllm_dymoe.experts.cache import ExpertCache
-from vllm_dymoe.runtime import pipeline
+from vllm_dymoe.experts.slots import SlotPool
+from vllm_dymoe.runtime import MoERuntime, pipeline
 from vllm_dymoe.runtime.prefetch import Prefetcher
 from vllm_dymoe.transfer.happens_before import History
 from vllm_dymoe.transfer.queue import QueuedEngine
@@ -38,6 +39,7 @@ programs = st.builds(
     guesses=st.lists(guesses, max_size=8).map(tuple),
     projections=st.integers(1, 3),
     faults=st.dictionaries(st.integers(0, 30), st.sampled_from(("fail", "hang")), max_size=3),
+    resizes=st.dictionaries(st.integers(0, 7), st.sampled_from((0.4, 0.7)), max_size=2),
 )
 
 
@@ -91,6 +93,7 @@ def random_program(seed):
         ),
         projections=chosen.randint(1, 3),
         faults={chosen.randrange(20): chosen.choice(("fail", "hang")) for _ in range(3)} if seed % 2 else {},
+        resizes={chosen.randrange(9): chosen.choice((0.4, 0.7)) for _ in range(2)},
     )
 
 
@@ -202,6 +205,39 @@ def a_failed_step_forgets_what_it_has_read(monkeypatch):
     monkeypatch.setattr(pipeline.Pipeline, "_let_go", let_go)
 
 
+def the_first_copy_into_a_slot_does_not_wait(monkeypatch):
+    monkeypatch.setattr(SlotPool, "fence", lambda self, filled: None)
+
+
+def the_first_copy_waits_for_nothing_but_what_was_there_before_the_slots(monkeypatch):
+    allocate = MoERuntime._allocate
+
+    def too_early(self, *arguments):
+        filled = self.engine.fence()
+        monkeypatch.setattr(
+            SlotPool, "fence", lambda pool, later: [setattr(s, "last_read", filled) for s in pool.slots]
+        )
+        allocate(self, *arguments)
+
+    monkeypatch.setattr(MoERuntime, "_allocate", too_early)
+
+
+def slots_are_freed_while_guesses_are_on_their_way(monkeypatch):
+    """Nobody waits for a read that was given up; the runtime takes its slot for free."""
+
+    def clear(self):
+        self._candidates.clear()
+        for versions in self._ahead.values():
+            for version in versions:
+                self.engine.cancel(version.ticket)
+                self.cache.abandon(version)
+                self.cache.release(version)
+        self._ahead.clear()
+        return True
+
+    monkeypatch.setattr(Prefetcher, "clear", clear)
+
+
 STREAMS = ("pinned", "staged")
 FAULTS = [
     (computation_does_not_wait, STREAMS),
@@ -215,6 +251,9 @@ FAULTS = [
     (what_a_step_reads_is_evicted, STREAMS),
     (a_failed_step_forgets_what_it_has_read, ("staged",)),
     (a_staging_buffer_is_reused_too_early, ("staged",)),
+    (the_first_copy_into_a_slot_does_not_wait, STREAMS),
+    (the_first_copy_waits_for_nothing_but_what_was_there_before_the_slots, STREAMS),
+    (slots_are_freed_while_guesses_are_on_their_way, ("disk", *STREAMS)),
 ]
 
 

@@ -5,6 +5,7 @@ where a layer's experts have 324. What is mapped here takes its bytes and the re
 and the system has it back when the last tensor over it is gone.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -33,10 +34,8 @@ def map_bytes(nbytes: int) -> torch.Tensor:
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     mapping = mmap.mmap(-1, whole_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
+    with contextlib.suppress(OSError):  # a kernel without them
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them
-        pass
     return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
 
 

@@ -3,6 +3,7 @@
 The few calls stand behind a small seam; tests on a CPU see what would be locked.
 """
 
+import contextlib
 import weakref
 from pathlib import Path
 from typing import Protocol
@@ -66,10 +67,8 @@ class CudaPageLock:
 
     def _clear_error(self) -> None:
         """CUDA remembers the error, and whoever launches a kernel next would be told: that is us."""
-        try:
+        with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
-        except RuntimeError:
-            pass
 
 
 def node_of(pci_address: str) -> int | None:

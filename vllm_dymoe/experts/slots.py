@@ -40,13 +40,30 @@ class SlotPool:
     count: int
     device: torch.device
     slots: list[Slot] = field(init=False, repr=False)
+    _arena: torch.Tensor = field(init=False, repr=False)
     _free: list[Slot] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # Written once, so that the memory is really there: a machine short of it would end the process later.
-        arena = torch.empty(self.count, self.format.nbytes, dtype=torch.uint8, device=self.device).fill_(0)
-        self.slots = [Slot(i, arena[i], self.format.view(arena[i])) for i in range(self.count)]
+        self._arena = torch.empty(self.count, self.format.nbytes, dtype=torch.uint8, device=self.device).fill_(0)
+        self.slots = [Slot(i, blob, self.format.view(blob)) for i, blob in enumerate(self._arena)]
         self._free = self.slots[::-1]
+
+    def fence(self, filled: Any) -> None:
+        """Let the first copy into each slot wait, as any later one waits for the slot's last reader.
+
+        Args:
+            filled: fence behind the pool's making: the memory may have been another tensor's, which kernels that are
+                under way still read, and the kernel that fills it may not have begun.
+        """
+        for slot in self.slots:
+            slot.last_read = filled
+
+    def close(self) -> None:
+        """Give the memory back at once, though a cancelled transfer may hold a view of its slot a moment longer."""
+        self.slots.clear()
+        self._free.clear()
+        self._arena.untyped_storage().resize_(0)
 
     @property
     def nbytes(self) -> int:

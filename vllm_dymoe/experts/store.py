@@ -347,17 +347,14 @@ class MemoryStore:
         needed = memory_bytes(experts)
         available = available_host_memory()
         if available < needed:
-            raise HostMemoryError(
-                f"the experts need {needed} bytes of host memory, but {available} are available"
-            )
+            raise HostMemoryError(f"the experts need {needed} bytes of host memory, but {available} are available")
         sizes = [experts.num_experts * fmt.nbytes for fmt in experts.formats.values()]
         try:
             for _ in experts.layers:
                 self._arenas.append(Arena(sum(sizes), page_lock))
                 parts = self._arenas[-1].memory.split(sizes)
-                self._blobs.append(
-                    {bits: part.view(experts.num_experts, -1) for bits, part in zip(experts.formats, parts, strict=True)}
-                )
+                blobs = (part.view(experts.num_experts, -1) for part in parts)
+                self._blobs.append(dict(zip(experts.formats, blobs, strict=True)))
         except OSError as error:
             self.close()
             raise HostMemoryError(
@@ -433,8 +430,8 @@ class MemoryStore:
         reason = self._arenas[layer].lock()
         if reason is not None:
             raise HostMemoryError(
-                f"the experts need {memory_bytes(self.experts)} bytes of page-locked host memory, and locking failed at "
-                f"layer {self.experts.layers[layer]} ({reason}){_locked_limit()}"
+                f"the experts need {memory_bytes(self.experts)} bytes of page-locked host memory, and locking failed "
+                f"at layer {self.experts.layers[layer]} ({reason}){_locked_limit()}"
             )
 
 

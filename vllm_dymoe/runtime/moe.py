@@ -18,7 +18,6 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.budget import BudgetTracker
 from vllm_dymoe.experts.cache import CacheStats, ExpertCache
 from vllm_dymoe.experts.layout import ExpertFormat
-from vllm_dymoe.experts.memory import available_host_memory
 from vllm_dymoe.experts.slots import SlotPool
 from vllm_dymoe.experts.store import HostStore
 from vllm_dymoe.experts.tier import Tier
@@ -26,6 +25,7 @@ from vllm_dymoe.kernels import Activation, ExpertKernel, combine, make_kernel
 from vllm_dymoe.policy import Policy, make_policy
 from vllm_dymoe.policy.base import PromptTokens, Routing
 from vllm_dymoe.predict import Measured, Phase, PredictionStats, Predictor
+from vllm_dymoe.runtime.device_memory import make_device_memory
 from vllm_dymoe.runtime.grouping import group_by_expert
 from vllm_dymoe.runtime.pipeline import Pipeline
 from vllm_dymoe.runtime.precision import changed_precision
@@ -80,6 +80,7 @@ class MoERuntime:
         self.store = store
         self.experts = store.experts
         self.device = device
+        self._memory = make_device_memory(device)
         policy = policy or make_policy(options.policy, options.policy_options)
         self.kernel: ExpertKernel = make_kernel(
             device,
@@ -194,12 +195,14 @@ class MoERuntime:
     def resize(self, budget: Any) -> None:
         """Change the expert budget between two steps; the cache starts empty.
 
+        The old slots' memory goes back to the device, so that what a smaller budget leaves is there for others.
+
         Args:
             budget: as the option ``expert_budget``.
 
         Raises:
-            ValueError: it is not a budget, or cannot hold one expert of each tier, or a read that was given up still
-                has not ended; the old one stays.
+            ValueError: it is not a budget, or cannot hold one expert of each tier, or the device has not so much, or a
+                read that was given up still has not ended; the old one stays.
         """
         before = self._expert_budget
         self._expert_budget = ExpertBudget.parse(budget)
@@ -263,13 +266,46 @@ class MoERuntime:
                 f"vllm-dymoe: {what} cannot change while reads that were given up have not ended "
                 f"({self.store.description}); try again later."
             )
+        self._check_growth(plan, self._slot_bytes(options, plan))
         before = self.options, self.policy, self.plan
         self.cache.clear()
+        self._free_slots()
         try:
             self._allocate(options, policy, plan)
         except ConfigError:
+            self._free_slots()
             self._allocate(*before)
             raise
+
+    def _check_growth(self, plan: SlotPlan, wanted: int) -> None:
+        """Refuse more slots than the device has memory for, before the old ones are gone.
+
+        Raises:
+            ConfigError: there is not enough beside what computation takes.
+        """
+        if plan.limit <= self.plan.limit:  # the device has given as much before
+            return
+        held = sum(pool.nbytes for pool in self.pools.values())
+        available, computation = self._memory.available(), self._memory.computation()
+        room = held + max(0, available - computation)
+        if wanted > room:
+            raise ConfigError(
+                f"vllm-dymoe: {sum(plan.slots.values())} slots would take {wanted} bytes of {self._where} memory; now they take {held}, "
+                f"{available} are free, and computation needs {computation} of these; set expert_budget to at most "
+                f"{room + plan.workspace_bytes} bytes."
+            )
+
+    def _free_slots(self) -> None:
+        """Give the slots' memory back, to this process and to others; nothing may be pinned."""
+        for pool in self.pools.values():
+            pool.close()
+        self.pools.clear()
+        self._memory.available()
+
+    @property
+    def free_device_bytes(self) -> int:
+        """Bytes of the device's memory that are free for anybody."""
+        return self._memory.available()
 
     @property
     def minimum_budget(self) -> int:
@@ -280,6 +316,11 @@ class MoERuntime:
     def _beside_experts(self) -> int:
         """Bytes of the budget that are no slots: the kernel's workspace and the predictor."""
         return self.kernel.workspace_bytes + (0 if self.predictor is None else self.predictor.nbytes)
+
+    @property
+    def _where(self) -> str:
+        """Whose memory the slots are in, for people."""
+        return "host" if self.device.type == "cpu" else "device"
 
     def _limit(self, options: Options) -> int:
         return limit_in_bytes(self._expert_budget, self.experts, options, self._beside_experts, self._automatic_budget)
@@ -292,11 +333,13 @@ class MoERuntime:
         self.options, self.policy = options, policy
         self._bits = {tier: tier_bits(options, tier) for tier in Tier}
 
+    def _slot_bytes(self, options: Options, plan: SlotPlan) -> int:
+        formats = self.experts.formats
+        return sum(count * formats[tier_bits(options, tier)].nbytes for tier, count in plan.slots.items())
+
     def _allocate(self, options: Options, policy: Policy, plan: SlotPlan) -> None:
-        """Replace options, policy, budget, pools and cache; nothing may be pinned."""
+        """Replace options, policy, budget, pools and cache; the old pools are gone, so that no more is there at once."""
         self._serve_with(options, policy)
-        for name in ("cache", "pools", "_pipeline", "_prefetcher"):
-            self.__dict__.pop(name, None)  # the old pools go before the new ones come
         self.plan = plan
         self.budget = BudgetTracker(plan.limit)
         if plan.workspace_bytes:
@@ -306,6 +349,9 @@ class MoERuntime:
             fmt = self.experts.formats[self._bits[tier]]
             self.budget.reserve(f"{count} slots of tier {tier.value}", count * fmt.nbytes)
             self.pools[tier] = self._make_pool(fmt, count)
+        filled = self.engine.fence()
+        for pool in self.pools.values():
+            pool.fence(filled)
         self.cache = ExpertCache(self.pools, plan.quotas, self._cache_stats, reuse_high=options.reuse_high)
         self._prefetcher = None if self.predictor is None else self._make_prefetcher()
         self._pipeline = Pipeline(
@@ -325,18 +371,17 @@ class MoERuntime:
             ConfigError: another process has taken it already.
         """
         nbytes = count * fmt.nbytes
-        if self.device.type == "cpu":
-            available = available_host_memory()
-            if available < nbytes:
-                raise ConfigError(
-                    f"vllm-dymoe: expert_budget needs {nbytes} bytes for {count} slots, but {available} bytes of host "
-                    "memory are available; lower expert_budget, or end what else takes memory."
-                )
+        available = self._memory.available()
+        if available < nbytes:
+            raise ConfigError(
+                f"vllm-dymoe: expert_budget needs {nbytes} bytes for {count} slots, but {available} bytes of "
+                f"{self._where} memory are available; lower expert_budget, or end what else takes memory."
+            )
         try:
             return SlotPool(fmt, count, self.device)
         except RuntimeError as error:  # torch.OutOfMemoryError among them
             raise ConfigError(
-                f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self.device.type} memory for {count} slots, which "
+                f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self._where} memory for {count} slots, which "
                 f"could not be had ({str(error).splitlines()[0]}); lower expert_budget or gpu_memory_utilization, or "
                 "end what else takes memory."
             ) from error

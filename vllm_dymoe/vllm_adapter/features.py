@@ -61,7 +61,7 @@ _UNSUPPORTED: tuple[tuple[Callable[[VllmConfig], bool], str], ...] = (
     (
         lambda config: bool(getattr(config.model_config, "enable_sleep_mode", False)),
         "sleep mode is not supported, because experts in their slots would not survive it; leave --enable-sleep-mode "
-        "out, and lower the budget with dymoe_resize to give memory back.",
+        "out, and lower the budget with dymoe_resize to give their memory back to the device.",
     ),
     (
         lambda config: getattr(config, "weight_transfer_config", None) is not None,

@@ -169,7 +169,8 @@ def _layers_with_experts(config: VllmConfig, layers: int) -> int:
     text = config.model_config.hf_text_config
     dense = sum(int(getattr(text, name, None) or 0) for name in ("first_k_dense_replace", "num_dense_layers"))
     dense += len(getattr(text, "mlp_only_layers", None) or ())
-    steps = (getattr(text, name, None) for name in ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq"))
+    names = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq")
+    steps = (getattr(text, name, None) for name in names)
     step = max((step for step in steps if isinstance(step, int)), default=1)
     return max(0, layers - dense) // max(1, step)
 

@@ -25,15 +25,20 @@ class DymoeWorkerExtension:
     def dymoe_resize(self, expert_budget: str | int | float) -> dict[str, Any]:
         """Change the expert budget while the server runs; the cache starts empty.
 
+        Memory that a smaller budget leaves goes back to the device, for other processes; the KV cache stays as it is.
+
         Args:
             expert_budget: as the option of that name.
 
+        Returns:
+            As ``dymoe_stats``, and ``free_device_bytes``: what anybody can allocate on the device now.
+
         Raises:
-            ValueError: it is not a budget, or too small; the old one stays.
+            ValueError: it is not a budget, too small, or more than the device has; the old one stays.
         """
         runtime = _runtime(self)
         runtime.resize(expert_budget)
-        return runtime.stats().to_dict()
+        return {**runtime.stats().to_dict(), "free_device_bytes": runtime.free_device_bytes}
 
     def dymoe_precision(self, **changes: Any) -> dict[str, Any]:
         """Change what decides precision, for the next step on; without arguments only ask.

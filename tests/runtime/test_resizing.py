@@ -1,0 +1,143 @@
+"""Memory when the budget changes: what a smaller one leaves is everybody's, and a larger one is asked for first."""
+
+import re
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from tests.runtime.steps import CPU, make_runtime, random_step
+from tests.small_model import make_experts
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.experts.slots import SlotPool
+from vllm_dymoe.experts.store import MemoryStore
+from vllm_dymoe.runtime import device_memory
+from vllm_dymoe.runtime.device_memory import CudaMemory, HostMemory, make_device_memory
+
+MIB = 2**20
+
+
+def rss():
+    return psutil.Process().memory_info().rss
+
+
+def test_what_a_smaller_budget_leaves_is_the_systems_again():
+    """Relative to what the slots took, in this process; a view that a cancelled transfer holds keeps nothing."""
+    store = MemoryStore(make_experts(layers=2, num_experts=32, hidden=1024, intermediate=512, bits=(4, 2)))
+    runtime = make_runtime(store, "100%")
+    view = next(iter(runtime.pools.values())).slots[0].blob
+    held, before = runtime.budget.reserved, rss()
+    runtime.resize("25%")
+    left = held - runtime.budget.reserved
+    assert left > 20 * MIB
+    assert before - rss() > 0.9 * left
+    before = rss()
+    runtime.resize("100%")
+    assert rss() - before > 0.9 * left, "and it is there again when it is wanted"
+    assert view.untyped_storage().nbytes() == 0
+
+
+class Device:
+    """Memory of a device that others use as well.
+
+    Attributes:
+        free: bytes that nobody has.
+        computing: bytes that computation takes of these.
+        pools: that are there.
+    """
+
+    def __init__(self, runtime, free, computing=0):
+        self.total = free + sum(pool.nbytes for pool in runtime.pools.values())
+        self.computing, self._runtime = computing, runtime
+        self.peak = 0
+
+    def available(self):
+        held = sum(pool._arena.untyped_storage().nbytes() for pool in self._runtime.pools.values())
+        self.peak = max(self.peak, held)
+        return self.total - held
+
+    def computation(self):
+        return self.computing
+
+
+@pytest.fixture
+def runtime(memory_store):
+    runtime = make_runtime(memory_store, "50%", lo=0)
+    runtime.forward(0, *random_step(1, 7, memory_store.experts))
+    return runtime
+
+
+@pytest.mark.parametrize("computing", [0, 7000])
+def test_more_than_the_device_has_is_refused_with_the_number_that_fits_and_changes_nothing(runtime, computing):
+    slot = runtime.experts.formats[4].nbytes
+    runtime._memory = Device(runtime, 4 * slot + computing - 1, computing)
+    versions, pools, plan = set(runtime.cache.handles.versions()), runtime.pools, runtime.plan
+    with pytest.raises(ConfigError) as caught:
+        runtime.resize("100%")
+    assert (runtime.pools, runtime.plan, str(runtime._expert_budget)) == (pools, plan, "0.5 of the experts")
+    assert set(runtime.cache.handles.versions()) == versions, "the cache is as it was"
+    sentence = str(caught.value)
+    assert f"12 slots would take {12 * slot} bytes of host memory; now they take {6 * slot}" in sentence
+    assert f"{4 * slot + computing - 1} are free, and computation needs {computing} of these" in sentence
+    runtime.resize(int(re.search(r"expert_budget to at most (\d+) bytes", sentence)[1]))
+    assert sum(runtime.plan.slots.values()) == 9
+    runtime.forward(0, *random_step(1, 7, runtime.experts))
+    runtime.check_integrity()
+
+
+def test_the_old_slots_count_for_the_new_ones(runtime):
+    slot = runtime.experts.formats[4].nbytes
+    runtime._memory = Device(runtime, 6 * slot)
+    runtime.resize("100%")
+    assert sum(runtime.plan.slots.values()) == 12
+
+
+def test_a_smaller_budget_needs_nobodys_leave(runtime):
+    runtime._memory = Device(runtime, 0, computing=10**9)
+    runtime.resize("25%")
+    assert sum(runtime.plan.slots.values()) == 3
+    assert runtime.free_device_bytes == 3 * runtime.experts.formats[4].nbytes
+
+
+def test_old_memory_is_gone_before_new_memory_is_made(runtime, monkeypatch):
+    there, init = [], SlotPool.__post_init__
+    old = list(runtime.pools.values())
+
+    def made(self):
+        there.append(sum(pool._arena.untyped_storage().nbytes() for pool in old))
+        init(self)
+
+    monkeypatch.setattr(SlotPool, "__post_init__", made)
+    runtime.resize("75%")
+    assert there == [0]
+
+
+class Torch:
+    """The calls of ``torch.cuda`` that tell of memory, over an allocator that keeps what is freed."""
+
+    def __init__(self, monkeypatch):
+        self.free, self.cached, self.calls = 1000, 300, []
+        cuda = SimpleNamespace(
+            device=torch.device,
+            empty_cache=self.empty_cache,
+            mem_get_info=lambda device: (self.free, 8000),
+            max_memory_allocated=lambda device: 900,
+            memory_allocated=lambda device: 700,
+        )
+        monkeypatch.setattr(device_memory, "torch", SimpleNamespace(cuda=cuda))
+
+    def empty_cache(self):
+        self.free, self.cached = self.free + self.cached, 0
+
+
+def test_what_torch_keeps_unused_is_given_back_and_counts_as_free(monkeypatch):
+    Torch(monkeypatch)
+    memory = CudaMemory(torch.device("cpu"))
+    assert memory.available() == 1300
+    assert memory.computation() == 200
+
+
+def test_each_device_has_its_memory():
+    assert isinstance(make_device_memory(CPU), HostMemory)
+    assert isinstance(make_device_memory(torch.device("cuda")), CudaMemory)

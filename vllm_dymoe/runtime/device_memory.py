@@ -1,0 +1,65 @@
+"""How much memory the experts' device has left, and giving back to others what nobody here uses."""
+
+import ctypes
+from typing import Protocol
+
+import torch
+
+from vllm_dymoe.experts.memory import available_host_memory
+
+
+class DeviceMemory(Protocol):
+    """Memory of one device."""
+
+    def available(self) -> int:
+        """Bytes that anybody can allocate now; what this process holds without use has been given back."""
+        ...
+
+    def computation(self) -> int:
+        """Bytes that a step has taken at its peak, beyond what is held between steps, as far as one has run."""
+        ...
+
+
+class HostMemory:
+    """Of a CPU, where slots are in host memory."""
+
+    def available(self) -> int:
+        """What the machine, or the container, has left."""
+        # Small blocks that were freed stay in the C library's heap otherwise; not every C library has the call.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+        return available_host_memory()
+
+    def computation(self) -> int:
+        """Nothing: what a step takes is little beside the machine's memory."""
+        return 0
+
+
+class CudaMemory:
+    """Of a CUDA device.
+
+    Args:
+        device: where the slots are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def available(self) -> int:
+        """What the driver has left once torch has given back the blocks that it keeps for later.
+
+        Blocks of captured graphs stay: they are in use whenever the graphs are.
+        """
+        with torch.cuda.device(self._device):
+            torch.cuda.empty_cache()
+            return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def computation(self) -> int:
+        """Torch's highest use so far beyond the present one; vLLM counts on it for activations."""
+        return torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
+
+
+def make_device_memory(device: torch.device) -> DeviceMemory:
+    """The memory of a device."""
+    return CudaMemory(device) if device.type == "cuda" else HostMemory()

@@ -210,13 +210,11 @@ def the_first_copy_into_a_slot_does_not_wait(monkeypatch):
 
 
 def the_first_copy_waits_for_nothing_but_what_was_there_before_the_slots(monkeypatch):
-    allocate = MoERuntime._allocate
+    allocate, fence = MoERuntime._allocate, SlotPool.fence
 
     def too_early(self, *arguments):
         filled = self.engine.fence()
-        monkeypatch.setattr(
-            SlotPool, "fence", lambda pool, later: [setattr(s, "last_read", filled) for s in pool.slots]
-        )
+        monkeypatch.setattr(SlotPool, "fence", lambda pool, later: fence(pool, filled))
         allocate(self, *arguments)
 
     monkeypatch.setattr(MoERuntime, "_allocate", too_early)

@@ -1,7 +1,6 @@
 """From budgets to slots."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,22 +63,6 @@ def test_the_workspace_suits_the_device():
     big = make_experts(layers=1, num_experts=1, hidden=4096, intermediate=14336)
     assert workspace_bytes(big, "cpu") == 1 << 20
     assert workspace_bytes(big, "cuda") == 32 << 20
-
-
-@pytest.mark.parametrize("device", [torch.device("cpu")])
-def test_the_machine_has_memory_for_an_automatic_budget(device, monkeypatch):
-    from types import SimpleNamespace
-
-    from vllm_dymoe.vllm_adapter.memory import automatic_budget
-
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10 * 2**30))
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
-    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
-    assert automatic_budget(config, device) == 4 * 2**30
-    two = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
-    assert automatic_budget(two, device) == 3 * 2**29, "two ranks share the machine's memory"
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "20")
-    assert automatic_budget(config, device) == 0
 
 
 @pytest.mark.parametrize("budget", ["100%", "50%"])

@@ -290,9 +290,9 @@ class MoERuntime:
         room = held + max(0, available - computation)
         if wanted > room:
             raise ConfigError(
-                f"vllm-dymoe: {sum(plan.slots.values())} slots would take {wanted} bytes of {self._where} memory; now they take {held}, "
-                f"{available} are free, and computation needs {computation} of these; set expert_budget to at most "
-                f"{room + plan.workspace_bytes} bytes."
+                f"vllm-dymoe: {sum(plan.slots.values())} slots would take {wanted} bytes of {self._where} memory; now "
+                f"they take {held}, {available} are free, and computation needs {computation} of these; set "
+                f"expert_budget to at most {room + plan.workspace_bytes} bytes."
             )
 
     def _free_slots(self) -> None:
@@ -338,7 +338,7 @@ class MoERuntime:
         return sum(count * formats[tier_bits(options, tier)].nbytes for tier, count in plan.slots.items())
 
     def _allocate(self, options: Options, policy: Policy, plan: SlotPlan) -> None:
-        """Replace options, policy, budget, pools and cache; the old pools are gone, so that no more is there at once."""
+        """Replace options, policy, budget, pools and cache; the old pools are gone, so that there is one at a time."""
         self._serve_with(options, policy)
         self.plan = plan
         self.budget = BudgetTracker(plan.limit)

@@ -1,30 +1,89 @@
-"""How much device memory an automatic budget takes."""
+"""How much device memory an automatic budget takes: vLLM's numbers for the rule in ``runtime.device_share``."""
 
 import os
+from collections import Counter
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.experts.memory import available_host_memory
+from vllm_dymoe.runtime.device_memory import CudaMemory
+from vllm_dymoe.runtime.device_share import StepShape, automatic_share
 
-# Of the memory that vLLM may use and the dense weights have left; the rest is for the KV cache and activations.
-_SHARE_OF_FREE_DEVICE_MEMORY = 0.7
 # On a CPU the "device" is the machine's memory, which other processes use too.
 _SHARE_OF_FREE_HOST_MEMORY = 0.5
 _GIB = 2**30
 
 
-def automatic_budget(vllm_config: VllmConfig, device: torch.device) -> int:
+def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: ModelExperts, least: int) -> int:
     """Bytes for experts, after the dense weights were loaded.
 
-    On CUDA 70 % of what ``gpu_memory_utilization`` leaves; on a CPU half of the
-    available memory after the KV cache's share (``VLLM_CPU_KVCACHE_SPACE``), in
-    equal parts for the ranks, which share that memory.
+    On CUDA what ``gpu_memory_utilization`` leaves beside the KV cache of one request of ``max_model_len`` tokens and
+    the activations of a step; on a CPU half of the available memory after the KV cache's share
+    (``VLLM_CPU_KVCACHE_SPACE``), in equal parts for the ranks, which share that memory.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        device: of the experts.
+        experts: of this rank.
+        least: the smallest budget that can serve.
+
+    Raises:
+        ConfigError: there is not enough.
     """
     if device.type == "cpu":
         cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 4) * _GIB)
         ranks = vllm_config.parallel_config.world_size
         return int(max(0, available_host_memory() // ranks - cache) * _SHARE_OF_FREE_HOST_MEMORY)
-    free, total = torch.cuda.mem_get_info(device)
-    allowed = vllm_config.cache_config.gpu_memory_utilization * total - (total - free)
-    return int(max(0, allowed) * _SHARE_OF_FREE_DEVICE_MEMORY)
+    free, cache_config, model = CudaMemory(device).available(), vllm_config.cache_config, vllm_config.model_config
+    kv_cache = cache_config.kv_cache_memory_bytes
+    if kv_cache is None:
+        kv_cache = kv_cache_bytes(vllm_config)
+        # vLLM counts what it may use from an empty device, and so it counts what others use there.
+        free -= int((1 - cache_config.gpu_memory_utilization) * torch.cuda.mem_get_info(device)[1])
+    activations = step_shape(vllm_config, experts).nbytes
+    fixed = model.original_max_model_len != -1
+    return automatic_share(free, kv_cache, activations, least, model.max_model_len, fixed=fixed)
+
+
+def kv_cache_bytes(vllm_config: VllmConfig) -> int:
+    """Bytes of KV cache that one request of ``max_model_len`` tokens needs in this rank's layers, by their own account.
+
+    Layers of several kinds share blocks in groups of equal size; vLLM fills these up with layers that are not there.
+    """
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+    kinds: Counter[tuple[int, int]] = Counter()
+    for layer in layers.values():
+        if getattr(layer, "kv_sharing_target_layer_name", None):
+            continue
+        spec = layer.get_kv_cache_spec(vllm_config)
+        if spec is not None:
+            kinds[spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes] += 1
+    group = min(kinds.values(), default=1)
+    # One block of each group is vLLM's own.
+    return sum((request + page) * (-(-count // group) * group) for (request, page), count in kinds.items())
+
+
+def step_shape(vllm_config: VllmConfig, experts: ModelExperts) -> StepShape:
+    """What the largest step computes with."""
+    model, parallel, scheduler = vllm_config.model_config, vllm_config.parallel_config, vllm_config.scheduler_config
+    compilation = vllm_config.compilation_config
+    graphs = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE) and not model.enforce_eager
+    sizes = (compilation.cudagraph_capture_sizes or []) if graphs else []
+    heads = model.get_num_attention_heads(parallel) + 2 * model.get_num_kv_heads(parallel)
+    fmt = next(iter(experts.formats.values()))
+    return StepShape(
+        tokens=scheduler.max_num_batched_tokens,
+        sequences=scheduler.max_num_seqs,
+        hidden=model.get_hidden_size(),
+        attention=heads * model.get_head_size(),
+        intermediate=fmt.intermediate,
+        top_k=experts.top_k,
+        vocabulary=model.get_vocab_size(),
+        itemsize=model.dtype.itemsize,
+        graph_tokens=max(sizes, default=0),
+        # Where graphs are split there are two pieces to a layer.
+        graphs=len(sizes) * (2 * model.get_num_layers(parallel) + 1),
+    )

@@ -16,9 +16,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.memory import available_host_memory
-from vllm_dymoe.experts.page_lock import CudaPageLock
 from vllm_dymoe.experts.placement import HostPlace, choose_host_place
-from vllm_dymoe.experts.store import FileStore, HostMemoryError, HostStore, Manifest, MemoryStore, StoreError
+from vllm_dymoe.experts.store import FileStore, HostStore, Manifest, StoreError
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.policy import Policy, make_policy
 from vllm_dymoe.predict import Predictor, PredictorError, RoutedModel, make_scheme
@@ -31,11 +30,13 @@ from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.fit import describe, format_fields, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime import MoERuntime, minimum_budget
+from vllm_dymoe.runtime.sizing import workspace_bytes
 from vllm_dymoe.traces import TraceHeader
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter.checkpoint import cached_store, fingerprint, local_folder
 from vllm_dymoe.vllm_adapter.foresight import Foresight
+from vllm_dymoe.vllm_adapter.host_place import place_experts
 from vllm_dymoe.vllm_adapter.log import logger
 from vllm_dymoe.vllm_adapter.memory import automatic_budget
 from vllm_dymoe.vllm_adapter.patches import apply_patches
@@ -221,7 +222,7 @@ class RankModel:
             self._progress.close()
         assert self._store is not None
         device = torch.device(self._vllm_config.device_config.device)
-        automatic = automatic_budget(self._vllm_config, device)
+        automatic = self._automatic_budget(device)
         self.runtime = MoERuntime(self._store, self.options, device, automatic, predictor=self._predictor())
         source = ""
         if self.reader is not None and not self._dummy:
@@ -229,6 +230,17 @@ class RankModel:
         seconds = time.perf_counter() - self._begin
         announce(self.runtime, self._rank_name, seconds, source, self._place.reason)
         self.trace = make_trace_tap(self.options, self._trace_header(routed_experts), self.foresight)
+
+    def _automatic_budget(self, device: torch.device) -> int:
+        experts, options = self.experts, self.options
+        tiers = make_policy(options.policy, options.policy_options).tiers
+        least = minimum_budget(experts, options, tiers, workspace_bytes(experts, device.type))
+        try:
+            return automatic_budget(self._vllm_config, device, experts, least)
+        except ConfigError:
+            if options.expert_budget.is_auto:
+                raise
+            return 0  # whoever asks for it while the model is served is refused then
 
     def _predictor(self) -> Predictor | None:
         """What foresees the experts of coming layers.
@@ -352,22 +364,9 @@ class RankModel:
         Raises:
             StoreError: the files cannot be read, or memory that was asked for cannot be had.
         """
-        if not self._place.pinned:
-            return files
-        assert isinstance(files, FileStore)
-        device = torch.device(self._vllm_config.device_config.device)
-        page_lock = CudaPageLock(device) if device.type == "cuda" else None
-        settings = {"desc": "Reading experts into memory", "unit": "B", "unit_scale": True, "dynamic_ncols": True}
-        try:
-            with tqdm(total=sum(map(files.experts.nbytes, files.experts.formats)), **settings) as progress:
-                memory = MemoryStore.from_files(files, page_lock, progress.update)
-        except HostMemoryError as error:
-            if self.options.host_store != "auto":
-                raise StoreError(f'{error}; use host_store = "file", or "auto".') from error
-            self._place = HostPlace(False, f"auto: {error}")
-            return files
-        files.close()
-        return memory
+        device, asked_for = torch.device(self._vllm_config.device_config.device), self.options.host_store != "auto"
+        store, self._place = place_experts(files, self._place, device, asked_for=asked_for)
+        return store
 
     def _existing_store(self, experts: ModelExperts) -> FileStore | None:
         """The checkpoint's own store, or the one that an earlier start has left; None if there is none.

@@ -117,6 +117,37 @@ def test_a_hopeless_budget_is_refused_with_the_number_that_works(budget, bits):
     assert f"at least {least} bytes" in refusal({"hi": bits, "expert_budget": least - 1})
 
 
+@pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2}])
+def test_host_memory_that_is_not_there_is_refused_before_anything_is_loaded(monkeypatch, settings):
+    monkeypatch.setattr(prepare, "available_host_memory", lambda: 10**6)
+    message = refusal({"host_store": "pinned"}, **settings)
+    ranks = settings.get("tensor_parallel_size", 1)
+    assert f"{10**6 // ranks} are available" in message
+    needed, more = map(int, re.search(r"needs (\d+) bytes .* free (\d+) more", message).groups())
+    assert needed == 10**6 // ranks + more
+    for host_store in ("auto", "file"):
+        configure({"host_store": host_store}, **settings)
+    monkeypatch.setattr(prepare, "available_host_memory", lambda: needed * ranks)
+    configure({"host_store": "pinned"}, **settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, 8),
+        ({"mlp_only_layers": [0, 3]}, 6),
+        ({"decoder_sparse_step": 2}, 4),
+        ({"first_k_dense_replace": 1}, 7),
+        ({"moe_layer_freq": [0, 1, 1, 1]}, 8),
+    ],
+)
+def test_layers_without_experts_need_no_host_memory(changes, layers):
+    config = configure()
+    for name, value in changes.items():
+        setattr(config.model_config.hf_text_config, name, value)
+    assert prepare._layers_with_experts(config, 8) == layers
+
+
 def test_options_without_the_plugin_are_refused():
     assert "add --quantization dymoe" in refusal({"hi": 4}, quantization=None)
 

@@ -80,6 +80,12 @@ def test_the_first_line_says_what_is_active(store):
         assert part in line, part
 
 
+def test_why_experts_are_where_they_are_is_said_unless_it_was_asked_for(store):
+    runtime = runtime_with(store, slots=7)
+    assert describe(runtime, place="auto: for a reason").endswith("no CUDA device) (auto: for a reason).")
+    assert describe(runtime).endswith("no CUDA device).")
+
+
 def test_who_keeps_no_expert_because_it_was_asked_to_is_not_warned(store):
     assert warnings(runtime_with(store, slots=LAYERS * TOP_K, policy="on-demand")) == []
 

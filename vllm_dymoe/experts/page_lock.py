@@ -6,7 +6,7 @@ The few calls stand behind a small seam; tests on a CPU see what would be locked
 import contextlib
 import weakref
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -45,7 +45,7 @@ class CudaPageLock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._runtime = torch.cuda.cudart()
-        properties = torch.cuda.get_device_properties(device)
+        properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some of its attributes
         place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         self.node = node_of(place)
 

@@ -53,7 +53,7 @@ def kv_cache_bytes(vllm_config: VllmConfig) -> int:
 
     Layers of several kinds share blocks in groups of equal size; vLLM fills these up with layers that are not there.
     """
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     kinds: Counter[tuple[int, int]] = Counter()
     for layer in layers.values():
         if getattr(layer, "kv_sharing_target_layer_name", None):

@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -178,13 +179,17 @@ def test_nobody_counts_what_was_computed_to_warm_up():
     def favourites(ids, warm):
         predictor = Popularity(LAYERS, STORE.experts.num_experts, decode_experts=2)
         runtime = with_budget(STORE, "100%", predictor=predictor, link_gbps=LINK, staging_slots=3)
-        if warm:
-            for layer in range(LAYERS):
-                runtime.forward(layer, x, weights, torch.tensor([[0, 1]]).expand(512, -1).int())
-        runtime.warmed_up()
-        assert runtime.stats().hits == runtime.stats().misses == 0
         for layer in range(LAYERS):
+            if warm and layer in (0, 2):  # before a request, and between two
+                before = runtime.stats()
+                with runtime.unobserved():
+                    for other in range(LAYERS):
+                        runtime.forward(other, x, weights, torch.tensor([[0, 1]]).expand(512, -1).int())
+                after = runtime.stats()
+                assert replace(after, resident_experts={}) == replace(before, resident_experts={})
+                assert after.resident_experts["hi"] >= 2 * LAYERS, "it was not computed"
             runtime.forward(layer, x[:1], weights[:1], torch.tensor([ids]).int())
+        assert runtime.stats().planned["hi"] == 2 * LAYERS
         runtime.engine.close()
         return predictor.predict(0)
 

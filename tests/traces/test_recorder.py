@@ -29,29 +29,29 @@ def choices(tokens, seed):
     return torch.randn(tokens, 4, generator=random).bfloat16(), weights, ids.int()
 
 
-def run(recorder, spans, seed, *, padding=0, first=0, layers=range(3), guesses=False, gates_right=True, number=0):
+def run(recorder, spans, seed, *, first=0, layers=range(3), guesses=False, gates_right=True, number=0):
     """One step; its tensors are poisoned as soon as they were handed over."""
     tokens = sum(span.tokens for span in spans)
     recorder.begin(tokens)
     for layer in layers:
-        x, weights, ids = choices(tokens + padding, seed * 10 + layer)
-        next_gate = choices(tokens + padding, seed * 10 + layer + 1)[2].long() if guesses and layer < 2 else None
+        x, weights, ids = choices(tokens, seed * 10 + layer)
+        next_gate = choices(tokens, seed * 10 + layer + 1)[2].long() if guesses and layer < 2 else None
         recorder.record(layer, x, weights, ids, next_gate)
         x.fill_(torch.nan), weights.fill_(torch.nan), ids.fill_(99)
-    position = torch.arange(first, first + tokens + padding)
+    position = torch.arange(first, first + tokens + 3)  # vLLM's is as long as its buffer
     recorder.end(spans, position, number, next_gate=gates_right)
     position.fill_(-1)
 
 
 def test_what_was_chosen_is_what_is_read(tmp_path):
     recorder, said = make_recorder(tmp_path / "new" / "folder", inputs=True)
-    run(recorder, [Span(0, 5, 6)], seed=1, padding=3, guesses=True)
+    run(recorder, [Span(0, 5, 6)], seed=1, guesses=True)
     recorder.name(0, "code")
     run(recorder, [Span(0, 1, 6), Span(1, 2, 9)], seed=2, first=5, guesses=True)
     recorder.close()
     trace = Trace.load(recorder.folder)
     for layer in range(3):
-        (x1, weights1, ids1), (x2, weights2, ids2) = choices(8, 10 + layer), choices(3, 20 + layer)
+        (x1, weights1, ids1), (x2, weights2, ids2) = choices(5, 10 + layer), choices(3, 20 + layer)
         assert torch.equal(trace.experts[:, layer], torch.cat([ids1[:5], ids2]).byte())
         assert torch.equal(trace.weights[:, layer], torch.cat([weights1[:5], weights2]).half())
         assert torch.equal(trace.router_inputs[:, layer], torch.cat([x1[:5], x2]).half())

@@ -1,5 +1,6 @@
 """What a rank says of a checkpoint or store that it cannot serve, and of a layer that it cannot compute."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -9,6 +10,7 @@ import torch
 
 from tests.experts.test_store import write
 from tests.small_model import fill, make_experts, random_weight
+from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.experts.store import FileStore, Manifest, StoreError, file_name
@@ -20,6 +22,7 @@ from vllm_dymoe.vllm_adapter.checkpoint import cached_store
 from vllm_dymoe.vllm_adapter.foresight import Foresight
 from vllm_dymoe.vllm_adapter.log import logger
 from vllm_dymoe.vllm_adapter.rank_model import LayerSpec, RankModel, _check_belongs
+from vllm_dymoe.vllm_adapter.step import RunningStep
 from vllm_dymoe.vllm_adapter.step_failures import StepFailures
 
 EXPERTS = make_experts()
@@ -82,8 +85,9 @@ def test_a_store_of_another_model_in_the_cache_is_replaced_with_a_warning(tmp_pa
 def rank_model(packer=None, runtime=None):
     """A rank in the middle of its life, without the vLLM around it."""
     model = RankModel.__new__(RankModel)
-    model._packer, model._store, model.runtime, model._served = packer, None, runtime, True
-    model.failures, model.foresight, model.prompts = StepFailures(), Foresight(Options(prefetch="none")), None
+    model._packer, model._store, model.runtime, model.step = packer, None, runtime, RunningStep()
+    model.failures = StepFailures(model.step)
+    model.foresight, model.prompts = Foresight(Options(prefetch="none")), None
     return model
 
 
@@ -116,6 +120,7 @@ def test_a_missing_expert_ends_the_start_and_leaves_nothing(tmp_path):
 
 class FailingRuntime:
     predictor = None
+    unobserved = contextlib.nullcontext
 
     def __init__(self):
         self.calls = 0
@@ -125,23 +130,24 @@ class FailingRuntime:
         raise TransferError("the disk is on fire")
 
 
-def forward(model, *, warming_up=False):
+def forward(model):
     x = torch.full((3, 8), torch.nan)
-    return model.forward(0, x, x, x.int(), Activation.SILU, warming_up=warming_up)
+    return model.forward(0, x, x, x.int(), Activation.SILU)
 
 
 def test_a_layer_that_fails_gives_zeros_and_the_layers_behind_it_do_no_work():
     runtime = FailingRuntime()
     model = rank_model(runtime=runtime)
     for step in range(1, 3):
-        model.failures.begin()
+        model.step.begin(scheduled(3))
         for _ in range(3):
             assert torch.equal(forward(model), torch.zeros(3, 8))
         assert runtime.calls == step
         assert model.failures.sentence == "vllm-dymoe: the disk is on fire"
+        model.failures.finish(None)
 
 
-def test_a_warm_up_decides_nothing_and_ends_with_the_first_request():
+def test_a_warm_up_decides_nothing_and_nobody_sees_it_before_and_between_requests():
     """Its inputs are whatever was in the memory before."""
     told = []
 
@@ -152,20 +158,29 @@ def test_a_warm_up_decides_nothing_and_ends_with_the_first_request():
             told.append("computed")
             return x
 
-        def warmed_up(self):
-            told.append("warmed up")
+        @contextlib.contextmanager
+        def unobserved(self):
+            told.append("unobserved")
+            yield
 
     model = rank_model(runtime=Runtime())
-    model._served = False
     model.foresight.agrees = lambda *_: told.append("gate")
-    for warming_up in (True, True, False, False):
-        forward(model, warming_up=warming_up)
-    assert told == ["computed", "computed", "warmed up", "gate", "computed", "gate", "computed"]
+    for warming_up in (True, False, True):
+        if not warming_up:
+            model.step.begin(scheduled(3))
+        forward(model)
+        model.step.end()
+    assert told == ["unobserved", "computed", "gate", "computed", "unobserved", "computed"]
 
 
-def test_a_fault_while_vllm_warms_up_ends_the_start_unless_other_ranks_wait():
+def test_a_fault_while_vllm_warms_up_ends_the_start_unless_other_ranks_wait(caplog, monkeypatch):
     model = rank_model(runtime=FailingRuntime())
     with pytest.raises(TransferError, match="on fire"):
         forward(model)
-    model.failures = StepFailures(board=object())
+    model.failures = StepFailures(model.step, board=object())
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(logger, "propagate", True)
     assert torch.equal(forward(model), torch.zeros(3, 8))
+    assert caplog.messages == ["vllm-dymoe: the disk is on fire"]
+    model.step.begin(scheduled(3))
+    assert model.failures.sentence is None, "no request has failed"

@@ -284,18 +284,3 @@ def test_schemes_without_gates_look_for_none(prefetch, warnings):
     assert (predictor is None) == (prefetch == "none")
     assert foresight.agrees(0, torch.randn(3, HIDDEN), torch.zeros(3, TOP_K))
     assert not warnings()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "drafted", "phase"),
-    [
-        ({"a": 1, "b": 1}, {}, Phase.DECODE),
-        ({"a": 1, "b": 7}, {}, Phase.PREFILL),
-        ({"a": 4, "b": 1}, {"a": [5, 6, 7]}, Phase.DECODE),
-        ({"a": 4, "b": 2}, {"a": [5, 6, 7]}, Phase.PREFILL),
-    ],
-)
-def test_the_phase_of_a_step(tokens, drafted, phase):
-    foresight = Foresight(Options())
-    foresight.begin_step(SimpleNamespace(num_scheduled_tokens=tokens, scheduled_spec_decode_tokens=drafted))
-    assert foresight.phase is phase

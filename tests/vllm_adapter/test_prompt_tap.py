@@ -6,22 +6,28 @@ import pytest
 import torch
 
 from tests.policy.test_importance import heavy_hitters
+from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.policy import make_policy
 from vllm_dymoe.policy.importance import attention_mass
 from vllm_dymoe.vllm_adapter import prompt_tap
 from vllm_dymoe.vllm_adapter.prompt_tap import WINDOW, PromptTap
+from vllm_dymoe.vllm_adapter.step import RunningStep
 
 CPU = torch.device("cpu")
 LAYER = SimpleNamespace(impl=SimpleNamespace(scale=0.25), sliding_window=None)
+STEP = RunningStep()
 
 
 @pytest.fixture
 def begin(monkeypatch):
-    """Begin a step whose requests have queries of these lengths; None while vLLM warms up."""
+    """Begin a step whose requests have queries of these lengths; without one vLLM warms up, as if they were there."""
 
-    def step(lengths, ranks=1):
-        starts = torch.tensor([0, *(lengths or [])]).cumsum(0)
-        metadata = None if lengths is None else {"attn.0": SimpleNamespace(query_start_loc=starts)}
+    def step(lengths, ranks=1, warming_up=False, padding=()):
+        STEP.end()
+        if not warming_up:
+            STEP.begin(scheduled(*lengths))
+        starts = torch.tensor([0, *lengths, *padding]).cumsum(0)
+        metadata = {"attn.0": SimpleNamespace(query_start_loc=starts)}
         context = SimpleNamespace(attn_metadata=metadata, additional_kwargs={})
         monkeypatch.setattr(prompt_tap, "get_forward_context", lambda: context)
         monkeypatch.setattr(prompt_tap, "get_tensor_model_parallel_world_size", lambda: ranks)
@@ -32,7 +38,7 @@ def begin(monkeypatch):
 
 def make_tap(drafted=0, **options):
     policy = make_policy("dymoe", options)
-    return PromptTap(lambda: policy, drafted)
+    return PromptTap(lambda: policy, STEP, drafted)
 
 
 def queries_and_keys(rows, seed=0):
@@ -84,19 +90,34 @@ def test_without_queries_and_keys_every_token_of_a_prompt_counts(begin):
     assert prompt.rows.tolist() == [False] + [True] * 6
 
 
-def test_rows_that_are_not_the_attentions_get_the_stand_in(begin):
-    """Padding, or ranks that share out the tokens."""
-    begin([6])
-    tap = make_tap()
-    tap.attend(LAYER, *queries_and_keys(6))
-    prompt = tap.tokens(8, CPU)
-    assert torch.equal(prompt.heavy, prompt.rows)
-    assert prompt.mixed, "the padding is no prompt's"
+@pytest.mark.parametrize("padding", [(0, 0), (34, 0)], ids=["no requests", "a request"])
+def test_rows_of_padding_are_nobodys(begin, padding):
+    """Attention has them, in requests without tokens or in one that is longer than any drafted answer."""
+    query, key = queries_and_keys(64)
+    query[30:] = key[30:] = torch.nan
+    seen = []
+    for rows in (30, 64):
+        begin([30], padding=padding if rows == 64 else ())
+        tap = make_tap()
+        tap.attend(LAYER, query[:rows], key[:rows])
+        seen.append(tap.tokens(30, CPU))
+    alone, beside = seen
+    assert torch.equal(alone.heavy, beside.heavy)
+    assert int(alone.heavy.sum()) == 6
+    assert beside.rows.tolist() == [True] * 30
+    assert not beside.mixed
 
 
-@pytest.mark.parametrize(("lengths", "drafted"), [([1, 1, 1], 0), ([4, 1, 3], 3), (None, 0)])
-def test_steps_without_a_prompt_have_none(begin, lengths, drafted):
-    begin(lengths)
+def test_a_layer_that_computes_only_some_of_the_tokens_has_no_prompts(begin):
+    begin([30])
+    assert make_tap().tokens(7, CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "drafted", "warming_up"), [([1, 1, 1], 0, False), ([4, 1, 3], 3, False), ([8], 0, True)]
+)
+def test_steps_without_a_prompt_have_none(begin, lengths, drafted, warming_up):
+    begin(lengths, warming_up=warming_up)
     tap = make_tap(drafted)
     tap.attend(LAYER, *queries_and_keys(8))
     assert tap.tokens(8, CPU) is None

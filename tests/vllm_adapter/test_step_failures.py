@@ -6,12 +6,25 @@ import pytest
 from torch.distributed import TCPStore
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
+from tests.vllm_adapter.steps import scheduled
+from vllm_dymoe.vllm_adapter.step import RunningStep
 from vllm_dymoe.vllm_adapter.step_failures import FailedStep, ProcessGroupBoard, StepFailures
 
 
 @pytest.fixture(scope="module")
 def store():
     return TCPStore("127.0.0.1", 0, 1, is_master=True)
+
+
+def failures_of(board=None, **settings):
+    """A rank's failures, and a step of one token that it may begin."""
+    step = RunningStep()
+    return StepFailures(step, board, **settings), step
+
+
+def begin(*steps):
+    for step in steps:
+        step.begin(scheduled(1))
 
 
 def output():
@@ -28,36 +41,28 @@ class Later(AsyncModelRunnerOutput):
 
 
 def test_a_step_without_a_failure_is_left_alone():
-    failures = StepFailures()
-    failures.begin()
+    failures, step = failures_of()
+    begin(step)
     given = output()
     assert failures.finish(given) is given
 
 
 def test_the_first_sentence_of_a_step_wins_and_the_next_step_is_well():
-    failures = StepFailures()
-    failures.begin()
+    failures, step = failures_of()
+    begin(step)
     failures.record("first")
     failures.record("second")
     failed = failures.finish(output())
     assert isinstance(failed, FailedStep)
     assert (failed.failure, failed.req_ids, failed.sampled_token_ids) == ("first", ["a"], [[7]])
-    assert not failures.in_step
-    failures.begin()
-    assert not isinstance(failures.finish(output()), FailedStep)
-
-
-def test_what_failed_outside_of_a_step_fails_no_step():
-    """Warm-up: its results are thrown away."""
-    failures = StepFailures()
-    failures.record("in the warm-up")
-    failures.begin()
+    assert step.warming_up
+    begin(step)
     assert not isinstance(failures.finish(output()), FailedStep)
 
 
 def test_the_output_that_all_steps_share_is_not_written_to():
-    failures = StepFailures()
-    failures.begin()
+    failures, step = failures_of()
+    begin(step)
     failures.record("it failed")
     assert isinstance(failures.finish(EMPTY_MODEL_RUNNER_OUTPUT), FailedStep)
     assert not isinstance(EMPTY_MODEL_RUNNER_OUTPUT, FailedStep)
@@ -71,9 +76,8 @@ def test_the_sentence_survives_the_way_between_processes():
 
 def test_an_asynchronous_output_is_checked_when_it_is_there(store):
     board = ProcessGroupBoard(store)
-    here, there = StepFailures(board), StepFailures(board, collects=False)
-    here.begin()
-    there.begin()
+    (here, mine), (there, theirs) = failures_of(board), failures_of(board, collects=False)
+    begin(mine, theirs)
     # The other rank fails after this one has enqueued all its work, but before the step's tokens are there.
     pending = here.finish(Later(before=lambda: there.record("on the other rank")))
     failed = pending.get_output()
@@ -83,10 +87,9 @@ def test_an_asynchronous_output_is_checked_when_it_is_there(store):
 
 def test_another_ranks_failure_fails_its_step_and_no_other(store):
     board = ProcessGroupBoard(store)
-    here, there = StepFailures(board), StepFailures(board, collects=False)
+    (here, mine), (there, theirs) = failures_of(board), failures_of(board, collects=False)
     for number in range(6):
-        here.begin()
-        there.begin()
+        begin(mine, theirs)
         if number in (2, 3):
             there.record(f"step {number}")
         given = output()
@@ -100,26 +103,25 @@ def test_another_ranks_failure_fails_its_step_and_no_other(store):
 
 def test_ranks_of_a_pipeline_may_be_in_different_steps(store):
     board = ProcessGroupBoard(store)
-    last, first = StepFailures(board), StepFailures(board, collects=False)
-    first.begin()
+    (last, at_last), (first, at_first) = failures_of(board), failures_of(board, collects=False)
+    begin(at_first)
     assert first.finish(None) is None
-    first.begin()
+    begin(at_first)
     first.record("the second step")
     first.finish(None)
-    last.begin()
+    begin(at_last)
     assert not isinstance(last.finish(output()), FailedStep)
-    last.begin()
+    begin(at_last)
     assert last.finish(output()).failure == "the second step"
 
 
 def test_who_listens_hears_of_every_step_that_failed_and_of_no_other(store):
     board = ProcessGroupBoard(store)
-    here, there = StepFailures(board), StepFailures(board, collects=False)
+    (here, mine), (there, theirs) = failures_of(board), failures_of(board, collects=False)
     heard = []
     here.on_failure = heard.append
     for failing in ((), (there,), (here,), ()):
-        here.begin()
-        there.begin()
+        begin(mine, theirs)
         for rank in failing:
             rank.record("it failed")
         here.finish(output())
@@ -128,12 +130,10 @@ def test_who_listens_hears_of_every_step_that_failed_and_of_no_other(store):
 
 def test_both_ranks_may_fail(store):
     board = ProcessGroupBoard(store)
-    here, there = StepFailures(board), StepFailures(board, collects=False)
-    here.begin()
-    there.begin()
+    (here, mine), (there, theirs) = failures_of(board), failures_of(board, collects=False)
+    begin(mine, theirs)
     there.record("there")
     here.record("here")
     assert here.finish(output()).failure in ("here", "there")
-    here.begin()
-    there.begin()
+    begin(mine, theirs)
     assert not isinstance(here.finish(output()), FailedStep)

@@ -91,11 +91,6 @@ class Measured:
         self.predictor.begin(layer)  # type: ignore[attr-defined]
         self.seconds += time.perf_counter() - begin
 
-    def forget(self) -> None:
-        """Nothing that it was told so far was asked for by anyone."""
-        if hasattr(self.predictor, "forget"):
-            self.predictor.forget()
-
     def predict(self, layer: int) -> Sequence[Candidate]:
         """What the predictor says."""
         begin = time.perf_counter()

@@ -48,7 +48,7 @@ class Predictor(Protocol):
         ...
 
     # One that computes beside the layer has ``answers_later``, which is true, and ``begin(layer)``, which is called
-    # after observe if predict will be called, once the layer's experts compute. One that counts has ``forget()``.
+    # after observe if predict will be called, once the layer's experts compute.
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         """Experts that layers after ``layer`` will want, the most useful first; empty if there is nothing to say.

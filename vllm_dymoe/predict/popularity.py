@@ -39,10 +39,6 @@ class Popularity:
         self._counts[layer].mul_(self._fade).index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float32))
         self._phase = phase
 
-    def forget(self) -> None:
-        """Begin again."""
-        self._counts.zero_()
-
     def predict(self, layer: int) -> Sequence[Candidate]:
         """The next layer's favourites: all that were ever wanted in a prefill, which wants nearly all."""
         following = layer + 1

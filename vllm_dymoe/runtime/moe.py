@@ -6,9 +6,10 @@ output (invariant 1); in which order experts are fetched and computed is
 ``pipeline``'s.
 """
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -435,11 +436,17 @@ class MoERuntime:
             "slots": {tier.value: count for tier, count in self.plan.slots.items()},
         }
 
-    def warmed_up(self) -> None:
-        """The first request comes: what was computed so far was made up, often thousands of tokens all alike."""
-        self.reset_stats()
-        if self.predictor is not None:
-            self.predictor.forget()
+    @contextlib.contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """For what was made up, often thousands of tokens all alike: nobody counts it, foresees or learns from it."""
+        before = self._planned, self._cache_stats, self.engine.stats, self.predictor
+        self._planned, self._cache_stats, self.engine.stats = Counter(), CacheStats(), TransferStats()
+        self.cache.stats, self.predictor = self._cache_stats, None
+        try:
+            yield
+        finally:
+            self._planned, self._cache_stats, self.engine.stats, self.predictor = before
+            self.cache.stats = self._cache_stats
 
     def reset_stats(self) -> None:
         """Count from zero."""

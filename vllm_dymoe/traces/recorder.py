@@ -120,24 +120,22 @@ class Recorder:
         ids: torch.Tensor,
         next_gate: torch.Tensor | None = None,
     ) -> None:
-        """Copy what a layer's router chose. Rows behind the step's tokens are padding.
+        """Copy what a layer's router chose.
 
         Args:
             layer: its position among MoE layers.
-            x: [rows, hidden], the router's input.
-            weights: [rows, top_k] routing weights.
-            ids: [rows, top_k] int, experts counted over all ranks.
-            next_gate: [rows, top_k] int, what the next layer's gate makes of ``x``, in every layer but the last; the
+            x: [tokens, hidden], the router's input.
+            weights: [tokens, top_k] routing weights.
+            ids: [tokens, top_k] int, experts counted over all ranks.
+            next_gate: [tokens, top_k] int, what the next layer's gate makes of ``x``, in every layer but the last; the
                 run's first step decides whether it is recorded, until a step ends whose gates were wrong.
         """
         step = self._step
         if step is None:
             return
-        if ids.shape[0] != step.tokens:
-            if ids.shape[0] < step.tokens:  # the step was cut up, and whose rows these are nobody says
-                self._step = None
-                return
-            x, weights, ids = x[: step.tokens], weights[: step.tokens], ids[: step.tokens]
+        if ids.shape[0] != step.tokens:  # the step was cut up, and whose tokens these are nobody says
+            self._step = None
+            return
         if not step.layers:
             if self._next_gate is None:
                 self._next_gate = self._inputs and next_gate is not None
@@ -147,7 +145,7 @@ class Recorder:
         if self._inputs:
             step.layers["router_inputs"][layer].copy_(x)
             if self._next_gate and next_gate is not None:
-                step.layers["next_gate"][layer].copy_(next_gate[: step.tokens])
+                step.layers["next_gate"][layer].copy_(next_gate)
         step.recorded += 1
 
     def end(self, spans: Sequence[Span], position: torch.Tensor, number: int = 0, *, next_gate: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""The predictor of one rank: built from the gates that were found, and told of every step's phase."""
+"""The predictor of one rank, built from the gates that were found."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.predict import Gate, Phase, Predictor, RoutedModel, Scheme, make_scheme
+from vllm_dymoe.predict import Gate, Predictor, RoutedModel, Scheme, make_scheme
 from vllm_dymoe.vllm_adapter.gates import GateCheck, GateError, ModuleTree, find_gate
 from vllm_dymoe.vllm_adapter.log import logger
 
@@ -18,12 +18,10 @@ class Foresight:
         options: validated options.
 
     Attributes:
-        phase: of the running step.
         gates: of every layer, in order; empty where nobody needs them.
     """
 
     def __init__(self, options: Options) -> None:
-        self.phase = Phase.DECODE
         self._scheme = make_scheme(options.prefetch, options.prefetch_options)
         self._name = options.prefetch
         wanted = self._scheme.needs_gates or (options.trace_dir is not None and options.trace_inputs)
@@ -70,14 +68,6 @@ class Foresight:
     def known_gates(self) -> list[Gate]:
         """The gates of every layer; none once one was seen to choose otherwise than vLLM."""
         return self.gates
-
-    def begin_step(self, scheduler_output: Any) -> None:
-        """Take note of a step's phase: a prefill if any request computes more than one token that is not drafted."""
-        drafted = scheduler_output.scheduled_spec_decode_tokens
-        own = (
-            count - len(drafted.get(request, ())) for request, count in scheduler_output.num_scheduled_tokens.items()
-        )
-        self.phase = Phase.PREFILL if any(count > 1 for count in own) else Phase.DECODE
 
     def taken_over(self, scheme: Scheme) -> None:
         """Another scheme foresees from now on, which needs no gates; they are still checked for the trace."""

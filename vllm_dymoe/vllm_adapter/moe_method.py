@@ -85,7 +85,9 @@ class DymoeMoEMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Complete the store when the last layer has been loaded."""
-        self._expert_map = layer.expert_map
+        # One entry more, at -1: where vLLM has chosen nobody, for rows of a captured graph that are no tokens.
+        local = layer.expert_map
+        self._expert_map = None if local is None else torch.cat((local, local.new_full((1,), -1)))
         if isinstance(self._loader, CodedExpertLoader):
             self._loader.check_complete()
         self.model.layer_loaded(self.position, layer)
@@ -105,15 +107,27 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, layer.layer_name)
 
     def run(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        """What the operator does, outside of any compilation."""
-        if self.model.recorder is not None:
-            self.model.recorder.see(self.position, x, topk_weights, topk_ids)
-        if self.model.trace is not None:
-            self.model.trace.record(self.position, x, topk_weights, topk_ids)
+        """What the operator does, outside of any compilation: x [rows, hidden] -> [rows, hidden].
+
+        Rows that only fill up a captured graph's batch come out as zeros. Nothing of ours sees them, whatever vLLM has
+        routed them to: to expert -1 from 0.32 on, before that to some expert.
+        """
+        tokens = self.model.step.real(len(x))
+        if tokens == len(x):
+            return self._run_tokens(x, topk_weights, topk_ids)
+        out = torch.zeros_like(x)
+        out[:tokens] = self._run_tokens(x[:tokens], topk_weights[:tokens], topk_ids[:tokens])
+        return out
+
+    def _run_tokens(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        if not self.model.step.warming_up:
+            if self.model.recorder is not None:
+                self.model.recorder.see(self.position, x, topk_weights, topk_ids)
+            if self.model.trace is not None:
+                self.model.trace.record(self.position, x, topk_weights, topk_ids)
         if self._expert_map is not None:
             topk_ids = self._expert_map[topk_ids.long()]
-        warming_up = get_forward_context().attn_metadata is None
-        return self.model.forward(self.position, x, topk_weights, topk_ids, self._activation, warming_up=warming_up)
+        return self.model.forward(self.position, x, topk_weights, topk_ids, self._activation)
 
 
 def _refuse_unsupported(layer: Any, moe: FusedMoEConfig) -> None:

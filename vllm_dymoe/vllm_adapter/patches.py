@@ -47,19 +47,18 @@ def _with_prepared_config(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_a_beginning(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
-        model = _rank_model(self)
+        model = _rank_model(self.worker)
         trace = None if model is None else model.trace
         if trace is not None:
             trace.begin_step(scheduler_output)
         if model is None or scheduler_output.total_num_scheduled_tokens == 0:
             return original(self, scheduler_output)
-        failures = model.failures
-        failures.begin()
-        model.foresight.begin_step(scheduler_output)
+        step, failures = model.step, model.failures
+        step.begin(scheduler_output)
         output = original(self, scheduler_output)
         if trace is not None:
             failed = failures.sentence is not None
-            trace.end_step(self.model_runner, scheduler_output, failures.step, failed=failed)
+            trace.end_step(self.worker.model_runner, scheduler_output, step.number, failed=failed)
         return output if output is None else failures.finish(output)  # without an output, sample_tokens comes next
 
     return execute_model
@@ -70,7 +69,7 @@ def _with_an_end(original: Callable[..., Any]) -> Callable[..., Any]:
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         output = original(self, grammar_output)
         model = _rank_model(self)
-        return output if model is None else model.failures.finish(output)
+        return output if model is None or model.step.warming_up else model.failures.finish(output)
 
     return sample_tokens
 
@@ -184,10 +183,11 @@ PATCHES = (
         removable="a hook of QuantizationConfig that sees the finished VllmConfig",
     ),
     Patch(
-        target=("vllm.v1.worker.gpu_worker.Worker", "execute_model"),
+        target=("vllm.v1.worker.worker_base.WorkerWrapperBase", "execute_model"),
         why=(
             "An expert that cannot be fetched must fail its step alone, so it has to be known where a step begins; and "
-            "whether it is a prefill, and whose tokens it computes, is known here, of every attention backend."
+            "whether it is a prefill, how many of its rows are tokens, and whose, is known here, of every attention "
+            "backend. Only executors come this way: vLLM's warm-up calls Worker.execute_model itself."
         ),
         wrapper=_with_a_beginning,
         removable="an exception of a model that fails a step and not the engine",

@@ -21,6 +21,7 @@ from vllm.forward_context import get_forward_context
 
 from vllm_dymoe.policy import Policy, PromptTokens
 from vllm_dymoe.policy.importance import attention_mass, mark_heavy_hitters
+from vllm_dymoe.vllm_adapter.step import RunningStep
 
 _KEY = "vllm_dymoe.prompts"
 WINDOW = 32
@@ -28,20 +29,18 @@ WINDOW = 32
 
 
 @dataclass
-class _Step:
-    """One forward of the model.
+class _Prompts:
+    """Those of one forward of the model.
 
     Attributes:
         spans: rows of each prompt.
-        mixed: some rows are no prompt's.
-        heavy: bool [rows], as the last attention layer left it; None before the first.
-        prompts: bool [rows], the spans as a mask; None before the first MoE layer.
+        heavy: bool [tokens], as the last attention layer left it; None before the first.
+        rows: bool [tokens], the spans as a mask; None before the first MoE layer.
     """
 
     spans: list[tuple[int, int]]
-    mixed: bool
     heavy: torch.Tensor | None = None
-    prompts: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
 
 class PromptTap:
@@ -49,41 +48,49 @@ class PromptTap:
 
     Args:
         policy: the one in force, asked anew in every step.
+        step: the running one.
         drafted: tokens that speculative decoding adds to a request's one; a longer query is a prompt's.
     """
 
-    def __init__(self, policy: Callable[[], Policy], drafted: int = 0) -> None:
+    def __init__(self, policy: Callable[[], Policy], step: RunningStep, drafted: int = 0) -> None:
         self._policy = policy
+        self._running = step
         self._longest_decode = 1 + drafted
 
     def attend(self, layer: Any, query: torch.Tensor, key: torch.Tensor | None) -> None:
-        """See the queries [rows, heads, dim] and keys [rows, kv_heads, dim] that an attention layer is about to use."""
+        """See the queries [rows, heads, dim] and keys [rows, kv_heads, dim] that an attention layer is about to use.
+
+        Like all of vLLM's rows they may have padding behind the step's tokens, which is left out here.
+        """
         share = self._share
-        step = self._step()
-        if share is None or step is None or not step.spans or key is None or key.shape[0] != query.shape[0]:
+        prompts = self._prompts() if share is not None else None
+        if share is None or prompts is None or key is None or key.shape[0] != query.shape[0]:
             return
         masses = [
             attention_mass(query[first:last], key[first:last], layer.impl.scale, WINDOW, layer.sliding_window)
-            for first, last in step.spans
+            for first, last in prompts.spans
         ]
         if get_tensor_model_parallel_world_size() > 1:  # each rank has some heads, and all must decide alike
             lengths = [mass.shape[0] for mass in masses]
             masses = list(tensor_model_parallel_all_reduce(torch.cat(masses)).split(lengths))
-        step.heavy = torch.zeros(query.shape[0], dtype=torch.bool, device=query.device)
-        for (first, last), mass in zip(step.spans, masses, strict=True):
-            mark_heavy_hitters(mass, share, step.heavy[first:last])
+        prompts.heavy = torch.zeros(self._running.tokens, dtype=torch.bool, device=query.device)
+        for (first, last), mass in zip(prompts.spans, masses, strict=True):
+            mark_heavy_hitters(mass, share, prompts.heavy[first:last])
 
-    def tokens(self, rows: int, device: torch.device) -> PromptTokens | None:
-        """The prompts among a MoE layer's rows; None if there are none, or the policy does not ask."""
-        step = self._step() if self._share is not None else None
-        if step is None or not step.spans:
+    def tokens(self, count: int, device: torch.device) -> PromptTokens | None:
+        """The prompts among a MoE layer's tokens.
+
+        None if there are none, or the policy does not ask, or the layer computes only some of the step's tokens.
+        """
+        prompts = self._prompts() if self._share is not None else None
+        if prompts is None or count != self._running.tokens:
             return None
-        if step.prompts is None or step.prompts.shape[0] != rows:
-            step.prompts = torch.zeros(rows, dtype=torch.bool, device=device)
-            for first, last in step.spans:
-                step.prompts[first:last] = True
-        heavy = step.prompts if step.heavy is None or step.heavy.shape[0] != rows else step.heavy
-        return PromptTokens(step.prompts, heavy, step.mixed or step.spans[-1][1] < rows)
+        if prompts.rows is None:
+            prompts.rows = torch.zeros(count, dtype=torch.bool, device=device)
+            for first, last in prompts.spans:
+                prompts.rows[first:last] = True
+        heavy = prompts.rows if prompts.heavy is None else prompts.heavy
+        return PromptTokens(prompts.rows, heavy, mixed=sum(last - first for first, last in prompts.spans) < count)
 
     @property
     def _share(self) -> float | None:
@@ -91,33 +98,27 @@ class PromptTap:
         policy = self._policy()
         return policy.heavy_share if len(policy.tiers) > 1 else None
 
-    def _step(self) -> _Step | None:
-        """What is known of the running step; None while vLLM warms up."""
+    def _prompts(self) -> _Prompts | None:
+        """Those of the running step; None if it has none, or vLLM warms up."""
+        if self._running.warming_up:
+            return None
         context = get_forward_context()
-        step: _Step | None = context.additional_kwargs.get(_KEY)
-        if step is None and context.attn_metadata is not None:
-            step = self._begin(context.attn_metadata)
-            context.additional_kwargs[_KEY] = step
-        return step
+        prompts: _Prompts | None = context.additional_kwargs.get(_KEY)
+        if prompts is None:
+            prompts = context.additional_kwargs[_KEY] = _Prompts(self._spans(context.attn_metadata))
+        return prompts if prompts.spans else None
 
-    def _begin(self, attention: Any) -> _Step:
-        starts = query_starts(attention)
+    def _spans(self, attention: Any) -> list[tuple[int, int]]:
+        starts = _query_starts(attention)
         if starts is None:
-            return _Step([], False)
-        places = starts.tolist()
-        spans = [(first, last) for first, last in itertools.pairwise(places) if last - first > self._longest_decode]
-        return _Step(spans, sum(last - first for first, last in spans) < places[-1])
+            return []
+        tokens = self._running.tokens
+        places = [min(place, tokens) for place in starts.tolist()]  # requests too may be padding
+        return [(first, last) for first, last in itertools.pairwise(places) if last - first > self._longest_decode]
 
 
-def query_starts(attention: Any) -> Any:
-    """The first row of each request, and the one behind the last, as a tensor.
-
-    Args:
-        attention: a step's attn_metadata.
-
-    Returns:
-        None where no attention layer says so.
-    """
+def _query_starts(attention: Any) -> Any:
+    """The first row of each request, and the one behind the last, as a tensor; None where no layer says so."""
     layers = attention[0] if isinstance(attention, list) else attention
     found = (getattr(metadata, "query_start_loc", None) for metadata in layers.values())
     return next((starts for starts in found if starts is not None), None)

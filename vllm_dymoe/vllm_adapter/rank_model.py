@@ -44,6 +44,7 @@ from vllm_dymoe.vllm_adapter.prompt_tap import PromptTap
 from vllm_dymoe.vllm_adapter.recorder import Recorder
 from vllm_dymoe.vllm_adapter.report import announce
 from vllm_dymoe.vllm_adapter.source import read_options
+from vllm_dymoe.vllm_adapter.step import RunningStep
 from vllm_dymoe.vllm_adapter.step_failures import StepFailures, make_step_failures
 from vllm_dymoe.vllm_adapter.trace_tap import TraceTap, make_trace_tap
 
@@ -114,7 +115,7 @@ class RankModel:
         self._progress: tqdm[Any] | None = None
         self._begin = time.perf_counter()
         self.runtime: MoERuntime | None = None
-        self._served = False
+        self.step = RunningStep()
         self.recorder: Recorder | None = None
         self.foresight = Foresight(self.options)
         self.trace: TraceTap | None = None
@@ -122,7 +123,7 @@ class RankModel:
         self.prompts: PromptTap | None = None
         if make_policy(self.options.policy, self.options.policy_options).heavy_share is not None:
             speculative = vllm_config.speculative_config
-            self.prompts = PromptTap(self._policy, speculative.num_speculative_tokens if speculative else 0)
+            self.prompts = PromptTap(self._policy, self.step, speculative.num_speculative_tokens if speculative else 0)
 
     def _policy(self) -> Policy:
         assert self.runtime is not None
@@ -452,7 +453,7 @@ class RankModel:
     @cached_property
     def failures(self) -> StepFailures:
         """What went wrong in the running step."""
-        failures = make_step_failures()
+        failures = make_step_failures(self.step)
         if self.trace is not None:
             failures.on_failure = self.trace.forget
         return failures
@@ -464,29 +465,33 @@ class RankModel:
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         activation: Activation,
-        *,
-        warming_up: bool,
     ) -> torch.Tensor:
-        """Run one MoE layer; what vLLM runs to warm up is not counted.
+        """Run one MoE layer on tokens, or on what vLLM makes up to warm up, which nobody counts or learns from.
 
         A layer that cannot be computed gives zeros and fails the step; see ``step_failures``.
         """
         assert self.runtime is not None, "vLLM runs a model that it has not finished loading"
-        if self.failures.sentence is not None and self.failures.in_step:
+        if self.step.warming_up:
+            return self._warm_up(self.runtime, layer, x, topk_weights, topk_ids, activation)
+        if self.failures.sentence is not None:
             return torch.zeros_like(x)  # the step has failed already
-        if not warming_up and not self._served:
-            self._served = True
-            self.runtime.warmed_up()
-        if not warming_up and not self.foresight.agrees(layer, x, topk_ids):
+        if not self.foresight.agrees(layer, x, topk_ids):
             self.runtime.predictor = None
         try:
             prompt = None if self.prompts is None else self.prompts.tokens(x.shape[0], x.device)
-            phase = self.foresight.phase
-            return self.runtime.forward(layer, x, topk_weights, topk_ids, activation, phase, prompt)
+            return self.runtime.forward(layer, x, topk_weights, topk_ids, activation, self.step.phase, prompt)
         except TransferError as error:
-            if not self.failures.in_step and self.failures.alone:
-                raise  # vLLM warms up: the start ends with this sentence
             self.failures.record(f"vllm-dymoe: {error}")
+            return torch.zeros_like(x)
+
+    def _warm_up(self, runtime: MoERuntime, layer: int, x: torch.Tensor, *routed: Any) -> torch.Tensor:
+        try:
+            with runtime.unobserved():
+                return runtime.forward(layer, x, *routed)
+        except TransferError as error:
+            if self.failures.alone:
+                raise  # the start ends with this sentence
+            logger.error("vllm-dymoe: %s", error)  # the other ranks wait for this one; the first step fails as well
             return torch.zeros_like(x)
 
 

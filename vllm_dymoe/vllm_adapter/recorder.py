@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import torch
-from vllm.forward_context import get_forward_context
 
 from vllm_dymoe.quantize.recording import CalibrationError, PartWriter
-from vllm_dymoe.vllm_adapter.prompt_tap import query_starts
 
 
 class Recorder:
@@ -29,17 +27,11 @@ class Recorder:
         self._problem: CalibrationError | None = None
 
     def see(self, layer: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
-        """Record the inputs x [rows, hidden] of one layer, and weights and experts [rows, top_k], of all ranks.
-
-        Rows behind those of the last request fill up a captured graph, and mean nothing.
-        """
-        attention = get_forward_context().attn_metadata
-        if attention is None or self._problem is not None:
+        """Record the inputs x [tokens, hidden] of one layer, and weights and experts [tokens, top_k], of all ranks."""
+        if self._problem is not None:
             return
-        starts = query_starts(attention)
-        rows = x.shape[0] if starts is None else min(x.shape[0], int(starts[-1]))
         try:
-            self._part.add(layer, x[:rows], topk_weights[:rows], topk_ids[:rows])
+            self._part.add(layer, x, topk_weights, topk_ids)
         except CalibrationError as error:
             self._problem = error
 

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from vllm_dymoe.vllm_adapter.step import RunningStep
+
 
 @dataclass
 class FailedStep(ModelRunnerOutput):
@@ -51,19 +53,19 @@ class StepFailures:
     """The failure of the running step, if any: the first sentence wins.
 
     Args:
+        step: the running one.
         board: what the ranks share; None for a single rank.
         collects: whether this rank's output is the one that vLLM collects.
 
     Attributes:
-        step: number of the running step.
+        sentence: what went wrong in the running step.
         on_failure: called with the number of a step that failed on any rank, when its output is complete.
     """
 
-    def __init__(self, board: Board | None = None, *, collects: bool = True) -> None:
+    def __init__(self, step: RunningStep, board: Board | None = None, *, collects: bool = True) -> None:
         self.sentence: str | None = None
-        self.in_step = False
-        self.step = 0
         self.on_failure: Callable[[int], None] = lambda step: None
+        self._step = step
         self._board = board
         self._collects = collects
 
@@ -72,18 +74,12 @@ class StepFailures:
         """Whether no other rank waits for this one."""
         return self._board is None
 
-    def begin(self) -> None:
-        """A step begins; all ranks see the same steps, so they count alike."""
-        self.step += 1
-        self.sentence = None
-        self.in_step = True
-
     def record(self, sentence: str) -> None:
         """Note that the running step has failed here."""
         if self.sentence is None:
             self.sentence = sentence
-            if self._board is not None and self.in_step:
-                self._board.write(self.step, sentence)
+            if self._board is not None:
+                self._board.write(self._step.number, sentence)
 
     def finish(self, output: Any) -> Any:
         """The step ends: declare its output failed if the step is.
@@ -91,9 +87,9 @@ class StepFailures:
         Args:
             output: a ModelRunnerOutput, an AsyncModelRunnerOutput, or None where this rank has none.
         """
-        step, mine = self.step, self.sentence
+        step, mine = self._step.number, self.sentence
         self.sentence = None
-        self.in_step = False
+        self._step.end()
         if output is None or not self._collects or (mine is None and self._board is None):
             return output
 
@@ -143,15 +139,15 @@ class ProcessGroupBoard:
         return str(sentence)
 
 
-def make_step_failures() -> StepFailures:
+def make_step_failures(step: RunningStep) -> StepFailures:
     """For this worker, after vLLM has set up its process groups."""
     from torch.distributed import distributed_c10d
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
 
     if get_world_group().world_size == 1:
-        return StepFailures()
+        return StepFailures(step)
     collects = get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
-    return StepFailures(ProcessGroupBoard(distributed_c10d._get_default_store()), collects=collects)
+    return StepFailures(step, ProcessGroupBoard(distributed_c10d._get_default_store()), collects=collects)
 
 
 def _key(step: int) -> str:

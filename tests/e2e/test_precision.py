@@ -5,6 +5,7 @@ import torch
 
 from tests.e2e.architectures import ARCHITECTURES
 from tests.e2e.engines import WatchedPolicy, answer, engine, prompts, recorded_layers, runtime_of
+from tests.e2e.padding import check_padding
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.policy import make_policy
 from vllm_dymoe.policy.schedule import Schedule
@@ -89,6 +90,10 @@ def test_steps_of_many_requests_mix_both_phases(llm, watched):
     }
     assert kinds == {"decode", "mixed", "prompts"}
     runtime_of(llm).check_integrity()
+
+
+def test_rows_that_fill_up_a_batch_change_nothing(llm):
+    check_padding(llm, max_tokens=8)
 
 
 def test_precision_changes_while_requests_are_served(llm):

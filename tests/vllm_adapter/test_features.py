@@ -5,6 +5,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from vllm import envs
 from vllm.config import LoRAConfig
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -19,13 +20,24 @@ from vllm_dymoe.vllm_adapter.source import read_options
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
+def parallel(**changes):
+    defaults = {
+        "enable_eplb": False,
+        "data_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "use_ubatching": False,
+        "distributed_executor_backend": "mp",
+    }
+    return SimpleNamespace(**(defaults | changes))
+
+
 def engine_config(**changes):
     """As much of a VllmConfig as is looked at, with everything off."""
     model = SimpleNamespace(get_num_experts=lambda: 32, enable_sleep_mode=False)
     config = {
         "model_config": model,
         "lora_config": None,
-        "parallel_config": SimpleNamespace(enable_eplb=False, data_parallel_size=1),
+        "parallel_config": parallel(),
         "speculative_config": None,
         "weight_transfer_config": None,
     }
@@ -64,8 +76,35 @@ def test_data_parallelism_is_refused():
 
 def test_load_balancing_of_experts_is_refused():
     """vLLM itself refuses it without CUDA, so the finished configuration of a GPU stands in."""
-    parallel = SimpleNamespace(enable_eplb=True, data_parallel_size=1)
-    assert "expert-parallel load balancing is not supported" in refusal_of(parallel_config=parallel)
+    balanced = parallel(enable_eplb=True)
+    assert "expert-parallel load balancing is not supported" in refusal_of(parallel_config=balanced)
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ({"prefill_context_parallel_size": 2}, "prefill context parallelism is not supported"),
+        ({"use_ubatching": True}, "micro-batches that run at the same time are not supported"),
+    ],
+)
+def test_what_shares_out_the_tokens_of_a_step_is_refused(setting, sentence):
+    assert sentence in refusal_of(parallel_config=parallel(**setting))
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_only_the_executor_that_calls_workers_is_accepted_of_ray(second, monkeypatch):
+    monkeypatch.setattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", second, raising=False)
+    config = engine_config(parallel_config=parallel(distributed_executor_backend="ray"))
+    if second:
+        refuse_unsupported_features(config)
+    else:
+        with pytest.raises(ConfigError, match="Ray's compiled graphs do not call the worker"):
+            refuse_unsupported_features(config)
+
+
+def test_drafts_of_which_some_are_left_out_are_refused():
+    adaptive = SimpleNamespace(draft_model_config=None, enable_adaptive_verification=True)
+    assert "adaptive verification of drafts is not supported" in refusal_of(speculative_config=adaptive)
 
 
 def test_a_draft_model_with_experts_is_refused():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from vllm import envs
 from vllm.config import VllmConfig
 
 from vllm_dymoe.config import ConfigError
@@ -38,6 +39,12 @@ def _drafts_with_experts(config: VllmConfig) -> bool:
     return draft is not None and draft is not config.model_config and draft.get_num_experts() > 0
 
 
+def _bypasses_the_worker(config: VllmConfig) -> bool:
+    """Whether vLLM's first executor for Ray is asked for, which 0.33 has no more; its graphs call the model runner."""
+    is_ray = config.parallel_config.distributed_executor_backend == "ray"
+    return is_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+
+
 _UNSUPPORTED: tuple[tuple[Callable[[VllmConfig], bool], str], ...] = (
     (
         _adapts_experts,
@@ -52,6 +59,26 @@ _UNSUPPORTED: tuple[tuple[Callable[[VllmConfig], bool], str], ...] = (
     (
         lambda config: config.parallel_config.data_parallel_size > 1,
         "data parallelism is not supported; leave --data-parallel-size out, and start one server for each replica.",
+    ),
+    (
+        lambda config: config.parallel_config.prefill_context_parallel_size > 1,
+        "prefill context parallelism is not supported, because a rank cannot tell which tokens of a step are its own; "
+        "leave --prefill-context-parallel-size out.",
+    ),
+    (
+        lambda config: config.parallel_config.use_ubatching,
+        "micro-batches that run at the same time are not supported, because layers have to come one after the other; "
+        "leave --enable-dbo and --ubatch-size out.",
+    ),
+    (
+        _bypasses_the_worker,
+        "Ray's compiled graphs do not call the worker, so that nobody would know where a step begins; set "
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use --distributed-executor-backend mp.",
+    ),
+    (
+        lambda config: getattr(config.speculative_config, "enable_adaptive_verification", False),
+        "adaptive verification of drafts is not supported, because it leaves out tokens that were scheduled; set "
+        '"enable_adaptive_verification": false in --speculative-config.',
     ),
     (
         _drafts_with_experts,

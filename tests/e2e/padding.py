@@ -1,0 +1,87 @@
+"""Batches that are filled up as for a captured graph, in an engine that captures none."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.v1.worker.gpu import model_runner as second_runner
+
+from tests.e2e.engines import answer, prompts, recorded_layers, runtime_of
+from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
+
+MULTIPLE = 8
+
+
+def _filled_up(descriptor: Any) -> Any:
+    """A graph of the next size that is larger."""
+    return replace(descriptor, num_tokens=(descriptor.num_tokens // MULTIPLE + 1) * MULTIPLE)
+
+
+@contextlib.contextmanager
+def padded_batches(llm: Any, *, to_nobody: bool) -> Iterator[list[int]]:
+    """Fill up every batch; collects how many rows of each layer are padding.
+
+    Args:
+        llm: an engine in this process, with either of vLLM's model runners.
+        to_nobody: route those rows to expert -1, as the routers of a GPU do from vLLM 0.32 on; those of a CPU, and of
+            older versions, choose experts for them.
+    """
+    padding: list[int] = []
+    run = DymoeMoEMethod.run
+
+    def watched(self: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        filled = get_forward_context().is_padding
+        padding.append(int(filled.sum()))
+        out = run(self, x, weights, ids.masked_fill(filled[:, None], -1) if to_nobody else ids)
+        assert not out[filled].any()
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DymoeMoEMethod, "run", watched)
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        if isinstance(runner, second_runner.GPUModelRunner):
+            dispatch = second_runner.dispatch_cg_and_sync_dp
+
+            def dispatched(*arguments: Any, **others: Any) -> Any:
+                descriptor, *rest = dispatch(*arguments, **others)
+                return _filled_up(descriptor), *rest
+
+            patch.setattr(second_runner, "dispatch_cg_and_sync_dp", dispatched)
+        else:
+            determine = runner._determine_batch_execution_and_padding
+
+            def determined(*arguments: Any, **others: Any) -> Any:
+                mode, descriptor, *rest = determine(*arguments, **others)
+                return mode, _filled_up(descriptor), *rest
+
+            patch.setattr(runner, "_determine_batch_execution_and_padding", determined)
+        yield padding
+
+
+def check_padding(llm: Any, max_tokens: int) -> None:
+    """The same tokens, layers and counts with padding, whatever it is routed to, as without."""
+    runtime = runtime_of(llm)
+
+    def served() -> Any:
+        runtime.cache.clear()
+        llm.reset_prefix_cache()
+        runtime.reset_stats()
+        with recorded_layers(runtime) as layers:
+            answers = answer(llm, prompts()[:2], max_tokens=max_tokens, logprobs=None)
+        stats = runtime.stats()
+        runtime.check_integrity()
+        return [a.tokens for a in answers], layers, (stats.planned, stats.hits, stats.misses, stats.evictions)
+
+    want, want_layers, counts = served()
+    for to_nobody in (True, False):
+        with padded_batches(llm, to_nobody=to_nobody) as padding:
+            got, layers, padded_counts = served()
+        assert len(padding) == len(want_layers)
+        assert min(padding) > 0
+        assert got == want
+        assert padded_counts == counts
+        assert all(torch.equal(a, b) for a, b in zip(layers, want_layers, strict=True))

@@ -1,0 +1,20 @@
+"""vLLM's second model runner, in a process of its own: what makes it run on a CPU must be there before vLLM is."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_model_runner_v2():
+    """The tests are in ``model_runner_v2``."""
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.triton_on_cpu", "-p", "no:cacheprovider"]
+    tests = Path(__file__).with_name("model_runner_v2.py")
+    process = subprocess.run([*command, "--durations=0", tests], cwd=ROOT, capture_output=True, text=True, timeout=550)
+    print(process.stdout[-20000:])
+    assert process.returncode == 0, f"the tests in {tests} failed; their output is above\n{process.stderr[-2000:]}"

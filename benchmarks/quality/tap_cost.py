@@ -69,11 +69,11 @@ class Tapped:
         self.tap_seconds += time.perf_counter() - begin
         if self._layer == 0:
             self._heavy.clear()
-        self._heavy.append(self._prompts._step().heavy)
+        self._heavy.append(self._prompts.running().heavy)
         self._layer += 1
 
     def _remembered(self, *_: Any) -> None:
-        self._prompts._step().heavy = self._heavy[self._layer]
+        self._prompts.running().heavy = self._heavy[self._layer]
         self._layer += 1
 
 

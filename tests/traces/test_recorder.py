@@ -32,7 +32,7 @@ def choices(tokens, seed):
 def run(recorder, spans, seed, *, first=0, layers=range(3), guesses=False, gates_right=True, number=0):
     """One step; its tensors are poisoned as soon as they were handed over."""
     tokens = sum(span.tokens for span in spans)
-    recorder.begin(tokens)
+    recorder.begin()
     for layer in layers:
         x, weights, ids = choices(tokens, seed * 10 + layer)
         next_gate = choices(tokens, seed * 10 + layer + 1)[2].long() if guesses and layer < 2 else None
@@ -122,11 +122,11 @@ def test_tokens_behind_the_prompt_are_decoded(tmp_path):
 def test_steps_that_are_not_whole_are_left_out(tmp_path):
     recorder, _ = make_recorder(tmp_path)
     run(recorder, [Span(0, 4, 4)], seed=1, layers=[0, 1])  # a layer is missing
-    recorder.begin(4)
+    recorder.begin()
     for layer in range(3):
-        recorder.record(layer, *choices(3, layer))  # the step was cut up
+        recorder.record(layer, *choices(4 - layer // 2, layer))  # the step was cut up
     recorder.end([Span(0, 4, 4)], torch.arange(4))
-    recorder.begin(4)
+    recorder.begin()
     for layer in range(3):
         recorder.record(layer, *choices(4, layer))
     recorder.end([Span(0, 3, 4)], torch.arange(4))  # somebody's token

@@ -30,6 +30,15 @@ def test_the_phase_of_a_step(tokens, drafted, phase):
     assert step.real(99) == sum(tokens), "drafted tokens are computed like others"
 
 
+def test_drafts_that_are_taken_off_while_the_step_begins_are_no_tokens():
+    """vLLM's first model runner does so with the n-grams of a GPU, in the scheduler's own words."""
+    step, what = RunningStep(), scheduled(4, 2, drafted={"a": 3, "b": 1})
+    step.begin(what)
+    what.total_num_scheduled_tokens -= 2
+    assert step.tokens == step.real(8) == 4
+    assert step.phase is Phase.DECODE
+
+
 def test_rows_behind_a_steps_tokens_are_nobodys():
     step = RunningStep()
     step.begin(scheduled(3, 2))

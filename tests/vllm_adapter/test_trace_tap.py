@@ -16,11 +16,11 @@ class Listener:
 
     def __init__(self):
         self.recording = True
-        self.begun, self.ended, self.names, self.recorded = [], [], {}, []
+        self.begun, self.ended, self.names, self.recorded = 0, [], {}, []
         self.numbers, self.forgotten, self.right_gates = [], [], []
 
-    def begin(self, tokens):
-        self.begun.append(tokens)
+    def begin(self):
+        self.begun += 1
 
     def end(self, spans, position, number, next_gate):
         self.ended.append((spans, position))
@@ -83,7 +83,7 @@ def test_the_order_of_rows_is_the_runners_and_not_the_schedulers(listener):
     step = scheduled({"a": 1, "b": 3, "c": 2}, [new("a", 9), new("b", 3, "code"), new("c", 7, embeds=True)])
     tap.begin_step(step)
     tap.end_step(first_runner(["c", "a", "b"], [5, 6, 0, 0, 1, 2, 77]), step, 7, failed=False)
-    assert listener.begun == [6]
+    assert listener.begun == 1
     ((spans, position),) = listener.ended
     assert spans == [Span(2, 2, 7), Span(0, 1, 9), Span(1, 3, 3)]
     assert position.tolist()[:6] == [5, 6, 0, 0, 1, 2]
@@ -105,7 +105,7 @@ def test_numbers_last_as_long_as_a_request_and_are_never_given_again(listener):
     step = scheduled({"b": 1, "a": 5}, [new("a", 5), new("b", 2)], finished=[])  # b was preempted and comes again
     tap.begin_step(step)
     tap.end_step(first_runner(["a", "b"], [0] * 6), step, 7, failed=False)
-    assert listener.begun == [4, 6]
+    assert listener.begun == 2
     assert listener.ended[0][0] == [Span(2, 5, 5), Span(1, 1, 2)]
     tap.begin_step(scheduled({}, finished=["a", "b", "unknown"]))
     assert tap._requests == {}

@@ -42,7 +42,7 @@ class Span(NamedTuple):
 class _Step:
     """The tensors of one step: [tokens, layers, ...], on the device until it ends and on the host then."""
 
-    tokens: int
+    tokens: int = 0
     number: int = 0
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     layers: dict[str, Sequence[torch.Tensor]] = field(default_factory=dict)  # the same, by layer
@@ -108,9 +108,9 @@ class Recorder:
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def begin(self, tokens: int) -> None:
-        """A step of so many tokens begins; one that has not ended is forgotten."""
-        self._step = _Step(tokens) if self.recording else None
+    def begin(self) -> None:
+        """A step begins; one that has not ended is forgotten."""
+        self._step = _Step() if self.recording else None
 
     def record(
         self,
@@ -133,13 +133,14 @@ class Recorder:
         step = self._step
         if step is None:
             return
-        if ids.shape[0] != step.tokens:  # the step was cut up, and whose tokens these are nobody says
-            self._step = None
-            return
         if not step.layers:
+            step.tokens = ids.shape[0]
             if self._next_gate is None:
                 self._next_gate = self._inputs and next_gate is not None
             self._allocate(step, ids.device)
+        if ids.shape[0] != step.tokens:  # the step was cut up, and whose tokens these are nobody says
+            self._step = None
+            return
         step.layers["experts"][layer].copy_(ids)
         step.layers["weights"][layer].copy_(weights)
         if self._inputs:

@@ -54,7 +54,7 @@ class PromptTap:
 
     def __init__(self, policy: Callable[[], Policy], step: RunningStep, drafted: int = 0) -> None:
         self._policy = policy
-        self._running = step
+        self._step = step
         self._longest_decode = 1 + drafted
 
     def attend(self, layer: Any, query: torch.Tensor, key: torch.Tensor | None) -> None:
@@ -63,8 +63,8 @@ class PromptTap:
         Like all of vLLM's rows they may have padding behind the step's tokens, which is left out here.
         """
         share = self._share
-        prompts = self._prompts() if share is not None else None
-        if share is None or prompts is None or key is None or key.shape[0] != query.shape[0]:
+        prompts = self.running() if share is not None else None
+        if share is None or prompts is None or not prompts.spans or key is None or key.shape[0] != query.shape[0]:
             return
         masses = [
             attention_mass(query[first:last], key[first:last], layer.impl.scale, WINDOW, layer.sliding_window)
@@ -73,7 +73,7 @@ class PromptTap:
         if get_tensor_model_parallel_world_size() > 1:  # each rank has some heads, and all must decide alike
             lengths = [mass.shape[0] for mass in masses]
             masses = list(tensor_model_parallel_all_reduce(torch.cat(masses)).split(lengths))
-        prompts.heavy = torch.zeros(self._running.tokens, dtype=torch.bool, device=query.device)
+        prompts.heavy = torch.zeros(self._step.tokens, dtype=torch.bool, device=query.device)
         for (first, last), mass in zip(prompts.spans, masses, strict=True):
             mark_heavy_hitters(mass, share, prompts.heavy[first:last])
 
@@ -82,8 +82,8 @@ class PromptTap:
 
         None if there are none, or the policy does not ask, or the layer computes only some of the step's tokens.
         """
-        prompts = self._prompts() if self._share is not None else None
-        if prompts is None or count != self._running.tokens:
+        prompts = self.running() if self._share is not None else None
+        if prompts is None or not prompts.spans or count != self._step.tokens:
             return None
         if prompts.rows is None:
             prompts.rows = torch.zeros(count, dtype=torch.bool, device=device)
@@ -98,27 +98,27 @@ class PromptTap:
         policy = self._policy()
         return policy.heavy_share if len(policy.tiers) > 1 else None
 
-    def _prompts(self) -> _Prompts | None:
-        """Those of the running step; None if it has none, or vLLM warms up."""
-        if self._running.warming_up:
+    def running(self) -> _Prompts | None:
+        """The prompts of the running step, if any; None while vLLM warms up."""
+        if self._step.warming_up:
             return None
         context = get_forward_context()
         prompts: _Prompts | None = context.additional_kwargs.get(_KEY)
         if prompts is None:
             prompts = context.additional_kwargs[_KEY] = _Prompts(self._spans(context.attn_metadata))
-        return prompts if prompts.spans else None
+        return prompts
 
     def _spans(self, attention: Any) -> list[tuple[int, int]]:
         starts = _query_starts(attention)
         if starts is None:
             return []
-        tokens = self._running.tokens
+        tokens = self._step.tokens
         places = [min(place, tokens) for place in starts.tolist()]  # requests too may be padding
         return [(first, last) for first, last in itertools.pairwise(places) if last - first > self._longest_decode]
 
 
 def _query_starts(attention: Any) -> Any:
     """The first row of each request, and the one behind the last, as a tensor; None where no layer says so."""
-    layers = attention[0] if isinstance(attention, list) else attention
+    layers = attention[0] if isinstance(attention, list) else attention or {}
     found = (getattr(metadata, "query_start_loc", None) for metadata in layers.values())
     return next((starts for starts in found if starts is not None), None)

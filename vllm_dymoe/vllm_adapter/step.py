@@ -15,19 +15,26 @@ class RunningStep:
 
     Attributes:
         number: of the last step that began; all ranks see the same steps, so they count alike.
-        tokens: rows that requests asked for, which come first; 0 while vLLM warms up.
         phase: of the step.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        self.tokens = 0
         self.phase = Phase.DECODE
+        self._scheduled: Any = None
 
     @property
     def warming_up(self) -> bool:
         """Whether what runs now was made up by vLLM."""
-        return self.tokens == 0
+        return self._scheduled is None
+
+    @property
+    def tokens(self) -> int:
+        """Rows that requests asked for, which come first; 0 while vLLM warms up.
+
+        Asked anew each time: drafts that a GPU's n-grams did not find are taken off after the step has begun.
+        """
+        return 0 if self._scheduled is None else int(self._scheduled.total_num_scheduled_tokens)
 
     def begin(self, scheduler_output: Any) -> None:
         """A step of at least one token begins.
@@ -38,12 +45,12 @@ class RunningStep:
         counts = scheduler_output.num_scheduled_tokens.items()
         prefill = any(count - len(drafted.get(request, ())) > 1 for request, count in counts)
         self.number += 1
-        self.tokens = scheduler_output.total_num_scheduled_tokens
+        self._scheduled = scheduler_output
         self.phase = Phase.PREFILL if prefill else Phase.DECODE
 
     def end(self) -> None:
         """The step has computed everything."""
-        self.tokens = 0
+        self._scheduled = None
 
     def real(self, rows: int) -> int:
         """How many of a layer's rows are tokens; the others, behind them, fill up a captured graph's batch."""

@@ -58,7 +58,7 @@ class TraceTap:
                 self._seen += 1
         if scheduler_output.total_num_scheduled_tokens:
             self._gates = self._gates_now()
-            self.recorder.begin(scheduler_output.total_num_scheduled_tokens)
+            self.recorder.begin()
 
     def record(self, layer: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
         """Take what a layer's router chose; see :meth:`Recorder.record`."""

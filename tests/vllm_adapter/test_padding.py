@@ -26,6 +26,7 @@ from vllm_dymoe.predict.folded import fold
 from vllm_dymoe.predict.schemes import SCHEMES, make_scheme
 from vllm_dymoe.predict.trained import TrainedPredictor
 from vllm_dymoe.predict.training import Recipe, train
+from vllm_dymoe.quantize.recording import CalibrationError
 from vllm_dymoe.traces import Trace, TraceHeader
 from vllm_dymoe.traces.recorder import Recorder as TraceRecorder
 from vllm_dymoe.vllm_adapter import prompt_tap
@@ -44,6 +45,7 @@ SIZES = TraceHeader("a model", "0123456789abcdef", LAYERS, EXPERTS, TOP_K, HIDDE
 ATTENTION = SimpleNamespace(impl=SimpleNamespace(scale=0.25), sliding_window=None)
 # Tokens of the requests in each step: a prompt, two that decode, both at once, one alone, and a batch that is full.
 STEPS = [(5,), (1, 1), (1, 4), (1,), (1,), (3, 1), (8,)]
+TOKENS = sum(map(sum, STEPS))
 # What the padding is routed to: as vLLM 0.32 does it, and as it did before, where it may be any expert.
 PADDING = {"to nobody": -1, "as tokens": 3}
 # The expert of each of 16 on this rank, as vLLM gives it to expert parallelism; the last one of all is here.
@@ -66,8 +68,7 @@ def rank_model(folder, runtime, total):
     model.runtime, model.step = runtime, RunningStep()
     model.failures, model.foresight = StepFailures(model.step), Foresight(Options(prefetch="none"))
     model.prompts = PromptTap(lambda: runtime.policy, model.step)
-    tokens = sum(map(sum, STEPS))
-    model.recorder = Recorder(folder / "part", tokens, layers=LAYERS, hidden=HIDDEN, top_k=TOP_K, dtype=torch.bfloat16)
+    model.recorder = Recorder(folder / "part", TOKENS, layers=LAYERS, hidden=HIDDEN, top_k=TOP_K, dtype=torch.bfloat16)
     model.trace = TraceTap(TraceRecorder(folder, replace(SIZES, num_experts=total), 2**20, inputs=True))
     model.layer_loaded = lambda position, layer: None
     return model
@@ -156,7 +157,7 @@ def check(tmp_path, monkeypatch):
         for what, seen in alone.items():
             assert padded[what] == seen, what
         assert alone["counts"]["hits"] > 0
-        assert len(alone["trace"][0]) == sum(map(sum, STEPS))
+        assert len(alone["trace"][0]) == TOKENS
         return alone
 
     return compare
@@ -193,9 +194,12 @@ def test_padding_is_told_from_the_experts_of_other_ranks(check, settings, paddin
 def test_what_nobody_computes_in_a_warm_up_is_not_the_last_experts(tmp_path):
     """While vLLM captures graphs every row is padding, and there is no step that could say so."""
     runtime = with_budget(STORE, "50%")
-    first, *_ = layers_of(rank_model(tmp_path, runtime, len(HALF)), HALF)
+    model = rank_model(tmp_path, runtime, len(HALF))
+    first, *_ = layers_of(model, HALF)
     x, weights, _ = batch(torch.Generator(), ROWS, EXPERTS, 0)
     ids = torch.full((ROWS, TOP_K), -1, dtype=torch.int32)
     assert torch.equal(first.run(x, weights, ids), torch.zeros_like(x))
     assert runtime.stats().resident_experts["hi"] == 0
+    with pytest.raises(CalibrationError, match=f"computed {TOKENS} tokens less than the {TOKENS}"):
+        model.recorder.finish()
     runtime.engine.close()

@@ -6,11 +6,9 @@ import re
 import shutil
 from importlib import resources
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import transformers
-from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -239,32 +237,3 @@ def test_the_experts_are_those_of_the_models_configuration():
     assert experts.formats.keys() == {4, 2}
     assert (experts.formats[4].hidden, experts.formats[4].intermediate) == (256, 64)
     assert experts.nbytes(4) == EXPERTS * experts.formats[4].nbytes
-
-
-@pytest.mark.parametrize(
-    ("before", "operators", "after"),
-    [
-        (CUDAGraphMode.FULL, ["vllm::attention"], CUDAGraphMode.PIECEWISE),
-        (CUDAGraphMode.FULL_AND_PIECEWISE, ["vllm::attention"], CUDAGraphMode.PIECEWISE),
-        (CUDAGraphMode.FULL_DECODE_ONLY, None, CUDAGraphMode.NONE),
-        (CUDAGraphMode.PIECEWISE, ["vllm::attention"], CUDAGraphMode.PIECEWISE),
-        (CUDAGraphMode.NONE, None, CUDAGraphMode.NONE),
-    ],
-)
-def test_no_graph_captures_a_decision_of_the_host(before, operators, after):
-    compilation = CompilationConfig(cudagraph_mode=before)
-    compilation.splitting_ops = operators
-    for _ in range(2):
-        prepare._keep_graphs_piecewise(SimpleNamespace(compilation_config=compilation))
-    assert compilation.cudagraph_mode == after
-    if operators is not None:
-        assert compilation.splitting_ops == ["vllm::attention", *prepare._HOST_OPERATORS]
-
-
-@pytest.mark.parametrize("operator", prepare._HOST_OPERATORS)
-def test_the_operators_that_graphs_are_split_at_exist(operator):
-    import torch
-    import vllm.model_executor.layers.fused_moe.layer  # noqa: F401  (its import registers them)
-
-    namespace, name = operator.split("::")
-    assert callable(getattr(getattr(torch.ops, namespace), name))

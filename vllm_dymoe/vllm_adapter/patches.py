@@ -172,6 +172,17 @@ def _with_prompts_seen(original: Callable[..., Any]) -> Callable[..., Any]:
     return process_weights_after_loading
 
 
+def _with_output_buffers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _select_forward(self: Any) -> Callable[..., Any]:
+        from vllm_dymoe.vllm_adapter.forward_entry import entry_with_buffers
+
+        entry = entry_with_buffers(self)
+        return original(self) if entry is None else entry  # type: ignore[no-any-return]
+
+    return _select_forward
+
+
 PATCHES = (
     Patch(
         target=("vllm.engine.arg_utils.EngineArgs", "create_engine_config"),
@@ -228,6 +239,16 @@ PATCHES = (
         ),
         wrapper=_with_prompts_seen,
         removable="a hook of the attention layer that is called with queries and keys, outside of compiled graphs",
+        in_worker=True,
+    ),
+    Patch(
+        target=("vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner", "_select_forward"),
+        why=(
+            "vLLM's operator of a MoE layer returns fresh tensors, and a CUDA graph behind it would read those of its "
+            "capture; ours writes into buffers (vLLM issue 37363)."
+        ),
+        wrapper=_with_output_buffers,
+        removable="an operator of MoE layers with output arguments, or experts that are chosen inside of the graph",
         in_worker=True,
     ),
     Patch(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_dymoe.config import ConfigError, Options
@@ -18,12 +18,11 @@ from vllm_dymoe.predict.checkpoint import PredictorError, read_card
 from vllm_dymoe.quantize.tensors import CheckpointError, check_files
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.vllm_adapter.features import refuse_unsupported_features
+from vllm_dymoe.vllm_adapter.graphs import settle_graphs
 from vllm_dymoe.vllm_adapter.log import logger
 from vllm_dymoe.vllm_adapter.source import expert_width, read_options
 
 WORKER_EXTENSION = "vllm_dymoe.vllm_adapter.worker.DymoeWorkerExtension"
-# The operators inside of which the host decides and waits; a captured graph would replay one step's decisions.
-_HOST_OPERATORS = ("vllm::moe_forward", "vllm::moe_forward_shared")
 
 
 def prepare(config: VllmConfig) -> None:
@@ -49,8 +48,8 @@ def prepare(config: VllmConfig) -> None:
     _check_host_memory(config, options)
     _check_predictor(options)
     _check_weights(config)
-    if current_platform.is_cuda_alike():
-        _keep_graphs_piecewise(config)
+    if current_platform.support_static_graph_mode():
+        settle_graphs(config)
     _add_worker_methods(config)
 
 
@@ -220,22 +219,6 @@ def _check_weights(config: VllmConfig) -> None:
             check_files(folder)
         except CheckpointError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error
-
-
-def _keep_graphs_piecewise(config: VllmConfig) -> None:
-    compilation = config.compilation_config
-    operators: list[str] | None = compilation.splitting_ops
-    if operators is not None:
-        operators.extend(name for name in _HOST_OPERATORS if name not in operators)
-    mode = compilation.cudagraph_mode
-    if mode is not None and mode.has_full_cudagraphs():
-        wanted = CUDAGraphMode.PIECEWISE if operators else CUDAGraphMode.NONE
-        logger.warning(
-            "vllm-dymoe: cudagraph_mode %s becomes %s, because the host chooses and fetches experts in every step",
-            mode.name,
-            wanted.name,
-        )
-        compilation.cudagraph_mode = wanted
 
 
 def _add_worker_methods(config: VllmConfig) -> None:

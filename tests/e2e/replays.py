@@ -1,0 +1,101 @@
+"""CUDA graphs without CUDA: vLLM's compiled pieces in a real engine on a CPU, run as replayed graphs would be.
+
+A graph replays its capture: it reads and writes where the capture did, whatever its caller passes, and copies nothing.
+``ReplayedPiece`` stands in for vLLM's ``CUDAGraphWrapper`` and does the same with tensors. The tensors of a capture are
+kept alive, so that a fresh tensor never lies where one of them did, by luck.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.platforms.cpu import CpuPlatform
+
+@dataclass
+class Replays:
+    """What was seen since the engine started.
+
+    Attributes:
+        captures: pieces captured, each batch size by itself.
+        replays: pieces replayed.
+        moved: replayed pieces that were called with a tensor at another address than in their capture.
+    """
+
+    captures: int = 0
+    replays: int = 0
+    moved: int = 0
+
+
+seen = Replays()
+
+
+class ReplayedPiece:
+    """A compiled piece; the arguments are those of vLLM's ``CUDAGraphWrapper``."""
+
+    def __init__(self, runnable: Callable[..., Any], vllm_config: Any, runtime_mode: CUDAGraphMode, **_: Any) -> None:
+        self.runnable = runnable
+        self._mode = runtime_mode
+        self._captures: dict[Any, tuple[tuple[Any, ...], Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runnable, name)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run, capture or replay, as the forward context says."""
+        context = get_forward_context() if is_forward_context_available() else None
+        if context is None or context.cudagraph_runtime_mode != self._mode:
+            return self.runnable(*arguments)
+        if context.batch_descriptor not in self._captures:
+            seen.captures += 1
+            outputs = self.runnable(*arguments)
+            self._captures[context.batch_descriptor] = arguments, outputs
+            return outputs
+        captured, outputs = self._captures[context.batch_descriptor]
+        seen.replays += 1
+        seen.moved += any(
+            isinstance(now, torch.Tensor) and now.data_ptr() != then.data_ptr()
+            for now, then in zip(arguments, captured, strict=True)
+        )
+        for output, result in zip(_tensors(outputs), _tensors(self.runnable(*captured)), strict=True):
+            output.copy_(result)
+        return outputs
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    return [outputs] if isinstance(outputs, torch.Tensor) else [out for out in outputs if isinstance(out, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def platform_with_graphs() -> Iterator[None]:
+    """Make vLLM believe that a CPU captures graphs, and let it compile in pieces there as it does on a GPU."""
+    original = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def check_and_update_config(cls: type[CpuPlatform], config: Any) -> None:
+        settings = config.compilation_config
+        kept = {name: getattr(settings, name) for name in ("mode", "backend", "cudagraph_capture_sizes")}
+        original(cls, config)
+        for name, value in kept.items():
+            setattr(settings, name, value)
+
+    replaced = {
+        "check_and_update_config": classmethod(check_and_update_config),
+        "support_static_graph_mode": classmethod(lambda cls: True),
+        "get_static_graph_wrapper_cls": classmethod(lambda cls: f"{__name__}.{ReplayedPiece.__name__}"),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, value in replaced.items():
+            stack.enter_context(mock.patch.object(CpuPlatform, name, value))
+        yield
+
+
+@contextlib.contextmanager
+def replayed_graphs() -> Iterator[Replays]:
+    """Engines that start in a ``with`` block have piecewise graphs, and the counts of what they do."""
+    seen.__init__()  # type: ignore[misc]
+    with platform_with_graphs(), mock.patch.dict("os.environ", {"VLLM_DISABLE_COMPILE_CACHE": "1"}):
+        yield seen

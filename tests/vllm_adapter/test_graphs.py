@@ -1,0 +1,148 @@
+"""Which CUDA graphs run, and that a MoE layer between two of them reads and writes where they do."""
+
+import itertools
+import logging
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.config.compilation import CompilationConfig
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+from tests.e2e.replays import platform_with_graphs
+from tests.vllm_adapter.test_prepare import configure
+from vllm_dymoe.vllm_adapter import graphs
+from vllm_dymoe.vllm_adapter.graphs import OPERATOR, Compilation, choose_graphs, settle_graphs
+
+MODES = list(CUDAGraphMode)
+FLAGS = [dict(zip(("breakable", "cut_at_attention", "cut_by_inductor", "transformers_model"), values, strict=True))
+         for values in itertools.product((False, True), repeat=4)]  # fmt: skip
+
+
+@pytest.fixture
+def said(monkeypatch):
+    lines = []
+    monkeypatch.setattr(graphs.logger, "log", lambda level, text, *values: lines.append((level, text % values)))
+    monkeypatch.setattr(graphs.logger, "warning", lambda text, *values: lines.append((logging.WARNING, text % values)))
+    return lines
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(name for name, on in flags.items() if on) or "-")
+@pytest.mark.parametrize("asked", MODES)
+def test_a_layer_is_between_graphs_or_there_are_none(asked, flags):
+    mode, reason = choose_graphs(Compilation(asked, **flags))
+    between = not flags["transformers_model"] and (
+        flags["breakable"] or (flags["cut_at_attention"] and not flags["cut_by_inductor"])
+    )
+    wanted = CUDAGraphMode.PIECEWISE if asked != CUDAGraphMode.NONE and between else CUDAGraphMode.NONE
+    assert mode == wanted
+    assert bool(reason) == (asked != CUDAGraphMode.NONE and not between)
+
+
+def configured(monkeypatch, *, breakable=False, **settings):
+    """What vLLM makes of settings where graphs can be captured, with and without our part in it."""
+    # Set here and not by the test: vLLM writes it into the environment itself for some architectures.
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(breakable)))
+    with platform_with_graphs():
+        ours = configure(**settings)
+        plain = configure(quantization=None, **settings)
+    return ours, plain
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "after"),
+    [
+        ({}, "FULL_AND_PIECEWISE", "PIECEWISE"),
+        ({"cudagraph_mode": "PIECEWISE"}, "PIECEWISE", "PIECEWISE"),
+        ({"cudagraph_mode": "FULL"}, "FULL", "PIECEWISE"),
+        ({"cudagraph_mode": "FULL_DECODE_ONLY"}, "FULL_DECODE_ONLY", "PIECEWISE"),
+        ({"cudagraph_mode": "NONE"}, "NONE", "NONE"),
+        ({"splitting_ops": []}, "FULL", "NONE"),
+        ({"splitting_ops": [], "cudagraph_mode": "FULL_DECODE_ONLY"}, "FULL_DECODE_ONLY", "NONE"),
+        ({"splitting_ops": ["vllm::unified_attention_with_output"], "cudagraph_mode": "FULL"}, "FULL", "NONE"),
+        ({"splitting_ops": CompilationConfig._attention_ops}, "FULL_AND_PIECEWISE", "PIECEWISE"),
+        ({"mode": 0}, "FULL_DECODE_ONLY", "NONE"),
+        ({"mode": 0, "cudagraph_mode": "FULL"}, "FULL", "NONE"),
+        ({"use_inductor_graph_partition": True}, "FULL_AND_PIECEWISE", "NONE"),
+        ({"pass_config": {"fuse_attn_quant": True}}, "FULL", "NONE"),
+    ],
+    ids=lambda value: str(value)[:80],
+)
+def test_the_graphs_of_a_configuration(settings, asked, after, monkeypatch, said):
+    ours, plain = configured(monkeypatch, compilation_config=settings)
+    assert plain.compilation_config.cudagraph_mode.name == asked
+    lines = list(said)
+    check(ours, plain, CUDAGraphMode[after])
+    if asked == "NONE":
+        assert lines == []
+    else:
+        ((level, text),) = lines
+        assert level == (logging.INFO if asked == after else logging.WARNING)
+        assert text.startswith("vllm-dymoe: ")
+        assert ("no CUDA graphs" in text) == (after == "NONE")
+        assert (f"cudagraph_mode {asked} becomes {after}" in text) == (asked != after)
+
+
+def test_an_eager_engine_has_no_graphs_and_nothing_to_say(monkeypatch, said):
+    ours, plain = configured(monkeypatch, enforce_eager=True)
+    check(ours, plain, CUDAGraphMode.NONE)
+    assert said == []
+
+
+@pytest.mark.parametrize("asked", ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"])
+def test_breakable_graphs_are_never_full(asked, monkeypatch, said):
+    ours, plain = configured(monkeypatch, breakable=True, compilation_config={"cudagraph_mode": asked})
+    assert plain.compilation_config.cudagraph_mode.name == asked
+    assert len(said) == 1
+    check(ours, plain, CUDAGraphMode.PIECEWISE, breakable=True)
+
+
+def check(ours, plain, mode, *, breakable=False):
+    """What vLLM derives from the mode is what it would have derived, had it been asked for this mode."""
+    settings = ours.compilation_config
+    assert settings.cudagraph_mode == mode
+    assert (OPERATOR in settings.splitting_ops) == (mode == CUDAGraphMode.PIECEWISE and not breakable)
+    assert [name for name in settings.splitting_ops if name != OPERATOR] == plain.compilation_config.splitting_ops
+    if mode == CUDAGraphMode.NONE:
+        assert (settings.cudagraph_capture_sizes, settings.max_cudagraph_capture_size) == ([], 0)
+    else:
+        assert settings.cudagraph_capture_sizes == plain.compilation_config.cudagraph_capture_sizes
+        assert settings.cudagraph_capture_sizes[-1] == settings.max_cudagraph_capture_size > 0
+    dispatcher = CudagraphDispatcher(ours)
+    dispatcher.initialize_cudagraph_keys(mode, 1)
+    sizes = [key.num_tokens for key in dispatcher.cudagraph_keys[CUDAGraphMode.PIECEWISE]]
+    assert sorted(set(sizes)) == settings.cudagraph_capture_sizes
+    assert not dispatcher.cudagraph_keys[CUDAGraphMode.FULL]
+    before = settings.splitting_ops
+    settle_graphs(ours)  # a second time changes nothing
+    assert settings.cudagraph_mode == mode
+    assert settings.splitting_ops == before
+
+
+def test_a_model_that_is_cut_elsewhere_is_not_taken_from_the_compilation_cache(monkeypatch, said):
+    ours, _ = configured(monkeypatch)
+    cut = ours.compute_hash()
+    ours.compilation_config.splitting_ops = [
+        name for name in ours.compilation_config.splitting_ops if name != OPERATOR
+    ]
+    assert ours.compute_hash() != cut
+
+
+def test_the_list_of_a_user_is_not_written_to(monkeypatch, said):
+    mine = list(CompilationConfig._attention_ops)
+    configured(monkeypatch, compilation_config=CompilationConfig(splitting_ops=mine))
+    assert OPERATOR not in mine
+    assert OPERATOR not in CompilationConfig._attention_ops
+
+
+def test_the_transformers_backend_has_no_graphs(monkeypatch, said):
+    ours, _ = configured(monkeypatch, model_impl="transformers")
+    assert ours.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+    assert "Transformers backend" in said[0][1]
+
+
+def test_a_cpu_has_none(said):
+    config = configure()
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+    assert OPERATOR not in config.compilation_config.splitting_ops
+    assert said == []

@@ -4,16 +4,21 @@ The layer is a number that the host changes from step to step, as it does with r
 it is the number of its capture.
 """
 
+import ast
 import contextlib
+import inspect
 import os
+import textwrap
 from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.e2e import replays
 from tests.e2e.engines import in_own_process
 from tests.e2e.replays import replayed_graphs
+from vllm_dymoe.config import ConfigError
 
 LAYER, TOKENS, HIDDEN = "layer", 4, 8
 STEPS = (1.0, 2.0, 5.0)
@@ -110,6 +115,7 @@ def cut_at(operator, config, model):
 
 def run_steps(model, layer, x, *, shared):
     """Whether each step was right; x is one buffer, as vLLM's inputs are."""
+    replays.seen.replaying = True
     right = []
     for number in STEPS:
         layer.number = number
@@ -214,11 +220,11 @@ def breakable_steps(ours, shared):
         context(layer) as config,
         torch.no_grad(),
         mock.patch.object(torch.cuda, "CUDAGraph", tape.graph),
-        mock.patch.object(torch.accelerator, "empty_cache", lambda: None),
+        mock.patch.object(torch.accelerator, "empty_cache"),
         mock.patch.object(breakable, "weak_ref_tensor", lambda tensor: tensor),
         mock.patch.object(breakable, "weak_ref_tensors", lambda tensors: tensors),
-        mock.patch.object(breakable, "capture_pool", lambda *_: contextlib.nullcontext()),
-        mock.patch.object(type(breakable.current_platform), "get_global_graph_pool", lambda _: None),
+        mock.patch.object(breakable, "capture_pool", return_value=contextlib.nullcontext()),
+        mock.patch.object(type(breakable.current_platform), "get_global_graph_pool", return_value=None),
         tape,
     ):
         entry = forward_entry.entry_with_buffers(layer) if ours else theirs
@@ -236,3 +242,31 @@ def test_our_operator_interrupts_breakable_captures(shared):
 def test_vllms_operator_is_captured_by_breakable_graphs():
     """The harness sees the fault that there was."""
     assert in_own_process(breakable_steps, False, False) == ([True, False, False], 1, 0)
+
+
+def test_a_process_that_has_loaded_a_model_without_breaks_is_not_given_one_with(monkeypatch):
+    from vllm_dymoe.vllm_adapter import forward_entry
+
+    if hasattr(forward_entry._interrupting, "__wrapped__"):
+        pytest.skip("this vLLM decides whether to interrupt a capture when there is one")
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    layer = make_layer(shared=False)
+    with context(layer), pytest.raises(ConfigError, match="in a process of its own"):
+        forward_entry.entry_with_buffers(layer)
+
+
+def test_the_runner_calls_its_entry_as_ours_wants_to_be_called():
+    """Looked up in vLLM's source: 0.26, 0.32 and 0.33 have it alike."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner, _moe_forward_fake
+
+    from vllm_dymoe.vllm_adapter import forward_entry
+
+    tree = ast.parse(textwrap.dedent(inspect.getsource(MoERunner)))
+    selected = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    assert "self._forward_entry = self._select_forward()" in selected
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    (call,) = [node for node in calls if ast.unparse(node.func) == "self._forward_entry"]
+    parameters = inspect.signature(_moe_forward_fake).parameters
+    assert (len(call.args), call.keywords) == (len(parameters), [])
+    for entry in (forward_entry._routed, forward_entry._routed_and_shared):
+        assert list(inspect.signature(entry).parameters) == list(parameters)

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from tests.e2e.replays import platform_with_graphs
 from tests.vllm_adapter.test_prepare import configure
-from vllm_dymoe.vllm_adapter import graphs
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.vllm_adapter import graphs, moe_method
 from vllm_dymoe.vllm_adapter.graphs import OPERATOR, Compilation, choose_graphs, settle_graphs
 
 MODES = list(CUDAGraphMode)
@@ -122,9 +124,7 @@ def check(ours, plain, mode, *, breakable=False):
 def test_a_model_that_is_cut_elsewhere_is_not_taken_from_the_compilation_cache(monkeypatch, said):
     ours, _ = configured(monkeypatch)
     cut = ours.compute_hash()
-    ours.compilation_config.splitting_ops = [
-        name for name in ours.compilation_config.splitting_ops if name != OPERATOR
-    ]
+    ours.compilation_config.splitting_ops = [name for name in ours.compilation_config.splitting_ops if name != OPERATOR]
     assert ours.compute_hash() != cut
 
 
@@ -146,3 +146,9 @@ def test_a_cpu_has_none(said):
     assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
     assert OPERATOR not in config.compilation_config.splitting_ops
     assert said == []
+
+
+def test_a_capture_of_a_layer_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ConfigError, match=r"captures model\.layers\.0\.mlp\.experts in .*\"cudagraph_mode\": \"NONE\""):
+        moe_method._moe(SimpleNamespace(is_cuda=True), None, None, "model.layers.0.mlp.experts")

@@ -26,7 +26,7 @@ from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
 
 
 def entry_with_buffers(runner: Any) -> Callable[..., Any] | None:
-    """What a MoERunner has to call in place of vLLM's operator; None where it is not our layer, or has no graphs around it.
+    """What a MoERunner calls in place of vLLM's operator; None for another layer than ours, and without graphs.
 
     Raises:
         ConfigError: vLLM interrupts captures, but did not when this module was imported.
@@ -95,6 +95,4 @@ def _moe_forward_into(
 # Where vLLM has breakable graphs, the operator ends the running capture, and begins another one behind it.
 _interrupting = eager_break_during_capture(_moe_forward_into)
 _library = torch.library.Library("vllm_dymoe", "FRAGMENT")
-direct_register_custom_op(
-    "moe_forward_into", _interrupting, mutates_args=["out", "shared_out"], target_lib=_library
-)
+direct_register_custom_op("moe_forward_into", _interrupting, mutates_args=["out", "shared_out"], target_lib=_library)

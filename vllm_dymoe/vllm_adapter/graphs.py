@@ -12,8 +12,10 @@ capture. Everywhere else the model runs without graphs.
 import logging
 from dataclasses import dataclass
 
+import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 
+from vllm_dymoe.config import ConfigError
 from vllm_dymoe.vllm_adapter.log import logger
 
 OPERATOR = "vllm_dymoe::moe_forward_into"
@@ -72,6 +74,22 @@ def settle_graphs(config: VllmConfig) -> None:
     elif not compilation.breakable and OPERATOR not in settings.splitting_ops:
         settings.splitting_ops = [*settings.splitting_ops, OPERATOR]
     _say(compilation.asked, mode, reason)
+
+
+def refuse_capture(x: torch.Tensor, layer_name: str) -> None:
+    """Refuse to run a layer inside of a capture: what the host decides for it would be replayed for ever.
+
+    The configuration keeps layers out of graphs; a model that calls its experts in a way of its own, or captures graphs
+    of its own, gets around it. Then the start of the engine ends here, and nobody reads a wrong answer.
+
+    Raises:
+        ConfigError: the current CUDA stream is capturing.
+    """
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            f"vllm-dymoe: vLLM captures {layer_name} in a CUDA graph, which would use the experts of its capture for "
+            'ever; start with --compilation-config \'{"cudagraph_mode": "NONE"}\', and please report this model.'
+        )
 
 
 def _compilation(config: VllmConfig) -> Compilation:

@@ -14,6 +14,7 @@ from vllm_dymoe.config import ConfigError
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.vllm_adapter.coded_loader import CodedExpertLoader
 from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader
+from vllm_dymoe.vllm_adapter.graphs import refuse_capture
 from vllm_dymoe.vllm_adapter.rank_model import LayerSpec, RankModel
 
 _ACTIVATIONS = {
@@ -150,6 +151,7 @@ def _context_key(layer_name: str) -> str:
 
 
 def _moe(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
+    refuse_capture(x, layer_name)
     method: DymoeMoEMethod = get_forward_context().no_compile_layers[_context_key(layer_name)]
     return method.run(x, topk_weights, topk_ids)
 

@@ -178,7 +178,7 @@ def _with_output_buffers(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm_dymoe.vllm_adapter.forward_entry import entry_with_buffers
 
         entry = entry_with_buffers(self)
-        return original(self) if entry is None else entry  # type: ignore[no-any-return]
+        return original(self) if entry is None else entry
 
     return _select_forward
 

@@ -143,7 +143,6 @@ def measure(llm: Any, variant: str, budget: str, gbps: float, plan: argparse.Nam
 
 def move_whole_experts(engine: Any) -> None:
     """Let transfers go in one piece, as in the systems that FIRM-MoE compares itself with."""
-    engine._delivery.projection_by_projection = False
     begin = type(engine)._begin
 
     def begin_whole(ticket: Any) -> Any:

@@ -38,6 +38,7 @@ class Program:
         mixed: whether experts have different tiers.
         guesses: candidates after each step, by its number.
         projections: that are fetched ahead.
+        pieces: whether a demand transfer of a device is two copies, of gate and up and of down.
         faults: what happens to a read, by its number: "fail" or "hang".
         resizes: share of the experts that has a slot from a step on, by the step's number.
     """
@@ -48,6 +49,7 @@ class Program:
     mixed: bool = False
     guesses: tuple[tuple[tuple[int, int], ...], ...] = ()
     projections: int = 3
+    pieces: bool = True
     faults: dict[int, str] = field(default_factory=dict)
     resizes: dict[int, float] = field(default_factory=dict)
 
@@ -143,7 +145,7 @@ class RecordedRuntime(MoERuntime):
             self._history.write(agent, slot.blob)
 
 
-def make_engine(kind, store, history, turns, timeout, seed):
+def make_engine(kind, store, history, turns, timeout, program):
     settings = {"timeout": timeout, "concurrency": turns}
     if kind == "cores":
         return QueuedEngine(CpuDelivery(store), 1, **settings)
@@ -151,16 +153,16 @@ def make_engine(kind, store, history, turns, timeout, seed):
         return QueuedEngine(IdleDelivery(store), 2, **settings)
     if kind == "link":
         delivery = IdleDelivery(store)
-        delivery.projection_by_projection = True
+        delivery.demanded_at_once = lambda key: 1
         return QueuedEngine(delivery, 1, waiters_move=False, **settings)
-    chance = random.Random(seed)
+    chance, worth_a_copy = random.Random(len(program.steps)), 0 if program.pieces else LARGEST
     streams = RecordedStreams(history, turns.pause, lambda: chance.random() < 0.5)
     if kind == "pinned":
-        return QueuedEngine(PinnedDelivery(store, streams), 1, eager=True, concurrency=turns)
+        return QueuedEngine(PinnedDelivery(store, streams, worth_a_copy), 1, eager=True, concurrency=turns)
     buffers = [torch.zeros(LARGEST, dtype=torch.uint8) for _ in range(2)]
     for number, buffer in enumerate(buffers):
         history.watch(buffer, f"staging buffer {number}", [slice(0, LARGEST)])
-    return QueuedEngine(StagedDelivery(store, streams, buffers, turns), 2, **settings)
+    return QueuedEngine(StagedDelivery(store, streams, buffers, turns, worth_a_copy), 2, **settings)
 
 
 def execute(program, kind, turns, history):
@@ -177,7 +179,7 @@ def execute(program, kind, turns, history):
     """
     store = FaultyStore(history, turns, program.faults)
     # Nobody can go on only if a read hangs: then time passes.
-    engine = make_engine(kind, store, history, turns, 1.0 if program.faults else None, len(program.steps))
+    engine = make_engine(kind, store, history, turns, 1.0 if program.faults else None, program)
     compute = COMPUTATION if kind in ("pinned", "staged") else None
     runtime = make_runtime(
         store,

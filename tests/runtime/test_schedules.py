@@ -38,6 +38,7 @@ programs = st.builds(
     mixed=st.booleans(),
     guesses=st.lists(guesses, max_size=8).map(tuple),
     projections=st.integers(1, 3),
+    pieces=st.booleans(),
     faults=st.dictionaries(st.integers(0, 30), st.sampled_from(("fail", "hang")), max_size=3),
     resizes=st.dictionaries(st.integers(0, 7), st.sampled_from((0.4, 0.7)), max_size=2),
 )
@@ -241,7 +242,7 @@ FAULTS = [
     (computation_does_not_wait, STREAMS),
     (nobody_remembers_the_last_reader, STREAMS),
     (published_before_completion, ("disk", "link", *STREAMS)),
-    (a_projection_is_read_before_it_is_waited_for, ("link",)),
+    (a_projection_is_read_before_it_is_waited_for, ("link", *STREAMS)),
     (a_running_transfer_is_cancelled_and_its_slot_freed, ("disk", "link", *STREAMS)),
     (settling_does_not_wait, ("disk",)),
     (a_prefetched_projection_counts_before_its_copy_has_ended, STREAMS),

@@ -1,5 +1,6 @@
 """What every transfer engine does, whatever the device."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -70,6 +71,8 @@ class TransferEngine(Protocol):
     def wait(self, ticket: Ticket, projections: int = len(EVERY_PROJECTION)) -> None:
         """Return when computation issued from now on will see the first ``projections`` of a blob; demands all of it.
 
+        Computation is ordered behind the copies of these projections, not behind those of the others.
+
         Raises:
             TransferError: the transfer failed, was cancelled, or took longer than the engine waits.
         """
@@ -95,6 +98,16 @@ class TransferEngine(Protocol):
 
     def fence(self) -> Any:
         """A fence behind the computation issued so far, for the next ``submit`` into a slot it reads; or None."""
+        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Within, no thread asks anything of the device but for a transfer that somebody waits for.
+
+        For captures of CUDA graphs, which a call from another thread makes invalid.
+
+        Raises:
+            TransferError: on entry, what a thread is doing does not end.
+        """
         ...
 
     def close(self) -> None:

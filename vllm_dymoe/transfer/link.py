@@ -29,7 +29,6 @@ class EmulatedLink:
     """
 
     occupies_cores = False
-    projection_by_projection = True
     timed = False
 
     def __init__(self, delivery: Delivery, bytes_per_second: float) -> None:
@@ -38,6 +37,10 @@ class EmulatedLink:
         self._lock = threading.Lock()
         self._free = 0.0  # when the last byte that was promised so far arrives
         self._last = 0.0, 0.0  # when the last transfer began and ended
+
+    def demanded_at_once(self, key: BlobKey) -> int:
+        """One: what is emulated has no price for each transfer."""
+        return 1
 
     def deliver(self, ticket: Ticket, projections: range, *, wait: bool = True) -> None:
         """Move the bytes, and return when the link would have."""

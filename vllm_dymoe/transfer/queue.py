@@ -14,14 +14,18 @@ A disk may never answer, and a thread inside a read cannot be called back. So wh
 has to wait for a disk is handed over to a thread that does nothing else, and waited
 for with a limit. A read that outlasts it keeps its slot until it ends, and its
 thread is replaced.
+
+While a CUDA graph is captured no other thread may ask anything of the device: then
+the engine is paused, and threads move nothing but what somebody waits for.
 """
 
+import contextlib
 import heapq
 import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -42,17 +46,21 @@ class Delivery(Protocol):
     """How bytes get from the store into a slot on one kind of device.
 
     Attributes:
-        projection_by_projection: whether demand transfers move like all others, so that computation can begin with the
-            first projection; else what is missing of a blob comes in one piece.
         timed: whether asynchronous copies take note of when they begin and end.
     """
 
-    projection_by_projection: bool
     timed: bool
 
     @property
     def occupies_cores(self) -> bool:
         """Whether moving bytes takes the cores that compute."""
+        ...
+
+    def demanded_at_once(self, key: BlobKey) -> int:
+        """How many projections of a blob a demand transfer moves in one piece; computation begins with the first piece.
+
+        All others move one at a time.
+        """
         ...
 
     def deliver(self, ticket: Ticket, projections: range, *, wait: bool = True) -> Any:
@@ -145,6 +153,8 @@ class QueuedEngine:
         self._timeout = timeout
         self._waiters_move = waiters_move
         self._demands = 0  # demand transfers that run
+        self._busy = 0  # turns that threads of the engine run
+        self._pauses = 0  # how many hold the background up
         self._last_demand: Any = None  # fence of the last one
         self._handed_over: deque[tuple[Ticket, _Turn]] = deque()
         self._threads: set[threading.Thread] = set()
@@ -227,12 +237,20 @@ class QueuedEngine:
             raise TransferError(str(ticket.error)) from ticket.error
         if ticket.state is State.CANCELLED:
             raise TransferError(f"the transfer of {ticket.key} was cancelled")
-        for fence in ticket.fences:
+        self._follow(ticket, projections)
+
+    def _follow(self, ticket: Ticket, projections: int) -> None:
+        """Order computation behind the copies of the first projections, and of no others: they may still be running."""
+        while ticket.followed < len(ticket.fences):
+            first, fence = ticket.fences[ticket.followed]
+            if first >= projections:
+                return
             self._delivery.receive(fence)
+            ticket.followed += 1
 
     def arrived(self, ticket: Ticket) -> bool:
         """Whether the whole blob is there."""
-        return ticket.state is State.DONE and all(map(self._delivery.happened, ticket.fences))
+        return ticket.state is State.DONE and all(self._delivery.happened(fence) for _, fence in ticket.fences)
 
     def settle(self, ticket: Ticket) -> bool:
         """Whether nothing writes the slot any more, after waiting for it once."""
@@ -241,7 +259,7 @@ class QueuedEngine:
             patience = 0 if ticket.late else patience
             if not self._block(ticket, _ALL, patience) and not self._abandon(ticket):
                 return False
-        for fence in ticket.fences:
+        for _, fence in ticket.fences:
             self._delivery.drain(fence)
         return True
 
@@ -258,6 +276,30 @@ class QueuedEngine:
     def fence(self) -> Any:
         """A fence behind the computation issued so far."""
         return self._delivery.fence()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, threads move nothing but demand, and only until whoever waits for it has it.
+
+        What they move is waited for on entry. What is queued in the background stays there, and goes on afterwards.
+
+        Raises:
+            TransferError: on entry, a read has not ended for as long as the engine waits.
+        """
+        with self._lock:
+            self._pauses += 1
+            quiet = self._moved.wait_for(lambda: not self._busy and not self._handed_over, self._timeout)
+        try:
+            if not quiet:
+                raise TransferError(
+                    f"a read has not ended for {self._timeout:g} seconds, and CUDA graphs cannot be captured beside it; "
+                    "check the disk, or raise transfer_timeout_s."
+                )
+            yield
+        finally:
+            with self._lock:
+                self._pauses -= 1
+                self._work.notify_all()
 
     def close(self) -> None:
         """Cancel what waits, finish what runs, end the threads."""
@@ -287,10 +329,12 @@ class QueuedEngine:
 
     def _begin(self, ticket: Ticket) -> _Turn:
         """Locked: a pending ticket runs."""
-        ticket.state = State.RUNNING
-        self._demands += ticket.reason is Reason.DEMAND
-        whole = ticket.reason is Reason.DEMAND and not self._delivery.projection_by_projection
-        return _Turn(ticket.reason, range(ticket.arrived, ticket.wanted if whole else ticket.arrived + 1))
+        ticket.state, ticket.handed_over = State.RUNNING, False
+        demanded = ticket.reason is Reason.DEMAND
+        self._demands += demanded
+        piece = self._delivery.demanded_at_once(ticket.key) if demanded else 1
+        stop = min(ticket.wanted, piece * (ticket.arrived // piece + 1))
+        return _Turn(ticket.reason, range(ticket.arrived, stop))
 
     def _run(self, ticket: Ticket, turn: _Turn | None, *, wait: bool = True) -> bool:
         """Run a ticket as long as it is this thread's; False if a disk is needed and ``wait`` is not set."""
@@ -357,7 +401,7 @@ class QueuedEngine:
         """Locked: projections have arrived."""
         ticket.arrived = turn.projections.stop
         if fence is not None:
-            ticket.fences.append(fence)
+            ticket.fences.append((turn.projections.start, fence))
         span = self._delivery.span(ticket, turn.projections)
         self.stats.bytes_moved[turn.reason] += span.stop - span.start
         self.stats.transfers[ticket.reason] += ticket.arrived == _ALL
@@ -421,12 +465,13 @@ class QueuedEngine:
             if ticket.state is not State.PENDING:  # cancelled, or somebody else runs it
                 return True
             turn = self._begin(ticket)
-        self._run(ticket, turn)
-        return not self._replaced(ticket)
+            self._busy += 1
+        return self._run_on_thread(ticket, turn)
 
     def _due(self) -> bool:
         """Locked: whether a ticket may begin. The link is demand's as long as it has any."""
-        return bool(self._queue) and (self._queue[0][0] is Reason.DEMAND or self._demands == 0)
+        idle = self._demands == 0 and self._pauses == 0
+        return bool(self._queue) and (self._queue[0][0] is Reason.DEMAND or idle)
 
     def _serve_handed_over(self) -> None:
         while self._serve_one_handed_over():
@@ -440,8 +485,8 @@ class QueuedEngine:
             if not self._handed_over:
                 return False
             ticket, turn = self._handed_over.popleft()
-        self._run(ticket, turn)
-        return not self._replaced(ticket)
+            self._busy += 1
+        return self._run_on_thread(ticket, turn)
 
     def _hand_over(self, ticket: Ticket, turn: _Turn) -> None:
         with self._lock:
@@ -449,12 +494,16 @@ class QueuedEngine:
             self._handed_over.append((ticket, turn))
             self._left.notify()
 
-    def _replaced(self, ticket: Ticket) -> bool:
-        """Whether the thread that ran a ticket has to end, because another one has come in its place meanwhile."""
+    def _run_on_thread(self, ticket: Ticket, turn: _Turn) -> bool:
+        """Run a turn; False if this thread has to end, because another one has come in its place meanwhile."""
+        self._run(ticket, turn)
         with self._lock:
+            self._busy -= 1
+            if self._pauses:
+                self._moved.notify_all()
             if ticket.late:
                 self._threads.discard(threading.current_thread())
-            return ticket.late
+            return not ticket.late
 
 
 def _place(ticket: Ticket) -> str:

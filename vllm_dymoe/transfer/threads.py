@@ -15,8 +15,6 @@ _BLOCK_BYTES = 512  # the unit of getrusage
 class CpuDelivery:
     """Reads straight into the slot; the bytes are there when ``deliver`` returns."""
 
-    # Each read has a price of its own, and nobody computes while another one reads.
-    projection_by_projection = False
     timed = False
 
     def __init__(self, store: HostStore) -> None:
@@ -27,6 +25,10 @@ class CpuDelivery:
     def occupies_cores(self) -> bool:
         """Whether reads are copies by a core (memory, page cache) rather than waits for a disk."""
         return self._disk_share < 0.5
+
+    def demanded_at_once(self, key: BlobKey) -> int:
+        """All: each read has a price of its own, and nobody computes while another one reads."""
+        return len(EVERY_PROJECTION)
 
     def deliver(self, ticket: Ticket, projections: range, *, wait: bool = True) -> None:
         """Read them; file reads release the interpreter lock."""

@@ -52,9 +52,10 @@ class Ticket:
         ready: when it last began to wait for the link, in seconds of ``time.perf_counter``.
         state: see :class:`State`; changes under the engine's lock, like the attributes below.
         arrived: projections that are there, as far as the host knows.
-        fences: of the copies, where the device copies asynchronously.
+        fences: of the copies, where the device copies asynchronously, each with the first projection that it brings.
+        followed: how many of them computation is ordered behind.
         error: what went wrong, if it failed.
-        handed_over: whoever waited for it has left it to a thread, because a disk has to be waited for.
+        handed_over: whoever waited for it has left this turn to a thread, because a disk has to be waited for.
         late: whoever waited has given up while it was running.
         began: when the turn that runs began to move, in seconds of ``time.perf_counter``.
         moved_seconds: what the turns before it took.
@@ -69,7 +70,8 @@ class Ticket:
     ready: float = 0.0
     state: State = State.PENDING
     arrived: int = 0
-    fences: list[Any] = field(default_factory=list)
+    fences: list[tuple[int, Any]] = field(default_factory=list)
+    followed: int = 0
     error: BaseException | None = None
     handed_over: bool = False
     late: bool = False

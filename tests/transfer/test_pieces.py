@@ -1,0 +1,120 @@
+"""What computation waits for: the copies of the projections that it is about to read, and no others."""
+
+import threading
+
+import pytest
+import torch
+
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.experts.store import BlobKey, MemoryStore
+from vllm_dymoe.transfer import Reason
+from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
+from vllm_dymoe.transfer.happens_before import History
+from vllm_dymoe.transfer.queue import QueuedEngine
+from vllm_dymoe.transfer.recorded import COMPUTATION, RecordedStreams
+
+KEY = BlobKey(1, 3, 4)
+
+
+class Waits(RecordedStreams):
+    """Counts what the computing stream is told to wait for."""
+
+    copies = waits = 0
+
+    def copy(self, source, destination, *, urgent, after):
+        self.copies += 1
+        return super().copy(source, destination, urgent=urgent, after=after)
+
+    def computation_waits(self, event):
+        self.waits += 1
+        super().computation_waits(event)
+
+
+class Device:
+    """An engine over recorded streams, and a slot."""
+
+    def __init__(self, kind, store, worth_a_copy=0):
+        self.history = History()
+        self.streams = Waits(self.history, lambda: None, lambda: True)
+        if kind == "pinned":
+            self.engine = QueuedEngine(PinnedDelivery(store, self.streams, worth_a_copy), 0, eager=True)
+        else:
+            buffers = [torch.empty(1 << 16, dtype=torch.uint8) for _ in range(2)]
+            delivery = StagedDelivery(store, self.streams, buffers, worth_a_copy=worth_a_copy)
+            self.engine = QueuedEngine(delivery, 0)
+        fmt = store.experts.formats[4]
+        self.sections = fmt.sections
+        self.slot = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
+        self.history.watch(self.slot, "the slot", fmt.sections)
+
+    def races(self, projection):
+        """Whether computation that is issued now may read a projection before it is there."""
+        self.history.follow(COMPUTATION, self.history.now(threading.current_thread()))
+        before = len(self.history.races)
+        self.history.read(COMPUTATION, self.slot[self.sections[projection]])
+        return len(self.history.races) > before
+
+
+def test_gate_and_up_do_not_wait_for_the_copy_of_down(memory_store):
+    device = Device("pinned", memory_store)
+    ticket = device.engine.submit(KEY, device.slot, Reason.DEMAND)
+    device.engine.wait(ticket, 2)
+    assert not device.races(0)
+    assert not device.races(1)
+    assert device.races(2), "computation stands behind a copy that it does not read"
+    device.engine.wait(ticket, 3)
+    assert not device.races(2)
+    assert torch.equal(device.slot, memory_store.blob(KEY))
+
+
+def test_from_a_file_gate_and_up_travel_before_down_is_read(memory_store):
+    device = Device("staged", memory_store)
+    ticket = device.engine.submit(KEY, device.slot, Reason.DEMAND)
+    device.engine.wait(ticket, 2)
+    assert not device.races(0)
+    assert not device.races(1)
+    assert bool((device.slot[device.sections[2]] == 0xEE).all())
+    device.engine.wait(ticket, 3)
+    assert not device.races(2)
+    assert torch.equal(device.slot, memory_store.blob(KEY))
+
+
+def test_an_eager_transfer_is_enqueued_whole_before_anybody_waits(memory_store):
+    device = Device("pinned", memory_store)
+    ticket = device.engine.submit(KEY, device.slot, Reason.DEMAND)
+    assert (device.streams.copies, device.streams.waits) == (2, 0)
+    for projections in (2, 3, 3):
+        device.engine.wait(ticket, projections)
+    assert device.streams.waits == 2, "each copy is waited for once"
+
+
+def test_what_was_prefetched_is_followed_as_far_as_it_is_read(memory_store):
+    device = Device("pinned", memory_store)
+    ticket = device.engine.submit(KEY, device.slot, Reason.PREFETCH, projections=1)
+    device.engine._run(ticket, device.engine._begin(ticket))  # as a thread would
+    device.engine.wait(ticket, 1)
+    assert not device.races(0)
+    assert device.races(1)
+    assert device.streams.copies == 3, "gate ahead; then up; then down"
+    device.engine.wait(ticket)
+    assert not device.races(1)
+    assert not device.races(2)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "bits", "copies"),
+    [
+        (2048, 768, 4, 2),  # Qwen3-30B-A3B
+        (2048, 512, 4, 2),  # Qwen3-Next
+        (4096, 14336, 2, 2),  # Mixtral 8x7B
+        (256, 64, 4, 1),  # the shipped model: its experts travel in a microsecond
+        (64, 32, 4, 1),
+    ],
+)
+def test_a_copy_more_is_made_where_it_is_worth_it(hidden, intermediate, bits, copies):
+    experts = ModelExperts((0,), 1, 1, {bits: ExpertFormat(hidden, intermediate, bits, 64, torch.bfloat16)})
+    store = MemoryStore(experts, pin=False)
+    streams = Waits(History(), lambda: None, lambda: True)
+    engine = QueuedEngine(PinnedDelivery(store, streams), 0, eager=True)
+    engine.submit(BlobKey(0, 0, bits), torch.empty(experts.formats[bits].nbytes, dtype=torch.uint8), Reason.DEMAND)
+    assert streams.copies == copies

@@ -153,7 +153,7 @@ class QueuedEngine:
         self._timeout = timeout
         self._waiters_move = waiters_move
         self._demands = 0  # demand transfers that run
-        self._busy = 0  # turns that threads of the engine run
+        self._busy = 0  # turns that threads of the engine run, or are to run at once
         self._pauses = 0  # how many hold the background up
         self._last_demand: Any = None  # fence of the last one
         self._handed_over: deque[tuple[Ticket, _Turn]] = deque()
@@ -288,7 +288,7 @@ class QueuedEngine:
         """
         with self._lock:
             self._pauses += 1
-            quiet = self._moved.wait_for(lambda: not self._busy and not self._handed_over, self._timeout)
+            quiet = self._moved.wait_for(lambda: not self._busy, self._timeout)
         try:
             if not quiet:
                 raise TransferError(
@@ -485,12 +485,12 @@ class QueuedEngine:
             if not self._handed_over:
                 return False
             ticket, turn = self._handed_over.popleft()
-            self._busy += 1
         return self._run_on_thread(ticket, turn)
 
     def _hand_over(self, ticket: Ticket, turn: _Turn) -> None:
         with self._lock:
             ticket.handed_over = True
+            self._busy += 1
             self._handed_over.append((ticket, turn))
             self._left.notify()
 

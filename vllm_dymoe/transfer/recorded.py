@@ -89,6 +89,10 @@ class RecordedStore:
         """Nothing: the bytes belong to the store behind."""
 
 
+class CaptureError(RuntimeError):
+    """Something was asked of a device while a graph was captured on it."""
+
+
 class RecordedStreams:
     """The streams of a device; an event is a point of the history.
 
@@ -96,12 +100,19 @@ class RecordedStreams:
         history: is told.
         pause: called when something is issued, for other threads to do something.
         ended: says whether a copy has ended when somebody asks.
+
+    Attributes:
+        capturing: a graph is being captured. As CUDA does in its mode "global", which torch.cuda.graph takes, the
+            device then refuses every thread's calls, and the capture is worth nothing.
+        intruders: names of the threads that it had to refuse.
     """
 
     timed = False
 
     def __init__(self, history: History, pause: Callable[[], None], ended: Callable[[], bool]) -> None:
         self._history, self._pause, self._ended = history, pause, ended
+        self.capturing = False
+        self.intruders: list[str] = []
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> Clock:
         """A copy on one of two streams."""
@@ -127,10 +138,12 @@ class RecordedStreams:
     def synchronize(self, event: Clock) -> None:
         """Order this thread behind an event."""
         self._pause()
+        self._refuse_during_capture()
         self._history.follow(threading.current_thread(), event)
 
     def happened(self, event: Clock) -> bool:
         """Order this thread behind an event that has happened."""
+        self._refuse_during_capture()
         ended = self._ended()
         if ended:
             self._history.follow(threading.current_thread(), event)
@@ -142,7 +155,13 @@ class RecordedStreams:
 
     def _issue(self, stream: Agent) -> None:
         self._pause()
+        self._refuse_during_capture()
         self._history.follow(stream, self._history.now(threading.current_thread()))
+
+    def _refuse_during_capture(self) -> None:
+        if self.capturing:
+            self.intruders.append(threading.current_thread().name)
+            raise CaptureError("operation not permitted when stream is capturing")
 
 
 def record_reads(kernel: ExpertKernel, history: History, stream: Agent | None, pause: Callable[[], None]) -> None:

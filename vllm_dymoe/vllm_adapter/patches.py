@@ -74,6 +74,18 @@ def _with_an_end(original: Callable[..., Any]) -> Callable[..., Any]:
     return sample_tokens
 
 
+def _with_transfers_paused(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def warm_up(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = _rank_model(self)
+        if model is None or model.runtime is None:
+            return original(self, *args, **kwargs)
+        with model.runtime.engine.paused():
+            return original(self, *args, **kwargs)
+
+    return warm_up
+
+
 def _rank_model(worker: Any) -> Any:
     """The worker's RankModel; None if its model is not ours."""
     from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
@@ -208,6 +220,21 @@ PATCHES = (
         why="Here a step ends, and its failure has to leave the worker with its output.",
         wrapper=_with_an_end,
         removable="an exception of a model that fails a step and not the engine",
+    ),
+    Patch(
+        target=("vllm.v1.worker.gpu_worker.Worker", "determine_available_memory"),
+        why=(
+            "CUDA graphs are captured in here, once to learn how much memory they take, and a call of CUDA on another "
+            "thread would make a capture invalid: nothing is fetched in the background from the first warm-up run on."
+        ),
+        wrapper=_with_transfers_paused,
+        removable="a hook around the capture of graphs",
+    ),
+    Patch(
+        target=("vllm.v1.worker.gpu_worker.Worker", "compile_or_warm_up_model"),
+        why="As above, where the graphs are captured that serve.",
+        wrapper=_with_transfers_paused,
+        removable="a hook around the capture of graphs",
     ),
     Patch(
         target=("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output"),

@@ -1,6 +1,6 @@
 """Every predictor of the comparison, made for one trace: those that need no training, the networks, and an oracle."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +20,15 @@ class Affinity:
     def __init__(self, rows: torch.Tensor, top_k: int) -> None:
         self._rows, self._top_k = rows, top_k
 
-    def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
+    def observe(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        phase: Phase,
+        chosen: Mapping[int, int],
+    ) -> None:
         """Note what was chosen."""
         self._ids = ids
 
@@ -43,7 +51,15 @@ class Told:
     def __init__(self, experts: torch.Tensor) -> None:
         self._experts, self._token = experts.tolist(), -1
 
-    def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
+    def observe(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        phase: Phase,
+        chosen: Mapping[int, int],
+    ) -> None:
         """Go on in the record."""
         self._token += layer == 0
 

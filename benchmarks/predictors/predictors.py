@@ -143,7 +143,9 @@ def warm_up(predictor: Predictor, trace: Trace, tokens: torch.Tensor) -> None:
     for token in tokens.tolist():
         for layer in range(trace.header.num_layers):
             ids = trace.experts[token, layer][None].int()
-            predictor.observe(layer, torch.zeros(1, trace.header.hidden), ids, torch.ones(ids.shape), Phase.DECODE)
+            chosen = dict.fromkeys(ids[0].tolist(), 1)
+            x = torch.zeros(1, trace.header.hidden)
+            predictor.observe(layer, x, ids, torch.ones(ids.shape), Phase.DECODE, chosen)
 
 
 def describe(found: Replay, trace: Trace, tokens: torch.Tensor, expert_bytes: int) -> dict[str, Any]:

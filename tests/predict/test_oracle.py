@@ -1,5 +1,6 @@
 import torch
 
+from tests.predict.choices import chosen
 from vllm_dymoe.predict import Measured, Phase
 from vllm_dymoe.predict.oracle import Oracle
 
@@ -11,7 +12,7 @@ def run(predictor, routes):
     named = []
     for step in routes:
         for layer, ids in enumerate(step):
-            predictor.observe(layer, X, ids, torch.ones(ids.shape), Phase.DECODE)
+            predictor.observe(layer, X, ids, torch.ones(ids.shape), Phase.DECODE, chosen(ids))
             named.append(predictor.predict(layer))
     return named
 

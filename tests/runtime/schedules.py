@@ -60,7 +60,7 @@ class Guesses:
     def __init__(self, answers):
         self._answers = iter(answers)
 
-    def observe(self, layer, x, ids, weights, phase):
+    def observe(self, layer, x, ids, weights, phase, chosen):
         pass
 
     def predict(self, layer):

@@ -29,7 +29,7 @@ class Adversary:
         self._random = random.Random(0)
         self._step = 0
 
-    def observe(self, layer, x, ids, weights, phase):
+    def observe(self, layer, x, ids, weights, phase, chosen):
         self._step += 1
 
     def predict(self, layer):
@@ -72,7 +72,7 @@ class Names:
     def __init__(self, nbytes=0, later=False, log=None):
         self.nbytes, self.answers_later, self._log = nbytes, later, log if log is not None else []
 
-    def observe(self, layer, x, ids, weights, phase):
+    def observe(self, layer, x, ids, weights, phase, chosen):
         self._log.append(f"observe {layer}")
 
     def begin(self, layer):

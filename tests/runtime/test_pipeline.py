@@ -140,7 +140,7 @@ def test_cores_that_copy_take_turns_with_computation():
 class Next:
     """Names two experts of the next layer."""
 
-    def observe(self, layer, x, ids, weights, phase):
+    def observe(self, layer, x, ids, weights, phase, chosen):
         pass
 
     def predict(self, layer):

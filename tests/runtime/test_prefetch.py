@@ -30,7 +30,7 @@ class Guesses:
     def __init__(self, seed):
         self._random = random.Random(seed)
 
-    def observe(self, layer, x, ids, weights, phase):
+    def observe(self, layer, x, ids, weights, phase, chosen):
         pass
 
     def predict(self, layer):

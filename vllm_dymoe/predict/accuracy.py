@@ -10,7 +10,7 @@ was named is counted, whether or not it was then prefetched.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,19 +70,25 @@ class Measured:
         """Whether it computes beside the layer: it has ``begin``, and is best asked once experts are computing."""
         return getattr(self.predictor, "answers_later", False)
 
-    def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
+    def observe(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        phase: Phase,
+        chosen: Mapping[int, int],
+    ) -> None:
         """Compare what was named for this layer with what it wants."""
         named = self._named.pop(layer, None)
         if layer == 0:  # whatever a step that failed in the middle has left
             self._named.clear()
         if named is not None:
-            chosen = ids if ids.numel() <= 64 else ids.unique()
-            wanted = {expert for expert in chosen.flatten().tolist() if expert >= 0}
             self.stats.named += len(named)
-            self.stats.wanted += len(wanted)
-            self.stats.right += len(named & wanted)
+            self.stats.wanted += len(chosen)
+            self.stats.right += len(named & chosen.keys())
         begin = time.perf_counter()
-        self.predictor.observe(layer, x, ids, weights, phase)
+        self.predictor.observe(layer, x, ids, weights, phase, chosen)
         self.seconds += time.perf_counter() - begin
 
     def begin(self, layer: int) -> None:

@@ -1,6 +1,6 @@
 """Layer prefetch: every expert of the next layer, as MoESys does (a baseline of DuoServe-MoE, section 6.1)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -21,7 +21,15 @@ class AllExperts:
             for layer in range(1, num_layers + 1)
         ]
 
-    def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
+    def observe(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        phase: Phase,
+        chosen: Mapping[int, int],
+    ) -> None:
         """Nothing to learn."""
 
     def predict(self, layer: int) -> Sequence[Candidate]:

@@ -1,6 +1,6 @@
 """The question a predictor answers: which experts will the coming layers want?"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -34,7 +34,15 @@ class Candidate(NamedTuple):
 class Predictor(Protocol):
     """Names experts and touches nothing: it knows of no slot, no byte and no transfer."""
 
-    def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
+    def observe(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        phase: Phase,
+        chosen: Mapping[int, int],
+    ) -> None:
         """Hear what a layer's router decided. Called for every MoE layer of every step, in order; must be cheap.
 
         Args:
@@ -44,6 +52,8 @@ class Predictor(Protocol):
             ids: [tokens, top_k] int, local experts; negative where another rank has the expert.
             weights: [tokens, top_k] float32 routing weights.
             phase: of the whole step.
+            chosen: this rank's experts in ``ids``, each with how often it is there. The host knows them already: who reads
+                ``ids`` itself waits for the device once more.
         """
         ...
 

@@ -20,8 +20,16 @@ class Beside(Protocol):
     later: bool
     """Whether an answer is better asked for after the layer's first experts have been enqueued."""
 
-    def begin(self, compute: Callable[..., Answer], *inputs: torch.Tensor) -> Callable[[], Answer]:
-        """Compute with tensors of the main stream; what is returned gives the answer, on the host."""
+    def begin(
+        self, compute: Callable[..., Answer], *inputs: torch.Tensor, lasting: bool = False
+    ) -> Callable[[], Answer]:
+        """Compute with tensors of the main stream; what is returned gives the answer, on the host.
+
+        Args:
+            compute: from inputs to answer; it must not wait for the device.
+            inputs: for it.
+            lasting: nobody will write over the inputs.
+        """
         ...
 
 
@@ -30,7 +38,9 @@ class Inline:
 
     later = False
 
-    def begin(self, compute: Callable[..., Answer], *inputs: torch.Tensor) -> Callable[[], Answer]:
+    def begin(
+        self, compute: Callable[..., Answer], *inputs: torch.Tensor, lasting: bool = False
+    ) -> Callable[[], Answer]:
         """Compute later."""
         return lambda: compute(*inputs)
 
@@ -40,6 +50,10 @@ class Stream(Protocol):
 
     def copy_inputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Copies on the main stream, whose memory is not given away before this stream has read them."""
+        ...
+
+    def share(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The inputs, whose memory is not given away before this stream has read them."""
         ...
 
     def run(self, compute: Callable[..., Answer], inputs: Sequence[torch.Tensor]) -> tuple[Answer, Any]:
@@ -55,16 +69,19 @@ class Stream(Protocol):
 class OnStream:
     """Computed on a stream of its own.
 
-    The inputs are copied on the main stream first: a graph that is replayed may write the next piece's values over
-    them while this stream still reads.
+    Inputs that do not last are copied on the main stream first: a graph that is replayed may write the next piece's
+    values over them while this stream still reads.
     """
 
     stream: Stream
     later: bool = True
 
-    def begin(self, compute: Callable[..., Answer], *inputs: torch.Tensor) -> Callable[[], Answer]:
+    def begin(
+        self, compute: Callable[..., Answer], *inputs: torch.Tensor, lasting: bool = False
+    ) -> Callable[[], Answer]:
         """Enqueue now."""
-        answer, event = self.stream.run(compute, self.stream.copy_inputs(inputs))
+        own = self.stream.share(inputs) if lasting else self.stream.copy_inputs(inputs)
+        answer, event = self.stream.run(compute, own)
 
         def read() -> Answer:
             self.stream.wait(event)
@@ -82,10 +99,13 @@ class CudaStream:
 
     def copy_inputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Clone on the current stream."""
-        copies = [tensor.clone() for tensor in inputs]
-        for copy in copies:
-            copy.record_stream(self._stream)
-        return copies
+        return self.share([tensor.clone() for tensor in inputs])
+
+    def share(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Tell the allocator."""
+        for tensor in inputs:
+            tensor.record_stream(self._stream)
+        return inputs
 
     def run(self, compute: Callable[..., Answer], inputs: Sequence[torch.Tensor]) -> tuple[Answer, torch.cuda.Event]:
         """Wait for the current stream, compute, and copy to page-locked memory."""

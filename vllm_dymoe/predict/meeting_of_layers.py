@@ -11,11 +11,13 @@ experts that most tokens' intersections hold come first.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from vllm_dymoe.predict.base import Candidate, Phase
+from vllm_dymoe.predict.beside import Answer, Beside, Inline
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.ranking import rank_by_frequency
 from vllm_dymoe.predict.tuner import Heop
@@ -30,6 +32,7 @@ class MeetingOfLayers:
         p: P of Eqs. 5 and 6.
         tuner: chooses K and P while serving; they stay as they are if None.
         hits: how many experts layers have found on the device so far, for the tuner.
+        beside: where the gate is asked.
     """
 
     def __init__(
@@ -39,54 +42,75 @@ class MeetingOfLayers:
         p: int,
         tuner: Heop | None = None,
         hits: Callable[[], int] = lambda: 0,
+        beside: Beside | None = None,
     ) -> None:
         self._gates = gates
         self._setting = (k, p)
         self._tuner = tuner
         self._hits = hits
         self._hits_before = 0
+        self._beside = beside or Inline()
         self._inputs: deque[torch.Tensor] = deque(maxlen=tuner.largest_p if tuner else p)
         self._layer = -1
         self._phase = Phase.DECODE
         self._named: frozenset[int] | None = None
+        self._read: Callable[[], Answer] | None = None
 
-    def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
+    @property
+    def answers_later(self) -> bool:
+        """Whether the gate is asked beside the layer, so that the answer is best read when experts are computing."""
+        return self._beside.later
+
+    def observe(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        phase: Phase,
+        chosen: Mapping[int, int],
+    ) -> None:
         """Keep this layer's input for the layers that come, and tell the tuner how its own prediction was."""
         if layer <= self._layer:
             self._inputs.clear()
             self._named = None
-        self._layer, self._phase = layer, phase
+        self._layer, self._phase, self._read = layer, phase, None
         # A copy: the memory of x may belong to something else when the next layer runs.
         self._inputs.append(x.clone() if self._inputs.maxlen != 1 else x)
         if self._tuner is not None:
-            self._report(layer, ids)
+            self._report(layer, chosen)
+
+    def begin(self, layer: int) -> None:
+        """Ask the next layer's gate, beside this layer if that can be."""
+        following = layer + 1
+        if following >= len(self._gates):
+            return
+        k, p = self._tuner.setting(following) if self._tuner else self._setting
+        meeting = list(self._inputs)[-p:]
+        ask = partial(_meet if len(meeting[-1]) > 1 else _choose, self._gates[following], k)
+        self._read = self._beside.begin(ask, *meeting, lasting=self._inputs.maxlen != 1)
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         """The experts of the next layer that every layer of the meeting names."""
         following = layer + 1
         if following >= len(self._gates):
             return []
-        k, p = self._tuner.setting(following) if self._tuner else self._setting
-        gate = self._gates[following]
-        meeting = list(self._inputs)[-p:]
-        tokens = len(meeting[-1])
-        scores = gate.scores(torch.cat(meeting))
-        best = scores.topk(min(k, scores.shape[1]), dim=-1)
-        if tokens == 1:
-            sets = best.indices.tolist()
-            agreed = set(sets[-1]).intersection(*sets[:-1])
-            values = best.values[-1].tolist()
-            ranked = [(expert, score) for expert, score in zip(sets[-1], values, strict=True) if expert in agreed]
+        if self._read is None:
+            self.begin(layer)
+        assert self._read is not None
+        (experts, scores, *agreed), self._read = self._read(), None
+        if agreed:
+            ranked = rank_by_frequency(experts[agreed[0]], scores[agreed[0]])
         else:
-            ids = best.indices[-tokens:]
-            named = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best.indices, True)
-            kept = named.view(len(meeting), tokens, -1).all(0).gather(1, ids)
-            ranked = rank_by_frequency(ids[kept], best.values[-tokens:][kept])
+            sets = experts.tolist()
+            common = set(sets[-1]).intersection(*sets[:-1])
+            ranked = [(e, score) for e, score in zip(sets[-1], scores[-1].tolist(), strict=True) if e in common]
+        gate = self._gates[following]
         candidates = [Candidate(following, here, score) for expert, score in ranked if (here := gate.here(expert)) >= 0]
         self._named = frozenset(candidate.expert for candidate in candidates)
         return candidates
 
-    def _report(self, layer: int, ids: torch.Tensor) -> None:
+    def _report(self, layer: int, chosen: Mapping[int, int]) -> None:
         """Tell the tuner about this layer of a decode step, and when the step ends."""
         assert self._tuner is not None
         hits = self._hits()
@@ -95,7 +119,22 @@ class MeetingOfLayers:
         if self._phase is not Phase.DECODE:
             return
         if named is not None:
-            active = {expert for expert in ids.flatten().tolist() if expert >= 0}
-            self._tuner.record(layer, unused=len(named - active), missed=len(active - named), hits=found)
+            missed = len(chosen.keys() - named)
+            self._tuner.record(layer, unused=len(named - chosen.keys()), missed=missed, hits=found)
         if layer == len(self._gates) - 1:
             self._tuner.end_step()
+
+
+def _choose(gate: Gate, k: int, *meeting: torch.Tensor) -> Answer:
+    """Eq. 5 for one token: what each layer names and its scores, [layers, k] each; so few that the host intersects."""
+    return gate.best(torch.cat(meeting), k)
+
+
+def _meet(gate: Gate, k: int, *meeting: torch.Tensor) -> Answer:
+    """Eqs. 5 and 6 for several: what the last layer names, its scores, and whether all name it, [tokens, k] each."""
+    layers, tokens = len(meeting), len(meeting[-1])
+    scores = gate.scores(torch.cat(meeting))
+    best = scores.topk(min(k, scores.shape[1]), dim=-1)
+    named = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best.indices, True)
+    experts = best.indices[-tokens:]
+    return experts, best.values[-tokens:], named.view(layers, tokens, -1).all(0).gather(1, experts)

@@ -10,7 +10,7 @@ The residual stream changes little from layer to layer, which is why this finds 
 layer's gate alone; the gates of layers further on can be asked too, whose answers are worth less and come after it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -57,7 +57,15 @@ class NextGate:
         """Whether gates are asked beside the layer, so that the answer is best read when experts are computing."""
         return self._beside.later
 
-    def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
+    def observe(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        phase: Phase,
+        chosen: Mapping[int, int],
+    ) -> None:
         """Note this layer's input; the gate is asked only when somebody wants to know."""
         self._x, self._phase, self._reads = x, phase, None
 

@@ -3,7 +3,7 @@
 No server can have it. It is the bound that the other predictors are measured against.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -28,7 +28,15 @@ class Oracle:
         """From now on the recorded steps are expected again, from the first."""
         self._recording, self._step, self._layer = False, -1, 0
 
-    def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
+    def observe(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        phase: Phase,
+        chosen: Mapping[int, int],
+    ) -> None:
         """Record the experts that a layer wants, or follow the record."""
         if self._step < 0 or layer <= self._layer:
             self._step += 1
@@ -36,9 +44,7 @@ class Oracle:
                 self._steps.append({})
         self._layer = layer
         if self._recording:
-            experts, counts = ids.flatten().unique(return_counts=True)
-            ordered = experts[counts.argsort(descending=True)].tolist()
-            self._steps[-1][layer] = [expert for expert in ordered if expert >= 0]
+            self._steps[-1][layer] = sorted(chosen, key=chosen.__getitem__, reverse=True)
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         """What the record says of the layers after this one, the most wanted of the nearest first."""

@@ -5,7 +5,7 @@
 over steps n. The paper counts over a fixed data set; a server's workload changes, so old steps fade.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -26,17 +26,23 @@ class Popularity:
         self._num_layers = num_layers
         self._decode_experts = min(decode_experts, num_experts)
         self._fade = 0.5 ** (1 / half_life)
-        # The first column collects the experts of other ranks, whose number is -1.
-        # Models are built while bfloat16 is the default, in which a count would stop at 256.
-        self._counts = torch.zeros(num_layers, num_experts + 1, dtype=torch.float32)
+        # On the host, where it is told and asked. Models are built while bfloat16 is the default, in which a count would
+        # stop at 256.
+        self._counts = torch.zeros(num_layers, num_experts, dtype=torch.float32, device="cpu")
         self._phase = Phase.DECODE
 
-    def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
+    def observe(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        phase: Phase,
+        chosen: Mapping[int, int],
+    ) -> None:
         """Count what this layer wanted."""
-        if self._counts.device != ids.device:
-            self._counts = self._counts.to(ids.device)
-        chosen = ids.flatten().long() + 1
-        self._counts[layer].mul_(self._fade).index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float32))
+        counts = torch.tensor(list(chosen.values()), dtype=torch.float32)
+        self._counts[layer].mul_(self._fade)[list(chosen)] += counts
         self._phase = phase
 
     def predict(self, layer: int) -> Sequence[Candidate]:
@@ -44,7 +50,7 @@ class Popularity:
         following = layer + 1
         if following >= self._num_layers:
             return []
-        counts = self._counts[following, 1:]
+        counts = self._counts[following]
         amount = self._decode_experts if self._phase is Phase.DECODE else len(counts)
         share, experts = (counts / counts.sum().clamp(min=1e-30)).topk(amount)
         named = zip(experts.tolist(), share.tolist(), strict=True)

@@ -150,7 +150,8 @@ class MeetingScheme(Scheme):
             self.shift,
             self.seed,
         )
-        return MeetingOfLayers(model.gates, start.k, start.p, tuner if self.tune else None, model.hits)
+        tuned, where = tuner if self.tune else None, beside(model.device)
+        return MeetingOfLayers(model.gates, start.k, start.p, tuned, model.hits, where)
 
 
 class TrainedScheme(Scheme):

@@ -5,7 +5,7 @@ of what the routers chose in the running step, by tensor operations alone, so th
 names that come out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -45,7 +45,15 @@ class TrainedPredictor:
         """Whether it computes beside the layer, so that the answer is best asked for when experts are computing."""
         return self._beside.later
 
-    def observe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, phase: Phase) -> None:
+    def observe(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        phase: Phase,
+        chosen: Mapping[int, int],
+    ) -> None:
         """Note what this layer chose."""
         before = None if layer <= self._layer else self._past  # a step begins where layers do not grow
         self._layer, self._phase, self._x, self._read = layer, phase, x, None

@@ -36,7 +36,8 @@ def group_by_expert(expert_ids: torch.Tensor) -> Mapping[int, Group]:
         chosen = {expert: group for expert, group in zip(expert_ids[0].tolist(), places, strict=True) if expert >= 0}
         return {expert: chosen[expert] for expert in sorted(chosen)}
     order = expert_ids.flatten().sort(stable=True)
-    experts, counts = torch.unique_consecutive(order.values, return_counts=True)
+    # On the host, once: on a device each of the next three reads would wait for it.
+    experts, counts = torch.unique_consecutive(order.values.cpu(), return_counts=True)
     sizes = counts.tolist()
     rows = torch.div(order.indices, top_k, rounding_mode="floor").split(sizes)
     groups = zip(experts.tolist(), rows, order.indices.split(sizes), sizes, strict=True)

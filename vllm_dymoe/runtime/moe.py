@@ -9,7 +9,7 @@ output (invariant 1); in which order experts are fetched and computed is
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -160,7 +160,8 @@ class MoERuntime:
         out = x.new_empty((tokens * top_k, x.shape[1]))
         look_ahead = None
         if self.predictor is not None:
-            look_ahead = partial(self._look_ahead, self.predictor, layer, x, topk_ids, topk_weights, phase)
+            chosen = {expert: group.size for expert, group in groups.items()}
+            look_ahead = partial(self._look_ahead, self.predictor, layer, x, topk_ids, topk_weights, phase, chosen)
         self._pipeline.run(layer, wanted, groups, x, out, activation, look_ahead)
         if sum(groups[expert].size for expert in wanted) == tokens * top_k:
             return combine(out, topk_weights)
@@ -177,6 +178,7 @@ class MoERuntime:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         phase: Phase,
+        chosen: Mapping[int, int],
     ) -> Callable[[], None] | None:
         """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it.
 
@@ -184,7 +186,7 @@ class MoERuntime:
             The latter, to be done once experts are computing, where the prediction is computed beside them.
         """
         begin = time.perf_counter()
-        predictor.observe(layer, x, topk_ids, topk_weights, phase)
+        predictor.observe(layer, x, topk_ids, topk_weights, phase, chosen)
         act = None if self._prefetcher is None else self._prefetcher.look_ahead(layer, phase, predictor)
         timeline = self.engine.timeline
         if timeline is not None:

@@ -1,0 +1,135 @@
+"""How often the host waits for the device before a layer's experts are enqueued: once, for their numbers.
+
+Tensors that would be on a device are of a class that notes what only the host can answer.
+"""
+
+import pytest
+import torch
+
+from tests.predict.gates import random_gates
+from tests.predict.made_up import made_up
+from tests.runtime.steps import make_runtime, random_step
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.policy import PromptTokens, make_policy
+from vllm_dymoe.predict import Phase, RoutedModel, make_scheme
+from vllm_dymoe.predict.beside import OnStream
+from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
+from vllm_dymoe.predict.expert_mlp import Architecture
+from vllm_dymoe.predict.folded import fold
+from vllm_dymoe.predict.training import Recipe, train
+from vllm_dymoe.traces import TraceHeader
+from vllm_dymoe.transfer.cuda import PinnedDelivery
+from vllm_dymoe.transfer.happens_before import History
+from vllm_dymoe.transfer.queue import QueuedEngine
+from vllm_dymoe.transfer.recorded import RecordedStreams
+
+LAYERS, TOP_K, HIDDEN = 4, 2, 64
+EXPERTS = 6
+STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, hidden=HIDDEN))
+# What needs a number that is on the device. A mask as an index needs the size of what it leaves.
+WAITS = {"tolist", "item", "cpu", "numpy", "nonzero", "bincount", "masked_select", "argwhere", "equal", "allclose"}
+WAITS |= {"__bool__", "__int__", "__float__", "__index__"}
+
+
+class OnDevice(torch.Tensor):
+    """A tensor whose numbers only the device has; so are results of what is computed with it."""
+
+    log: list = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", str(func))
+        mask = name in ("__getitem__", "__setitem__") and any(
+            isinstance(index, torch.Tensor) and index.dtype is torch.bool
+            for index in (args[1] if isinstance(args[1], tuple) else (args[1],))
+        )
+        if name in WAITS or "unique" in name or mask:
+            cls.log.append(f"wait for {name}")
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result.as_subclass(torch.Tensor) if name == "cpu" else result
+
+
+class Stream:
+    """The predictions' stream: what it has computed is on the host once somebody has waited for it."""
+
+    def copy_inputs(self, inputs):
+        return [tensor.clone() for tensor in inputs]
+
+    def share(self, inputs):
+        return inputs
+
+    def run(self, compute, inputs):
+        answer = []
+        return answer, lambda: answer.extend(part.as_subclass(torch.Tensor) for part in compute(*inputs))
+
+    def wait(self, event):
+        event()
+        OnDevice.log.append("wait for a prediction")
+
+
+@pytest.fixture(scope="module")
+def predictor_file(tmp_path_factory):
+    sizes = TraceHeader("a model", "", LAYERS, EXPERTS, TOP_K, HIDDEN)
+    network = fold(train(made_up(sizes=sizes), Architecture((), history=2), Recipe(epochs=1)).model)
+    path = tmp_path_factory.mktemp("predictor") / "file.safetensors"
+    save_predictor(path, PredictorCard(sizes), network)
+    return path
+
+
+def serve(prefetch, tokens, file=None, policy=None, prompt=None, steps=6):
+    """What a runtime on a device did, layer by layer: waits, and when experts were enqueued."""
+    gates, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
+    gates = [type(gate)(lambda x, gate=gate: gate.logits(x.float())) for gate in gates]
+    predictor = make_scheme(prefetch, {}).build(
+        RoutedModel(LAYERS, EXPERTS, TOP_K, gates, hidden=HIDDEN, predictor=file)
+    )
+    if hasattr(predictor, "_beside"):
+        predictor._beside = OnStream(Stream())
+    engine = QueuedEngine(
+        PinnedDelivery(STORE, RecordedStreams(History(), lambda: None, lambda: True)), 1, eager=True
+    )
+    runtime = make_runtime(STORE, "50%", make_policy(*policy) if policy else None, predictor=predictor, engine=engine)
+    runtime.kernel.forward = lambda *arguments: OnDevice.log.append("experts")
+    layers = []
+    for number in range(steps * LAYERS):
+        x, weights, ids = (part.as_subclass(OnDevice) for part in random_step(number, tokens, STORE.experts))
+        OnDevice.log = []
+        phase = Phase.DECODE if prompt is None else Phase.PREFILL
+        runtime.forward(number % LAYERS, x, weights, ids, phase=phase, prompt=prompt)
+        layers.append(OnDevice.log)
+    engine.close()
+    return layers
+
+
+def waits(layer):
+    """Before the first experts are enqueued."""
+    return layer[: layer.index("experts")]
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("prefetch", ["none", "next-gate", "meeting-of-layers", "popularity", "layer", "trained"])
+def test_the_host_waits_once_before_experts_are_enqueued(prefetch, tokens, predictor_file):
+    layers = serve(prefetch, tokens, predictor_file if prefetch == "trained" else None)
+    assert {len(waits(layer)) for layer in layers} == {1}, layers
+    asked = sum("wait for a prediction" in layer for layer in layers)
+    assert (asked > 0) == (prefetch in ("next-gate", "meeting-of-layers", "trained")), "nobody was asked"
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda t: t.tolist(),
+        lambda t: t.sum().item(),
+        lambda t: bool(t.any()),
+        lambda t: t[t > 0],
+        lambda t: t.flatten().unique(),
+        lambda t: torch.unique_consecutive(t, return_counts=True),
+        lambda t: torch.bincount(t.flatten()),
+        lambda t: t.nonzero(),
+        lambda t: t.cpu(),
+    ],
+)
+def test_a_wait_would_be_noted(wait):
+    OnDevice.log = []
+    wait(torch.ones(2, 2, dtype=torch.int64).as_subclass(OnDevice) * 2)
+    assert len(OnDevice.log) >= 1

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.policy import PromptTokens, Routing, make_policy
-from vllm_dymoe.policy.importance import gate_importance, load_importance, most_important
+from vllm_dymoe.policy.importance import most_important, step_importance
 from vllm_dymoe.policy.schedule import Schedule
 
 LAYERS = 8
@@ -73,10 +73,11 @@ def test_the_rule_of_mixed_steps_written_out(layer, tokens, seed, retention, of_
     plan = make_policy("dymoe", {"retention": retention}).plan(routing(layer, ids, weights, prompt))
     schedule, wanted = Schedule(retention), set()
     if rows.any():
-        load = load_importance(ids[rows], weights[rows], heavy[rows])
+        every = PromptTokens(rows[rows], heavy[rows], False)
+        load = step_importance(ids[rows], weights[rows], 10, every).load
         wanted |= most_important(load, schedule.critical(layer, LAYERS, len(load)))
     if not rows.all():
-        gate = gate_importance(ids[~rows], weights[~rows])
+        gate = step_importance(ids[~rows], weights[~rows], 10).gate
         wanted |= most_important(gate, schedule.critical(layer, LAYERS, len(gate)))
     assert high(plan) == wanted
     assert list(plan) == sorted(set(ids.flatten().tolist()))

@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_dymoe.policy import PromptTokens
 from vllm_dymoe.policy.importance import (
     attention_mass,
     gate_importance,
-    load_importance,
     mark_heavy_hitters,
     most_important,
+    step_importance,
 )
 
 
@@ -103,9 +104,11 @@ def test_importance_against_its_definition(tokens, top_k, seed, other_ranks):
     weights = torch.rand(tokens, top_k, generator=generator)
     heavy = torch.rand(tokens, generator=generator) < 0.3
     loads, sums = naive(ids, weights, heavy)
-    gate = gate_importance(ids, weights)
-    assert gate == pytest.approx(sums, abs=1e-6)
-    load = load_importance(ids, weights, heavy)
+    decoded = step_importance(ids, weights, 7)
+    assert decoded.gate == pytest.approx(sums, abs=1e-6)
+    assert not decoded.load
+    load, gate = step_importance(ids, weights, 7, PromptTokens(torch.ones_like(heavy), heavy, False))
+    assert not gate
     assert {expert: count for expert, (count, _) in load.items()} == loads
     assert {expert: total for expert, (_, total) in load.items()} == pytest.approx(sums, abs=1e-6)
 
@@ -114,6 +117,21 @@ def test_one_token_is_its_routing_weights():
     """Eq. 3 as it stands."""
     ids, weights = torch.tensor([[5, 2, -1]]), torch.tensor([[0.5, 0.3, 0.2]])
     assert gate_importance(ids, weights) == pytest.approx({5: 0.5, 2: 0.3})
+    assert step_importance(ids, weights, 6).gate == pytest.approx({5: 0.5, 2: 0.3})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 30), st.integers(0, 1000))
+def test_of_a_mixed_step_each_phase_is_measured_over_its_own_tokens(tokens, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(9, generator=generator)[:3] for _ in range(tokens)]).int() - 1
+    weights = torch.rand(tokens, 3, generator=generator)
+    rows, heavy = torch.rand(2, tokens, generator=generator) < 0.5
+    load, gate = step_importance(ids, weights, 8, PromptTokens(rows, heavy, True))
+    loads, sums = naive(ids[rows], weights[rows], heavy[rows])
+    assert {expert: count for expert, (count, _) in load.items()} == loads
+    assert {expert: total for expert, (_, total) in load.items()} == pytest.approx(sums, abs=1e-6)
+    assert gate == pytest.approx(naive(ids[~rows], weights[~rows], heavy[~rows])[1], abs=1e-6)
 
 
 def test_sums_do_not_depend_on_the_order_of_tokens():
@@ -121,7 +139,7 @@ def test_sums_do_not_depend_on_the_order_of_tokens():
     ids = torch.randint(0, 5, (400, 2), generator=generator)
     weights = torch.rand(400, 2, generator=generator) ** 8
     order = torch.randperm(400, generator=generator)
-    assert gate_importance(ids, weights) == gate_importance(ids[order], weights[order])
+    assert step_importance(ids, weights, 5) == step_importance(ids[order], weights[order], 5)
 
 
 def test_of_equal_experts_the_lower_numbers_come_first():

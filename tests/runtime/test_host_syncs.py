@@ -115,6 +115,18 @@ def test_the_host_waits_once_before_experts_are_enqueued(prefetch, tokens, predi
     assert (asked > 0) == (prefetch in ("next-gate", "meeting-of-layers", "trained")), "nobody was asked"
 
 
+@pytest.mark.parametrize(("tokens", "prompts", "most"), [(1, 0, 3), (5, 0, 2), (5, 5, 2), (5, 3, 2)])
+def test_a_policy_that_looks_at_weights_waits_once_more(tokens, prompts, most):
+    """However many tokens there are, and of whatever phases. One token's weights and experts are read as they are."""
+    prompt = None
+    if prompts:
+        rows = (torch.arange(tokens) < prompts).as_subclass(OnDevice)
+        prompt = PromptTokens(rows, rows, prompts < tokens)
+    layers = serve("next-gate", tokens, policy=("dymoe", {"retention": 0.5}), prompt=prompt)
+    assert {len(waits(layer)) for layer in layers[1:]} <= {1, most}, layers
+    assert max(len(waits(layer)) for layer in layers) == most
+
+
 @pytest.mark.parametrize(
     "wait",
     [

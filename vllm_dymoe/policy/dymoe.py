@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.policy.base import Routing
-from vllm_dymoe.policy.importance import gate_importance, load_importance, most_important
+from vllm_dymoe.policy.importance import gate_importance, most_important, step_importance
 from vllm_dymoe.policy.schedule import Schedule
 
 
@@ -65,18 +65,12 @@ class DymoePolicy:
         active = len(routing.active)
         if self._critical(routing, active) == active:  # and so is every part of them
             return dict.fromkeys(routing.active, Tier.HI)
-        high: set[int] = set()
-        if prompt is not None:
-            ids, weights, heavy = routing.expert_ids, routing.weights, prompt.heavy
-            if prompt.mixed:
-                ids, weights, heavy = ids[prompt.rows], weights[prompt.rows], heavy[prompt.rows]
-            load = load_importance(ids, weights, heavy)
-            high |= most_important(load, self._critical(routing, len(load)))
-        if prompt is None or prompt.mixed:
-            ids, weights = routing.expert_ids, routing.weights
-            if prompt is not None:
-                ids, weights = ids[~prompt.rows], weights[~prompt.rows]
-            gate = gate_importance(ids, weights)
+        ids, weights = routing.expert_ids, routing.weights
+        if prompt is None and len(ids) == 1:  # decode of one request
+            high = most_important(gate_importance(ids, weights), self._critical(routing, active))
+        else:
+            load, gate = step_importance(ids, weights, 1 + max(routing.active, default=0), prompt)
+            high = most_important(load, self._critical(routing, len(load)))
             high |= most_important(gate, self._critical(routing, len(gate)))
         return {expert: Tier.HI if expert in high else Tier.LO for expert in routing.active}
 

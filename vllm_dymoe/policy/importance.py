@@ -3,45 +3,76 @@
 import functools
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from vllm_dymoe.policy.base import PromptTokens
 
 # Attention scores held at a time, in float32: 4 MiB.
 _SCORES_AT_ONCE = 1 << 20
 
 
 def gate_importance(expert_ids: Tensor, weights: Tensor) -> Mapping[int, float]:
-    """Eq. 3: an expert's routing weight; over several tokens the sum.
+    """Eq. 3: an expert's routing weight, for one token.
 
     Args:
-        expert_ids: [tokens, top_k] int, negative where another rank has the expert.
-        weights: [tokens, top_k] float32.
+        expert_ids: [1, top_k] int, negative where another rank has the expert.
+        weights: [1, top_k] float32.
 
     Returns:
         Importance of each expert that occurs.
     """
-    if expert_ids.shape[0] == 1:  # decode of one request
-        pairs = zip(expert_ids.flatten().tolist(), weights.flatten().tolist(), strict=True)
-        return {expert: weight for expert, weight in pairs if expert >= 0}
-    counts, sums = _by_expert(expert_ids, weights)
-    return {expert: total for expert, (count, total) in enumerate(zip(counts, sums, strict=True)) if count}
+    pairs = zip(expert_ids.flatten().tolist(), weights.flatten().tolist(), strict=True)
+    return {expert: weight for expert, weight in pairs if expert >= 0}
 
 
-def load_importance(expert_ids: Tensor, weights: Tensor, heavy: Tensor) -> Mapping[int, tuple[float, float]]:
-    """Eq. 2: the number of heavy-hitter tokens that are routed to an expert.
+class StepImportance(NamedTuple):
+    """How much experts matter to the tokens of a step.
+
+    Attributes:
+        load: Eq. 2: for each expert that tokens of prompts use how many heavy hitters do, and, since many have the same
+            number, these tokens' routing weights' sum.
+        gate: Eq. 3: for each expert that other tokens use the sum of their routing weights.
+    """
+
+    load: Mapping[int, tuple[float, float]]
+    gate: Mapping[int, float]
+
+
+def step_importance(
+    expert_ids: Tensor, weights: Tensor, experts: int, prompt: PromptTokens | None = None
+) -> StepImportance:
+    """Eqs. 2 and 3 over all tokens; the host waits for the device once, however many there are.
+
+    Sums are rounded to float32 after the addition in float64: the order in which a GPU adds must not decide which
+    expert is high.
 
     Args:
         expert_ids: [tokens, top_k] int, negative where another rank has the expert.
         weights: [tokens, top_k] float32.
-        heavy: bool [tokens].
-
-    Returns:
-        For each expert that occurs its number of heavy hitters and, since many have the same, its routing weights' sum.
+        experts: more than the largest number in ``expert_ids``.
+        prompt: which tokens are prompts'; None for no token.
     """
-    counts, hits, sums = _by_expert(expert_ids, heavy.unsqueeze(1).expand_as(weights), weights)
-    rows = enumerate(zip(counts, hits, sums, strict=True))
-    return {expert: (hit, total) for expert, (count, hit, total) in rows if count}
+    values = weights.double()
+    one = torch.ones_like(values)
+    columns = [one, values]
+    if prompt is not None:
+        of_prompt = prompt.rows.unsqueeze(1)
+        heavy = (prompt.heavy & prompt.rows).unsqueeze(1)
+        columns = [one * of_prompt, one * heavy, values * of_prompt]
+        if prompt.mixed:
+            columns += [one * ~of_prompt, values * ~of_prompt]
+    places = (expert_ids.flatten().long() + 1).clamp_min_(0)  # other ranks' experts fall into the first place
+    sums = values.new_zeros(len(columns), experts + 1)
+    sums.index_add_(1, places, torch.stack(columns).view(len(columns), -1))
+    found = list(enumerate(zip(*sums.float()[:, 1:].tolist(), strict=True)))
+    if prompt is None:
+        return StepImportance({}, {expert: total for expert, (count, total) in found if count})
+    load = {expert: (hits, total) for expert, (count, hits, total, *_) in found if count}
+    gate = {expert: total for expert, (*_, count, total) in found if count} if prompt.mixed else {}
+    return StepImportance(load, gate)
 
 
 def most_important(importance: Mapping[int, float] | Mapping[int, tuple[float, float]], count: int) -> set[int]:
@@ -110,15 +141,3 @@ def _hidden(asked: int, tokens: int, reach: int | None, device: torch.device) ->
     own = places[-asked:].unsqueeze(1)
     hidden = places > own
     return hidden if reach is None else hidden | (places <= own - reach)
-
-
-def _by_expert(expert_ids: Tensor, *values: Tensor) -> list[list[float]]:
-    """How often each expert occurs, up to the largest number, and the sums of values for it.
-
-    Sums are rounded to float32 after the addition in float64: the order in which a GPU adds must not decide which
-    expert is high.
-    """
-    places = (expert_ids.flatten() + 1).clamp_min_(0)  # other ranks' experts fall into the first place
-    sums = [torch.bincount(places)]
-    sums += [torch.bincount(places, value.flatten().double()).float() for value in values]
-    return [column[1:].tolist() for column in sums]

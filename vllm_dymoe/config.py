@@ -159,8 +159,8 @@ class Options(BaseModel):
     """Projections of an expert that are fetched ahead: all, gate and up, or gate only (FIRM-MoE's n)."""
     keep_experts: bool = True
     """Whether layers keep experts for later steps; without, every step fetches all that it needs."""
-    staging_slots: int = Field(default=2, ge=1)
-    """Slots kept out of the per-layer caches, through which a step streams more experts than its layer may keep."""
+    staging_slots: int | None = Field(default=None, ge=1)
+    """Slots that no layer keeps, to stream experts through and to fetch ahead into; from how many there are if None."""
     io_threads: int = Field(default=1, ge=0, le=64)
     """Threads that read the host store; 0 reads only when an expert is waited for."""
     transfer_timeout_s: float = Field(default=60, ge=0)

@@ -134,7 +134,9 @@ def test_a_layer_that_nobody_asked_about_teaches_the_tuner_nothing():
     tuner = Told()
     predictor = MeetingOfLayers([Gate(lambda x: x)] * 4, 2, 1, tuner)
     for layer in range(4):
-        predictor.observe(layer, torch.randn(1, 4), torch.tensor([[0, 1]]), torch.ones(1, 2), Phase.DECODE, {0: 1, 1: 1})
+        predictor.observe(
+            layer, torch.randn(1, 4), torch.tensor([[0, 1]]), torch.ones(1, 2), Phase.DECODE, {0: 1, 1: 1}
+        )
         if layer == 0:
             predictor.predict(layer)
     assert [record[0] for record in tuner.records] == [1]

@@ -3,6 +3,8 @@
 Tensors that would be on a device are of a class that notes what only the host can answer.
 """
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -34,7 +36,7 @@ WAITS |= {"__bool__", "__int__", "__float__", "__index__"}
 class OnDevice(torch.Tensor):
     """A tensor whose numbers only the device has; so are results of what is computed with it."""
 
-    log: list = []
+    log: ClassVar[list[str]] = []
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -85,9 +87,7 @@ def serve(prefetch, tokens, file=None, policy=None, prompt=None, steps=6):
     )
     if hasattr(predictor, "_beside"):
         predictor._beside = OnStream(Stream())
-    engine = QueuedEngine(
-        PinnedDelivery(STORE, RecordedStreams(History(), lambda: None, lambda: True)), 1, eager=True
-    )
+    engine = QueuedEngine(PinnedDelivery(STORE, RecordedStreams(History(), lambda: None, lambda: True)), 1, eager=True)
     runtime = make_runtime(STORE, "50%", make_policy(*policy) if policy else None, predictor=predictor, engine=engine)
     runtime.kernel.forward = lambda *arguments: OnDevice.log.append("experts")
     layers = []

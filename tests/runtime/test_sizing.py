@@ -73,6 +73,24 @@ def test_layers_that_shall_keep_nothing_keep_nothing(budget):
     assert plan.quotas[Tier.HI] == [0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("slots", "staging"),
+    [(1, 1), (2, 2), (8, 2), (16, 2), (24, 3), (32, 4), (64, 4), (255, 4), (320, 5), (1024, 16), (4608, 16)],
+)
+def test_staging_grows_with_the_slots_and_starves_nobody(slots, staging):
+    experts = make_experts(layers=48, num_experts=128, bits=(4,), hidden=32)
+    options, high = Options(hi=4, group_size=32), frozenset((Tier.HI,))
+    nbytes = WORKSPACE + slots * experts.formats[4].nbytes
+    plan = plan_slots(experts, options, high, nbytes, WORKSPACE)
+    assert (plan.slots, plan.staging) == ({Tier.HI: slots}, {Tier.HI: staging})
+    assert slots < 3 or staging * 8 <= slots or staging == 2, "more than an eighth is taken from what layers keep"
+    assert minimum_budget(experts, options, high, WORKSPACE) == WORKSPACE + experts.formats[4].nbytes
+    alone = plan_slots(experts, options.model_copy(update={"prefetch": "none"}), high, nbytes, WORKSPACE)
+    assert alone.staging == {Tier.HI: min(2, slots)}, "nobody has a use for more"
+    two = plan_slots(experts, options.model_copy(update={"staging_slots": 2}), high, nbytes, WORKSPACE)
+    assert two.staging == {Tier.HI: min(2, slots)}
+
+
 SHARES = {Tier.HI: [1.0, 0.75, 0.5], Tier.LO: [0.0, 0.25, 0.5]}
 
 

@@ -52,8 +52,8 @@ class Predictor(Protocol):
             ids: [tokens, top_k] int, local experts; negative where another rank has the expert.
             weights: [tokens, top_k] float32 routing weights.
             phase: of the whole step.
-            chosen: this rank's experts in ``ids``, each with how often it is there. The host knows them already: who reads
-                ``ids`` itself waits for the device once more.
+            chosen: this rank's experts in ``ids``, each with how often it is there. The host knows them already; who
+                reads ``ids`` itself waits for the device once more.
         """
         ...
 

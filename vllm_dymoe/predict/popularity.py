@@ -26,8 +26,7 @@ class Popularity:
         self._num_layers = num_layers
         self._decode_experts = min(decode_experts, num_experts)
         self._fade = 0.5 ** (1 / half_life)
-        # On the host, where it is told and asked. Models are built while bfloat16 is the default, in which a count would
-        # stop at 256.
+        # On the host, where it is told and asked. In bfloat16, the default while models are built, counts stop at 256.
         self._counts = torch.zeros(num_layers, num_experts, dtype=torch.float32, device="cpu")
         self._phase = Phase.DECODE
 

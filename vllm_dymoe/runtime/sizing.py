@@ -13,6 +13,13 @@ from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
 _LARGEST_WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 32 << 20}
 
 
+# Two slots keep a link busy within a layer: one is computed while the other fills. From a layer's last transfer to the
+# first of the next it idles unless guesses have slots: four where the host takes 300 us for a layer and the link 84 us
+# for an expert, more while attention computes a long prompt. An eighth of the slots, or a 64th of many, is so little
+# that layers hardly feel what they cannot keep (benchmarks/staging).
+_FEWEST_STAGING, _USUAL_STAGING, _MOST_STAGING = 2, 4, 16
+
+
 @dataclass(frozen=True)
 class SlotPlan:
     """How a budget is spent.
@@ -55,6 +62,16 @@ def minimum_budget(experts: ModelExperts, options: Options, tiers: frozenset[Tie
     """The smallest budget that can serve at all: one slot of each tier, and the workspace."""
     blobs = sum(experts.formats[tier_bits(options, tier)].nbytes for tier in used_tiers(options, tiers))
     return workspace_bytes + blobs
+
+
+def staging_slots(options: Options, count: int) -> int:
+    """How many of a tier's slots no layer keeps: as the option says, else two, and more where guesses are made."""
+    if options.staging_slots is not None:
+        return min(options.staging_slots, count)
+    if options.prefetch == "none":
+        return min(_FEWEST_STAGING, count)
+    usual = max(_FEWEST_STAGING, min(_USUAL_STAGING, count // 8))
+    return min(max(usual, count // 64), _MOST_STAGING, count)
 
 
 def limit_in_bytes(
@@ -115,7 +132,8 @@ def plan_slots(
     spare = limit - workspace_bytes
     slots: dict[Tier, int] = {}
     if len(used) == 2:
-        slots[Tier.LO] = _low_slots(sizes, weights, every_expert, spare, options.staging_slots)
+        staging = _FEWEST_STAGING if options.staging_slots is None else options.staging_slots
+        slots[Tier.LO] = _low_slots(sizes, weights, every_expert, spare, staging)
         spare -= slots[Tier.LO] * sizes[Tier.LO]
         slots = {Tier.HI: min(every_expert, spare // sizes[Tier.HI])} | slots
         # What the high tier has no use for goes back to the low one.
@@ -126,7 +144,7 @@ def plan_slots(
     quotas = {}
     for tier, count in slots.items():
         # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
-        staging = 0 if count == every_expert else min(options.staging_slots, count)
+        staging = 0 if count == every_expert else staging_slots(options, count)
         staging = staging if options.keep_experts else count
         quotas[tier] = layer_quotas(count, weights[tier], staging, experts.num_experts)
     return SlotPlan(limit, workspace_bytes, slots, quotas)

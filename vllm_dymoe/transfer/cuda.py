@@ -18,15 +18,17 @@ from vllm_dymoe.experts.store import BlobKey, HostStore, MemoryStore, blob_name
 from vllm_dymoe.transfer.ticket import Reason, Ticket
 
 WORTH_A_COPY = 256 << 10
-"""Bytes of a last projection from which on it gets a copy of its own.
+"""Bytes of a down projection from which on it gets a copy of its own, behind that of gate and up.
 
-A layer that misses ends with its last expert: copied, then computed. With gate and up (one launch) in a copy before
-down's, they compute while down travels, and of the layer's time they are hidden: for a token of Qwen3-30B-A3B at 4 bits
-some 5 us (1.8 MB from memory, and a launch) of 106 us (2.7 MB at 25 GB/s), for one of Mixtral 66 us of 3.7 ms, and in a
-prefill up to the whole 35 us or 1.2 ms of down. What it costs is another copy and event for each miss, 5 to 10 us of the
-host. They delay nothing as long as the link has work: the last projection alone has to take longer than they do. In that
-time PCIe moves 60 KB (third generation, 16 lanes, 5 us) to 500 KB (fifth, 10 us). Real experts are above that, at 4 bits
-590 KB even in Qwen3-Next; what is far below is bound by the host, and a second copy would only cost.
+What is won: a layer that misses ends with its last expert, copied and then computed. Gate and up, one launch, are
+computed while down travels. For one token of Qwen3-30B-A3B at 4 bits that hides 5 us (1.8 MB of device memory, and a
+launch) of the 106 us that an expert travels at 25 GB/s; of Mixtral 66 us of 3.7 ms; in a prefill up to down's whole
+35 us or 1.2 ms.
+
+What it costs: another copy and event for each miss, 5 to 10 us of the host. They delay nothing while the link has work
+for longer than that, so down alone has to travel longer: PCIe moves 60 KB in 5 us (third generation, 16 lanes) and
+500 KB in 10 us (fifth). Experts that are served have more, 590 KB at 4 bits even in Qwen3-Next. What is far below is
+bound by the host anyway.
 """
 
 

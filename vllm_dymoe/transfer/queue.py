@@ -292,8 +292,8 @@ class QueuedEngine:
         try:
             if not quiet:
                 raise TransferError(
-                    f"a read has not ended for {self._timeout:g} seconds, and CUDA graphs cannot be captured beside it; "
-                    "check the disk, or raise transfer_timeout_s."
+                    f"a read has not ended for {self._timeout:g} seconds, which is transfer_timeout_s, and CUDA graphs "
+                    "cannot be captured beside it; check the disk."
                 )
             yield
         finally:

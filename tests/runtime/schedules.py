@@ -23,7 +23,8 @@ from vllm_dymoe.transfer.threads import CpuDelivery
 LAYERS, EXPERTS = 3, 6
 STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS))
 LARGEST = max(fmt.nbytes for fmt in STORE.experts.formats.values())
-KINDS = ("cores", "disk", "link", "pinned", "staged")
+DEVICES = ("pinned", "staged")
+KINDS = ("cores", "disk", "link", *DEVICES)
 MIXED = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
 
 
@@ -38,6 +39,7 @@ class Program:
         mixed: whether experts have different tiers.
         guesses: candidates after each step, by its number.
         projections: that are fetched ahead.
+        captures: whether a graph is captured after each step, with transfers paused from the first to the last.
         pieces: whether a demand transfer of a device is two copies, of gate and up and of down.
         faults: what happens to a read, by its number: "fail" or "hang".
         resizes: share of the experts that has a slot from a step on, by the step's number.
@@ -50,6 +52,7 @@ class Program:
     guesses: tuple[tuple[tuple[int, int], ...], ...] = ()
     projections: int = 3
     pieces: bool = True
+    captures: bool = False
     faults: dict[int, str] = field(default_factory=dict)
     resizes: dict[int, float] = field(default_factory=dict)
 
@@ -158,11 +161,15 @@ def make_engine(kind, store, history, turns, timeout, program):
     chance, worth_a_copy = random.Random(len(program.steps)), 0 if program.pieces else LARGEST
     streams = RecordedStreams(history, turns.pause, lambda: chance.random() < 0.5)
     if kind == "pinned":
-        return QueuedEngine(PinnedDelivery(store, streams, worth_a_copy), 1, eager=True, concurrency=turns)
+        engine = QueuedEngine(PinnedDelivery(store, streams, worth_a_copy), 1, eager=True, concurrency=turns)
+        engine.streams = streams
+        return engine
     buffers = [torch.zeros(LARGEST, dtype=torch.uint8) for _ in range(2)]
     for number, buffer in enumerate(buffers):
         history.watch(buffer, f"staging buffer {number}", [slice(0, LARGEST)])
-    return QueuedEngine(StagedDelivery(store, streams, buffers, turns, worth_a_copy), 2, **settings)
+    engine = QueuedEngine(StagedDelivery(store, streams, buffers, turns, worth_a_copy), 2, **settings)
+    engine.streams = streams
+    return engine
 
 
 def execute(program, kind, turns, history):
@@ -180,7 +187,7 @@ def execute(program, kind, turns, history):
     store = FaultyStore(history, turns, program.faults)
     # Nobody can go on only if a read hangs: then time passes.
     engine = make_engine(kind, store, history, turns, 1.0 if program.faults else None, program)
-    compute = COMPUTATION if kind in ("pinned", "staged") else None
+    compute = COMPUTATION if kind in DEVICES else None
     runtime = make_runtime(
         store,
         program.budget or smallest_budget(program.mixed),
@@ -193,15 +200,22 @@ def execute(program, kind, turns, history):
     )
     record_reads(runtime.kernel, history, compute, turns.pause)
     outputs = []
-    for number, (seed, layer, tokens) in enumerate(program.steps):
-        if number in program.resizes:
-            runtime.resize_recorded(program.resizes[number])
-        try:
-            outputs.append(runtime.forward(layer, *random_step(seed, tokens, STORE.experts)))
-        except TransferError:
-            outputs.append(None)
-        runtime.check_integrity()
-        store.hanging = False
+    with engine.paused() if program.captures else contextlib.nullcontext():
+        for number, (seed, layer, tokens) in enumerate(program.steps):
+            if number in program.resizes:
+                runtime.resize_recorded(program.resizes[number])
+            try:
+                outputs.append(runtime.forward(layer, *random_step(seed, tokens, STORE.experts)))
+            except TransferError:
+                outputs.append(None)
+            runtime.check_integrity()
+            store.hanging = False
+            if program.captures and kind in DEVICES:
+                engine.streams.capturing = True
+                for _ in range(3):
+                    turns.pause()
+                engine.streams.capturing = False
+                assert engine.streams.intruders == []
     engine.close()
     return outputs
 

@@ -184,9 +184,11 @@ class _StreamDelivery:
             return ticket.destination
         return ticket.destination[self.span(ticket, projections)]
 
-    def _enqueue(self, source: torch.Tensor, destination: torch.Tensor, ticket: Ticket) -> Any:
+    def _enqueue(self, source: torch.Tensor, ticket: Ticket, projections: range) -> Any:
         urgent = ticket.reason is Reason.DEMAND
-        return self._streams.copy(source, destination, urgent=urgent, after=ticket.after)
+        # Behind the slot's last reader once: later pieces follow the first, on its stream or because it was waited for.
+        after = ticket.after if projections.start == 0 else None
+        return self._streams.copy(source, self._destination(ticket, projections), urgent=urgent, after=after)
 
 
 class PinnedDelivery(_StreamDelivery):
@@ -196,8 +198,7 @@ class PinnedDelivery(_StreamDelivery):
 
     def deliver(self, ticket: Ticket, projections: range, *, wait: bool = True) -> Any:
         """Enqueue the copy, which never waits."""
-        source = self._store.blob(ticket.key, projections)
-        return self._enqueue(source, self._destination(ticket, projections), ticket)
+        return self._enqueue(self._store.blob(ticket.key, projections), ticket, projections)
 
 
 class StagedDelivery(_StreamDelivery):
@@ -226,7 +227,6 @@ class StagedDelivery(_StreamDelivery):
 
     def deliver(self, ticket: Ticket, projections: range, *, wait: bool = True) -> Any:
         """Read into a buffer, then enqueue the copy."""
-        destination = self._destination(ticket, projections)
         with self._returned:
             while not self._buffers:
                 if not wait:
@@ -237,9 +237,10 @@ class StagedDelivery(_StreamDelivery):
         try:
             if busy is not None:
                 self._streams.synchronize(busy)
-            staged = buffer[: destination.numel()]
+            span = self.span(ticket, projections)
+            staged = buffer[: span.stop - span.start]
             self._store.read_into(ticket.key, staged, projections, wait=wait)
-            event = self._enqueue(staged, destination, ticket)
+            event = self._enqueue(staged, ticket, projections)
             return event
         finally:
             with self._returned:

@@ -87,7 +87,7 @@ class Foresight:
 def make_store(layers: int) -> MemoryStore:
     """Tiny experts that travel as long as large ones; each one's bytes say which it is."""
     fmt = ExpertFormat(64, 32, 4, 32, torch.bfloat16)
-    store = MemoryStore(ModelExperts(tuple(range(layers)), EXPERTS, SHAPE.top_k, {4: fmt}), pin=False)
+    store = MemoryStore(ModelExperts(tuple(range(layers)), EXPERTS, SHAPE.top_k, {4: fmt}))
     for number, key in enumerate(all_keys(store.experts)):
         store.blob(key).view(torch.int64)[:] = number
     return store

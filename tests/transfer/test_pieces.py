@@ -113,7 +113,7 @@ def test_what_was_prefetched_is_followed_as_far_as_it_is_read(memory_store):
 )
 def test_a_copy_more_is_made_where_it_is_worth_it(hidden, intermediate, bits, copies):
     experts = ModelExperts((0,), 1, 1, {bits: ExpertFormat(hidden, intermediate, bits, 64, torch.bfloat16)})
-    store = MemoryStore(experts, pin=False)
+    store = MemoryStore(experts)
     streams = Waits(History(), lambda: None, lambda: True)
     engine = QueuedEngine(PinnedDelivery(store, streams), 0, eager=True)
     engine.submit(BlobKey(0, 0, bits), torch.empty(experts.formats[bits].nbytes, dtype=torch.uint8), Reason.DEMAND)

@@ -130,6 +130,23 @@ def test_experts_computed_together_get_the_bits_they_get_alone(width, activation
         assert torch.equal(together.nan_to_num(7.0), alone.nan_to_num(7.0))
 
 
+def test_sixteen_bit_products_have_few_different_numbers_of_rows(monkeypatch):
+    """For each of them oneDNN keeps what it compiles; and what pads them reaches nobody."""
+    rows, seen, linear = [], set(), torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: rows.append(len(x)) or linear(x, *rest))
+    kernel, expert = CpuKernel(linear_tokens=4096), random_expert(64, 32, 16, bias=True)
+    x = random_tokens(2048, 64, torch.bfloat16)
+    for tokens in (*range(1, 140), *range(141, 2048, 97), 2048):
+        got = compute(kernel, x[:tokens], [expert.work(list(range(tokens)), list(range(tokens)))], tokens)
+        (asked,) = set(rows)
+        assert tokens <= asked <= max(tokens + 7, 1.25 * tokens)
+        seen.add(asked)
+        want = expert_reference(x[:tokens], expert.gate, expert.up, expert.down, Activation.SILU)
+        assert relative_error(got, want) < 1e-2, tokens
+        rows.clear()
+    assert len(seen) <= 8 + 7 + 4 * 5, "up to 8, in steps of 8 to 64, and four in each octave to 2048"
+
+
 @pytest.mark.skipif(not int4_available(), reason="needs torch's AVX512 int4 kernel")
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("bits", [8, 4, 2])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_dymoe.experts import mapping
-from vllm_dymoe.experts.mapping import map_bytes, prefer_node, several_nodes, whole_pages
+from vllm_dymoe.experts.mapping import drop_pages, map_bytes, prefer_node, several_nodes, whole_pages
 
 PAGE = mmap.PAGESIZE
 MIB = 2**20
@@ -60,6 +60,15 @@ def test_memory_goes_with_the_last_tensor_over_it():
     gc.collect()
     assert not mapped(address)
     assert before - rss() > 36 * MIB
+
+
+def test_pages_can_go_before_the_tensors_do():
+    memory = map_bytes(9 * MIB + 5)
+    memory.fill_(1)
+    drop_pages(memory)
+    assert resident(memory) == 0
+    assert not memory.any()
+    drop_pages(map_bytes(0))
 
 
 def rss():

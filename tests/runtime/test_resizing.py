@@ -11,7 +11,9 @@ from tests.runtime.steps import CPU, make_runtime, random_step
 from tests.small_model import make_experts
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.slots import SlotPool
-from vllm_dymoe.experts.store import MemoryStore
+from vllm_dymoe.experts.store import Manifest, MemoryStore
+from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.quantize.experts import FileSink
 from vllm_dymoe.runtime import device_memory
 from vllm_dymoe.runtime.device_memory import CudaMemory, HostMemory, make_device_memory
 
@@ -35,6 +37,28 @@ def test_what_a_smaller_budget_leaves_is_the_systems_again():
     before = rss()
     runtime.resize("100%")
     assert rss() - before > 0.9 * left, "and it is there again when it is wanted"
+    assert not view.any()
+
+
+def test_slots_that_numpy_has_seen_are_given_back_too(tmp_path):
+    """As files are read: torch does not resize a storage that it has shared with NumPy."""
+    experts = make_experts()
+    files = random_store(experts, FileSink(tmp_path / "store", Manifest(experts, "dummy", "a model")), seed=1)
+    runtime = make_runtime(files, "50%", lo=0)
+    outputs = [runtime.forward(layer, *random_step(1, 7, experts)) for layer in (0, 1)]
+    for budget in ("25%", "100%"):
+        runtime.resize(budget)
+        again = [runtime.forward(layer, *random_step(1, 7, experts)) for layer in (0, 1)]
+        assert all(torch.equal(a, b) for a, b in zip(again, outputs, strict=True))
+    runtime.check_integrity()
+    runtime.engine.close()
+
+
+def test_a_devices_slots_are_freed_whoever_holds_a_view():
+    pool = SlotPool(make_experts().formats[4], 3, CPU)
+    pool.device, pool._arena = torch.device("cuda"), torch.zeros(pool.nbytes, dtype=torch.uint8)
+    view = pool._arena[5:]
+    pool.close()
     assert view.untyped_storage().nbytes() == 0
 
 
@@ -53,7 +77,7 @@ class Device:
         self.peak = 0
 
     def available(self):
-        held = sum(pool._arena.untyped_storage().nbytes() for pool in self._runtime.pools.values())
+        held = sum(len(pool.slots) * pool.format.nbytes for pool in self._runtime.pools.values())
         self.peak = max(self.peak, held)
         return self.total - held
 
@@ -105,7 +129,7 @@ def test_old_memory_is_gone_before_new_memory_is_made(runtime, monkeypatch):
     old = list(runtime.pools.values())
 
     def made(self):
-        there.append(sum(pool._arena.untyped_storage().nbytes() for pool in old))
+        there.append(sum(len(pool.slots) for pool in old))
         init(self)
 
     monkeypatch.setattr(SlotPool, "__post_init__", made)

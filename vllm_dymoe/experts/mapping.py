@@ -39,6 +39,18 @@ def map_bytes(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
 
 
+def drop_pages(memory: torch.Tensor) -> None:
+    """Give a mapping's pages back at once, though somebody may still hold a tensor over it; that one reads zeros.
+
+    Args:
+        memory: what ``map_bytes`` has returned.
+    """
+    if memory.numel() > 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        nbytes = ctypes.c_size_t(whole_pages(memory.numel()))
+        libc.madvise(ctypes.c_void_p(memory.data_ptr()), nbytes, ctypes.c_int(mmap.MADV_DONTNEED))
+
+
 def several_nodes() -> bool:
     """Whether some of this machine's memory is farther from a device than other."""
     try:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.experts.layout import ExpertFormat, PackedExpert
+from vllm_dymoe.experts.mapping import drop_pages, map_bytes
 
 
 @dataclass(eq=False)
@@ -45,8 +46,12 @@ class SlotPool:
 
     def __post_init__(self) -> None:
         # Written once, so that the memory is really there: a machine short of it would end the process later.
-        self._arena = torch.empty(self.count, self.format.nbytes, dtype=torch.uint8, device=self.device).fill_(0)
-        self.slots = [Slot(i, blob, self.format.view(blob)) for i, blob in enumerate(self._arena)]
+        on_host = self.device.type == "cpu"
+        nbytes = self.count * self.format.nbytes
+        self._arena = map_bytes(nbytes) if on_host else torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._arena.fill_(0)
+        blobs = self._arena.view(self.count, self.format.nbytes)
+        self.slots = [Slot(i, blob, self.format.view(blob)) for i, blob in enumerate(blobs)]
         self._free = self.slots[::-1]
 
     def fence(self, filled: Any) -> None:
@@ -63,7 +68,10 @@ class SlotPool:
         """Give the memory back at once, though a cancelled transfer may hold a view of its slot a moment longer."""
         self.slots.clear()
         self._free.clear()
-        self._arena.untyped_storage().resize_(0)
+        if self.device.type == "cpu":  # whose storage torch does not resize once NumPy has seen it
+            drop_pages(self._arena)
+        else:
+            self._arena.untyped_storage().resize_(0)
 
     @property
     def nbytes(self) -> int:

@@ -382,7 +382,7 @@ class MoERuntime:
             )
         try:
             return SlotPool(fmt, count, self.device)
-        except RuntimeError as error:  # torch.OutOfMemoryError among them
+        except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError among them
             raise ConfigError(
                 f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self._where} memory for {count} slots, which "
                 f"could not be had ({str(error).splitlines()[0]}); lower expert_budget or gpu_memory_utilization, or "

@@ -212,7 +212,7 @@ def execute(program, kind, turns, history):
             store.hanging = False
             if program.captures and kind in DEVICES:
                 engine.streams.capturing = True
-                for _ in range(3):
+                for _ in range(20):
                     turns.pause()
                 engine.streams.capturing = False
                 assert engine.streams.intruders == []

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from multiprocessing import get_context
@@ -73,9 +74,9 @@ def check(pool: ProcessPoolExecutor) -> list[str]:
     return [sentence for part in found for sentence in part.result()]
 
 
-def chosen(models: list[str] | None) -> list[tuple[Layer, str]]:
+def chosen(models: Sequence[str] | None, tiers: Sequence[str] | None = None) -> list[tuple[Layer, str]]:
     """Layers and tiers to measure."""
-    return [(layer, tiers) for layer in LAYERS if not models or layer.model in models for tiers in TIERS]
+    return [(layer, name) for layer in LAYERS if not models or layer.model in models for name in tiers or TIERS]
 
 
 def tune(models: list[str] | None) -> None:
@@ -106,7 +107,9 @@ def compile_layer(layer: Layer, tiers: str) -> None:
     torch.cuda.synchronize()
 
 
-def measure(models: list[str] | None, tokens: list[int] | None) -> dict[str, Any]:
+def measure(
+    models: Sequence[str] | None, tokens: Sequence[int] | None, tiers: Sequence[str] | None = None
+) -> dict[str, Any]:
     """All rows."""
     import triton
     from measure import measure_machine
@@ -119,9 +122,9 @@ def measure(models: list[str] | None, tokens: list[int] | None) -> dict[str, Any
     )
     others = {"wna16_us": VllmKernel("wna16", find_wna16), "marlin_us": VllmKernel("Marlin", find_marlin)}
     rows = []
-    for layer, tiers in chosen(models):
+    for layer, name in chosen(models, tiers):
         for count in tokens or TOKENS:
-            rows.append(measure_layer(machine, layer, tiers, TIERS[tiers], count, others))
+            rows.append(measure_layer(machine, layer, name, TIERS[name], count, others))
     return {
         "card": machine.name,
         "date": date.today().isoformat(),

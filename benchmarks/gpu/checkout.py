@@ -7,18 +7,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def need(*modules: str) -> None:
+def missing(*modules: str) -> list[str]:
+    """Those of the modules that are not installed."""
+    return sorted(name for name in modules if importlib.util.find_spec(name) is None)
+
+
+def need(*modules: str, command: str = "bench-gpu") -> None:
     """Go on only where these are installed.
+
+    Args:
+        modules: names.
+        command: of the Makefile.
 
     Raises:
         SystemExit: one is not; the sentence says which, and what to do.
     """
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
+    absent = missing(*modules)
+    if absent:
         name = Path(sys.argv[0]).stem
         raise SystemExit(
-            f"{name}: {sys.executable} has no {' and no '.join(missing)}; name a Python that has, as in "
-            "make bench-gpu PYTHON=python3.12."
+            f"{name}: {sys.executable} has no {' and no '.join(absent)}; name a Python that has, as in "
+            f"make {command} PYTHON=python3.12."
         )
 
 

@@ -5,12 +5,14 @@ from torch.overrides import TorchFunctionMode
 
 
 class OnTheHost(TorchFunctionMode):
-    """Inside, tensors that are asked for on the card are made on the host."""
+    """Inside, tensors that are asked for on the card are made on the host, and none is page-locked."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.pin_memory:
             return args[0]
-        named = {name: _on_the_host(value) for name, value in (kwargs or {}).items()}
+        if function is torch.device:  # a name is no tensor
+            return function(*args, **(kwargs or {}))
+        named = {name: _on_the_host(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         return function(*map(_on_the_host, args), **named)
 
 

@@ -1,0 +1,149 @@
+"""Is vllm-dymoe right on this card, and how fast is it there? Ten minutes.
+
+Needs torch, triton and a CUDA device, and for the runtime a few packages that it names where they are missing; no
+network, no install. Each part runs in a process of its own and has a time limit. Speeds are measured last, and only if
+everything was right.
+"""
+
+import argparse
+import faulthandler
+import importlib
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from checkout import find_package, missing, need
+from processes import run_part
+from record import Found, PartEndedError, Recorder
+
+need("torch", "triton", command="gpu")
+find_package()
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+_PACKAGE = ("pydantic", "psutil", "safetensors", "xxhash")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the parts.
+
+    Attributes:
+        question: that it answers.
+        limit: seconds.
+        needs: modules beside torch and triton.
+    """
+
+    question: str
+    limit: float
+    needs: tuple[str, ...] = ()
+
+
+MACHINE = "machine"
+PARTS = {
+    MACHINE: Part("What is this machine?", 60),
+    "kernels": Part("Do the kernels agree with float64?", 240),
+    "runtime": Part("Does a budget, a store, prefetch or timing change a bit?", 180, _PACKAGE),
+    "graphs": Part("Do replayed graphs compute what eager launches compute?", 90, _PACKAGE),
+    "sanitizer": Part("Does compute-sanitizer find anything?", 240, _PACKAGE),
+    "engine": Part("Does vLLM answer the same with graphs and without, at 100 and 25 %?", 420, _PACKAGE),
+    "speeds": Part("How far from the hardware's bound?", 300, _PACKAGE),
+}
+"""In the order in which they run; the last one only if nothing was wrong."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check, measure, report; 0 only if everything that was checked is right."""
+    parser = argparse.ArgumentParser(prog="gpu", description=__doc__)
+    names = [name for name in PARTS if name != MACHINE]
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
+    parser.add_argument("--output", type=Path, default=HERE, help="folder of the JSON file")
+    parser.add_argument("--no-readme", action="store_true", help="leave the README's table as it is")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.part is not None:
+        return _child(arguments.part, arguments.result, arguments.deadline)
+    absent = missing(*{name for part in arguments.parts for name in PARTS[part].needs})
+    if absent:
+        without = [part for part in arguments.parts if not PARTS[part].needs]
+        print(
+            f"gpu: {sys.executable} has no {' and no '.join(absent)}, which the runtime needs: "
+            f"{sys.executable} -m pip install {' '.join(absent)}; without them only "
+            f"benchmarks/gpu/gpu.py --parts {' '.join(without) or 'kernels'} can run.",
+            file=sys.stderr,
+        )
+        return 1
+    return _run(arguments.parts, arguments.output, None if arguments.no_readme else README)
+
+
+def _child(name: str, result: Path, deadline: float) -> int:
+    """One part, in this process."""
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(deadline - time.time() - 1, 0.1))  # before this process is ended
+    record = Recorder(result)
+    try:
+        importlib.import_module(f"parts.{name}").run(record)
+    except PartEndedError:
+        return 1
+    record.end()
+    return 0
+
+
+def _run(names: list[str], output: Path, readme: Path | None) -> int:
+    from gpu_report import line, markdown, write
+
+    folder = Path(tempfile.mkdtemp(prefix="dymoe-gpu-"))
+    found: dict[str, Found] = {}
+    for name in (MACHINE, *(name for name in PARTS if name in names)):
+        wrong = [sentence for part in found.values() for sentence in part.wrong]
+        if wrong and (name == "speeds" or found[MACHINE].wrong):
+            break
+        print(f"{name}: {PARTS[name].question}", flush=True)
+        found[name] = run_part(name, PARTS[name].limit, folder, lambda entry: _show(line(entry)))
+        if found[name].failure is not None:
+            _show(f"  FAILED  {found[name].failure}")
+    wrong = [f"{name}: {sentence}" for name, part in found.items() for sentence in part.wrong]
+    print()
+    if wrong:
+        for part in found.values():
+            part.speeds.clear()
+            part.facts.pop("kernels", None)
+    results: dict[str, Any] = {
+        **found[MACHINE].facts,
+        "date": date.today().isoformat(),
+        "right": not wrong,
+        "wrong": wrong,
+        "not_run": [name for name in names if name not in found],
+        "parts": {name: asdict(part) for name, part in found.items() if name != MACHINE},
+    }
+    if found[MACHINE].complete:
+        path = output / f"gpu-{results['card'].replace(' ', '-')}-{results['date']}.json"
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        print(markdown(results))
+        print(f"written: {path}")
+        if readme is not None and not wrong and not results["not_run"] and set(names) == set(PARTS) - {MACHINE}:
+            write(results, readme)
+            print(f"written: the table in {readme}")
+    for sentence in wrong:
+        print(f"gpu: {sentence}", file=sys.stderr)
+    if wrong:
+        print("gpu: not right on this machine; no speeds are reported.", file=sys.stderr)
+        return 1
+    print("gpu: everything that was checked is right.")
+    return 0
+
+
+def _show(text: str | None) -> None:
+    if text:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""vLLM itself, where it is installed: the same answers with CUDA graphs and without, and at both budgets.
+
+Both engines compile the same code, and batches have exactly the sizes that graphs are captured for: where nothing is
+padded and nothing is compiled otherwise, there is no reason for a single bit to differ.
+"""
+
+import importlib.util
+import json
+import os
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from record import Recorder
+
+BUDGETS = ("100%", "25%")
+GRAPHS = {"off": "NONE", "on": "PIECEWISE"}
+BATCH = 4
+"""Requests that are answered together, after some alone."""
+ALONE = 2
+NEW_TOKENS = 24
+SETTINGS: dict[str, Any] = {"gpu_memory_utilization": 0.5}
+"""Of the engine, beside what makes answers comparable."""
+
+
+def run(record: Recorder) -> None:
+    """One engine after the other, each in a process that gives its memory back."""
+    if importlib.util.find_spec("vllm") is None:
+        record.say(
+            "Left out: vLLM is not installed here. Name a Python that has it, as in make gpu PYTHON=.venv/bin/python."
+        )
+        return
+    answers: dict[str, dict[str, Any]] = {}
+    modes = {}
+    for graphs, mode in GRAPHS.items():
+        with record.check(f"vLLM's engine answers with graphs {graphs}, at {' and '.join(BUDGETS)}") as wrong:
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                found = pool.submit(ask, mode, SETTINGS).result()
+            answers[graphs], modes[graphs] = found["answers"], found["mode"]
+            wrong += _differences(answers[graphs][BUDGETS[1]], answers[graphs][BUDGETS[0]], f"graphs {graphs}, 25 %")
+            if found["misses"] == 0:
+                wrong.append("no expert was fetched at 25 %, so that this says nothing")
+    with record.check("the same answers with graphs as without") as wrong:
+        for budget in BUDGETS:
+            wrong += _differences(answers["on"][budget], answers["off"][budget], f"{budget}, graphs on")
+    record.say(f"cudagraph_mode in force was {modes['off']} and {modes['on']}.")
+
+
+def ask(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """One engine's greedy tokens and their log-probabilities, at both budgets."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, which knows the package of a checkout
+    with tempfile.TemporaryDirectory() as stores:
+        os.environ["DYMOE_STORE_DIR"] = stores
+        from vllm import LLM, SamplingParams
+
+        import vllm_dymoe
+        from vllm_dymoe import data
+
+        vllm_dymoe.register()
+        model = Path(data.__file__).parent / "tiny_moe"
+        llm = LLM(
+            model=str(model),
+            quantization="dymoe",
+            additional_config={"dymoe": {"expert_budget": BUDGETS[0]}},
+            max_model_len=512,
+            max_num_seqs=BATCH,
+            enable_prefix_caching=False,
+            compilation_config={"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, BATCH]},
+            **settings,
+        )
+        prompts = [entry["prompt"] for entry in json.loads((model / "prompts.json").read_text())][: ALONE + BATCH]
+        sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1)
+        answers, misses = {}, 0
+        for budget in BUDGETS:
+            llm.collective_rpc("dymoe_resize", args=(budget,))
+            llm.collective_rpc("dymoe_reset_stats")
+            groups = [[prompt] for prompt in prompts[:ALONE]] + [prompts[ALONE:]]
+            outputs = [output for group in groups for output in llm.generate(group, sampling, use_tqdm=False)]
+            answers[budget] = [
+                [(token, tops[token].logprob) for token, tops in zip(one.token_ids, one.logprobs, strict=True)]
+                for one in (output.outputs[0] for output in outputs)
+            ]
+            misses = llm.collective_rpc("dymoe_stats")[0]["misses"]
+        resolved = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
+        llm.llm_engine.engine_core.shutdown()
+        return {"answers": answers, "misses": misses, "mode": getattr(resolved, "name", str(resolved))}
+
+
+def _differences(ours: list[Any], theirs: list[Any], name: str) -> list[str]:
+    """Where tokens or their log-probabilities differ first, as sentences."""
+    wrong = []
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        for position, (a, b) in enumerate(zip(one, other, strict=True)):
+            if a != b:
+                what = f"token {a[0]} and not {b[0]}" if a[0] != b[0] else f"log-probability {a[1]} and not {b[1]}"
+                wrong.append(f"{name}: prompt {number} has at position {position} {what}")
+                break
+    return wrong

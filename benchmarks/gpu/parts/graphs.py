@@ -1,0 +1,168 @@
+"""Graphs that are replayed compute what eager launches compute, with whatever has changed in between."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from record import Recorder
+from torch import Tensor
+
+from parts.launches import fixed_launch
+from parts.stack import DEVICE, DTYPE, Model, Stack, normalized, pinned_store, same_bits
+from vllm_dymoe.predict import Phase
+from vllm_dymoe.runtime import MoERuntime
+
+MODEL = Model(layers=4, experts=16, top_k=4, hidden=520, intermediate=328, group=32)
+BITS = 4, 2
+LAUNCHED = (1, 2, 40, 200)
+"""Tokens of a call: each way that kernels are launched in."""
+BATCH = 4
+STEPS = 12
+
+
+def run(record: Recorder) -> None:
+    """Launches alone, then pieces around the runtime's forward."""
+    with record.check("the kernels' launches: replayed with another x, the bits of eager launches") as wrong:
+        for tokens in LAUNCHED:
+            wrong += _check_launches(tokens)
+    store = pinned_store(MODEL, BITS)
+    for budget, prefetch in (("100%", "none"), ("25%", "none"), ("25%", "next-gate"), ("minimum", "next-gate")):
+        name = f"pieces around the runtime's forward at {budget}, prefetch {prefetch}"
+        with record.check(f"{name}: captured beside its transfers and replayed, the bits of eager pieces") as wrong:
+            wrong += _check_pieces(
+                Stack(MODEL, exact=True), lambda stack, b=budget, p=prefetch: stack.runtime(store, *BITS, b, p)
+            )
+    store.close()
+
+
+def _check_launches(tokens: int) -> list[str]:
+    stack = Stack(MODEL, exact=True)
+    x = stack.inputs(tokens, 0)
+    out = torch.empty(tokens * MODEL.top_k, MODEL.hidden, dtype=DTYPE, device=DEVICE)
+    formats = MODEL.at(BITS).formats
+    _, ids = stack.route(0, x)
+    slots = [formats[BITS[expert % len(BITS)]] for expert in range(MODEL.experts)]
+    launch = fixed_launch(slots, x, out, ids.cpu().long())
+    graph = captured(launch, None)
+    wrong = []
+    for seed in range(1, 4):
+        x.copy_(stack.inputs(tokens, seed))
+        out.fill_(torch.nan)
+        launch()
+        eager = out.clone()
+        out.fill_(torch.nan)
+        graph.replay()
+        if not same_bits(out, eager):
+            wrong.append(f"{tokens} tokens: the replay has other bits than the eager launch")
+        if out.isnan().any():
+            wrong.append(f"{tokens} tokens: rows are left unwritten")
+    return wrong
+
+
+class Pieces:
+    """What vLLM makes of a model with an operator in it that no graph can hold: piece, operator, piece, ...
+
+    A piece computes what lies between two MoE layers, and allocates the buffer that the operator behind it writes to.
+    Captured, it reads and writes the memory of its capture for ever after.
+
+    Args:
+        stack: gates.
+        runtime: of the operators.
+    """
+
+    def __init__(self, stack: Stack, runtime: MoERuntime) -> None:
+        self._stack, self._runtime = stack, runtime
+        self._graphs: list[Any] = []
+        self._held: list[tuple[Tensor, ...]] = []
+
+    def eager(self, x: Tensor) -> Tensor:
+        """Every piece and operator, launched."""
+        handed = self._piece(0, x)
+        for layer in range(MODEL.layers):
+            self._operator(layer, *handed)
+            handed = self._piece(layer + 1, *handed)
+        return handed[0]
+
+    def capture(self, x: Tensor) -> None:
+        """One graph for each piece, in one pool; operators run between the captures, and their transfers beside them."""
+        with transfers_paused(self._runtime):
+            self._capture(x, torch.cuda.graph_pool_handle())
+
+    def _capture(self, x: Tensor, pool: Any) -> None:
+        handed: tuple[Tensor, ...] = (x,)
+        for number in range(MODEL.layers + 1):
+            inputs = handed
+            box: list[tuple[Tensor, ...]] = []
+            self._graphs.append(captured(lambda n=number, i=inputs, b=box: b.append(self._piece(n, *i)), pool, False))
+            handed = box[-1]
+            self._held.append(handed)
+            self._graphs[-1].replay()  # so that the operator behind it is called with what it would be called with
+            if number < MODEL.layers:
+                self._operator(number, *handed)
+
+    def replay(self) -> Tensor:
+        """What capture saw, with what the input holds now."""
+        for number, graph in enumerate(self._graphs):
+            graph.replay()
+            if number < MODEL.layers:
+                self._operator(number, *self._held[number])
+        return self._held[-1][0]
+
+    def _piece(self, number: int, x: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
+        if before:  # the operator's output, which the next layer reads
+            x = normalized(x + before[-1])
+        if number == MODEL.layers:
+            return (x,)
+        weights, ids = self._stack.route(number, x)
+        return x, weights, ids, torch.empty_like(x)
+
+    def _operator(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, out: Tensor) -> None:
+        out.copy_(self._runtime.forward(layer, x, weights, ids, phase=Phase.DECODE))
+
+
+def _check_pieces(stack: Stack, make_runtime: Callable[[Stack], MoERuntime]) -> list[str]:
+    wrong = []
+    inputs = [stack.inputs(BATCH, seed) for seed in range(STEPS)]
+    eager, replayed = Pieces(stack, make_runtime(stack)), Pieces(stack, make_runtime(stack))
+    want = [eager.eager(x).clone() for x in inputs]
+    x = inputs[0].clone()
+    replayed.eager(x)  # compiles, and leaves transfers under way
+    replayed.capture(x)
+    got = []
+    for values in inputs:
+        x.copy_(values)
+        got.append(replayed.replay().clone())
+    torch.cuda.synchronize()
+    for number, (one, other) in enumerate(zip(got, want, strict=True)):
+        if not same_bits(one, other):
+            wrong.append(f"step {number} has other bits than eager pieces give")
+    for pieces in (eager, replayed):
+        pieces._runtime.check_integrity()
+        pieces._runtime.engine.close()
+    return wrong
+
+
+def transfers_paused(runtime: MoERuntime) -> AbstractContextManager[None]:
+    """What the plugin does around vLLM's captures: no other thread calls CUDA, or the capture fails."""
+    return getattr(runtime.engine, "paused", nullcontext)()
+
+
+def captured(function: Callable[[], Any], pool: Any, warm: bool = True) -> Any:
+    """A graph of what a function launches, captured as vLLM does: any thread that disturbs it fails it.
+
+    Args:
+        function: launches only.
+        pool: of memory, shared by graphs that are replayed in order; None for one of its own.
+        warm: launch it once before, on the stream of the capture.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    if warm:
+        with torch.cuda.stream(stream):
+            function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="global"):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph

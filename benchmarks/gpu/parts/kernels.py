@@ -1,0 +1,18 @@
+"""Every variant of the kernels against float64, as `make bench-gpu` does before it measures."""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from record import Recorder
+
+
+def run(record: Recorder) -> None:
+    """Compile side by side, which takes longer than computing."""
+    from bench_gpu import check
+
+    with (
+        record.check("every variant agrees with float64, repeats its bits, and fetches what the source holds") as wrong,
+        ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn")) as pool,
+    ):
+        wrong += check(pool)

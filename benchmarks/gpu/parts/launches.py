@@ -1,0 +1,41 @@
+"""The kernels' launches as a graph would capture them. All that `make gpu` knows of the kernels' inside is here."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from parts.stack import DEVICE
+from vllm_dymoe.experts.layout import ExpertFormat
+from vllm_dymoe.kernels import Activation, ExpertWork
+from vllm_dymoe.kernels.triton import TritonKernel
+from vllm_dymoe.quantize.dummy import fill_randomly
+
+
+def fixed_launch(formats: list[ExpertFormat], x: Tensor, out: Tensor, ids: Tensor) -> Callable[[], None]:
+    """The launches of one layer whose experts stay in their slots.
+
+    Args:
+        formats: of the slots, one expert each.
+        x: [tokens, hidden], read at every call.
+        out: [tokens * top_k, hidden], written at every call.
+        ids: [tokens, top_k] on the host; the routing is the same at every call.
+    """
+    generator = torch.Generator().manual_seed(3)
+    work = []
+    for expert, fmt in enumerate(formats):
+        blob = torch.empty(fmt.nbytes, dtype=torch.uint8)
+        for matrix, section in zip(fmt.matrices, fmt.sections, strict=True):
+            fill_randomly(matrix, blob[section], generator)
+        slot = fmt.view(blob.to(DEVICE))
+        pairs = (ids.flatten() == expert).nonzero().flatten()
+        work.append(ExpertWork(*slot, (pairs // ids.shape[1]).to(DEVICE), pairs.to(DEVICE)))
+    kernel = TritonKernel(DEVICE, formats=[matrix for fmt in formats for matrix in fmt.matrices])
+    kernel.forward(x, work, out, Activation.SILU)  # compiles
+    prepared = kernel.prepare(work)
+    assert prepared is not None
+
+    def launch(work: list[ExpertWork] = work) -> None:  # kept: what is prepared has addresses only
+        kernel.launch(prepared, x, out, Activation.SILU)
+
+    return launch

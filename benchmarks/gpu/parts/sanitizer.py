@@ -1,0 +1,72 @@
+"""A short program under NVIDIA's compute-sanitizer, where it is."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import processes
+from record import Found, Recorder
+
+TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}
+"""Tools and their options: torch asks the driver for functions that it may not have, which is no error of ours."""
+LIMIT = 100.0
+"""Seconds for each tool, which makes a program 10 to 100 times as slow."""
+_FOUND_SOMETHING = 86
+
+
+def find() -> str | None:
+    """The program, on the path or in a CUDA toolkit."""
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    folders = [str(Path(home) / "bin") for home in [*homes, "/usr/local/cuda"] if home]
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+
+
+def run(record: Recorder) -> None:
+    """Compile first, outside of the tools."""
+    program = find()
+    if program is None:
+        record.say(
+            "Left out: there is no compute-sanitizer here. It comes with NVIDIA's CUDA toolkit; set PATH or CUDA_HOME."
+        )
+        return
+    with record.check("the short program runs by itself") as wrong:
+        wrong += _run([])
+    if wrong:
+        return
+    for tool, options in TOOLS.items():
+        with record.check(f"{tool} finds nothing") as wrong:
+            wrong += _run([program, "--tool", tool, "--error-exitcode", str(_FOUND_SOMETHING), *options])
+
+
+def _run(prefix: list[str]) -> list[str]:
+    """What is wrong, as sentences."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "short.jsonl"
+        result.touch()
+        part = ["--part", "short", "--result", str(result), "--deadline", str(time.time() + LIMIT)]
+        command = [*prefix, *processes.PROGRAM, *part]
+        # Every tensor its own allocation: in a block of torch's cache a byte too far is another tensor's.
+        alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if prefix else {}
+        try:
+            done = subprocess.run(
+                command, env={**os.environ, **alone}, capture_output=True, text=True, check=False, timeout=LIMIT
+            )
+        except subprocess.TimeoutExpired:
+            return [f"no end after {LIMIT:.0f} seconds"]
+        found = Found()
+        for line in result.read_text().splitlines():
+            found.add(line)
+    sys.stdout.write(done.stdout + done.stderr)
+    wrong = found.wrong
+    if done.returncode == _FOUND_SOMETHING or ("ERROR SUMMARY: 0 errors" not in done.stdout and "--tool" in prefix):
+        reports = [line.strip("= ") for line in done.stdout.splitlines() if line.startswith("=========")]
+        told = [line for line in reports if line and "COMPUTE-SANITIZER" not in line]
+        wrong = [*wrong, f"{'; '.join(told[:4]) or 'it reports nothing, not even that it found nothing'}"]
+    elif done.returncode != 0 or not found.complete:
+        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
+        wrong = wrong or [f"it ended with exit status {done.returncode}: {last[0] if last else 'it printed nothing'}"]
+    return wrong

@@ -1,0 +1,155 @@
+"""How far the kernels and the runtime are from what the card's memory and its link allow."""
+
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from statistics import median
+from typing import Any
+
+import torch
+from layers import Layer, Machine, work_of
+from record import Recorder
+
+from parts.stack import Model, Stack, pinned_store, same_bits
+from vllm_dymoe.experts.store import HostStore
+from vllm_dymoe.runtime import MoERuntime
+
+KERNELS = {"models": ("Mixtral-8x7B", "Qwen3-30B-A3B"), "tokens": (1, 16, 512), "tiers": ("4", "4/2")}
+"""A selection of `make bench-gpu`."""
+MODEL = Model(layers=4, experts=128, top_k=8, hidden=2048, intermediate=768)
+"""Four of Qwen3-30B-A3B's 48 MoE layers, with random weights; 2.7 MB for an expert at 4 bits."""
+BITS = 4
+BUDGETS = ("25%", "50%", "100%")
+PREFETCH = ("none", "next-gate")
+STEPS = {"decode": (1, 50), "prefill": (2048, 4)}
+"""Tokens of a step, and how many steps are measured."""
+WARM = 20
+"""Steps of decode before those that are measured, behind a prefill that fills what is there for all experts."""
+
+
+def run(record: Recorder) -> None:
+    """The kernels' selection before the runtime, whose bounds it measures; what is wrong is not measured at all."""
+    import bench_gpu
+
+    store, stack = pinned_store(MODEL, (BITS,)), Stack(MODEL, exact=False)
+    if not _same_at_every_budget(record, store, stack):
+        return
+    with record.check("the kernels' speeds could be measured"):
+        with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn")) as pool:
+            pairs = bench_gpu.chosen(KERNELS["models"], KERNELS["tiers"])
+            list(pool.map(bench_gpu.compile_layer, *zip(*pairs, strict=True)))
+        results = bench_gpu.measure(KERNELS["models"], KERNELS["tokens"], KERNELS["tiers"])
+    record.keep(kernels=results)
+    record.say(
+        f"Measured first: copy on the card {results['copy_gb_per_s']:.0f} GB/s, dense bf16 "
+        f"{results['matmul_tflop_per_s']:.0f} TFLOP/s, from page-locked memory {results['host_gb_per_s']:.1f} GB/s."
+    )
+    for row in results["rows"]:
+        name = f"kernels, {row['model']}, {row['tiers']} bits, {row['tokens']} tokens"
+        record.speed(name, "us", row["time_us"], row["bound_us"], row["bound_share"])
+    share = results["fetch_host_bandwidth_share"]
+    link = results["host_gb_per_s"]
+    record.speed("kernels, experts fetched through from the host", "GB/s", share * link, link, share)
+    machine = Machine(
+        results["card"],
+        results["copy_gb_per_s"] * 1e9,
+        results["matmul_tflop_per_s"] * 1e12,
+        results["host_gb_per_s"] * 1e9,
+    )
+    _measure_runtime(record, machine, store, stack)
+    store.close()
+
+
+def _same_at_every_budget(record: Recorder, store: HostStore, stack: Stack) -> bool:
+    with record.check("the stack to measure gives the same bits at every budget") as wrong:
+        inputs = stack.inputs(4, 0)
+        outs = []
+        for budget in BUDGETS:
+            runtime = stack.runtime(store, BITS, budget=budget)
+            outs.append(stack.step(runtime, inputs)[-1].out.clone())
+            runtime.engine.close()
+        for budget, out in zip(BUDGETS, outs, strict=True):
+            if not same_bits(out, outs[-1]):
+                wrong.append(f"{budget} gives other bits than {BUDGETS[-1]}; no speed is measured")
+    return not wrong
+
+
+def _measure_runtime(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
+    for phase in STEPS:
+        for budget in BUDGETS:
+            for prefetch in PREFETCH if budget != "100%" else PREFETCH[:1]:
+                with record.check(f"the runtime's {phase} at {budget}, prefetch {prefetch}, could be measured"):
+                    runtime = stack.runtime(store, BITS, budget=budget, prefetch=prefetch)
+                    name = f"{phase}, {budget}, prefetch {prefetch}"
+                    _measure(record, machine, stack, runtime, name, *STEPS[phase])
+                    runtime.engine.close()
+                    del runtime
+
+
+def _measure(
+    record: Recorder, machine: Machine, stack: Stack, runtime: MoERuntime, name: str, tokens: int, steps: int
+) -> None:
+    """Time of a layer; what has to be moved is counted in the same steps, and what overlaps in the steps after them."""
+    inputs = [stack.inputs(tokens, seed) for seed in range(steps)]
+    stack.step(runtime, stack.inputs(STEPS["prefill"][0], steps))
+    for seed in range(WARM if tokens == 1 else 0):
+        stack.step(runtime, stack.inputs(tokens, steps + 1 + seed))
+    torch.cuda.synchronize()
+    runtime.reset_stats()
+    times, seen = [], []
+    for x in inputs:
+        begin = time.perf_counter()
+        seen += stack.step(runtime, x)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) / MODEL.layers)
+    stats = runtime.stats()
+    layer = Layer("", MODEL.hidden, MODEL.intermediate, MODEL.experts, MODEL.top_k)
+    works = [work_of(layer, one.ids.tolist(), (BITS,)) for one in seen]
+    on_card = sum(work.seconds(machine) for work in works) / len(works)
+    # Experts that were needed and not kept: with prefetch some of them are hits, whose bytes came over the link as well.
+    fetched = stats.misses + stats.prefetches["useful"]
+    link = fetched * runtime.experts.formats[BITS].nbytes / len(works) / machine.host_bytes_per_second
+    bound, measured = max(on_card, link), median(times)
+    busy = _timeline(stack, runtime, inputs[: max(2, steps // 4)])
+    computing, moving, both = (1e6 * seconds / MODEL.layers for seconds in busy)
+    remark = f"{stats.hit_rate:.0%} hits; the card computes for {computing:.0f} us of a layer"
+    if moving:
+        remark += f", the link works for {moving:.0f}, {both / max(1e-9, min(moving, computing)):.0%} overlap"
+    if not link:
+        remark += f"; the host takes {max(0.0, 1e6 * measured - computing):.0f} us more than the card"
+    record.speed(f"runtime, {name}, a layer", "us", 1e6 * measured, 1e6 * bound, bound / measured, remark)
+
+
+def _timeline(stack: Stack, runtime: MoERuntime, inputs: list[Any]) -> tuple[float, float, float]:
+    """Seconds of a step in which the card computes, in which the link works, and in which both do."""
+    runtime.start_timeline()
+    for x in inputs:
+        stack.step(runtime, x)
+    torch.cuda.synchronize()
+    lanes: dict[str, list[tuple[float, float]]] = {}
+    names: dict[int, str] = {}
+    for event in runtime.stop_timeline():
+        if event["ph"] == "M" and event["name"] == "thread_name":
+            names[event["tid"]] = event["args"]["name"]
+        elif event["ph"] == "X":
+            begin = event["ts"] / 1e6
+            lanes.setdefault(names[event["tid"]], []).append((begin, begin + event["dur"] / 1e6))
+    computing, moving = _union(lanes.get("compute", ())), _union(lanes.get("link", ()))
+    both = _length(computing) + _length(moving) - _length(_union([*computing, *moving]))
+    return tuple(seconds / len(inputs) for seconds in (_length(computing), _length(moving), both))  # type: ignore[return-value]
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _length(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)

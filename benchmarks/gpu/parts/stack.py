@@ -1,0 +1,218 @@
+"""A made-up model of MoE layers: random experts in a store, random gates, and steps through all of its layers."""
+
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.config import Options
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.experts.store import BlobKey, FileStore, HostStore, Manifest, MemoryStore
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.kernels import Activation, expert_reference
+from vllm_dymoe.predict import Gate, Phase, RoutedModel, make_scheme
+from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.quantize.experts import FileSink
+from vllm_dymoe.runtime import MoERuntime
+
+DTYPE = torch.bfloat16
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes.
+
+    Attributes:
+        layers: MoE layers, all alike.
+        experts: of a layer.
+        top_k: experts of a token.
+        hidden: model width.
+        intermediate: expert width.
+        group: weights that share a scale.
+    """
+
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    group: int = 64
+
+    def at(self, bits: Sequence[int]) -> ModelExperts:
+        """Its experts, stored at these widths."""
+        formats = {b: ExpertFormat(self.hidden, self.intermediate, b, self.group, DTYPE) for b in bits}
+        return ModelExperts(tuple(range(self.layers)), self.experts, self.top_k, formats)
+
+
+@dataclass(frozen=True)
+class ByNumber:
+    """A precision plan by the number of an expert alone: every third one is low, so that no budget changes the plan.
+
+    Attributes:
+        before: called with each plan, which is after the host has read a layer's routing and before any transfer or
+            launch for it.
+    """
+
+    before: Callable[[], None] = lambda: None
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        """Both."""
+        return frozenset((Tier.HI, Tier.LO))
+
+    @property
+    def heavy_share(self) -> None:
+        """Nobody's importance is asked for."""
+        return
+
+    def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
+        """Two to one."""
+        return {Tier.HI: [2 / 3] * num_layers, Tier.LO: [1 / 3] * num_layers}
+
+    def plan(self, routing: Any) -> Mapping[int, Tier]:
+        """See the class."""
+        self.before()
+        return {expert: Tier.LO if expert % 3 == 0 else Tier.HI for expert in routing.active}
+
+
+def pinned_store(model: Model, bits: Sequence[int], seed: int = 0) -> HostStore:
+    """In page-locked memory, filled from files as at a start."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = file_store(model, bits, Path(folder) / "store", seed)
+        store = MemoryStore.from_files(files, pin=True)
+        files.close()
+    return store
+
+
+def file_store(model: Model, bits: Sequence[int], folder: Path, seed: int = 0) -> FileStore:
+    """The same bytes in files."""
+    experts = model.at(bits)
+    store = random_store(experts, FileSink(folder, Manifest(experts, "random", "made up")), seed)
+    assert isinstance(store, FileStore)
+    return store
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One layer of one step.
+
+    Attributes:
+        layer: which.
+        x: [tokens, hidden], its input.
+        weights: float32 [tokens, top_k].
+        ids: int32 [tokens, top_k].
+        out: [tokens, hidden].
+    """
+
+    layer: int
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    out: Tensor
+
+
+class Stack:
+    """Gates on the card, and steps through them.
+
+    Args:
+        model: sizes.
+        exact: route without torch.mm, whose libraries may sum in another order in a graph or beside other streams.
+    """
+
+    def __init__(self, model: Model, *, exact: bool) -> None:
+        self.model = model
+        self._exact = exact
+        generator = torch.Generator().manual_seed(1)
+        size = model.layers, model.experts, model.hidden
+        # Neighbouring gates have something in common, as in real models: then one says something about the next.
+        common = torch.randn(size[1:], generator=generator)
+        gates = (common + torch.randn(size, generator=generator)) * model.hidden**-0.5
+        self._gates = gates.to(DTYPE).to(DEVICE)
+
+    def runtime(
+        self,
+        store: HostStore,
+        hi: int,
+        lo: int = 0,
+        budget: str = "100%",
+        prefetch: str = "none",
+        policy: ByNumber | None = None,
+        **options: Any,
+    ) -> MoERuntime:
+        """A runtime at a budget, which can also be "minimum"; two tiers are given by number."""
+        gates = [Gate(lambda x, layer=layer: x @ self._gates[layer].T) for layer in range(self.model.layers)]
+        m = self.model
+        routed = RoutedModel(m.layers, m.experts, m.top_k, gates, hidden=m.hidden, device=DEVICE)
+        chosen = Options(hi=hi, lo=lo, group_size=m.group, expert_budget="100%", **options)
+        if lo and policy is None:
+            policy = ByNumber()
+        predictor = make_scheme(prefetch, {}).build(routed)
+        runtime = MoERuntime(store, chosen, DEVICE, policy=policy, predictor=predictor)
+        if budget != "100%":
+            runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
+        return runtime
+
+    def route(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and experts of a layer's tokens."""
+        gate = self._gates[layer]
+        logits = (x.float().unsqueeze(1) * gate.float()).sum(-1) if self._exact else (x @ gate.T).float()
+        scores = logits.softmax(-1)
+        weights, ids = scores.topk(self.model.top_k, dim=-1)
+        return weights / weights.sum(-1, keepdim=True), ids.int()
+
+    def inputs(self, tokens: int, seed: int) -> Tensor:
+        """Of the first layer: [tokens, hidden]."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(tokens, self.model.hidden, generator=generator).to(DTYPE).to(DEVICE)
+
+    def step(self, runtime: MoERuntime, x: Tensor) -> list[Seen]:
+        """All layers, one after the other; the host does not wait for the card."""
+        phase = Phase.DECODE if len(x) < 16 else Phase.PREFILL
+        seen = []
+        for layer in range(self.model.layers):
+            weights, ids = self.route(layer, x)
+            out = runtime.forward(layer, x, weights, ids, phase=phase)
+            seen.append(Seen(layer, x, weights, ids, out))
+            x = normalized(x + out)
+        return seen
+
+    def reference(self, store: HostStore, seen: Seen, bits: Mapping[int, int]) -> Tensor:
+        """What a layer should have computed, in float64 on the host.
+
+        Args:
+            store: of the experts.
+            seen: inputs.
+            bits: of each expert.
+        """
+        x, weights, ids = seen.x.cpu(), seen.weights.cpu().double(), seen.ids.cpu()
+        total = torch.zeros(x.shape, dtype=torch.float64)
+        for expert in ids.unique().tolist():
+            fmt = store.experts.formats[bits[expert]]
+            blob = torch.empty(fmt.nbytes, dtype=torch.uint8)
+            store.read_into(BlobKey(seen.layer, expert, bits[expert]), blob)
+            tokens, k = (ids == expert).nonzero(as_tuple=True)
+            outputs = expert_reference(x[tokens], *fmt.view(blob), Activation.SILU)
+            total.index_add_(0, tokens, weights[tokens, k].unsqueeze(1) * outputs)
+        return total
+
+
+def normalized(x: Tensor) -> Tensor:
+    """Rows of the length that a model's normalisation gives them."""
+    return (x.float() * x.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Length of the difference over that of what is right; infinite where it is no number."""
+    error = float((got.cpu().double() - want).norm() / want.norm())
+    return error if math.isfinite(error) else math.inf
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit, NaNs included."""
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))

@@ -1,0 +1,124 @@
+"""What a part of `make gpu` found, as lines of JSON, which are there even if the part hangs or dies."""
+
+import json
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+class PartEndedError(Exception):
+    """A check has died; what its part would do next says nothing, as a CUDA error comes back from every later call."""
+
+
+class Recorder:
+    """Writes what a part finds.
+
+    Args:
+        path: file to append to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a")
+
+    def _write(self, kind: str, **content: Any) -> None:
+        self._file.write(json.dumps({"kind": kind, **content}) + "\n")
+        self._file.flush()
+
+    @contextmanager
+    def check(self, name: str) -> Iterator[list[str]]:
+        """Check something; the block appends what is wrong, as sentences.
+
+        Raises:
+            PartEndedError: the block raised something, which is recorded as what is wrong.
+        """
+        self._write("begin", name=name)
+        wrong: list[str] = []
+        begin = time.perf_counter()
+        try:
+            yield wrong
+        except Exception as error:
+            traceback.print_exc()
+            wrong.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            raise PartEndedError from error
+        finally:
+            self._write("check", name=name, wrong=wrong, seconds=round(time.perf_counter() - begin, 2))
+
+    def speed(self, name: str, unit: str, measured: float, bound: float, share: float, remark: str = "") -> None:
+        """A measurement beside its bound.
+
+        Args:
+            name: what was measured.
+            unit: of both.
+            measured: the value.
+            bound: what the hardware allows.
+            share: of what the hardware allows, 0 to 1.
+            remark: anything else.
+        """
+        self._write("speed", name=name, unit=unit, measured=measured, bound=bound, share=share, remark=remark)
+
+    def say(self, sentence: str) -> None:
+        """Something that the report should have in it."""
+        self._write("sentence", sentence=sentence)
+
+    def keep(self, **facts: Any) -> None:
+        """Data for the JSON file."""
+        self._write("facts", facts=facts)
+
+    def end(self) -> None:
+        """The part is complete."""
+        self._write("end")
+        self._file.close()
+
+
+@dataclass
+class Found:
+    """What is known of a part.
+
+    Attributes:
+        checks: name, wrong (sentences) and seconds of each.
+        speeds: name, unit, measured, bound, share and remark of each.
+        sentences: for the report.
+        facts: for the JSON file.
+        under_way: the check that began and has not ended.
+        complete: whether the part came to its end.
+        failure: why it did not, as a sentence.
+        seconds: that it took.
+    """
+
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    speeds: list[dict[str, Any]] = field(default_factory=list)
+    sentences: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    under_way: str | None = None
+    complete: bool = False
+    failure: str | None = None
+    seconds: float = 0.0
+
+    def add(self, line: str) -> dict[str, Any]:
+        """Take in one line of a part's file, and return it."""
+        entry: dict[str, Any] = json.loads(line)
+        kind = entry.pop("kind")
+        if kind == "begin":
+            self.under_way = entry["name"]
+        elif kind == "check":
+            self.checks.append(entry)
+            self.under_way = None
+        elif kind == "speed":
+            self.speeds.append(entry)
+        elif kind == "sentence":
+            self.sentences.append(entry["sentence"])
+        elif kind == "facts":
+            self.facts |= entry["facts"]
+        elif kind == "end":
+            self.complete = True
+        return entry | {"kind": kind}
+
+    @property
+    def wrong(self) -> list[str]:
+        """Everything that is wrong, as sentences."""
+        found = [f"{check['name']}: {sentence}" for check in self.checks for sentence in check["wrong"]]
+        return found if self.failure is None else [*found, self.failure]

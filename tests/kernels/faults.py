@@ -1,0 +1,105 @@
+"""Faults to plant into `make gpu` on the host, by name; each is one that its parts exist to find."""
+
+import os
+import time
+
+
+def plant(name):
+    """Plant a fault; None plants nothing."""
+    if name is not None:
+        FAULTS[name]()
+
+
+def _reused_slot():
+    """Half of an expert stays what was in its slot before."""
+    from vllm_dymoe.transfer.cuda import CudaStreams
+
+    copy = CudaStreams.copy
+
+    def half(self, source, destination, *, after, **others):
+        kept = source.numel() // 2 if after is not None else source.numel()
+        return copy(self, source[:kept], destination[:kept], after=after, **others)
+
+    CudaStreams.copy = half
+
+
+def _wrong_experts():
+    """Every budget gives the same bits, and they are not the model's."""
+    from parts import stack
+
+    right = stack.expert_reference
+    stack.expert_reference = lambda *arguments: 1.05 * right(*arguments)
+
+
+def _fresh_output():
+    """What vLLM's own operator does: the next piece was captured with another tensor than it is given now."""
+    from parts.graphs import MODEL, Pieces
+
+    operator = Pieces._operator
+
+    def fresh(self, layer, x, weights, ids, out):
+        replayed = len(self._graphs) > MODEL.layers
+        operator(self, layer, x, weights, ids, out.clone() if replayed else out)
+
+    Pieces._operator = fresh
+
+
+def _copied_input():
+    """A launch reads a copy of what it was to read."""
+    from parts import graphs
+
+    launch = graphs.fixed_launch
+    graphs.fixed_launch = lambda formats, x, out, ids: launch(formats, x.clone(), out, ids)
+
+
+def _no_fetches():
+    """A budget that is none: everything is resident before the first step, so that equal bits say nothing."""
+    from vllm_dymoe.runtime import MoERuntime
+
+    MoERuntime.stats = lambda self, stats=MoERuntime.stats: _without_misses(stats(self))
+
+
+def _without_misses(stats):
+    from dataclasses import replace
+
+    return replace(stats, misses=0)
+
+
+def _hang():
+    from parts import runtime
+
+    def run(record):
+        with record.check("something that never ends"):
+            time.sleep(3600)
+
+    runtime.run = run
+    _limit("runtime", 12)
+
+
+def _death():
+    from parts import runtime
+
+    def run(record):
+        with record.check("something that kills"):
+            os.abort()
+
+    runtime.run = run
+
+
+def _limit(part, seconds):
+    from dataclasses import replace
+
+    import gpu
+
+    gpu.PARTS = gpu.PARTS | {part: replace(gpu.PARTS[part], limit=seconds)}
+
+
+FAULTS = {
+    "reused slot": _reused_slot,
+    "wrong experts": _wrong_experts,
+    "fresh output": _fresh_output,
+    "copied input": _copied_input,
+    "no fetches": _no_fetches,
+    "hang": _hang,
+    "death": _death,
+}

@@ -1,0 +1,86 @@
+"""`make gpu` with the host in place of the card: the command itself, its processes and all, with small sizes.
+
+Run by test_gpu_command.py, with Triton's interpreter. A fault to plant can be named in PLANTED.
+"""
+
+import os
+import sys
+import warnings
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks" / "gpu"), str(ROOT)]
+
+import torch  # noqa: E402
+
+from tests.kernels import faults, host_card  # noqa: E402
+
+torch.set_num_threads(1)
+warnings.simplefilter("ignore")  # NumPy's about random experts, one for each launch
+sys.modules["vllm"] = None  # tests/e2e has the part that needs it
+MODE = host_card.put_in_place()
+
+import bench_gpu  # noqa: E402
+import correctness  # noqa: E402
+import gpu  # noqa: E402
+import layers  # noqa: E402
+import measure  # noqa: E402
+import processes  # noqa: E402
+from parts import graphs, kernels, runtime, sanitizer, short, speeds  # noqa: E402
+from parts.stack import Model  # noqa: E402
+
+from vllm_dymoe.kernels import Activation, make_kernel  # noqa: E402
+from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape  # noqa: E402
+from vllm_dymoe.runtime import moe  # noqa: E402
+
+
+class Inline:
+    """A pool of this process, where the host is in place of the card."""
+
+    def __init__(self, *arguments):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *arguments):
+        pass
+
+    def submit(self, function, *arguments):
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+    def map(self, function, *arguments):
+        return map(function, *arguments)
+
+
+gpu.PARTS = {name: replace(part, limit=10 * part.limit) for name, part in gpu.PARTS.items()}
+sanitizer.LIMIT = 1000
+gpu.README = Path(os.environ.get("GPU_README", gpu.README))
+processes.PROGRAM = [sys.executable, __file__]
+kernels.ProcessPoolExecutor = speeds.ProcessPoolExecutor = Inline
+measure.SIDE = 32
+measure.seconds.__defaults__ = (0.0,)
+correctness.REPEATS = 1
+correctness.BITS, correctness.COUNTS, correctness.DECODED = (4,), (1, 20), (66, 40)
+correctness.FORWARD_CASES = [(ExpertShape(66, 40, 32, torch.bfloat16, True), Activation.SILU)]
+correctness.DECODE_CASES = [(torch.float16, DecodeTile(4, 2))]
+bench_gpu.LAYERS = (layers.Layer("Mixtral-8x7B", 64, 64, 3, 2),)
+runtime.MODEL = Model(layers=2, experts=6, top_k=2, hidden=72, intermediate=40, group=32)
+graphs.MODEL = short.MODEL = replace(runtime.MODEL, experts=4, hidden=64, intermediate=32)
+runtime.TOKENS, runtime.BUSY_BYTES = (1, 2, 20), 1 << 10
+graphs.LAUNCHED, graphs.STEPS, graphs.BATCH = (1, 20), 3, 2
+short.TOKENS = (1, 20)
+if "short" not in sys.argv:  # a launch in the interpreter takes a second: one part shows that the runtime launches them
+    moe.make_kernel = lambda device, *arguments: make_kernel("cpu", *arguments)
+speeds.KERNELS = {"models": ("Mixtral-8x7B",), "tokens": (1, 9), "tiers": ("4",)}
+speeds.MODEL = Model(layers=2, experts=8, top_k=2, hidden=64, intermediate=64)
+speeds.WARM, speeds.STEPS = 1, {"decode": (1, 3), "prefill": (20, 2)}
+
+faults.plant(os.environ.get("PLANTED"))
+
+if __name__ == "__main__":
+    sys.exit(gpu.main())

@@ -1,0 +1,188 @@
+"""The host in place of a card: what torch.cuda offers, done at once by the processor.
+
+Streams execute in the order of their calls, so nothing here says whether events order what they should. A graph is what
+CUDA makes of one: what was computed between begin and end of its capture is computed again, from the same addresses and
+into the same addresses, whatever has become of the tensors. What a capture refuses is refused here too.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from tests.kernels.on_the_host import OnTheHost
+
+
+class Event:
+    """Happens when it is recorded."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1e3 * (end._time - self._time)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        _refuse_in_capture("synchronizing with an event")
+
+
+class Stream:
+    """Everything on it is done when it is enqueued."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        pass
+
+    def wait_stream(self, other: "Stream") -> None:
+        pass
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        _refuse_in_capture("synchronizing with a stream")
+
+
+@contextmanager
+def on_stream(stream: Stream) -> Any:
+    yield
+
+
+_CAPTURES: list["_Record"] = []
+
+
+def _refuse_in_capture(what: str) -> None:
+    if _CAPTURES:
+        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
+
+
+class _Record(TorchDispatchMode):
+    """Notes every operation, with its outputs."""
+
+    def __init__(self, graph: "Graph") -> None:
+        super().__init__()
+        self._graph = graph
+        self._read: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._local_scalar_dense.default:
+            _refuse_in_capture("reading a value")
+        before = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        result = function(*args, **kwargs)
+        fresh = [t for t in _tensors(result) if t.untyped_storage().data_ptr() not in before]
+        self._graph.fresh += fresh
+
+        def again() -> None:
+            outputs = [t for t in _tensors(function(*args, **kwargs))]
+            # In place, and views: the same memory already.
+            for old, new in zip(_tensors(result), outputs, strict=True):
+                if any(old is tensor for tensor in fresh) and "empty" not in str(function):
+                    old.copy_(new)
+
+        self._graph.steps.append(again)
+        return result
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class Graph:
+    """Steps of a capture, and the tensors that it allocated."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], None]] = []
+        self.fresh: list[torch.Tensor] = []
+
+    def replay(self) -> None:
+        for step in self.steps:
+            step()
+
+
+class graph:  # noqa: N801 - as in torch.cuda
+    """Captures on its own thread only, as operations of other threads are not this stream's."""
+
+    def __init__(self, graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> None:
+        self._graph = graph
+        self._record = _Record(graph)
+
+    def __enter__(self) -> None:
+        _CAPTURES.append(self._record)
+        self._record.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._record.__exit__(*error)
+        _CAPTURES.remove(self._record)
+        for tensor in self._graph.fresh:  # a capture computes nothing
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+
+
+def _synchronize(device: Any = None) -> None:
+    _refuse_in_capture("synchronizing with the device")
+
+
+_PROPERTIES = SimpleNamespace(L2_cache_size=0, pci_domain_id=0, pci_bus_id=0, pci_device_id=0)
+_RUNTIME = SimpleNamespace(cudaHostRegister=lambda *arguments: 0, cudaHostUnregister=lambda *arguments: 0)
+
+
+def _captured_launches() -> None:
+    """Launches of Triton's interpreter are operations of a graph too."""
+    from triton.runtime import interpreter
+
+    launch = interpreter.GridExecutor.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _CAPTURES:
+            return launch(self, *args, **kwargs)
+        with _disable_current_modes():
+            _CAPTURES[-1]._graph.steps.append(lambda: launch(self, *args, **kwargs))
+            return launch(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = call
+
+
+CARD = {
+    "is_available": lambda: True,
+    "synchronize": _synchronize,
+    "get_device_capability": lambda *device: (9, 0),
+    "get_device_name": lambda *device: "a card",
+    "get_device_properties": lambda device: _PROPERTIES,
+    "mem_get_info": lambda *device: (1 << 26, 1 << 26),
+    "memory_allocated": lambda *device: 0,
+    "max_memory_allocated": lambda *device: 0,
+    "empty_cache": lambda: None,
+    "device": nullcontext,
+    "current_stream": lambda *device: Stream(),
+    "current_device": lambda: 0,
+    "cudart": lambda: _RUNTIME,
+    "Stream": Stream,
+    "stream": on_stream,
+    "graph": graph,
+    "graph_pool_handle": lambda: object(),
+    "CUDAGraph": Graph,
+    "Event": Event,
+    "_sleep": lambda cycles: None,
+}
+"""What torch.cuda has, by name."""
+
+
+def put_in_place() -> OnTheHost:
+    """For the rest of this process; the mode is entered here and kept by whoever calls."""
+    for name, value in CARD.items():
+        setattr(torch.cuda, name, value)
+    torch.Tensor.record_stream = lambda tensor, stream: None
+    _captured_launches()
+    mode = OnTheHost()
+    mode.__enter__()
+    return mode

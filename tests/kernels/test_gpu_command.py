@@ -1,0 +1,185 @@
+"""`make gpu` to its end with the host in place of the card, and what it says when something is wrong."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "benchmarks" / "gpu"
+SANITIZER = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do
+    case "$1" in --tool|--error-exitcode|--report-api-errors) tool="$2"; shift 2;; *) exit 2;; esac
+done
+echo "========= COMPUTE-SANITIZER"
+"$@" || exit $?
+echo "========= {report}"
+echo "========= ERROR SUMMARY: {errors} errors"
+exit {status}
+"""
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card: make gpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The command's own modules, in this process."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    import gpu
+
+    return gpu
+
+
+def sanitizer(folder, report="nothing", errors=0, status=0):
+    path = folder / "compute-sanitizer"
+    path.write_text(SANITIZER.format(report=report, errors=errors, status=status))
+    path.chmod(0o755)
+    return str(folder)
+
+
+def on_the_host(folder, *parts, planted=None, path=None):
+    """Run the command; what it printed, and its JSON."""
+    pytest.importorskip("triton")
+    readme = folder / "README.md"
+    shutil.copy(FOLDER / "README.md", readme)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "GPU_README": str(readme), "TMPDIR": str(folder)}
+    if planted is not None:
+        environment["PLANTED"] = planted
+    if path is not None:
+        environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
+    command = [sys.executable, str(Path(__file__).with_name("gpu_on_the_host.py")), "--output", str(folder)]
+    chosen = ["--parts", *parts] if parts else []
+    done = subprocess.run([*command, *chosen], env=environment, capture_output=True, text=True, check=False)
+    files = list(folder.glob("gpu-a-card-*.json"))
+    return done, json.loads(files[0].read_text()) if files else {}, readme
+
+
+def test_it_runs_to_its_end(tmp_path):
+    """All parts, with a sanitizer that finds nothing and without vLLM (tests/e2e has that part)."""
+    done, results, readme = on_the_host(tmp_path, path=sanitizer(tmp_path))
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    assert done.stderr == ""
+    assert results["right"]
+    assert results["wrong"] == results["not_run"] == []
+    assert {"card", "driver", "cuda", "torch", "triton", "date"} <= results.keys()
+    parts = results["parts"]
+    counts = {name: len(part["checks"]) for name, part in parts.items()}
+    assert counts == {"kernels": 1, "runtime": 12, "graphs": 5, "sanitizer": 3, "engine": 0, "speeds": 12}
+    assert parts["engine"]["sentences"][0].startswith("Left out: vLLM is not installed here.")
+    assert all(part["complete"] for part in parts.values())
+    names = [speed["name"] for speed in parts["speeds"]["speeds"]]
+    assert len(names) == len(set(names)) == 13
+    assert all(speed["bound"] > 0 and speed["measured"] > 0 for speed in parts["speeds"]["speeds"])
+    table = readme.read_text().split("<!-- gpu:begin -->\n")[1].split("<!-- gpu:end -->")[0]
+    assert "a card, " in table
+    assert "| runtime | 12 right |" in table
+    assert "| runtime, decode, 25%, prefetch next-gate, a layer |" in table
+    assert table.rstrip("\n") in done.stdout
+    assert "gpu: everything that was checked is right." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("planted", "part", "check"),
+    [
+        ("reused slot", "runtime", r"4 bits, prefetch none: .* minimum: 1 tokens of layer 0 have other bits"),
+        ("wrong experts", "runtime", r"4 bits: everything resident agrees with float64: .*relative error 0\.0"),
+        ("no fetches", "runtime", r"minimum: only 0 experts were fetched, so that this says nothing"),
+        ("fresh output", "graphs", r"pieces .* at 100%, .*: step 1 has other bits than eager pieces give"),
+        ("copied input", "graphs", r"the kernels' launches: .*: 1 tokens: the replay has other bits"),
+        ("death", "runtime", r'runtime: it ended with signal SIGABRT in the middle of "something that kills": '),
+        ("hang", "runtime", r'runtime: no end after 12 seconds, in the middle of "something that never ends"; the sta'),
+    ],
+)
+def test_a_fault_is_found_and_nothing_is_measured(tmp_path, planted, part, check):
+    done, results, readme = on_the_host(tmp_path, part, "speeds", planted=planted)
+    assert done.returncode == 1
+    assert any(re.search(check, sentence) for sentence in results["wrong"]), results["wrong"]
+    assert any(re.search(check, line) for line in done.stderr.splitlines())
+    assert done.stderr.endswith("gpu: not right on this machine; no speeds are reported.\n")
+    assert results["not_run"] == ["speeds"]
+    assert " us" not in done.stdout
+    assert readme.read_text() == (FOLDER / "README.md").read_text()
+    if planted == "hang":
+        log = re.search(r"at that moment are in (\S+\.log)\.", done.stderr)[1]
+        assert "in run\n" in Path(log).read_text(), "the stacks"
+
+
+def test_what_the_sanitizer_finds_is_said(tmp_path):
+    found = "Invalid __global__ read of size 16 bytes"
+    done, results, _ = on_the_host(tmp_path, "sanitizer", path=sanitizer(tmp_path, found, 1, 86))
+    assert done.returncode == 1
+    (first, *_) = results["wrong"]
+    assert first.startswith(f"sanitizer: memcheck finds nothing: {found}; ERROR SUMMARY: 1 errors")
+
+
+def test_without_a_sanitizer_one_line_says_so(gpu, monkeypatch):
+    from parts import sanitizer as part
+
+    monkeypatch.setattr(part.shutil, "which", lambda *arguments, **named: None)
+    said = []
+    part.run(type("Record", (), {"say": staticmethod(said.append)}))
+    assert len(said) == 1
+    assert said[0].startswith("Left out: there is no compute-sanitizer here.")
+
+
+def test_without_a_gpu_one_sentence_says_so():
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "gpu.py"), "--no-readme"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "torch finds no CUDA device here, so there is nothing to check" in done.stderr
+    assert "kernels" not in done.stdout
+
+
+def test_without_torch_one_sentence_says_so():
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", str(FOLDER / "gpu.py")]
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert done.stderr.startswith(f"gpu: {sys.executable} has no torch and no triton; name a Python that has")
+    assert "make gpu PYTHON=" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_missing_packages_are_named_before_anything_runs(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "missing", lambda *names: ["pydantic", "xxhash"] if "xxhash" in names else [])
+    monkeypatch.setattr(gpu, "_run", lambda *arguments: 0)
+    assert gpu.main([]) == 1
+    sentence = capsys.readouterr().err
+    assert f"{sys.executable} -m pip install pydantic xxhash" in sentence
+    assert sentence.count("\n") == 1
+    assert gpu.main(["--parts", "kernels"]) == 0
+
+
+def test_the_named_packages_are_enough(gpu):
+    """Beside torch and what it brings the parts import these and no other dependency of ours."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in project["dependencies"]}
+    absent = sorted(ours - {"torch", *gpu._PACKAGE} | {"vllm", "transformers", "prometheus_client"})
+    assert absent
+    program = (
+        f"import sys; [sys.modules.__setitem__(name, None) for name in {absent}]; "
+        "from checkout import find_package; find_package(); "
+        "from parts import engine, graphs, kernels, machine, runtime, sanitizer, short, speeds; print('all')"
+    )
+    packages = str(Path(torch.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        env={**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{packages}"},
+        capture_output=True, text=True, check=False, cwd="/",
+    )  # fmt: skip
+    assert done.stdout == "all\n", done.stderr
+
+
+def test_the_makefile_has_it():
+    done = subprocess.run(["make", "-C", str(ROOT), "help"], capture_output=True, text=True, check=False)
+    (line,) = (line for line in done.stdout.splitlines() if line.split()[:2] == ["make", "gpu"])
+    assert "PYTHON=" in line

@@ -123,7 +123,7 @@ def _run(names: list[str], output: Path, readme: Path | None) -> int:
         "not_run": [name for name in names if name not in found],
         "parts": {name: asdict(part) for name, part in found.items() if name != MACHINE},
     }
-    if found[MACHINE].complete:
+    if "card" in results:
         path = output / f"gpu-{results['card'].replace(' ', '-')}-{results['date']}.json"
         path.write_text(json.dumps(results, indent=1) + "\n")
         print(markdown(results))

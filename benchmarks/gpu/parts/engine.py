@@ -28,9 +28,7 @@ SETTINGS: dict[str, Any] = {"gpu_memory_utilization": 0.5}
 def run(record: Recorder) -> None:
     """One engine after the other, each in a process that gives its memory back."""
     if importlib.util.find_spec("vllm") is None:
-        record.say(
-            "Left out: vLLM is not installed here. Name a Python that has it, as in make gpu PYTHON=.venv/bin/python."
-        )
+        record.say("Left out: vLLM is not installed here; name a Python that has it, as in make gpu PYTHON=python3.12.")
         return
     answers: dict[str, dict[str, Any]] = {}
     modes = {}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parts.launches import fixed_launch
 from parts.stack import DEVICE, DTYPE, Model, Stack, normalized, pinned_store, same_bits
+from vllm_dymoe.experts.store import HostStore
 from vllm_dymoe.predict import Phase
 from vllm_dymoe.runtime import MoERuntime
 
@@ -17,6 +18,8 @@ MODEL = Model(layers=4, experts=16, top_k=4, hidden=520, intermediate=328, group
 BITS = 4, 2
 LAUNCHED = (1, 2, 40, 200)
 """Tokens of a call: each way that kernels are launched in."""
+CHANGES = 3
+"""Of x, in the same graph."""
 BATCH = 4
 STEPS = 12
 
@@ -30,9 +33,7 @@ def run(record: Recorder) -> None:
     for budget, prefetch in (("100%", "none"), ("25%", "none"), ("25%", "next-gate"), ("minimum", "next-gate")):
         name = f"pieces around the runtime's forward at {budget}, prefetch {prefetch}"
         with record.check(f"{name}: captured beside its transfers and replayed, the bits of eager pieces") as wrong:
-            wrong += _check_pieces(
-                Stack(MODEL, exact=True), lambda stack, b=budget, p=prefetch: stack.runtime(store, *BITS, b, p)
-            )
+            wrong += _check_pieces(store, budget, prefetch)
     store.close()
 
 
@@ -43,17 +44,17 @@ def _check_launches(tokens: int) -> list[str]:
     formats = MODEL.at(BITS).formats
     _, ids = stack.route(0, x)
     slots = [formats[BITS[expert % len(BITS)]] for expert in range(MODEL.experts)]
-    launch = fixed_launch(slots, x, out, ids.cpu().long())
+    launch, eager = fixed_launch(slots, x, out, ids.cpu().long())
     graph = captured(launch, None)
     wrong = []
-    for seed in range(1, 4):
+    for seed in range(1, 1 + CHANGES):
         x.copy_(stack.inputs(tokens, seed))
         out.fill_(torch.nan)
-        launch()
-        eager = out.clone()
+        eager()
+        want = out.clone()
         out.fill_(torch.nan)
         graph.replay()
-        if not same_bits(out, eager):
+        if not same_bits(out, want):
             wrong.append(f"{tokens} tokens: the replay has other bits than the eager launch")
         if out.isnan().any():
             wrong.append(f"{tokens} tokens: rows are left unwritten")
@@ -72,7 +73,7 @@ class Pieces:
     """
 
     def __init__(self, stack: Stack, runtime: MoERuntime) -> None:
-        self._stack, self._runtime = stack, runtime
+        self._stack, self.runtime = stack, runtime
         self._graphs: list[Any] = []
         self._held: list[tuple[Tensor, ...]] = []
 
@@ -85,8 +86,8 @@ class Pieces:
         return handed[0]
 
     def capture(self, x: Tensor) -> None:
-        """One graph for each piece, in one pool; operators run between the captures, and their transfers beside them."""
-        with transfers_paused(self._runtime):
+        """One graph for each piece, in one pool; operators run between the captures, which their transfers outlast."""
+        with transfers_paused(self.runtime):
             self._capture(x, torch.cuda.graph_pool_handle())
 
     def _capture(self, x: Tensor, pool: Any) -> None:
@@ -118,13 +119,14 @@ class Pieces:
         return x, weights, ids, torch.empty_like(x)
 
     def _operator(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, out: Tensor) -> None:
-        out.copy_(self._runtime.forward(layer, x, weights, ids, phase=Phase.DECODE))
+        out.copy_(self.runtime.forward(layer, x, weights, ids, phase=Phase.DECODE))
 
 
-def _check_pieces(stack: Stack, make_runtime: Callable[[Stack], MoERuntime]) -> list[str]:
+def _check_pieces(store: HostStore, budget: str, prefetch: str) -> list[str]:
     wrong = []
+    stack = Stack(MODEL, exact=True)
     inputs = [stack.inputs(BATCH, seed) for seed in range(STEPS)]
-    eager, replayed = Pieces(stack, make_runtime(stack)), Pieces(stack, make_runtime(stack))
+    eager, replayed = (Pieces(stack, stack.runtime(store, *BITS, budget, prefetch)) for _ in range(2))
     want = [eager.eager(x).clone() for x in inputs]
     x = inputs[0].clone()
     replayed.eager(x)  # compiles, and leaves transfers under way
@@ -138,8 +140,8 @@ def _check_pieces(stack: Stack, make_runtime: Callable[[Stack], MoERuntime]) -> 
         if not same_bits(one, other):
             wrong.append(f"step {number} has other bits than eager pieces give")
     for pieces in (eager, replayed):
-        pieces._runtime.check_integrity()
-        pieces._runtime.engine.close()
+        pieces.runtime.check_integrity()
+        pieces.runtime.engine.close()
     return wrong
 
 

@@ -11,8 +11,6 @@ def run(record: Recorder) -> None:
     """Compile side by side, which takes longer than computing."""
     from bench_gpu import check
 
-    with (
-        record.check("every variant agrees with float64, repeats its bits, and fetches what the source holds") as wrong,
-        ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn")) as pool,
-    ):
+    pool = ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn"))
+    with pool, record.check("every variant agrees with float64, repeats its bits, and fetches true bytes") as wrong:
         wrong += check(pool)

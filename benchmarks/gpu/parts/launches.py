@@ -12,14 +12,17 @@ from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.quantize.dummy import fill_randomly
 
 
-def fixed_launch(formats: list[ExpertFormat], x: Tensor, out: Tensor, ids: Tensor) -> Callable[[], None]:
-    """The launches of one layer whose experts stay in their slots.
+def fixed_launch(formats: list[ExpertFormat], x: Tensor, out: Tensor, ids: Tensor) -> tuple[Callable[[], None], ...]:
+    """One layer whose experts stay in their slots: its launches alone, and a whole call of the kernel.
 
     Args:
         formats: of the slots, one expert each.
         x: [tokens, hidden], read at every call.
         out: [tokens * top_k, hidden], written at every call.
         ids: [tokens, top_k] on the host; the routing is the same at every call.
+
+    Returns:
+        What a graph can capture, and what computes the same without one. The first is good as long as the second lives.
     """
     generator = torch.Generator().manual_seed(3)
     work = []
@@ -35,7 +38,10 @@ def fixed_launch(formats: list[ExpertFormat], x: Tensor, out: Tensor, ids: Tenso
     prepared = kernel.prepare(work)
     assert prepared is not None
 
-    def launch(work: list[ExpertWork] = work) -> None:  # kept: what is prepared has addresses only
+    def launch() -> None:
         kernel.launch(prepared, x, out, Activation.SILU)
 
-    return launch
+    def eager() -> None:  # keeps the slots, of which what is prepared has the addresses only
+        kernel.forward(x, work, out, Activation.SILU)
+
+    return launch, eager

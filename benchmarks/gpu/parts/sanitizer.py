@@ -62,7 +62,8 @@ def _run(prefix: list[str]) -> list[str]:
             found.add(line)
     sys.stdout.write(done.stdout + done.stderr)
     wrong = found.wrong
-    if done.returncode == _FOUND_SOMETHING or ("ERROR SUMMARY: 0 errors" not in done.stdout and "--tool" in prefix):
+    quiet = not prefix or "ERROR SUMMARY: 0 errors" in done.stdout
+    if done.returncode == _FOUND_SOMETHING or (done.returncode == 0 and not quiet):
         reports = [line.strip("= ") for line in done.stdout.splitlines() if line.startswith("=========")]
         told = [line for line in reports if line and "COMPUTE-SANITIZER" not in line]
         wrong = [*wrong, f"{'; '.join(told[:4]) or 'it reports nothing, not even that it found nothing'}"]

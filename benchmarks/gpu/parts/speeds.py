@@ -108,7 +108,7 @@ def _measure(
     layer = Layer("", MODEL.hidden, MODEL.intermediate, MODEL.experts, MODEL.top_k)
     works = [work_of(layer, one.ids.tolist(), (BITS,)) for one in seen]
     on_card = sum(work.seconds(machine) for work in works) / len(works)
-    # Experts that were needed and not kept: with prefetch some of them are hits, whose bytes came over the link as well.
+    # Experts that were needed and not kept; prefetch makes hits of some, whose bytes came over the link as well.
     fetched = stats.misses + stats.prefetches["useful"]
     link = fetched * runtime.experts.formats[BITS].nbytes / len(works) / machine.host_bytes_per_second
     bound, measured = max(on_card, link), median(times)

@@ -1,4 +1,7 @@
-"""The sum of a token's expert outputs, weighted by the router."""
+"""The sum of a token's expert outputs, weighted by the router: torch's operations, or one Triton launch on a GPU."""
+
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,55 +12,147 @@ from vllm_dymoe.kernels.checks import check_tensor
 # memory when a prefill brings thousands of tokens.
 _CHUNK_ELEMENTS = 1 << 18
 
-# torch's reduction adds in ascending order as long as one thread does it, in whole vectors.
+# On a CPU torch's reduction adds in ascending order as long as one thread does it, in whole vectors.
 _CHUNK_OF_A_LOOP = 32768
 
 
-def combine(out: Tensor, topk_weights: Tensor, skipped: Tensor | None = None) -> Tensor:
-    """Sum over k of topk_weights[t, k] * out[t * top_k + k], in ascending k.
+class Pairs(NamedTuple):
+    """What is to be summed, checked.
 
-    Products and sums are float32 and rounded once, at the end; a token's result
-    does not depend on the other tokens.
+    Attributes:
+        out: [tokens * top_k, hidden] bfloat16 or float16.
+        weights: float32 [tokens, top_k].
+        expert_ids: int [tokens, top_k], or None.
+        skipped: int32 [any], 1 for experts that were skipped; those behind its end were not.
+        renormalize: whether a token's other experts take over the weights of its skipped ones.
+    """
+
+    out: Tensor
+    weights: Tensor
+    expert_ids: Tensor | None
+    skipped: Tensor | None
+    renormalize: bool
+
+
+def combine(
+    out: Tensor,
+    topk_weights: Tensor,
+    expert_ids: Tensor | None = None,
+    skipped: Collection[int] = (),
+    *,
+    renormalize: bool = False,
+    into: Tensor | None = None,
+) -> Tensor:
+    """Sum over k of topk_weights[t, k] * out[t * top_k + k], in ascending k from zero on.
+
+    Products are rounded to float32 before they are added, sums are float32 and rounded once, at the end: the same bits
+    on every device. A token's result does not depend on the other tokens.
 
     Args:
-        out: [tokens * top_k, hidden], as a kernel wrote it.
+        out: [tokens * top_k, hidden] bfloat16 or float16, as a kernel wrote it.
         topk_weights: float32 [tokens, top_k].
-        skipped: bool [tokens, top_k], pairs that no kernel wrote; they count as zero whatever `out` holds there.
+        expert_ids: int [tokens, top_k]; pairs with a negative one are nobody's here (another rank's expert, or a row
+            that fills up a batch), and count as zero whatever `out` holds there. None if there are none.
+        skipped: experts that no kernel computed; their pairs count as zero, too.
+        renormalize: scale the weights of a token's experts that stay, so that they sum to what they did with the
+            skipped ones. Nobody's pairs are left out of it: each rank hands the weights of what it skips to what it
+            computes. A token none of whose experts stays has nothing to scale.
+        into: [tokens, hidden] like out, overwritten; None for a new tensor.
 
     Returns:
         [tokens, hidden] in out's dtype.
 
     Raises:
-        TypeError: weights that are not float32, or a mask that is not bool.
-        ValueError: shapes that do not fit.
+        TypeError: weights that are not float32, ids that are no integers, or `into` of another dtype than `out`.
+        ValueError: shapes that do not fit, or experts that are skipped without ids.
     """
     check_tensor("topk_weights", topk_weights, shape=(None, None), dtype=torch.float32, contiguous=False)
     tokens, top_k = topk_weights.shape
     check_tensor("out", out, shape=(tokens * top_k, None))
-    if skipped is not None:
-        check_tensor("skipped", skipped, shape=(tokens, top_k), dtype=torch.bool, contiguous=False)
-    hidden = out.shape[1]
-    pairs = out.view(tokens, top_k, hidden)
+    if expert_ids is not None:
+        check_tensor("expert_ids", expert_ids, shape=(tokens, top_k), contiguous=False)
+        if expert_ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"expert_ids is {expert_ids.dtype}, expected torch.int32 or torch.int64")
+    elif skipped:
+        raise ValueError(f"skipped names {len(skipped)} experts, but expert_ids is missing")
+    if into is not None:
+        check_tensor("into", into, shape=(tokens, out.shape[1]), dtype=out.dtype)
+    marked = _marked(skipped, out.device) if skipped else None
+    pairs = Pairs(out, topk_weights, expert_ids, marked, renormalize and marked is not None)
+    if not out.is_cuda:
+        return combine_with_torch(pairs, into)
+    # Here and not above: nobody without a GPU needs triton.
+    from vllm_dymoe.kernels.triton.combine import combine_on_gpu
+
+    if into is None:
+        into = out.new_empty(tokens, out.shape[1])
+    combine_on_gpu(pairs, into)
+    return into
+
+
+def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
+    """The same with torch's operations: what a CPU runs, and the plain twin of the kernel.
+
+    Args:
+        pairs: to be summed.
+        into: as for combine.
+
+    Returns:
+        [tokens, hidden] in out's dtype.
+    """
+    tokens, top_k = pairs.weights.shape
+    hidden = pairs.out.shape[1]
+    outputs, weights, absent = pairs.out.view(tokens, top_k, hidden), pairs.weights, None
+    if pairs.expert_ids is not None:
+        elsewhere = absent = pairs.expert_ids < 0
+        if pairs.skipped is not None:
+            known = pairs.expert_ids.clamp(0, len(pairs.skipped) - 1)
+            absent = elsewhere | (pairs.skipped[known] > 0) & (pairs.expert_ids == known)
+        if pairs.renormalize:
+            weights = _renormalized(weights, absent, elsewhere)
     step = max(1, _CHUNK_ELEMENTS // max(1, top_k * hidden))
     if tokens <= step:
-        return _weighted_sum(pairs, topk_weights, skipped).to(out.dtype)
-    combined = out.new_empty(tokens, hidden)
+        combined = _weighted_sum(outputs, weights, absent)
+        return combined.to(outputs.dtype) if into is None else into.copy_(combined)
+    if into is None:
+        into = outputs.new_empty(tokens, hidden)
     for start in range(0, tokens, step):
         part = slice(start, start + step)
-        mask = None if skipped is None else skipped[part]
-        combined[part] = _weighted_sum(pairs[part], topk_weights[part], mask)
-    return combined
+        into[part] = _weighted_sum(outputs[part], weights[part], None if absent is None else absent[part])
+    return into
 
 
-def _weighted_sum(pairs: Tensor, weights: Tensor, skipped: Tensor | None) -> Tensor:
+def _marked(skipped: Collection[int], device: torch.device) -> Tensor:
+    """int32 [highest of them + 1] with ones for some experts, in one copy that nobody waits for."""
+    marks = [0] * (max(skipped) + 1)
+    for expert in skipped:
+        marks[expert] = 1
+    marked = torch.tensor(marks, dtype=torch.int32)
+    return marked.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else marked.to(device)
+
+
+def _renormalized(weights: Tensor, absent: Tensor, elsewhere: Tensor) -> Tensor:
+    """Weights [tokens, top_k] of pairs that stay, scaled; the others have whatever weight."""
+    both = torch.stack((weights.masked_fill(elsewhere, 0.0), weights.masked_fill(absent, 0.0)))
+    here, stays = _sum_in_order(both.unbind(2))
+    return weights * torch.where(stays > 0, here / stays, 1.0).unsqueeze(1)
+
+
+def _weighted_sum(pairs: Tensor, weights: Tensor, absent: Tensor | None) -> Tensor:
     """[tokens, top_k, hidden] and [tokens, top_k] to float32 [tokens, hidden]."""
     _, top_k, hidden = pairs.shape
     products = pairs * weights.unsqueeze(2)  # float32, as the weights are
-    if skipped is not None:
-        products.masked_fill_(skipped.unsqueeze(2), 0.0)
-    if top_k <= 16 and hidden % 64 == 0 and products.numel() <= _CHUNK_OF_A_LOOP:
+    if absent is not None:
+        products.masked_fill_(absent.unsqueeze(2), 0.0)
+    if products.is_cpu and top_k <= 16 and hidden % 64 == 0 and products.numel() <= _CHUNK_OF_A_LOOP:
         return products.sum(1)  # the same order, in one call
-    total, *rest = products.unbind(1)
-    for product in rest:
-        total.add_(product)
+    return _sum_in_order(products.unbind(1))
+
+
+def _sum_in_order(parts: tuple[Tensor, ...]) -> Tensor:
+    """The first part plus zero (a sum from zero on is never -0.0), plus the second, and so on; the first is reused."""
+    total, *rest = parts
+    total.add_(0.0)
+    for part in rest:
+        total.add_(part)
     return total

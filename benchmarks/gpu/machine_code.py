@@ -15,8 +15,6 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from variants import Variant
 
-from vllm_dymoe.kernels.triton.section import DESCRIPTIONS
-
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -57,6 +55,20 @@ def compile_variant(variant: Variant) -> Report:
     return Report(registers, spills, compiled.metadata.shared, tensor_cores.split(".")[0], barriers, len(loop))
 
 
+def fused_instructions(variant: Variant) -> list[str]:
+    """Lines of the PTX and of the machine code that multiply and add floats with one rounding.
+
+    A division is made of such instructions in machine code, and rounds as it should all the same: of a variant that
+    divides only the PTX is read, whose products and sums name their rounding.
+    """
+    source, target, options = _prepared(variant)
+    compiled = triton.compile(source, target=target, options=options)
+    lines = compiled.asm["ptx"].splitlines()
+    if not any("div.rn" in line for line in lines):
+        lines += _read_cubin(compiled.asm["cubin"])[2]
+    return [line.strip() for line in lines if re.search(r"\bfma\.|\b[FH]FMA", line)]
+
+
 def ir_digest(variant: Variant) -> str:
     """16 hex digits of all that the compiler is given: what Triton makes of the source, the options and the target.
 
@@ -80,12 +92,14 @@ def _prepared(variant: Variant) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
     """What is compiled, for what, and how."""
     kernel = variant.code
     signature = {name: variant.types.get(name, "constexpr") for name in kernel.arg_names}
-    # What launches find too: allocations begin on 16 bytes, descriptions anywhere.
+    # What launches find too: allocations begin on 16 bytes, descriptions anywhere, and numbers are any.
     aligned = {
-        (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in variant.types if name not in DESCRIPTIONS
+        (parameter.num,): [["tt.divisibility", 16]]
+        for parameter in kernel.params
+        if variant.types.get(parameter.name, "").startswith("*") and not parameter.do_not_specialize_on_alignment
     }
     source = ASTSource(kernel, signature, constexprs=variant.constants, attrs=aligned)
-    options = {**variant.options, "enable_fp_fusion": True}
+    options = {"enable_fp_fusion": True, **variant.options}
     return source, GPUTarget("cuda", variant.architecture, 32), options
 
 

@@ -8,7 +8,8 @@ All combinations of tiers, tiles, dtype, bias, activation, group size and way of
   them at once at 4/2 and at 16/8: float16, biases, activations, group sizes, sizes off every tile, fetching through,
   the weighted sum, tiles of large layers, zeros in steps, an order of columns, one projection at a time;
 - on every architecture what checkpoints of other tools have: float16 and zeros in steps, without and with an order of
-  columns, at 4/2 and 8/4 with neither at the lower bits.
+  columns, at 4/2 and 8/4 with neither at the lower bits;
+- on every architecture the weighted sum, plain and with absent pairs.
 """
 
 import ast
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.kernels.combine import Pairs
 from vllm_dymoe.kernels.triton import (
     DOWN,
     UP,
@@ -35,6 +37,7 @@ from vllm_dymoe.kernels.triton import (
     Weighting,
     WorkList,
     choose_tiles,
+    combine,
     decode_down,
     decode_gate_up,
     grouped_gate_up,
@@ -60,6 +63,7 @@ _MODULES = {
     "down": ("activation", "decode", "fetch", "rows", "section"),
     "grouped_gate_up": ("activation", "grouped", "section"),
     "grouped_linear": ("activation", "grouped", "section"),
+    "combine": ("combine",),
 }
 """Where a kernel's code comes from."""
 
@@ -70,13 +74,13 @@ class Variant:
 
     Attributes:
         architecture: such as 90.
-        kernel: gate_up, down, grouped_gate_up or grouped_linear.
-        shape: hidden x intermediate.
-        tiers: bit-widths of a launch.
+        kernel: gate_up, down, grouped_gate_up, grouped_linear or combine.
+        shape: hidden x intermediate; of combine, hidden.
+        tiers: bit-widths of a launch, if it reads experts.
         note: what is special about it.
         types: of its tensors, by argument.
         constants: its compile-time arguments.
-        options: num_warps and num_stages.
+        options: num_warps and what else the compiler is told.
     """
 
     architecture: int
@@ -91,7 +95,7 @@ class Variant:
     @property
     def code(self) -> Any:
         """The kernel itself; by name, because Triton's functions cannot travel to another process."""
-        return getattr(launch, f"{self.kernel}_kernel")
+        return getattr(combine if self.kernel == "combine" else launch, f"{self.kernel}_kernel")
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -170,6 +174,12 @@ _INTEGERS = tuple(
     for bits in ((4, 2), (8, 4))
     for note, ordered in (("fp16, zeros in steps", ()), ("fp16, zeros in steps, ordered", bits[:1]))
 )
+# Hidden size, top_k, dtype, and whether pairs can be absent: DeepSeek-V3's, gpt-oss's, and an odd one of 22.
+_SUMS = (
+    (7168, 8, torch.bfloat16, False),
+    (2880, 4, torch.float16, True),
+    (1001, 22, torch.bfloat16, True),
+)
 
 
 def all_variants() -> Iterator[Variant]:
@@ -198,6 +208,8 @@ def variants(architecture: int) -> Iterator[Variant]:
     for case in _GATE:
         yield _grouped_gate_up(architecture, case)
     yield _grouped_linear(architecture, Case("gathered", gather=True))
+    for hidden, top_k, dtype, absent in _SUMS:
+        yield _combine(architecture, hidden, top_k, dtype, absent)
 
 
 def _gate_up(architecture: int, case: Case) -> Variant:
@@ -238,6 +250,16 @@ def _grouped_linear(architecture: int, case: Case, number: int = -1) -> Variant:
     return note.variant
 
 
+def _combine(architecture: int, hidden: int, top_k: int, dtype: torch.dtype, absent: bool) -> Variant:
+    name = str(dtype).removeprefix("torch.") + ", absent and skipped, renormalized" * absent
+    note = _Note(architecture, "combine", None, f"top {top_k}, {name}", str(hidden))
+    ids = torch.empty(1, top_k, dtype=torch.int32)
+    out, into = torch.empty(top_k, hidden, dtype=dtype), torch.empty(1, hidden, dtype=dtype)
+    some = (ids, ids[0], True) if absent else (None, None, False)
+    combine.combine_on_gpu(Pairs(out, torch.empty(1, top_k), *some), into, start=note)
+    return note.variant
+
+
 def _tiles(architecture: int, case: Case) -> Tiles:
     return choose_tiles(architecture, *case.sizes)
 
@@ -260,20 +282,25 @@ class _Note:
 
     variant: Variant
 
-    def __init__(self, architecture: int, kernel: str, case: Case, tile: str = "") -> None:
-        note = ", ".join(part for part in (case.note, tile) if part)
-        shape = "x".join(map(str, case.sizes))
-        self._key = architecture, kernel, shape, "/".join(map(str, case.bits)), note
+    def __init__(self, architecture: int, kernel: str, case: Case | None, detail: str = "", shape: str = "") -> None:
+        note, tiers = detail, ""
+        if case is not None:
+            note = ", ".join(part for part in (case.note, detail) if part)
+            shape, tiers = "x".join(map(str, case.sizes)), "/".join(map(str, case.bits))
+        self._key = architecture, kernel, shape, tiers, note
 
     def __call__(
         self,
         code: Any,
         grid: tuple[int, ...],
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor | int],
         constants: dict[str, Any],
         options: dict[str, int],
     ) -> None:
-        types = {name: _TYPES[tensor.dtype] for name, tensor in zip(code.arg_names, tensors, strict=False)}
+        types = {
+            name: "i64" if isinstance(tensor, int) else _TYPES[tensor.dtype]
+            for name, tensor in zip(code.arg_names, tensors, strict=False)
+        }
         self.variant = Variant(*self._key, types, constants, options)
 
 

@@ -9,24 +9,34 @@ from typing import Any
 import triton
 from torch import Tensor
 
-Start = Callable[[Any, tuple[int, ...], Sequence[Tensor], dict[str, Any], dict[str, int]], None]
-"""(kernel, grid, its tensors, its constants, and num_warps, num_stages and maxnreg as far as they are given)"""
+Start = Callable[[Any, tuple[int, ...], Sequence[Tensor | int], dict[str, Any], dict[str, int]], None]
+"""(kernel, grid, its tensors and numbers, its constants, and what the compiler is told: num_warps, and num_stages,
+maxnreg and enable_fp_fusion where they differ from its own choice and True)"""
 
 _THREADS = 8
+_FUSED = {"enable_fp_fusion": True}
 
 
 def run_kernel(
-    kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], constants: dict[str, Any], options: dict[str, int]
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor | int],
+    constants: dict[str, Any],
+    options: dict[str, int],
 ) -> None:
     """Compile what is not compiled yet, and launch."""
-    kernel[grid](*tensors, **constants, **options, enable_fp_fusion=True)
+    kernel[grid](*tensors, **constants, **_FUSED | options)
 
 
 def compile_kernel(
-    kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], constants: dict[str, Any], options: dict[str, int]
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor | int],
+    constants: dict[str, Any],
+    options: dict[str, int],
 ) -> None:
     """Only compile: a launch with the same constants, dtypes and alignments then starts at once."""
-    kernel.warmup(*tensors, grid=grid, **constants, **options, enable_fp_fusion=True)
+    kernel.warmup(*tensors, grid=grid, **constants, **_FUSED | options)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.matrices import random_expert
+from tests.operations import Operations
 from vllm_dymoe.kernels import (
     Activation,
     CpuKernel,
@@ -219,9 +220,75 @@ def test_combine_adds_in_the_routers_order(tokens, top_k, hidden, seed):
         assert torch.equal(alone[0], got[token]), "a token's sum depends on the other tokens"
 
 
-def test_combine_ignores_what_was_skipped():
-    out = torch.ones(4, 8).bfloat16()
-    out[1] = float("nan")
-    skipped = torch.tensor([[False, True], [False, False]])
-    got = combine(out, torch.full((2, 2), 0.5), skipped)
-    assert torch.equal(got[:, 0].float(), torch.tensor([0.5, 1.0]))
+IDS = torch.tensor([[0, 1, 2], [2, 0, -1], [2, 3, 2]])
+WEIGHTS = torch.tensor([[0.5, 0.3, 0.2], [0.4, 0.4, 0.2], [0.6, 0.3, 0.1]])
+
+
+def absent_outputs(skipped):
+    """Ones, with poison where nobody computed."""
+    out = torch.ones(9, 8).bfloat16()
+    out[(IDS < 0).flatten() | torch.isin(IDS, torch.tensor(skipped)).flatten()] = float("nan")
+    return out
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_combine_ignores_what_nobody_computed(ids):
+    got = combine(absent_outputs([2, 3]), WEIGHTS, IDS.to(ids), {2, 3})
+    torch.testing.assert_close(got[:, 0].float(), torch.tensor([0.8, 0.4, 0.0]).bfloat16().float())
+    got = combine(absent_outputs([9]), WEIGHTS, IDS.to(ids))
+    torch.testing.assert_close(got[:, 0].float(), torch.tensor([1.0, 0.8, 1.0]).bfloat16().float())
+
+
+def test_the_others_take_over_the_weights_of_what_was_skipped():
+    """Of 0.8 on this rank half was skipped; the other rank's 0.2 is its own affair. Nothing is divided by zero."""
+    got = combine(absent_outputs([2, 3]), WEIGHTS, IDS, {2, 3}, renormalize=True)
+    torch.testing.assert_close(got[:, 0].float(), torch.tensor([1.0, 0.8, 0.0]).bfloat16().float())
+    only = absent_outputs([2])
+    only[1] = 0.0
+    got = combine(only, WEIGHTS, IDS, {2}, renormalize=True)
+    torch.testing.assert_close(got[:, 0].float(), torch.tensor([0.625, 0.8, 1.0]).bfloat16().float())
+
+
+def test_combine_writes_where_it_is_told():
+    into = torch.full((3, 8), float("nan")).bfloat16()
+    assert combine(absent_outputs([9]), WEIGHTS, IDS, into=into) is into
+    assert not into.isnan().any()
+    assert combine(torch.zeros(0, 8).half(), torch.zeros(0, 3), into=torch.zeros(0, 8).half()).shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("named", "error", "sentence"),
+    [
+        ({"expert_ids": IDS.float()}, TypeError, "expert_ids is torch.float32"),
+        ({"expert_ids": IDS[:2]}, ValueError, "expert_ids has shape"),
+        ({"skipped": {1}}, ValueError, "skipped names 1 experts, but expert_ids is missing"),
+        ({"into": torch.zeros(3, 7).bfloat16()}, ValueError, "into has shape"),
+        ({"into": torch.zeros(3, 8)}, TypeError, "into is torch.float32"),
+    ],
+)
+def test_combine_names_wrong_arguments(named, error, sentence):
+    with pytest.raises(error, match=sentence):
+        combine(absent_outputs([9]), WEIGHTS, **named)
+
+
+def test_no_reduction_whose_order_a_device_may_choose(monkeypatch):
+    """Only a CPU's is known to add in order; elsewhere the loop does, whatever the size."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    monkeypatch.setattr(torch.Tensor, "sum", None)
+    assert combine(torch.ones(4, 64).bfloat16(), torch.full((2, 2), 0.5)).float().eq(1).all()
+
+
+def test_what_absent_pairs_cost_on_a_card(monkeypatch):
+    """One small copy beside the launch, where the mask and the weights were 25 operations."""
+    triton = pytest.importorskip("vllm_dymoe.kernels.triton.combine")
+    launched = []
+    monkeypatch.setattr(triton, "combine_on_gpu", lambda *arguments: launched.append(arguments))
+
+    class OnACard(torch.Tensor):
+        is_cuda = True
+
+    out = absent_outputs([2, 3]).as_subclass(OnACard)
+    with Operations() as operations:
+        combine(out, WEIGHTS, IDS, {2, 3}, renormalize=True)
+    assert len(launched) == 1
+    assert [name for name in operations.names if name not in ("lift_fresh", "new_empty", "empty")] == []

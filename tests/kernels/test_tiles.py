@@ -105,10 +105,10 @@ def test_combine_in_chunks_adds_the_same():
     generator = torch.Generator().manual_seed(0)
     out = torch.randn(200 * 4, 1024, generator=generator).bfloat16()
     weights = torch.rand(200, 4, generator=generator)
-    skipped = torch.rand(200, 4, generator=generator) < 0.3
-    out[skipped.flatten()] = float("nan")
-    whole = combine(out, weights, skipped)
+    ids = torch.randint(-1, 9, (200, 4), generator=generator)
+    out[(ids < 0).flatten() | (ids == 7).flatten()] = float("nan")
+    whole = combine(out, weights, ids, {7}, renormalize=True)
     for token in (0, 63, 64, 199):
         rows = slice(4 * token, 4 * token + 4)
-        alone = combine(out[rows], weights[token : token + 1], skipped[token : token + 1])
+        alone = combine(out[rows], weights[token : token + 1], ids[token : token + 1], {7}, renormalize=True)
         assert torch.equal(whole[token], alone[0])

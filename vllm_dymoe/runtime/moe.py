@@ -39,7 +39,6 @@ from vllm_dymoe.runtime.sizing import (
     tier_bits,
     workspace_bytes,
 )
-from vllm_dymoe.runtime.skipping import absent_pairs, renormalized
 from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.transfer import (
     CudaClock,
@@ -165,10 +164,8 @@ class MoERuntime:
         self._pipeline.run(layer, wanted, groups, x, out, activation, look_ahead)
         if sum(groups[expert].size for expert in wanted) == tokens * top_k:
             return combine(out, topk_weights)
-        absent = absent_pairs((groups[expert].pairs for expert in wanted), topk_ids)
-        if len(wanted) < len(plan) and self.options.skipped_weights == "renormalize":
-            topk_weights = renormalized(topk_weights, absent, topk_ids)
-        return combine(out, topk_weights, absent)
+        renormalize = self.options.skipped_weights == "renormalize"
+        return combine(out, topk_weights, topk_ids, plan.keys() - wanted.keys(), renormalize=renormalize)
 
     def _look_ahead(
         self,

@@ -1,0 +1,170 @@
+"""The weighted sum of a token's experts in one launch; its plain twin is ``combine_with_torch``, bit for bit.
+
+A program owns one token and a block of its columns, and adds its experts in the router's order. Products are rounded
+before they are added, as on a CPU: the launch forbids fused multiply-adds.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_dymoe.kernels.combine import Pairs
+from vllm_dymoe.kernels.triton.section import DESCRIPTIONS
+from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_together, run_kernel
+
+_MOST_COLUMNS = 1024  # of a block: eight for each thread of four warps, one load of 16 bytes
+
+
+def combine_on_gpu(pairs: Pairs, into: Tensor, *, start: Start = run_kernel) -> None:
+    """Launch it; at the first launch of a kind compile all that later ones can need.
+
+    Args:
+        pairs: to be summed.
+        into: [tokens, hidden] contiguous, overwritten.
+        start: launch, or only compile.
+    """
+    if not into.numel():
+        return
+    if start is run_kernel:
+        ids = torch.int32 if pairs.expert_ids is None else pairs.expert_ids.dtype
+        _compile(into.shape[1], pairs.weights.shape[1], into.dtype, ids, into.device)
+    _launch(pairs, into, start)
+
+
+@cache
+def _compile(hidden: int, top_k: int, dtype: torch.dtype, ids: torch.dtype, device: torch.device) -> None:
+    """Whichever pairs are absent in a later step, no request waits for a compiler."""
+    row = torch.empty(1, hidden, dtype=dtype, device=device)
+    out = row.expand(top_k, hidden)
+    weights = torch.empty(1, top_k, device=device)
+    expert_ids = torch.empty(1, top_k, dtype=ids, device=device)
+    skipped = torch.empty(1, dtype=torch.int32, device=device)
+    with compiling_together():
+        for some in (
+            (None, None, False),
+            (expert_ids, None, False),
+            (expert_ids, skipped, False),
+            (expert_ids, skipped, True),
+        ):
+            _launch(Pairs(out, weights, *some), row, compile_kernel)
+
+
+def _launch(pairs: Pairs, into: Tensor, start: Start) -> None:
+    tokens, top_k = pairs.weights.shape
+    hidden = into.shape[1]
+    block = min(triton.next_power_of_2(hidden), _MOST_COLUMNS)
+    weights = pairs.weights.contiguous()
+    expert_ids = weights if pairs.expert_ids is None else pairs.expert_ids.contiguous()
+    skipped = weights if pairs.skipped is None else pairs.skipped
+    start(
+        combine_kernel,
+        (tokens, triton.cdiv(hidden, block)),
+        (pairs.out, weights, expert_ids, skipped, into, 0 if pairs.skipped is None else len(skipped)),
+        {
+            "HIDDEN": hidden,
+            "TOP_K": top_k,
+            "ABSENT": pairs.expert_ids is not None,
+            "SKIPPED": pairs.skipped is not None,
+            "RENORMALIZE": pairs.renormalize,
+            "BLOCK": block,
+        },
+        {"num_warps": 4, "enable_fp_fusion": False},
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=[*DESCRIPTIONS, "expert_ids", "skipped"], do_not_specialize=["known"])
+def combine_kernel(
+    out,
+    weights,
+    expert_ids,
+    skipped,
+    combined,
+    known: tl.int64,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ABSENT: tl.constexpr,
+    SKIPPED: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """combined[token] = sum over k, ascending from zero on, of weights[token, k] * out[token * TOP_K + k]; grid
+    [tokens, blocks of BLOCK columns].
+
+    Args:
+        out: [tokens * TOP_K, HIDDEN] bfloat16 or float16; rows of absent pairs are not read.
+        weights: float32 [tokens, TOP_K].
+        expert_ids: int32 or int64 [tokens, TOP_K], negative where nobody here has the expert, if ABSENT.
+        skipped: int32 [known], 1 for experts that were skipped, if SKIPPED.
+        combined: [tokens, HIDDEN] like out, overwritten.
+        known: experts that `skipped` knows; the others were not skipped.
+        HIDDEN: columns.
+        TOP_K: pairs of a token.
+        ABSENT: see above.
+        SKIPPED: see above; only with ABSENT.
+        RENORMALIZE: whether the weights of pairs that stay are scaled to sum to what they did with the skipped ones.
+        BLOCK: columns of a program.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    factor = 1.0
+    if RENORMALIZE:
+        here = 0.0
+        stays = 0.0
+        for k in tl.static_range(TOP_K):
+            weight = tl.load(weights + token * TOP_K + k)
+            here += tl.where(tl.load(expert_ids + token * TOP_K + k) < 0, 0.0, weight)
+            stays += tl.where(_stays(expert_ids + token * TOP_K + k, skipped, known, SKIPPED), weight, 0.0)
+        factor = tl.div_rn(here, stays) if stays > 0 else 1.0
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(TOP_K):
+        pair = token * TOP_K + k
+        counts = inside
+        if ABSENT:
+            counts = column < tl.where(_stays(expert_ids + pair, skipped, known, SKIPPED), HIDDEN, 0)
+        weight = tl.load(weights + pair)
+        if RENORMALIZE:
+            weight = weight * factor
+        products = widened(tl.load(out + pair * HIDDEN + column, mask=counts, other=0.0)) * weight
+        if ABSENT:  # whatever weight an absent pair has, NaN among them
+            products = tl.where(counts, products, 0.0)
+        total += products
+    tl.store(combined + token * HIDDEN + column, rounded(total, combined.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _stays(expert_id, skipped, known, SKIPPED: tl.constexpr):
+    """Whether the pair of an expert counts."""
+    expert = tl.load(expert_id)
+    stays = expert >= 0
+    if SKIPPED:
+        stays = stays & (tl.load(skipped + expert, mask=stays & (expert < known), other=0) == 0)
+    return stays
+
+
+# Conversions of bfloat16 are written out, because Triton's interpreter cuts bits off where a GPU rounds: what is proven
+# there to the last bit has to be what runs here. On a GPU it costs nothing beside the memory.
+
+
+@triton.jit
+def widened(values):
+    """float32 of float16 or bfloat16."""
+    if values.dtype == tl.bfloat16:
+        return (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return values.to(tl.float32)
+
+
+@triton.jit
+def rounded(values, dtype: tl.constexpr):
+    """float32 rounded to the nearest of `dtype`, ties to even."""
+    if dtype == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        nearest = bits + 0x7FFF + ((bits >> 16) & 1)
+        upper = tl.where(values == values, nearest >> 16, 0x7FC0)
+        return upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return values.to(dtype)

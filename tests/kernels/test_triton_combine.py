@@ -1,0 +1,161 @@
+"""The weighted sum of a token's experts in Triton: bit for bit the plain loop, whatever absent rows hold."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.sections import DEVICE
+from tests.operations import Operations
+from vllm_dymoe.kernels import combine
+from vllm_dymoe.kernels.combine import Pairs, combine_with_torch
+from vllm_dymoe.kernels.triton import combine as on_gpu
+from vllm_dymoe.kernels.triton.start import run_kernel
+
+NAN = float("nan")
+
+
+def plain_loop(out, weights, absent):
+    """One token, one expert at a time: what every device has to give."""
+    tokens, top_k = weights.shape
+    total = torch.zeros(tokens, out.shape[1])
+    for token in range(tokens):
+        for k in range(top_k):
+            if not absent[token, k]:
+                product = weights[token, k] * out[token * top_k + k].float()
+                total[token] = total[token] + product
+    return total.to(out.dtype)
+
+
+def plain_weights(weights, ids, skipped):
+    """Those of skipped experts handed to the others of their token."""
+    weights = weights.clone()
+    for token, row in enumerate(ids.tolist()):
+        here = stays = torch.tensor(0.0)
+        for k, expert in enumerate(row):
+            here = here + (weights[token, k] if expert >= 0 else 0.0)
+            stays = stays + (weights[token, k] if expert >= 0 and expert not in skipped else 0.0)
+        weights[token] *= here / stays if stays > 0 else 1.0
+    return weights
+
+
+def same_bits(a, b):
+    return torch.equal(a.cpu().view(torch.int16), b.cpu().view(torch.int16))
+
+
+def on_the_card(pairs, into):
+    """Where the kernel runs."""
+    moved = [part.to(DEVICE) if isinstance(part, torch.Tensor) else part for part in pairs]
+    result = into.to(DEVICE)
+    on_gpu.combine_on_gpu(Pairs(*moved), result)
+    return result
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    tokens=st.integers(0, 5),
+    top_k=st.integers(1, 22),
+    hidden=st.sampled_from([1, 3, 64, 77, 130, 1030]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    ids=st.sampled_from([None, torch.int32, torch.int64]),
+    some=st.frozensets(st.integers(0, 29), max_size=12),
+    renormalize=st.booleans(),
+    strided=st.booleans(),
+    scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e4]),
+    seed=st.integers(0, 1000),
+)
+@example(3, 22, 77, torch.bfloat16, torch.int32, frozenset(range(30)), True, True, 1.0, 0)
+def test_it_is_the_plain_loop_to_the_last_bit(
+    tokens, top_k, hidden, dtype, ids, some, renormalize, strided, scale, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    out = (torch.randn(tokens * top_k, hidden, generator=generator) * scale).to(dtype)
+    weights = torch.rand(tokens, 2 * top_k, generator=generator)[:, ::2]
+    weights = weights if strided else weights.contiguous()
+    expert_ids = torch.randint(-1, 30, (tokens, top_k), generator=generator)
+    skipped = sorted(some) if ids else []
+    absent = torch.zeros(tokens, top_k, dtype=torch.bool)
+    if ids:
+        expert_ids[: tokens // 3] = -1  # rows that only fill up a batch
+        absent = (expert_ids < 0) | torch.isin(expert_ids, torch.tensor(skipped, dtype=torch.int64))
+        out[absent.flatten()] = NAN
+        expert_ids = expert_ids.to(ids)
+    want = plain_loop(out, plain_weights(weights, expert_ids, skipped) if renormalize and skipped else weights, absent)
+    marks = torch.zeros(max(skipped) + 1, dtype=torch.int32) if skipped else None
+    if skipped:
+        marks[skipped] = 1
+    pairs = Pairs(out, weights, expert_ids if ids else None, marks, renormalize and bool(skipped))
+    poison = torch.full((tokens, hidden), NAN, dtype=dtype)
+    got = on_the_card(pairs, poison)
+    assert same_bits(got, want)
+    twin = torch.full((tokens, hidden), NAN, dtype=dtype)
+    combine_with_torch(pairs, twin)
+    assert same_bits(twin, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_are_rounded_before_they_are_added(dtype):
+    """A fused multiply-add would keep what the first product rounds away: here all that is left."""
+    weights = torch.tensor([[1.0 + 2.0**-23, 1.0]])
+    first = torch.tensor([[1.0 + 2.0**-7]]).to(dtype)
+    out = torch.cat((-first, (weights[0, 0] * first.float()).to(dtype)))
+    exact = -(1.0 + 2.0**-23) * (1.0 + 2.0**-7) + out[1].double().item()
+    got = on_the_card(Pairs(out, weights, None, None, False), torch.zeros(1, 1, dtype=dtype))
+    assert same_bits(got, plain_loop(out, weights, torch.zeros(1, 2, dtype=torch.bool)))
+    assert exact != got.double().item(), "the case shows nothing"
+
+
+def test_infinities_negative_zeros_and_subnormals():
+    out = torch.tensor([[-0.0, float("inf"), 1e-40, -1e-40], [-0.0, 1.0, 1e-40, -1e-40]]).bfloat16()
+    weights = torch.tensor([[0.5, 0.25]])
+    pairs = Pairs(out, weights, None, None, False)
+    want = plain_loop(out, weights, torch.zeros(1, 2, dtype=torch.bool))
+    got, twin = on_the_card(pairs, torch.zeros(1, 4).bfloat16()), torch.zeros(1, 4).bfloat16()
+    combine_with_torch(pairs, twin)
+    assert same_bits(got, want)
+    assert same_bits(twin, want)
+
+
+def test_one_launch_for_a_layer_and_no_other_operation():
+    """What a step of 2048 tokens costs: 55 thousand operations of torch before."""
+    started = []
+    pairs = Pairs(
+        torch.ones(2048 * 8, 64, device=DEVICE).bfloat16(), torch.ones(2048, 8, device=DEVICE), None, None, False
+    )
+    into = torch.empty(2048, 64, device=DEVICE).bfloat16()
+    with Operations() as operations:
+        on_gpu._launch(pairs, into, lambda kernel, grid, *rest: started.append(grid))
+    assert started == [(2048, 1)]
+    assert operations.names == []
+
+
+def test_a_card_gets_it_and_writes_where_it_is_told(monkeypatch):
+    """The one place that chooses; `is_cuda` is all that a tensor without a card lacks."""
+
+    class OnACard(torch.Tensor):
+        is_cuda = True
+
+    launched = []
+    monkeypatch.setattr(on_gpu, "combine_on_gpu", lambda pairs, into: launched.append((pairs, into)))
+    out = torch.ones(4, 8).bfloat16().as_subclass(OnACard)
+    into = torch.zeros(2, 8).bfloat16()
+    assert combine(out, torch.ones(2, 2), into=into) is into
+    ((pairs, where),) = launched
+    assert where is into
+    assert pairs.out is out
+
+
+def test_the_first_call_compiles_what_absent_pairs_need(monkeypatch):
+    on_gpu._compile.cache_clear()
+    compiled = []
+    monkeypatch.setattr(
+        on_gpu, "compile_kernel", lambda kernel, grid, tensors, constants, options: compiled.append(constants)
+    )
+    out, weights = torch.ones(2, 8, device=DEVICE).bfloat16(), torch.ones(1, 2, device=DEVICE)
+    for _ in range(2):
+        on_gpu.combine_on_gpu(Pairs(out, weights, None, None, False), torch.empty(1, 8, device=DEVICE).bfloat16())
+    assert [tuple(c[name] for name in ("ABSENT", "SKIPPED", "RENORMALIZE")) for c in compiled] == [
+        (False, False, False), (True, False, False), (True, True, False), (True, True, True),
+    ]  # fmt: skip
+    on_gpu._compile.cache_clear()
+    assert run_kernel is on_gpu.run_kernel

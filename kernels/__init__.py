@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import ExpertKernel, ExpertWork
+from vllm_dymoe.kernels.base import ExpertKernel, ExpertWork, Group, Groups, LayerWork
 from vllm_dymoe.kernels.combine import combine
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.packed import MatrixFormat, PackedMatrix, dequantize, pack, unpack
@@ -20,6 +20,9 @@ __all__ = [
     "CpuKernel",
     "ExpertKernel",
     "ExpertWork",
+    "Group",
+    "Groups",
+    "LayerWork",
     "MatrixFormat",
     "PackedMatrix",
     "TorchKernel",

@@ -1,6 +1,6 @@
 """What a layer's step asks of a kernel, and what every kernel promises."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,6 +15,9 @@ Linear = Callable[[Tensor, PackedMatrix], Tensor]
 
 Choose = Callable[[MatrixFormat, int], Linear]
 """The linear operation for a format and a number of tokens."""
+
+Packed = tuple[PackedMatrix, PackedMatrix, PackedMatrix]
+"""An expert's gate, up and down."""
 
 Receive = Callable[[int], None]
 """Called with n = 1, 2, 3 before the first n projections (gate, up, down) of any of the experts are read."""
@@ -43,16 +46,70 @@ class ExpertWork(NamedTuple):
     pairs: Tensor
 
 
+class Group(NamedTuple):
+    """One expert's share of a step, described on the host.
+
+    Attributes:
+        tokens: int64 [n], rows of the layer's input.
+        pairs: int64 [n], rows of the unweighted output, token * top_k + k.
+        size: n, at least 1.
+    """
+
+    tokens: Tensor
+    pairs: Tensor
+    size: int
+
+
+Groups = Mapping[int, Group]
+"""By expert."""
+
+
+class LayerWork(Protocol):
+    """One layer's step: its routing is described once, its experts are computed as they come."""
+
+    def place(self, expert: int, packed: Packed) -> None:
+        """Say where an expert's bytes are, or will be when it is computed; each expert once.
+
+        Raises:
+            TypeError: packed for another dtype than x.
+            ValueError: projections whose shapes do not fit x or one another, or a misaligned address.
+        """
+        ...
+
+    def compute(self, experts: Sequence[int], receive: Receive | None = None) -> None:
+        """Write their rows of out, as ExpertKernel.forward does; which experts share a call changes no bit.
+
+        Args:
+            experts: some that have been placed.
+            receive: see ExpertKernel.forward.
+        """
+        ...
+
+
 class ExpertKernel(Protocol):
     """Computes experts from their packed bytes; one call at a time per object.
 
     Attributes:
         name: which implementation, for logs and reports.
         workspace_bytes: scratch on the device that this object holds beyond activations.
+        asynchronous: whether calls return when the work is enqueued, so that few large ones cost the host least.
     """
 
     name: str
     workspace_bytes: int
+    asynchronous: bool
+
+    def begin(self, x: Tensor, groups: Groups, order: Sequence[int], out: Tensor, activation: Activation) -> LayerWork:
+        """Begin a layer's step.
+
+        Args:
+            x: as in forward.
+            groups: tokens of each expert.
+            order: the experts that will be computed, in about that order: neighbours can share a launch.
+            out: as in forward.
+            activation: of the gate.
+        """
+        ...
 
     def forward(
         self,
@@ -62,7 +119,7 @@ class ExpertKernel(Protocol):
         activation: Activation,
         receive: Receive | None = None,
     ) -> None:
-        """Write unweighted expert outputs: out[pairs] = down(activation(gate x) * up x).
+        """Write unweighted expert outputs: out[pairs] = down(activation(gate x) * up x), all experts in one call.
 
         A projection that has a bias adds it. Rows of `out` that no work names keep what they held.
 
@@ -78,6 +135,29 @@ class ExpertKernel(Protocol):
             ValueError: a shape that does not fit.
         """
         ...
+
+
+class ForwardedWork:
+    """A layer's step by a kernel whose forward is all it has to offer: one that computes while it is called.
+
+    Args:
+        kernel: computes.
+        x: as in ExpertKernel.begin, like the others.
+        groups: tokens of each expert, where x is.
+        out: the outputs.
+        activation: of the gate.
+    """
+
+    def __init__(self, kernel: ExpertKernel, x: Tensor, groups: Groups, out: Tensor, activation: Activation) -> None:
+        self._kernel, self._x, self._groups, self._out, self._activation = kernel, x, groups, out, activation
+        self._packed: dict[int, Packed] = {}
+        self.place = self._packed.__setitem__  # see LayerWork; in every layer of every step, for each of its experts
+
+    def compute(self, experts: Sequence[int], receive: Receive | None = None) -> None:
+        """See LayerWork."""
+        packed, groups = self._packed, self._groups
+        work = [ExpertWork(*packed[expert], *groups[expert][:2]) for expert in experts]
+        self._kernel.forward(self._x, work, self._out, self._activation, receive)
 
 
 def forward_experts(
@@ -198,6 +278,7 @@ def check_tokens(expert: ExpertWork) -> int:
     tokens, pairs = expert.tokens, expert.pairs
     if tokens.dtype is not torch.int64 or pairs.dtype is not torch.int64:
         raise TypeError(f"tokens is {tokens.dtype} and pairs is {pairs.dtype}, expected torch.int64")
-    if tokens.dim() != 1 or tokens.shape != pairs.shape:
-        raise ValueError(f"tokens has shape {list(tokens.shape)} and pairs {list(pairs.shape)}, expected [n] twice")
-    return tokens.shape[0]
+    shape = tokens.shape
+    if len(shape) != 1 or shape != pairs.shape:
+        raise ValueError(f"tokens has shape {list(shape)} and pairs {list(pairs.shape)}, expected [n] twice")
+    return shape[0]

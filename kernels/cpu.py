@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import ExpertWork, Linear, Receive, forward_experts
+from vllm_dymoe.kernels.base import ExpertWork, ForwardedWork, Groups, Linear, Receive, forward_experts
 from vllm_dymoe.kernels.int4 import Int4Linear, int4_available
 from vllm_dymoe.kernels.packed import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.tiled import TiledLinear
@@ -48,6 +48,8 @@ class CpuKernel:
         ValueError: a smaller workspace.
     """
 
+    asynchronous = False
+
     def __init__(
         self,
         workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
@@ -63,6 +65,12 @@ class CpuKernel:
             linear_tokens = sys.maxsize if _has_bfloat16_instructions() else _LINEAR_TOKENS
         self._linear_tokens = linear_tokens
         self.name = f"cpu, int4 up to {int4_tokens} tokens" if self._int4_tokens else "cpu, dequantizing"
+
+    def begin(
+        self, x: Tensor, groups: Groups, order: Sequence[int], out: Tensor, activation: Activation
+    ) -> ForwardedWork:
+        """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
+        return ForwardedWork(self, x, groups, out, activation)
 
     def forward(
         self,

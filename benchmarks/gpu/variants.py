@@ -9,7 +9,7 @@ All combinations of tiers, tiles, dtype, bias, activation, group size and way of
   the weighted sum, tiles of large layers, zeros in steps, an order of columns, one projection at a time;
 - on every architecture what checkpoints of other tools have: float16 and zeros in steps, without and with an order of
   columns, at 4/2 and 8/4 with neither at the lower bits;
-- on every architecture the weighted sum, plain and with absent pairs.
+- on every architecture the weighted sum, plain and with absent pairs, and what places experts.
 """
 
 import ast
@@ -43,6 +43,7 @@ from vllm_dymoe.kernels.triton import (
     grouped_gate_up,
     grouped_linear,
     launch,
+    place,
 )
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -64,6 +65,7 @@ _MODULES = {
     "grouped_gate_up": ("activation", "grouped", "section"),
     "grouped_linear": ("activation", "grouped", "section"),
     "combine": ("combine",),
+    "place": ("place",),
 }
 """Where a kernel's code comes from."""
 
@@ -74,8 +76,8 @@ class Variant:
 
     Attributes:
         architecture: such as 90.
-        kernel: gate_up, down, grouped_gate_up, grouped_linear or combine.
-        shape: hidden x intermediate; of combine, hidden.
+        kernel: gate_up, down, grouped_gate_up, grouped_linear, combine or place.
+        shape: hidden x intermediate; of combine, hidden; of place, none.
         tiers: bit-widths of a launch, if it reads experts.
         note: what is special about it.
         types: of its tensors, by argument.
@@ -95,7 +97,7 @@ class Variant:
     @property
     def code(self) -> Any:
         """The kernel itself; by name, because Triton's functions cannot travel to another process."""
-        return getattr(combine if self.kernel == "combine" else launch, f"{self.kernel}_kernel")
+        return getattr({"combine": combine, "place": place}.get(self.kernel, launch), f"{self.kernel}_kernel")
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -210,6 +212,7 @@ def variants(architecture: int) -> Iterator[Variant]:
     yield _grouped_linear(architecture, Case("gathered", gather=True))
     for hidden, top_k, dtype, absent in _SUMS:
         yield _combine(architecture, hidden, top_k, dtype, absent)
+    yield _place(architecture)
 
 
 def _gate_up(architecture: int, case: Case) -> Variant:
@@ -257,6 +260,13 @@ def _combine(architecture: int, hidden: int, top_k: int, dtype: torch.dtype, abs
     out, into = torch.empty(top_k, hidden, dtype=dtype), torch.empty(1, hidden, dtype=dtype)
     some = (ids, ids[0], True) if absent else (None, None, False)
     combine.combine_on_gpu(Pairs(out, torch.empty(1, top_k), *some), into, start=note)
+    return note.variant
+
+
+def _place(architecture: int) -> Variant:
+    note = _Note(architecture, "place", None)
+    table = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
+    place.place_experts(*table, [place.Place(0, (0, 0, 0), (4, 4, 4))], start=note)
     return note.variant
 
 

@@ -1,6 +1,6 @@
 """The kernel for experts in a GPU's memory."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import ExpertWork, Receive, check_formats, check_tokens
+from vllm_dymoe.kernels.base import ExpertWork, Groups, Packed, Receive, check_formats, check_tokens
 from vllm_dymoe.kernels.checks import check_tensor
 from vllm_dymoe.kernels.packed import DTYPES, MatrixFormat
+from vllm_dymoe.kernels.triton.description import DECODE, Description, Plan, plan
 from vllm_dymoe.kernels.triton.launch import (
     DOWN,
     Scratch,
@@ -19,13 +20,17 @@ from vllm_dymoe.kernels.triton.launch import (
     grouped_gate_up,
     grouped_linear,
 )
+from vllm_dymoe.kernels.triton.place import Place, place_experts
 from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_together, run_kernel
-from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList, check_addresses
+from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
 
 DEFAULT_WORKSPACE_BYTES = 32 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10
 _TICKETS = 1 << 14
+
+Formats = tuple[MatrixFormat, MatrixFormat, MatrixFormat]
+"""Of gate, up and down."""
 
 
 class Kind(NamedTuple):
@@ -34,25 +39,6 @@ class Kind(NamedTuple):
     bits: int
     zeros_in_steps: bool
     ordered: bool
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Experts of one class that are launched together.
-
-    Attributes:
-        grouped: index of the grouped tiles, -1 for decode.
-        first: first of its positions in the call's order.
-        positions: how many.
-        items: first of its items.
-        stop: last + 1 of its items.
-    """
-
-    grouped: int
-    first: int
-    positions: int
-    items: int
-    stop: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +53,7 @@ class Prepared:
 
     table: ExpertTable
     tiles: Tiles
-    runs: tuple[tuple[int, WorkList], ...]
+    runs: list[tuple[int, WorkList]]
 
 
 class TritonKernel:
@@ -98,14 +84,22 @@ class TritonKernel:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
         self.workspace_bytes = workspace_bytes
         self._kinds = frozenset(Kind(fmt.bits, fmt.zeros_in_steps, fmt.ordered) for fmt in formats)
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         self._tickets = torch.zeros(_TICKETS, dtype=torch.int32, device=device)
         self._memory = torch.empty(workspace_bytes - 4 * _TICKETS, dtype=torch.uint8, device=device)
         self._compiled: set[tuple[ExpertShape, frozenset[int], Activation]] = set()
+        self.asynchronous = self.device.type == "cuda"
         self._architecture = 90
-        if self._device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(self._device)
+        if self.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(self.device)
             self._architecture = 10 * major + minor
+
+    def begin(
+        self, x: Tensor, groups: Groups, order: Sequence[int], out: Tensor, activation: Activation
+    ) -> "TritonWork":
+        """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
+        _check_activations(x, out)
+        return TritonWork(self, x, groups, order, out, activation)
 
     def forward(
         self,
@@ -116,15 +110,12 @@ class TritonKernel:
         receive: Receive | None = None,
     ) -> None:
         """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
-        if x.dtype not in DTYPES:
-            raise TypeError(f"x is {x.dtype}, expected torch.bfloat16 or torch.float16")
-        check_tensor("x", x, shape=(None, None))
-        check_tensor("out", out, shape=(None, x.shape[1]), dtype=x.dtype)
+        _check_activations(x, out)
         for expert in work:
-            check_formats(expert.gate.format, expert.up.format, expert.down.format, x)
+            check_formats(*_formats(expert[:3]), x)
         prepared = self.prepare(work)
         if prepared is not None:
-            self._compile(prepared.table, activation)
+            self.compile(prepared.table, activation)
             self.launch(prepared, x, out, activation, receive)
 
     def prepare(self, work: Sequence[ExpertWork]) -> Prepared | None:
@@ -137,18 +128,14 @@ class TritonKernel:
         active = [expert for expert in work if check_tokens(expert)]
         if not active:
             return None
-        shape = common_shape(active, self._kinds)
-        tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
-        active.sort(key=lambda expert: _class(tiles, expert.tokens.shape[0]))
-        items, runs = _cut(active, tiles, self._limits(shape, tiles))
-        table, items_tensor = self._describe(shape, active, items)
-        rows = torch.cat([expert.tokens for expert in active]) if len(active) > 1 else active[0].tokens
-        pairs = torch.cat([expert.pairs for expert in active]) if len(active) > 1 else active[0].pairs
-        lists = []
-        for run in runs:
-            part = slice(run.first, run.first + run.positions)
-            lists.append((run.grouped, WorkList(items_tensor[run.items : run.stop], rows[part], pairs[part])))
-        return Prepared(table, tiles, tuple(lists))
+        shape, tiers = self.shape_of([_formats(expert[:3]) for expert in active])
+        tiles, made = self.plan(shape, [expert.tokens.shape[0] for expert in active])
+        active = [active[number] for number in made.order]
+        rows = torch.cat([expert.tokens for expert in active])
+        pairs = torch.cat([expert.pairs for expert in active])
+        placed = [(row, expert[:3]) for row, expert in enumerate(active)]
+        description = Description(made, rows, pairs, placed, self.device)
+        return Prepared(ExpertTable(shape, tiers, description.addresses, description.bits), tiles, description.runs)
 
     def launch(
         self, prepared: Prepared, x: Tensor, out: Tensor, activation: Activation, receive: Receive | None = None
@@ -157,7 +144,7 @@ class TritonKernel:
         for grouped, work in prepared.runs:
             self._launch(grouped, x, out, prepared.table, work, activation, prepared.tiles, receive)
 
-    def _compile(self, table: ExpertTable, activation: Activation) -> None:
+    def compile(self, table: ExpertTable, activation: Activation) -> None:
         """At the first call for a kind of experts, compile all that later calls for it can need.
 
         How many tokens experts have decides which kernels run: without this, requests would wait for a compiler
@@ -166,13 +153,15 @@ class TritonKernel:
         kind = (table.shape, table.tiers, activation)
         if kind in self._compiled:
             return
-        shape, dtype, device = table.shape, table.shape.dtype, self._device
+        shape, dtype, device = table.shape, table.shape.dtype, self.device
         tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
         row = torch.zeros(1, dtype=torch.int64, device=device)
         work = WorkList(torch.zeros(1, 3, dtype=torch.int32, device=device), row, row)
         x = torch.empty(1, shape.hidden, dtype=dtype, device=device)
+        place = Place(0, (1 << 40,) * 3, (16,) * 3)
         with compiling_together():
-            for grouped in range(-1, len(tiles.grouped_linear)):
+            place_experts(table.addresses, table.bits, [place], start=compile_kernel)
+            for grouped in range(DECODE, len(tiles.grouped_linear)):
                 self._launch(grouped, x, x, table, work, activation, tiles, start=compile_kernel)
         self._compiled.add(kind)
 
@@ -193,7 +182,7 @@ class TritonKernel:
         hidden = self._memory[: 2 * inner * work.positions].view(x.dtype).view(work.positions, inner)
         if receive is not None:
             receive(2)  # gate and up are one launch
-        if grouped < 0:
+        if grouped == DECODE:
             scratch = Scratch(self._memory[used : len(self._memory) // 4 * 4].view(torch.float32), self._tickets)
             decode_gate_up(x, hidden, table, work, activation, tiles.gate_up, scratch, start=start)
             if receive is not None:
@@ -204,6 +193,20 @@ class TritonKernel:
             if receive is not None:
                 receive(3)
             grouped_linear(hidden, out, table, work, DOWN, tiles.grouped_linear[grouped], scatter=True, start=start)
+
+    def shape_of(self, formats: Sequence[Formats]) -> tuple[ExpertShape, frozenset[int]]:
+        """What experts of some formats have in common, and the bit-widths that launches are compiled for.
+
+        Raises:
+            ValueError: they cannot share a launch.
+        """
+        tiers = frozenset(fmt.bits for three in formats for fmt in three)
+        return common_shape(formats, self._kinds), tiers.union(kind.bits for kind in self._kinds)
+
+    def plan(self, shape: ExpertShape, counts: Sequence[int]) -> tuple[Tiles, Plan]:
+        """Sizes of programs, and what they are launched for if experts have so many tokens."""
+        tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
+        return tiles, plan(counts, tiles, self._limits(shape, tiles))
 
     def _limits(self, shape: ExpertShape, tiles: Tiles) -> tuple[int, int]:
         """Positions that the workspace holds at a time: in decode, and grouped."""
@@ -222,91 +225,120 @@ class TritonKernel:
             )
         return decode, room // hidden
 
-    def _describe(
-        self, shape: ExpertShape, active: Sequence[ExpertWork], items: list[list[int]]
-    ) -> tuple[ExpertTable, Tensor]:
-        """Everything that the host knows, in one copy to the device."""
-        matrices = [(expert.gate, expert.up, expert.down) for expert in active]
-        addresses = [matrix.weight.data_ptr() for three in matrices for matrix in three]
-        check_addresses("work", addresses)
-        widths = [matrix.format.bits for three in matrices for matrix in three]
-        host = torch.empty(len(addresses) + (len(widths) + 3 * len(items) + 1) // 2, dtype=torch.int64)
-        host[: len(addresses)] = torch.tensor(addresses)
-        small = host[len(addresses) :].view(torch.int32)
-        small[: len(widths)] = torch.tensor(widths)
-        small[len(widths) : len(widths) + 3 * len(items)] = torch.tensor(items).view(-1)
-        if self._device.type == "cuda":
-            host = host.pin_memory()
-        moved = host.to(self._device, non_blocking=True)
-        small = moved[len(addresses) :].view(torch.int32)
-        tiers = frozenset(widths).union(kind.bits for kind in self._kinds)
-        table = ExpertTable(shape, tiers, moved[: len(addresses)].view(-1, 3), small[: len(widths)].view(-1, 3))
-        return table, small[len(widths) : len(widths) + 3 * len(items)].view(-1, 3)
 
-
-def common_shape(work: Sequence[ExpertWork], kinds: Iterable[Kind] = ()) -> ExpertShape:
-    """What all experts of a call have in common; a group size counts below 16 bits only.
+def common_shape(formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> ExpertShape:
+    """What all experts of a launch have in common; a group size counts below 16 bits only.
 
     Args:
-        work: the call.
-        kinds: what other calls hold.
+        formats: of gate, up and down of the experts.
+        kinds: what other launches hold.
 
     Raises:
         ValueError: they do not have it in common.
     """
-    formats = [matrix.format for expert in work for matrix in (expert.gate, expert.up, expert.down)]
-    groups = {fmt.group_size for fmt in formats if fmt.quantized}
-    inner = {expert.gate.format.rows for expert in work}
-    biases = {fmt.bias for fmt in formats}
+    every = [fmt for three in formats for fmt in three]
+    groups = {fmt.group_size for fmt in every if fmt.quantized}
+    inner = {gate.rows for gate, _, _ in formats}
+    biases = {fmt.bias for fmt in every}
     for name, values in (("group sizes", groups), ("intermediate sizes", inner)):
         if len(values) > 1:
             raise ValueError(f"work holds experts of different {name}: {', '.join(map(str, sorted(values)))}")
     if len(biases) > 1:
         raise ValueError("work holds projections with a bias and projections without one")
-    every = {Kind(fmt.bits, fmt.zeros_in_steps, fmt.ordered) for fmt in formats}.union(kinds)
-    if len({kind.bits for kind in every}) < len(every):
+    found = {Kind(fmt.bits, fmt.zeros_in_steps, fmt.ordered) for fmt in every}.union(kinds)
+    if len({kind.bits for kind in found}) < len(found):
         raise ValueError("work holds matrices of the same bits with and without zeros in steps or an order of columns")
-    steps = frozenset(kind.bits for kind in every if kind.zeros_in_steps)
-    ordered = frozenset(kind.bits for kind in every if kind.ordered)
-    first, group = work[0].gate.format, groups.pop() if groups else work[0].gate.format.group_size
+    steps = frozenset(kind.bits for kind in found if kind.zeros_in_steps)
+    ordered = frozenset(kind.bits for kind in found if kind.ordered)
+    first = every[0]
+    group = groups.pop() if groups else first.group_size
     return ExpertShape(first.columns, first.rows, group, first.dtype, first.bias, steps, ordered)
 
 
-def _class(tiles: Tiles, tokens: int) -> int:
-    """-1 for decode, else the index of the grouped tiles."""
-    return -1 if tokens <= tiles.decode_tokens else tiles.grouped_class(tokens)
-
-
-def _cut(work: Sequence[ExpertWork], tiles: Tiles, limits: tuple[int, int]) -> tuple[list[list[int]], list[_Run]]:
-    """Items of one tile each, and runs of them that fit the workspace; work is sorted by class."""
-    items: list[list[int]] = []
-    runs: list[_Run] = []
-    for expert, grouped, begin, stop in _pieces(work, tiles, limits):
-        run = runs[-1] if runs else None
-        limit = limits[grouped >= 0]
-        if run is None or run.grouped != grouped or run.positions + stop - begin > limit:
-            run = _Run(grouped, begin, 0, len(items), len(items))
-            runs.append(run)
-        step = 2 if grouped < 0 else tiles.grouped_linear[grouped].block_m
-        for first in range(begin, stop, step):
-            items.append([expert, first - run.first, min(first + step, stop) - run.first])
-        runs[-1] = _Run(grouped, run.first, stop - run.first, run.items, len(items))
-    return items, runs
-
-
-def _pieces(work: Sequence[ExpertWork], tiles: Tiles, limits: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
-    """(expert, class, first and last + 1 of its positions), no piece larger than its limit."""
-    position = 0
-    for number, expert in enumerate(work):
-        count = expert.tokens.shape[0]
-        grouped = _class(tiles, count)
-        limit = limits[grouped >= 0]
-        if grouped >= 0:
-            limit = max(limit // tiles.grouped_linear[grouped].block_m, 1) * tiles.grouped_linear[grouped].block_m
-        for begin in range(position, position + count, limit):
-            yield number, grouped, begin, min(begin + limit, position + count)
-        position += count
+def _formats(packed: Packed) -> Formats:
+    gate, up, down = packed
+    return gate.format, up.format, down.format
 
 
 def _round_up(size: int) -> int:
     return -(-size // 256) * 256
+
+
+def _check_activations(x: Tensor, out: Tensor) -> None:
+    """Refuse what no kernel takes.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape.
+    """
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x is {x.dtype}, expected torch.bfloat16 or torch.float16")
+    check_tensor("x", x, shape=(None, None))
+    check_tensor("out", out, shape=(None, x.shape[1]), dtype=x.dtype)
+
+
+class TritonWork:
+    """A layer's step: described in one copy at its first launch, and launched as its experts come.
+
+    Args:
+        kernel: launches.
+        x: as in ExpertKernel.begin, like the others.
+        groups: tokens of each expert.
+        order: of the experts.
+        out: the outputs.
+        activation: of the gate.
+    """
+
+    def __init__(
+        self,
+        kernel: TritonKernel,
+        x: Tensor,
+        groups: Groups,
+        order: Sequence[int],
+        out: Tensor,
+        activation: Activation,
+    ) -> None:
+        self._kernel, self._x, self._out, self._activation = kernel, x, out, activation
+        self._groups, self._order = groups, list(order)
+        self._fresh: dict[int, Packed] = {}  # that the device does not know yet
+        self._formats: list[Formats] = []  # that differ
+        self._row: dict[int, int] = {}
+        self._description: Description | None = None
+        self._table: ExpertTable | None = None
+
+    def place(self, expert: int, packed: Packed) -> None:
+        """See LayerWork."""
+        formats = _formats(packed)
+        if formats not in self._formats:
+            check_formats(*formats, self._x)
+            self._formats.append(formats)
+            self._table = None
+        self._fresh[expert] = packed
+
+    def compute(self, experts: Sequence[int], receive: Receive | None = None) -> None:
+        """See LayerWork."""
+        if self._description is None:
+            self._describe()
+        assert self._description is not None
+        if self._fresh:
+            # Before anything is waited for: the device has it done while bytes are on their way.
+            self._description.place([(self._row[expert], packed) for expert, packed in self._fresh.items()])
+            self._fresh.clear()
+        if self._table is None:
+            shape, tiers = self._kernel.shape_of(self._formats)
+            self._table = ExpertTable(shape, tiers, self._description.addresses, self._description.bits)
+            self._kernel.compile(self._table, self._activation)
+        runs = list(self._description.launches(sorted(self._row[expert] for expert in experts)))
+        self._kernel.launch(Prepared(self._table, self._tiles, runs), self._x, self._out, self._activation, receive)
+
+    def _describe(self) -> None:
+        shape, _ = self._kernel.shape_of(self._formats)
+        self._tiles, made = self._kernel.plan(shape, [self._groups[expert].size for expert in self._order])
+        order = [self._order[number] for number in made.order]
+        self._row = {expert: row for row, expert in enumerate(order)}
+        groups = [self._groups[expert] for expert in order]
+        rows = torch.cat([group.tokens for group in groups])
+        pairs = torch.cat([group.pairs for group in groups])
+        placed = [(self._row[expert], packed) for expert, packed in self._fresh.items()]
+        self._fresh.clear()
+        self._description = Description(made, rows, pairs, placed, self._kernel.device)

@@ -198,6 +198,7 @@ def execute(program, kind, turns, history):
         staging_slots=program.staging,
         prefetch_projections=program.projections,
     )
+    runtime.kernel.asynchronous = kind in DEVICES
     record_reads(runtime.kernel, history, compute, turns.pause)
     outputs = []
     with engine.paused() if program.captures else contextlib.nullcontext():

@@ -1,5 +1,7 @@
 """In which order a layer's experts are fetched and computed, on an engine whose arrivals the test decides."""
 
+import itertools
+
 import torch
 
 from tests.runtime.steps import make_runtime, random_step
@@ -77,11 +79,12 @@ class Script:
         kernel.forward = listening
 
 
-def make(arrives, resident, staging=2, predictor=None):
+def make(arrives, resident, staging=2, predictor=None, asynchronous=False):
     """A runtime of two layers that keep two experts each, of which some are there."""
     engine = Script({})
     runtime = make_runtime(STORE, (4 + staging) / 12, lo=0, engine=engine, staging_slots=staging, predictor=predictor)
     engine.listen(runtime.kernel)
+    runtime.kernel.asynchronous = asynchronous
     if resident:
         step(runtime, resident)
     engine.log.clear()
@@ -137,6 +140,46 @@ def test_cores_that_copy_take_turns_with_computation():
     assert engine.log == ["ask 2", "ask 3", "wait 2.3", "wait 3.3", "compute 0 1 2 3"]
 
 
+def waits(*experts):
+    """Projection by projection, for all experts of a launch."""
+    return [f"wait {expert}.{count}" for count in (1, 2, 3) for expert in experts]
+
+
+def test_where_computing_only_enqueues_half_of_what_is_on_its_way_is_one_launch():
+    runtime, engine = make({}, resident=[0, 1], staging=4, asynchronous=True)
+    step(runtime, [0, 1, 2, 3, 4, 5])
+    assert engine.log == [
+        *("ask 2", "ask 3", "ask 4", "ask 5", "compute 0 1"),  # every expert has a slot
+        *("compute 2 3", *waits(2, 3)),  # while 4 and 5 move
+        *("compute 4", *waits(4)),
+        *("compute 5", *waits(5)),
+    ]
+
+
+def test_where_computing_only_enqueues_residents_are_spread_over_the_misses():
+    """Enqueued all at once they would stand before what frees a slot, and the link behind them."""
+    runtime, engine = make({}, resident=[0, 1], asynchronous=True)
+    step(runtime, [0, 1, 2, 3, 4, 5])
+    assert [entry for entry in engine.log if not entry.startswith("wait")] == [
+        *("ask 2", "ask 3", "compute 1", "compute 2"),
+        *("ask 4", "compute 0", "compute 3"),
+        *("ask 5", "compute 4", "compute 5"),
+    ]
+
+
+def test_where_computing_only_enqueues_what_has_arrived_together_is_one_launch():
+    runtime, engine = make({2: 2, 3: 2, 4: 2, 5: 3}, resident=[0], staging=4, asynchronous=True)
+    step(runtime, [0, 2, 3, 4, 5])
+    assert engine.log == [
+        *("ask 2", "ask 3", "ask 4", "ask 5", "compute 0"),
+        *("compute 2 3", *waits(2, 3)),
+        *("compute 4", "compute 5"),
+    ]
+    runtime, engine = make({2: 1, 3: 1, 4: 1, 5: 1}, resident=[0], staging=4, asynchronous=True)
+    step(runtime, [0, 2, 3, 4, 5])
+    assert engine.log[4:] == ["compute 0", "compute 2 3 4 5"]
+
+
 class Next:
     """Names two experts of the next layer."""
 
@@ -159,7 +202,7 @@ def test_the_next_layer_takes_the_slots_that_this_one_leaves():
 
 def test_the_bytes_of_a_step_are_right():
     want = step(make({}, resident=[])[0], [0, 1, 2, 3, 4, 5])
-    for arrives in ({}, {2: 1, 3: 2, 4: 2, 5: 4}):
-        runtime, _ = make(arrives, resident=[0, 1])
+    for arrives, asynchronous in itertools.product(({}, {2: 1, 3: 2, 4: 2, 5: 4}), (False, True)):
+        runtime, _ = make(arrives, resident=[0, 1], asynchronous=asynchronous)
         assert torch.equal(step(runtime, [0, 1, 2, 3, 4, 5]), want)
     assert STORE.blob(BlobKey(0, 0, 4)).numel() == FORMAT.nbytes

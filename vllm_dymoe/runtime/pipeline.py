@@ -5,7 +5,9 @@ anything is computed, and one slot computes while others fill, so that a few slo
 serve any number of experts. Its grain is FIRM-MoE's: an expert is computed projection
 by projection as they arrive. While slots are short, an expert that frees one goes
 first, because the link must not wait for computation; otherwise all that is there is
-computed together, which costs the host least.
+computed together, which costs the host least. Where computing only enqueues (a GPU),
+each call is a launch that the host pays for and a few tokens hardly fill: there half
+of what is on its way is computed in one, while the other half keeps the link busy.
 
 Where the "device" is host memory and a transfer is a copy by the cores that compute,
 there is nothing to overlap: threads that compete for a core cost both far more. Then
@@ -14,7 +16,6 @@ the two take turns.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -22,14 +23,10 @@ from vllm_dymoe.experts.cache import ExpertCache
 from vllm_dymoe.experts.handles import Version
 from vllm_dymoe.experts.store import BlobKey
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork
+from vllm_dymoe.kernels import Activation, ExpertKernel, Groups, LayerWork
 from vllm_dymoe.kernels.base import Receive
-from vllm_dymoe.runtime.grouping import Group
 from vllm_dymoe.runtime.prefetch import Prefetcher
 from vllm_dymoe.transfer import Lane, Reason, Timeline, TransferEngine, TransferError
-
-Compute = Callable[[Sequence[ExpertWork], Receive | None], None]
-"""Computes experts of the running step; see :meth:`vllm_dymoe.kernels.ExpertKernel.forward`."""
 
 LookAhead = Callable[[], Callable[[], None] | None]
 """Foresees; returns what is left to do of it once the first experts compute (DuoServe-MoE 5.3), or None."""
@@ -68,7 +65,7 @@ class Pipeline:
         self,
         layer: int,
         wanted: Mapping[int, Tier],
-        groups: Mapping[int, Group],
+        groups: Groups,
         x: torch.Tensor,
         out: torch.Tensor,
         activation: Activation,
@@ -90,9 +87,9 @@ class Pipeline:
         """
         if self.late:
             self.release_late()
-        step = _Step(self, layer, wanted, groups)
+        step = _Step(self, layer, wanted)
         try:
-            step.run(lambda work, receive: self.kernel.forward(x, work, out, activation, receive), look_ahead)
+            step.run(self.kernel.begin(x, groups, step.order, out, activation), look_ahead)
         except BaseException:
             self._let_go(step.held)
             raise
@@ -130,13 +127,16 @@ class _Step:
         held: versions that are pinned.
         missing: experts without a slot.
         arriving: pinned versions whose bytes are on their way, first asked first.
-        ready: pinned versions whose bytes are there.
+        ready: pinned versions whose bytes are there, those that have just arrived last.
     """
 
-    def __init__(self, pipeline: Pipeline, layer: int, wanted: Mapping[int, Tier], groups: Mapping[int, Group]) -> None:
+    _work: LayerWork
+
+    def __init__(self, pipeline: Pipeline, layer: int, wanted: Mapping[int, Tier]) -> None:
         self._cache, self._engine, self._prefetcher = pipeline.cache, pipeline.engine, pipeline.prefetcher
-        self._bits, self._store = pipeline.bits, pipeline.store
-        self._layer, self._groups = layer, groups
+        self._bits, self._store, self._enqueues = pipeline.bits, pipeline.store, pipeline.kernel.asynchronous
+        self._layer = layer
+        self._shared = False  # whether residents have had their turn before what is on its way
         ahead = self._prefetcher.claim(layer, wanted) if self._prefetcher else ()
         # Every hit is pinned before the first miss is acquired: a miss must not evict what this step still reads.
         hits, misses = self._cache.acquire_held(layer, wanted)
@@ -149,8 +149,17 @@ class _Step:
             self._cache.adopt(version, stream=version.tier in self._streamed)
             self._cache.release(version)
 
-    def run(self, compute: Compute, look_ahead: LookAhead | None) -> None:
+    @property
+    def order(self) -> list[int]:
+        """Experts in about the order in which they will be computed."""
+        there = [version.expert for version in (*self.ready, *self.arriving)]
+        return there + [expert for expert, _ in self.missing]
+
+    def run(self, work: LayerWork, look_ahead: LookAhead | None) -> None:
         """Until every wanted expert is computed."""
+        self._work = work
+        for version in self.held:
+            work.place(version.expert, version.slot.expert)
         while self.missing or self.arriving or self.ready:
             self._fetch()
             if look_ahead is not None:
@@ -158,7 +167,7 @@ class _Step:
             if self._prefetcher:
                 self._prefetcher.fill()  # which finds no slot as long as an expert of this layer waits for one
             if self.ready or self.arriving:
-                self._compute_next(compute)
+                self._compute_next()
             elif not ((self._prefetcher and self._prefetcher.settle()) or self._use_kept_slots()):
                 raise TransferError(
                     f"every slot that could take another expert belongs to a read that has not ended ({self._store}); "
@@ -188,40 +197,77 @@ class _Step:
             key = BlobKey(self._layer, expert, self._bits[tier])
             version.ticket = self._engine.submit(key, version.slot.blob, Reason.DEMAND, version.slot.last_read)
             self.arriving.append(version)
+            self._work.place(expert, version.slot.expert)
 
     def _use_kept_slots(self) -> bool:
         """Late reads have the staging slots: make do with what the layer keeps. False if that was done already."""
         streamed, self._streamed = self._streamed, frozenset()
         return bool(streamed)
 
-    def _compute_next(self, compute: Compute) -> None:
+    def _compute_next(self) -> None:
         """Compute what is best computed now, which is not nothing."""
-        in_turn = self._engine.occupies_cores
+        in_turn, before = self._engine.occupies_cores, len(self.ready)
         while self.arriving and (in_turn or self._engine.arrived(self.arriving[0].ticket)):
             self.ready.append(self._receive(self.arriving.popleft()))
-        if not self.ready:
-            version = self.arriving.popleft()
-            self._compute(compute, [version], lambda count: self._engine.wait(version.ticket, count))
+        if self._enqueues:
+            self._enqueue_next(arrived=len(self.ready) - before)
+        elif not self.ready:
+            self._compute_arriving(1)
         elif self.missing and not in_turn:
-            self._compute(compute, [self.ready.pop()])  # the one that arrived last, if any did: its slot is wanted
+            self._compute([self.ready.pop()])  # the one that arrived last, if any did: its slot is wanted
         else:
-            ready, self.ready = self.ready, []
-            self._compute(compute, ready)
+            self._compute_ready(len(self.ready))
+
+    def _enqueue_next(self, arrived: int) -> None:
+        """One launch: what has just arrived and a share of the residents, or half of what is on its way.
+
+        The other half keeps the link busy until the launch has freed its slots. Residents are spread over the layer in
+        proportion to the misses: all at once they would fill the device's queue, and the link would stand still behind
+        them as long as slots are short.
+        """
+        half = (len(self.arriving) + 1) // 2
+        residents = len(self.ready) - arrived
+        if self._shared and half:
+            residents = 0
+        elif self.missing and half:
+            to_come = len(self.arriving) + len(self.missing)
+            residents = min(residents, max(half, -(-residents * half // to_come)))
+        if arrived + residents:
+            self._shared = self._shared or residents > 0
+            self._compute_ready(arrived + residents)
+        else:
+            self._shared = False
+            self._compute_arriving(half)
+
+    def _compute_ready(self, count: int) -> None:
+        """Compute the last `count` of what is there."""
+        first = len(self.ready) - count
+        self.ready, versions = self.ready[:first], self.ready[first:]
+        self._compute(versions)
+
+    def _compute_arriving(self, count: int) -> None:
+        """Compute the first `count` of what is on its way, each projection as soon as all of them have it."""
+        versions = [self.arriving.popleft() for _ in range(count)]
+
+        def receive(projections: int) -> None:
+            for version in versions:
+                self._engine.wait(version.ticket, projections)
+
+        self._compute(versions, receive)
 
     def _receive(self, version: Version) -> Version:
         self._engine.wait(version.ticket)
         self._cache.publish(version)
         return version
 
-    def _compute(self, compute: Compute, versions: Sequence[Version], receive: Receive | None = None) -> None:
-        work = [ExpertWork(*version.slot.expert, *self._groups[version.expert][:2]) for version in versions]
+    def _compute(self, versions: Sequence[Version], receive: Receive | None = None) -> None:
+        experts = [version.expert for version in versions]
         timeline = self._engine.timeline
         if timeline is None:
-            compute(work, receive)
+            self._work.compute(experts, receive)
         else:
-            experts = ", ".join(str(version.expert) for version in versions)
-            name = f"layer {self._layer}, {'expert' if len(versions) == 1 else 'experts'} {experts}"
-            _compute_on(timeline, name, partial(compute, work), receive)
+            name = f"layer {self._layer}, {'expert' if len(experts) == 1 else 'experts'} {', '.join(map(str, experts))}"
+            _compute_on(timeline, name, lambda receive: self._work.compute(experts, receive), receive)
         last_read = self._engine.fence()
         for version in versions:
             if not version.resident:

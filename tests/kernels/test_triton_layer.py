@@ -1,0 +1,210 @@
+"""A layer's step in Triton: described once, and computed as its experts come."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.kernels.matrices import random_expert
+from tests.kernels.sections import DEVICE
+from tests.kernels.test_triton_kernel import make_kernel, on_device, random_x
+from tests.operations import Operations
+from tests.runtime.steps import make_runtime, random_step
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.kernels import Activation, ExpertWork, Group
+from vllm_dymoe.kernels.triton import TritonKernel, launch, place
+from vllm_dymoe.kernels.triton.description import Description
+from vllm_dymoe.runtime import moe
+from vllm_dymoe.transfer.cuda import PinnedDelivery
+from vllm_dymoe.transfer.queue import QueuedEngine
+
+EXPERTS, TOKENS = 64, 512
+on_the_host = pytest.mark.skipif(DEVICE != "cpu", reason="the runtime's own device is the CPU here")
+
+
+class Launches:
+    """In place of a kernel: counts, and computes nothing."""
+
+    def __init__(self, counts, name):
+        self._counts, self._name = counts, name
+
+    def __getitem__(self, grid):
+        def count(*arguments, **options):
+            self._counts[self._name] += 1
+
+        return count
+
+    def warmup(self, *arguments, **options):
+        pass
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Launches by kernel."""
+    counts = Counter()
+    for name in ("gate_up", "down", "grouped_gate_up", "grouped_linear"):
+        monkeypatch.setattr(launch, f"{name}_kernel", Launches(counts, name))
+    monkeypatch.setattr(place, "place_kernel", Launches(counts, "place"))
+    return counts
+
+
+class Streams:
+    """Of a card whose copies have never ended when somebody asks, as the host is always ahead of it."""
+
+    timed = False
+
+    def copy(self, source, destination, *, urgent, after):
+        return object()
+
+    def computation_waits(self, event):
+        pass
+
+    def record_computation(self):
+        return object()
+
+    def synchronize(self, event):
+        pass
+
+    def happened(self, event):
+        return False
+
+    def begun(self, event):
+        return None
+
+
+@pytest.fixture
+def runtime(monkeypatch, launches):
+    """A fifth of 64 experts has a slot, four more are for staging; nothing is moved and nothing computed."""
+    monkeypatch.setattr(moe, "make_kernel", TritonKernel)
+    store = make_store(make_experts(num_experts=EXPERTS))
+    engine = QueuedEngine(PinnedDelivery(store, Streams()), 1, eager=True)
+    runtime = make_runtime(store, "20%", engine=engine, staging_slots=4)
+    runtime.kernel.asynchronous = True
+    runtime.forward(0, *random_step(0, 1, store.experts))  # compiles
+    launches.clear()
+    yield runtime
+    engine.close()
+
+
+@on_the_host
+def test_what_a_layer_costs_whose_experts_are_all_missing(runtime, launches):
+    """64 experts through a few slots, 512 tokens: one description, and next to nothing for each expert that arrives."""
+    runtime.reset_stats()
+    x, weights, _ = random_step(1, TOKENS, runtime.experts)
+    ids = torch.arange(2 * TOKENS, dtype=torch.int32).view(TOKENS, 2) % EXPERTS  # 16 tokens each, so one class
+    with Operations() as operations:
+        runtime.forward(1, x, weights, ids)
+    counts = Counter(operations.names)
+    assert runtime.stats().misses == EXPERTS
+    assert len(operations.names) <= 24, counts  # 455 when each expert was described by itself
+    assert launches["grouped_gate_up"] == launches["grouped_linear"] <= EXPERTS // 2 + 2  # 64
+    assert launches["place"] <= EXPERTS // 2 + 2
+
+
+COUNTS = (1, 3, 20, 70, 2, 5, 16, 130)
+BITS = (4, 2, 16, 4, 8, 2, 4, 2)
+WAYS = [
+    [[0, 1, 2, 3, 4, 5, 6, 7]],
+    [[7], [6], [5], [4], [3], [2], [1], [0]],
+    [[2, 0, 4], [7, 3, 1, 6], [5]],
+]
+
+
+def described_layer():
+    """Experts of every class and of all bits, x, and (token, k) of each expert."""
+    hidden, top_k = 64, len(COUNTS)
+    experts = [random_expert(hidden, 40, bits, seed=i) for i, bits in enumerate(BITS)]
+    x = random_x(max(COUNTS), hidden)
+    rows = [torch.arange(count) for count in COUNTS]
+    pairs = [top_k * row + expert for expert, row in enumerate(rows)]
+    packed = [tuple(on_device(matrix) for matrix in (e.gate, e.up, e.down)) for e in experts]
+    return x, packed, rows, pairs
+
+
+def groups_of(rows, pairs):
+    return {e: Group(r, p, len(r)) for e, (r, p) in enumerate(zip(rows, pairs, strict=True))}
+
+
+@pytest.mark.parametrize(
+    ("order", "limits"), [(range(8), None), ([6, 7, 0, 1, 2, 5, 3, 4], (5, 130)), ([6, 7, 0, 1, 2, 5, 3, 4], (2, 64))]
+)
+def test_however_experts_are_grouped_into_launches_their_bits_are_those_of_one_call(monkeypatch, order, limits):
+    """Also where the workspace holds fewer positions than the layer has, or than one expert has."""
+    x, packed, rows, pairs = described_layer()
+    kernel = make_kernel()
+    nan = torch.full((len(COUNTS) * max(COUNTS), x.shape[1]), float("nan"), dtype=x.dtype, device=DEVICE)
+    want = nan.clone()
+    work = [ExpertWork(*three, r.to(DEVICE), p.to(DEVICE)) for three, r, p in zip(packed, rows, pairs, strict=True)]
+    kernel.forward(x, work, want, Activation.SILU)
+    if limits is not None:
+        monkeypatch.setattr(kernel, "_limits", lambda shape, tiles: limits)
+    groups = groups_of(rows, pairs)
+    for way in WAYS:
+        out = nan.clone()
+        layer = kernel.begin(x, groups, list(order), out, Activation.SILU)
+        for experts in way:
+            for expert in experts:
+                layer.place(expert, packed[expert])
+            layer.compute(experts)
+        assert torch.equal(out.view(torch.int16), want.view(torch.int16)), way
+    assert not kernel._tickets.any()
+
+
+def test_skipped_experts_are_not_described():
+    x, packed, rows, pairs = described_layer()
+    out = torch.full((len(COUNTS) * max(COUNTS), x.shape[1]), float("nan"), dtype=x.dtype, device=DEVICE)
+    groups = groups_of(rows, pairs)
+    layer = make_kernel().begin(x, groups, [1, 3], out, Activation.SILU)
+    for expert in (1, 3):
+        layer.place(expert, packed[expert])
+    layer.compute([1, 3])
+    written = ~out.view(-1, len(COUNTS), x.shape[1]).isnan().any(2).cpu()
+    assert written.nonzero()[:, 1].unique().tolist() == [1, 3]
+    assert written.sum() == COUNTS[1] + COUNTS[3]
+
+
+def test_projections_of_a_described_layer_are_received_before_they_are_launched(monkeypatch):
+    """What the device is told of an expert's place it is told before anybody waits for the expert."""
+    x, packed, rows, pairs = described_layer()
+    kernel, events = make_kernel(), []
+    kernel.launch = lambda prepared, x, out, activation, receive: receive(2)
+    out = torch.empty(len(COUNTS) * max(COUNTS), x.shape[1], dtype=x.dtype, device=DEVICE)
+    groups = groups_of(rows, pairs)
+    layer = kernel.begin(x, groups, [0, 1], out, Activation.SILU)
+    layer.place(0, packed[0])
+    layer.compute([0], lambda count: None)
+    placed = Description.place
+    monkeypatch.setattr(Description, "place", lambda self, places: (events.append("place"), placed(self, places)))
+    layer.place(1, packed[1])
+    layer.compute([1], lambda count: events.append("receive"))
+    assert events == ["place", "receive"]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 9])
+def test_places_are_written_as_their_plain_twin_writes_them(count):
+    generator = torch.Generator().manual_seed(count)
+    numbers = torch.randint(1 << 33, 1 << 47, (count, 3), generator=generator).tolist()
+    widths = [[(16, 8, 4, 2)[(row + column) % 4] for column in range(3)] for row in range(count)]
+    places = [place.Place(11 - row, tuple(numbers[row]), tuple(widths[row])) for row in range(count)]
+    tables = [(torch.full((12, 3), -7, device=DEVICE), torch.full((12, 3), -7, dtype=torch.int32, device=DEVICE))] * 2
+    (addresses, bits), (plain_addresses, plain_bits) = ([t.clone() for t in table] for table in tables)
+    place.place_experts(addresses, bits, places)
+    place.place_plain(plain_addresses, plain_bits, places)
+    assert torch.equal(addresses, plain_addresses)
+    assert torch.equal(bits, plain_bits)
+
+
+def test_a_misaligned_place_is_refused():
+    x, packed, rows, pairs = described_layer()
+    gate, up, down = packed[0]
+    section = torch.zeros(gate.format.nbytes + 8, dtype=torch.uint8, device=DEVICE)[8:]
+    stored = section[: gate.format.weight_bytes].view(gate.format.weight_shape)
+    groups = groups_of(rows[:1], pairs[:1])
+    out = torch.empty(8, x.shape[1], dtype=x.dtype, device=DEVICE)
+    layer = make_kernel().begin(x, groups, [0], out, Activation.SILU)
+    layer.place(0, (type(gate)(gate.format, stored, gate.scales_zeros), up, down))
+    with pytest.raises(ValueError, match=r"work holds address 0x.*8, expected multiples of 16"):
+        layer.compute([0])
+    wide = random_expert(96, 40, 4)
+    with pytest.raises(ValueError, match="work holds gate 40 x 96"):
+        layer.place(1, (wide.gate, wide.up, wide.down))

@@ -1,7 +1,6 @@
 """Graphs that are replayed compute what eager launches compute, with whatever has changed in between."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -87,7 +86,7 @@ class Pieces:
 
     def capture(self, x: Tensor) -> None:
         """One graph for each piece, in one pool; operators run between the captures, which their transfers outlast."""
-        with transfers_paused(self.runtime):
+        with self.runtime.engine.paused():  # as the plugin does around vLLM's captures
             self._capture(x, torch.cuda.graph_pool_handle())
 
     def _capture(self, x: Tensor, pool: Any) -> None:
@@ -143,11 +142,6 @@ def _check_pieces(store: HostStore, budget: str, prefetch: str) -> list[str]:
         pieces.runtime.check_integrity()
         pieces.runtime.engine.close()
     return wrong
-
-
-def transfers_paused(runtime: MoERuntime) -> AbstractContextManager[None]:
-    """What the plugin does around vLLM's captures: no other thread calls CUDA, or the capture fails."""
-    return getattr(runtime.engine, "paused", nullcontext)()
 
 
 def captured(function: Callable[[], Any], pool: Any, warm: bool = True) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.experts.page_lock import CudaPageLock
 from vllm_dymoe.experts.store import BlobKey, FileStore, HostStore, Manifest, MemoryStore
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, expert_reference
@@ -85,7 +86,7 @@ def pinned_store(model: Model, bits: Sequence[int], seed: int = 0) -> HostStore:
     """In page-locked memory, filled from files as at a start."""
     with tempfile.TemporaryDirectory() as folder:
         files = file_store(model, bits, Path(folder) / "store", seed)
-        store = MemoryStore.from_files(files, pin=True)
+        store = MemoryStore.from_files(files, CudaPageLock(DEVICE))
         files.close()
     return store
 

@@ -1,5 +1,6 @@
 """A layer's step in Triton: described once, and computed as its experts come."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -106,7 +107,7 @@ BITS = (4, 2, 16, 4, 8, 2, 4, 2)
 WAYS = [
     [[0, 1, 2, 3, 4, 5, 6, 7]],
     [[7], [6], [5], [4], [3], [2], [1], [0]],
-    [[2, 0, 4], [7, 3, 1, 6], [5]],
+    [[1, 6], [4, 0, 7, 2], [3, 5]],  # with neighbours that were computed before, and whose slots are somebody else's
 ]
 
 
@@ -119,6 +120,10 @@ def described_layer():
     pairs = [top_k * row + expert for expert, row in enumerate(rows)]
     packed = [tuple(on_device(matrix) for matrix in (e.gate, e.up, e.down)) for e in experts]
     return x, packed, rows, pairs
+
+
+def section_of(packed):
+    return torch.tensor([], dtype=torch.uint8, device=DEVICE).set_(packed.weight.untyped_storage())
 
 
 def groups_of(rows, pairs):
@@ -140,12 +145,18 @@ def test_however_experts_are_grouped_into_launches_their_bits_are_those_of_one_c
         monkeypatch.setattr(kernel, "_limits", lambda shape, tiles: limits)
     groups = groups_of(rows, pairs)
     for way in WAYS:
-        out = nan.clone()
+        out, kept = nan.clone(), []
         layer = kernel.begin(x, groups, list(order), out, Activation.SILU)
         for experts in way:
-            for expert in experts:
-                layer.place(expert, packed[expert])
+            slots = {expert: [section_of(matrix).clone() for matrix in packed[expert]] for expert in experts}
+            for expert, sections in slots.items():
+                layer.place(
+                    expert, tuple(m.format.view(section) for m, section in zip(packed[expert], sections, strict=True))
+                )
             layer.compute(experts)
+            for section in itertools.chain(*slots.values()):
+                section.fill_(0xFF)  # NaN: the slot is somebody else's from now on
+            kept += slots.values()
         assert torch.equal(out.view(torch.int16), want.view(torch.int16)), way
     assert not kernel._tickets.any()
 

@@ -241,8 +241,17 @@ def slots_are_freed_while_guesses_are_on_their_way(monkeypatch):
     monkeypatch.setattr(Prefetcher, "clear", clear)
 
 
+def only_the_first_expert_of_a_launch_is_waited_for(monkeypatch):
+    def compute_arriving(self, count):
+        versions = [self.arriving.popleft() for _ in range(count)]
+        self._compute(versions, lambda projections: self._engine.wait(versions[0].ticket, projections))
+
+    monkeypatch.setattr(pipeline._Step, "_compute_arriving", compute_arriving)
+
+
 STREAMS = ("pinned", "staged")
 FAULTS = [
+    (only_the_first_expert_of_a_launch_is_waited_for, STREAMS),
     (computation_does_not_wait, STREAMS),
     (nobody_remembers_the_last_reader, STREAMS),
     (published_before_completion, ("disk", "link", *STREAMS)),

@@ -18,6 +18,7 @@ def test_there_are_files():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the files themselves run on the GPU")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter already")
+@pytest.mark.timeout(3600)  # for a whole file, whose tests have the usual limit each
 @pytest.mark.parametrize("name", FILES)
 def test_in_the_interpreter(name):
     pytest.importorskip("triton")

@@ -13,6 +13,7 @@ from vllm_dymoe.experts.slots import SlotPool
 from vllm_dymoe.experts.tier import Tier
 
 CPU = torch.device("cpu")
+EXPERTS_OF_A_LAYER = 32
 
 
 def make_cache(hi=4, lo=0, layers=1, staging=1):
@@ -23,12 +24,13 @@ def make_cache(hi=4, lo=0, layers=1, staging=1):
         if count
     }
     quotas = {tier: layer_quotas(pool.count, [1] * layers, staging, pool.count) for tier, pool in pools.items()}
-    return ExpertCache(pools, quotas)
+    return ExpertCache(pools, quotas, EXPERTS_OF_A_LAYER)
 
 
 def use(cache, expert, tier=Tier.HI, layer=0, stream=False):
-    """Acquire, fill if need be, and release at once."""
-    version = cache.acquire(layer, expert, tier, stream=stream)
+    """A step that uses one expert: acquire, fill if need be, and release at once."""
+    held, _missing = cache.acquire_held(layer, {expert: tier})
+    version = held[0] if held else cache.acquire(layer, expert, tier, stream=stream)
     assert version is not None
     if not version.resident:
         cache.publish(version)
@@ -49,14 +51,40 @@ def test_quotas_follow_the_weights_up_to_what_a_layer_can_use():
     assert layer_quotas(6, [0, 0], 0, 8) == [0, 0]
 
 
-def test_the_least_recently_used_expert_of_the_layer_goes():
+def test_the_coldest_expert_of_the_layer_goes_and_not_the_one_that_was_used_longest_ago():
     cache = make_cache(hi=4)  # three kept, one for staging
-    for expert in (0, 1, 2, 0):
+    for expert in (0, 0, 0, 1, 2, 2):
         use(cache, expert)
     use(cache, 3)
     assert cache.handles.resolve(0, 1) is None
     assert all(cache.handles.resolve(0, expert) for expert in (0, 2, 3))
-    assert (cache.stats.hits, cache.stats.misses, cache.stats.evictions) == (1, 4, 1)
+    assert (cache.stats.hits, cache.stats.misses, cache.stats.evictions) == (3, 4, 1)
+
+
+def test_an_expert_colder_than_all_that_are_kept_passes_through():
+    cache = make_cache(hi=3)  # two kept, one for staging
+    for expert in (0, 0, 0, 1, 1, 1):
+        use(cache, expert)
+    use(cache, 2)
+    assert cache.handles.get(0, 2) is None
+    assert cache.handles.resolve(0, 0)
+    assert cache.handles.resolve(0, 1)
+    assert (cache.stats.misses, cache.stats.evictions) == (3, 0)
+    use(cache, 2)  # a second use makes it hotter than expert 0, which was not used for four steps
+    use(cache, 2)
+    assert cache.handles.resolve(0, 2)
+    assert cache.handles.resolve(0, 0) is None
+
+
+def test_without_a_staging_slot_a_cold_expert_is_kept_all_the_same():
+    cache = make_cache(hi=3)
+    for expert in (0, 0, 0, 1, 1, 1):
+        use(cache, expert)
+    assert cache.acquire_ahead(0, 5, Tier.HI), "takes the staging slot"
+    cache.acquire_held(0, {2: Tier.HI})
+    assert cache.acquire(0, 2, Tier.HI) is None
+    assert cache.acquire(0, 2, Tier.HI, must_keep=True) is not None
+    assert cache.handles.resolve(0, 0) is None
 
 
 def test_a_layer_never_loses_an_expert_to_another_layer():
@@ -133,7 +161,7 @@ def test_what_was_fetched_ahead_is_kept_as_after_a_miss():
         cache.release(version)
         cache.release(version)
         cache.check_integrity()
-    assert cache.handles.resolve(1, 0) is None, "the oldest made room"
+    assert cache.handles.resolve(1, 0) is None, "the coldest made room"
     assert cache.handles.get(1, 1) is None, "it was passing through"
     assert cache.handles.resolve(1, 2)
     assert (cache.stats.hits, cache.stats.misses, cache.stats.evictions) == (2, 1, 1)

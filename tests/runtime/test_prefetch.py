@@ -123,7 +123,7 @@ class Link:
 def make_prefetcher(slots=6, staging=2, projections=3):
     """Of four layers; what the staging slots leave is shared out and filled."""
     pool = SlotPool(FORMAT, slots, CPU)
-    cache = ExpertCache({Tier.HI: pool}, {Tier.HI: layer_quotas(slots, [1] * 4, staging, slots)})
+    cache = ExpertCache({Tier.HI: pool}, {Tier.HI: layer_quotas(slots, [1] * 4, staging, slots)}, 8)
     for layer in range(4):
         for expert in range(cache.quota(layer, Tier.HI)):
             version = cache.acquire(layer, expert, Tier.HI)

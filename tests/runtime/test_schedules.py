@@ -174,7 +174,7 @@ def a_guess_is_given_up_without_asking(monkeypatch):
 
 
 def what_a_step_reads_is_evicted(monkeypatch):
-    def make_room(self, shelf, layer, stream):
+    def make_room(self, shelf, layer, expert, stream, must_keep=False):
         kept = shelf.kept[layer]
         if len(kept) < shelf.quotas[layer] or stream:
             return not stream

@@ -1,4 +1,4 @@
-"""Which experts are on the device: a least-recently-used share for each layer, two precisions, pins.
+"""Which experts are on the device: the hottest of each layer within its share, two precisions, pins.
 
 The rules of DyMoE 4.4.2 hold across both tiers:
 
@@ -13,19 +13,23 @@ Two more come from what such caches got wrong elsewhere:
   the same step can evict an expert which the step still has to read.
 - Each layer keeps to its own share of the slots. A step that needs more experts
   than its layer may keep streams the rest through a few staging slots and leaves
-  the kept ones alone; one LRU over all layers would never hit in decode.
+  the kept ones alone; one cache over all layers would be emptied by a prefill.
+
+Whom a layer gives up, and whom it keeps, is ``residency``'s to say.
 
 The cache decides and counts. It moves no bytes: who acquires a version that is
 not ``resident`` fills its slot and then publishes it, or abandons it.
 """
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import Any
 
+import numpy as np
+
 from vllm_dymoe.experts.handles import HandleTable, Version
+from vllm_dymoe.experts.residency import admits, coldest, record_uses
 from vllm_dymoe.experts.slots import Slot, SlotPool
 from vllm_dymoe.experts.tier import Tier
 
@@ -48,11 +52,11 @@ class CacheStats:
 
 @dataclass
 class _Shelf:
-    """The slots of one tier: what each layer keeps, oldest first, and what is only passing through."""
+    """The slots of one tier: what each layer keeps, and what is only passing through."""
 
     pool: SlotPool
     quotas: list[int]
-    kept: list[OrderedDict[int, Version]]
+    kept: list[dict[int, Version]]
     passing: set[Version] = field(default_factory=set)
     unfilled: int = 0  # slots that layers are entitled to but do not use yet
 
@@ -91,6 +95,7 @@ class ExpertCache:
     Args:
         pools: one per tier in use.
         quotas: experts that each layer may keep, for every tier; the slots that they leave are for staging.
+        num_experts: of each layer.
         stats: counts to go on with; new ones if None.
         reuse_high: whether a high version serves where a low one is wanted.
     """
@@ -99,6 +104,7 @@ class ExpertCache:
         self,
         pools: Mapping[Tier, SlotPool],
         quotas: Mapping[Tier, Sequence[int]],
+        num_experts: int,
         stats: CacheStats | None = None,
         *,
         reuse_high: bool = True,
@@ -107,9 +113,11 @@ class ExpertCache:
         self.stats = stats or CacheStats()
         num_layers = len(next(iter(quotas.values())))
         self.handles = HandleTable(num_layers)
+        self._heat = np.zeros((num_layers, num_experts), np.int64)
+        self._used_at = np.zeros((num_layers, num_experts), np.int64)
+        self._steps = [0] * num_layers
         self._shelves = {
-            tier: _Shelf(pool, list(quotas[tier]), [OrderedDict() for _ in range(num_layers)])
-            for tier, pool in pools.items()
+            tier: _Shelf(pool, list(quotas[tier]), [{} for _ in range(num_layers)]) for tier, pool in pools.items()
         }
 
     def quota(self, layer: int, tier: Tier) -> int:
@@ -117,7 +125,7 @@ class ExpertCache:
         return self._shelves[tier].quotas[layer]
 
     def acquire_held(self, layer: int, wanted: Mapping[int, Tier]) -> tuple[list[Version], list[tuple[int, Tier]]]:
-        """Pin what the cache holds of a step's experts, before any miss of the step can evict it.
+        """Begin a layer's step: count what it uses, and pin what the cache holds before a miss can evict it.
 
         Args:
             layer: position of the MoE layer.
@@ -126,6 +134,8 @@ class ExpertCache:
         Returns:
             Pinned versions, resident or arriving, and the experts that are to be acquired one by one.
         """
+        self._steps[layer] += 1
+        record_uses(self._heat[layer], self._used_at[layer], list(wanted), self._steps[layer])
         row, held, missing = self.handles.row(layer), [], []
         for expert, tier in wanted.items():
             version = row.get(expert)
@@ -135,7 +145,9 @@ class ExpertCache:
                 missing.append((expert, tier))
         return held, missing
 
-    def acquire(self, layer: int, expert: int, tier: Tier, *, stream: bool = False) -> Version | None:
+    def acquire(
+        self, layer: int, expert: int, tier: Tier, *, stream: bool = False, must_keep: bool = False
+    ) -> Version | None:
         """Pin a version of an expert that serves ``tier``.
 
         Args:
@@ -144,6 +156,8 @@ class ExpertCache:
             tier: HI or LO.
             stream: the step needs more experts than the layer may keep, so what
                 is kept stays and this one passes through a staging slot.
+            must_keep: no staging slot can be had for now, so that even an expert
+                colder than those which are kept takes the place of one.
 
         Returns:
             A pinned version. Where it is not ``resident`` and carries no ticket,
@@ -155,7 +169,7 @@ class ExpertCache:
             return self._hit(version, tier)
 
         shelf = self._shelves[tier]
-        keeps = self._make_room(shelf, layer, stream) and shelf.pool.free > 0
+        keeps = self._make_room(shelf, layer, expert, stream, must_keep) and shelf.pool.free > 0
         if not keeps and shelf.pool.free <= shelf.unfilled:
             return None
         if version is not None:
@@ -191,7 +205,7 @@ class ExpertCache:
     def adopt(self, version: Version, *, stream: bool = False) -> None:
         """Keep a pinned version that was fetched ahead, if ``acquire`` would have kept it after a miss."""
         shelf = self._shelves[version.tier]
-        if version.transient and self._make_room(shelf, version.layer, stream):
+        if version.transient and self._make_room(shelf, version.layer, version.expert, stream):
             shelf.passing.remove(version)
             shelf.kept[version.layer][version.expert] = version
             shelf.unfilled -= 1
@@ -263,22 +277,24 @@ class ExpertCache:
         self.stats.misses += not version.resident  # fetched ahead, and not there yet
         self.stats.reuses += version.tier is not tier
         version.pins += 1
-        if not version.transient:
-            self._shelves[version.tier].kept[version.layer].move_to_end(version.expert)
         return version
 
-    def _make_room(self, shelf: _Shelf, layer: int, stream: bool) -> bool:
-        """Whether the layer can keep one more; evicts its oldest unpinned expert if need be."""
+    def _make_room(self, shelf: _Shelf, layer: int, expert: int, stream: bool, must_keep: bool = False) -> bool:
+        """Whether the layer is to keep one more; evicts its coldest unpinned expert if need be."""
         kept = shelf.kept[layer]
         if len(kept) < shelf.quotas[layer]:
             return True
         if stream:
             return False
-        victim = next((version for version in kept.values() if version.pins == 0), None)
-        if victim is None:
+        unpinned = sorted(number for number, version in kept.items() if version.pins == 0)
+        if not unpinned:
+            return False
+        heat = self._heat[layer]
+        victim = coldest(heat, self._used_at[layer], unpinned)
+        if not must_keep and not admits(heat, expert, victim):
             return False
         self.stats.evictions += 1
-        self._detach(victim)
+        self._detach(kept[victim])
         return True
 
     def _detach(self, version: Version) -> None:

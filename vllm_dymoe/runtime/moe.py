@@ -352,7 +352,9 @@ class MoERuntime:
         filled = self.engine.fence()
         for pool in self.pools.values():
             pool.fence(filled)
-        self.cache = ExpertCache(self.pools, plan.quotas, self._cache_stats, reuse_high=options.reuse_high)
+        self.cache = ExpertCache(
+            self.pools, plan.quotas, self.experts.num_experts, self._cache_stats, reuse_high=options.reuse_high
+        )
         self._prefetcher = None if self.predictor is None else self._make_prefetcher()
         self._pipeline = Pipeline(
             self.cache, self.engine, self.kernel, self._bits, self.store.description, self._prefetcher

@@ -145,6 +145,7 @@ class _Step:
         self.arriving = deque(version for version in hits if not version.resident)
         self.ready = [version for version in hits if version.resident]
         self._streamed = self._too_many(wanted) if misses or ahead else frozenset()
+        self._must_keep = False
         for version in ahead:
             self._cache.adopt(version, stream=version.tier in self._streamed)
             self._cache.release(version)
@@ -187,7 +188,9 @@ class _Step:
         """Start as many transfers as there are slots for."""
         while self.missing:
             expert, tier = self.missing[0]
-            version = self._cache.acquire(self._layer, expert, tier, stream=tier in self._streamed)
+            version = self._cache.acquire(
+                self._layer, expert, tier, stream=tier in self._streamed, must_keep=self._must_keep
+            )
             if version is None:
                 if self._prefetcher and self._prefetcher.give_way(tier):
                     continue
@@ -201,8 +204,9 @@ class _Step:
 
     def _use_kept_slots(self) -> bool:
         """Late reads have the staging slots: make do with what the layer keeps. False if that was done already."""
-        streamed, self._streamed = self._streamed, frozenset()
-        return bool(streamed)
+        done_already = self._must_keep
+        self._streamed, self._must_keep = frozenset(), True
+        return not done_already
 
     def _compute_next(self) -> None:
         """Compute what is best computed now, which is not nothing."""

@@ -140,6 +140,8 @@ class Traffic:
                     self.finished += 1
                     self.tokens += sum(len(completion.token_ids) for completion in output.outputs)
         assert not self.open, f"requests that nobody answered: {self.open}"
+        # The last step is always the same, since what is kept of it, such as its logits, has the size of its batch.
+        self.llm.generate(prompts()[:1], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
 
     def _send(self, engine):
         dice, name = self.dice, f"soak-{self.sent}"

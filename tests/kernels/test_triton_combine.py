@@ -65,6 +65,7 @@ def on_the_card(pairs, into):
     seed=st.integers(0, 1000),
 )
 @example(3, 22, 77, torch.bfloat16, torch.int32, frozenset(range(30)), True, True, 1.0, 0)
+@example(3, 22, 77, torch.bfloat16, torch.int32, frozenset({3, 7, 20}), True, True, 1.0, 0)
 def test_it_is_the_plain_loop_to_the_last_bit(
     tokens, top_k, hidden, dtype, ids, some, renormalize, strided, scale, seed
 ):
@@ -114,6 +115,14 @@ def test_infinities_negative_zeros_and_subnormals():
     combine_with_torch(pairs, twin)
     assert same_bits(got, want)
     assert same_bits(twin, want)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 7), (torch.float16, 10)])
+def test_ties_are_rounded_to_even(dtype, bits):
+    step = 2.0**-bits
+    out = torch.tensor([[1.0, 1.0 + step, -1.0, -1.0 - step], [step / 2, step / 2, -step / 2, -step / 2]]).to(dtype)
+    got = on_the_card(Pairs(out, torch.ones(1, 2), None, None, False), torch.zeros(1, 4).to(dtype))
+    assert got[0].tolist() == [1.0, 1.0 + 2 * step, -1.0, -1.0 - 2 * step]
 
 
 def test_one_launch_for_a_layer_and_no_other_operation():

@@ -26,7 +26,7 @@ find_package()
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
-_PACKAGE = ("pydantic", "psutil", "safetensors", "xxhash")
+_PACKAGE = ("numpy", "pydantic", "psutil", "safetensors", "xxhash")
 
 
 @dataclass(frozen=True)

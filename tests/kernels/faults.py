@@ -14,11 +14,12 @@ def _reused_slot():
     """Half of an expert stays what was in its slot before."""
     from vllm_dymoe.transfer.cuda import CudaStreams
 
-    copy = CudaStreams.copy
+    copy, written = CudaStreams.copy, set()
 
-    def half(self, source, destination, *, after, **others):
-        kept = source.numel() // 2 if after is not None else source.numel()
-        return copy(self, source[:kept], destination[:kept], after=after, **others)
+    def half(self, source, destination, **others):
+        kept = source.numel() // 2 if destination.data_ptr() in written else source.numel()
+        written.add(destination.data_ptr())
+        return copy(self, source[:kept], destination[:kept], **others)
 
     CudaStreams.copy = half
 

@@ -1,25 +1,22 @@
 """What the compiler makes of the weighted sum: products that are rounded by themselves, on every architecture."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+from tests.support.benchmarks import modules_of
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
+pytest.importorskip("triton")
 
 
 @pytest.fixture(scope="module")
 def sums():
     """The planned variants, and what finds fused multiply-adds in them."""
-    sys.path.insert(0, str(FOLDER))
-    import machine_code
-    import variants
+    with modules_of("gpu"):
+        import machine_code
+        import variants
 
-    yield [v for v in variants.all_variants() if v.kernel == "combine"], machine_code.fused_instructions
-    sys.path.remove(str(FOLDER))
+        yield [v for v in variants.all_variants() if v.kernel == "combine"], machine_code.fused_instructions
 
 
 @pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100, 120])

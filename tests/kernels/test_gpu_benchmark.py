@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.kernels.on_the_host import OnTheHost
+from tests.support.benchmarks import modules_of
 from vllm_dymoe.experts.layout import ExpertFormat
 from vllm_dymoe.kernels.triton.tiles import TABLE as TILES
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
@@ -24,10 +25,8 @@ FOLDER = ROOT / "benchmarks" / "gpu"
 
 @pytest.fixture(scope="module")
 def gpu_folder():
-    """Its modules import each other by name, as scripts do."""
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
+    with modules_of("gpu"):
+        yield
 
 
 @pytest.fixture(scope="module")

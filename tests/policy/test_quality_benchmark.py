@@ -2,12 +2,12 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.benchmarks import modules_of
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.policy import DymoeOptions, Routing, make_policy
 
@@ -17,15 +17,8 @@ LAYERS, ACTIVE = 8, 32
 
 @pytest.fixture(scope="module", autouse=True)
 def folder():
-    """Its modules import each other by name, as scripts do."""
-    names = ("choices", "losses", "report")
-    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
-    for name in names:
-        sys.modules.pop(name, None)
-    sys.modules.update(before)
+    with modules_of("quality"):
+        yield
 
 
 def high_experts(policy):
@@ -93,12 +86,11 @@ def test_the_page_is_what_was_measured(tmp_path):
 
 
 def test_the_tasks_for_lm_eval_are_the_held_out_texts():
-    sys.path.insert(0, str(FOLDER / "lm_eval"))
-    try:
+    with modules_of("quality/lm_eval"):
         import make_tasks
-    finally:
-        sys.path.remove(str(FOLDER / "lm_eval"))
-    for name, rows in (("continuations", make_tasks.continuations()), ("problems", make_tasks.problems())):
+
+        tasks = {"continuations": make_tasks.continuations(), "problems": make_tasks.problems()}
+    for name, rows in tasks.items():
         stored = [json.loads(line) for line in (FOLDER / "lm_eval" / f"{name}.jsonl").read_text().splitlines()]
         assert stored == rows
         assert f"lm_eval/{name}.jsonl" in (FOLDER / "lm_eval" / f"{name}.yaml").read_text()

@@ -1,13 +1,8 @@
 """The number of staging slots, in the virtual time of a GPU, which is the same on every machine."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "staging"))
-
-import staging
+from tests.support.benchmarks import modules_of
 
 LAYERS = 4
 STEPS = [24, 24, *[1] * 8]
@@ -15,8 +10,11 @@ STEPS = [24, 24, *[1] * 8]
 
 @pytest.fixture(scope="module")
 def served():
-    store, routing = staging.make_store(LAYERS), staging.make_routing(LAYERS, STEPS)
-    return lambda slots, share=0.25: staging.serve(store, slots, share, 300e-6, 0.85, STEPS, routing)
+    with modules_of("staging"):
+        import staging
+
+        store, routing = staging.make_store(LAYERS), staging.make_routing(LAYERS, STEPS)
+        yield lambda slots, share=0.25: staging.serve(store, slots, share, 300e-6, 0.85, STEPS, routing)
 
 
 def test_the_default_keeps_the_link_busier_than_two_slots(served):

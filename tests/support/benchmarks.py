@@ -1,0 +1,28 @@
+"""Modules of a benchmark, which import each other by name as scripts do; several benchmarks have a report.py."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@contextlib.contextmanager
+def modules_of(name: str) -> Iterator[Path]:
+    """Inside, modules of one folder of benchmarks can be imported; afterwards nobody knows them. Gives the folder."""
+    path, others = list(sys.path), _forget()
+    sys.path.insert(0, str(BENCHMARKS / name))
+    try:
+        yield BENCHMARKS / name
+    finally:
+        _forget()
+        sys.path[:] = path
+        sys.modules.update(others)
+
+
+def _forget() -> dict[str, object]:
+    """Take out every module that lies in a benchmark."""
+    files = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
+    ours = [name for name, file in files if file and BENCHMARKS in Path(file).parents]
+    return {name: sys.modules.pop(name) for name in ours}

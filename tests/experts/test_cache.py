@@ -76,6 +76,17 @@ def test_an_expert_colder_than_all_that_are_kept_passes_through():
     assert cache.handles.resolve(0, 0) is None
 
 
+def test_a_cleared_cache_begins_anew():
+    cache = make_cache(hi=3)
+    for expert in (0, 0, 0, 1):
+        use(cache, expert)
+    cache.clear()
+    for expert in (0, 1, 2):  # all of them cold: the one that was used longest ago makes room
+        use(cache, expert)
+    assert cache.handles.resolve(0, 0) is None
+    assert cache.handles.resolve(0, 2)
+
+
 def test_without_a_staging_slot_a_cold_expert_is_kept_all_the_same():
     cache = make_cache(hi=3)
     for expert in (0, 0, 0, 1, 1, 1):

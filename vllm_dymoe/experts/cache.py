@@ -235,7 +235,7 @@ class ExpertCache:
             self._drop(version)
 
     def clear(self) -> None:
-        """Empty the cache.
+        """Empty the cache, which then knows nothing of earlier steps.
 
         Raises:
             AssertionError: something is pinned.
@@ -243,6 +243,8 @@ class ExpertCache:
         for version in self.handles.versions():
             assert version.pins == 0, "the cache cannot be cleared in the middle of a step"
             self._detach(version)
+        self._heat.fill(0)
+        self._used_at.fill(0)
 
     def resident_experts(self, tier: Tier) -> int:
         """Experts of all layers that are complete in one tier."""

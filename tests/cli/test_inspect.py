@@ -108,7 +108,8 @@ def test_tables(checkpoint, model):
     assert result.exit_code == 0
     for text in ("dymoe checkpoint", "1 to 2", "4, top 2", "rtn", "all match", "smallest", "100%"):
         assert text in result.stdout
-    assert "not quantized yet" in command("inspect", model.folder).stdout
+    words = " ".join(command("inspect", model.folder).stdout.split())  # a long path moves the end of the line
+    assert "not quantized yet" in words
 
 
 def test_errors_of_every_layer(checkpoint):

@@ -181,6 +181,6 @@ def test_a_fault_while_vllm_warms_up_ends_the_start_unless_other_ranks_wait(capl
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setattr(logger, "propagate", True)
     assert torch.equal(forward(model), torch.zeros(3, 8))
-    assert caplog.messages == ["vllm-dymoe: the disk is on fire"]
+    assert set(caplog.messages) == {"vllm-dymoe: the disk is on fire"}
     model.step.begin(scheduled(3))
     assert model.failures.sentence is None, "no request has failed"

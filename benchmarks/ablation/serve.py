@@ -184,11 +184,13 @@ def fill(runtime: Any, layer: int) -> None:
     """Bring every expert of a layer to the device."""
     import torch
 
+    from vllm_dymoe.experts.routing import Routing
+
     experts, top_k = runtime.experts.num_experts, runtime.experts.top_k
     hidden = next(iter(runtime.experts.formats.values())).hidden
     x = torch.zeros(experts, hidden, dtype=torch.bfloat16)
     ids = (torch.arange(experts)[:, None] + torch.arange(top_k)) % experts
-    runtime.forward(layer, x, torch.full(ids.shape, 1 / top_k), ids.int())
+    runtime.forward(Routing(layer, len(runtime.experts.layers), x, ids.int(), torch.full(ids.shape, 1 / top_k)))
 
 
 def main() -> None:

@@ -23,9 +23,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import vllm_dymoe.experts.routing as experts_routing
 import vllm_dymoe.runtime.moe as moe
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
+from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.store import BlobKey, FileStore, Manifest
 from vllm_dymoe.quantize.experts import FileSink
 from vllm_dymoe.runtime import MoERuntime
@@ -129,24 +131,23 @@ def measure(store: FileStore, shape: Shape, bits: int, tokens: int, budget: str)
     with torch.inference_mode():
         for layer in range(shape.layers):  # every expert that fits is there before anything is measured
             everyone = torch.arange(shape.experts).view(-1, shape.top_k).int()
-            runtime.forward(
-                layer, x[:1].expand(len(everyone), -1).contiguous(), weights[:1].expand(len(everyone), -1), everyone
-            )
+            rows = x[:1].expand(len(everyone), -1).contiguous()
+            runtime.forward(Routing(layer, shape.layers, rows, everyone, weights[:1].expand(len(everyone), -1)))
         runtime.reset_stats()
         totals, products = [], []
         for layer, ids in steps(STEPS):
             begin = time.perf_counter()
-            runtime.forward(layer, x, weights, ids)
+            runtime.forward(Routing(layer, shape.layers, x, ids, weights))
             totals.append(time.perf_counter() - begin)
             products.append(bare_products(runtime, layer, x, ids))
         clock, parts = Clock(), []
         count_parts(runtime, clock)
-        group, combine = moe.group_by_expert, moe.combine
-        moe.group_by_expert, moe.combine = clock.timed("grouping", group), clock.timed("combining", combine)
+        group, combine = experts_routing.group_by_expert, moe.combine
+        experts_routing.group_by_expert, moe.combine = clock.timed("grouping", group), clock.timed("combining", combine)
         for layer, ids in steps(STEPS):
-            runtime.forward(layer, x, weights, ids)
+            runtime.forward(Routing(layer, shape.layers, x, ids, weights))
             parts.append(clock.take())
-        moe.group_by_expert, moe.combine = group, combine
+        experts_routing.group_by_expert, moe.combine = group, combine
     hit_rate = runtime.stats().hit_rate
     runtime.engine.close()
     medians = {label: statistics.median(part.get(label, 0.0) for part in parts) for label in PARTS}

@@ -1,12 +1,13 @@
 """Every predictor of the comparison, made for one trace: those that need no training, the networks, and an oracle."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from vllm_dymoe.predict import Candidate, Gate, Phase, Predictor
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.predict import Candidate, Gate, Predictor
 from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
 from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.predict.popularity import Popularity
@@ -20,17 +21,9 @@ class Affinity:
     def __init__(self, rows: torch.Tensor, top_k: int) -> None:
         self._rows, self._top_k = rows, top_k
 
-    def observe(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        phase: Phase,
-        chosen: Mapping[int, int],
-    ) -> None:
+    def observe(self, routing: Routing) -> None:
         """Note what was chosen."""
-        self._ids = ids
+        self._ids = routing.ids
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         """The next layer's experts of the largest summed affinity."""
@@ -51,17 +44,9 @@ class Told:
     def __init__(self, experts: torch.Tensor) -> None:
         self._experts, self._token = experts.tolist(), -1
 
-    def observe(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        phase: Phase,
-        chosen: Mapping[int, int],
-    ) -> None:
+    def observe(self, routing: Routing) -> None:
         """Go on in the record."""
-        self._token += layer == 0
+        self._token += routing.layer == 0
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         """The next layer's."""

@@ -25,7 +25,8 @@ import torch
 from contestants import Told, gates_of, untrained
 from stick import Replay, replay
 
-from vllm_dymoe.predict import Phase, Predictor
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.predict import Predictor
 from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.predict.folded import FoldedMLP, fold
@@ -143,9 +144,8 @@ def warm_up(predictor: Predictor, trace: Trace, tokens: torch.Tensor) -> None:
     for token in tokens.tolist():
         for layer in range(trace.header.num_layers):
             ids = trace.experts[token, layer][None].int()
-            chosen = dict.fromkeys(ids[0].tolist(), 1)
             x = torch.zeros(1, trace.header.hidden)
-            predictor.observe(layer, x, ids, torch.ones(ids.shape), Phase.DECODE, chosen)
+            predictor.observe(Routing(layer, trace.header.num_layers, x, ids, torch.ones(ids.shape)))
 
 
 def describe(found: Replay, trace: Trace, tokens: torch.Tensor, expert_bytes: int) -> dict[str, Any]:

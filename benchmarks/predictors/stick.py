@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_dymoe.predict import Candidate, Phase, Predictor
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.predict import Candidate, Predictor
 from vllm_dymoe.traces import Trace
 
 
@@ -111,7 +112,7 @@ def replay(predictor: Predictor, trace: Trace, tokens: torch.Tensor, kept: float
             x = nothing if inputs is None else inputs[row, layer][None]
             begin = time.perf_counter()
             ids, row_weights = experts[row, layer][None], weights[row, layer][None]
-            predictor.observe(layer, x, ids, row_weights, Phase.DECODE, dict.fromkeys(chosen, 1))
+            predictor.observe(Routing(layer, layers, x, ids, row_weights))
             answer = [candidate for candidate in predictor.predict(layer) if candidate.layer == layer + 1]
             if layer + 1 < layers:
                 seconds.append(time.perf_counter() - begin)

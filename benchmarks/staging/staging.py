@@ -28,8 +28,9 @@ from report import QWEN3_30B
 
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.experts.store import MemoryStore, all_keys
-from vllm_dymoe.predict import Candidate, Phase
+from vllm_dymoe.predict import Candidate
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.transfer import link, queue
 from vllm_dymoe.transfer.happens_before import History
@@ -179,7 +180,9 @@ def _serve(
             turns.sleep_until(turns.now + attention_seconds(tokens) + host)
             rows = len(ids)
             x = torch.zeros(rows, 64, dtype=torch.bfloat16)
-            runtime.forward(layer, x, torch.full(ids.shape, 1 / SHAPE.top_k), ids, phase=phase)
+            runtime.forward(
+                Routing(layer, len(runtime.experts.layers), x, ids, torch.full(ids.shape, 1 / SHAPE.top_k), phase)
+            )
         if number:
             seconds[phase.value] += turns.now - begin
             counts[phase.value] += 1

@@ -149,7 +149,7 @@ def test_the_policy_sees_the_prompts_of_each_step_and_their_heavy_hitters(llm):
         prompt = routing.prompt
         kinds.add("decode" if prompt is None else "mixed" if prompt.mixed else "prompts")
         if prompt is not None:
-            assert len(prompt.rows) == len(prompt.heavy) == len(routing.expert_ids) <= STEP
+            assert len(prompt.rows) == len(prompt.heavy) == len(routing.ids) <= STEP
             assert not (prompt.heavy & ~prompt.rows).any()
             assert 0 < int(prompt.heavy.sum()) < int(prompt.rows.sum())
             assert prompt.mixed == (not prompt.rows.all())

@@ -23,6 +23,7 @@ from tests.e2e.engines import (
     prompts,
     runtime_of,
 )
+from tests.runtime.steps import forward
 from vllm_dymoe.vllm_adapter.features import RELOADING
 
 pytestmark = pytest.mark.engine
@@ -235,7 +236,7 @@ def test_dummy_weights_need_no_checkpoint_and_no_time(tmp_path):
         assert runtime.store.manifest.quantizer == "dummy"
         x = torch.randn(7, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
         ids = torch.arange(28).view(7, 4).int()
-        outputs = [runtime.forward(layer, x, torch.full((7, 4), 0.25), ids).float() for layer in range(8)]
+        outputs = [forward(runtime, layer, x, torch.full((7, 4), 0.25), ids).float() for layer in range(8)]
         assert len(answer(llm, prompts()[:2], max_tokens=4, logprobs=None)[0].tokens) == 4
         runtime.check_integrity()
     assert all(torch.isfinite(output).all() and output.std() > 1e-3 for output in outputs)

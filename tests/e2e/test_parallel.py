@@ -22,6 +22,7 @@ from tests.e2e.engines import (
     prompts,
     runtime_of,
 )
+from tests.runtime.steps import forward
 from vllm_dymoe.policy import make_policy
 from vllm_dymoe.traces import Trace, statistics
 
@@ -45,7 +46,7 @@ def layer_output(runtime, position):
     x = torch.randn(5, hidden, generator=generator).bfloat16()
     ids = torch.stack([torch.randperm(experts, generator=generator)[:4] for _ in range(5)]).int()
     weights = torch.rand(5, 4, generator=generator)
-    return runtime.forward(position, x, weights, ids).float()
+    return forward(runtime, position, x, weights, ids).float()
 
 
 def set_policy(worker, policy, budget):

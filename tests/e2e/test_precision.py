@@ -59,7 +59,7 @@ def test_tiers_follow_the_schedule_in_both_phases(llm, watched):
         high = {expert for expert, tier in plan.items() if tier is Tier.HI}
         assert len(high) == schedule.critical(routing.layer, LAYERS, len(plan))
     for routing, plan in decoded:
-        weights = dict(zip(routing.expert_ids[0].tolist(), routing.weights[0].tolist(), strict=True))
+        weights = dict(zip(routing.ids[0].tolist(), routing.weights[0].tolist(), strict=True))
         assert max(weights, key=weights.get) in {expert for expert, tier in plan.items() if tier is Tier.HI}
     for routing, _ in read:
         tokens = routing.weights.shape[0]
@@ -172,6 +172,6 @@ def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):
         assert torch.equal(routing.prompt.heavy, routing.prompt.rows)
         high = {expert for expert, tier in plan.items() if tier is Tier.HI}
         assert len(high) == Schedule(0.5).critical(routing.layer, routing.num_layers, len(plan))
-        load = routing.expert_ids.flatten().bincount().tolist()
+        load = routing.ids.flatten().bincount().tolist()
         least, most = min((load[e] for e in high), default=99), max((load[e] for e in plan.keys() - high), default=0)
         assert least >= most

@@ -24,7 +24,7 @@ class ByWeight:
     def plan(self, routing):
         self.calls += 1
         best = routing.weights.argmax(dim=1, keepdim=True)
-        first = set(routing.expert_ids.gather(1, best).flatten().tolist())
+        first = set(routing.ids.gather(1, best).flatten().tolist())
         plan = {expert: Tier.HI if expert in first else Tier.LO for expert in routing.active}
         if self.calls % 5 == 0:
             plan[routing.active[-1]] = Tier.SKIP

@@ -15,8 +15,7 @@ LAYERS = 8
 
 def routing(layer, ids, weights, prompt=None):
     ids = torch.as_tensor(ids)
-    active = tuple(sorted({expert for expert in ids.flatten().tolist() if expert >= 0}))
-    return Routing(layer, LAYERS, ids, torch.as_tensor(weights), active, prompt)
+    return Routing(layer, LAYERS, torch.zeros(len(ids), 8), ids, torch.as_tensor(weights), prompt=prompt)
 
 
 def high(plan):

@@ -24,7 +24,7 @@ def folder():
 def high_experts(policy):
     """What a policy makes high in each layer of a step that uses every expert once, the later ones with more weight."""
     ids, weights = torch.arange(ACTIVE).unsqueeze(0), torch.arange(ACTIVE).float().unsqueeze(0)
-    plans = [policy.plan(Routing(layer, LAYERS, ids, weights, tuple(range(ACTIVE)))) for layer in range(LAYERS)]
+    plans = [policy.plan(Routing(layer, LAYERS, weights, ids, weights)) for layer in range(LAYERS)]
     return [{expert for expert, tier in plan.items() if tier is Tier.HI} for plan in plans]
 
 

@@ -2,8 +2,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.predict.choices import chosen
-from vllm_dymoe.predict import Candidate, Measured, Phase
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.predict import Candidate, Measured
 
 X = torch.zeros(1, 1)
 LAYERS = 4
@@ -16,8 +16,8 @@ class Scripted:
     def __init__(self):
         self.next = []
 
-    def observe(self, layer, x, ids, weights, phase, chosen):
-        self.seen = layer
+    def observe(self, routing):
+        self.seen = routing.layer
 
     def predict(self, layer):
         return self.next
@@ -25,7 +25,7 @@ class Scripted:
 
 def observe(predictor, layer, experts):
     ids = torch.tensor([sorted(experts)], dtype=torch.int32).reshape(1, -1)
-    predictor.observe(layer, X, ids, torch.ones(ids.shape), Phase.DECODE, chosen(ids))
+    predictor.observe(Routing(layer, LAYERS, X, ids, torch.ones(ids.shape)))
 
 
 @given(st.lists(st.lists(st.tuples(SETS, SETS), min_size=LAYERS, max_size=LAYERS), max_size=5))

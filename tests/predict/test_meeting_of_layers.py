@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.predict.choices import chosen
 from tests.predict.gates import random_gates, random_inputs
 from tests.predict.streams import RecordedStream
-from vllm_dymoe.predict import Gate, Phase
+from vllm_dymoe.experts.routing import Phase, Routing
+from vllm_dymoe.predict import Gate
 from vllm_dymoe.predict.beside import OnStream
 from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
 from vllm_dymoe.predict.tuner import Heop, Setting
@@ -22,7 +22,7 @@ def step(predictor, inputs, phase=Phase.DECODE, ids=None):
     named = []
     for layer, x in enumerate(inputs):
         wanted = torch.zeros(len(x), 1, dtype=torch.int32) if ids is None else ids[layer]
-        predictor.observe(layer, x, wanted, torch.ones(wanted.shape), phase, chosen(wanted))
+        predictor.observe(Routing(layer, 9, x, wanted, torch.ones(wanted.shape), phase))
         named.append(predictor.predict(layer))
         x.fill_(torch.nan)  # its memory belongs to others from now on
     return named
@@ -63,7 +63,7 @@ def test_with_one_layer_it_is_the_next_gate():
     for phase in Phase:
         answers = []
         for predictor in (MeetingOfLayers(gates, 3, 1), NextGate(gates, top_k=3)):
-            predictor.observe(0, x, torch.zeros(4, 3, dtype=torch.int32), torch.ones(4, 3), phase, {0: 12})
+            predictor.observe(Routing(0, 9, x, torch.zeros(4, 3, dtype=torch.int32), torch.ones(4, 3), phase))
             answers.append(predictor.predict(0))
         assert answers[0] == answers[1]
 
@@ -80,7 +80,7 @@ def test_beside_the_layer_it_says_the_same_of_what_the_layer_was_given(phase, p,
     assert predictor.answers_later
     assert not MeetingOfLayers(gates, 5, p).answers_later
     for layer, x in enumerate(inputs):
-        predictor.observe(layer, x, NO_IDS, NO_IDS, phase, {})
+        predictor.observe(Routing(layer, 9, x, NO_IDS, NO_IDS, phase))
         predictor.begin(layer)
         x.fill_(torch.nan)  # the next layer's
         assert stream.waits == layer
@@ -94,10 +94,10 @@ def test_what_was_begun_for_a_step_before_is_forgotten():
     first, second = random_inputs(2, 1, HIDDEN)
     predictor = MeetingOfLayers(gates, 4, 2, beside=OnStream(RecordedStream()))
     fresh = MeetingOfLayers(gates, 4, 2)
-    predictor.observe(0, first, NO_IDS, NO_IDS, Phase.DECODE, {})
+    predictor.observe(Routing(0, 9, first, NO_IDS, NO_IDS, Phase.DECODE))
     predictor.begin(0)
     for asked in (predictor, fresh):
-        asked.observe(0, second, NO_IDS, NO_IDS, Phase.DECODE, {})
+        asked.observe(Routing(0, 9, second, NO_IDS, NO_IDS, Phase.DECODE))
     assert predictor.predict(0) == fresh.predict(0)
 
 
@@ -134,9 +134,7 @@ def test_a_layer_that_nobody_asked_about_teaches_the_tuner_nothing():
     tuner = Told()
     predictor = MeetingOfLayers([Gate(lambda x: x)] * 4, 2, 1, tuner)
     for layer in range(4):
-        predictor.observe(
-            layer, torch.randn(1, 4), torch.tensor([[0, 1]]), torch.ones(1, 2), Phase.DECODE, {0: 1, 1: 1}
-        )
+        predictor.observe(Routing(layer, 4, torch.randn(1, 4), torch.tensor([[0, 1]]), torch.ones(1, 2)))
         if layer == 0:
             predictor.predict(layer)
     assert [record[0] for record in tuner.records] == [1]

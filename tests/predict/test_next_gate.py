@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from tests.predict.gates import random_gates, random_inputs
 from tests.predict.streams import RecordedStream
-from vllm_dymoe.predict import Gate, Phase
+from vllm_dymoe.experts.routing import Phase, Routing
+from vllm_dymoe.predict import Gate
 from vllm_dymoe.predict.beside import OnStream
 from vllm_dymoe.predict.next_gate import NextGate
 
@@ -15,7 +16,7 @@ NO_IDS = torch.zeros(0, 0, dtype=torch.int32)
 
 
 def ask(predictor, layer, x, phase):
-    predictor.observe(layer, x, NO_IDS, NO_IDS, phase, {})
+    predictor.observe(Routing(layer, 9, x, NO_IDS, NO_IDS, phase))
     return predictor.predict(layer)
 
 
@@ -78,7 +79,7 @@ def test_beside_the_layer_it_says_the_same_of_what_the_layer_was_given(phase):
     predictor = NextGate(gates, top_k=2, layers=2, beside=OnStream(stream))
     assert predictor.answers_later
     assert not NextGate(gates, top_k=2).answers_later
-    predictor.observe(1, x, NO_IDS, NO_IDS, phase, {})
+    predictor.observe(Routing(1, 9, x, NO_IDS, NO_IDS, phase))
     assert not stream.copies, "nobody has said yet that he wants to know"
     predictor.begin(1)
     x.fill_(torch.nan)  # the next layer's
@@ -91,7 +92,7 @@ def test_what_was_begun_for_a_step_before_is_forgotten():
     gates, _ = random_gates(3, 8, 5)
     first, second = random_inputs(2, 1, 5)
     predictor = NextGate(gates, top_k=2, beside=OnStream(RecordedStream()))
-    predictor.observe(0, first, NO_IDS, NO_IDS, Phase.DECODE, {})
+    predictor.observe(Routing(0, 9, first, NO_IDS, NO_IDS, Phase.DECODE))
     predictor.begin(0)
     assert ask(predictor, 1, second, Phase.DECODE) == ask(NextGate(gates, top_k=2), 1, second, Phase.DECODE)
 

@@ -1,7 +1,7 @@
 import torch
 
-from tests.predict.choices import chosen
-from vllm_dymoe.predict import Measured, Phase
+from vllm_dymoe.experts.routing import Phase, Routing
+from vllm_dymoe.predict import Measured
 from vllm_dymoe.predict.oracle import Oracle
 
 X = torch.zeros(1, 1)
@@ -12,7 +12,7 @@ def run(predictor, routes):
     named = []
     for step in routes:
         for layer, ids in enumerate(step):
-            predictor.observe(layer, X, ids, torch.ones(ids.shape), Phase.DECODE, chosen(ids))
+            predictor.observe(Routing(layer, 9, X, ids, torch.ones(ids.shape), Phase.DECODE))
             named.append(predictor.predict(layer))
     return named
 

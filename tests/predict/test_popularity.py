@@ -4,8 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.predict.choices import chosen
-from vllm_dymoe.predict import Phase
+from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict.popularity import Popularity
 
 X = torch.zeros(1, 1)
@@ -13,7 +12,7 @@ X = torch.zeros(1, 1)
 
 def see(predictor, layer, ids, phase=Phase.DECODE):
     ids = torch.tensor(ids)
-    predictor.observe(layer, X, ids, torch.ones(ids.shape), phase, chosen(ids))
+    predictor.observe(Routing(layer, 9, X, ids, torch.ones(ids.shape), phase))
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(-1, 5), min_size=2, max_size=2)), max_size=40))

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from tests.predict.choices import chosen
 from tests.predict.gates import random_gates
 from tests.predict.made_up import made_up
-from vllm_dymoe.predict import SCHEMES, Phase, RoutedModel, make_scheme
+from vllm_dymoe.experts.routing import Phase, Routing
+from vllm_dymoe.predict import SCHEMES, RoutedModel, make_scheme
 from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
@@ -37,7 +37,7 @@ def test_every_scheme_foresees(name, predictor_file):
         for layer in range(LAYERS):
             x = torch.randn(tokens, HIDDEN)
             ids = torch.rand(tokens, EXPERTS).topk(TOP_K).indices.int()
-            predictor.observe(layer, x, ids, torch.ones(ids.shape), phase, chosen(ids))
+            predictor.observe(Routing(layer, 9, x, ids, torch.ones(ids.shape), phase))
             candidates = predictor.predict(layer)
             assert all(c.layer == layer + 1 < LAYERS and 0 <= c.expert < EXPERTS for c in candidates)
             assert len({c.expert for c in candidates}) == len(candidates)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from tests.predict.choices import chosen
 from tests.predict.made_up import SIZES, made_up
 from tests.predict.streams import RecordedStream
-from vllm_dymoe.predict import Phase
+from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict.beside import Inline, OnStream
 from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
@@ -29,7 +28,7 @@ def step(predictor, tokens, phase=Phase.DECODE, spoil=False):
     for layer in range(SIZES.num_layers):
         ids = TRACE.experts[tokens, layer].int()
         x = TRACE.router_inputs[tokens, layer].bfloat16()
-        predictor.observe(layer, x, ids, WEIGHTS, phase, chosen(ids))
+        predictor.observe(Routing(layer, 9, x, ids, WEIGHTS, phase))
         if spoil and predictor.answers_later:
             predictor.begin(layer)
             ids.fill_(0), x.fill_(torch.nan)
@@ -73,7 +72,7 @@ def test_a_step_knows_nothing_of_the_step_before():
     alone = step(TrainedPredictor(fold(MODELS["seeing"]), SIZES.top_k), slice(9, 10))
     step(predictor, slice(4, 5))
     ids, x = TRACE.experts[5:6, 0].int(), TRACE.router_inputs[5:6, 0]
-    predictor.observe(0, x, ids, WEIGHTS, Phase.DECODE, chosen(ids))  # a step that ends in its first layer
+    predictor.observe(Routing(0, 9, x, ids, WEIGHTS, Phase.DECODE))  # a step that ends in its first layer
     assert step(predictor, slice(9, 10)) == alone
 
 
@@ -89,8 +88,8 @@ def test_a_prefill_gets_the_most_popular_and_no_network_is_asked():
 def test_an_answer_that_nobody_asked_for_is_not_the_next_steps():
     predictor = TrainedPredictor(fold(MODELS["linear"]), SIZES.top_k)
     ids, x = TRACE.experts[5:6, 0].int(), TRACE.router_inputs[5:6, 0]
-    predictor.observe(0, x, ids, WEIGHTS, Phase.DECODE, chosen(ids))
-    predictor.observe(0, x, ids, WEIGHTS, Phase.PREFILL, chosen(ids))
+    predictor.observe(Routing(0, 9, x, ids, WEIGHTS, Phase.DECODE))
+    predictor.observe(Routing(0, 9, x, ids, WEIGHTS, Phase.PREFILL))
     assert len(predictor.predict(0)) > SIZES.top_k
 
 
@@ -99,7 +98,7 @@ def test_on_a_stream_it_is_asked_for_before_it_is_waited_for():
     predictor = TrainedPredictor(fold(MODELS["linear"]), SIZES.top_k, OnStream(stream))
     assert predictor.answers_later
     ids, x = TRACE.experts[5:6, 0].int(), TRACE.router_inputs[5:6, 0]
-    predictor.observe(0, x, ids, WEIGHTS, Phase.DECODE, chosen(ids))
+    predictor.observe(Routing(0, 9, x, ids, WEIGHTS, Phase.DECODE))
     assert not stream.copies, "nobody has said yet that he wants to know"
     predictor.begin(0)
     assert (len(stream.pending), stream.waits) == (1, 0)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from tests.runtime.steps import ByNumber, make_runtime, random_step
+from tests.runtime.steps import ByNumber, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.store import StoreError
@@ -63,7 +63,7 @@ class Guesses:
     def __init__(self, answers):
         self._answers = iter(answers)
 
-    def observe(self, layer, x, ids, weights, phase, chosen):
+    def observe(self, routing):
         pass
 
     def predict(self, layer):
@@ -206,7 +206,7 @@ def execute(program, kind, turns, history):
             if number in program.resizes:
                 runtime.resize_recorded(program.resizes[number])
             try:
-                outputs.append(runtime.forward(layer, *random_step(seed, tokens, STORE.experts)))
+                outputs.append(forward(runtime, layer, *random_step(seed, tokens, STORE.experts)))
             except TransferError:
                 outputs.append(None)
             runtime.check_integrity()
@@ -227,7 +227,7 @@ def smallest_budget(mixed):
 
 def expected(program):
     runtime = plain_runtime(program.mixed)
-    return [runtime.forward(layer, *random_step(seed, tokens, STORE.experts)) for seed, layer, tokens in program.steps]
+    return [forward(runtime, layer, *random_step(seed, tokens, STORE.experts)) for seed, layer, tokens in program.steps]
 
 
 def plain_runtime(mixed):

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from vllm_dymoe.config import Options
+from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.kernels import Activation
 from vllm_dymoe.runtime import MoERuntime
 
 CPU = torch.device("cpu")
@@ -50,8 +52,13 @@ def random_step(seed, tokens, experts):
     return x, weights / weights.sum(1, keepdim=True), ids.int()
 
 
+def forward(runtime, layer, x, weights, ids, activation=Activation.SILU, **told):
+    """One layer of one step; the order of arguments is that of vLLM's."""
+    return runtime.forward(Routing(layer, len(runtime.experts.layers), x, ids, weights, **told), activation)
+
+
 def run(runtime, steps):
     """Run (seed, layer, tokens) and return the outputs."""
-    outputs = [runtime.forward(layer, *random_step(seed, tokens, runtime.experts)) for seed, layer, tokens in steps]
+    outputs = [forward(runtime, layer, *random_step(seed, tokens, runtime.experts)) for seed, layer, tokens in steps]
     runtime.check_integrity()
     return outputs

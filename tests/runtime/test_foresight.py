@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tests.runtime.steps import random_step, run, with_budget
+from tests.runtime.steps import forward, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.predict import Candidate
@@ -29,7 +29,7 @@ class Adversary:
         self._random = random.Random(0)
         self._step = 0
 
-    def observe(self, layer, x, ids, weights, phase, chosen):
+    def observe(self, routing):
         self._step += 1
 
     def predict(self, layer):
@@ -72,8 +72,8 @@ class Names:
     def __init__(self, nbytes=0, later=False, log=None):
         self.nbytes, self.answers_later, self._log = nbytes, later, log if log is not None else []
 
-    def observe(self, layer, x, ids, weights, phase, chosen):
-        self._log.append(f"observe {layer}")
+    def observe(self, routing):
+        self._log.append(f"observe {routing.layer}")
 
     def begin(self, layer):
         assert self.answers_later
@@ -184,11 +184,11 @@ def test_nobody_counts_what_was_computed_to_warm_up():
                 before = runtime.stats()
                 with runtime.unobserved():
                     for other in range(LAYERS):
-                        runtime.forward(other, x, weights, torch.tensor([[0, 1]]).expand(512, -1).int())
+                        forward(runtime, other, x, weights, torch.tensor([[0, 1]]).expand(512, -1).int())
                 after = runtime.stats()
                 assert replace(after, resident_experts={}) == replace(before, resident_experts={})
                 assert after.resident_experts["hi"] >= 2 * LAYERS, "it was not computed"
-            runtime.forward(layer, x[:1], weights[:1], torch.tensor([ids]).int())
+            forward(runtime, layer, x[:1], weights[:1], torch.tensor([ids]).int())
         assert runtime.stats().planned["hi"] == 2 * LAYERS
         runtime.engine.close()
         return predictor.predict(0)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.runtime.steps import BUDGETS, STEPS, ByNumber, make_runtime, random_step, run, with_budget
+from tests.runtime.steps import BUDGETS, STEPS, ByNumber, forward, make_runtime, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import EVERY_PROJECTION
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def test_the_output_is_the_weighted_sum_of_the_experts(memory_store):
     runtime = make_runtime(memory_store)
     x, weights, ids = random_step(1, 5, memory_store.experts)
-    got = runtime.forward(1, x, weights, ids)
+    got = forward(runtime, 1, x, weights, ids)
     want = torch.zeros(x.shape, dtype=torch.float64)
     fmt = memory_store.experts.formats[4]
     from vllm_dymoe.experts.store import BlobKey
@@ -84,18 +84,18 @@ def test_another_ranks_experts_add_nothing(memory_store):
     runtime = make_runtime(memory_store)
     mine = torch.where(ids < 3, ids, -1)
     theirs = torch.where(ids >= 3, ids, -1)
-    both = runtime.forward(0, x, weights, mine).float() + runtime.forward(0, x, weights, theirs).float()
-    whole = runtime.forward(0, x, weights, ids).float()
+    both = forward(runtime, 0, x, weights, mine).float() + forward(runtime, 0, x, weights, theirs).float()
+    whole = forward(runtime, 0, x, weights, ids).float()
     # Three roundings to bf16 (8 bits) instead of one.
     torch.testing.assert_close(both, whole, rtol=2e-2, atol=2e-2 * whole.abs().max().item())
-    nobody = runtime.forward(0, x, weights, torch.full_like(ids, -1))
+    nobody = forward(runtime, 0, x, weights, torch.full_like(ids, -1))
     assert bool((nobody == 0).all())
 
 
 def test_no_tokens_are_no_work(memory_store):
     runtime = make_runtime(memory_store)
     x, weights, ids = random_step(0, 0, memory_store.experts)
-    assert runtime.forward(0, x, weights, ids).shape == (0, 64)
+    assert forward(runtime, 0, x, weights, ids).shape == (0, 64)
 
 
 def test_resizing_between_steps_changes_slots_and_no_bit(memory_store):
@@ -118,13 +118,13 @@ def test_a_transfer_by_the_cores_that_compute_takes_turns_with_computation(memor
     runtime = make_runtime(memory_store, lo=0)
     x, weights, ids = random_step(0, 40, memory_store.experts)
     for layer in (0, 1):  # what its reads were says which of the two this store is
-        runtime.forward(layer, x, weights, ids)
+        forward(runtime, layer, x, weights, ids)
     assert runtime.engine.occupies_cores == (blocks == 0)
-    calls, forward = [], runtime.kernel.forward
-    runtime.kernel.forward = lambda x, work, *rest: (calls.append(len(work)), forward(x, work, *rest))
+    calls, compute = [], runtime.kernel.forward
+    runtime.kernel.forward = lambda x, work, *rest: (calls.append(len(work)), compute(x, work, *rest))
     runtime.cache.clear()
-    runtime.forward(0, x, weights, ids % 3)
-    runtime.forward(0, x, weights, ids)
+    forward(runtime, 0, x, weights, ids % 3)
+    forward(runtime, 0, x, weights, ids)
     assert sum(calls) == 9
     assert calls == [3, 6] if blocks == 0 else calls[0] == 1
     runtime.engine.close()

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from tests.runtime.steps import make_runtime, random_step
+from tests.runtime.steps import forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.experts.store import BlobKey
 from vllm_dymoe.kernels import Activation
@@ -100,7 +100,7 @@ def step(runtime, experts):
     if len(experts) == 1:
         ids[:, 1] = -1
     weights = torch.full((count, 2), 0.5)
-    return runtime.forward(0, x, weights, ids, Activation.SILU)
+    return forward(runtime, 0, x, weights, ids, Activation.SILU)
 
 
 def test_the_link_starts_first_and_each_expert_is_computed_as_its_projections_arrive():
@@ -183,7 +183,7 @@ def test_where_computing_only_enqueues_what_has_arrived_together_is_one_launch()
 class Next:
     """Names two experts of the next layer."""
 
-    def observe(self, layer, x, ids, weights, phase, chosen):
+    def observe(self, routing):
         pass
 
     def predict(self, layer):

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from tests.runtime.steps import BUDGETS, ByNumber, run, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.experts.cache import ExpertCache, layer_quotas
+from vllm_dymoe.experts.routing import Phase
 from vllm_dymoe.experts.slots import SlotPool
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.predict import Candidate, Phase
+from vllm_dymoe.predict import Candidate
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
 from vllm_dymoe.transfer import Reason
 from vllm_dymoe.transfer.ticket import State, Ticket
@@ -30,7 +31,7 @@ class Guesses:
     def __init__(self, seed):
         self._random = random.Random(seed)
 
-    def observe(self, layer, x, ids, weights, phase, chosen):
+    def observe(self, routing):
         pass
 
     def predict(self, layer):

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from tests.runtime.steps import CPU, make_runtime, random_step
+from tests.runtime.steps import CPU, forward, make_runtime, random_step
 from tests.small_model import make_experts
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.slots import SlotPool
@@ -45,10 +45,10 @@ def test_slots_that_numpy_has_seen_are_given_back_too(tmp_path):
     experts = make_experts()
     files = random_store(experts, FileSink(tmp_path / "store", Manifest(experts, "dummy", "a model")), seed=1)
     runtime = make_runtime(files, "50%", lo=0)
-    outputs = [runtime.forward(layer, *random_step(1, 7, experts)) for layer in (0, 1)]
+    outputs = [forward(runtime, layer, *random_step(1, 7, experts)) for layer in (0, 1)]
     for budget in ("25%", "100%"):
         runtime.resize(budget)
-        again = [runtime.forward(layer, *random_step(1, 7, experts)) for layer in (0, 1)]
+        again = [forward(runtime, layer, *random_step(1, 7, experts)) for layer in (0, 1)]
         assert all(torch.equal(a, b) for a, b in zip(again, outputs, strict=True))
     runtime.check_integrity()
     runtime.engine.close()
@@ -88,7 +88,7 @@ class Device:
 @pytest.fixture
 def runtime(memory_store):
     runtime = make_runtime(memory_store, "50%", lo=0)
-    runtime.forward(0, *random_step(1, 7, memory_store.experts))
+    forward(runtime, 0, *random_step(1, 7, memory_store.experts))
     return runtime
 
 
@@ -106,7 +106,7 @@ def test_more_than_the_device_has_is_refused_with_the_number_that_fits_and_chang
     assert f"{4 * slot + computing - 1} are free, and computation needs {computing} of these" in sentence
     runtime.resize(int(re.search(r"expert_budget to at most (\d+) bytes", sentence)[1]))
     assert sum(runtime.plan.slots.values()) == 9
-    runtime.forward(0, *random_step(1, 7, runtime.experts))
+    forward(runtime, 0, *random_step(1, 7, runtime.experts))
     runtime.check_integrity()
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +120,7 @@ def test_a_missing_expert_ends_the_start_and_leaves_nothing(tmp_path):
 
 
 class FailingRuntime:
+    experts = SimpleNamespace(layers=(0,))
     predictor = None
     unobserved = contextlib.nullcontext
 
@@ -152,6 +154,8 @@ def test_a_warm_up_decides_nothing_and_nobody_sees_it_before_and_between_request
     told = []
 
     class Runtime:
+        experts = SimpleNamespace(layers=(0,))
+
         predictor = None
 
         def forward(self, layer, x, *others):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from tests.predict.choices import chosen
 from vllm_dymoe.config import Options
-from vllm_dymoe.predict import Gate, Phase, RoutedModel
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.predict import Gate, RoutedModel
 from vllm_dymoe.vllm_adapter.foresight import Foresight
 from vllm_dymoe.vllm_adapter.gates import GateCheck, GateError, ModuleTree, find_gate
 
@@ -239,7 +239,7 @@ def test_the_predictor_asks_the_gates_that_were_found():
     x = torch.randn(1, HIDDEN)
     ids = blocks[0].gate(x).topk(TOP_K).indices
     assert foresight.agrees(0, x, ids)
-    predictor.observe(0, x, ids, torch.ones(ids.shape), Phase.DECODE, chosen(ids))
+    predictor.observe(Routing(0, 2, x, ids, torch.ones(ids.shape)))
     expected = blocks[1].gate(x).topk(TOP_K).indices[0].tolist()
     assert [candidate.expert for candidate in predictor.predict(0)] == expected
 

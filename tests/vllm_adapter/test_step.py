@@ -7,7 +7,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from tests.vllm_adapter.steps import scheduled
-from vllm_dymoe.predict import Phase
+from vllm_dymoe.experts.routing import Phase
 from vllm_dymoe.vllm_adapter.patches import apply_patches
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
 from vllm_dymoe.vllm_adapter.step import RunningStep

@@ -5,7 +5,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_dymoe.policy.base import Policy, PromptTokens, Routing, Tier
+from vllm_dymoe.experts.routing import PromptTokens, Routing
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.policy.base import Policy
 from vllm_dymoe.policy.dymoe import DymoeOptions, DymoePolicy
 from vllm_dymoe.policy.systems import PRESETS, SYSTEMS
 from vllm_dymoe.policy.uniform import UniformPolicy

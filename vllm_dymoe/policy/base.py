@@ -1,48 +1,10 @@
 """The question a policy answers, once per MoE layer and step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
+from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.tier import Tier
-
-
-@dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """Which tokens of a step belong to prompts, and which of these matter most.
-
-    Attributes:
-        rows: bool [tokens], of a prompt that is being read; the others are being decoded.
-        heavy: bool [tokens], heavy hitters among them; all of them where attention is not known.
-        mixed: some tokens of the step are no prompt's.
-    """
-
-    rows: torch.Tensor
-    heavy: torch.Tensor
-    mixed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """What the router decided for one layer of one step.
-
-    Attributes:
-        layer: position of the MoE layer among the model's MoE layers, from 0.
-        num_layers: how many MoE layers the model has.
-        expert_ids: [tokens, top_k] int, local expert of each pair, -1 where another rank holds it.
-        weights: [tokens, top_k] float32 routing weights.
-        active: the local experts that occur in ``expert_ids``, ascending.
-        prompt: tokens of prompts; None in a step that only decodes.
-    """
-
-    layer: int
-    num_layers: int
-    expert_ids: torch.Tensor
-    weights: torch.Tensor
-    active: tuple[int, ...]
-    prompt: PromptTokens | None = None
 
 
 class Policy(Protocol):

@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.policy.base import Routing
 from vllm_dymoe.policy.importance import gate_importance, most_important, step_importance
 from vllm_dymoe.policy.schedule import Schedule
 
@@ -65,11 +65,11 @@ class DymoePolicy:
         active = len(routing.active)
         if self._critical(routing, active) == active:  # and so is every part of them
             return dict.fromkeys(routing.active, Tier.HI)
-        ids, weights = routing.expert_ids, routing.weights
-        if prompt is None and len(ids) == 1:  # decode of one request
-            high = most_important(gate_importance(ids, weights), self._critical(routing, active))
+        if prompt is None and len(routing.ids) == 1:  # decode of one request
+            importance = gate_importance(routing.host_ids, routing.host_weights)
+            high = most_important(importance, self._critical(routing, active))
         else:
-            load, gate = step_importance(ids, weights, 1 + max(routing.active, default=0), prompt)
+            load, gate = step_importance(routing.ids, routing.weights, 1 + max(routing.active, default=0), prompt)
             high = most_important(load, self._critical(routing, len(load)))
             high |= most_important(gate, self._critical(routing, len(gate)))
         return {expert: Tier.HI if expert in high else Tier.LO for expert in routing.active}

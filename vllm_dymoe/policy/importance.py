@@ -5,26 +5,28 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.policy.base import PromptTokens
+from vllm_dymoe.experts.routing import PromptTokens
 
 # Attention scores held at a time, in float32: 4 MiB.
 _SCORES_AT_ONCE = 1 << 20
 
 
-def gate_importance(expert_ids: Tensor, weights: Tensor) -> Mapping[int, float]:
+def gate_importance(expert_ids: NDArray[np.int64], weights: NDArray[np.float32]) -> Mapping[int, float]:
     """Eq. 3: an expert's routing weight, for one token.
 
     Args:
-        expert_ids: [1, top_k] int, negative where another rank has the expert.
-        weights: [1, top_k] float32.
+        expert_ids: [1, top_k], negative where another rank has the expert.
+        weights: [1, top_k].
 
     Returns:
         Importance of each expert that occurs.
     """
-    pairs = zip(expert_ids.flatten().tolist(), weights.flatten().tolist(), strict=True)
+    pairs = zip(expert_ids[0].tolist(), weights[0].tolist(), strict=True)
     return {expert: weight for expert, weight in pairs if expert >= 0}
 
 

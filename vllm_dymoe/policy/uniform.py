@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.policy.base import Routing
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Which experts come next: one predictor for each idea, over one interface, and schemes that name them."""
 
 from vllm_dymoe.predict.accuracy import Measured, PredictionStats
-from vllm_dymoe.predict.base import Candidate, Phase, Predictor
+from vllm_dymoe.predict.base import Candidate, Predictor
 from vllm_dymoe.predict.checkpoint import PredictorError
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.schemes import SCHEMES, RoutedModel, Scheme, make_scheme
@@ -11,7 +11,6 @@ __all__ = [
     "Candidate",
     "Gate",
     "Measured",
-    "Phase",
     "PredictionStats",
     "Predictor",
     "PredictorError",

@@ -10,12 +10,11 @@ was named is counted, whether or not it was then prefetched.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from vllm_dymoe.predict.base import Candidate, Phase, Predictor
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.predict.base import Candidate, Predictor
 
 
 @dataclass
@@ -70,25 +69,18 @@ class Measured:
         """Whether it computes beside the layer: it has ``begin``, and is best asked once experts are computing."""
         return getattr(self.predictor, "answers_later", False)
 
-    def observe(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        phase: Phase,
-        chosen: Mapping[int, int],
-    ) -> None:
+    def observe(self, routing: Routing) -> None:
         """Compare what was named for this layer with what it wants."""
-        named = self._named.pop(layer, None)
-        if layer == 0:  # whatever a step that failed in the middle has left
+        named = self._named.pop(routing.layer, None)
+        if routing.layer == 0:  # whatever a step that failed in the middle has left
             self._named.clear()
         if named is not None:
             self.stats.named += len(named)
-            self.stats.wanted += len(chosen)
-            self.stats.right += len(named & chosen.keys())
+            wanted = routing.groups.keys()
+            self.stats.wanted += len(wanted)
+            self.stats.right += len(named & wanted)
         begin = time.perf_counter()
-        self.predictor.observe(layer, x, ids, weights, phase, chosen)
+        self.predictor.observe(routing)
         self.seconds += time.perf_counter() - begin
 
     def begin(self, layer: int) -> None:

@@ -1,10 +1,9 @@
 """Layer prefetch: every expert of the next layer, as MoESys does (a baseline of DuoServe-MoE, section 6.1)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
-
-from vllm_dymoe.predict.base import Candidate, Phase
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.predict.base import Candidate
 
 
 class AllExperts:
@@ -21,15 +20,7 @@ class AllExperts:
             for layer in range(1, num_layers + 1)
         ]
 
-    def observe(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        phase: Phase,
-        chosen: Mapping[int, int],
-    ) -> None:
+    def observe(self, routing: Routing) -> None:
         """Nothing to learn."""
 
     def predict(self, layer: int) -> Sequence[Candidate]:

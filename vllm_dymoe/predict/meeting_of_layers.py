@@ -16,7 +16,8 @@ from functools import partial
 
 import torch
 
-from vllm_dymoe.predict.base import Candidate, Phase
+from vllm_dymoe.experts.routing import Phase, Routing
+from vllm_dymoe.predict.base import Candidate
 from vllm_dymoe.predict.beside import Answer, Beside, Inline
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.ranking import rank_by_frequency
@@ -61,24 +62,17 @@ class MeetingOfLayers:
         """Whether the gate is asked beside the layer, so that the answer is best read when experts are computing."""
         return self._beside.later
 
-    def observe(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        phase: Phase,
-        chosen: Mapping[int, int],
-    ) -> None:
+    def observe(self, routing: Routing) -> None:
         """Keep this layer's input for the layers that come, and tell the tuner how its own prediction was."""
+        layer, x = routing.layer, routing.x
         if layer <= self._layer:
             self._inputs.clear()
             self._named = None
-        self._layer, self._phase, self._read = layer, phase, None
+        self._layer, self._phase, self._read = layer, routing.phase, None
         # A copy: the memory of x may belong to something else when the next layer runs.
         self._inputs.append(x.clone() if self._inputs.maxlen != 1 else x)
         if self._tuner is not None:
-            self._report(layer, chosen)
+            self._report(layer, routing.counts)
 
     def begin(self, layer: int) -> None:
         """Ask the next layer's gate, beside this layer if that can be."""

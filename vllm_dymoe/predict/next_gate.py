@@ -10,12 +10,13 @@ The residual stream changes little from layer to layer, which is why this finds 
 layer's gate alone; the gates of layers further on can be asked too, whose answers are worth less and come after it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from vllm_dymoe.predict.base import Candidate, Phase
+from vllm_dymoe.experts.routing import Phase, Routing
+from vllm_dymoe.predict.base import Candidate
 from vllm_dymoe.predict.beside import Answer, Beside, Inline
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.ranking import rank_by_frequency
@@ -57,17 +58,9 @@ class NextGate:
         """Whether gates are asked beside the layer, so that the answer is best read when experts are computing."""
         return self._beside.later
 
-    def observe(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        phase: Phase,
-        chosen: Mapping[int, int],
-    ) -> None:
+    def observe(self, routing: Routing) -> None:
         """Note this layer's input; the gate is asked only when somebody wants to know."""
-        self._x, self._phase, self._reads = x, phase, None
+        self._x, self._phase, self._reads = routing.x, routing.phase, None
 
     def begin(self, layer: int) -> None:
         """Ask the gates of the next layers, beside this layer if that can be."""

@@ -3,11 +3,10 @@
 No server can have it. It is the bound that the other predictors are measured against.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
-
-from vllm_dymoe.predict.base import Candidate, Phase
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.predict.base import Candidate
 
 
 class Oracle:
@@ -28,16 +27,9 @@ class Oracle:
         """From now on the recorded steps are expected again, from the first."""
         self._recording, self._step, self._layer = False, -1, 0
 
-    def observe(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        phase: Phase,
-        chosen: Mapping[int, int],
-    ) -> None:
+    def observe(self, routing: Routing) -> None:
         """Record the experts that a layer wants, or follow the record."""
+        layer, chosen = routing.layer, routing.counts
         if self._step < 0 or layer <= self._layer:
             self._step += 1
             if self._recording:

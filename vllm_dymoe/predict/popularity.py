@@ -5,11 +5,12 @@
 over steps n. The paper counts over a fixed data set; a server's workload changes, so old steps fade.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from vllm_dymoe.predict.base import Candidate, Phase
+from vllm_dymoe.experts.routing import Phase, Routing
+from vllm_dymoe.predict.base import Candidate
 
 
 class Popularity:
@@ -30,19 +31,12 @@ class Popularity:
         self._counts = torch.zeros(num_layers, num_experts, dtype=torch.float32, device="cpu")
         self._phase = Phase.DECODE
 
-    def observe(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        phase: Phase,
-        chosen: Mapping[int, int],
-    ) -> None:
+    def observe(self, routing: Routing) -> None:
         """Count what this layer wanted."""
+        chosen = routing.counts
         counts = torch.tensor(list(chosen.values()), dtype=torch.float32)
-        self._counts[layer].mul_(self._fade)[list(chosen)] += counts
-        self._phase = phase
+        self._counts[routing.layer].mul_(self._fade)[list(chosen)] += counts
+        self._phase = routing.phase
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         """The next layer's favourites: all that were ever wanted in a prefill, which wants nearly all."""

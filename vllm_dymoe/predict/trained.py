@@ -5,11 +5,12 @@ of what the routers chose in the running step, by tensor operations alone, so th
 names that come out.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from vllm_dymoe.predict.base import Candidate, Phase
+from vllm_dymoe.experts.routing import Phase, Routing
+from vllm_dymoe.predict.base import Candidate
 from vllm_dymoe.predict.beside import Answer, Beside, Inline
 from vllm_dymoe.predict.folded import FoldedMLP
 from vllm_dymoe.predict.ranking import rank_by_frequency
@@ -45,20 +46,13 @@ class TrainedPredictor:
         """Whether it computes beside the layer, so that the answer is best asked for when experts are computing."""
         return self._beside.later
 
-    def observe(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        phase: Phase,
-        chosen: Mapping[int, int],
-    ) -> None:
+    def observe(self, routing: Routing) -> None:
         """Note what this layer chose."""
+        layer = routing.layer
         before = None if layer <= self._layer else self._past  # a step begins where layers do not grow
-        self._layer, self._phase, self._x, self._read = layer, phase, x, None
+        self._layer, self._phase, self._x, self._read = layer, routing.phase, routing.x, None
         if self._has_network_for(layer + 1):
-            self._past = self.network.remember(ids, before)
+            self._past = self.network.remember(routing.ids, before)
 
     def begin(self, layer: int) -> None:
         """Compute the next layer's experts, beside this layer if that can be."""

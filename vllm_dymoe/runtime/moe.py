@@ -9,7 +9,7 @@ output (invariant 1); in which order experts are fetched and computed is
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,15 +19,14 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.budget import BudgetTracker
 from vllm_dymoe.experts.cache import CacheStats, ExpertCache
 from vllm_dymoe.experts.layout import ExpertFormat
+from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.slots import SlotPool
 from vllm_dymoe.experts.store import HostStore
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, ExpertKernel, combine, make_kernel
 from vllm_dymoe.policy import Policy, make_policy
-from vllm_dymoe.policy.base import PromptTokens, Routing
-from vllm_dymoe.predict import Measured, Phase, PredictionStats, Predictor
+from vllm_dymoe.predict import Measured, PredictionStats, Predictor
 from vllm_dymoe.runtime.device_memory import make_device_memory
-from vllm_dymoe.runtime.grouping import group_by_expert
 from vllm_dymoe.runtime.pipeline import Pipeline
 from vllm_dymoe.runtime.precision import changed_precision
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
@@ -100,26 +99,12 @@ class MoERuntime:
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: Activation = Activation.SILU,
-        phase: Phase = Phase.DECODE,
-        prompt: PromptTokens | None = None,
-    ) -> torch.Tensor:
+    def forward(self, routing: Routing, activation: Activation = Activation.SILU) -> torch.Tensor:
         """Run one MoE layer.
 
         Args:
-            layer: position of the layer among the model's MoE layers.
-            x: [tokens, hidden] bfloat16 or float16, the router's input.
-            topk_weights: [tokens, top_k] float32.
-            topk_ids: [tokens, top_k] int, local experts; negative where another rank has the expert.
+            routing: of [tokens, top_k].
             activation: of the gated expert.
-            phase: of the whole step, for the predictor.
-            prompt: which tokens are prompts', for the policy; None in a step that only decodes.
 
         Returns:
             [tokens, hidden], the weighted sum over each token's experts on this rank.
@@ -127,67 +112,46 @@ class MoERuntime:
         Raises:
             TransferError: an expert could not be fetched; the runtime can serve the next step.
         """
-        if len(topk_ids) == 0:
-            return torch.empty_like(x)
+        if len(routing.ids) == 0:
+            return torch.empty_like(routing.x)
         timeline = self.engine.timeline
         if timeline is None:
-            return self._forward(layer, x, topk_weights, topk_ids, activation, phase, prompt)
+            return self._forward(routing, activation)
         begin = time.perf_counter()
         try:
-            return self._forward(layer, x, topk_weights, topk_ids, activation, phase, prompt)
+            return self._forward(routing, activation)
         finally:
-            end = time.perf_counter()
-            timeline.add(Lane.HOST, f"layer {layer}", "layer", begin, end, tokens=len(topk_ids), phase=phase.value)
+            end, what = time.perf_counter(), f"layer {routing.layer}"
+            timeline.add(Lane.HOST, what, "layer", begin, end, tokens=len(routing.ids), phase=routing.phase.value)
 
-    def _forward(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: Activation,
-        phase: Phase,
-        prompt: PromptTokens | None,
-    ) -> torch.Tensor:
-        tokens, top_k = topk_ids.shape
-        groups = group_by_expert(topk_ids)
-        routing = Routing(layer, len(self.experts.layers), topk_ids, topk_weights, tuple(groups), prompt)
+    def _forward(self, routing: Routing, activation: Activation) -> torch.Tensor:
+        layer, x = routing.layer, routing.x
+        tokens, top_k = routing.ids.shape
+        groups = routing.groups
         plan = self.policy.plan(routing)
         wanted = {expert: tier for expert, tier in plan.items() if self._bits[tier] > 0}
         self._planned.update(wanted.values())
         self._planned[Tier.SKIP] += len(plan) - len(wanted)
         out = x.new_empty((tokens * top_k, x.shape[1]))
-        look_ahead = None
-        if self.predictor is not None:
-            chosen = {expert: group.size for expert, group in groups.items()}
-            look_ahead = partial(self._look_ahead, self.predictor, layer, x, topk_ids, topk_weights, phase, chosen)
+        look_ahead = None if self.predictor is None else partial(self._look_ahead, self.predictor, routing)
         self._pipeline.run(layer, wanted, groups, x, out, activation, look_ahead)
         if sum(groups[expert].size for expert in wanted) == tokens * top_k:
-            return combine(out, topk_weights)
+            return combine(out, routing.weights)
         renormalize = self.options.skipped_weights == "renormalize"
-        return combine(out, topk_weights, topk_ids, plan.keys() - wanted.keys(), renormalize=renormalize)
+        return combine(out, routing.weights, routing.ids, plan.keys() - wanted.keys(), renormalize=renormalize)
 
-    def _look_ahead(
-        self,
-        predictor: Measured,
-        layer: int,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        phase: Phase,
-        chosen: Mapping[int, int],
-    ) -> Callable[[], None] | None:
+    def _look_ahead(self, predictor: Measured, routing: Routing) -> Callable[[], None] | None:
         """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it.
 
         Returns:
             The latter, to be done once experts are computing, where the prediction is computed beside them.
         """
         begin = time.perf_counter()
-        predictor.observe(layer, x, topk_ids, topk_weights, phase, chosen)
-        act = None if self._prefetcher is None else self._prefetcher.look_ahead(layer, phase, predictor)
+        predictor.observe(routing)
+        act = None if self._prefetcher is None else self._prefetcher.look_ahead(routing.layer, routing.phase, predictor)
         timeline = self.engine.timeline
         if timeline is not None:
-            timeline.add(Lane.HOST, f"predict after layer {layer}", "predict", begin, time.perf_counter())
+            timeline.add(Lane.HOST, f"predict after layer {routing.layer}", "predict", begin, time.perf_counter())
         return act
 
     # -- memory -----------------------------------------------------------------------------------

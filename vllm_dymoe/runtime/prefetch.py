@@ -19,9 +19,10 @@ from functools import partial
 
 from vllm_dymoe.experts.cache import ExpertCache
 from vllm_dymoe.experts.handles import Version
+from vllm_dymoe.experts.routing import Phase
 from vllm_dymoe.experts.store import BlobKey
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.predict import Candidate, Measured, Phase
+from vllm_dymoe.predict import Candidate, Measured
 from vllm_dymoe.runtime.throttle import Throttle
 from vllm_dymoe.transfer import Reason, TransferEngine
 from vllm_dymoe.transfer.ticket import State

@@ -17,6 +17,7 @@ from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.memory import available_host_memory
 from vllm_dymoe.experts.placement import HostPlace, choose_host_place
+from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.store import FileStore, HostStore, Manifest, StoreError
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.policy import Policy, make_policy
@@ -471,28 +472,34 @@ class RankModel:
         A layer that cannot be computed gives zeros and fails the step; see ``step_failures``.
         """
         assert self.runtime is not None, "vLLM runs a model that it has not finished loading"
+        layers = len(self.runtime.experts.layers)
         if self.step.warming_up:
-            return self._warm_up(self.runtime, layer, x, topk_weights, topk_ids, activation)
+            return self._warm_up(Routing(layer, layers, x, topk_ids, topk_weights), activation)
         if self.failures.sentence is not None:
             return torch.zeros_like(x)  # the step has failed already
         if not self.foresight.agrees(layer, x, topk_ids):
             self.runtime.predictor = None
         try:
             prompt = None if self.prompts is None else self.prompts.tokens(x.shape[0], x.device)
-            return self.runtime.forward(layer, x, topk_weights, topk_ids, activation, self.step.phase, prompt)
+            routing = Routing(
+                layer, len(self.runtime.experts.layers), x, topk_ids, topk_weights, self.step.phase, prompt
+            )
+            return self.runtime.forward(routing, activation)
         except TransferError as error:
             self.failures.record(f"vllm-dymoe: {error}")
             return torch.zeros_like(x)
 
-    def _warm_up(self, runtime: MoERuntime, layer: int, x: torch.Tensor, *routed: Any) -> torch.Tensor:
+    def _warm_up(self, routing: Routing, activation: Activation) -> torch.Tensor:
+        runtime = self.runtime
+        assert runtime is not None
         try:
             with runtime.unobserved():
-                return runtime.forward(layer, x, *routed)
+                return runtime.forward(routing, activation)
         except TransferError as error:
             if self.failures.alone:
                 raise  # the start ends with this sentence
             logger.error("vllm-dymoe: %s", error)  # the other ranks wait for this one; the first step fails as well
-            return torch.zeros_like(x)
+            return torch.zeros_like(routing.x)
 
 
 def _check_belongs(store: FileStore, experts: ModelExperts, spec: LayerSpec, folder: Path) -> None:

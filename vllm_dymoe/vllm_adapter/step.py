@@ -7,7 +7,7 @@ worker's wrapper, and nothing else does. So a step begins there, and whatever ru
 
 from typing import Any
 
-from vllm_dymoe.predict import Phase
+from vllm_dymoe.experts.routing import Phase
 
 
 class RunningStep:

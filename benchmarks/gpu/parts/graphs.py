@@ -9,8 +9,8 @@ from torch import Tensor
 
 from parts.launches import fixed_launch
 from parts.stack import DEVICE, DTYPE, Model, Stack, normalized, pinned_store, same_bits
+from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.store import HostStore
-from vllm_dymoe.predict import Phase
 from vllm_dymoe.runtime import MoERuntime
 
 MODEL = Model(layers=4, experts=16, top_k=4, hidden=520, intermediate=328, group=32)
@@ -118,7 +118,7 @@ class Pieces:
         return x, weights, ids, torch.empty_like(x)
 
     def _operator(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, out: Tensor) -> None:
-        out.copy_(self.runtime.forward(layer, x, weights, ids, phase=Phase.DECODE))
+        out.copy_(self.runtime.forward(Routing(layer, MODEL.layers, x, ids, weights)))
 
 
 def _check_pieces(store: HostStore, budget: str, prefetch: str) -> list[str]:

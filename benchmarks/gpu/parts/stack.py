@@ -13,10 +13,11 @@ from torch import Tensor
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
 from vllm_dymoe.experts.page_lock import CudaPageLock
+from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.experts.store import BlobKey, FileStore, HostStore, Manifest, MemoryStore
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, expert_reference
-from vllm_dymoe.predict import Gate, Phase, RoutedModel, make_scheme
+from vllm_dymoe.predict import Gate, RoutedModel, make_scheme
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.experts import FileSink
 from vllm_dymoe.runtime import MoERuntime
@@ -178,7 +179,7 @@ class Stack:
         seen = []
         for layer in range(self.model.layers):
             weights, ids = self.route(layer, x)
-            out = runtime.forward(layer, x, weights, ids, phase=phase)
+            out = runtime.forward(Routing(layer, self.model.layers, x, ids, weights, phase))
             seen.append(Seen(layer, x, weights, ids, out))
             x = normalized(x + out)
         return seen

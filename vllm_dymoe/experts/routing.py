@@ -1,0 +1,120 @@
+"""What a router said for one layer of one step: read by the host at most once, for whoever asks."""
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_dymoe.kernels import Group, Groups
+
+
+class Phase(Enum):
+    """What a step is for: prefill if any of its requests computes more than one token of its own, else decode.
+
+    Drafted tokens are not a request's own. The last token of a prompt alone is a decode step, which it looks like.
+    """
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Which tokens of a step belong to prompts, and which of these matter most.
+
+    Attributes:
+        rows: bool [tokens], of a prompt that is being read; the others are being decoded.
+        heavy: bool [tokens], heavy hitters among them; all of them where attention is not known.
+        mixed: some tokens of the step are no prompt's.
+    """
+
+    rows: torch.Tensor
+    heavy: torch.Tensor
+    mixed: bool
+
+
+@dataclass(eq=False)
+class Routing:
+    """One layer's routing in one step. Made once, where vLLM enters the layer, and handed to everyone.
+
+    Attributes:
+        layer: position of the MoE layer among the model's MoE layers, from 0; a step begins where it does not grow.
+        num_layers: how many MoE layers the model has.
+        x: [tokens, hidden] bfloat16 or float16, the router's input. Another layer may overwrite it: copy what is to be
+            kept.
+        ids: [tokens, top_k] int, experts of this rank; negative where another rank has the expert.
+        weights: [tokens, top_k] float32 routing weights.
+        phase: of the whole step.
+        prompt: which tokens are prompts'; None in a step that only decodes, or where nobody asks.
+        global_ids: [tokens, top_k] int, as the router numbers experts; None where a rank has all of them, as ``ids``.
+    """
+
+    layer: int
+    num_layers: int
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    phase: Phase = Phase.DECODE
+    prompt: PromptTokens | None = None
+    global_ids: torch.Tensor | None = None
+
+    @cached_property
+    def host_ids(self) -> NDArray[np.int64]:
+        """``ids`` on the host; on a GPU the first who asks waits for the router."""
+        return self.ids.cpu().numpy().astype(np.int64, copy=False)
+
+    @cached_property
+    def host_weights(self) -> NDArray[np.float32]:
+        """``weights`` on the host."""
+        return self.weights.cpu().numpy()
+
+    @cached_property
+    def groups(self) -> Groups:
+        """This rank's experts in ascending order, each with its rows in ascending order."""
+        return group_by_expert(self.host_ids)
+
+    @cached_property
+    def counts(self) -> dict[int, int]:
+        """This rank's experts in ascending order, each with how many tokens chose it."""
+        return {expert: group.size for expert, group in self.groups.items()}
+
+    @property
+    def active(self) -> list[int]:
+        """This rank's experts that any token chose, in ascending order."""
+        return list(self.groups)
+
+
+def group_by_expert(ids: NDArray[np.int64]) -> Groups:
+    """Group the (token, k) pairs of a step by expert.
+
+    Args:
+        ids: [tokens, top_k]; negative where another rank has the expert, or a row fills up a batch.
+
+    Returns:
+        Experts in ascending order, each with its rows in ascending order.
+    """
+    tokens, top_k = ids.shape
+    if tokens == 1:  # decode of one request: no sorting, no tensors to split
+        numbers = ids[0].tolist()
+        chosen = {expert: group for expert, group in zip(numbers, _places(top_k), strict=True) if expert >= 0}
+        if len(chosen) == top_k or len(chosen) == sum(expert >= 0 for expert in numbers):  # no expert twice
+            return {expert: chosen[expert] for expert in sorted(chosen)}
+    keys = np.maximum(ids.reshape(-1), -1).astype(np.int16)
+    order = keys.argsort(kind="stable")  # of 16 bits it is a radix sort
+    counts = np.bincount(keys + 1, minlength=1)
+    pairs = torch.from_numpy(order[counts[0] :])
+    experts = counts[1:].nonzero()[0]
+    sizes = counts[1:][experts].tolist()
+    rows = torch.div(pairs, top_k, rounding_mode="floor").split(sizes)
+    groups = zip(experts.tolist(), rows, pairs.split(sizes), sizes, strict=True)
+    return {expert: Group(*group) for expert, *group in groups}
+
+
+@lru_cache
+def _places(top_k: int) -> list[Group]:
+    """The groups of a single token, by k: the same in every step."""
+    token = torch.zeros(1, dtype=torch.int64)
+    return [Group(token, pair, 1) for pair in torch.arange(top_k).unsqueeze(1).unbind()]

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from vllm_dymoe.experts.residency import admits, coldest, record_uses
+from vllm_dymoe.experts.residency import HIGH, HIT, NOWHERE, STREAM, decide, record_uses
 
 Routing = np.ndarray
 """int [steps, experts of a step], each expert once in a step."""
@@ -27,15 +27,17 @@ def least_recently_used(routing: Routing, experts: int, slots: int) -> int:
 
 
 def heat(routing: Routing, experts: int, slots: int, *, admission: bool) -> int:
-    """The plugin's own rule, with admission or without."""
+    """The plugin's own rule, with admission or without; a step of more experts than slots streams the others."""
     degrees, used_at = np.zeros(experts, np.int64), np.zeros(experts, np.int64)
-    return _replay(
-        routing,
-        slots,
-        lambda step, active: record_uses(degrees, used_at, active, step + 1),
-        lambda step, among: coldest(degrees, used_at, among),
-        lambda step, expert, victim: not admission or admits(degrees, expert, victim),
-    )
+    held, wanted = np.zeros(experts, np.int8), np.full(routing.shape[1], HIGH, np.int8)
+    hits = 0
+    for step, active in enumerate(np.sort(routing, axis=1), start=1):
+        record_uses(degrees, used_at, active, step)
+        place = decide(active, wanted, held, degrees, used_at, (0, 0, slots), admission=admission)
+        hits += np.count_nonzero(place == HIT)
+        held[place[place >= 0]] = NOWHERE
+        held[active[place != STREAM]] = HIGH
+    return int(hits)
 
 
 def belady(routing: Routing, experts: int, slots: int, *, admission: bool) -> int:

@@ -29,11 +29,12 @@ from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.store import BlobKey, FileStore, Manifest
+from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.quantize.experts import FileSink
 from vllm_dymoe.runtime import MoERuntime
 
 STEPS = 40
-PARTS = ("grouping", "policy", "cache", "submitting", "waiting", "kernel", "products", "combining")
+PARTS = ("grouping", "policy", "table", "submitting", "waiting", "kernel", "products", "combining")
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,10 @@ def count_parts(runtime: MoERuntime, clock: Clock) -> None:
     """Count what a layer is made of; counting itself takes about half a microsecond a call."""
     plan = runtime.policy.plan
     runtime.policy = SimpleNamespace(tiers=runtime.policy.tiers, plan=clock.timed("policy", plan))
-    for name in ("acquire_held", "acquire", "publish", "release"):
-        setattr(runtime.cache, name, clock.timed("cache", getattr(runtime.cache, name)))
+    table, mover = runtime.memory.table, runtime._mover
+    table.begin_step = clock.timed("table", table.begin_step)
+    for name in ("complete", "release"):
+        setattr(mover, name, clock.timed("table", getattr(mover, name)))
     runtime.engine.submit = clock.timed("submitting", runtime.engine.submit)
     runtime.engine.wait = clock.timed("waiting", runtime.engine.wait)
     runtime.kernel.forward = clock.timed("kernel", runtime.kernel.forward)
@@ -103,12 +106,14 @@ def count_parts(runtime: MoERuntime, clock: Clock) -> None:
 
 def bare_products(runtime: MoERuntime, layer: int, x: torch.Tensor, ids: torch.Tensor) -> float:
     """Seconds of the packed matrix products of a step alone; experts that are not there stand in for one another."""
-    there = [version for version in runtime.cache.handles.row(layer).values() if version.resident]
+    there = [
+        runtime.memory.resident(*row)[1] for row in sorted(runtime.memory.table.residents(Tier.HI)) if row[0] == layer
+    ]
     counts = ids.flatten().unique(return_counts=True)[1].tolist()
     choose, rows = runtime.kernel._choose, {count: x[:count] for count in set(counts)}
     begin = time.perf_counter()
-    for version, count in zip(itertools.cycle(there), counts, strict=False):
-        gate, up, down = version.slot.expert
+    for slot, count in zip(itertools.cycle(there), counts, strict=False):
+        gate, up, down = slot.expert
         hidden = choose(gate.format, count)(rows[count], gate)
         choose(up.format, count)(rows[count], up)
         choose(down.format, count)(hidden, down)

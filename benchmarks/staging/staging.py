@@ -150,7 +150,7 @@ def _serve(
     runtime = MoERuntime(store, options, torch.device("cpu"), engine=engine, predictor=foresight)
     if runtime._prefetcher is not None:
         runtime._prefetcher.clock = lambda: turns.now
-    blobs = {id(slot.expert.gate): slot.blob for pool in runtime.pools.values() for slot in pool.slots}
+    blobs = {id(slot.expert.gate): slot.blob for pool in runtime.memory.pools.values() for slot in pool.slots}
     state = SimpleNamespace(layer=0, tokens=1, experts={})
 
     def forward(x: Any, work: Sequence[Any], out: Any, activation: Any, receive: Callable[[int], None] | None) -> None:

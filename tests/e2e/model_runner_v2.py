@@ -116,7 +116,7 @@ def test_the_same_tokens_and_the_same_bits_at_every_budget_and_counts_that_add_u
     set_retention(llm, 1.0)
     for budget in ("100%", "25%"):
         (resized,) = llm.collective_rpc("dymoe_resize", args=(budget,))
-        assert sum(resized["slots"].values()) == sum(pool.count for pool in runtime.pools.values())
+        assert sum(resized["slots"].values()) == sum(pool.count for pool in runtime.memory.pools.values())
         llm.reset_prefix_cache()
         llm.collective_rpc("dymoe_reset_stats")
         with recorded_layers(runtime) as layers:
@@ -172,7 +172,7 @@ def test_a_fault_fails_the_requests_of_its_step_and_the_next_are_answered(llm, p
         if phase == "mixed":
             start(llm, [1])
         good = tokens_recorded(llm) - before
-        runtime.cache.clear()
+        runtime.memory.clear()
         reads.arm(3)
         done = finish_with_fault(llm, reads)
     finally:

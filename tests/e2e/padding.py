@@ -71,7 +71,7 @@ def check_padding(llm: Any, max_tokens: int) -> None:
     runtime = runtime_of(llm)
 
     def served() -> Any:
-        runtime.cache.clear()
+        runtime.memory.clear()
         llm.reset_prefix_cache()
         runtime.reset_stats()
         with recorded_layers(runtime) as layers:

@@ -32,7 +32,7 @@ def answers_and_layers(llm, budget, texts):
         answers = answer(llm, texts)
     runtime.check_integrity()
     assert runtime.budget.peak <= runtime.budget.limit
-    slots = sum(pool.count * pool.format.nbytes for pool in runtime.pools.values())
+    slots = sum(pool.count * pool.format.nbytes for pool in runtime.memory.pools.values())
     assert slots + runtime.kernel.workspace_bytes <= runtime.budget.limit
     return answers, layers
 

@@ -220,7 +220,7 @@ def test_a_file_that_is_damaged_while_the_engine_serves(llm, want, damage, sente
     runtime = runtime_of(llm)
     path = runtime.store.folder / file_name(4)
     runtime.store._verified.clear()  # as if it had been damaged before its first reading
-    runtime.cache.clear()
+    runtime.memory.clear()
     with damaged(path, damage):
         outputs = llm.generate(prompts()[:2], SamplingParams(max_tokens=4), use_tqdm=False)
         check_failed(outputs, sentence)
@@ -236,12 +236,12 @@ def impatient(llm):
     transfers._timeout = usual
 
 
-def wait_for_late_reads(runtime):
+def wait_for_orphaned_reads(runtime):
     deadline = time.monotonic() + 30
-    while runtime._pipeline.late and time.monotonic() < deadline:
+    while runtime._mover.orphaned and time.monotonic() < deadline:
         time.sleep(0.01)
-        runtime._pipeline.release_late()
-    assert not runtime._pipeline.late
+        runtime._mover.collect()
+    assert not runtime._mover.orphaned
 
 
 @pytest.mark.parametrize("budget", ["25%", "minimum"])
@@ -249,24 +249,24 @@ def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot_until_it_end
     runtime = runtime_of(llm)
     threads = threading.active_count()
     runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
-    free = {tier: pool.count for tier, pool in runtime.pools.items()}
+    free = {tier: pool.count for tier, pool in runtime.memory.pools.items()}
     reads.arm(4, how="slow")
     check_failed(llm.generate(prompts()[:2], SamplingParams(max_tokens=4), use_tqdm=False), "transfer_timeout_s")
     reads.disarm()
     runtime.check_integrity()
-    assert runtime._pipeline.late
+    assert runtime._mover.orphaned
     with pytest.raises(ValueError, match="have not ended"):
         runtime.resize("50%")
     if budget == "minimum":  # its only slot is the one that is being read into
         check_failed(llm.generate(prompts()[:1], SamplingParams(max_tokens=4), use_tqdm=False), "has not ended")
     else:
         assert answer(llm, prompts()[:1], max_tokens=12)[0].tokens == want[0]
-    assert runtime._pipeline.late
+    assert runtime._mover.orphaned
     reads.gate.set()
-    wait_for_late_reads(runtime)
+    wait_for_orphaned_reads(runtime)
     check_well(llm, want)
-    runtime.cache.clear()
-    assert {tier: pool.free for tier, pool in runtime.pools.items()} == free
+    runtime.memory.clear()
+    assert {tier: pool.free for tier, pool in runtime.memory.pools.items()} == free
     assert threading.active_count() == threads
     runtime.resize("25%")
 

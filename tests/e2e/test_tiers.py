@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.e2e.engines import answer, engine, prompts, runtime_of
+from tests.support.computed import watch_computed
 from vllm_dymoe.experts.store import BlobKey
 from vllm_dymoe.experts.tier import Tier
 
@@ -32,22 +33,19 @@ class ByWeight:
 
 
 def watch(runtime):
-    """Check every slot when its computation is done: the bytes are the store's, and the handle was right."""
-    cache, seen = runtime.cache, []
-    release, expected = cache.release, {}
+    """Check every slot when its computation is done: the bytes are the store's, and the table was right."""
+    seen, expected = [], {}
 
-    def checked(version, last_read=None):
-        bits = runtime.options.hi if version.tier is Tier.HI else runtime.options.lo
-        key = BlobKey(version.layer, version.expert, bits)
+    def check(layer, expert, tier, slot):
+        bits = runtime.memory.bits[tier]
+        key = BlobKey(layer, expert, bits)
         if key not in expected:
             expected[key] = torch.empty(runtime.experts.formats[bits].nbytes, dtype=torch.uint8)
             runtime.store.read_into(key, expected[key])
-        assert version.resident
-        assert torch.equal(version.slot.blob, expected[key]), f"{version} holds other bytes than the store"
-        seen.append(version.tier)
-        release(version, last_read)
+        assert torch.equal(slot.blob, expected[key]), f"{key} is not what slot {slot.index} of tier {tier} holds"
+        seen.append(tier)
 
-    cache.release = checked
+    watch_computed(runtime, check)
     return seen
 
 

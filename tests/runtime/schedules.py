@@ -14,6 +14,7 @@ from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.store import StoreError
 from vllm_dymoe.predict import Candidate
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
 from vllm_dymoe.transfer.queue import QueuedEngine
@@ -107,8 +108,35 @@ class IdleDelivery(CpuDelivery):
     occupies_cores = False
 
 
+class RecordedMemory(ExpertMemory):
+    """Tells of everything that computation writes into slots: their filling, and what comes into freed memory."""
+
+    def __init__(self, history, stream, *arguments):
+        self._history, self._stream = history, stream
+        self._all_pools = []  # so that no other memory comes to lie at their addresses
+        super().__init__(*arguments)
+
+    def make_pool(self, fmt, count, promised):
+        pool = super().make_pool(fmt, count, promised)
+        pool.close = lambda: None
+        self._all_pools.append(pool)
+        for slot in pool.slots:
+            name = f"slot {slot.index} of pool {len(self._all_pools)}"
+            self._history.watch(slot.blob, name, fmt.sections)
+            slot.blob.fill_(0xEE)
+        self.write(pool)
+        return pool
+
+    def write(self, pool):
+        agent = self._stream or threading.current_thread()
+        if self._stream is not None:
+            self._history.follow(agent, self._history.now(threading.current_thread()))
+        for slot in pool.slots:
+            self._history.write(agent, slot.blob)
+
+
 class RecordedRuntime(MoERuntime):
-    """Tells of everything that computation writes into slots: their filling, and what comes into freed memory.
+    """A runtime on recorded memory.
 
     Args:
         history: is told.
@@ -118,34 +146,18 @@ class RecordedRuntime(MoERuntime):
 
     def __init__(self, history, stream, *arguments, **options):
         self._history, self._stream = history, stream
-        self._all_pools = []  # so that no other memory comes to lie at their addresses
         super().__init__(*arguments, **options)
 
-    def _make_pool(self, fmt, count):
-        pool = super()._make_pool(fmt, count)
-        pool.close = lambda: None
-        self._all_pools.append(pool)
-        for slot in pool.slots:
-            name = f"slot {slot.index} of pool {len(self._all_pools)}"
-            self._history.watch(slot.blob, name, fmt.sections)
-            slot.blob.fill_(0xEE)
-        self._write(pool)
-        return pool
+    def make_memory(self):
+        return RecordedMemory(self._history, self._stream, self.experts, self.device, self._device_memory)
 
     def resize_recorded(self, share):
         """Resize, if no read hangs; whoever asks the allocator next gets the old slots' memory and writes to it."""
-        before = list(self.pools.values())
+        before = list(self.memory.pools.values())
         with contextlib.suppress(ConfigError):
             self.resize(share)
             for pool in before:
-                self._write(pool)
-
-    def _write(self, pool):
-        agent = self._stream or threading.current_thread()
-        if self._stream is not None:
-            self._history.follow(agent, self._history.now(threading.current_thread()))
-        for slot in pool.slots:
-            self._history.write(agent, slot.blob)
+                self.memory.write(pool)
 
 
 def make_engine(kind, store, history, turns, timeout, program):

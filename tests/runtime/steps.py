@@ -62,3 +62,8 @@ def run(runtime, steps):
     outputs = [forward(runtime, layer, *random_step(seed, tokens, runtime.experts)) for seed, layer, tokens in steps]
     runtime.check_integrity()
     return outputs
+
+
+def kept_by(runtime):
+    """Which versions of which experts layers keep: by tier."""
+    return {tier: runtime.memory.table.residents(tier) for tier in runtime.memory.pools}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tests.runtime.steps import forward, random_step, run, with_budget
+from tests.runtime.steps import forward, kept_by, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.predict import Candidate
@@ -51,7 +51,7 @@ def test_whoever_names_only_what_is_not_wanted_changes_neither_values_nor_the_ca
         outputs = []
         for step in STEPS:
             outputs += run(runtime, [step])
-            kept.append({(v.layer, v.expert) for v in runtime.cache.handles.versions() if not v.transient})
+            kept.append(kept_by(runtime))
         runtime.engine.close()
         return outputs, kept, runtime.stats()
 
@@ -131,12 +131,12 @@ def test_its_memory_is_part_of_the_budget():
 def test_another_takes_over_while_it_serves():
     runtime = with_budget(STORE, "50%", predictor=Names(), link_gbps=LINK)
     run(runtime, STEPS[:8])
-    kept = {(v.layer, v.expert) for v in runtime.cache.handles.versions() if not v.transient}
+    kept = kept_by(runtime)
     named = runtime.stats().predictions["named"]
     assert named > 0
     log = []
     runtime.set_predictor(Names(log=log))  # of the same size: nothing else changes
-    assert {(v.layer, v.expert) for v in runtime.cache.handles.versions() if not v.transient} == kept
+    assert kept_by(runtime) == kept
     run(runtime, STEPS[8:16])
     assert log
     assert runtime.stats().predictions["named"] > named, "the counts go on"

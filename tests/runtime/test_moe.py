@@ -122,7 +122,7 @@ def test_a_transfer_by_the_cores_that_compute_takes_turns_with_computation(memor
     assert runtime.engine.occupies_cores == (blocks == 0)
     calls, compute = [], runtime.kernel.forward
     runtime.kernel.forward = lambda x, work, *rest: (calls.append(len(work)), compute(x, work, *rest))
-    runtime.cache.clear()
+    runtime.memory.clear()
     forward(runtime, 0, x, weights, ids % 3)
     forward(runtime, 0, x, weights, ids)
     assert sum(calls) == 9
@@ -141,7 +141,7 @@ def test_a_device_without_room_is_refused_with_the_options_that_matter(memory_st
     def pool(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore lines")
 
-    monkeypatch.setattr("vllm_dymoe.runtime.moe.SlotPool", pool)
+    monkeypatch.setattr("vllm_dymoe.runtime.memory.SlotPool", pool)
     sentence = "CUDA out of memory. Tried to allocate 2 GiB.; lower expert_budget or gpu_memory_utilization"
     with pytest.raises(ConfigError, match=sentence):
         make_runtime(memory_store, "100%")
@@ -200,7 +200,7 @@ def test_a_failed_read_fails_its_step_and_no_other(failing, budget, threads, pol
             assert torch.equal(got[0], wanted)
     assert (failures > 0) == bool(failing & set(range(store.calls + 1)))
     runtime.engine.close()
-    runtime.cache.clear()
+    runtime.memory.clear()
     runtime.check_integrity()
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.runtime.steps import forward
+from tests.runtime.steps import forward, kept_by
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.policy import PromptTokens
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime.memory import ExpertMemory
 
 CPU = torch.device("cpu")
 LAYERS, EXPERTS, TOP_K = 3, 8, 4
@@ -67,7 +68,8 @@ class Recorded:
 
     def __init__(self, runtime):
         self.versions, self.plans = [], []
-        policy, release = runtime.policy, runtime.cache.release
+        policy, begin = runtime.policy, runtime.kernel.begin
+        tiers = {bits: tier for tier, bits in runtime.memory.bits.items()}
         outer = self
 
         class Policy:
@@ -78,11 +80,18 @@ class Recorded:
                 outer.versions.append({})
                 return outer.plans[-1]
 
-        def recorded(version, last_read=None):
-            outer.versions[-1][version.expert] = version.tier
-            release(version, last_read)
+        def recorded(*arguments, **named):
+            work = begin(*arguments, **named)
+            place = work.place
 
-        runtime.policy, runtime.cache.release = Policy(), recorded
+            def placed(expert, packed):
+                outer.versions[-1][expert] = tiers[packed.gate.format.bits]
+                place(expert, packed)
+
+            work.place = placed
+            return work
+
+        runtime.policy, runtime.kernel.begin = Policy(), recorded
 
 
 class Replayed:
@@ -118,8 +127,10 @@ def test_the_three_rules_of_the_cache_through_the_policy(budget):
     assert pairs.count((Tier.LO, Tier.LO)) > 0
     assert stats.promotions > 0
     # No duplication: an expert never has two slots.
-    held = [(v.layer, v.expert) for v in runtime.cache.handles.versions()]
-    assert len(held) == len(set(held))
+    high, low = kept_by(runtime)[Tier.HI], kept_by(runtime)[Tier.LO]
+    assert high
+    assert low
+    assert not high & low
     low, high = (runtime.experts.formats[bits].nbytes for bits in (2, 4))
     assert stats.bytes_moved["demand"] < high * stats.misses
     assert stats.bytes_moved["demand"] > low * stats.misses
@@ -228,15 +239,15 @@ def test_a_change_holds_from_the_next_step_on_and_never_exceeds_the_budget():
         values |= changes
         assert runtime.plan.limit == limit
         assert runtime.budget.reserved <= runtime.budget.peak <= limit
-        taken = sum(pool.nbytes for pool in runtime.pools.values()) + runtime.kernel.workspace_bytes
+        taken = sum(pool.nbytes for pool in runtime.memory.pools.values()) + runtime.kernel.workspace_bytes
         assert taken == runtime.budget.reserved
         tiers = {name: values[name] for name in ("hi", "lo") if name in values}
         parameters = {name: value for name, value in values.items() if name not in tiers}
         options = Options(**{"hi": 4, "lo": 2} | tiers, group_size=32, policy="dymoe", policy_options=parameters)
         fresh = MoERuntime(STORE, options.model_copy(update={"io_threads": 0}), CPU, automatic_budget=limit)
         assert fresh.plan == runtime.plan
-        fresh.cache.clear()
-        runtime.cache.clear()
+        fresh.memory.clear()
+        runtime.memory.clear()
         assert equal(run(runtime, STEPS[:12]), run(fresh, STEPS[:12])), changes
 
 
@@ -244,13 +255,13 @@ def test_only_one_arena_is_there_at_a_time(monkeypatch):
     """The old slots go before the new ones come: their memory together would exceed the budget."""
     runtime = make_runtime(0.75, "40%")
     alive = []
-    make_pool = MoERuntime._make_pool
+    make_pool = ExpertMemory.make_pool
 
-    def counted(self, fmt, count):
-        alive.append("pools" in self.__dict__ and sum(pool.nbytes for pool in self.pools.values()))
-        return make_pool(self, fmt, count)
+    def counted(self, *arguments):
+        alive.append(sum(pool.nbytes for pool in self.pools.values()))
+        return make_pool(self, *arguments)
 
-    monkeypatch.setattr(MoERuntime, "_make_pool", counted)
+    monkeypatch.setattr(ExpertMemory, "make_pool", counted)
     runtime.set_precision(retention=0.6)
     assert alive[0] == 0
     assert all(nbytes <= runtime.plan.limit for nbytes in alive)
@@ -259,9 +270,9 @@ def test_only_one_arena_is_there_at_a_time(monkeypatch):
 def test_a_change_that_needs_no_other_slots_keeps_the_cache():
     runtime = make_runtime(0.75, "40%")
     run(runtime)
-    held = set(runtime.cache.handles.versions())
+    held = kept_by(runtime)
     runtime.set_precision(heavy_share=0.5, skipped_weights="renormalize")
-    assert set(runtime.cache.handles.versions()) == held
+    assert kept_by(runtime) == held
     assert runtime.policy.heavy_share == 0.5
     assert runtime.options.skipped_weights == "renormalize"
 
@@ -270,14 +281,14 @@ def test_the_old_slots_go_before_the_new_ones_come(monkeypatch):
     """Not even while precision changes are there more slots than the budget holds."""
     runtime = make_runtime(0.75, "40%")
     run(runtime)
-    old, make_pool = [weakref.ref(pool) for pool in runtime.pools.values()], runtime._make_pool
+    old, make_pool = [weakref.ref(pool) for pool in runtime.memory.pools.values()], runtime.memory.make_pool
     alive = []
 
     def watched(*arguments):
         alive.append(sum(len(pool().slots) for pool in old if pool() is not None))
         return make_pool(*arguments)
 
-    monkeypatch.setattr(runtime, "_make_pool", watched)
+    monkeypatch.setattr(runtime.memory, "make_pool", watched)
     runtime.set_precision(retention=0.3)
     assert alive == [0, 0]
 
@@ -308,10 +319,10 @@ def test_memory_that_is_gone_in_between_leaves_the_old_precision(monkeypatch):
 )
 def test_what_cannot_be_is_refused_and_nothing_changes(changes, sentence):
     runtime = make_runtime(0.75, "40%")
-    before = runtime.options, runtime.policy, runtime.plan, runtime.cache
+    before = runtime.options, runtime.policy, runtime.plan, runtime.memory.table
     with pytest.raises(ConfigError, match=sentence):
         runtime.set_precision(**changes)
-    assert before == (runtime.options, runtime.policy, runtime.plan, runtime.cache)
+    assert before == (runtime.options, runtime.policy, runtime.plan, runtime.memory.table)
 
 
 def test_another_policy_has_no_retention():

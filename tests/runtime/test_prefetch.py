@@ -8,14 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.runtime.steps import BUDGETS, ByNumber, run, with_budget
+from tests.runtime.steps import BUDGETS, ByNumber, kept_by, run, with_budget
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.experts.cache import ExpertCache, layer_quotas
 from vllm_dymoe.experts.routing import Phase
-from vllm_dymoe.experts.slots import SlotPool
+from vllm_dymoe.experts.table import layer_shares
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import Candidate
+from vllm_dymoe.runtime.device_memory import HostMemory
+from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.mover import Mover
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
+from vllm_dymoe.runtime.sizing import SlotPlan
 from vllm_dymoe.transfer import Reason
 from vllm_dymoe.transfer.ticket import State, Ticket
 
@@ -63,7 +66,7 @@ def test_the_budget_changes_while_guesses_are_on_their_way():
         got += run(runtime, [step])
         if number % 3 == 0:
             runtime.resize(BUDGETS[number // 3 % 3])
-            assert runtime._prefetcher.fetched_ahead == 0
+            assert runtime._prefetcher.ahead == []
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     assert runtime.stats().bytes_moved["prefetch"] > 0
     runtime.engine.close()
@@ -75,8 +78,7 @@ def test_what_layers_keep_does_not_depend_on_guesses():
         seen = []
         for step in STEPS:
             run(runtime, [step])
-            versions = [v for v in runtime.cache.handles.versions() if not v.transient]
-            seen.append({(version.layer, version.expert) for version in versions})
+            seen.append(kept_by(runtime))
         runtime.engine.close()
         return seen, runtime.stats().transfers["prefetch"]
 
@@ -121,129 +123,164 @@ class Link:
         return True
 
 
-def make_prefetcher(slots=6, staging=2, projections=3):
+@dataclass
+class Ahead:
+    """A prefetcher, what it works with, and the slots that a step holds."""
+
+    prefetcher: Prefetcher
+    memory: ExpertMemory
+    mover: Mover
+    engine: Link
+
+    def demand(self, layer, expert):
+        return self.mover.start(layer, expert, Tier.HI, Reason.DEMAND)
+
+    def give_back(self, fetches):
+        """As a step does, which has all bytes by then."""
+        for fetch in fetches:
+            fetch.ticket.state = State.DONE
+            if not fetch.complete:
+                self.mover.complete(fetch)
+            self.mover.release(fetch, None)
+
+    def check(self, *held):
+        waiting = [*self.prefetcher.ahead, *self.mover.orphaned, *held]
+        self.memory.check_integrity((fetch.tier, fetch.slot, fetch.kept) for fetch in waiting)
+
+
+def make_ahead(slots=6, staging=2, projections=3):
     """Of four layers; what the staging slots leave is shared out and filled."""
-    pool = SlotPool(FORMAT, slots, CPU)
-    cache = ExpertCache({Tier.HI: pool}, {Tier.HI: layer_quotas(slots, [1] * 4, staging, slots)}, 8)
-    for layer in range(4):
-        for expert in range(cache.quota(layer, Tier.HI)):
-            version = cache.acquire(layer, expert, Tier.HI)
-            cache.publish(version)
-            cache.release(version)
-    return Prefetcher(cache, Link(), Tier.HI, 4, projections, PrefetchStats())
+    shares = layer_shares(slots, [1] * 4, staging, slots)
+    memory = ExpertMemory(STORE.experts, CPU, HostMemory())
+    plan = SlotPlan(slots * FORMAT.nbytes, 0, {Tier.HI: slots}, {Tier.HI: shares})
+    memory.allocate(plan, {Tier.HI: 4}, reuse_high=True)
+    engine = Link()
+    mover = Mover(memory, engine)
+    for layer, share in enumerate(shares):
+        for expert in range(share):
+            fetch = mover.start(layer, expert, Tier.HI, Reason.DEMAND, kept=True)
+            fetch.ticket.state = State.DONE
+            mover.complete(fetch)
+    engine.tickets.clear()
+    return Ahead(Prefetcher(memory, mover, engine, Tier.HI, projections, PrefetchStats()), memory, mover, engine)
 
 
 def candidates(*experts, layer=1):
     return [Candidate(layer, expert, 1.0) for expert in experts]
 
 
-def fetched(prefetcher):
-    return [(ticket.key.layer, ticket.key.expert) for ticket in prefetcher.engine.tickets]
+def fetched(ahead):
+    return [(ticket.key.layer, ticket.key.expert) for ticket in ahead.engine.tickets]
 
 
-def counts(prefetcher):
-    stats = prefetcher.stats
+def counts(ahead):
+    stats = ahead.prefetcher.stats
     return stats.useful, stats.late, stats.wasted, stats.cancelled
 
 
 def test_the_best_candidates_take_the_staging_slots_and_the_others_wait_for_one():
-    prefetcher = make_prefetcher()
-    prefetcher.offer(0, candidates(0, 3, 4, 5))  # 0 is on the device
-    prefetcher.fill()
-    assert fetched(prefetcher) == [(1, 3), (1, 4)]
-    assert {ticket.reason for ticket in prefetcher.engine.tickets} == {Reason.PREFETCH}
-    assert prefetcher.cache.stats.evictions == 0
-    assert prefetcher.give_way(Tier.HI)
-    prefetcher.fill()
-    assert fetched(prefetcher) == [(1, 3), (1, 4), (1, 5)]
-    prefetcher.cache.check_integrity()
+    ahead = make_ahead()
+    kept = ahead.memory.table.residents(Tier.HI)
+    ahead.prefetcher.offer(0, candidates(0, 3, 4, 5))  # 0 is on the device
+    ahead.prefetcher.fill()
+    assert fetched(ahead) == [(1, 3), (1, 4)]
+    assert {ticket.reason for ticket in ahead.engine.tickets} == {Reason.PREFETCH}
+    assert ahead.memory.table.residents(Tier.HI) == kept, "nothing is evicted for a guess"
+    assert ahead.prefetcher.give_way(Tier.HI)
+    ahead.prefetcher.fill()
+    assert fetched(ahead) == [(1, 3), (1, 4), (1, 5)]
+    ahead.check()
+
+
+def test_what_is_on_its_way_is_not_fetched_twice():
+    ahead = make_ahead()
+    ahead.prefetcher.offer(0, candidates(3, 3, 3))
+    ahead.prefetcher.fill()
+    assert fetched(ahead) == [(1, 3)]
 
 
 def test_a_new_offer_replaces_what_was_not_begun_and_layers_that_are_past_are_ignored():
-    prefetcher = make_prefetcher()
-    prefetcher.offer(0, candidates(3, 4, 5))
-    prefetcher.offer(1, candidates(3, layer=1) + candidates(4, layer=2))
-    prefetcher.fill()
-    assert fetched(prefetcher) == [(2, 4)]
+    ahead = make_ahead()
+    ahead.prefetcher.offer(0, candidates(3, 4, 5))
+    ahead.prefetcher.offer(1, candidates(3, layer=1) + candidates(4, layer=2))
+    ahead.prefetcher.fill()
+    assert fetched(ahead) == [(2, 4)]
 
 
 def test_what_is_needed_is_claimed_and_the_rest_given_up():
-    prefetcher = make_prefetcher(slots=8, staging=4)
-    prefetcher.offer(0, candidates(2, 3, 4, 5))
-    prefetcher.fill()
-    arrived, moving, wrong, untouched = prefetcher.engine.tickets
-    prefetcher.engine.move(arrived, 3, State.DONE)
-    prefetcher.engine.move(moving, 1, State.RUNNING)
-    prefetcher.engine.move(wrong, 3, State.DONE)
-    claimed = prefetcher.claim(1, {2: Tier.HI, 3: Tier.HI})
-    assert [(version.expert, version.resident) for version in claimed] == [(2, True), (3, False)]
-    assert prefetcher.engine.demanded == [moving]
+    ahead = make_ahead(slots=8, staging=4)
+    ahead.prefetcher.offer(0, candidates(2, 3, 4, 5))
+    ahead.prefetcher.fill()
+    arrived, moving, wrong, untouched = ahead.engine.tickets
+    ahead.engine.move(arrived, 3, State.DONE)
+    ahead.engine.move(moving, 1, State.RUNNING)
+    ahead.engine.move(wrong, 3, State.DONE)
+    claimed = ahead.prefetcher.claim(1, {2: Tier.HI, 3: Tier.HI})
+    assert [(expert, fetch.complete) for expert, fetch in claimed.items()] == [(2, True), (3, False)]
+    assert ahead.engine.demanded == [moving]
     assert untouched.state is State.CANCELLED
-    assert prefetcher.cache.handles.get(1, 4) is None
-    assert counts(prefetcher) == (1, 1, 1, 1)
-    for version in claimed:
-        prefetcher.cache.release(version)
-    prefetcher.cache.check_integrity()
+    assert counts(ahead) == (1, 1, 1, 1)
+    ahead.check(*claimed.values())
+    ahead.give_back(claimed.values())
+    ahead.check()
 
 
 def test_the_slot_of_a_wrong_guess_stays_taken_while_a_projection_moves_into_it():
-    prefetcher = make_prefetcher()
-    prefetcher.offer(0, candidates(3, 4))
-    prefetcher.fill()
-    first, second = prefetcher.engine.tickets
-    prefetcher.engine.move(first, 0, State.RUNNING)
-    prefetcher.engine.move(second, 0, State.RUNNING)
-    prefetcher.claim(1, {})
-    cache = prefetcher.cache
-    assert cache.acquire(2, 5, Tier.HI, stream=True) is None
-    assert not prefetcher.give_way(Tier.HI)
-    prefetcher.engine.move(first, 1, State.CANCELLED)
-    assert prefetcher.give_way(Tier.HI)
-    assert cache.acquire(2, 5, Tier.HI, stream=True).slot.blob.data_ptr() == first.destination.data_ptr()
-    assert prefetcher.settle()
-    assert cache.acquire(2, 4, Tier.HI, stream=True).slot.blob.data_ptr() == second.destination.data_ptr()
-    assert counts(prefetcher) == (0, 0, 2, 0)
+    ahead = make_ahead()
+    ahead.prefetcher.offer(0, candidates(3, 4))
+    ahead.prefetcher.fill()
+    first, second = ahead.engine.tickets
+    ahead.engine.move(first, 0, State.RUNNING)
+    ahead.engine.move(second, 0, State.RUNNING)
+    ahead.prefetcher.claim(1, {})
+    assert ahead.demand(2, 5) is None
+    assert not ahead.prefetcher.give_way(Tier.HI)
+    ahead.engine.move(first, 1, State.CANCELLED)
+    assert ahead.prefetcher.give_way(Tier.HI)
+    assert ahead.demand(2, 5).slot.blob.data_ptr() == first.destination.data_ptr()
+    assert ahead.mover.settle()
+    assert ahead.demand(2, 4).slot.blob.data_ptr() == second.destination.data_ptr()
+    assert counts(ahead) == (0, 0, 2, 0)
 
 
 def test_demand_takes_the_slot_of_the_last_guess():
-    prefetcher = make_prefetcher(slots=8, staging=4)
-    prefetcher.offer(0, candidates(3, layer=1) + candidates(4, 5, layer=3) + candidates(5, layer=2))
-    prefetcher.fill()
+    ahead = make_ahead(slots=8, staging=4)
+    ahead.prefetcher.offer(0, candidates(3, layer=1) + candidates(4, 5, layer=3) + candidates(5, layer=2))
+    ahead.prefetcher.fill()
     for expected in ([(1, 3), (2, 5), (3, 4)], [(1, 3), (2, 5)], [(1, 3)], []):
-        assert prefetcher.give_way(Tier.HI)
-        left = {(v.layer, v.expert) for v in prefetcher.cache.handles.versions() if v.transient}
-        assert left == set(expected)
-    assert not prefetcher.give_way(Tier.HI)
-    assert not prefetcher.give_way(Tier.LO), "slots of another size"
+        assert ahead.prefetcher.give_way(Tier.HI)
+        assert {(fetch.layer, fetch.expert) for fetch in ahead.prefetcher.ahead} == set(expected)
+    assert not ahead.prefetcher.give_way(Tier.HI)
+    assert not ahead.prefetcher.give_way(Tier.LO), "slots of another size"
 
 
 def test_a_part_of_an_expert_is_in_time_when_it_has_arrived():
-    prefetcher = make_prefetcher(projections=1)
-    prefetcher.offer(0, candidates(3, 4))
-    prefetcher.fill()
-    here, late = prefetcher.engine.tickets
+    ahead = make_ahead(projections=1)
+    ahead.prefetcher.offer(0, candidates(3, 4))
+    ahead.prefetcher.fill()
+    here, late = ahead.engine.tickets
     assert (here.wanted, late.wanted) == (1, 1)
-    prefetcher.engine.move(here, 1, State.RESTING)
-    claimed = prefetcher.claim(1, {3: Tier.HI, 4: Tier.HI})
-    assert not any(version.resident for version in claimed)
-    assert prefetcher.engine.demanded == [here, late]
-    assert counts(prefetcher) == (1, 1, 0, 0)
+    ahead.engine.move(here, 1, State.RESTING)
+    claimed = ahead.prefetcher.claim(1, {3: Tier.HI, 4: Tier.HI})
+    assert not any(fetch.complete for fetch in claimed.values())
+    assert ahead.engine.demanded == [here, late]
+    assert counts(ahead) == (1, 1, 0, 0)
 
 
 def test_another_tier_than_the_one_that_was_fetched_is_not_used():
     """A high version would do for a low one, but then a guess would decide what is computed."""
-    prefetcher = make_prefetcher()
-    prefetcher.offer(0, candidates(3))
-    prefetcher.fill()
-    prefetcher.engine.move(prefetcher.engine.tickets[0], 3, State.DONE)
-    assert prefetcher.claim(1, {3: Tier.LO}) == []
-    assert prefetcher.cache.handles.get(1, 3) is None
+    ahead = make_ahead()
+    ahead.prefetcher.offer(0, candidates(3))
+    ahead.prefetcher.fill()
+    ahead.engine.move(ahead.engine.tickets[0], 3, State.DONE)
+    assert ahead.prefetcher.claim(1, {3: Tier.LO}) == {}
+    ahead.check()
 
 
 def test_cores_that_copy_have_no_idle_link():
-    prefetcher = make_prefetcher()
-    prefetcher.engine.occupies_cores = True
-    assert prefetcher.look_ahead(0, Phase.DECODE, Slow(None)) is None, "nobody has to predict anything"
+    ahead = make_ahead()
+    ahead.engine.occupies_cores = True
+    assert ahead.prefetcher.look_ahead(0, Phase.DECODE, Slow(None)) is None, "nobody has to predict anything"
 
 
 class Slow:
@@ -270,7 +307,8 @@ def test_predictions_that_hide_less_than_they_take_become_rare_in_their_phase_al
         nonlocal now
         now += seconds
 
-    prefetcher = make_prefetcher()
+    ahead = make_ahead()
+    prefetcher = ahead.prefetcher
     prefetcher.clock = lambda: now
     for phase, seconds in ((Phase.DECODE, 0.6), (Phase.PREFILL, 0.1)):
         predictor = Slow(wait, seconds, later)
@@ -279,10 +317,9 @@ def test_predictions_that_hide_less_than_they_take_become_rare_in_their_phase_al
             if act is not None:
                 act()
             prefetcher.fill()
-            for ticket in prefetcher.engine.tickets:
+            for ticket in ahead.engine.tickets:
                 ticket.state, ticket.arrived, ticket.moved_seconds = State.DONE, 3, 1.0
-            for version in prefetcher.claim(1, {3: Tier.HI}):
-                prefetcher.cache.release(version)
+            ahead.give_back(prefetcher.claim(1, {3: Tier.HI}).values())
         if later:
             assert predictor.begun == (40 if phase is Phase.PREFILL else 29), "what is not read is not begun"
     assert prefetcher.intervals == {"prefill": 1, "decode": 2}, "one second hidden for 0.6, and for 0.1"
@@ -298,14 +335,8 @@ def test_a_guess_that_is_on_its_way_has_hidden_what_the_link_did_so_far():
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_sequence_gives_every_slot_back(data):
-    prefetcher = make_prefetcher(slots=data.draw(st.integers(1, 10)), staging=data.draw(st.integers(0, 4)))
-    layer, held = 0, []
-
-    def give_back(version):
-        """As a step does, which has all bytes by then."""
-        prefetcher.cache.publish(version)
-        prefetcher.cache.release(version)
-
+    ahead = make_ahead(slots=data.draw(st.integers(1, 10)), staging=data.draw(st.integers(0, 4)))
+    prefetcher, layer, held = ahead.prefetcher, 0, []
     for _ in range(data.draw(st.integers(0, 40))):
         action = data.draw(st.sampled_from(["offer", "fill", "fill", "claim", "give way", "settle", "move", "compute"]))
         if action == "offer":
@@ -316,25 +347,28 @@ def test_any_sequence_gives_every_slot_back(data):
         elif action == "claim":
             layer = (layer + 1) % 4
             wanted = dict.fromkeys(data.draw(st.sets(st.integers(0, 5))), Tier.HI)
-            for version in prefetcher.claim(layer, wanted):
-                prefetcher.cache.adopt(version, stream=data.draw(st.booleans()))
-                held.append(version)
+            for fetch in prefetcher.claim(layer, wanted).values():
+                victims = sorted(expert for of, expert in ahead.memory.table.residents(Tier.HI) if of == layer)
+                if victims and fetch.expert not in victims and data.draw(st.booleans()):
+                    ahead.memory.evict(layer, victims[0])
+                    ahead.mover.keep(fetch)
+                held.append(fetch)
+            ahead.give_back(held)  # a layer is computed before the next one is routed
+            held.clear()
         elif action == "give way":
-            free = prefetcher.cache._shelves[Tier.HI].pool.free
-            assert prefetcher.give_way(Tier.HI) == (prefetcher.cache._shelves[Tier.HI].pool.free > free)
+            free = ahead.memory.pools[Tier.HI].free
+            assert prefetcher.give_way(Tier.HI) == (ahead.memory.pools[Tier.HI].free > free)
         elif action == "settle":
-            prefetcher.settle()
+            ahead.mover.settle()
         elif action == "move":
-            for ticket in prefetcher.engine.tickets:
+            for ticket in ahead.engine.tickets:
                 if not ticket.ended:
                     going = ticket.wanted and ticket.arrived < 3
                     state = data.draw(st.sampled_from([State.RUNNING, State.DONE, State.FAILED]))
-                    prefetcher.engine.move(ticket, 3 if state is State.DONE and going else ticket.arrived, state)
-        elif held:
-            give_back(held.pop())
-        prefetcher.cache.check_integrity()
-    for version in held:
-        give_back(version)
-    assert prefetcher.clear()
-    prefetcher.cache.check_integrity()
-    prefetcher.cache.clear()
+                    ahead.engine.move(ticket, 3 if state is State.DONE and going else ticket.arrived, state)
+        ahead.check()
+    prefetcher.clear()
+    assert ahead.mover.settle_all()
+    ahead.check()
+    ahead.memory.clear()
+    assert ahead.memory.pools[Tier.HI].free == ahead.memory.pools[Tier.HI].count

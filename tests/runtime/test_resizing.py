@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from tests.runtime.steps import CPU, forward, make_runtime, random_step
+from tests.runtime.steps import CPU, forward, kept_by, make_runtime, random_step
 from tests.small_model import make_experts
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.slots import SlotPool
@@ -28,7 +28,7 @@ def test_what_a_smaller_budget_leaves_is_the_systems_again():
     """Relative to what the slots took, in this process; a view that a cancelled transfer holds keeps nothing."""
     store = MemoryStore(make_experts(layers=2, num_experts=32, hidden=1024, intermediate=512, bits=(4, 2)))
     runtime = make_runtime(store, "100%")
-    view = next(iter(runtime.pools.values())).slots[0].blob
+    view = next(iter(runtime.memory.pools.values())).slots[0].blob
     held, before = runtime.budget.reserved, rss()
     runtime.resize("25%")
     left = held - runtime.budget.reserved
@@ -72,12 +72,12 @@ class Device:
     """
 
     def __init__(self, runtime, free, computing=0):
-        self.total = free + sum(pool.nbytes for pool in runtime.pools.values())
+        self.total = free + sum(pool.nbytes for pool in runtime.memory.pools.values())
         self.computing, self._runtime = computing, runtime
         self.peak = 0
 
     def available(self):
-        held = sum(len(pool.slots) * pool.format.nbytes for pool in self._runtime.pools.values())
+        held = sum(len(pool.slots) * pool.format.nbytes for pool in self._runtime.memory.pools.values())
         self.peak = max(self.peak, held)
         return self.total - held
 
@@ -95,12 +95,12 @@ def runtime(memory_store):
 @pytest.mark.parametrize("computing", [0, 7000])
 def test_more_than_the_device_has_is_refused_with_the_number_that_fits_and_changes_nothing(runtime, computing):
     slot = runtime.experts.formats[4].nbytes
-    runtime._memory = Device(runtime, 4 * slot + computing - 1, computing)
-    versions, pools, plan = set(runtime.cache.handles.versions()), runtime.pools, runtime.plan
+    runtime._device_memory = runtime.memory._device_memory = Device(runtime, 4 * slot + computing - 1, computing)
+    versions, pools, plan = kept_by(runtime), runtime.memory.pools, runtime.plan
     with pytest.raises(ConfigError) as caught:
         runtime.resize("100%")
-    assert (runtime.pools, runtime.plan, str(runtime._expert_budget)) == (pools, plan, "0.5 of the experts")
-    assert set(runtime.cache.handles.versions()) == versions, "the cache is as it was"
+    assert (runtime.memory.pools, runtime.plan, str(runtime._expert_budget)) == (pools, plan, "0.5 of the experts")
+    assert kept_by(runtime) == versions, "the cache is as it was"
     sentence = str(caught.value)
     assert f"12 slots would take {12 * slot} bytes of host memory; now they take {6 * slot}" in sentence
     assert f"{4 * slot + computing - 1} are free, and computation needs {computing} of these" in sentence
@@ -112,13 +112,13 @@ def test_more_than_the_device_has_is_refused_with_the_number_that_fits_and_chang
 
 def test_the_old_slots_count_for_the_new_ones(runtime):
     slot = runtime.experts.formats[4].nbytes
-    runtime._memory = Device(runtime, 6 * slot)
+    runtime._device_memory = runtime.memory._device_memory = Device(runtime, 6 * slot)
     runtime.resize("100%")
     assert sum(runtime.plan.slots.values()) == 12
 
 
 def test_a_smaller_budget_needs_nobodys_leave(runtime):
-    runtime._memory = Device(runtime, 0, computing=10**9)
+    runtime._device_memory = runtime.memory._device_memory = Device(runtime, 0, computing=10**9)
     runtime.resize("25%")
     assert sum(runtime.plan.slots.values()) == 3
     assert runtime.free_device_bytes == 3 * runtime.experts.formats[4].nbytes
@@ -126,7 +126,7 @@ def test_a_smaller_budget_needs_nobodys_leave(runtime):
 
 def test_old_memory_is_gone_before_new_memory_is_made(runtime, monkeypatch):
     there, init = [], SlotPool.__post_init__
-    old = list(runtime.pools.values())
+    old = list(runtime.memory.pools.values())
 
     def made(self):
         there.append(sum(len(pool.slots) for pool in old))

@@ -16,10 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.schedules import EXPERTS, KINDS, LAYERS, Program, execute, expected
-from vllm_dymoe.experts.cache import ExpertCache
+from vllm_dymoe.experts.residency import HIT, STREAM
 from vllm_dymoe.experts.slots import SlotPool
-from vllm_dymoe.runtime import MoERuntime, pipeline
+from vllm_dymoe.experts.table import ResidencyTable
+from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime.mover import Mover
 from vllm_dymoe.runtime.prefetch import Prefetcher
+from vllm_dymoe.runtime.stream import LayerStep
 from vllm_dymoe.transfer.happens_before import History
 from vllm_dymoe.transfer.queue import QueuedEngine
 from vllm_dymoe.transfer.recorded import RecordedStreams, RecordedThreads
@@ -124,16 +127,17 @@ def computation_does_not_wait(monkeypatch):
 
 
 def nobody_remembers_the_last_reader(monkeypatch):
-    release = ExpertCache.release
-    monkeypatch.setattr(ExpertCache, "release", lambda self, version, last_read=None: release(self, version))
+    release = Mover.release
+    monkeypatch.setattr(Mover, "release", lambda self, fetch, last_read: release(self, fetch, None))
 
 
 def published_before_completion(monkeypatch):
-    def receive(self, version):
-        self._cache.publish(version)
-        return version
+    def complete(self, fetch):
+        fetch.complete = True
+        if fetch.kept:
+            self._publish(fetch)
 
-    monkeypatch.setattr(pipeline._Step, "_receive", receive)
+    monkeypatch.setattr(Mover, "complete", complete)
     monkeypatch.setattr(QueuedEngine, "arrived", lambda self, ticket: True)
 
 
@@ -164,27 +168,29 @@ def a_prefetched_projection_counts_before_its_copy_has_ended(monkeypatch):
 
 
 def a_guess_is_given_up_without_asking(monkeypatch):
-    def give_up(self, version):
-        self.engine.cancel(version.ticket)
-        self.cache.abandon(version)
-        self.cache.release(version)
-        return True
+    give_up = Mover.give_up
 
-    monkeypatch.setattr(Prefetcher, "_give_up", give_up)
+    def carelessly(self, fetches, *, wait=False):
+        if wait:
+            return give_up(self, fetches, wait=True)
+        for fetch in fetches:
+            self._engine.cancel(fetch.ticket)
+            self._free(fetch)
+
+    monkeypatch.setattr(Mover, "give_up", carelessly)
 
 
 def what_a_step_reads_is_evicted(monkeypatch):
-    def make_room(self, shelf, layer, expert, stream, must_keep=False):
-        kept = shelf.kept[layer]
-        if len(kept) < shelf.quotas[layer] or stream:
-            return not stream
-        _, victim = kept.popitem()
-        self.handles.remove(victim)
-        shelf.unfilled += 1
-        shelf.pool.give_back(victim.slot)
-        return True
+    begin_step = ResidencyTable.begin_step
 
-    monkeypatch.setattr(ExpertCache, "_make_room", make_room)
+    def greedy(self, layer, active, wanted):
+        places = begin_step(self, layer, active, wanted)
+        read, streamed = active[places == HIT].tolist(), (places == STREAM).nonzero()[0].tolist()
+        for number, expert in zip(streamed, read, strict=False):
+            places[number] = expert
+        return places
+
+    monkeypatch.setattr(ResidencyTable, "begin_step", greedy)
 
 
 def a_staging_buffer_is_reused_too_early(monkeypatch):
@@ -194,20 +200,11 @@ def a_staging_buffer_is_reused_too_early(monkeypatch):
 def a_failed_step_forgets_what_it_has_read(monkeypatch):
     """What this check found: computation that failed between two projections had read the first one."""
 
-    def let_go(self, held):
-        for version in held:
-            if version.ticket is not None:
-                self.engine.cancel(version.ticket)
-        for version in held:
-            if not version.resident:
-                settled = self.engine.settle(version.ticket)
-                self.cache.abandon(version)
-                if not settled:
-                    self.late.append(version)
-                    continue
-            self.cache.release(version)
+    def let_go(self):
+        held = [*self._ready, *self._arriving]
+        self._mover.give_up((h.fetch for h in held if h.fetch is not None), wait=True)
 
-    monkeypatch.setattr(pipeline.Pipeline, "_let_go", let_go)
+    monkeypatch.setattr(LayerStep, "_let_go", let_go)
 
 
 def the_first_copy_into_a_slot_does_not_wait(monkeypatch):
@@ -230,23 +227,20 @@ def slots_are_freed_while_guesses_are_on_their_way(monkeypatch):
 
     def clear(self):
         self._candidates.clear()
-        for versions in self._ahead.values():
-            for version in versions:
-                self.engine.cancel(version.ticket)
-                self.cache.abandon(version)
-                self.cache.release(version)
+        for fetch in self.ahead:
+            self._engine.cancel(fetch.ticket)
+            self._mover._free(fetch)
         self._ahead.clear()
-        return True
 
     monkeypatch.setattr(Prefetcher, "clear", clear)
 
 
 def only_the_first_expert_of_a_launch_is_waited_for(monkeypatch):
     def compute_arriving(self, count):
-        versions = [self.arriving.popleft() for _ in range(count)]
-        self._compute(versions, lambda projections: self._engine.wait(versions[0].ticket, projections))
+        computing = [self._arriving.popleft() for _ in range(count)]
+        self._compute(computing, lambda projections: self._engine.wait(computing[0].fetch.ticket, projections))
 
-    monkeypatch.setattr(pipeline._Step, "_compute_arriving", compute_arriving)
+    monkeypatch.setattr(LayerStep, "_compute_arriving", compute_arriving)
 
 
 STREAMS = ("pinned", "staged")

@@ -12,7 +12,7 @@ import torch
 
 from tests.predict.gates import random_gates
 from tests.predict.made_up import made_up
-from tests.runtime.steps import with_budget
+from tests.runtime.steps import kept_by, with_budget
 from tests.small_model import make_experts, make_store
 from tests.vllm_adapter.steps import scheduled
 from tests.vllm_adapter.test_prompt_tap import queries_and_keys
@@ -137,7 +137,7 @@ def served(folder, monkeypatch, padding, policy="exact", prefetch="none", expert
     trace = Trace.load(folder)
     return outputs, {
         "counts": {name: value for name, value in stats.items() if not name.endswith("seconds")},
-        "cache": [list(kept) for shelf in runtime.cache._shelves.values() for kept in shelf.kept],
+        "cache": {tier: sorted(kept) for tier, kept in kept_by(runtime).items()},
         "predicted": predicted,
         "trace": [
             getattr(trace, name).tolist() for name in ("experts", "weights", "request", "position", "router_inputs")

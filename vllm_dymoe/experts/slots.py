@@ -29,17 +29,21 @@ class Slot:
 
 @dataclass
 class SlotPool:
-    """``count`` slots of one format in one allocation, with an O(1) free list.
+    """Slots of one format in one allocation: most promised to layers, the others for whatever comes and goes.
+
+    A slot that is promised is never lent: a layer that does not use all of its share finds it free when it does.
 
     Attributes:
         format: what one slot holds.
         count: number of slots.
         device: where they lie.
+        promised: slots that layers may keep and do not use yet.
     """
 
     format: ExpertFormat
     count: int
     device: torch.device
+    promised: int = 0
     slots: list[Slot] = field(init=False, repr=False)
     _arena: torch.Tensor = field(init=False, repr=False)
     _free: list[Slot] = field(init=False, repr=False)
@@ -80,26 +84,34 @@ class SlotPool:
 
     @property
     def free(self) -> int:
-        """Slots that ``allocate`` can hand out."""
+        """Slots that nobody has, promised or not."""
         return len(self._free)
 
-    def allocate(self) -> Slot:
-        """Take a free slot; its bytes are whatever was there before.
+    def take(self, *, kept: bool) -> Slot | None:
+        """A free slot, or None; its bytes are whatever was there before.
 
-        Raises:
-            IndexError: every slot is taken.
+        Args:
+            kept: for a layer that keeps what comes, out of what it was promised; otherwise out of the rest.
         """
+        if not self._free if kept else len(self._free) <= self.promised:
+            return None
+        self.promised -= kept
         return self._free.pop()
 
-    def give_back(self, slot: Slot) -> None:
-        """Return a slot that ``allocate`` handed out."""
+    def keep(self) -> None:
+        """A slot that was taken for the time being is kept from now on, and another one is free for that."""
+        self.promised -= 1
+
+    def give_back(self, slot: Slot, *, kept: bool) -> None:
+        """Return a slot that ``take`` handed out."""
+        self.promised += kept
         self._free.append(slot)
 
-    def check_integrity(self, in_use: list[Slot]) -> None:
+    def check_integrity(self, in_use: list[int]) -> None:
         """Every slot is either free or in ``in_use``, once.
 
         Raises:
             AssertionError: a slot is lost, or is in two places.
         """
-        indices = sorted(slot.index for slot in (*self._free, *in_use))
+        indices = sorted([slot.index for slot in self._free] + in_use)
         assert indices == list(range(self.count)), f"slots lost or doubled: {indices} of {self.count}"

@@ -8,37 +8,32 @@ output (invariant 1); in which order experts are fetched and computed is
 
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.budget import BudgetTracker
-from vllm_dymoe.experts.cache import CacheStats, ExpertCache
-from vllm_dymoe.experts.layout import ExpertFormat
+from vllm_dymoe.experts.residency import HIT
 from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.slots import SlotPool
 from vllm_dymoe.experts.store import HostStore
+from vllm_dymoe.experts.table import CODES
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.kernels import Activation, ExpertKernel, combine, make_kernel
+from vllm_dymoe.kernels import Activation, ExpertKernel, LayerWork, combine, make_kernel
 from vllm_dymoe.policy import Policy, make_policy
 from vllm_dymoe.predict import Measured, PredictionStats, Predictor
+from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.device_memory import make_device_memory
-from vllm_dymoe.runtime.pipeline import Pipeline
+from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.mover import Mover
 from vllm_dymoe.runtime.precision import changed_precision
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
-from vllm_dymoe.runtime.sizing import (
-    SlotPlan,
-    limit_in_bytes,
-    minimum_budget,
-    plan_slots,
-    tier_bits,
-    workspace_bytes,
-)
+from vllm_dymoe.runtime.sizing import SlotPlan, limit_in_bytes, minimum_budget, plan_slots, tier_bits, workspace_bytes
 from vllm_dymoe.runtime.stats import RuntimeStats
+from vllm_dymoe.runtime.stream import LayerStep
 from vllm_dymoe.transfer import (
     CudaClock,
     HostClock,
@@ -79,7 +74,7 @@ class MoERuntime:
         self.store = store
         self.experts = store.experts
         self.device = device
-        self._memory = make_device_memory(device)
+        self._device_memory = make_device_memory(device)
         policy = policy or make_policy(options.policy, options.policy_options)
         self.kernel: ExpertKernel = make_kernel(
             device,
@@ -92,10 +87,19 @@ class MoERuntime:
         )
         self.predictor = None if predictor is None else Measured(predictor)
         self._automatic_budget = automatic_budget
-        self._planned: Counter[Tier] = Counter()
-        self._cache_stats, self._prefetch_stats = CacheStats(), PrefetchStats()
+        self._counts, self._prefetch_stats = ResidencyCounts(), PrefetchStats()
+        self.memory = self.make_memory()
         self._expert_budget = options.expert_budget
         self._allocate(options, policy, self._plan(self._limit(options), options, policy))
+
+    def make_memory(self) -> ExpertMemory:
+        """Where this runtime keeps experts."""
+        return ExpertMemory(self.experts, self.device, self._device_memory)
+
+    @property
+    def hits(self) -> int:
+        """Experts that were needed and there."""
+        return self._counts.hits
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -125,20 +129,64 @@ class MoERuntime:
             timeline.add(Lane.HOST, what, "layer", begin, end, tokens=len(routing.ids), phase=routing.phase.value)
 
     def _forward(self, routing: Routing, activation: Activation) -> torch.Tensor:
-        layer, x = routing.layer, routing.x
+        layer, x, groups = routing.layer, routing.x, routing.groups
         tokens, top_k = routing.ids.shape
-        groups = routing.groups
-        plan = self.policy.plan(routing)
-        wanted = {expert: tier for expert, tier in plan.items() if self._bits[tier] > 0}
-        self._planned.update(wanted.values())
-        self._planned[Tier.SKIP] += len(plan) - len(wanted)
+        plan, bits = self.policy.plan(routing), self._bits
+        wanted = {expert: tier for expert in groups if bits[tier := plan[expert]] > 0}
+        planned = self._counts.planned
+        planned.update(wanted.values())
+        planned[Tier.SKIP] += len(plan) - len(wanted)
+        active = np.fromiter(wanted, np.int64, len(wanted))
+        codes = np.fromiter(map(CODES.__getitem__, wanted.values()), np.int8, len(wanted))
+        if self._mover.orphaned:
+            self._mover.collect()
+        places = self.memory.table.begin_step(layer, active, codes)
         out = x.new_empty((tokens * top_k, x.shape[1]))
+        begin = partial(self.kernel.begin, x, groups, out=out, activation=activation)
         look_ahead = None if self.predictor is None else partial(self._look_ahead, self.predictor, routing)
-        self._pipeline.run(layer, wanted, groups, x, out, activation, look_ahead)
+        if self.engine.timeline is None and (places == HIT).all():
+            self._run_residents(layer, wanted, begin, look_ahead)
+        else:
+            enqueues, ahead = self.kernel.asynchronous, self._prefetcher
+            step = LayerStep(
+                layer, wanted, places.tolist(), self.memory, self._mover, self.engine, ahead, self._counts, enqueues
+            )
+            step.run(begin, look_ahead)
         if sum(groups[expert].size for expert in wanted) == tokens * top_k:
             return combine(out, routing.weights)
         renormalize = self.options.skipped_weights == "renormalize"
         return combine(out, routing.weights, routing.ids, plan.keys() - wanted.keys(), renormalize=renormalize)
+
+    def _run_residents(
+        self,
+        layer: int,
+        wanted: Mapping[int, Tier],
+        begin: Callable[[Sequence[int]], LayerWork],
+        look_ahead: Callable[[], Callable[[], None] | None] | None,
+    ) -> None:
+        """A layer whose experts are all there is computed at once, with nothing to wait for."""
+        prefetcher, counts = self._prefetcher, self._counts
+        if prefetcher is not None:
+            prefetcher.claim(layer, {})
+        act = None if look_ahead is None else look_ahead()
+        order = list(wanted)
+        work, slots = begin(order), []
+        for expert, tier in wanted.items():
+            held, slot = self.memory.resident(layer, expert)
+            counts.reuses += held is not tier
+            slots.append(slot)
+            work.place(expert, slot.expert)
+        counts.hits += len(order)
+        if order:
+            work.compute(order)
+        if self.kernel.asynchronous:
+            last_read = self.engine.fence()
+            for slot in slots:
+                slot.last_read = last_read
+        if act is not None:
+            act()
+        if prefetcher is not None:
+            prefetcher.fill()
 
     def _look_ahead(self, predictor: Measured, routing: Routing) -> Callable[[], None] | None:
         """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it.
@@ -223,53 +271,27 @@ class MoERuntime:
             ConfigError: a read that was given up still writes into a slot, so that ``what`` cannot change; or there is
                 no memory.
         """
-        self._pipeline.release_late()
-        ahead_is_clear = self._prefetcher is None or self._prefetcher.clear()
-        if self._pipeline.late or not ahead_is_clear:
+        if self._prefetcher is not None:
+            self._prefetcher.clear()
+        if not self._mover.settle_all():
             raise ConfigError(
                 f"vllm-dymoe: {what} cannot change while reads that were given up have not ended "
                 f"({self.store.description}); try again later."
             )
-        self._check_growth(plan, self._slot_bytes(options, plan))
+        self.memory.check_growth(plan, {tier: tier_bits(options, tier) for tier in Tier})
         before = self.options, self.policy, self.plan
-        self.cache.clear()
-        self._free_slots()
+        self.memory.free()
         try:
             self._allocate(options, policy, plan)
         except ConfigError:
-            self._free_slots()
+            self.memory.free()
             self._allocate(*before)
             raise
-
-    def _check_growth(self, plan: SlotPlan, wanted: int) -> None:
-        """Refuse more slots than the device has memory for, before the old ones are gone.
-
-        Raises:
-            ConfigError: there is not enough beside what computation takes.
-        """
-        if plan.limit <= self.plan.limit:  # the device has given as much before
-            return
-        held = sum(pool.nbytes for pool in self.pools.values())
-        available, computation = self._memory.available(), self._memory.computation()
-        room = held + max(0, available - computation)
-        if wanted > room:
-            raise ConfigError(
-                f"vllm-dymoe: {sum(plan.slots.values())} slots would take {wanted} bytes of {self._where} memory; now "
-                f"they take {held}, {available} are free, and computation needs {computation} of these; set "
-                f"expert_budget to at most {room + plan.workspace_bytes} bytes."
-            )
-
-    def _free_slots(self) -> None:
-        """Give the slots' memory back, to this process and to others; nothing may be pinned."""
-        for pool in self.pools.values():
-            pool.close()
-        self.pools.clear()
-        self._memory.available()
 
     @property
     def free_device_bytes(self) -> int:
         """Bytes of the device's memory that are free for anybody."""
-        return self._memory.available()
+        return self._device_memory.available()
 
     @property
     def minimum_budget(self) -> int:
@@ -282,9 +304,14 @@ class MoERuntime:
         return self.kernel.workspace_bytes + (0 if self.predictor is None else self.predictor.nbytes)
 
     @property
-    def _where(self) -> str:
-        """Whose memory the slots are in, for people."""
-        return "host" if self.device.type == "cpu" else "device"
+    def plan(self) -> SlotPlan:
+        """How the budget is spent."""
+        return self.memory.plan
+
+    @property
+    def budget(self) -> BudgetTracker:
+        """Counts every byte of the budget."""
+        return self.memory.budget
 
     def _limit(self, options: Options) -> int:
         return limit_in_bytes(self._expert_budget, self.experts, options, self._beside_experts, self._automatic_budget)
@@ -297,60 +324,18 @@ class MoERuntime:
         self.options, self.policy = options, policy
         self._bits = {tier: tier_bits(options, tier) for tier in Tier}
 
-    def _slot_bytes(self, options: Options, plan: SlotPlan) -> int:
-        formats = self.experts.formats
-        return sum(count * formats[tier_bits(options, tier)].nbytes for tier, count in plan.slots.items())
-
     def _allocate(self, options: Options, policy: Policy, plan: SlotPlan) -> None:
-        """Replace options, policy, budget, pools and cache; the old pools are gone, so that there is one at a time."""
+        """Serve with other slots; the old ones are gone, so that there is one arena at a time."""
         self._serve_with(options, policy)
-        self.plan = plan
-        self.budget = BudgetTracker(plan.limit)
-        if plan.workspace_bytes:
-            self.budget.reserve("the kernel's workspace and the predictor", plan.workspace_bytes)
-        self.pools: dict[Tier, SlotPool] = {}
-        for tier, count in plan.slots.items():
-            fmt = self.experts.formats[self._bits[tier]]
-            self.budget.reserve(f"{count} slots of tier {tier.value}", count * fmt.nbytes)
-            self.pools[tier] = self._make_pool(fmt, count)
-        filled = self.engine.fence()
-        for pool in self.pools.values():
-            pool.fence(filled)
-        self.cache = ExpertCache(
-            self.pools, plan.quotas, self.experts.num_experts, self._cache_stats, reuse_high=options.reuse_high
-        )
+        self.memory.allocate(plan, self._bits, reuse_high=options.reuse_high)
+        self.memory.fence(self.engine.fence())
+        self._mover = Mover(self.memory, self.engine)
         self._prefetcher = None if self.predictor is None else self._make_prefetcher()
-        self._pipeline = Pipeline(
-            self.cache, self.engine, self.kernel, self._bits, self.store.description, self._prefetcher
-        )
 
     def _make_prefetcher(self) -> Prefetcher:
         """For the first tier of the policy, the high one if it uses both."""
-        tier = next(iter(self.pools))
-        projections = self.options.prefetch_projections
-        return Prefetcher(self.cache, self.engine, tier, self._bits[tier], projections, self._prefetch_stats)
-
-    def _make_pool(self, fmt: ExpertFormat, count: int) -> SlotPool:
-        """Slots whose memory is there from now on, whatever other processes take later.
-
-        Raises:
-            ConfigError: another process has taken it already.
-        """
-        nbytes = count * fmt.nbytes
-        available = self._memory.available()
-        if available < nbytes:
-            raise ConfigError(
-                f"vllm-dymoe: expert_budget needs {nbytes} bytes for {count} slots, but {available} bytes of "
-                f"{self._where} memory are available; lower expert_budget, or end what else takes memory."
-            )
-        try:
-            return SlotPool(fmt, count, self.device)
-        except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError among them
-            raise ConfigError(
-                f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self._where} memory for {count} slots, which "
-                f"could not be had ({str(error).splitlines()[0]}); lower expert_budget or gpu_memory_utilization, or "
-                "end what else takes memory."
-            ) from error
+        tier, projections = next(iter(self.memory.pools)), self.options.prefetch_projections
+        return Prefetcher(self.memory, self._mover, self.engine, tier, projections, self._prefetch_stats)
 
     # -- seeing inside ----------------------------------------------------------------------------
 
@@ -375,16 +360,9 @@ class MoERuntime:
 
     def stats(self) -> RuntimeStats:
         """Counts since the start or the last ``reset_stats``."""
-        return RuntimeStats.collect(
-            self._planned,
-            self.cache,
-            self.engine.stats,
-            self._prefetch_stats,
-            self._prefetcher.intervals if self._prefetcher else {},
-            self.predictor,
-            self.budget,
-            self.plan,
-        )
+        intervals = self._prefetcher.intervals if self._prefetcher else {}
+        transfers, guesses = self.engine.stats, self._prefetch_stats
+        return RuntimeStats.collect(self._counts, self.memory, transfers, guesses, intervals, self.predictor)
 
     def precision(self) -> dict[str, Any]:
         """What decides precision at the moment, and what it means for a single token, as JSON-serialisable data."""
@@ -404,20 +382,16 @@ class MoERuntime:
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
         """For what was made up, often thousands of tokens all alike: nobody counts it, foresees or learns from it."""
-        before = self._planned, self._cache_stats, self.engine.stats, self.predictor
-        self._planned, self._cache_stats, self.engine.stats = Counter(), CacheStats(), TransferStats()
-        self.cache.stats, self.predictor = self._cache_stats, None
+        before = self._counts, self.engine.stats, self.predictor
+        self._counts, self.engine.stats, self.predictor = ResidencyCounts(), TransferStats(), None
         try:
             yield
         finally:
-            self._planned, self._cache_stats, self.engine.stats, self.predictor = before
-            self.cache.stats = self._cache_stats
+            self._counts, self.engine.stats, self.predictor = before
 
     def reset_stats(self) -> None:
         """Count from zero."""
-        self._planned.clear()
-        self._cache_stats = self.cache.stats = CacheStats()
-        self.engine.stats = TransferStats()
+        self._counts, self.engine.stats = ResidencyCounts(), TransferStats()
         self._prefetch_stats.reset()
         if self.predictor is not None:
             self.predictor.stats, self.predictor.seconds = PredictionStats(), 0.0
@@ -433,9 +407,6 @@ class MoERuntime:
         Raises:
             AssertionError: it is not so.
         """
-        self._pipeline.release_late()
-        self.cache.check_integrity()
-        pinned = sum(version.pins > 0 for version in self.cache.handles.versions())
-        ahead = 0 if self._prefetcher is None else self._prefetcher.fetched_ahead
-        assert pinned == ahead, f"{pinned} experts are pinned between steps, of which {ahead} were fetched ahead"
-        assert self.budget.peak <= self.budget.limit
+        self._mover.collect()
+        waiting = [*self._mover.orphaned, *(self._prefetcher.ahead if self._prefetcher else ())]
+        self.memory.check_integrity((fetch.tier, fetch.slot, fetch.kept) for fetch in waiting)

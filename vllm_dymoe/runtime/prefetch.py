@@ -14,15 +14,14 @@ It can change only when an expert arrives, never what is computed.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
-from vllm_dymoe.experts.cache import ExpertCache
-from vllm_dymoe.experts.handles import Version
 from vllm_dymoe.experts.routing import Phase
-from vllm_dymoe.experts.store import BlobKey
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import Candidate, Measured
+from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.mover import Fetch, Mover
 from vllm_dymoe.runtime.throttle import Throttle
 from vllm_dymoe.transfer import Reason, TransferEngine
 from vllm_dymoe.transfer.ticket import State
@@ -49,32 +48,33 @@ class PrefetchStats:
         self.useful = self.late = self.wasted = self.cancelled = 0
 
 
-@dataclass
 class Prefetcher:
     """Turns candidates into transfers.
 
-    Attributes:
-        cache: gives slots.
+    Args:
+        memory: says who is on the device already.
+        mover: brings experts.
         engine: moves bytes.
         tier: which version is fetched; a step that wants another one has no use for it.
-        bits: of the tier.
         projections: how many of an expert's three projections are fetched ahead (FIRM-MoE's granularity n).
         stats: counts to go on with.
         clock: seconds, as ``time.perf_counter``.
     """
 
-    cache: ExpertCache
-    engine: TransferEngine
-    tier: Tier
-    bits: int
-    projections: int
-    stats: PrefetchStats
-    clock: Callable[[], float] = time.perf_counter
-    _candidates: deque[Candidate] = field(default_factory=deque)
-    _ahead: dict[int, list[Version]] = field(default_factory=dict)  # by layer, in the order of their transfers
-    _leaving: list[Version] = field(default_factory=list)  # given up while a projection was moving
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        memory: ExpertMemory,
+        mover: Mover,
+        engine: TransferEngine,
+        tier: Tier,
+        projections: int,
+        stats: PrefetchStats,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._memory, self._mover, self._engine = memory, mover, engine
+        self._tier, self._projections, self.stats, self.clock = tier, projections, stats, clock
+        self._candidates: deque[Candidate] = deque()
+        self._ahead: dict[int, list[Fetch]] = {}  # by layer, in the order of their transfers
         # A prefill wants most experts of a layer and a single token few: what pays for one may not for the other.
         self.throttles = {phase: Throttle() for phase in Phase}
         self._throttle = self.throttles[Phase.DECODE]  # of the running step
@@ -88,7 +88,7 @@ class Prefetcher:
             What is left to do once experts are computing, where the predictor computes beside them.
         """
         self._throttle = self.throttles[phase]
-        if self.engine.occupies_cores or not self._throttle.acts():
+        if self._engine.occupies_cores or not self._throttle.acts():
             return None
         if not predictor.answers_later:
             self._ask(layer, predictor)
@@ -104,8 +104,8 @@ class Prefetcher:
 
     def fill(self) -> None:
         """Start transfers as far as there are slots; the engine moves them when nothing else is to be moved."""
-        if self._leaving:
-            self._collect()
+        if self._mover.orphaned:
+            self._mover.collect()
         if self._candidates:
             begin = self.clock()
             self._fill()
@@ -114,72 +114,58 @@ class Prefetcher:
     def _fill(self) -> None:
         while self._candidates:
             layer, expert, _ = self._candidates[0]
-            if self.cache.handles.get(layer, expert) is None:
-                version = self.cache.acquire_ahead(layer, expert, self.tier)
-                if version is None:
+            ahead = self._ahead.setdefault(layer, [])
+            if not self._memory.table.holds(layer, expert) and all(fetch.expert != expert for fetch in ahead):
+                fetch = self._mover.start(layer, expert, self._tier, Reason.PREFETCH, projections=self._projections)
+                if fetch is None:
                     return
-                key, slot = BlobKey(layer, expert, self.bits), version.slot
-                version.ticket = self.engine.submit(
-                    key, slot.blob, Reason.PREFETCH, slot.last_read, projections=self.projections
-                )
-                self._ahead.setdefault(layer, []).append(version)
+                ahead.append(fetch)
             self._candidates.popleft()
 
-    def claim(self, layer: int, wanted: Mapping[int, Tier]) -> list[Version]:
-        """A layer is routed: hand over what it needs, pinned, and give up the rest.
+    def claim(self, layer: int, wanted: Mapping[int, Tier]) -> dict[int, Fetch]:
+        """A layer is routed: hand over what it needs, and give up the rest.
 
-        What is complete is published, everything else is in demand from now on.
+        What is complete is there, everything else is in demand from now on.
+
+        Returns:
+            What was fetched ahead, by expert; the caller releases it.
         """
         self._candidates = deque(candidate for candidate in self._candidates if candidate.layer > layer)
-        claimed = []
-        for version in self._ahead.pop(layer, ()):
-            needed = wanted.get(version.expert) is version.tier
-            self._throttle.judge(needed, version.ticket.link_seconds(self.clock()))
+        claimed = {}
+        for fetch in self._ahead.pop(layer, ()):
+            needed = wanted.get(fetch.expert) is fetch.tier
+            self._throttle.judge(needed, fetch.ticket.link_seconds(self.clock()))
             if not needed:
-                self._give_up(version)
+                self._give_up(fetch)
                 continue
-            claimed.append(version)
-            in_time = version.ticket.state in (State.RESTING, State.DONE)
+            claimed[fetch.expert] = fetch
+            in_time = fetch.ticket.state in (State.RESTING, State.DONE)
             self.stats.useful += in_time
             self.stats.late += not in_time
-            if self.engine.arrived(version.ticket):
-                self.engine.wait(version.ticket)
-                self.cache.publish(version)
+            if self._engine.arrived(fetch.ticket):
+                self._mover.complete(fetch)
             else:
-                self.engine.demand(version.ticket)
+                self._engine.demand(fetch.ticket)
         return claimed
 
     def give_way(self, tier: Tier) -> bool:
         """Free a slot for demand, if one can be freed at once: that of the guess that was made last."""
-        if tier is not self.tier:
+        if tier is not self._tier:
             return False
-        if self._collect():
+        if self._mover.collect():
             return True
-        while self._ahead:
-            layer, versions = max(self._ahead.items())
-            version = versions.pop()
-            if not versions:
-                del self._ahead[layer]
-            if self._give_up(version):
+        while any(self._ahead.values()):
+            last = max(layer for layer, fetches in self._ahead.items() if fetches)
+            if self._give_up(self._ahead[last].pop()):
                 return True
         return False
 
-    def settle(self) -> bool:
-        """Wait for a slot of what was given up; False if there is none, or its read does not end."""
-        for version in self._leaving:
-            if self.engine.settle(version.ticket):
-                return self._collect()
-        return False
-
-    def clear(self) -> bool:
-        """Give up everything; whether all slots came back."""
+    def clear(self) -> None:
+        """Give up everything."""
         self._candidates.clear()
-        for layer in list(self._ahead):
-            for version in self._ahead.pop(layer):
-                self._give_up(version)
-        while self.settle():
-            pass
-        return not self._leaving
+        for fetches in self._ahead.values():
+            self._mover.give_up(fetches)
+        self._ahead.clear()
 
     def _ask(self, layer: int, predictor: Measured) -> None:
         begin = self.clock()
@@ -193,29 +179,16 @@ class Prefetcher:
         return {phase.value: throttle.interval for phase, throttle in self.throttles.items()}
 
     @property
-    def fetched_ahead(self) -> int:
-        """Experts that are pinned for layers that have not been routed yet."""
-        return sum(map(len, self._ahead.values()))
+    def ahead(self) -> list[Fetch]:
+        """What was brought, or is on its way, for layers that have not been routed yet."""
+        return [fetch for fetches in self._ahead.values() for fetch in fetches]
 
-    def _give_up(self, version: Version) -> bool:
-        """Have no more use for a version; whether its slot is free already."""
-        free = self.engine.cancel(version.ticket) or version.ticket.ended
-        moved = version.ticket.arrived > 0 or not free
+    def _give_up(self, fetch: Fetch) -> bool:
+        """Have no more use for a guess; whether its slot is free already."""
+        orphaned, ticket = len(self._mover.orphaned), fetch.ticket
+        self._mover.give_up([fetch])
+        free = len(self._mover.orphaned) == orphaned
+        moved = ticket.arrived > 0 or not free
         self.stats.wasted += moved
         self.stats.cancelled += not moved
-        self.cache.abandon(version)
-        if free:
-            self.cache.release(version)
-        else:
-            self._leaving.append(version)
-        return free
-
-    def _collect(self) -> bool:
-        """Take back the slots of what was given up and does not move any more; whether there were any."""
-        left = [version for version in self._leaving if not version.ticket.ended]
-        free = len(left) < len(self._leaving)
-        for version in self._leaving:
-            if version.ticket.ended:
-                self.cache.release(version)
-        self._leaving = left
         return free

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
-from vllm_dymoe.experts.cache import layer_quotas
 from vllm_dymoe.experts.layout import ModelExperts
+from vllm_dymoe.experts.table import layer_shares
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
 
@@ -146,7 +146,7 @@ def plan_slots(
         # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
         staging = 0 if count == every_expert else staging_slots(options, count)
         staging = staging if options.keep_experts else count
-        quotas[tier] = layer_quotas(count, weights[tier], staging, experts.num_experts)
+        quotas[tier] = layer_shares(count, weights[tier], staging, experts.num_experts)
     return SlotPlan(limit, workspace_bytes, slots, quotas)
 
 

@@ -1,15 +1,13 @@
-"""What the runtime did, as plain numbers that travel between processes."""
+"""A snapshot of everything that one rank counts, as plain numbers that travel between processes."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_dymoe.experts.budget import BudgetTracker
-from vllm_dymoe.experts.cache import CacheStats, ExpertCache
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import Measured, PredictionStats
+from vllm_dymoe.runtime.counters import ResidencyCounts
+from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.prefetch import PrefetchStats
-from vllm_dymoe.runtime.sizing import SlotPlan
 from vllm_dymoe.transfer import Reason, TransferStats
 
 
@@ -22,7 +20,7 @@ class RuntimeStats:
         hits: experts that a layer needed and found on the device.
         misses: experts that a layer needed and had to fetch.
         hit_rate: hits among both, 0 to 1.
-        promotions: misses that replaced a low version by a high one.
+        promotions: misses of a high version where the low one was there.
         reuses: hits that used a high version where a low one would have done.
         evictions: experts that made room for others.
         bytes_moved: bytes from host to device, by reason.
@@ -67,38 +65,36 @@ class RuntimeStats:
     @classmethod
     def collect(
         cls,
-        planned: Mapping[Tier, int],
-        experts: ExpertCache,
+        counts: ResidencyCounts,
+        memory: ExpertMemory,
         transfer: TransferStats,
         prefetch: PrefetchStats,
         intervals: dict[str, int],
         predictor: Measured | None,
-        budget: BudgetTracker,
-        plan: SlotPlan,
     ) -> "RuntimeStats":
         """Read the counters of one runtime."""
-        cache: CacheStats = experts.stats
+        plan = memory.plan
         return cls(
-            planned={tier.value: planned[tier] for tier in Tier},
-            hits=cache.hits,
-            misses=cache.misses,
-            hit_rate=cache.hit_rate,
-            promotions=cache.promotions,
-            reuses=cache.reuses,
-            evictions=cache.evictions,
+            planned={tier.value: counts.planned[tier] for tier in Tier},
+            hits=counts.hits,
+            misses=counts.misses,
+            hit_rate=counts.hit_rate,
+            promotions=counts.promotions,
+            reuses=counts.reuses,
+            evictions=counts.evictions,
             bytes_moved={reason.name.lower(): transfer.bytes_moved[reason] for reason in Reason},
             transfers={reason.name.lower(): transfer.transfers[reason] for reason in Reason},
             failed_transfers=transfer.failed,
             exposed_wait_seconds=transfer.exposed_wait_seconds,
-            budget_bytes=budget.limit,
-            peak_expert_bytes=budget.peak,
+            budget_bytes=memory.budget.limit,
+            peak_expert_bytes=memory.budget.peak,
             prefetches={name: getattr(prefetch, name) for name in ("useful", "late", "wasted", "cancelled")},
             prefetch_interval=intervals,
             predictions=asdict(predictor.stats if predictor else PredictionStats()),
             predictor_bytes=predictor.nbytes if predictor else 0,
             prediction_seconds=predictor.seconds if predictor else 0.0,
             slots={tier.value: count for tier, count in plan.slots.items()},
-            resident_experts={tier.value: experts.resident_experts(tier) for tier in plan.slots},
+            resident_experts={tier.value: len(memory.table.residents(tier)) for tier in plan.slots},
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -283,7 +283,7 @@ class RankModel:
 
         def hits() -> int:
             assert self.runtime is not None
-            return self.runtime.cache.stats.hits
+            return self.runtime.hits
 
         return RoutedModel(
             len(experts.layers),

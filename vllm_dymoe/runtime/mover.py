@@ -1,0 +1,159 @@
+"""The mover: brings experts into slots, and takes slots back from copies that nobody wants any more.
+
+It decides nothing. Giving up is written once, for guesses that were wrong and for steps that failed: no slot is free
+while anything still writes it. A copy that was given up while it moved is *orphaned* until it ends.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_dymoe.experts.layout import EVERY_PROJECTION
+from vllm_dymoe.experts.slots import Slot
+from vllm_dymoe.experts.store import BlobKey
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.transfer import Reason, TransferEngine
+from vllm_dymoe.transfer.ticket import Ticket
+
+_ALL = len(EVERY_PROJECTION)
+
+
+@dataclass(eq=False, slots=True)
+class Fetch:
+    """An expert on its way into a slot, which is its own until it is kept or released.
+
+    Attributes:
+        layer: of the expert.
+        expert: its number on this rank.
+        tier: version that comes.
+        slot: where to.
+        kept: the layer keeps it; otherwise it goes when it has been used.
+        ticket: of the transfer.
+        complete: the bytes are there.
+    """
+
+    layer: int
+    expert: int
+    tier: Tier
+    slot: Slot
+    kept: bool
+    ticket: Ticket
+    complete: bool = False
+
+
+class Mover:
+    """Moves one rank's experts.
+
+    Args:
+        memory: has the slots.
+        engine: moves bytes.
+    """
+
+    def __init__(self, memory: ExpertMemory, engine: TransferEngine) -> None:
+        self._memory, self._engine = memory, engine
+        self._orphaned: list[Fetch] = []
+
+    @property
+    def orphaned(self) -> Sequence[Fetch]:
+        """What was given up while it moved, and may still be written."""
+        return self._orphaned
+
+    def start(
+        self, layer: int, expert: int, tier: Tier, reason: Reason, *, kept: bool = False, projections: int = _ALL
+    ) -> Fetch | None:
+        """Begin to bring an expert into a free slot; None if there is none for it now.
+
+        Args:
+            layer: of the expert.
+            expert: its number on this rank.
+            tier: version to bring.
+            reason: the transfer's priority.
+            kept: into a slot that its layer was promised; otherwise into one for what comes and goes.
+            projections: how many are brought before somebody demands the rest.
+        """
+        slot = self._memory.pools[tier].take(kept=kept)
+        if slot is None:
+            return None
+        key = BlobKey(layer, expert, self._memory.bits[tier])
+        ticket = self._engine.submit(key, slot.blob, reason, slot.last_read, projections)
+        return Fetch(layer, expert, tier, slot, kept, ticket)
+
+    def keep(self, fetch: Fetch) -> None:
+        """What was brought for the time being is to be kept."""
+        fetch.kept = True
+        self._memory.pools[fetch.tier].keep()
+        if fetch.complete:
+            self._publish(fetch)
+
+    def complete(self, fetch: Fetch) -> None:
+        """Wait for an expert; from now on the table names it if it is kept.
+
+        Raises:
+            TransferError: it could not be brought.
+        """
+        self._engine.wait(fetch.ticket)
+        fetch.complete = True
+        if fetch.kept:
+            self._publish(fetch)
+
+    def release(self, fetch: Fetch, last_read: Any) -> None:
+        """An expert has been used: its slot is free unless it is kept.
+
+        Args:
+            fetch: complete.
+            last_read: fence of the computation that reads the slot, for whoever fills it next.
+        """
+        if last_read is not None:
+            fetch.slot.last_read = last_read
+        if not fetch.kept:
+            self._memory.pools[fetch.tier].give_back(fetch.slot, kept=False)
+
+    def give_up(self, fetches: Iterable[Fetch], *, wait: bool = False) -> None:
+        """Have no more use for experts that were brought; slots are free at once, or when what moves has ended.
+
+        Args:
+            fetches: whether complete or not; what is kept and complete stays.
+            wait: for what moves, as long as the engine does.
+        """
+        unwanted = [fetch for fetch in fetches if not (fetch.kept and fetch.complete)]
+        cancelled = [self._engine.cancel(fetch.ticket) for fetch in unwanted]
+        for fetch, free in zip(unwanted, cancelled, strict=True):
+            if fetch.complete or (self._engine.settle(fetch.ticket) if wait else free or fetch.ticket.ended):
+                self._free(fetch)
+            else:
+                self._orphaned.append(fetch)
+
+    def collect(self) -> bool:
+        """Take back the slots of orphaned copies that have ended; whether there were any."""
+        return self._take_back(lambda fetch: fetch.ticket.ended and self._engine.settle(fetch.ticket))
+
+    def settle(self) -> bool:
+        """Wait for the slot of an orphaned copy; False if there is none, or it does not end."""
+        if self.collect():
+            return True
+        found = next((fetch for fetch in self._orphaned if self._engine.settle(fetch.ticket)), None)
+        return found is not None and self._take_back(lambda fetch: fetch is found)
+
+    def settle_all(self) -> bool:
+        """Wait for every orphaned copy; whether all slots came back."""
+        while self._orphaned and self.settle():
+            pass
+        return not self._orphaned
+
+    def _take_back(self, ended: Callable[[Fetch], bool]) -> bool:
+        left = []
+        for fetch in self._orphaned:
+            if ended(fetch):
+                self._free(fetch)
+            else:
+                left.append(fetch)
+        some = len(left) < len(self._orphaned)
+        self._orphaned = left
+        return some
+
+    def _free(self, fetch: Fetch) -> None:
+        self._memory.pools[fetch.tier].give_back(fetch.slot, kept=fetch.kept)
+
+    def _publish(self, fetch: Fetch) -> None:
+        self._memory.table.publish(fetch.layer, fetch.expert, fetch.tier, fetch.slot.index)

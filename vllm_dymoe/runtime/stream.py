@@ -1,0 +1,284 @@
+"""One layer's experts through the slots: residents first, the others as they arrive, the next layer's behind them.
+
+The schedule of DuoServe-MoE 5.2: each expert is fetched once, the link starts before
+anything is computed, and one slot computes while others fill, so that a few slots
+serve any number of experts. Its grain is FIRM-MoE's: an expert is computed projection
+by projection as they arrive. While slots are short, an expert that frees one goes
+first, because the link must not wait for computation; otherwise all that is there is
+computed together, which costs the host least. Where computing only enqueues (a GPU),
+each call is a launch that the host pays for and a few tokens hardly fill: there half
+of what is on its way is computed in one, while the other half keeps the link busy.
+
+Where the "device" is host memory and a transfer is a copy by the cores that compute,
+there is nothing to overlap: threads that compete for a core cost both far more. Then
+the two take turns.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from vllm_dymoe.experts.residency import HIT, STREAM
+from vllm_dymoe.experts.slots import Slot
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.kernels import LayerWork
+from vllm_dymoe.kernels.base import Receive
+from vllm_dymoe.runtime.counters import ResidencyCounts
+from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.mover import Fetch, Mover
+from vllm_dymoe.runtime.prefetch import Prefetcher
+from vllm_dymoe.transfer import Lane, Reason, Timeline, TransferEngine, TransferError
+
+LookAhead = Callable[[], Callable[[], None] | None]
+"""Foresees; returns what is left to do of it once the first experts compute (DuoServe-MoE 5.3), or None."""
+
+
+class _Held(NamedTuple):
+    """An expert that this step computes.
+
+    Attributes:
+        expert: its number.
+        slot: where its bytes are, or arrive.
+        fetch: that brings them; None for one that was there.
+    """
+
+    expert: int
+    slot: Slot
+    fetch: Fetch | None = None
+
+
+class LayerStep:
+    """What is left to do of one layer.
+
+    Args:
+        layer: position among the MoE layers.
+        wanted: tier by expert, ascending.
+        places: what the residency rule makes of each of them.
+        memory: who is where.
+        mover: brings what is missing.
+        engine: says what has arrived.
+        prefetcher: has fetched ahead; None for nobody.
+        counts: are counted here.
+        enqueues: computing only enqueues.
+    """
+
+    _work: LayerWork
+
+    def __init__(
+        self,
+        layer: int,
+        wanted: Mapping[int, Tier],
+        places: Iterable[int],
+        memory: ExpertMemory,
+        mover: Mover,
+        engine: TransferEngine,
+        prefetcher: Prefetcher | None,
+        counts: ResidencyCounts,
+        enqueues: bool,
+    ) -> None:
+        self._layer, self._memory, self._mover, self._engine = layer, memory, mover, engine
+        self._prefetcher, self._enqueues = prefetcher, enqueues
+        self._shared = False  # whether residents have had their turn before what is on its way
+        self._must_keep = False
+        self._ready: list[_Held] = []  # whose bytes are there, those that have just arrived last
+        self._arriving: deque[_Held] = deque()  # first asked first
+        keeping: list[tuple[int, Tier, bool]] = []
+        streaming: list[tuple[int, Tier, bool]] = []
+        ahead = prefetcher.claim(layer, wanted) if prefetcher else {}
+        for (expert, tier), place in zip(wanted.items(), places, strict=True):
+            if place == HIT:
+                held, slot = memory.resident(layer, expert)
+                self._ready.append(_Held(expert, slot))
+                counts.hits += 1
+                counts.reuses += held is not tier
+                continue
+            kept = place != STREAM
+            counts.promotions += tier is Tier.HI and memory.table.holds(layer, expert)
+            if kept:
+                memory.evict(layer, expert)  # in another version
+                if place >= 0:
+                    counts.evictions += memory.evict(layer, place)
+            fetch = ahead.get(expert)
+            if fetch is None:
+                counts.misses += 1
+                (keeping if kept else streaming).append((expert, tier, kept))
+                continue
+            if kept:
+                mover.keep(fetch)
+            counts.hits += fetch.complete
+            counts.misses += not fetch.complete
+            (self._ready if fetch.complete else self._arriving).append(_Held(expert, fetch.slot, fetch))
+        self._missing = deque(keeping + streaming)
+
+    def run(self, begin: Callable[[Sequence[int]], LayerWork], look_ahead: LookAhead | None) -> None:
+        """Until every wanted expert is computed.
+
+        Args:
+            begin: the kernel's work, given the experts in about the order in which they will be computed.
+            look_ahead: called when every transfer that has a slot is under way.
+
+        Raises:
+            TransferError: an expert could not be fetched; no slot is lost.
+        """
+        try:
+            there = [held.expert for held in (*self._ready, *self._arriving)]
+            self._work = begin([*there, *(expert for expert, _, _ in self._missing)])
+            for held in (*self._ready, *self._arriving):
+                self._work.place(held.expert, held.slot.expert)
+            self._run(look_ahead)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        """After a failure in the middle of a step: no slot is lost, none is freed while it is accessed."""
+        held = [*self._ready, *self._arriving]
+        last_read = self._engine.fence()
+        if last_read is not None:  # a computation that failed between two projections has read the first
+            for reading in held:
+                reading.slot.last_read = last_read
+        self._mover.give_up((h.fetch for h in held if h.fetch is not None), wait=True)
+
+    def _run(self, look_ahead: LookAhead | None) -> None:
+        while self._missing or self._arriving or self._ready:
+            self._fetch()
+            if look_ahead is not None:
+                look_ahead = look_ahead()
+            if self._prefetcher:
+                self._prefetcher.fill()  # which finds no slot as long as an expert of this layer waits for one
+            if self._ready or self._arriving:
+                self._compute_next()
+            elif not (self._mover.settle() or self._use_kept_slots()):
+                raise TransferError(
+                    "every slot that could take another expert belongs to a read that has not ended; check the disk."
+                )
+        if look_ahead is not None:
+            look_ahead()
+        if self._prefetcher:
+            self._prefetcher.fill()
+
+    def _fetch(self) -> None:
+        """Start as many transfers as there are slots for."""
+        while self._missing:
+            expert, tier, kept = self._missing[0]
+            fetch = self._mover.start(self._layer, expert, tier, Reason.DEMAND, kept=kept)
+            if fetch is None:
+                if self._prefetcher and self._prefetcher.give_way(tier):
+                    continue
+                if not self._must_keep or not self._make_room(tier):
+                    return
+                self._missing[0] = expert, tier, True
+                continue
+            self._missing.popleft()
+            self._arriving.append(_Held(expert, fetch.slot, fetch))
+            self._work.place(expert, fetch.slot.expert)
+
+    def _use_kept_slots(self) -> bool:
+        """Orphaned copies have the staging slots: make do with what the layer keeps. False if that was done already."""
+        done_already, self._must_keep = self._must_keep, True
+        return not done_already
+
+    def _make_room(self, tier: Tier) -> bool:
+        """Give up the coldest expert of the layer that this step does not read any more."""
+        reading = {held.expert for held in (*self._ready, *self._arriving)}
+        victim = self._memory.table.coldest(self._layer, tier, reading)
+        return victim is not None and self._memory.evict(self._layer, victim)
+
+    def _compute_next(self) -> None:
+        """Compute what is best computed now, which is not nothing."""
+        in_turn, before = self._engine.occupies_cores, len(self._ready)
+        while self._arriving and (in_turn or self._has_arrived(self._arriving[0])):
+            self._complete(self._arriving[0])
+            self._ready.append(self._arriving.popleft())
+        if self._enqueues:
+            self._enqueue_next(arrived=len(self._ready) - before)
+        elif not self._ready:
+            self._compute_arriving(1)
+        elif self._missing and not in_turn:
+            self._compute_ready(1)  # the one that arrived last, if any did: its slot is wanted
+        else:
+            self._compute_ready(len(self._ready))
+
+    def _enqueue_next(self, arrived: int) -> None:
+        """One launch: what has just arrived and a share of the residents, or half of what is on its way.
+
+        The other half keeps the link busy until the launch has freed its slots. Residents are spread over the layer in
+        proportion to the misses: all at once they would fill the device's queue, and the link would stand still behind
+        them as long as slots are short.
+        """
+        half = (len(self._arriving) + 1) // 2
+        residents = len(self._ready) - arrived
+        if self._shared and half:
+            residents = 0
+        elif self._missing and half:
+            to_come = len(self._arriving) + len(self._missing)
+            residents = min(residents, max(half, -(-residents * half // to_come)))
+        if arrived + residents:
+            self._shared = self._shared or residents > 0
+            self._compute_ready(arrived + residents)
+        else:
+            self._shared = False
+            self._compute_arriving(half)
+
+    def _compute_ready(self, count: int) -> None:
+        """Compute the last `count` of what is there."""
+        self._compute(self._ready[len(self._ready) - count :])
+        del self._ready[len(self._ready) - count :]
+
+    def _compute_arriving(self, count: int) -> None:
+        """Compute the first `count` of what is on its way, each projection as soon as all of them have it."""
+        computing = [self._arriving[number] for number in range(count)]
+
+        def receive(projections: int) -> None:
+            for held in computing:
+                assert held.fetch is not None
+                self._engine.wait(held.fetch.ticket, projections)
+
+        self._compute(computing, receive)
+        for _ in range(count):
+            self._arriving.popleft()
+
+    def _has_arrived(self, held: _Held) -> bool:
+        assert held.fetch is not None
+        return self._engine.arrived(held.fetch.ticket)
+
+    def _complete(self, held: _Held) -> None:
+        if held.fetch is not None and not held.fetch.complete:
+            self._mover.complete(held.fetch)
+
+    def _compute(self, computing: Sequence[_Held], receive: Receive | None = None) -> None:
+        experts = [held.expert for held in computing]
+        timeline = self._engine.timeline
+        if timeline is None:
+            self._work.compute(experts, receive)
+        else:
+            name = f"layer {self._layer}, {'expert' if len(experts) == 1 else 'experts'} {', '.join(map(str, experts))}"
+            _compute_on(timeline, name, lambda receive: self._work.compute(experts, receive), receive)
+        for held in computing:
+            self._complete(held)
+        last_read = self._engine.fence()
+        for held in computing:
+            if held.fetch is not None:
+                self._mover.release(held.fetch, last_read)
+            elif last_read is not None:
+                held.slot.last_read = last_read
+
+
+def _compute_on(
+    timeline: Timeline, name: str, compute: Callable[[Receive | None], None], receive: Receive | None
+) -> None:
+    """Compute, with a span for each piece between two waits."""
+    begin = timeline.clock.mark()
+
+    def end() -> None:
+        timeline.add(Lane.COMPUTE, name, "compute", begin, timeline.clock.mark())
+
+    def wait(count: int) -> None:
+        nonlocal begin
+        end()
+        assert receive is not None
+        receive(count)
+        begin = timeline.clock.mark()
+
+    compute(None if receive is None else wait)
+    end()

@@ -3,9 +3,9 @@
 import torch
 
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
-from vllm_dymoe.experts.store import MemoryStore
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.experts import ExpertPacker, MemorySink
+from vllm_dymoe.store import MemoryStore
 
 
 def make_experts(

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
-from vllm_dymoe.experts.store import STORE_VERSION, BlobKey, Manifest, file_name, read_header
+from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.kernels import MatrixFormat, dequantize, pack
 from vllm_dymoe.policy import POLICIES, PRESETS, SYSTEMS, DymoeOptions
 from vllm_dymoe.policy.schedule import Schedule
@@ -20,8 +19,11 @@ from vllm_dymoe.predict import SCHEMES
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.quantize.convert import Recipe
 from vllm_dymoe.quantize.readers import METHODS
-from vllm_dymoe.quantize.shards import ShardFiles
 from vllm_dymoe.runtime import throttle
+from vllm_dymoe.store import STORE_VERSION, Manifest
+from vllm_dymoe.store.files import file_name
+from vllm_dymoe.store.header import read_header
+from vllm_dymoe.store.writer import ShardFiles
 from vllm_dymoe.traces import TRACE_FORMAT, Trace, TraceHeader, recorder
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter import NEWEST_VLLM, OLDEST_VLLM

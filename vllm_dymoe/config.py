@@ -252,8 +252,8 @@ class Options(BaseModel):
                 'vllm-dymoe: additional_config.dymoe must be an object of options such as {"hi": 4}, '
                 f"but is {additional!r}."
             )
-        from vllm_dymoe.experts.store import STORE_VERSION
         from vllm_dymoe.policy import PRESETS
+        from vllm_dymoe.store import STORE_VERSION
 
         version = (checkpoint or {}).get("format_version", STORE_VERSION)
         if version != STORE_VERSION:

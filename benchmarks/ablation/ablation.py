@@ -24,7 +24,7 @@ import report
 from hardware import LINKS
 from variants import CACHE, VARIANTS
 
-from vllm_dymoe.experts.store import STORE_VERSION
+from vllm_dymoe.store import STORE_VERSION
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "budget"))

@@ -23,7 +23,7 @@ import model
 import report
 from engines import SYSTEMS
 
-from vllm_dymoe.experts.store import STORE_VERSION
+from vllm_dymoe.store import STORE_VERSION
 
 HERE = Path(__file__).resolve().parent
 BUDGETS = ["minimum", "25%", "50%", "100%"]

@@ -194,7 +194,7 @@ def dymoe_case(llm: Any, runtime: Any, layers: int, budget: str, *, batch: bool 
 
 def shuffled_keys(store: Any) -> Iterator[Any]:
     """Blobs in a random order, as decode asks for them."""
-    from vllm_dymoe.experts.store import all_keys
+    from vllm_dymoe.experts.layout import all_keys
 
     keys = list(all_keys(store.experts))
     random.Random(0).shuffle(keys)
@@ -228,7 +228,7 @@ def bare_read(folder: Path, *, cold: bool) -> float:
 
     import torch
 
-    from vllm_dymoe.experts.store import FileStore
+    from vllm_dymoe.store import FileStore
 
     store = FileStore(folder, verify=False)
     keys = list(shuffled_keys(store))[: 300 if cold else 1000]
@@ -255,7 +255,7 @@ def loading_bandwidth(folder: Path) -> dict[str, float]:
     """Bytes per second of loading our format into host memory, and of a bare copy of the same files."""
     import torch
 
-    from vllm_dymoe.experts.store import FileStore, MemoryStore
+    from vllm_dymoe.store import FileStore, MemoryStore
 
     files = sorted(folder.glob("dymoe-*.safetensors")) or sorted(folder.glob("*experts*.safetensors"))
     total = sum(file.stat().st_size for file in files)

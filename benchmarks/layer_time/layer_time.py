@@ -26,12 +26,12 @@ from rich.table import Table
 import vllm_dymoe.experts.routing as experts_routing
 import vllm_dymoe.runtime.moe as moe
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
+from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.store import BlobKey, FileStore, Manifest
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.quantize.experts import FileSink
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.store import FileStore, Manifest
 
 STEPS = 40
 PARTS = ("grouping", "policy", "table", "submitting", "waiting", "kernel", "products", "combining")

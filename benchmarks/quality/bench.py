@@ -25,8 +25,7 @@ from vllm import LLM, SamplingParams
 
 import vllm_dymoe
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.layout import EVERY_PROJECTION, ModelExperts
-from vllm_dymoe.experts.store import BlobKey, FileStore, HostStore
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey, ModelExperts
 from vllm_dymoe.kernels import MatrixFormat
 from vllm_dymoe.policy import Policy
 from vllm_dymoe.quantize import QUANTIZERS, Quantizer, make_quantizer
@@ -35,6 +34,7 @@ from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import Recipe, convert
 from vllm_dymoe.quantize.experts import ExpertPacker, MemorySink
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.store import FileStore, HostStore
 
 MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
 DOMAINS = ("docs", "code", "arithmetic")

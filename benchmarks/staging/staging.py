@@ -27,11 +27,11 @@ from hardware import LINKS, MEMORY_BYTES_PER_SECOND, Shape
 from report import QWEN3_30B
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, all_keys
 from vllm_dymoe.experts.routing import Phase, Routing
-from vllm_dymoe.experts.store import MemoryStore, all_keys
 from vllm_dymoe.predict import Candidate
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.store import MemoryStore
 from vllm_dymoe.transfer import link, queue
 from vllm_dymoe.transfer.happens_before import History
 from vllm_dymoe.transfer.link import EmulatedLink

@@ -7,9 +7,10 @@ import pytest
 
 from tests.cli.checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, MOE_LAYERS, command, make_model, refused
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.store import MANIFEST, FileStore, file_name
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.runtime.sizing import plan_slots, workspace_bytes
+from vllm_dymoe.store import MANIFEST, FileStore
+from vllm_dymoe.store.files import file_name
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ import torch
 from safetensors import safe_open
 
 from tests.cli.checkpoints import EXPERTS, INTERMEDIATE, MOE_LAYERS, STYLES, command, make_model, refused
-from vllm_dymoe.experts.layout import Projection
-from vllm_dymoe.experts.store import MANIFEST, BlobKey, FileStore
+from vllm_dymoe.experts.layout import BlobKey, Projection
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import convert, make_quantizer, quantize_matrix, tensors
 from vllm_dymoe.quantize.base import pack_bias
-from vllm_dymoe.quantize.shards import ShardFiles
 from vllm_dymoe.quantize.tensors import read_tensors
+from vllm_dymoe.store import MANIFEST, FileStore
+from vllm_dymoe.store.writer import ShardFiles
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def test_overwrite_replaces_the_whole_folder(model, out):
 
 def test_what_a_killed_run_left_is_removed_by_the_next(model, out):
     program = (
-        "import os, signal, sys; from vllm_dymoe.cli import main; from vllm_dymoe.quantize.shards import ShardFiles;"
+        "import os, signal, sys; from vllm_dymoe.cli import main; from vllm_dymoe.store.writer import ShardFiles;"
         "ShardFiles.finish = lambda self, errors: os.kill(os.getpid(), signal.SIGKILL); main()"
     )
     killed = subprocess.run([sys.executable, "-c", program, "quantize", model.folder, "-o", out], check=False)
@@ -302,8 +302,8 @@ def test_what_a_killed_run_left_is_removed_by_the_next(model, out):
 def test_a_run_killed_between_two_renames_loses_nothing(model, out):
     quantized(model, out, "--hi", 8)
     program = (
-        "import os, signal; from vllm_dymoe.cli import main; from vllm_dymoe.quantize import shards;"
-        "rename = os.rename; shards.os.rename = lambda source, target: ("
+        "import os, signal; from vllm_dymoe.cli import main;"
+        "rename = os.rename; os.rename = lambda source, target: ("
         "rename(source, target), str(target).endswith('-replaced') and os.kill(os.getpid(), signal.SIGKILL)); main()"
     )
     command = [sys.executable, "-c", program, "quantize", model.folder, "-o", out, "--overwrite"]

@@ -8,11 +8,11 @@ import torch
 
 from tests.cli.checkpoints import MOE_LAYERS, NAMES, command, make_model, refused
 from tests.quantize.readers import packing
-from vllm_dymoe.experts.layout import Projection
-from vllm_dymoe.experts.store import BlobKey, FileStore
+from vllm_dymoe.experts.layout import BlobKey, Projection
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize import make_quantizer, quantize_matrix
 from vllm_dymoe.quantize.tensors import read_tensors
+from vllm_dymoe.store import FileStore
 
 CONFIGS = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.engines import MODEL, prompts
-from vllm_dymoe.experts.store import Manifest
+from vllm_dymoe.store import Manifest
 
 pytestmark = pytest.mark.engine
 

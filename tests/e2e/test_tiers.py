@@ -5,7 +5,7 @@ import torch
 
 from tests.e2e.engines import answer, engine, prompts, runtime_of
 from tests.support.computed import watch_computed
-from vllm_dymoe.experts.store import BlobKey
+from vllm_dymoe.experts.layout import BlobKey
 from vllm_dymoe.experts.tier import Tier
 
 pytestmark = pytest.mark.engine

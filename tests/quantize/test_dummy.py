@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tests.small_model import make_experts
-from vllm_dymoe.experts.layout import Projection
-from vllm_dymoe.experts.store import BlobKey, FileStore, Manifest, all_keys
+from vllm_dymoe.experts.layout import BlobKey, Projection, all_keys
 from vllm_dymoe.kernels import MatrixFormat, dequantize
 from vllm_dymoe.quantize.dummy import fill_randomly, random_store
 from vllm_dymoe.quantize.experts import FileSink, MemorySink
+from vllm_dymoe.store import FileStore, Manifest
 
 PROJECTIONS = len(Projection)
 

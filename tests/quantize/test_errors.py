@@ -8,14 +8,13 @@ import torch
 
 from tests.quantize.recordings import correlated_inputs
 from tests.small_model import fill, make_experts, random_weight
-from vllm_dymoe.experts.errors import ErrorRecord
-from vllm_dymoe.experts.layout import Projection
-from vllm_dymoe.experts.store import MANIFEST, BlobKey, FileStore, Manifest
+from vllm_dymoe.experts.layout import BlobKey, Projection
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.errors import ErrorTally
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
+from vllm_dymoe.store import MANIFEST, ErrorRecord, FileStore, Manifest
 
 ODD = {"hidden": 72, "intermediate": 40}  # whole groups nowhere
 

@@ -9,13 +9,13 @@ import torch
 
 from tests.quantize.readers import packing
 from tests.small_model import make_experts, random_weight
-from vllm_dymoe.experts.layout import Projection
-from vllm_dymoe.experts.store import FileStore, Manifest, MemoryStore, StoreError, all_keys
+from vllm_dymoe.experts.layout import Projection, all_keys
 from vllm_dymoe.kernels import MatrixFormat, dequantize
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.base import pack_bias
 from vllm_dymoe.quantize.coded import CodedMatrix
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink, MemorySink
+from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError
 
 
 def random_bias(experts, place):

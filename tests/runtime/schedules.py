@@ -11,10 +11,10 @@ import torch
 from tests.runtime.steps import ByNumber, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.experts.store import StoreError
 from vllm_dymoe.predict import Candidate
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
 from vllm_dymoe.transfer.queue import QueuedEngine

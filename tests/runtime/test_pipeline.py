@@ -6,7 +6,7 @@ import torch
 
 from tests.runtime.steps import forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.experts.store import BlobKey
+from vllm_dymoe.experts.layout import BlobKey
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.predict import Candidate
 from vllm_dymoe.transfer import Reason, TransferStats

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.small_model import make_experts, make_store
 from tests.transfer.patience import becomes, ended
-from vllm_dymoe.experts.store import BlobKey
+from vllm_dymoe.experts.layout import BlobKey
 from vllm_dymoe.transfer import Reason, TransferError
 from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
 from vllm_dymoe.transfer.happens_before import History

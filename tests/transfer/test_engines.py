@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.transfer.patience import becomes, ended
-from vllm_dymoe.experts.layout import EVERY_PROJECTION
-from vllm_dymoe.experts.store import BlobKey, StoreError
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey
+from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import Reason, TransferError, make_engine
 from vllm_dymoe.transfer.cuda import CudaStreams, PinnedDelivery, StagedDelivery
 from vllm_dymoe.transfer.happens_before import History

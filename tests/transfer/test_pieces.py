@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
-from vllm_dymoe.experts.store import BlobKey, MemoryStore
+from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts
+from vllm_dymoe.store import MemoryStore
 from vllm_dymoe.transfer import Reason
 from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
 from vllm_dymoe.transfer.happens_before import History

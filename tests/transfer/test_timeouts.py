@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.small_model import make_experts, make_store
 from tests.transfer.patience import ended
-from vllm_dymoe.experts.layout import EVERY_PROJECTION
-from vllm_dymoe.experts.store import BlobKey, StoreError
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey
+from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import Reason, TransferError
 from vllm_dymoe.transfer.happens_before import History
 from vllm_dymoe.transfer.queue import QueuedEngine

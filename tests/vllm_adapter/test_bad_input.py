@@ -9,15 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.experts.test_store import write
 from tests.small_model import fill, make_experts, random_weight
+from tests.store.test_store import write
 from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import Projection
-from vllm_dymoe.experts.store import FileStore, Manifest, StoreError, file_name
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
+from vllm_dymoe.store import FileStore, Manifest, StoreError
+from vllm_dymoe.store.files import file_name
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter.checkpoint import cached_store
 from vllm_dymoe.vllm_adapter.foresight import Foresight

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from tests.vllm_adapter.test_prepare import MODEL, configure, refusal
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.experts.store import MANIFEST, Manifest
+from vllm_dymoe.store import MANIFEST, Manifest
 from vllm_dymoe.vllm_adapter.features import refuse_unsupported_features
 from vllm_dymoe.vllm_adapter.patches import apply_patches
 from vllm_dymoe.vllm_adapter.prepare import experts_of

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from tests.experts.locks import RecordedLock
 from tests.small_model import make_experts
-from vllm_dymoe.experts.placement import HostPlace
-from vllm_dymoe.experts.store import FileStore, Manifest, MemoryStore, StoreError, all_keys, memory_bytes
+from tests.store.locks import RecordedLock
+from vllm_dymoe.experts.layout import all_keys
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.experts import FileSink
+from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError, memory_bytes
+from vllm_dymoe.store.placement import HostPlace
 from vllm_dymoe.vllm_adapter import host_place
 from vllm_dymoe.vllm_adapter.host_place import place_experts
 

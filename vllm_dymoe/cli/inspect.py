@@ -11,13 +11,13 @@ from rich.table import Table
 
 from vllm_dymoe.cli.display import byte_progress
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
-from vllm_dymoe.experts.layout import ModelExperts
-from vllm_dymoe.experts.store import MANIFEST, FileStore, Manifest, all_keys
+from vllm_dymoe.experts.layout import ModelExperts, all_keys
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.quantize.checkpoint import Checkpoint, read_config
 from vllm_dymoe.quantize.readers.fit import store_group_sizes
 from vllm_dymoe.quantize.tensors import read_tensors
 from vllm_dymoe.runtime.sizing import limit_in_bytes, minimum_budget, plan_slots, workspace_bytes
+from vllm_dymoe.store import MANIFEST, FileStore, Manifest
 from vllm_dymoe.units import size
 
 _SHARES = (0.25, 0.5, 1.0)

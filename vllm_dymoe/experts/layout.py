@@ -4,7 +4,7 @@ A transfer is then one copy (or one for each projection), a slot is an address, 
 a kernel needs that address and the format. Byte offsets: docs/format.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -24,6 +24,15 @@ class Projection(IntEnum):
 
 
 EVERY_PROJECTION = range(len(Projection))
+
+
+@dataclass(frozen=True, slots=True)
+class BlobKey:
+    """One version of one expert: position of its layer, local index, bit-width."""
+
+    layer: int
+    expert: int
+    bits: int
 
 
 class PackedExpert(NamedTuple):
@@ -109,3 +118,16 @@ class ModelExperts:
     def nbytes(self, bits: int) -> int:
         """Bytes of every expert of every layer at one bit-width."""
         return len(self.layers) * self.num_experts * self.formats[bits].nbytes
+
+
+def all_keys(experts: ModelExperts) -> Iterator[BlobKey]:
+    """Every blob of a model, layer by layer, in the order it lies on disk."""
+    for layer in range(len(experts.layers)):
+        yield from layer_keys(experts, layer)
+
+
+def layer_keys(experts: ModelExperts, layer: int) -> Iterator[BlobKey]:
+    """Every blob of one layer (by position), in the order it lies on disk."""
+    for bits in experts.formats:
+        for expert in range(experts.num_experts):
+            yield BlobKey(layer, expert, bits)

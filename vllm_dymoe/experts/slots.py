@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.experts.layout import ExpertFormat, PackedExpert
-from vllm_dymoe.experts.mapping import drop_pages, map_bytes
+from vllm_dymoe.host_memory import drop_pages, map_bytes
 
 
 @dataclass(eq=False)

@@ -16,16 +16,15 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.experts.errors import ErrorRecord
-from vllm_dymoe.experts.layout import ModelExperts, Projection
-from vllm_dymoe.experts.store import MANIFEST, STORE_VERSION, BlobKey, FileStore, Manifest
+from vllm_dymoe.experts.layout import BlobKey, ModelExperts, Projection
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.journal import Journal, is_journal_of
 from vllm_dymoe.quantize.packing import pack, pack_calibrated
 from vllm_dymoe.quantize.readers.fit import check_fits, format_fields, quantizer_name
-from vllm_dymoe.quantize.shards import ShardFiles, make_partial, put_back, replace_folder, sync_folder
 from vllm_dymoe.quantize.tensors import CheckpointError, copy_tensors, write_synced
+from vllm_dymoe.store import MANIFEST, STORE_VERSION, ErrorRecord, FileStore, Manifest
+from vllm_dymoe.store.writer import ShardFiles, make_partial, put_back, replace_folder, sync_folder
 from vllm_dymoe.units import too_small
 
 _WEIGHT_SUFFIXES = frozenset(

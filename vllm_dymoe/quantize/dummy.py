@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_dymoe.experts.layout import ModelExperts, Projection
-from vllm_dymoe.experts.store import BlobKey, HostStore
+from vllm_dymoe.experts.layout import BlobKey, ModelExperts, Projection
 from vllm_dymoe.kernels import MatrixFormat
 from vllm_dymoe.quantize.experts import Sink
+from vllm_dymoe.store import HostStore
 
 # The standard deviation that models are initialised with.
 _SPREAD = 0.02

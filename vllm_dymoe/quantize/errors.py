@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_dymoe.experts.errors import ErrorRecord
 from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.kernels import MatrixFormat
 from vllm_dymoe.quantize.base import Codes, dequantized
 from vllm_dymoe.quantize.gptq import Curvature
+from vllm_dymoe.store import ErrorRecord
 
 _Matrices = dict[tuple[int, ...], tuple[float, float]]
 _Squares = dict[tuple[int, int], _Matrices]

@@ -12,15 +12,14 @@ from typing import Protocol
 
 import torch
 
-from vllm_dymoe.experts.errors import ErrorRecord
-from vllm_dymoe.experts.layout import ModelExperts, Projection
-from vllm_dymoe.experts.store import BlobKey, FileStore, HostStore, Manifest, MemoryStore, StoreError
+from vllm_dymoe.experts.layout import BlobKey, ModelExperts, Projection
 from vllm_dymoe.kernels import MatrixFormat
 from vllm_dymoe.quantize.base import Codes, Quantizer, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.coded import CodedMatrix, check_held
 from vllm_dymoe.quantize.errors import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
-from vllm_dymoe.quantize.shards import ShardWriter
+from vllm_dymoe.store import ErrorRecord, FileStore, HostStore, Manifest, MemoryStore, StoreError
+from vllm_dymoe.store.writer import ShardWriter
 
 
 class Sink(Protocol):

@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 
-from vllm_dymoe.experts.errors import ErrorRecord
 from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.calibration import Calibration
@@ -23,6 +22,7 @@ from vllm_dymoe.quantize.coded import CodedMatrix
 from vllm_dymoe.quantize.errors import ErrorTally
 from vllm_dymoe.quantize.experts import ExpertPacker, Sink
 from vllm_dymoe.quantize.journal import Journal
+from vllm_dymoe.store import ErrorRecord
 
 FALLBACK = "hqq"
 """What quantizes the experts that a calibration saw too rarely."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from vllm_dymoe.experts.store import StoreError, read_header
+from vllm_dymoe.store import StoreError
+from vllm_dymoe.store.header import read_header
 
 INDEX = "model.safetensors.index.json"
 

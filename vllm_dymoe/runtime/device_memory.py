@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_dymoe.experts.memory import available_host_memory
+from vllm_dymoe.host_memory import available_host_memory
 
 
 class DeviceMemory(Protocol):

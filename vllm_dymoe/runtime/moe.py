@@ -19,7 +19,6 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.budget import BudgetTracker
 from vllm_dymoe.experts.residency import HIT
 from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.store import HostStore
 from vllm_dymoe.experts.table import CODES
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, ExpertKernel, LayerWork, combine, make_kernel
@@ -34,6 +33,7 @@ from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
 from vllm_dymoe.runtime.sizing import SlotPlan, limit_in_bytes, minimum_budget, plan_slots, tier_bits, workspace_bytes
 from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.runtime.stream import LayerStep
+from vllm_dymoe.store import HostStore
 from vllm_dymoe.transfer import (
     CudaClock,
     HostClock,

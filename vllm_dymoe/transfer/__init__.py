@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_dymoe.experts.store import HostStore, MemoryStore
+from vllm_dymoe.store import HostStore, MemoryStore
 from vllm_dymoe.transfer.engine import TransferEngine, TransferStats
 from vllm_dymoe.transfer.queue import QueuedEngine
 from vllm_dymoe.transfer.ticket import Reason, Ticket, TransferError

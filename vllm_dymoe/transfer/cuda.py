@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_dymoe.experts.layout import EVERY_PROJECTION, Projection
-from vllm_dymoe.experts.store import BlobKey, HostStore, MemoryStore, blob_name
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey, Projection
+from vllm_dymoe.store import HostStore, MemoryStore, blob_name
 from vllm_dymoe.transfer.ticket import Reason, Ticket
 
 WORTH_A_COPY = 256 << 10

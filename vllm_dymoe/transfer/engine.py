@@ -6,8 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_dymoe.experts.layout import EVERY_PROJECTION
-from vllm_dymoe.experts.store import BlobKey
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey
 from vllm_dymoe.transfer.ticket import Reason, Ticket
 from vllm_dymoe.transfer.timeline import Timeline
 

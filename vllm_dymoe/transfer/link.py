@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from vllm_dymoe.experts.store import BlobKey
+from vllm_dymoe.experts.layout import BlobKey
 from vllm_dymoe.transfer.queue import Delivery
 from vllm_dymoe.transfer.ticket import Ticket
 

@@ -30,8 +30,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from vllm_dymoe.experts.layout import EVERY_PROJECTION, Projection
-from vllm_dymoe.experts.store import BlobKey
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey, Projection
 from vllm_dymoe.transfer.engine import TransferStats
 from vllm_dymoe.transfer.ticket import Reason, State, Ticket, TransferError
 from vllm_dymoe.transfer.timeline import Lane, Timeline

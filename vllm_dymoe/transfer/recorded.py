@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.experts.layout import EVERY_PROJECTION, ModelExperts
-from vllm_dymoe.experts.store import BlobKey, MemoryStore
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey, ModelExperts
 from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork
 from vllm_dymoe.kernels.base import Receive
+from vllm_dymoe.store import MemoryStore
 from vllm_dymoe.transfer.happens_before import Agent, Clock, History
 
 COMPUTATION = "computation"

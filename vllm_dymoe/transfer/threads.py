@@ -3,8 +3,8 @@
 import resource
 from typing import Any
 
-from vllm_dymoe.experts.layout import EVERY_PROJECTION
-from vllm_dymoe.experts.store import BlobKey, HostStore, blob_name
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey
+from vllm_dymoe.store import HostStore, blob_name
 from vllm_dymoe.transfer.ticket import Ticket
 
 # How much a new read counts in the running share; about the last ten matter.

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.experts.layout import EVERY_PROJECTION
-from vllm_dymoe.experts.store import BlobKey
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey
 
 
 class TransferError(RuntimeError):

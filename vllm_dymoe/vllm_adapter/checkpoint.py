@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from vllm.config import VllmConfig
 
-from vllm_dymoe.experts.store import MANIFEST, STORE_VERSION, FileStore, Manifest, StoreError
+from vllm_dymoe.store import MANIFEST, STORE_VERSION, FileStore, Manifest, StoreError
 from vllm_dymoe.vllm_adapter.log import logger
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")

@@ -3,9 +3,9 @@
 import torch
 from tqdm import tqdm
 
-from vllm_dymoe.experts.page_lock import CudaPageLock
-from vllm_dymoe.experts.placement import HostPlace
-from vllm_dymoe.experts.store import FileStore, HostMemoryError, HostStore, MemoryStore, StoreError
+from vllm_dymoe.store import FileStore, HostMemoryError, HostStore, MemoryStore, StoreError
+from vllm_dymoe.store.page_lock import CudaPageLock
+from vllm_dymoe.store.placement import HostPlace
 
 
 def place_experts(

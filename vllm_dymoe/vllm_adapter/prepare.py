@@ -10,13 +10,13 @@ from vllm.platforms import current_platform
 
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
-from vllm_dymoe.experts.memory import available_host_memory
-from vllm_dymoe.experts.placement import choose_host_place
-from vllm_dymoe.experts.store import MANIFEST, Manifest, StoreError
+from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.policy import make_policy
 from vllm_dymoe.predict.checkpoint import PredictorError, read_card
 from vllm_dymoe.quantize.tensors import CheckpointError, check_files
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
+from vllm_dymoe.store import MANIFEST, Manifest, StoreError
+from vllm_dymoe.store.placement import choose_host_place
 from vllm_dymoe.vllm_adapter.features import refuse_unsupported_features
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs
 from vllm_dymoe.vllm_adapter.log import logger

@@ -15,10 +15,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
-from vllm_dymoe.experts.memory import available_host_memory
-from vllm_dymoe.experts.placement import HostPlace, choose_host_place
 from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.store import FileStore, HostStore, Manifest, StoreError
+from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.policy import Policy, make_policy
 from vllm_dymoe.predict import Predictor, PredictorError, RoutedModel, make_scheme
@@ -33,6 +31,8 @@ from vllm_dymoe.quantize.readers.fit import describe, format_fields, quantizer_n
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.runtime import MoERuntime, minimum_budget
 from vllm_dymoe.runtime.sizing import workspace_bytes
+from vllm_dymoe.store import FileStore, HostStore, Manifest, StoreError
+from vllm_dymoe.store.placement import HostPlace, choose_host_place
 from vllm_dymoe.traces import TraceHeader
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter.checkpoint import cached_store, fingerprint, local_folder

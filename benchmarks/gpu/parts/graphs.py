@@ -10,8 +10,8 @@ from torch import Tensor
 from parts.launches import fixed_launch
 from parts.stack import DEVICE, DTYPE, Model, Stack, normalized, pinned_store, same_bits
 from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.store import HostStore
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.store import HostStore
 
 MODEL = Model(layers=4, experts=16, top_k=4, hidden=520, intermediate=328, group=32)
 BITS = 4, 2

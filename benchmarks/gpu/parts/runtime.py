@@ -8,8 +8,8 @@ from record import Recorder
 from torch import Tensor
 
 from parts.stack import DEVICE, ByNumber, Model, Seen, Stack, file_store, pinned_store, relative_error, same_bits
-from vllm_dymoe.experts.store import HostStore
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.store import HostStore
 
 # Sizes that are no multiples of a tile.
 MODEL = Model(layers=4, experts=16, top_k=4, hidden=520, intermediate=328, group=32)

@@ -13,8 +13,8 @@ from layers import Layer, Machine, work_of
 from record import Recorder
 
 from parts.stack import Model, Stack, pinned_store, same_bits
-from vllm_dymoe.experts.store import HostStore
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.store import HostStore
 
 KERNELS = {"models": ("Mixtral-8x7B", "Qwen3-30B-A3B"), "tokens": (1, 16, 512), "tiers": ("4", "4/2")}
 """A selection of `make bench-gpu`."""

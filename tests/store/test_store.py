@@ -16,25 +16,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.experts.locks import RecordedLock
 from tests.small_model import fill, make_experts, make_store
-from vllm_dymoe.experts import page_lock
-from vllm_dymoe.experts.layout import Projection
-from vllm_dymoe.experts.store import (
-    MANIFEST,
-    BlobKey,
-    FileStore,
-    Manifest,
-    MemoryStore,
-    StoreError,
-    all_keys,
-    file_name,
-    memory_bytes,
-    read_header,
-)
+from tests.store.locks import RecordedLock
+from vllm_dymoe.experts.layout import BlobKey, Projection, all_keys
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
+from vllm_dymoe.store import MANIFEST, FileStore, Manifest, MemoryStore, StoreError, memory_bytes, page_lock
+from vllm_dymoe.store.files import file_name
+from vllm_dymoe.store.header import read_header
 
 
 def write(folder, experts=None):
@@ -318,7 +308,7 @@ def test_experts_that_are_missing_are_named(tmp_path):
 
 
 def test_too_little_host_memory_is_refused_with_both_numbers(monkeypatch):
-    monkeypatch.setattr("vllm_dymoe.experts.store.available_host_memory", lambda: 1000)
+    monkeypatch.setattr("vllm_dymoe.store.memory.available_host_memory", lambda: 1000)
     with pytest.raises(StoreError, match=rf"need {memory_bytes(make_experts())} bytes of host memory, but 1000 are"):
         MemoryStore(make_experts())
 
@@ -412,9 +402,9 @@ def test_memory_says_where_it_is(large, monkeypatch):
 
 def test_a_killed_writer_leaves_no_store_and_the_next_one_cleans_up(tmp_path):
     program = (
-        "import os, signal, sys; from pathlib import Path; from tests.experts import test_store as t;"
-        "from vllm_dymoe.quantize import shards;"
-        "shards.write_manifest = lambda *a: os.kill(os.getpid(), signal.SIGKILL); t.write(Path(sys.argv[1]))"
+        "import os, signal, sys; from pathlib import Path; from tests.store import test_store as t;"
+        "from vllm_dymoe.store import writer;"
+        "writer.write_manifest = lambda *a: os.kill(os.getpid(), signal.SIGKILL); t.write(Path(sys.argv[1]))"
     )
     killed = subprocess.run([sys.executable, "-c", program, tmp_path / "store"], check=False)
     assert killed.returncode == -9

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_dymoe.experts.mapping import map_bytes, prefer_node, several_nodes, whole_pages
+from vllm_dymoe.host_memory import map_bytes, prefer_node, several_nodes, whole_pages
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 # cudaHostRegisterPortable: for every context. cudaHostRegisterMapped: kernels can read it, too.

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from vllm_dymoe.experts.layout import ModelExperts
-from vllm_dymoe.experts.store import HostMemoryError, memory_bytes
+from vllm_dymoe.store.base import HostMemoryError
+from vllm_dymoe.store.memory import memory_bytes
 from vllm_dymoe.units import size
 
 # What stays free where nobody has asked for page-locked memory: it cannot be swapped, and others live here as well.

@@ -21,9 +21,10 @@ from pathlib import Path
 
 import torch
 
-from vllm_dymoe.experts.errors import ErrorRecord
-from vllm_dymoe.experts.layout import Projection
-from vllm_dymoe.experts.store import MANIFEST, BlobKey, FileStore, Manifest, StoreError, checksum, file_name
+from vllm_dymoe.experts.layout import BlobKey, Projection
+from vllm_dymoe.store.base import StoreError
+from vllm_dymoe.store.files import FileStore, checksum, file_name
+from vllm_dymoe.store.manifest import MANIFEST, ErrorRecord, Manifest
 from vllm_dymoe.units import too_small
 
 # Data begins on a page.

@@ -1,4 +1,4 @@
-"""Host memory of an exact size, and near a device.
+"""Host memory: how much can be had, and how to map an exact size of it near a device.
 
 An allocator rounds: torch's for page-locked memory takes the next power of two, 512 MiB
 where a layer's experts have 324. What is mapped here takes its bytes and the rest of a page,
@@ -11,11 +11,37 @@ import mmap
 import os
 from pathlib import Path
 
+import psutil
 import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+# Limit and use of a container's memory: version 2 of control groups, then version 1.
+_LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 _NODES = Path("/sys/devices/system/node/online")
 _MBIND = {"x86_64": 237, "aarch64": 235}  # libc has no function for it
 _PREFERRED = 1  # MPOL_PREFERRED: another node's memory serves where this one's is full
+
+
+def available_host_memory() -> int:
+    """Bytes that can be allocated without swapping: the machine's, or what a container's limit leaves of them."""
+    available = int(psutil.virtual_memory().available)
+    for limit, used in _LIMITS:
+        try:
+            left = int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        available = min(available, max(0, left + _reclaimable((_CGROUP / limit).with_name("memory.stat"))))
+    return available
+
+
+def _reclaimable(statistics: Path) -> int:
+    """Bytes of the page cache that the container's use counts, and that go when memory is short."""
+    try:
+        fields = dict(line.split() for line in statistics.read_text().splitlines())
+        return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def whole_pages(nbytes: int) -> int:

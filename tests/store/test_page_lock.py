@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.experts.locks import RecordedLock
-from tests.experts.test_mapping import mapped
-from vllm_dymoe.experts import page_lock
-from vllm_dymoe.experts.mapping import whole_pages
-from vllm_dymoe.experts.page_lock import Arena, CudaPageLock, node_of
+from tests.store.locks import RecordedLock
+from tests.test_host_memory import mapped
+from vllm_dymoe.host_memory import whole_pages
+from vllm_dymoe.store import page_lock
+from vllm_dymoe.store.page_lock import Arena, CudaPageLock, node_of
 
 
 def test_whole_pages_are_locked_and_unlocked_while_they_are_still_there():

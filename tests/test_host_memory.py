@@ -1,4 +1,4 @@
-"""Memory of an exact size: what is taken is what was asked for, and it is given back."""
+"""Host memory: how much there is, and mappings that take what was asked for and give it back."""
 
 import ctypes
 import errno
@@ -6,12 +6,13 @@ import gc
 import mmap
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vllm_dymoe.experts import mapping
-from vllm_dymoe.experts.mapping import drop_pages, map_bytes, prefer_node, several_nodes, whole_pages
+from vllm_dymoe import host_memory
+from vllm_dymoe.host_memory import drop_pages, map_bytes, prefer_node, several_nodes, whole_pages
 
 PAGE = mmap.PAGESIZE
 MIB = 2**20
@@ -101,7 +102,7 @@ def test_a_node_that_does_not_exist_is_a_reason_and_no_error():
 
 
 def test_an_unknown_processor_is_a_reason(monkeypatch):
-    monkeypatch.setattr(mapping, "_MBIND", {})
+    monkeypatch.setattr(host_memory, "_MBIND", {})
     assert "unknown" in prefer_node(map_bytes(PAGE), 0)
 
 
@@ -109,5 +110,43 @@ def test_an_unknown_processor_is_a_reason(monkeypatch):
 def test_one_node_is_not_several(tmp_path, monkeypatch, text, several):
     if text is not None:
         (tmp_path / "online").write_text(text)
-    monkeypatch.setattr(mapping, "_NODES", tmp_path / "online")
+    monkeypatch.setattr(host_memory, "_NODES", tmp_path / "online")
     assert several_nodes() is several
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    return tmp_path
+
+
+def test_without_a_container_it_is_the_machines(machine):
+    assert host_memory.available_host_memory() == 1000
+
+
+def test_no_limit_is_no_limit(machine):
+    (machine / "memory.max").write_text("max\n")
+    (machine / "memory.current").write_text("300\n")
+    assert host_memory.available_host_memory() == 1000
+
+
+@pytest.mark.parametrize(("limit", "used", "left"), [(500, 300, 200), (500, 600, 0), (5000, 300, 1000)])
+def test_a_containers_limit_counts(machine, limit, used, left):
+    (machine / "memory.max").write_text(f"{limit}\n")
+    (machine / "memory.current").write_text(f"{used}\n")
+    assert host_memory.available_host_memory() == left
+
+
+def test_the_page_cache_is_no_use(machine):
+    (machine / "memory.max").write_text("500")
+    (machine / "memory.current").write_text("450")
+    (machine / "memory.stat").write_text("anon 100\ninactive_file 200\nactive_file 50\n")
+    assert host_memory.available_host_memory() == 300
+
+
+def test_the_first_version_of_control_groups(machine):
+    (machine / "memory").mkdir()
+    (machine / "memory" / "memory.limit_in_bytes").write_text("700")
+    (machine / "memory" / "memory.usage_in_bytes").write_text("100")
+    assert host_memory.available_host_memory() == 600

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from tests.small_model import make_experts
-from vllm_dymoe.experts.placement import HostPlace, choose_host_place
-from vllm_dymoe.experts.store import StoreError, memory_bytes
+from vllm_dymoe.store import StoreError, memory_bytes
+from vllm_dymoe.store.placement import HostPlace, choose_host_place
 
 GIB = 2**30
 # Qwen3-30B-A3B at 4 bits.

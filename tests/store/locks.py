@@ -1,6 +1,6 @@
 """A page lock that takes note of what would be locked."""
 
-from vllm_dymoe.experts.mapping import whole_pages
+from vllm_dymoe.host_memory import whole_pages
 
 
 class RecordedLock:

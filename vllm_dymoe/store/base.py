@@ -1,0 +1,52 @@
+"""What every store of packed experts is asked for, and how it fails."""
+
+from typing import Protocol
+
+import torch
+
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey, ModelExperts
+
+
+class StoreError(RuntimeError):
+    """A store that cannot be read or written; the message names the file and what to do."""
+
+
+class HostMemoryError(StoreError):
+    """Host memory that cannot be had or be locked; the message says why, and whoever asked for it what else to do."""
+
+
+class HostStore(Protocol):
+    """Reads blobs. Implementations are safe to call from several threads."""
+
+    experts: ModelExperts
+
+    @property
+    def description(self) -> str:
+        """Where the bytes lie, for the line printed at start."""
+        ...
+
+    def read_into(
+        self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
+    ) -> None:
+        """Copy one blob, or neighbouring projections of it, into host memory.
+
+        Args:
+            key: which blob.
+            destination: uint8 [bytes of the projections], contiguous.
+            projections: which of its projections.
+            wait: for a disk, if need be.
+
+        Raises:
+            StoreError: the bytes cannot be read, or are not what was written.
+            BlockingIOError: without ``wait``, they are not in memory; ``destination`` may be half-written.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give files and memory back."""
+        ...
+
+
+def blob_name(store: HostStore, key: BlobKey) -> str:
+    """One blob, for people."""
+    return f"expert {key.expert} of layer {store.experts.layers[key.layer]} at {key.bits} bits ({store.description})"

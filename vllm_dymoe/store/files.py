@@ -1,0 +1,179 @@
+"""A store in files: one safetensors file for each MoE layer.
+
+Each holds a ``uint8 [experts, blob bytes]`` tensor for each bit-width and, beside it, the checksum of every section.
+The manifest ``dymoe_experts.json`` describes them and is written last, so a folder with a manifest is complete. Byte
+offsets: docs/format.md.
+"""
+
+import ctypes
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey, Projection
+from vllm_dymoe.store.base import StoreError
+from vllm_dymoe.store.header import data_offsets, read_header
+from vllm_dymoe.store.manifest import Manifest
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+def file_name(layer_index: int) -> str:
+    """Name of the shard of one model layer."""
+    return f"dymoe-experts-{layer_index:05d}.safetensors"
+
+
+def checksum(section: memoryview) -> int:
+    """XXH3-64 of a section as a signed number: as fast as memory, where zlib's CRC-32 would take longer than a read."""
+    return ctypes.c_int64(xxhash.xxh3_64_intdigest(section)).value
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """Where one tensor lies in its file: first byte, and bytes per expert."""
+
+    offset: int
+    nbytes: int
+
+
+class FileStore:
+    """Blobs in safetensors shards, read one at a time.
+
+    Reads are ``preadv`` and not loads through a mapping: a truncated or failing
+    file is then an error that a request can report, where a mapping would kill
+    the process with SIGBUS. The page cache serves both alike.
+
+    Args:
+        folder: where manifest and shards are.
+        layers: model layers to open, as a pipeline stage needs them; all of the manifest's if None.
+        verify: check each section's checksum when it is first read.
+
+    Raises:
+        StoreError: a shard is missing, or shorter than its header says.
+    """
+
+    def __init__(self, folder: Path, layers: tuple[int, ...] | None = None, *, verify: bool = True) -> None:
+        self.folder = folder
+        self.manifest = Manifest.read(folder)
+        held = self.manifest.experts
+        if layers is not None and not set(layers) <= set(held.layers):
+            raise StoreError(
+                f"the experts in {folder} are those of the layers {list(held.layers)}, but {list(layers)} are needed; "
+                "write the store again for this model."
+            )
+        self.experts = held if layers is None else replace(held, layers=layers)
+        self._verify = verify
+        self._files: list[int] = []
+        self._extents: list[Mapping[int, _Extent]] = []
+        self._expected: list[Mapping[int, torch.Tensor]] = []
+        self._verified: dict[BlobKey, frozenset[int]] = {}
+        try:
+            for layer_index in self.experts.layers:
+                self._open(folder / file_name(layer_index))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def description(self) -> str:
+        """The folder."""
+        return f"files in {self.folder}"
+
+    def read_into(
+        self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
+    ) -> None:
+        """Read with ``preadv``; see :class:`HostStore`."""
+        flags = 0 if wait else os.RWF_NOWAIT
+        extent = self._extents[key.layer][key.bits]
+        span = self.experts.formats[key.bits].span(projections)
+        view = destination.numpy().data
+        offset = extent.offset + key.expert * extent.nbytes + span.start
+        done, nbytes = 0, span.stop - span.start
+        while done < nbytes:
+            try:
+                count = os.preadv(self._files[key.layer], [view[done:]], offset + done, flags)
+            except OSError as error:
+                # Not every file system can say whether it would have to wait.
+                if not wait and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
+                    raise BlockingIOError(error.errno, error.strerror) from None
+                raise StoreError(
+                    f"{self._path(key.layer)} cannot be read at expert {key.expert} ({error.strerror}); check its disk."
+                ) from error
+            if count == 0:
+                raise StoreError(
+                    f"{self._path(key.layer)} ends at byte {offset + done}, inside expert {key.expert}; "
+                    f"the file was truncated: {_again(self.folder)}."
+                )
+            done += count
+        if self._verify and not self._verified.get(key, _NOTHING).issuperset(projections):
+            self._check(key, view, projections)
+
+    def close(self) -> None:
+        """Close the shards; reading afterwards fails."""
+        while self._files:
+            os.close(self._files.pop())
+
+    def _check(self, key: BlobKey, read: memoryview, projections: range) -> None:
+        expected = self._expected[key.layer][key.bits][key.expert].tolist()
+        sections = self.experts.formats[key.bits].sections
+        begin = sections[projections.start].start
+        for projection in projections:
+            section = sections[projection]
+            if checksum(read[section.start - begin : section.stop - begin]) != expected[projection]:
+                raise StoreError(
+                    f"{self._path(key.layer)} is corrupted: the {Projection(projection).name.lower()} projection of "
+                    f"expert {key.expert} at {key.bits} bits does not match its checksum; {_again(self.folder)}."
+                )
+        self._verified[key] = self._verified.get(key, _NOTHING).union(projections)
+
+    def _path(self, layer: int) -> Path:
+        return self.folder / file_name(self.experts.layers[layer])
+
+    def _open(self, path: Path) -> None:
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StoreError(
+                f"{path} of the expert store cannot be opened ({error.strerror}); {_again(path.parent)}."
+            ) from error
+        self._files.append(file)
+        size = os.fstat(file).st_size
+        header, start = read_header(path, file)
+        extents: dict[int, _Extent] = {}
+        expected: dict[int, torch.Tensor] = {}
+        promised = start + max((end for _, end in map(data_offsets, header.values())), default=0)
+        if promised > size:
+            raise StoreError(
+                f"{path} has {size} bytes where its header promises {promised}; "
+                f"the file was truncated: {_again(path.parent)}."
+            )
+        for bits, fmt in self.experts.formats.items():
+            begin, _ = self._locate(path, header, f"{bits}bit.blobs", self.experts.num_experts * fmt.nbytes)
+            extents[bits] = _Extent(start + begin, fmt.nbytes)
+            begin, end = self._locate(path, header, f"{bits}bit.xxh3", self.experts.num_experts * 3 * 8)
+            checks = torch.frombuffer(bytearray(os.pread(file, end - begin, start + begin)), dtype=torch.int64)
+            expected[bits] = checks.view(self.experts.num_experts, 3)
+        self._extents.append(extents)
+        self._expected.append(expected)
+
+    @staticmethod
+    def _locate(path: Path, header: Mapping[str, Any], name: str, nbytes: int) -> tuple[int, int]:
+        if name not in header:
+            raise StoreError(f"{path} has no tensor {name}, which the manifest promises; {_again(path.parent)}.")
+        begin, end = data_offsets(header[name])
+        if end - begin != nbytes:
+            raise StoreError(
+                f"{path} holds {end - begin} bytes of {name} where the manifest says {nbytes}; {_again(path.parent)}."
+            )
+        return begin, end
+
+
+def _again(folder: Path) -> str:
+    """What to do about a store that is not what was written."""
+    return f"write the store again with `vllm-dymoe quantize`, or, if vLLM wrote it, remove {folder} and start again"

@@ -1,0 +1,143 @@
+"""``dymoe_experts.json``: what a store holds, for which model, and how far it is from that model's weights."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.store.base import StoreError
+
+MANIFEST = "dymoe_experts.json"
+STORE_VERSION = 4
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """Relative errors, one number for each MoE layer; root of the sum of squares over all of its experts.
+
+    Attributes:
+        weight: by bit-width below 16, |W - dequantized W| / |W|.
+        output: the same of X W^T, X being the inputs of a calibration; empty where there was none.
+        fallbacks: the experts of each layer that the calibration saw too rarely, so that it was not used for them.
+    """
+
+    weight: Mapping[int, tuple[float, ...]]
+    output: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    fallbacks: tuple[tuple[int, ...], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in the manifest, where numbers are rounded to four digits."""
+
+        def rounded(errors: Mapping[int, tuple[float, ...]]) -> dict[str, list[float]]:
+            return {str(bits): [float(f"{error:.4g}") for error in layers] for bits, layers in errors.items()}
+
+        return {
+            "weight": rounded(self.weight),
+            "output": rounded(self.output),
+            "fallbacks": [list(experts) for experts in self.fallbacks],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: it is something else.
+        """
+
+        def read(errors: Mapping[str, list[float]]) -> dict[int, tuple[float, ...]]:
+            return {int(bits): tuple(float(error) for error in layers) for bits, layers in errors.items()}
+
+        fallbacks = tuple(tuple(int(expert) for expert in experts) for experts in data["fallbacks"])
+        return cls(read(data["weight"]), read(data["output"]), fallbacks)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a store holds and for whom.
+
+    Attributes:
+        experts: layers, counts and formats.
+        quantizer: how the bytes were made.
+        model: fingerprint of the checkpoint they were made from.
+        tensor_parallel: (rank, size) of the slice that the store holds.
+        errors: of the packed experts; None where they were not recorded. Says nothing of what the store is for.
+    """
+
+    experts: ModelExperts
+    quantizer: str
+    model: str
+    tensor_parallel: tuple[int, int] = (0, 1)
+    errors: ErrorRecord | None = field(default=None, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest as it is written."""
+        fmt = next(iter(self.experts.formats.values()))
+        rank, size = self.tensor_parallel
+        return {
+            "format": "vllm-dymoe experts",
+            "version": STORE_VERSION,
+            "layers": list(self.experts.layers),
+            "num_experts": self.experts.num_experts,
+            "top_k": self.experts.top_k,
+            "hidden_size": fmt.hidden,
+            "intermediate_size": fmt.intermediate,
+            "bits": sorted(self.experts.formats, reverse=True),
+            "group_size": fmt.group_size,
+            "dtype": str(fmt.dtype).removeprefix("torch."),
+            "bias": fmt.bias,
+            "zeros_in_steps": [bits for bits, f in self.experts.formats.items() if f.zeros_in_steps],
+            "ordered": [bits for bits, f in self.experts.formats.items() if f.ordered],
+            "quantizer": self.quantizer,
+            "model": self.model,
+            "tensor_parallel": {"rank": rank, "size": size},
+            "blob_bytes": {str(bits): f.nbytes for bits, f in self.experts.formats.items()},
+            "errors": self.errors.to_json() if self.errors else None,
+        }
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read the manifest of a store.
+
+        Raises:
+            StoreError: there is none, or it is not one this version can read.
+        """
+        path = folder / MANIFEST
+        try:
+            data = json.loads(path.read_text())
+            if data["version"] != STORE_VERSION:
+                raise StoreError(
+                    f"{path} has store version {data['version']}, but this vllm-dymoe reads version {STORE_VERSION}; "
+                    "write the store again with `vllm-dymoe quantize`."
+                )
+            dtype = getattr(torch, data["dtype"])
+            formats = {
+                bits: ExpertFormat(
+                    data["hidden_size"],
+                    data["intermediate_size"],
+                    bits,
+                    data["group_size"],
+                    dtype,
+                    data["bias"],
+                    bits in data["zeros_in_steps"],
+                    bits in data["ordered"],
+                )
+                for bits in data["bits"]
+            }
+            experts = ModelExperts(tuple(data["layers"]), data["num_experts"], data["top_k"], formats)
+            for bits, fmt in formats.items():
+                if data["blob_bytes"][str(bits)] != fmt.nbytes:
+                    raise ValueError(f"blobs of {data['blob_bytes'][str(bits)]} bytes where {fmt.nbytes} are expected")
+            parallel = data["tensor_parallel"]
+            errors = ErrorRecord.from_json(data["errors"]) if data.get("errors") else None
+            return cls(experts, data["quantizer"], data["model"], (parallel["rank"], parallel["size"]), errors)
+        except OSError as error:
+            raise StoreError(f"{folder} holds no expert store: {MANIFEST} cannot be read ({error}).") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StoreError(
+                f"{path} is not a manifest of an expert store ({error!r}); write the store again."
+            ) from error

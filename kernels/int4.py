@@ -48,14 +48,14 @@ class Int4Linear:
 
     def supports(self, format: MatrixFormat) -> bool:
         """Whether a format can be computed here: a matter of the format and the workspace."""
-        # In float16 torch's kernel is scalar code, a hundred times slower. Zeros in steps would have to be rounded.
-        fast = format.quantized and format.dtype is torch.bfloat16 and not format.zeros_in_steps
+        # In float16 torch's kernel is scalar code, a hundred times slower. Integer zeros would have to be rounded.
+        fast = format.quantized and format.dtype is torch.bfloat16 and not format.integer_zeros
         return fast and _block_bytes(format) <= self._workspace.numel()
 
     def linear(self, format: MatrixFormat) -> Linear:
         """The operation for matrices of one format: bfloat16 [n, columns] to [n, rows], accumulated in float32."""
         padded = format.padded_rows != format.rows or format.padded_columns != format.columns
-        return self if format.bits != 4 or padded or format.bias or format.ordered else _four_bits
+        return self if format.bits != 4 or padded or format.bias or format.act_order else _four_bits
 
     def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
         """x bfloat16 [n, columns] times the weight: bfloat16 [n, rows], accumulated in float32; then plus the bias."""

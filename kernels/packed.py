@@ -26,7 +26,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 _SECTION_ALIGNMENT = 256
 _ADDRESS_ALIGNMENT = 16
-_MOST_ORDERED_COLUMNS = 32768  # places are 16-bit numbers
+_MOST_ACT_ORDER_COLUMNS = 32768  # places are 16-bit numbers
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class MatrixFormat:
         group_size: neighbouring columns of one row that share a scale and a zero; without meaning at 16 bits.
         dtype: of scales and zeros, of the bias, and of the weights at 16 bits; bfloat16 or float16.
         bias: whether a bias for each row lies behind the weights.
-        zeros_in_steps: whether zeros count steps of their scale: weight = (code - midpoint + zero) * scale. What other
+        integer_zeros: whether zeros count steps of their scale: weight = (code - midpoint + zero) * scale. What other
             tools quantized has integer zero points, whose product with the scale `dtype` could not hold exactly.
-        ordered: whether columns are stored in another order than that of the inputs, which lies behind the bias. GPTQ
+        act_order: whether columns are stored in another order than that of the inputs, which lies behind the bias. GPTQ
             quantizes columns in the order of their activations (desc_act), and its groups lie scattered over a row;
             columns are stored so that groups are neighbours again.
 
     Raises:
-        ValueError: a size, bit-width or group size that the format does not have, zeros in steps or an order of columns
+        ValueError: a size, bit-width or group size that the format does not have, integer zeros or an order of columns
             at 16 bits, or an order of more than 32768 columns.
         TypeError: another dtype.
     """
@@ -58,8 +58,8 @@ class MatrixFormat:
     group_size: int
     dtype: torch.dtype
     bias: bool = False
-    zeros_in_steps: bool = False
-    ordered: bool = False
+    integer_zeros: bool = False
+    act_order: bool = False
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.columns < 1:
@@ -70,12 +70,12 @@ class MatrixFormat:
             raise ValueError(f"group_size is {self.group_size}, expected one of {', '.join(map(str, GROUP_SIZES))}")
         if self.dtype not in DTYPES:
             raise TypeError(f"dtype is {self.dtype}, expected torch.bfloat16 or torch.float16")
-        if self.zeros_in_steps and not self.quantized:
-            raise ValueError("zeros_in_steps is set for 16 bits, which have no zeros")
-        if self.ordered and not self.quantized:
-            raise ValueError("ordered is set for 16 bits, which have no groups")
-        if self.ordered and self.columns > _MOST_ORDERED_COLUMNS:
-            raise ValueError(f"ordered is set for {self.columns} columns, expected at most {_MOST_ORDERED_COLUMNS}")
+        if self.integer_zeros and not self.quantized:
+            raise ValueError("integer_zeros is set for 16 bits, which have no zeros")
+        if self.act_order and not self.quantized:
+            raise ValueError("act_order is set for 16 bits, which have no groups")
+        if self.act_order and self.columns > _MOST_ACT_ORDER_COLUMNS:
+            raise ValueError(f"act_order is set for {self.columns} columns, expected at most {_MOST_ACT_ORDER_COLUMNS}")
 
     @property
     def quantized(self) -> bool:
@@ -84,7 +84,7 @@ class MatrixFormat:
 
     @property
     def midpoint(self) -> int:
-        """The code whose weight is the group's zero: weight = (code - midpoint) * scale + zero (see zeros_in_steps)."""
+        """The code whose weight is the group's zero: weight = (code - midpoint) * scale + zero (see integer_zeros)."""
         return 1 << (self.bits - 1)
 
     @cached_property
@@ -141,7 +141,7 @@ class MatrixFormat:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the section; a multiple of 256."""
-        order_bytes = _round_up(self.padded_columns * 2, _SECTION_ALIGNMENT) if self.ordered else 0
+        order_bytes = _round_up(self.padded_columns * 2, _SECTION_ALIGNMENT) if self.act_order else 0
         return self.order_offset + order_bytes
 
     def view(self, section: Tensor) -> "PackedMatrix":
@@ -165,7 +165,7 @@ class MatrixFormat:
         if not self.quantized:
             return PackedMatrix(self, stored.view(self.dtype).view(self.weight_shape), None, bias)
         scales_zeros = section[self.scales_offset : self.bias_offset].view(self.dtype)
-        order = section[self.order_offset :].view(torch.int16)[: self.columns] if self.ordered else None
+        order = section[self.order_offset :].view(torch.int16)[: self.columns] if self.act_order else None
         return PackedMatrix(
             self, stored.view(self.weight_shape), scales_zeros.view(self.groups, self.padded_rows, 2), bias, order
         )
@@ -231,7 +231,7 @@ def pack(
         scales: [rows, groups], exact in the format's dtype.
         zeros: [rows, groups], exact in the format's dtype.
         section: uint8 [nbytes], overwritten.
-        order: int64 [columns], the columns as they are to be stored, group by group; for an ordered format only.
+        order: int64 [columns], the columns as they are to be stored, group by group; only for an act order.
 
     Raises:
         TypeError: codes or section is not uint8.
@@ -246,8 +246,8 @@ def pack(
     highest = int(codes.max())
     if highest >> format.bits:
         raise ValueError(f"codes holds {highest}, which does not fit {format.bits} bits")
-    if (order is not None) != format.ordered:
-        raise ValueError(f"order is {'missing' if format.ordered else 'given'}, but ordered is {format.ordered}")
+    if (order is not None) != format.act_order:
+        raise ValueError(f"order is {'missing' if format.act_order else 'given'}, but act_order is {format.act_order}")
     packed = format.view(section)
     assert packed.scales_zeros is not None
     section.zero_()
@@ -310,7 +310,7 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
         .permute(2, 1, 0)[:, : format.rows]
         .repeat_interleave(format.group_size, dim=2)[:, :, : format.columns]
     )
-    if format.zeros_in_steps:
+    if format.integer_zeros:
         zeros = zeros * scales
     weights: Tensor = (_stored_codes(packed).to(precise) - format.midpoint) * scales + zeros
     return _in_input_order(packed, weights.to(dtype))

@@ -122,7 +122,7 @@ class TiledLinear:
             if tile.columns.start == 0:
                 # Separate and contiguous: with strides the use below takes five times as long.
                 scales, zeros = (part.float() for part in packed.scales_zeros[:, tile.rows].unbind(2))
-                if packed.format.zeros_in_steps:
+                if packed.format.integer_zeros:
                     zeros.mul_(scales)
                 if bits == 2:
                     scales.mul_(SCALE_FACTOR)

@@ -99,7 +99,7 @@ def test_sizes_of_the_example():
     for row in rows:
         format = example_matrix(int(row.pop("bits")))
         both = row.pop("with both")
-        assert both == (str(replace(format, bias=True, ordered=True).nbytes) if format.quantized else "")
+        assert both == (str(replace(format, bias=True, act_order=True).nbytes) if format.quantized else "")
         assert {name: int(cell) for name, cell in row.items()} == {
             "N'": format.padded_rows,
             "K'": format.padded_columns,
@@ -137,7 +137,7 @@ def test_bytes_of_the_example():
 
 
 def test_the_order_of_the_example():
-    format = replace(example_matrix(4), ordered=True)
+    format = replace(example_matrix(4), act_order=True)
     section = torch.zeros(format.nbytes, dtype=torch.uint8)
     format.view(section).order[COLUMN] = 1
     assert f"at byte\n{format.order_offset} + 2 * {COLUMN} = {places(section)[0]}." in FORMAT

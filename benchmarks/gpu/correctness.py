@@ -31,9 +31,9 @@ FORWARD_CASES = (
     (ExpertShape(512, 384, 32, torch.float16, bias=True), Activation.SWIGLU_OAI),
     (ExpertShape(512, 384, 128, torch.bfloat16, bias=True), Activation.GELU),
     (ExpertShape(300, 203, 64, torch.float16), Activation.GELU_TANH),
-    (ExpertShape(300, 203, 64, torch.float16, zeros_in_steps=frozenset((4,))), Activation.SILU),
-    (ExpertShape(512, 384, 32, torch.bfloat16, zeros_in_steps=frozenset((8, 2))), Activation.SILU),
-    (ExpertShape(300, 203, 64, torch.bfloat16, bias=True, ordered=frozenset((8, 4))), Activation.SILU),
+    (ExpertShape(300, 203, 64, torch.float16, integer_zeros=frozenset((4,))), Activation.SILU),
+    (ExpertShape(512, 384, 32, torch.bfloat16, integer_zeros=frozenset((8, 2))), Activation.SILU),
+    (ExpertShape(300, 203, 64, torch.bfloat16, bias=True, act_order=frozenset((8, 4))), Activation.SILU),
 )
 DECODE_CASES = (
     (torch.bfloat16, DecodeTile(4, 1)),
@@ -54,9 +54,9 @@ def make_expert(shape: ExpertShape, bits: int, seed: int) -> tuple[list[PackedMa
             codes = torch.randint(0, 1 << bits, (fmt.rows, fmt.columns), generator=generator, dtype=torch.uint8)
             scales = (torch.rand(fmt.rows, fmt.groups, generator=generator) + 0.5) * size * 4 / (1 << bits)
             zeros = torch.randn(fmt.rows, fmt.groups, generator=generator) * size / 4
-            if fmt.zeros_in_steps:
+            if fmt.integer_zeros:
                 zeros = torch.randint(-fmt.midpoint, fmt.midpoint + 1, zeros.shape, generator=generator)
-            order = torch.randperm(fmt.columns, generator=generator) if fmt.ordered else None
+            order = torch.randperm(fmt.columns, generator=generator) if fmt.act_order else None
             pack(fmt, codes, scales.to(fmt.dtype), zeros.to(fmt.dtype), section, order)
         else:
             packed.weight.copy_(torch.randn(fmt.rows, fmt.columns, generator=generator) * size)

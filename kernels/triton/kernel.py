@@ -37,8 +37,8 @@ class Kind(NamedTuple):
     """What is compiled in of a matrix's format, beside what all experts have in common; see MatrixFormat."""
 
     bits: int
-    zeros_in_steps: bool
-    ordered: bool
+    integer_zeros: bool
+    act_order: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class TritonKernel:
         if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
         self.workspace_bytes = workspace_bytes
-        self._kinds = frozenset(Kind(fmt.bits, fmt.zeros_in_steps, fmt.ordered) for fmt in formats)
+        self._kinds = frozenset(Kind(fmt.bits, fmt.integer_zeros, fmt.act_order) for fmt in formats)
         self.device = torch.device(device)
         self._tickets = torch.zeros(_TICKETS, dtype=torch.int32, device=device)
         self._memory = torch.empty(workspace_bytes - 4 * _TICKETS, dtype=torch.uint8, device=device)
@@ -245,14 +245,14 @@ def common_shape(formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> Expe
             raise ValueError(f"work holds experts of different {name}: {', '.join(map(str, sorted(values)))}")
     if len(biases) > 1:
         raise ValueError("work holds projections with a bias and projections without one")
-    found = {Kind(fmt.bits, fmt.zeros_in_steps, fmt.ordered) for fmt in every}.union(kinds)
+    found = {Kind(fmt.bits, fmt.integer_zeros, fmt.act_order) for fmt in every}.union(kinds)
     if len({kind.bits for kind in found}) < len(found):
-        raise ValueError("work holds matrices of the same bits with and without zeros in steps or an order of columns")
-    steps = frozenset(kind.bits for kind in found if kind.zeros_in_steps)
-    ordered = frozenset(kind.bits for kind in found if kind.ordered)
+        raise ValueError("work holds matrices of the same bits with and without integer zeros or an order of columns")
+    steps = frozenset(kind.bits for kind in found if kind.integer_zeros)
+    act_order = frozenset(kind.bits for kind in found if kind.act_order)
     first = every[0]
     group = groups.pop() if groups else first.group_size
-    return ExpertShape(first.columns, first.rows, group, first.dtype, first.bias, steps, ordered)
+    return ExpertShape(first.columns, first.rows, group, first.dtype, first.bias, steps, act_order)
 
 
 def _formats(packed: Packed) -> Formats:

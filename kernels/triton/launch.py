@@ -320,8 +320,8 @@ def _sections(table: ExpertTable) -> dict[str, int]:
     return {
         "GROUP": shape.group_size,
         "TIERS": table.mask,
-        "STEPS": sum(shape.zeros_in_steps),
-        "ORDERED": sum(shape.ordered),
+        "STEPS": sum(shape.integer_zeros),
+        "ORDERED": sum(shape.act_order),
         "BIAS": shape.bias,
     }
 

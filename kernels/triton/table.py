@@ -22,11 +22,11 @@ class ExpertShape:
         group_size: of every section below 16 bits.
         dtype: of activations, scales and 16-bit weights.
         bias: whether every projection has one.
-        zeros_in_steps: bit-widths whose zeros count steps of their scale.
-        ordered: bit-widths whose columns are stored in an order of their own.
+        integer_zeros: bit-widths whose zeros count steps of their scale.
+        act_order: bit-widths whose columns are stored in an order of their own.
 
     Raises:
-        ValueError: a size, a group size or a bit-width that the format does not have, or 16 bits with zeros in steps or
+        ValueError: a size, a group size or a bit-width that the format does not have, or 16 bits with integer zeros or
             an order.
         TypeError: another dtype.
     """
@@ -36,8 +36,8 @@ class ExpertShape:
     group_size: int
     dtype: torch.dtype
     bias: bool = False
-    zeros_in_steps: frozenset[int] = frozenset()
-    ordered: frozenset[int] = frozenset()
+    integer_zeros: frozenset[int] = frozenset()
+    act_order: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.hidden < 1 or self.intermediate < 1:
@@ -46,12 +46,12 @@ class ExpertShape:
             raise ValueError(f"group_size is {self.group_size}, expected one of {', '.join(map(str, GROUP_SIZES))}")
         if self.dtype not in DTYPES:
             raise TypeError(f"dtype is {self.dtype}, expected torch.bfloat16 or torch.float16")
-        for bits in self.zeros_in_steps | self.ordered:
+        for bits in self.integer_zeros | self.act_order:
             self.formats(bits)
 
     def formats(self, bits: int) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
         """Gate [I, H], up [I, H] and down [H, I] at some bits."""
-        rest = (bits, self.group_size, self.dtype, self.bias, bits in self.zeros_in_steps, bits in self.ordered)
+        rest = (bits, self.group_size, self.dtype, self.bias, bits in self.integer_zeros, bits in self.act_order)
         wide = MatrixFormat(self.intermediate, self.hidden, *rest)
         return wide, wide, MatrixFormat(self.hidden, self.intermediate, *rest)
 

@@ -56,7 +56,7 @@ def quantized_model(folder, method, dtype=torch.float16, **settings):
     settings = {"shuffled": "order" in method} | settings
     matrices = {}
     for number, (place, weight) in enumerate(model.experts.items()):
-        matrices[place] = packing.random_coded(*weight.shape, 32, seed=number, **settings)
+        matrices[place] = packing.random_prequantized(*weight.shape, 32, seed=number, **settings)
         del model.tensors[f"{name_of(place)}.weight"]
         parts = PACKERS[method](matrices[place])
         model.tensors |= {f"{name_of(place)}.{part}": tensor for part, tensor in parts.items()}
@@ -73,7 +73,7 @@ def test_numbers_are_taken_as_they_are_and_the_low_tier_is_made_from_them(tmp_pa
     assert f"{name} checkpoint, 4 bits as they are, 2 bits derived with rtn" in result.stdout
     store = FileStore(tmp_path / "out")
     assert store.manifest.quantizer == f"{name} checkpoint, rtn"
-    assert [fmt.ordered for fmt in store.experts.formats.values()] == [bool(ordered), False]
+    assert [fmt.act_order for fmt in store.experts.formats.values()] == [bool(ordered), False]
     for place, matrix in matrices.items():
         for bits, fmt in store.experts.formats.items():
             blob = torch.empty(fmt.nbytes, dtype=torch.uint8)

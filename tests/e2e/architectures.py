@@ -48,7 +48,7 @@ class Architecture:
 
         Args:
             folder: where to.
-            fused: all experts of a layer in one tensor, as transformers 5 has them in memory, in place of the spelling
+            fused: all experts of a layer in one tensor, as transformers 5 has them in memory, in place of the names
                 that checkpoints of this architecture have.
         """
         config = getattr(transformers, self.config)(**(_COMMON | self.sizes))

@@ -73,7 +73,7 @@ def write_quantized(architecture: Architecture, kind: str, folder: Path, *, dens
             plain[name] = quantized[name] = tensor.to(settings["dtype"])
             continue
         rows, columns = tensor.shape
-        matrix = packing.random_coded(rows, columns, 32, seed=number, **settings)
+        matrix = packing.random_prequantized(rows, columns, 32, seed=number, **settings)
         plain[name] = matrix.weights()
         stem = name.removesuffix(".weight")
         quantized |= {f"{stem}.{part}": packed.contiguous() for part, packed in pack(matrix).items()}

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engine
 
 BUDGETS = ("100%", "50%", "minimum")
 TOKENS = 12
-# vLLM reads these in both spellings: a tensor for each projection of each expert, or one for all experts of a layer.
+# vLLM reads these with both sets of tensor names: one for each projection of each expert, or one for all of a layer.
 FUSED = ("olmoe", "qwen3-moe")
 CONVERTED = ("mixtral", "deepseek-v2", "gpt-oss", "llama-4", "granite-moe", "ernie-4.5-moe")
 
@@ -105,7 +105,7 @@ def test_four_bits_give_the_same_bits_at_every_budget(name, folder):
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_both_spellings_of_a_checkpoint_are_the_same_model(name, folder):
+def test_fused_and_separate_tensors_are_the_same_model(name, folder):
     with serve(checkpoint(folder, name, fused=True), {"hi": 4}) as llm:
         assert [a.tokens for a in answer(llm, prompts(), TOKENS)] == tokens_at_four_bits(folder, name)
 

@@ -74,7 +74,7 @@ def test_experts_in_the_order_of_their_activations_are_served_beside_dense_layer
         got = answer(llm, prompts(), TOKENS)
         runtime = runtime_of(llm)
         runtime.check_integrity()
-        assert [fmt.ordered for fmt in runtime.experts.formats.values()] == [True, False]
+        assert [fmt.act_order for fmt in runtime.experts.formats.values()] == [True, False]
         check_store(runtime.store, experts, 4)
         assert llm.collective_rpc(dense_methods)[0] == {"UnquantizedLinearMethod"}
     # Float16 rounds logits of a size of 10 by 0.004; columns of another order change them by several.

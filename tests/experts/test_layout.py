@@ -6,7 +6,7 @@ import torch
 from vllm_dymoe.experts.layout import ExpertFormat
 
 
-@pytest.mark.parametrize("flag", ["bias", "zeros_in_steps", "ordered"])
+@pytest.mark.parametrize("flag", ["bias", "integer_zeros", "act_order"])
 def test_all_projections_are_as_the_expert_is(flag):
     without, with_it = (ExpertFormat(96, 64, 4, 32, torch.float16, **{flag: there}) for there in (False, True))
     assert [getattr(matrix, flag) for matrix in with_it.matrices] == [True] * 3

@@ -19,11 +19,11 @@ def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
     shape = (format.rows, format.columns)
     codes = torch.randint(0, 1 << format.bits, shape, generator=generator, dtype=torch.uint8)
     scales = (torch.rand(format.rows, format.groups, generator=generator) + 0.5) * size * 4 / (1 << format.bits)
-    if format.zeros_in_steps:
+    if format.integer_zeros:
         zeros = torch.randint(-format.midpoint, format.midpoint + 1, scales.shape, generator=generator)
     else:
         zeros = torch.randn(scales.shape, generator=generator) * size / 4
-    order = torch.randperm(format.columns, generator=generator) if format.ordered else None
+    order = torch.randperm(format.columns, generator=generator) if format.act_order else None
     pack(format, codes, scales.to(format.dtype), zeros.to(format.dtype), section, order)
     return _with_bias(format.view(section), generator)
 
@@ -58,9 +58,9 @@ def random_expert(
     *,
     bias=False,
     steps=False,
-    ordered=False,
+    act_order=False,
 ) -> Expert:
     """An expert of [hidden] -> [intermediate] -> [hidden]; at 16 bits its columns have no order."""
-    rest = bits, group_size, dtype, bias, steps, ordered and bits < 16
+    rest = bits, group_size, dtype, bias, steps, act_order and bits < 16
     wide, narrow = MatrixFormat(intermediate, hidden, *rest), MatrixFormat(hidden, intermediate, *rest)
     return Expert(random_packed(wide, seed), random_packed(wide, seed + 1), random_packed(narrow, seed + 2))

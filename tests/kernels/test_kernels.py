@@ -56,16 +56,16 @@ def compute(kernel, x, work, pairs, activation=Activation.SILU):
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     activation=st.sampled_from(Activation),
     bias=st.booleans(),
-    ordered=st.booleans(),
+    act_order=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_every_kernel_agrees_with_the_reference(
-    kernel, bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, ordered, seed
+    kernel, bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, act_order, seed
 ):
     """Any mix of bit-widths in one call, sizes off every tile, experts with no token at all."""
     x = random_tokens(tokens, hidden, dtype, seed)
     experts = [
-        random_expert(hidden, intermediate, b, group_size, dtype, seed + i, bias=bias, ordered=ordered)
+        random_expert(hidden, intermediate, b, group_size, dtype, seed + i, bias=bias, act_order=act_order)
         for i, b in enumerate(bits)
     ]
     chosen = [[t for t in range(tokens) if (t + i) % (i + 1) == 0] for i in range(len(bits))]
@@ -86,7 +86,7 @@ def test_a_gpu_gets_tritons_kernel(monkeypatch):
     """Which the runtime calls as it calls the CPU's; tests/kernels/test_triton_runtime.py lets it."""
     triton = pytest.importorskip("vllm_dymoe.kernels.triton")
     monkeypatch.setattr(triton, "TritonKernel", lambda *arguments, **options: (arguments, options))
-    formats = [MatrixFormat(64, 64, 4, 64, torch.bfloat16, zeros_in_steps=True, ordered=True)]
+    formats = [MatrixFormat(64, 64, 4, 64, torch.bfloat16, integer_zeros=True, act_order=True)]
     made = make_kernel("cuda:1", 1 << 20, formats)
     assert made == ((torch.device("cuda:1"),), {"formats": formats, "workspace_bytes": 1 << 20})
 
@@ -149,12 +149,12 @@ def test_sixteen_bit_products_have_few_different_numbers_of_rows(monkeypatch):
 
 
 @pytest.mark.skipif(not int4_available(), reason="needs torch's AVX512 int4 kernel")
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_few_tokens_do_not_depend_on_their_batch(bits, ordered):
+def test_few_tokens_do_not_depend_on_their_batch(bits, act_order):
     most = 28 if bits == 8 else 32  # more leave the int4 path
     kernel, x = CpuKernel(), random_tokens(most, 128, torch.bfloat16)
-    expert = random_expert(128, 96, bits, bias=True, ordered=ordered)
+    expert = random_expert(128, 96, bits, bias=True, act_order=act_order)
     whole = compute(kernel, x, [expert.work(list(range(most)), list(range(most)))], most)
     for size in (1, 2, 3, 8, most - 1):
         part = compute(kernel, x[:size].clone(), [expert.work(list(range(size)), list(range(size)))], size)

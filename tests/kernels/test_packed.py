@@ -19,7 +19,7 @@ formats = st.builds(
     group_size=st.sampled_from([32, 64, 128, 256]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     bias=st.booleans(),
-    ordered=st.booleans(),
+    act_order=st.booleans(),
 )
 
 
@@ -29,7 +29,7 @@ def test_codes_scales_and_zeros_survive(format, seed):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << format.bits, (format.rows, format.columns), generator=generator, dtype=torch.uint8)
     scales, zeros = (torch.randn(2, format.rows, format.groups, generator=generator)).to(format.dtype)
-    order = torch.randperm(format.columns, generator=generator) if format.ordered else None
+    order = torch.randperm(format.columns, generator=generator) if format.act_order else None
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     pack(format, codes, scales, zeros, section, order)
     packed = format.view(section)
@@ -56,17 +56,17 @@ def test_sections_are_aligned_and_padding_is_zero(format):
     assert format.order_offset % 256 == 0
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     zeros = torch.zeros(format.rows, format.groups)
-    order = torch.arange(format.columns) if format.ordered else None
+    order = torch.arange(format.columns) if format.act_order else None
     pack(format, torch.zeros(format.rows, format.columns, dtype=torch.uint8), zeros, zeros, section, order)
     stored = section[format.order_offset :].view(torch.int16)
-    assert stored.nonzero().flatten().tolist() == (list(range(1, format.columns)) if format.ordered else [])
+    assert stored.nonzero().flatten().tolist() == (list(range(1, format.columns)) if format.act_order else [])
     assert not section[: format.order_offset].any()
 
 
 @settings(max_examples=40, deadline=None)
 @given(formats, st.booleans())
 def test_a_bias_lies_behind_everything_else(format, plain):
-    format = replace(format, bits=16 if plain else format.bits, ordered=False)
+    format = replace(format, bits=16 if plain else format.bits, act_order=False)
     without = replace(format, bias=False)
     with_bias = replace(format, bias=True)
     assert without.view(torch.zeros(without.nbytes, dtype=torch.uint8)).bias is None
@@ -82,12 +82,12 @@ def test_a_bias_lies_behind_everything_else(format, plain):
 @settings(max_examples=40, deadline=None)
 @given(formats)
 def test_an_order_of_columns_lies_at_the_end(format):
-    without, ordered = replace(format, ordered=False), replace(format, ordered=True)
+    without, act_order = replace(format, act_order=False), replace(format, act_order=True)
     assert without.view(torch.zeros(without.nbytes, dtype=torch.uint8)).order is None
-    assert ordered.order_offset == without.order_offset == without.nbytes
-    assert 0 <= ordered.nbytes - without.nbytes - 2 * ordered.padded_columns < 256
-    section = torch.zeros(ordered.nbytes, dtype=torch.uint8)
-    ordered.view(section).order.fill_(-1)
+    assert act_order.order_offset == without.order_offset == without.nbytes
+    assert 0 <= act_order.nbytes - without.nbytes - 2 * act_order.padded_columns < 256
+    section = torch.zeros(act_order.nbytes, dtype=torch.uint8)
+    act_order.view(section).order.fill_(-1)
     assert section.nonzero().flatten().tolist() == [without.nbytes + i for i in range(2 * format.columns)]
 
 
@@ -115,8 +115,12 @@ def test_the_view_is_no_copy():
         ({"group_size": 48}, ValueError, "group_size is 48"),
         ({"rows": 0}, ValueError, "at least one row"),
         ({"dtype": torch.float32}, TypeError, r"dtype is torch\.float32"),
-        ({"ordered": True, "bits": 16}, ValueError, "ordered is set for 16 bits, which have no groups"),
-        ({"ordered": True, "columns": 32769}, ValueError, "ordered is set for 32769 columns, expected at most 32768"),
+        ({"act_order": True, "bits": 16}, ValueError, "act_order is set for 16 bits, which have no groups"),
+        (
+            {"act_order": True, "columns": 32769},
+            ValueError,
+            "act_order is set for 32769 columns, expected at most 32768",
+        ),
     ],
 )
 def test_impossible_formats_are_refused(change, error, sentence):
@@ -148,16 +152,16 @@ def test_codes_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("ordered", "order", "sentence"),
+    ("act_order", "order", "sentence"),
     [
-        (True, None, "order is missing, but ordered is True"),
-        (False, torch.arange(32), "order is given, but ordered is False"),
+        (True, None, "order is missing, but act_order is True"),
+        (False, torch.arange(32), "order is given, but act_order is False"),
         (True, torch.zeros(32, dtype=torch.int64), "order names not each of the 32 columns once"),
         (True, torch.arange(31), "order names not each of the 32 columns once"),
     ],
 )
-def test_wrong_orders_are_refused(ordered, order, sentence):
-    format = MatrixFormat(2, 32, 2, 32, torch.bfloat16, ordered=ordered)
+def test_wrong_orders_are_refused(act_order, order, sentence):
+    format = MatrixFormat(2, 32, 2, 32, torch.bfloat16, act_order=act_order)
     codes, ones = torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1)
     with pytest.raises(ValueError, match=sentence):
         pack(format, codes, ones, ones, torch.empty(format.nbytes, dtype=torch.uint8), order)

@@ -31,9 +31,9 @@ def relative_error(got, x, packed):
 @pytest.mark.parametrize("tokens", [1, 19])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
-@pytest.mark.parametrize(("bias", "ordered"), [(False, False), (True, False), (True, True)])
-def test_tiles_meet_at_their_edges(bias, ordered, bits, dtype, tokens):
-    packed = random_packed(MatrixFormat(ROWS, COLUMNS, bits, 64, dtype, bias, ordered=ordered and bits < 16))
+@pytest.mark.parametrize(("bias", "act_order"), [(False, False), (True, False), (True, True)])
+def test_tiles_meet_at_their_edges(bias, act_order, bits, dtype, tokens):
+    packed = random_packed(MatrixFormat(ROWS, COLUMNS, bits, 64, dtype, bias, act_order=act_order and bits < 16))
     x = torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert relative_error(TiledLinear(poisoned_workspace())(x, packed), x, packed) < TOLERANCE[dtype]
 
@@ -72,8 +72,8 @@ def test_an_order_of_columns_only_moves_the_inputs(path, bits, columns, tokens):
     """Bit for bit what the stored columns make of inputs that lie in their order."""
     if path == "int4" and not int4_available():
         pytest.skip("needs torch's AVX512 int4 kernel")
-    packed = random_packed(MatrixFormat(64, columns, bits, 32, torch.bfloat16, ordered=True))
-    order, unordered = packed.order.long(), replace(packed.format, ordered=False)
+    packed = random_packed(MatrixFormat(64, columns, bits, 32, torch.bfloat16, act_order=True))
+    order, unordered = packed.order.long(), replace(packed.format, act_order=False)
     neighbours = unordered.view(packed_section(packed)[: unordered.nbytes])
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
     tiles, int4 = (kind(torch.empty(1 << 20, dtype=torch.uint8)) for kind in (TiledLinear, Int4Linear))

@@ -81,15 +81,15 @@ def weighted_reference(experts, ids, weights, x, activation, skipped=()):
     activation=st.sampled_from(Activation),
     bias=st.booleans(),
     steps=some_widths,
-    ordered=some_widths,
+    act_order=some_widths,
     tile=st.builds(DecodeTile, st.sampled_from([4, 8]), st.sampled_from([1, 2, 3])),
     seed=st.integers(0, 1000),
 )
 def test_the_weighted_sum(
-    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, ordered, tile, seed
+    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, act_order, tile, seed
 ):
     """Any tiers in one launch, any number of parts; one expert of each token is left out."""
-    experts = Experts(ExpertShape(hidden, intermediate, group_size, dtype, bias, steps, ordered), bits, seed)
+    experts = Experts(ExpertShape(hidden, intermediate, group_size, dtype, bias, steps, act_order), bits, seed)
     x = random_x(tokens, hidden, dtype, seed)
     ids, weights, chosen = routing(tokens, 2, 3, seed)
     chosen[0] = []
@@ -121,12 +121,12 @@ def test_a_group_of_several_strips(bits):
 
 
 @pytest.mark.parametrize(
-    ("steps", "ordered", "bias", "dtype"),
+    ("steps", "act_order", "bias", "dtype"),
     [({4}, {8, 4}, False, torch.float16), ({8, 2}, {2}, True, BFLOAT16)],
 )
-def test_what_other_tools_quantized_at_some_bits_and_not_at_others(steps, ordered, bias, dtype):
+def test_what_other_tools_quantized_at_some_bits_and_not_at_others(steps, act_order, bias, dtype):
     """A checkpoint's integers beside a tier derived from them; from slots, and fetched on the way."""
-    flags = frozenset(steps), frozenset(ordered)
+    flags = frozenset(steps), frozenset(act_order)
     experts = Experts(ExpertShape(150, 60, 32, dtype, bias, *flags), [8, 4, 2, 16])
     x, work, tile = random_x(1, 150, dtype), work_list([[(0, e)] for e in range(4)], 4), DecodeTile(4, 2)
     _, out = run(x, experts.table(), work, tile, rows=4)
@@ -231,7 +231,7 @@ ORDERED = frozenset((8, 2))
 @pytest.mark.parametrize(("tile", "weighted"), [(DecodeTile(4, 2), False), (DecodeTile(4, 1), True)])
 def test_nothing_beside_the_tensors_is_touched(dtype, tile, weighted):
     """Sizes off every tile, an odd number of tokens, and memory that ends behind each tensor and section."""
-    experts, copies = Experts(ExpertShape(100, 70, 32, dtype, True, ordered=ORDERED), [16, 8, 4, 2]), []
+    experts, copies = Experts(ExpertShape(100, 70, 32, dtype, True, act_order=ORDERED), [16, 8, 4, 2]), []
     table = sections_at_the_edge(experts, copies)
     x, work = at_the_edge(random_x(3, 100, dtype)), work_list([[(t, e) for t in range(3)] for e in range(4)], 4)
     work = WorkList(*(at_the_edge(part) for part in (work.items, work.rows, work.pairs)))
@@ -310,7 +310,7 @@ def test_each_byte_is_read_once(bits, monkeypatch):
 
     Only an order of columns, here at 8 and 2 bits, is fetched by each block of 64 rows, of which there are two.
     """
-    experts = Experts(ExpertShape(100, 70, 32, BFLOAT16, True, ordered=ORDERED), [bits])
+    experts = Experts(ExpertShape(100, 70, 32, BFLOAT16, True, act_order=ORDERED), [bits])
     x, work = random_x(2, 100, BFLOAT16), work_list([[(0, 0), (1, 0)]], 1)
     slot = torch.zeros_like(experts.blobs[0])
     counts = count_loads(monkeypatch, experts.blobs[0])
@@ -470,11 +470,11 @@ def test_wrong_tables_are_named():
     with pytest.raises(TypeError, match=r"dtype is torch.float32"):
         ExpertShape(64, 64, 32, torch.float32)
     with pytest.raises(ValueError, match="bits is 3"):
-        ExpertShape(64, 64, 32, BFLOAT16, zeros_in_steps=frozenset((3,)))
-    with pytest.raises(ValueError, match="zeros_in_steps is set for 16 bits"):
-        ExpertShape(64, 64, 32, BFLOAT16, zeros_in_steps=frozenset((16,)))
-    with pytest.raises(ValueError, match="ordered is set for 16 bits"):
-        ExpertShape(64, 64, 32, BFLOAT16, ordered=frozenset((16,)))
+        ExpertShape(64, 64, 32, BFLOAT16, integer_zeros=frozenset((3,)))
+    with pytest.raises(ValueError, match="integer_zeros is set for 16 bits"):
+        ExpertShape(64, 64, 32, BFLOAT16, integer_zeros=frozenset((16,)))
+    with pytest.raises(ValueError, match="act_order is set for 16 bits"):
+        ExpertShape(64, 64, 32, BFLOAT16, act_order=frozenset((16,)))
     with pytest.raises(TypeError, match=r"rows is torch.float32"):
         WorkList(torch.zeros(0, 3, dtype=torch.int32), torch.zeros(1), torch.zeros(1))
     with pytest.raises(ValueError, match="rows has 1 positions, but pairs 2"):

@@ -52,14 +52,14 @@ tiles = st.builds(
     activation=st.sampled_from(Activation),
     bias=st.booleans(),
     steps=some_widths,
-    ordered=some_widths,
+    act_order=some_widths,
     tile=tiles,
     seed=st.integers(0, 1000),
 )
 def test_any_tile_agrees_with_the_reference(
-    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, ordered, tile, seed
+    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, act_order, tile, seed
 ):
-    experts = Experts(ExpertShape(hidden, intermediate, group_size, dtype, bias, steps, ordered), bits, seed)
+    experts = Experts(ExpertShape(hidden, intermediate, group_size, dtype, bias, steps, act_order), bits, seed)
     x = random_x(tokens, hidden, dtype, seed)
     count = len(bits)
     chosen = [[(t, e) for t in range(tokens) if (t + e) % (e + 1) == 0] for e in range(count)]
@@ -101,12 +101,12 @@ def test_one_projection_at_a_time(bits, projection):
 
 
 @pytest.mark.parametrize(
-    ("steps", "ordered", "bias", "dtype"),
+    ("steps", "act_order", "bias", "dtype"),
     [({4}, {8, 4}, False, torch.float16), ({8, 2}, {2}, True, torch.bfloat16)],
 )
-def test_what_other_tools_quantized_at_some_bits_and_not_at_others(steps, ordered, bias, dtype):
+def test_what_other_tools_quantized_at_some_bits_and_not_at_others(steps, act_order, bias, dtype):
     """A checkpoint's integers beside a tier derived from them."""
-    flags = frozenset(steps), frozenset(ordered)
+    flags = frozenset(steps), frozenset(act_order)
     experts = Experts(ExpertShape(100, 70, 32, dtype, bias, *flags), [8, 4, 2, 16])
     x, tile = random_x(5, 100, dtype), GroupedTile(16, 64, 32, 4, 2)
     work = work_list([[(t, e) for t in range(5)] for e in range(4)], 4, 16)
@@ -123,7 +123,7 @@ def test_what_other_tools_quantized_at_some_bits_and_not_at_others(steps, ordere
 @pytest.mark.parametrize("tile", [GroupedTile(16, 64, 32, 4, 2), GroupedTile(32, 256, 16, 4, 2)])
 def test_nothing_beside_the_tensors_is_touched(dtype, tile):
     """Sizes off every tile, more rows in a tile than there are, and memory that ends behind each tensor and section."""
-    shape = ExpertShape(100, 70, 32, dtype, True, ordered=frozenset((8, 2)))
+    shape = ExpertShape(100, 70, 32, dtype, True, act_order=frozenset((8, 2)))
     experts, copies = Experts(shape, [16, 8, 4, 2]), []
     table = sections_at_the_edge(experts, copies)
     x = at_the_edge(random_x(5, 100, dtype))

@@ -51,17 +51,17 @@ def random_x(tokens, hidden, dtype=torch.bfloat16, seed=0):
     activation=st.sampled_from(Activation),
     bias=st.booleans(),
     steps=some_widths,
-    ordered=some_widths,
+    act_order=some_widths,
     seed=st.integers(0, 1000),
 )
 def test_any_mix_agrees_with_the_reference(
-    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, ordered, seed
+    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, act_order, seed
 ):
     """Any mix of bit-widths and numbers of tokens in one call, sizes off every tile, an expert with no token."""
     x = random_x(tokens, hidden, dtype, seed)
     experts = [
         random_expert(
-            hidden, intermediate, b, group_size, dtype, seed + i, bias=bias, steps=b in steps, ordered=b in ordered
+            hidden, intermediate, b, group_size, dtype, seed + i, bias=bias, steps=b in steps, act_order=b in act_order
         )
         for i, b in enumerate(bits)
     ]
@@ -191,8 +191,8 @@ def test_nothing_to_do():
         ({"group_size": 64}, "different group sizes: 32, 64"),
         ({"intermediate": 96}, "different intermediate sizes: 64, 96"),
         ({"bias": True}, "with a bias and projections without one"),
-        ({"steps": True}, "the same bits with and without zeros in steps or an order"),
-        ({"ordered": True}, "the same bits with and without zeros in steps or an order"),
+        ({"steps": True}, "the same bits with and without integer zeros or an order"),
+        ({"act_order": True}, "the same bits with and without integer zeros or an order"),
     ],
 )
 def test_experts_that_disagree_are_refused(second, sentence):
@@ -203,14 +203,14 @@ def test_experts_that_disagree_are_refused(second, sentence):
         make_kernel().forward(random_x(1, 64), work, out, Activation.SILU)
 
 
-@pytest.mark.parametrize("flag", ["steps", "ordered"])
+@pytest.mark.parametrize("flag", ["steps", "act_order"])
 def test_experts_that_disagree_with_what_was_announced_are_refused(flag):
     """A kernel is compiled for all calls to come: it would read these matrices as it reads the others."""
     announced, other = (random_expert(64, 64, 4, **{flag: value}) for value in (True, False))
     kernel = TritonKernel(DEVICE, formats=[announced.gate.format])
     out = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
     kernel.forward(random_x(1, 64), [work_of(announced, [0], [0])], out, Activation.SILU)
-    with pytest.raises(ValueError, match="the same bits with and without zeros in steps or an order"):
+    with pytest.raises(ValueError, match="the same bits with and without integer zeros or an order"):
         kernel.forward(random_x(1, 64), [work_of(other, [0], [0])], out, Activation.SILU)
 
 

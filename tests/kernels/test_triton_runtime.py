@@ -48,7 +48,7 @@ def test_no_budget_changes_a_bit(memory_store, on_triton):
 def test_the_integers_of_a_checkpoint_beside_a_tier_derived_from_them(monkeypatch):
     """At 4 bits zeros count steps and columns have an order, at 2 not."""
     plain = make_experts()
-    formats = {bits: replace(fmt, zeros_in_steps=bits == 4, ordered=bits == 4) for bits, fmt in plain.formats.items()}
+    formats = {bits: replace(fmt, integer_zeros=bits == 4, act_order=bits == 4) for bits, fmt in plain.formats.items()}
     experts = ModelExperts(plain.layers, plain.num_experts, plain.top_k, formats)
     store = random_store(experts, MemorySink(experts), seed=3)
     want = run(with_budget(store, "100%", MIXED), STEPS)

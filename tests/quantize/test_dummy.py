@@ -37,7 +37,7 @@ def test_weights_are_finite_and_centred_and_of_the_usual_size(bits, dtype, hidde
 
 
 def test_an_order_of_columns_is_one():
-    matrix = MatrixFormat(64, 100, 4, 32, torch.bfloat16, ordered=True)
+    matrix = MatrixFormat(64, 100, 4, 32, torch.bfloat16, act_order=True)
     section = torch.full((matrix.nbytes,), 0xEE, dtype=torch.uint8)
     fill_randomly(matrix, section, torch.Generator().manual_seed(0))
     order = matrix.view(section).order

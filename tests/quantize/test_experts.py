@@ -13,8 +13,8 @@ from vllm_dymoe.experts.layout import Projection, all_keys
 from vllm_dymoe.kernels import MatrixFormat, dequantize
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.base import pack_bias
-from vllm_dymoe.quantize.coded import CodedMatrix
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink, MemorySink
+from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError
 
 
@@ -75,15 +75,15 @@ def random_codes(experts, layer, expert, projection):
     """A matrix of a checkpoint whose groups are scattered."""
     matrix = experts.formats[4].matrices[projection]
     seed = layer * 1000 + expert * 10 + projection
-    made = packing.random_coded(matrix.rows, matrix.columns, 32, dtype=torch.bfloat16, seed=seed, shuffled=True)
-    return CodedMatrix(made.bits, made.codes, made.scales, made.zero_points, made.column_groups)
+    made = packing.random_prequantized(matrix.rows, matrix.columns, 32, dtype=torch.bfloat16, seed=seed, shuffled=True)
+    return PrequantizedMatrix(made.bits, made.codes, made.scales, made.zero_points, made.column_groups)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_order_of_columns_is_stored_behind_the_bias(tmp_path, order, bias):
     experts = make_experts(hidden=70, intermediate=33, bias=bias)
-    high = replace(experts.formats[4], zeros_in_steps=True, ordered=True)
+    high = replace(experts.formats[4], integer_zeros=True, act_order=True)
     experts = replace(experts, formats={4: high, 2: experts.formats[2]})
     files = pack(experts, FileSink(tmp_path / "store", Manifest(experts, "rtn", "0" * 16)), order, random_codes)
     for key in all_keys(experts):
@@ -122,7 +122,7 @@ def test_a_bias_of_another_width_is_refused():
 
 
 def test_a_bias_leaves_the_order_of_columns_behind_it_alone():
-    matrix = MatrixFormat(5, 40, 4, 32, torch.bfloat16, bias=True, ordered=True)
+    matrix = MatrixFormat(5, 40, 4, 32, torch.bfloat16, bias=True, act_order=True)
     section = torch.full((matrix.nbytes,), 0xEE, dtype=torch.uint8)
     written = pack_bias(torch.ones(5), matrix, section)
     assert written.numel() == matrix.order_offset - matrix.bias_offset

@@ -415,7 +415,7 @@ def test_a_killed_writer_leaves_no_store_and_the_next_one_cleans_up(tmp_path):
     assert os.listdir(tmp_path) == ["store"]
 
 
-@pytest.mark.parametrize("changes", [{"zeros_in_steps": True}, {"ordered": True}, {"bias": True}])
+@pytest.mark.parametrize("changes", [{"integer_zeros": True}, {"act_order": True}, {"bias": True}])
 def test_a_manifest_says_what_its_formats_are(tmp_path, changes):
     experts = make_experts()
     experts = replace(experts, formats={**experts.formats, 4: replace(experts.formats[4], **changes)})

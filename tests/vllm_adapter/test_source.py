@@ -11,8 +11,15 @@ from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from tests.vllm_adapter.test_prepare import configure, refusal, with_quantization_config
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.readers import make_reader
-from vllm_dymoe.quantize.readers.fit import check_fits, describe, format_fields, quantizer_name, store_group_sizes
+from vllm_dymoe.quantize.readers.compatibility import (
+    check_compatible,
+    describe,
+    format_fields,
+    quantizer_name,
+    store_group_sizes,
+)
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.store.manifest import FORMAT_KEYS
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
 from vllm_dymoe.vllm_adapter.rank_model import LayerSpec, RankModel
 from vllm_dymoe.vllm_adapter.source import read_options
@@ -85,8 +92,8 @@ def test_groups_of_a_store(group_size, columns, ranks, sizes):
 
 def test_ranks_that_cut_groups_are_refused_unless_nothing_is_held_as_it_is():
     with pytest.raises(CheckpointError, match=r"--tensor-parallel-size 2 gives a rank 50 columns .* hi to 16"):
-        check_fits(reader(), (4,), 32, 50, 2)
-    check_fits(reader(), (16,), 64, 50, 2)
+        check_compatible(reader(), (4,), 32, 50, 2)
+    check_compatible(reader(), (16,), 64, 50, 2)
 
 
 def test_what_is_said_of_the_numbers():
@@ -115,10 +122,10 @@ COMPRESSED = {
 def test_ranks_cannot_share_a_matrix_whose_groups_are_scattered(tmp_path):
     ordered = make_reader(GPTQ)
     with pytest.raises(CheckpointError, match=r"--tensor-parallel-size 2 gives .* add --enable-expert-parallel"):
-        check_fits(ordered, (4,), 32, 64, 2)
-    check_fits(ordered, (4, 2), 32, 64, 1)
-    check_fits(ordered, (16,), 32, 64, 2)
-    check_fits(ordered, (16, 2), 32, 64, 2)
+        check_compatible(ordered, (4,), 32, 64, 2)
+    check_compatible(ordered, (4, 2), 32, 64, 1)
+    check_compatible(ordered, (16,), 32, 64, 2)
+    check_compatible(ordered, (16, 2), 32, 64, 2)
     checkpoint = with_quantization_config(tmp_path, GPTQ)
     settings = {"model": checkpoint, "dtype": "float16", "tensor_parallel_size": 2}
     config = configure(**settings, enable_expert_parallel=True)
@@ -131,9 +138,9 @@ def test_what_the_formats_of_a_checkpoint_are(config):
     """Of a checkpoint as it is, and of what was converted from it."""
     ordered = (4,) if config in (GPTQ, COMPRESSED) else ()
     reader = None if config is None else make_reader(config)
-    assert format_fields(reader) == {"zeros_in_steps": (4,) if config is AWQ else (), "ordered": ordered}
+    assert format_fields(reader, {}) == {"integer_zeros": (4,) if config is AWQ else (), "act_order": ordered}
     ours = {"quant_method": "dymoe", "format_version": 4, "hi": 16, "lo": 4, "group_size": 32, "quantizer": "rtn"}
-    ours |= {field: list(widths) for field, widths in format_fields(reader).items()}
+    ours |= {FORMAT_KEYS[field]: list(widths) for field, widths in format_fields(reader, {}).items()}
     load, dymoe = SimpleNamespace(load_format="auto"), {"hi": 16, "lo": 4, "group_size": 32}
     served = SimpleNamespace(
         additional_config={"dymoe": dymoe},
@@ -145,8 +152,8 @@ def test_what_the_formats_of_a_checkpoint_are(config):
     spec = LayerSpec(name="model.layers.0.mlp.experts", rank=0, ranks=1, expert_rank=0, expert_ranks=1, **sizes)
     for model in (RankModel(served, None, reader), RankModel(served, ours)):
         model.add_layer(spec)
-        assert [fmt.ordered for fmt in model.experts.formats.values()] == [False, bool(ordered)]
-        assert [fmt.zeros_in_steps for fmt in model.experts.formats.values()] == [False, config is AWQ]
+        assert [fmt.act_order for fmt in model.experts.formats.values()] == [False, bool(ordered)]
+        assert [fmt.integer_zeros for fmt in model.experts.formats.values()] == [False, config is AWQ]
 
 
 @pytest.mark.parametrize("config", [GPTQ, COMPRESSED])

@@ -14,7 +14,7 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.layout import ModelExperts, all_keys
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.quantize.checkpoint import Checkpoint, read_config
-from vllm_dymoe.quantize.readers.fit import store_group_sizes
+from vllm_dymoe.quantize.readers.compatibility import store_group_sizes
 from vllm_dymoe.quantize.tensors import read_tensors
 from vllm_dymoe.runtime.sizing import limit_in_bytes, minimum_budget, plan_slots, workspace_bytes
 from vllm_dymoe.store import MANIFEST, FileStore, Manifest
@@ -103,7 +103,7 @@ def _describe_experts(experts: ModelExperts) -> dict[str, Any]:
         "intermediate_size": fmt.intermediate,
         "dtype": str(fmt.dtype).removeprefix("torch."),
         "group_size": fmt.group_size,
-        "ordered": [bits for bits, version in experts.formats.items() if version.ordered],
+        "ordered": [bits for bits, version in experts.formats.items() if version.act_order],
         "versions": [
             {"bits": bits, "expert_bytes": version.nbytes, "total_bytes": experts.nbytes(bits)}
             for bits, version in sorted(experts.formats.items(), reverse=True)

@@ -14,7 +14,7 @@ from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import Conversion, Recipe, convert
 from vllm_dymoe.quantize.packing import FALLBACK
-from vllm_dymoe.quantize.readers.fit import describe, store_group_sizes
+from vllm_dymoe.quantize.readers.compatibility import describe, store_group_sizes
 from vllm_dymoe.units import size
 
 

@@ -54,8 +54,8 @@ class ExpertFormat:
         group_size: weights that share one scale and zero.
         dtype: of the scales, and of the weights at 16 bits; bfloat16 or float16.
         bias: whether every projection has one.
-        zeros_in_steps: whether zeros count steps of their scale, see :class:`vllm_dymoe.kernels.MatrixFormat`.
-        ordered: whether columns are stored in another order than that of the inputs, see there.
+        integer_zeros: whether zeros count steps of their scale, see :class:`vllm_dymoe.kernels.MatrixFormat`.
+        act_order: whether columns are stored in another order than that of the inputs, see there.
     """
 
     hidden: int
@@ -64,13 +64,13 @@ class ExpertFormat:
     group_size: int
     dtype: torch.dtype
     bias: bool = False
-    zeros_in_steps: bool = False
-    ordered: bool = False
+    integer_zeros: bool = False
+    act_order: bool = False
 
     @cached_property
     def matrices(self) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
         """Formats of gate [I, H], up [I, H] and down [H, I]."""
-        rest = (self.bits, self.group_size, self.dtype, self.bias, self.zeros_in_steps, self.ordered)
+        rest = (self.bits, self.group_size, self.dtype, self.bias, self.integer_zeros, self.act_order)
         wide = MatrixFormat(self.intermediate, self.hidden, *rest)
         return wide, wide, MatrixFormat(self.hidden, self.intermediate, *rest)
 

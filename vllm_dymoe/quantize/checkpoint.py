@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
-from vllm_dymoe.quantize.coded import CodedMatrix
+from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.quantize.readers import known_parts, make_reader
-from vllm_dymoe.quantize.readers.fit import format_fields
-from vllm_dymoe.quantize.spelling import ExpertName, Stacking, read_name
+from vllm_dymoe.quantize.readers.compatibility import format_fields
+from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, TensorPlace, read_tensors
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -92,7 +92,7 @@ class Checkpoint:
         self.biases: list[ExpertTensor] = []
         self._stacking = Stacking.of(self._text_config.get("model_type"))
         stack, beyond = self._stack_of_experts(tensors)
-        coded: dict[tuple[int, int | None, tuple[Projection, ...]], dict[str, tuple[str, TensorPlace]]] = {}
+        prequantized: dict[tuple[int, int | None, tuple[Projection, ...]], dict[str, tuple[str, TensorPlace]]] = {}
         for name, place in tensors.items():
             layer = re.match(rf"{re.escape(stack)}\.(\d+)\.", name)
             if layer is not None and int(layer[1]) >= beyond:
@@ -101,11 +101,11 @@ class Checkpoint:
                 self.dense[name] = place
             elif self.reader is not None and described.projections and described.part in known_parts(self.reader):
                 matrix = described.layer, described.expert, described.projections
-                coded.setdefault(matrix, {})[described.part] = name, place
+                prequantized.setdefault(matrix, {})[described.part] = name, place
             else:
                 tensors_of_kind = self.biases if described.bias else self.experts
                 tensors_of_kind.append(self._expert_tensor(name, described, place))
-        self.experts += [self._coded_tensor(*matrix, parts) for matrix, parts in coded.items()]
+        self.experts += [self._prequantized_tensor(*matrix, parts) for matrix, parts in prequantized.items()]
         self.experts.sort(key=lambda tensor: (tensor.place.path, tensor.place.begin))
         self._check_experts()
 
@@ -162,7 +162,7 @@ class Checkpoint:
         formats = {
             width: ExpertFormat(
                 hidden, intermediate, width, group_size, dtype, biased,
-                **{field: width in widths for field, widths in format_fields(self.reader).items()},
+                **{field: width in widths for field, widths in format_fields(self.reader, {}).items()},
             )
             for width in bits
         }  # fmt: skip
@@ -173,7 +173,9 @@ class Checkpoint:
             raise CheckpointError(f"the experts of {self.folder} cannot be packed: {error}.") from error
         return ModelExperts(self.layers, self.num_experts, self._size(_TOP_K), formats)
 
-    def projections(self) -> Iterator[tuple[int, int, Projection, torch.Tensor | CodedMatrix, torch.Tensor | None]]:
+    def projections(
+        self,
+    ) -> Iterator[tuple[int, int, Projection, torch.Tensor | PrequantizedMatrix, torch.Tensor | None]]:
         """Every projection of every expert: layer's position, expert, which, weight [rows, columns] and bias [rows].
 
         They come in the order in which they lie on disk, one file open at a time.
@@ -191,7 +193,13 @@ class Checkpoint:
                     opened = tensor.place.path
                 bias = _read(biases[tensor.matrix].name, biases[tensor.matrix].place) if biases else None
                 if tensor.parts and tensor.expert is not None:
-                    yield positions[tensor.layer], tensor.expert, tensor.projections[0], self._coded(tensor), bias
+                    yield (
+                        positions[tensor.layer],
+                        tensor.expert,
+                        tensor.projections[0],
+                        self._read_prequantized(tensor),
+                        bias,
+                    )
                     continue
                 if tensor.expert is not None:
                     weight = file.get_tensor(tensor.name)
@@ -323,7 +331,7 @@ class Checkpoint:
             )
         return ExpertTensor(name, described.layer, described.expert, described.projections, place)
 
-    def _coded_tensor(
+    def _prequantized_tensor(
         self,
         layer: int,
         expert: int | None,
@@ -342,7 +350,7 @@ class Checkpoint:
         name, place = parts[self.reader.parts[0]]
         return ExpertTensor(name, layer, expert, projections, place, parts)
 
-    def _coded(self, tensor: ExpertTensor) -> CodedMatrix:
+    def _read_prequantized(self, tensor: ExpertTensor) -> PrequantizedMatrix:
         """Read one quantized projection.
 
         Raises:

@@ -21,9 +21,10 @@ from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.journal import Journal, is_journal_of
 from vllm_dymoe.quantize.packing import pack, pack_calibrated
-from vllm_dymoe.quantize.readers.fit import check_fits, format_fields, quantizer_name
+from vllm_dymoe.quantize.readers.compatibility import check_compatible, format_fields, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError, copy_tensors, write_synced
 from vllm_dymoe.store import MANIFEST, STORE_VERSION, ErrorRecord, FileStore, Manifest
+from vllm_dymoe.store.manifest import FORMAT_KEYS
 from vllm_dymoe.store.writer import ShardFiles, make_partial, put_back, replace_folder, sync_folder
 from vllm_dymoe.units import too_small
 
@@ -122,7 +123,7 @@ def convert(
     out = out.absolute()
     experts = checkpoint.model_experts(recipe.stored_bits, recipe.group_size, recipe.dtype or checkpoint.dtype)
     if checkpoint.reader is not None:
-        check_fits(checkpoint.reader, recipe.stored_bits, recipe.group_size, 0, 1)
+        check_compatible(checkpoint.reader, recipe.stored_bits, recipe.group_size, 0, 1)
     if recipe.calibration is not None:
         if checkpoint.reader is not None:
             raise CheckpointError(
@@ -229,8 +230,8 @@ def _quantization_config(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, An
     ours = recipe.to_json()
     if checkpoint.quantization is None:
         return ours
-    fields = format_fields(checkpoint.reader).items()
-    held = {field: [bits for bits in recipe.stored_bits if bits in widths] for field, widths in fields}
+    fields = format_fields(checkpoint.reader, {}).items()
+    held = {FORMAT_KEYS[field]: [bits for bits in recipe.stored_bits if bits in widths] for field, widths in fields}
     return ours | held | {"dense": checkpoint.quantization}
 
 

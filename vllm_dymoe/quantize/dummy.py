@@ -65,7 +65,7 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
         scale = _SPREAD * 12**0.5 / 2**matrix.bits  # codes are uniform
         packed.scales_zeros[:, : matrix.rows, 0] = scale
         # The mean of the codes is half a step below the middle.
-        packed.scales_zeros[:, : matrix.rows, 1] = 0.5 if matrix.zeros_in_steps else scale / 2
+        packed.scales_zeros[:, : matrix.rows, 1] = 0.5 if matrix.integer_zeros else scale / 2
     if packed.bias is not None:
         packed.bias.copy_(torch.randn(matrix.rows, generator=generator) * _SPREAD)
     if packed.order is not None:

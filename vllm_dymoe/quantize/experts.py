@@ -15,9 +15,9 @@ import torch
 from vllm_dymoe.experts.layout import BlobKey, ModelExperts, Projection
 from vllm_dymoe.kernels import MatrixFormat
 from vllm_dymoe.quantize.base import Codes, Quantizer, pack_bias, quantize_matrix
-from vllm_dymoe.quantize.coded import CodedMatrix, check_held
 from vllm_dymoe.quantize.errors import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
+from vllm_dymoe.quantize.prequantized import PrequantizedMatrix, check_held
 from vllm_dymoe.store import ErrorRecord, FileStore, HostStore, Manifest, MemoryStore, StoreError
 from vllm_dymoe.store.writer import ShardWriter
 
@@ -133,7 +133,7 @@ class ExpertPacker:
         layer: int,
         expert: int,
         projection: Projection,
-        weight: torch.Tensor | CodedMatrix,
+        weight: torch.Tensor | PrequantizedMatrix,
         curvature: Curvature | None = None,
     ) -> None:
         """Quantize one projection at every stored bit-width.
@@ -159,7 +159,7 @@ class ExpertPacker:
                     f"but the model's configuration says {[matrix.rows, matrix.columns]}."
                 )
             section = self._scratch[bits, projection]
-            taken = isinstance(weight, CodedMatrix) and bits == weight.bits
+            taken = isinstance(weight, PrequantizedMatrix) and bits == weight.bits
             try:
                 plain, codes = _pack(weight, matrix, quantizer, section)
             except ValueError as error:
@@ -169,7 +169,7 @@ class ExpertPacker:
                 self._errors.add((layer, expert, projection), plain, codes, matrix, curvature)
             key = BlobKey(layer, expert, bits)
             self._sink.write(key, projection, section[: matrix.bias_offset if fmt.bias else matrix.nbytes])
-            if fmt.bias and fmt.ordered:
+            if fmt.bias and fmt.act_order:
                 self._orders[key, projection] = section[matrix.order_offset :].clone()
         place = (layer, expert, projection)
         self._missing.discard(place)
@@ -201,7 +201,7 @@ class ExpertPacker:
                 raise StoreError(f"the bias of the {self._name(*place)} cannot be stored: {error}") from error
             key = BlobKey(layer, expert, bits)
             self._sink.write(key, projection, packed, matrix.bias_offset)
-            if fmt.ordered:
+            if fmt.act_order:
                 self._sink.write(key, projection, self._orders.pop((key, projection)), matrix.order_offset)
         self._missing_biases.discard(place)
 
@@ -228,10 +228,10 @@ class ExpertPacker:
 
 
 def _pack(
-    weight: torch.Tensor | CodedMatrix, matrix: MatrixFormat, quantizer: Quantizer, section: torch.Tensor
+    weight: torch.Tensor | PrequantizedMatrix, matrix: MatrixFormat, quantizer: Quantizer, section: torch.Tensor
 ) -> tuple[torch.Tensor | None, Codes | None]:
     """Write one section; what was quantized and to which codes, or None where nothing was."""
-    if isinstance(weight, CodedMatrix):
+    if isinstance(weight, PrequantizedMatrix):
         if matrix.bits == weight.bits:
             weight.pack(matrix, section)
             return None, None

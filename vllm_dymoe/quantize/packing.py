@@ -18,10 +18,10 @@ from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.coded import CodedMatrix
 from vllm_dymoe.quantize.errors import ErrorTally
 from vllm_dymoe.quantize.experts import ExpertPacker, Sink
 from vllm_dymoe.quantize.journal import Journal
+from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.store import ErrorRecord
 
 FALLBACK = "hqq"
@@ -104,7 +104,7 @@ def _put(
     layer: int,
     expert: int,
     projection: Projection,
-    weight: torch.Tensor | CodedMatrix,
+    weight: torch.Tensor | PrequantizedMatrix,
     bias: torch.Tensor | None,
     packer: ExpertPacker,
 ) -> int:

@@ -14,6 +14,9 @@ from vllm_dymoe.store.base import StoreError
 MANIFEST = "dymoe_experts.json"
 STORE_VERSION = 4
 
+FORMAT_KEYS = {"integer_zeros": "zeros_in_steps", "act_order": "ordered"}
+"""Fields of :class:`ExpertFormat` by their names on disk, here and in a checkpoint's quantization_config."""
+
 
 @dataclass(frozen=True)
 class ErrorRecord:
@@ -90,8 +93,10 @@ class Manifest:
             "group_size": fmt.group_size,
             "dtype": str(fmt.dtype).removeprefix("torch."),
             "bias": fmt.bias,
-            "zeros_in_steps": [bits for bits, f in self.experts.formats.items() if f.zeros_in_steps],
-            "ordered": [bits for bits, f in self.experts.formats.items() if f.ordered],
+            **{
+                key: [bits for bits, version in self.experts.formats.items() if getattr(version, field)]
+                for field, key in FORMAT_KEYS.items()
+            },
             "quantizer": self.quantizer,
             "model": self.model,
             "tensor_parallel": {"rank": rank, "size": size},
@@ -123,8 +128,7 @@ class Manifest:
                     data["group_size"],
                     dtype,
                     data["bias"],
-                    bits in data["zeros_in_steps"],
-                    bits in data["ordered"],
+                    **{field: bits in data[key] for field, key in FORMAT_KEYS.items()},
                 )
                 for bits in data["bits"]
             }

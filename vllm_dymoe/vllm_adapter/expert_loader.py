@@ -21,9 +21,9 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import Projection
-from vllm_dymoe.quantize.coded import CodedMatrix
+from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 
-PutWeight = Callable[[int, Projection, Tensor | CodedMatrix], None]
+PutWeight = Callable[[int, Projection, Tensor | PrequantizedMatrix], None]
 """(local expert, projection, weight of this rank)."""
 
 PutBias = Callable[[int, Projection, Tensor], None]
@@ -110,7 +110,7 @@ class ExpertLoader:
             for projection, part in _split(stem, rows, interleaved=self._interleaved):
                 put(expert, projection, part)
 
-    def _take(self, expert: int, projection: Projection, weight: Tensor | CodedMatrix) -> None:
+    def _take(self, expert: int, projection: Projection, weight: Tensor | PrequantizedMatrix) -> None:
         dimension = _SLICED_DIMENSION[projection]
         self._put_weight(expert, projection, weight.narrow(dimension, *self._share(weight.shape[dimension])))
 

@@ -12,9 +12,9 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.vllm_adapter.coded_loader import CodedExpertLoader
 from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader
 from vllm_dymoe.vllm_adapter.graphs import refuse_capture
+from vllm_dymoe.vllm_adapter.prequantized_loader import PrequantizedExpertLoader
 from vllm_dymoe.vllm_adapter.rank_model import LayerSpec, RankModel
 
 _ACTIVATIONS = {
@@ -79,7 +79,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         if self.model.reader is not None:
             whole = intermediate_size_per_partition * self.moe.moe_parallel_config.tp_size
             wanted = self.model.wants_experts
-            self._loader = CodedExpertLoader(layer, put, put_bias, self.model.reader, wanted, hidden_size, whole)
+            self._loader = PrequantizedExpertLoader(layer, put, put_bias, self.model.reader, wanted, hidden_size, whole)
         self._loader.register(layer, params_dtype, bias=self.moe.has_bias)
         # The custom operator finds its layer by name in the forward context, as vLLM's own does.
         get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self
@@ -89,7 +89,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         # One entry more, at -1: where vLLM has chosen nobody, for rows of a captured graph that are no tokens.
         local = layer.expert_map
         self._expert_map = None if local is None else torch.cat((local, local.new_full((1,), -1)))
-        if isinstance(self._loader, CodedExpertLoader):
+        if isinstance(self._loader, PrequantizedExpertLoader):
             self._loader.check_complete()
         self.model.layer_loaded(self.position, layer)
 

@@ -23,11 +23,11 @@ from vllm_dymoe.predict import Predictor, PredictorError, RoutedModel, make_sche
 from vllm_dymoe.predict.checkpoint import PredictorCard, read_card
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.coded import CodedMatrix
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
+from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.quantize.readers import Reader
-from vllm_dymoe.quantize.readers.fit import describe, format_fields, quantizer_name
+from vllm_dymoe.quantize.readers.compatibility import describe, format_fields, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.runtime import MoERuntime, minimum_budget
 from vllm_dymoe.runtime.sizing import workspace_bytes
@@ -100,9 +100,7 @@ class RankModel:
         self.options = read_options(vllm_config, checkpoint, reader)
         self.reader = reader
         self._checkpoint_is_ours = checkpoint is not None
-        self._format_fields = {
-            field: (checkpoint or {}).get(field, widths) for field, widths in format_fields(reader).items()
-        }
+        self._format_fields = format_fields(reader, checkpoint or {})
         self._dummy = vllm_config.load_config.load_format == "dummy"
         self._vllm_config = vllm_config
         self._layers: list[LayerSpec] = []
@@ -177,7 +175,7 @@ class RankModel:
             self._prepare()
         return self._packer is not None
 
-    def put(self, layer: int, expert: int, projection: Projection, weight: torch.Tensor | CodedMatrix) -> None:
+    def put(self, layer: int, expert: int, projection: Projection, weight: torch.Tensor | PrequantizedMatrix) -> None:
         """Take one projection from the checkpoint; nothing to do where a complete store exists.
 
         Raises:
@@ -186,7 +184,9 @@ class RankModel:
         with self._loading():
             self._prepare()
             if self._packer is not None:
-                self._packer.put(layer, expert, projection, weight if isinstance(weight, CodedMatrix) else weight.cpu())
+                self._packer.put(
+                    layer, expert, projection, weight if isinstance(weight, PrequantizedMatrix) else weight.cpu()
+                )
 
     def put_bias(self, layer: int, expert: int, projection: Projection, bias: torch.Tensor) -> None:
         """Take one projection's bias; otherwise as ``put``.
@@ -317,7 +317,7 @@ class RankModel:
         folder = local_folder(self._vllm_config)
         try:
             return Checkpoint(folder).fingerprint()
-        except CheckpointError:  # vLLM reads more spellings of checkpoints than we do
+        except CheckpointError:  # vLLM reads more kinds of checkpoints than we do
             return fingerprint(folder, "its routers")
 
     @property

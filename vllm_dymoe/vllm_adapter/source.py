@@ -13,7 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.quantize.readers import Reader
-from vllm_dymoe.quantize.readers.fit import check_fits, store_group_sizes
+from vllm_dymoe.quantize.readers.compatibility import check_compatible, store_group_sizes
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 
@@ -110,7 +110,7 @@ def check_source(config: VllmConfig, options: Options, reader: Reader) -> None:
         ConfigError: they are such options.
     """
     try:
-        check_fits(reader, options.stored_bits, options.group_size, *_cut(config))
+        check_compatible(reader, options.stored_bits, options.group_size, *_cut(config))
     except CheckpointError as error:
         raise ConfigError(f"vllm-dymoe: {error}") from error
 

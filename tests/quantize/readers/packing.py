@@ -12,7 +12,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass
-class Coded:
+class Prequantized:
     """What a matrix was quantized to: codes and zero points uint8, scales float, groups of neighbours."""
 
     bits: int
@@ -28,7 +28,9 @@ class Coded:
         return steps.to(self.scales.dtype) * self.scales[:, self.column_groups]
 
 
-def random_coded(rows, columns, group_size, *, bits=4, symmetric=False, dtype=torch.float16, seed=0, shuffled=False):
+def random_prequantized(
+    rows, columns, group_size, *, bits=4, symmetric=False, dtype=torch.float16, seed=0, shuffled=False
+):
     """A matrix whose weights have about the size that linear layers have."""
     generator = torch.Generator().manual_seed(seed)
     group_size = group_size or columns
@@ -42,7 +44,7 @@ def random_coded(rows, columns, group_size, *, bits=4, symmetric=False, dtype=to
     column_groups = torch.arange(columns) // group_size
     if shuffled:
         column_groups = column_groups[torch.randperm(columns, generator=generator)]
-    return Coded(bits, group_size, codes, zero_points, scales.to(dtype), column_groups)
+    return Prequantized(bits, group_size, codes, zero_points, scales.to(dtype), column_groups)
 
 
 def words(numbers, bits):

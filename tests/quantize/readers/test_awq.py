@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.quantize.readers.make_golden import without_init
-from tests.quantize.readers.packing import Coded, awq, random_coded
+from tests.quantize.readers.packing import Prequantized, awq, random_prequantized
 from vllm_dymoe.kernels import MatrixFormat, dequantize, unpack
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -35,7 +35,7 @@ def test_codes_and_zero_points_are_those_that_autoawq_packed():
 
 @pytest.mark.parametrize("group_size", [64, 32])
 def test_a_section_holds_the_same_integers_and_dequantizes_to_autoawqs_weights(group_size):
-    format = MatrixFormat(ROWS, COLUMNS, 4, group_size, torch.float16, zeros_in_steps=True)
+    format = MatrixFormat(ROWS, COLUMNS, 4, group_size, torch.float16, integer_zeros=True)
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     read().pack(format, section)
     packed = format.view(section)
@@ -45,7 +45,7 @@ def test_a_section_holds_the_same_integers_and_dequantizes_to_autoawqs_weights(g
 
 def test_the_packer_of_the_tests_packs_as_autoawq_does():
     groups = torch.arange(COLUMNS) // GROUP
-    matrix = Coded(4, GROUP, GOLDEN["codes"], GOLDEN["zero_points"], GOLDEN["scales"].t(), groups)
+    matrix = Prequantized(4, GROUP, GOLDEN["codes"], GOLDEN["zero_points"], GOLDEN["scales"].t(), groups)
     for part, tensor in awq(matrix).items():
         assert torch.equal(tensor, GOLDEN[part]), part
 
@@ -58,7 +58,7 @@ def test_autoawq_packs_so_today():
     from awq.modules.linear import gemm
     from awq.utils import packing_utils as unpacking
 
-    matrix = random_coded(64, 256, 128, seed=3)
+    matrix = random_prequantized(64, 256, 128, seed=3)
     linear = torch.nn.Linear(256, 64, bias=False, dtype=torch.float16)
     linear.weight.data = matrix.weights()
     packed = gemm.WQLinear_GEMM.from_linear(

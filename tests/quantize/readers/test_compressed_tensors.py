@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.quantize.readers.packing import Coded, compressed_tensors, random_coded
+from tests.quantize.readers.packing import Prequantized, compressed_tensors, random_prequantized
 from vllm_dymoe.kernels import MatrixFormat, dequantize, unpack
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -42,7 +42,7 @@ def test_codes_and_weights_are_those_that_compressed_tensors_packed(kind):
     assert torch.equal(found.dequantize(), golden["weights"])
     bits = WEIGHTS[kind]["num_bits"]
     steps = not WEIGHTS[kind]["symmetric"]
-    format = MatrixFormat(*golden["codes"].shape, bits, 64, torch.bfloat16, zeros_in_steps=steps)
+    format = MatrixFormat(*golden["codes"].shape, bits, 64, torch.bfloat16, integer_zeros=steps)
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     found.pack(format, section)
     assert torch.equal(unpack(format.view(section)), golden["codes"])
@@ -54,7 +54,9 @@ def test_the_packer_of_the_tests_packs_as_compressed_tensors_does(kind):
     golden, weights = GOLDEN[kind], WEIGHTS[kind]
     group = weights.get("group_size", golden["codes"].shape[1])
     groups = torch.arange(golden["codes"].shape[1]) // group
-    matrix = Coded(weights["num_bits"], group, golden["codes"], golden["zero_points"], golden["weight_scale"], groups)
+    matrix = Prequantized(
+        weights["num_bits"], group, golden["codes"], golden["zero_points"], golden["weight_scale"], groups
+    )
     for part, tensor in compressed_tensors(matrix, symmetric=weights["symmetric"]).items():
         assert torch.equal(tensor, golden[part]), part
 
@@ -77,12 +79,12 @@ def test_compressed_tensors_packs_so_today(kind):
 
 @pytest.mark.parametrize("order", ["group", "dynamic"])
 def test_columns_in_another_order_are_read_and_not_mixed_up(order):
-    matrix = random_coded(32, 128, 64, symmetric=True, shuffled=True, dtype=torch.bfloat16)
+    matrix = random_prequantized(32, 128, 64, symmetric=True, shuffled=True, dtype=torch.bfloat16)
     weights = {"num_bits": 4, "group_size": 64, "strategy": "group", "symmetric": True, "actorder": order}
     tensors = compressed_tensors(matrix) | {"weight_g_idx": matrix.column_groups.int()}
     found = read(tensors, 32, 128, weights)
     assert torch.equal(found.dequantize(), matrix.weights())
-    format = MatrixFormat(32, 128, 4, 32, torch.bfloat16, ordered=True)
+    format = MatrixFormat(32, 128, 4, 32, torch.bfloat16, act_order=True)
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     found.pack(format, section)
     assert torch.equal(unpack(format.view(section)), matrix.codes)

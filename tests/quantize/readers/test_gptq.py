@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.quantize.readers.packing import Coded, gptq, random_coded
+from tests.quantize.readers.packing import Prequantized, gptq, random_prequantized
 from vllm_dymoe.kernels import MatrixFormat, dequantize, unpack
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -34,7 +34,9 @@ def test_codes_zero_points_and_order_are_those_that_autogptq_packed():
 
 
 def test_the_packer_of_the_tests_packs_as_autogptq_does():
-    matrix = Coded(4, GROUP, GOLDEN["codes"], GOLDEN["zero_points"], GOLDEN["scales"].t(), GOLDEN["g_idx"].long())
+    matrix = Prequantized(
+        4, GROUP, GOLDEN["codes"], GOLDEN["zero_points"], GOLDEN["scales"].t(), GOLDEN["g_idx"].long()
+    )
     for part, tensor in gptq(matrix).items():
         assert torch.equal(tensor, GOLDEN[part]), part
 
@@ -47,15 +49,15 @@ def test_the_packer_of_the_tests_packs_as_autogptq_does():
 def test_every_variant_gives_its_codes_back(bits, version, symmetric, desc_act, group_size):
     shuffled = desc_act and group_size > 0
     source = None if group_size < 0 else group_size
-    matrix = random_coded(32, 256, source, bits=bits, symmetric=symmetric, shuffled=shuffled, seed=bits)
+    matrix = random_prequantized(32, 256, source, bits=bits, symmetric=symmetric, shuffled=shuffled, seed=bits)
     config = {"bits": bits, "sym": symmetric, "desc_act": desc_act, "group_size": group_size}
     found = read(gptq(matrix, version=version), 32, 256, checkpoint_format=version, **config)
     assert torch.equal(found.codes, matrix.codes)
     assert torch.equal(found.zero_points, matrix.zero_points)
     assert torch.equal(found.column_groups, matrix.column_groups)
     assert torch.equal(found.dequantize(), matrix.weights())
-    assert make_reader(CONFIG | config).ordered == shuffled
-    format = MatrixFormat(32, 256, bits, 64, torch.float16, zeros_in_steps=not symmetric, ordered=shuffled)
+    assert make_reader(CONFIG | config).act_order == shuffled
+    format = MatrixFormat(32, 256, bits, 64, torch.float16, integer_zeros=not symmetric, act_order=shuffled)
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     found.pack(format, section)
     assert torch.equal(unpack(format.view(section)), matrix.codes)
@@ -65,10 +67,10 @@ def test_every_variant_gives_its_codes_back(bits, version, symmetric, desc_act, 
 @pytest.mark.parametrize("said", [False, True])
 def test_desc_act_with_static_groups_is_held_exactly(said):
     """g_idx then has neighbours in one group, although desc_act is true; a checkpoint that says so needs no order."""
-    matrix = random_coded(32, 256, 64)
+    matrix = random_prequantized(32, 256, 64)
     found = read(gptq(matrix), 32, 256, desc_act=True, static_groups=said)
-    assert make_reader(CONFIG | {"static_groups": said}).ordered != said
-    format = MatrixFormat(32, 256, 4, 64, torch.float16, zeros_in_steps=True, ordered=not said)
+    assert make_reader(CONFIG | {"static_groups": said}).act_order != said
+    format = MatrixFormat(32, 256, 4, 64, torch.float16, integer_zeros=True, act_order=not said)
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     found.pack(format, section)
     assert torch.equal(dequantize(format.view(section), torch.float16), matrix.weights())
@@ -77,7 +79,7 @@ def test_desc_act_with_static_groups_is_held_exactly(said):
 @pytest.mark.parametrize("group_size", [64, 32])
 def test_what_autogptq_packed_in_the_order_of_activations_is_held_bit_for_bit(group_size):
     assert not torch.equal(GOLDEN["g_idx"], torch.arange(COLUMNS, dtype=torch.int32) // GROUP)
-    format = MatrixFormat(ROWS, COLUMNS, 4, group_size, torch.float16, zeros_in_steps=True, ordered=True)
+    format = MatrixFormat(ROWS, COLUMNS, 4, group_size, torch.float16, integer_zeros=True, act_order=True)
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     read(GOLDEN, ROWS, COLUMNS).pack(format, section)
     assert torch.equal(unpack(format.view(section)), GOLDEN["codes"])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_dymoe.quantize.coded import CodedMatrix
+from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.quantize.readers.base import (
     SCALE_DTYPES,
     check_part,
@@ -39,7 +39,7 @@ class AwqReader:
 
     method = "awq"
     asymmetric = True
-    ordered = False
+    act_order = False
     parts: tuple[str, ...] = ("qweight", "qzeros", "scales")
     checked: tuple[str, ...] = ()
 
@@ -58,7 +58,7 @@ class AwqReader:
         self.bits = choose_bits(self.method, config.get("bits", config.get("w_bit")), (4,))
         self.group_size = choose_group_size(self.method, config.get("group_size", config.get("q_group_size")))
 
-    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> CodedMatrix:
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> PrequantizedMatrix:
         """See the protocol."""
         if rows % 8:
             raise ValueError(f"qweight cannot hold {rows} outputs, which is no multiple of 8.")
@@ -67,7 +67,7 @@ class AwqReader:
         check_part("qzeros", parts["qzeros"], (torch.int32,), groups, rows // 8)
         check_part("scales", parts["scales"], SCALE_DTYPES, groups, rows)
         codes, zero_points = (self._in_order(parts[name]) for name in ("qweight", "qzeros"))
-        return CodedMatrix(
+        return PrequantizedMatrix(
             self.bits, codes.t(), parts["scales"].t(), zero_points.t(), neighbours(columns, self.group_size)
         )
 

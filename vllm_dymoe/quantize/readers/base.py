@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vllm_dymoe.quantize.coded import CodedMatrix
+from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 GROUP_SIZES = (128, 64, 32)
@@ -23,7 +23,7 @@ class Reader(Protocol):
         bits: of each code.
         group_size: columns that share a scale and a zero point; None for all columns of a row.
         asymmetric: whether zero points may be another code than the middle one.
-        ordered: whether columns may have been quantized in the order of their activations, so that the columns of a
+        act_order: whether columns may have been quantized in the order of their activations, so that the columns of a
             group lie anywhere in a row.
         parts: ends of the names of the tensors that make one matrix.
         checked: ends of the names of tensors that may come beside them and must agree with the rest.
@@ -33,11 +33,11 @@ class Reader(Protocol):
     bits: int
     group_size: int | None
     asymmetric: bool
-    ordered: bool
+    act_order: bool
     parts: tuple[str, ...]
     checked: tuple[str, ...]
 
-    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> CodedMatrix:
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> PrequantizedMatrix:
         """One matrix.
 
         Args:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_dymoe.quantize.coded import CodedMatrix
+from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.quantize.readers.base import (
     SCALE_DTYPES,
     WORD_BITS,
@@ -53,16 +53,16 @@ class CompressedTensorsReader:
             raise _unreadable(f'{weights.get("type")} weights by "{strategy}"', 'integers by "group" or "channel"')
         self.group_size = choose_group_size(self.method, weights.get("group_size") if strategy == "group" else None)
         self.asymmetric = not weights.get("symmetric", True)
-        self.ordered = weights.get("actorder") in _ORDERED and self.group_size is not None
+        self.act_order = weights.get("actorder") in _ORDERED and self.group_size is not None
         self.parts = (
             "weight_packed",
             "weight_scale",
             *(("weight_zero_point",) if self.asymmetric else ()),
-            *(("weight_g_idx",) if self.ordered else ()),
+            *(("weight_g_idx",) if self.act_order else ()),
         )
-        self.checked = ("weight_shape",) if self.ordered else ("weight_shape", "weight_g_idx")
+        self.checked = ("weight_shape",) if self.act_order else ("weight_shape", "weight_g_idx")
 
-    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> CodedMatrix:
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> PrequantizedMatrix:
         """See the protocol."""
         each = WORD_BITS // self.bits
         groups = count_groups(columns, self.group_size)
@@ -75,10 +75,10 @@ class CompressedTensorsReader:
             check_part("weight_zero_point", words, (torch.int32,), -(-rows // each), groups)
             zero_points = unpack_words(words.t(), self.bits).t()[:rows]
         column_groups = neighbours(columns, self.group_size)
-        if self.ordered:
+        if self.act_order:
             part = "weight_g_idx"
             column_groups = scattered(part, parts[part], (torch.int32, torch.int64), columns, groups)
-        return CodedMatrix(self.bits, codes, parts["weight_scale"], zero_points, column_groups)
+        return PrequantizedMatrix(self.bits, codes, parts["weight_scale"], zero_points, column_groups)
 
     def check(self, part: str, tensor: Tensor, rows: int, columns: int) -> None:
         """weight_shape has to be the shape, and a weight_g_idx without actorder to change nothing."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_dymoe.quantize.coded import CodedMatrix
+from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.quantize.readers.base import (
     SCALE_DTYPES,
     WORD_BITS,
@@ -64,12 +64,12 @@ class GptqReader:
         self._offset = _ZERO_POINT_OFFSETS[version]
         # With one group for all columns their order has no effect, and static groups are made of neighbours.
         anywhere = self.group_size is not None and not config.get("static_groups")
-        self.ordered = bool(config.get("desc_act")) and anywhere
+        self.act_order = bool(config.get("desc_act")) and anywhere
         tensors = ("qweight", "qzeros", "scales")
-        self.parts = (*tensors, "g_idx") if self.ordered else tensors
-        self.checked = () if self.ordered else ("g_idx",)
+        self.parts = (*tensors, "g_idx") if self.act_order else tensors
+        self.checked = () if self.act_order else ("g_idx",)
 
-    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> CodedMatrix:
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> PrequantizedMatrix:
         """See the protocol."""
         each = WORD_BITS // self.bits
         if rows % each or columns % each:
@@ -80,10 +80,10 @@ class GptqReader:
         check_part("scales", parts["scales"], SCALE_DTYPES, groups, rows)
         codes = unpack_words(parts["qweight"].t(), self.bits)
         column_groups = neighbours(columns, self.group_size)
-        if self.ordered:
+        if self.act_order:
             column_groups = scattered("g_idx", parts["g_idx"], (torch.int32,), columns, groups)
         zero_points = self._zero_points(parts["qzeros"]).t()
-        return CodedMatrix(self.bits, codes, parts["scales"].t(), zero_points, column_groups)
+        return PrequantizedMatrix(self.bits, codes, parts["scales"].t(), zero_points, column_groups)
 
     def check(self, part: str, tensor: Tensor, rows: int, columns: int) -> None:
         """g_idx, without desc_act or with static groups: groups have to be neighbours."""

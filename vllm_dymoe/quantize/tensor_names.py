@@ -1,6 +1,6 @@
 """How checkpoints name their experts, and how several projections lie in one tensor.
 
-Experts come in two spellings: a tensor for each projection of each expert (``layers.3.mlp.experts.7.gate_proj.weight``,
+Fused and separate experts both load: a tensor for each projection of each expert (``layers.3.mlp.experts.7.gate_proj``,
 Mixtral's ``w1``, ``w3``, ``w2``), or one for all experts of a layer, a stack: ``experts.gate_up_proj`` [E, 2 I, H] and
 ``experts.down_proj`` [E, H, I]; Granite's are named ``input_linear`` and ``output_linear``. GPT-OSS's and Llama 4's
 stacks are transposed, [E, H, 2 I] and [E, I, H], and GPT-OSS has gate and up in turns, row by row. A bias is a tensor

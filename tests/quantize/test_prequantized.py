@@ -4,21 +4,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.quantize.readers.packing import random_coded
+from tests.quantize.readers.packing import random_prequantized
 from vllm_dymoe.kernels import MatrixFormat, dequantize, unpack
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.int4 import Int4Linear
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
-from vllm_dymoe.quantize.coded import CodedMatrix
+from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 
 
-def coded(*sizes, **settings):
-    matrix = random_coded(*sizes, **settings)
-    return CodedMatrix(matrix.bits, matrix.codes, matrix.scales, matrix.zero_points, matrix.column_groups)
+def prequantized(*sizes, **settings):
+    matrix = random_prequantized(*sizes, **settings)
+    return PrequantizedMatrix(matrix.bits, matrix.codes, matrix.scales, matrix.zero_points, matrix.column_groups)
 
 
-def packed(matrix, group_size, dtype=torch.float16, *, steps=True, ordered=False):
-    format = MatrixFormat(*matrix.shape, matrix.bits, group_size, dtype, zeros_in_steps=steps, ordered=ordered)
+def packed(matrix, group_size, dtype=torch.float16, *, steps=True, act_order=False):
+    format = MatrixFormat(*matrix.shape, matrix.bits, group_size, dtype, integer_zeros=steps, act_order=act_order)
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     matrix.pack(format, section)
     return format.view(section)
@@ -27,35 +27,35 @@ def packed(matrix, group_size, dtype=torch.float16, *, steps=True, ordered=False
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("source", "store"), [(128, 128), (128, 32), (64, 64), (None, 128), (None, 32), (96, 32)])
-@pytest.mark.parametrize("ordered", [False, True])
-def test_integers_and_weights_are_the_checkpoints(bits, dtype, source, store, ordered):
+@pytest.mark.parametrize("act_order", [False, True])
+def test_integers_and_weights_are_the_checkpoints(bits, dtype, source, store, act_order):
     """Also where the last group is shorter than the others."""
-    matrix = coded(70, 200, source, bits=bits, dtype=dtype, shuffled=ordered)
-    section = packed(matrix, store, dtype, ordered=ordered)
+    matrix = prequantized(70, 200, source, bits=bits, dtype=dtype, shuffled=act_order)
+    section = packed(matrix, store, dtype, act_order=act_order)
     assert torch.equal(unpack(section), matrix.codes)
     assert torch.equal(dequantize(section, dtype), matrix.dequantize())
 
 
 def test_columns_of_a_group_stay_in_their_own_order():
     """Groups of neighbours need no other order than theirs, and the same checkpoint gives the same bytes everywhere."""
-    assert packed(coded(8, 128, 32), 32, ordered=True).order.tolist() == list(range(128))
-    matrix = coded(8, 128, 32, shuffled=True)
-    stored = packed(matrix, 32, ordered=True).order.long()
+    assert packed(prequantized(8, 128, 32), 32, act_order=True).order.tolist() == list(range(128))
+    matrix = prequantized(8, 128, 32, shuffled=True)
+    stored = packed(matrix, 32, act_order=True).order.long()
     groups = matrix.column_groups[stored]
     assert groups.tolist() == sorted(groups.tolist())
     assert all((stored[groups == group].diff() > 0).all() for group in range(4))
 
 
 def test_a_group_of_too_many_columns_is_refused():
-    matrix = coded(8, 128, 32, shuffled=True)
+    matrix = prequantized(8, 128, 32, shuffled=True)
     matrix.column_groups[matrix.column_groups == 1] = torch.tensor([0] + [1] * 31)
     with pytest.raises(ValueError, match="even sorted by their groups, do not lie in groups of 32 neighbours"):
-        packed(matrix, 32, ordered=True)
+        packed(matrix, 32, act_order=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_symmetric_codes_need_no_zeros(dtype):
-    matrix = coded(70, 200, 64, symmetric=True, dtype=dtype)
+    matrix = prequantized(70, 200, 64, symmetric=True, dtype=dtype)
     section = packed(matrix, 64, dtype, steps=False)
     assert torch.equal(dequantize(section, dtype), matrix.dequantize())
     assert not section.scales_zeros[:, :, 1].any()
@@ -64,7 +64,7 @@ def test_symmetric_codes_need_no_zeros(dtype):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_ranks_share_is_cut_out_of_the_codes(ranks):
     """Rows as gate and up have them, columns as down has them, where a rank's columns begin inside a group of 64."""
-    matrix, share = coded(96, 288, 96), 96 // ranks
+    matrix, share = prequantized(96, 288, 96), 96 // ranks
     whole = matrix.dequantize()
     for rank in range(ranks):
         rows = matrix.narrow(0, rank * share, share)
@@ -76,7 +76,7 @@ def test_a_ranks_share_is_cut_out_of_the_codes(ranks):
 
 def test_zeros_would_be_rounded_without_steps():
     """Why the format has them: products of integers and scales need more bits than the dtype has."""
-    matrix = coded(70, 200, 64)
+    matrix = prequantized(70, 200, 64)
     zeros = (8 - matrix.zero_points.float()) * matrix.scales.float()
     assert not torch.equal(zeros.half().float(), zeros)
 
@@ -84,11 +84,23 @@ def test_zeros_would_be_rounded_without_steps():
 @pytest.mark.parametrize(
     ("matrix", "group_size", "dtype", "steps", "sentence"),
     [
-        (coded(8, 64, 64), 64, torch.bfloat16, True, "scales are float16 and would be rounded to bfloat16; use dtype"),
-        (coded(8, 64, 64), 64, torch.float16, False, "has zero points, although its configuration says"),
-        (coded(8, 64, 32), 64, torch.float16, True, "do not lie in groups of 64 neighbours"),
-        (coded(8, 64, 32, shuffled=True), 32, torch.float16, True, "as they are, do not lie in groups .* hi to 16"),
-        (coded(8, 96, 64).narrow(1, 32, 64), 64, torch.float16, True, "do not lie in groups of 64 neighbours"),
+        (
+            prequantized(8, 64, 64),
+            64,
+            torch.bfloat16,
+            True,
+            "scales are float16 and would be rounded to bfloat16; use dtype",
+        ),
+        (prequantized(8, 64, 64), 64, torch.float16, False, "has zero points, although its configuration says"),
+        (prequantized(8, 64, 32), 64, torch.float16, True, "do not lie in groups of 64 neighbours"),
+        (
+            prequantized(8, 64, 32, shuffled=True),
+            32,
+            torch.float16,
+            True,
+            "as they are, do not lie in groups .* hi to 16",
+        ),
+        (prequantized(8, 96, 64).narrow(1, 32, 64), 64, torch.float16, True, "do not lie in groups of 64 neighbours"),
     ],
 )
 def test_what_cannot_be_held_is_refused(matrix, group_size, dtype, steps, sentence):
@@ -97,7 +109,7 @@ def test_what_cannot_be_held_is_refused(matrix, group_size, dtype, steps, senten
 
 
 def test_scales_that_are_not_finite_are_refused():
-    matrix = coded(8, 64, 64)
+    matrix = prequantized(8, 64, 64)
     matrix.scales[3, 0] = torch.inf
     with pytest.raises(ValueError, match="scales are NaN or infinite"):
         packed(matrix, 64)
@@ -105,11 +117,11 @@ def test_scales_that_are_not_finite_are_refused():
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("ordered", [False, True])
-def test_kernels_multiply_with_the_checkpoints_weights(bits, dtype, ordered):
+@pytest.mark.parametrize("act_order", [False, True])
+def test_kernels_multiply_with_the_checkpoints_weights(bits, dtype, act_order):
     """Float64 with the checkpoint's own weights beside the tiles, which accumulate in float32."""
-    matrix = coded(100, 200, 64, bits=bits, dtype=dtype, shuffled=ordered)
-    section = packed(matrix, 64, dtype, ordered=ordered)
+    matrix = prequantized(100, 200, 64, bits=bits, dtype=dtype, shuffled=act_order)
+    section = packed(matrix, 64, dtype, act_order=act_order)
     x = torch.randn(5, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
     tiles = TiledLinear(torch.empty(MINIMUM_WORKSPACE_BYTES, dtype=torch.uint8))
     steps = matrix.codes.double() - matrix.zero_points[:, matrix.column_groups].double()
@@ -118,16 +130,16 @@ def test_kernels_multiply_with_the_checkpoints_weights(bits, dtype, ordered):
     assert (tiles(x, section).double() - want).abs().max() <= unit
 
 
-def test_torchs_int4_kernel_is_not_given_zeros_in_steps():
+def test_torchs_int4_kernel_is_not_given_integer_zeros():
     workspace = torch.empty(1 << 20, dtype=torch.uint8)
     plain = MatrixFormat(64, 64, 4, 64, torch.bfloat16)
-    steps = MatrixFormat(64, 64, 4, 64, torch.bfloat16, zeros_in_steps=True)
+    steps = MatrixFormat(64, 64, 4, 64, torch.bfloat16, integer_zeros=True)
     assert Int4Linear(workspace).supports(plain)
     assert not Int4Linear(workspace).supports(steps)
     kernel = CpuKernel()
     assert kernel._choose(steps, 1) is kernel._tiled
 
 
-def test_zeros_in_steps_have_no_meaning_at_16_bits():
-    with pytest.raises(ValueError, match="zeros_in_steps is set for 16 bits"):
-        MatrixFormat(64, 64, 16, 64, torch.bfloat16, zeros_in_steps=True)
+def test_integer_zeros_have_no_meaning_at_16_bits():
+    with pytest.raises(ValueError, match="integer_zeros is set for 16 bits"):
+        MatrixFormat(64, 64, 16, 64, torch.bfloat16, integer_zeros=True)

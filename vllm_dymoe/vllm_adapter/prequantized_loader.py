@@ -12,7 +12,7 @@ from vllm_dymoe.quantize.readers import Reader, known_parts
 from vllm_dymoe.vllm_adapter.expert_loader import PROJECTIONS, ExpertLoader, PutBias, PutWeight
 
 
-class CodedExpertLoader(ExpertLoader):
+class PrequantizedExpertLoader(ExpertLoader):
     """Takes the quantized experts of one layer from vLLM's loaders, in whatever order their tensors come.
 
     Args:

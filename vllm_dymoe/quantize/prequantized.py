@@ -9,7 +9,7 @@ from vllm_dymoe.kernels import MatrixFormat, pack
 
 
 @dataclass(frozen=True, eq=False)
-class CodedMatrix:
+class PrequantizedMatrix:
     """Codes, scales and zero points as a checkpoint has them: weight = (code - zero point) * scale.
 
     Attributes:
@@ -38,7 +38,7 @@ class CodedMatrix:
         packed = self.codes.numel() + self.zero_points.numel()
         return packed * self.bits // 8 + self.scales.nbytes
 
-    def narrow(self, dimension: int, start: int, length: int) -> "CodedMatrix":
+    def narrow(self, dimension: int, start: int, length: int) -> "PrequantizedMatrix":
         """Some rows (dimension 0) or columns (1), as torch.narrow; what tensor parallelism gives a rank."""
         codes = self.codes.narrow(dimension, start, length)
         if dimension == 0:
@@ -57,25 +57,25 @@ class CodedMatrix:
 
         Args:
             format: of the same bits. Its groups may be shorter than the checkpoint's: they share a scale then. With
-                zeros in steps it holds every zero point exactly, without only the middle code. An ordered one has the
-                columns sorted by their groups, those of a group in their own order.
+                integer zeros it holds every zero point exactly, without only the middle code. With an act order it has
+                the columns sorted by their groups, those of a group in their own order.
             section: uint8 [format.nbytes], overwritten.
 
         Raises:
             ValueError: the format cannot hold the numbers as they are.
         """
         check_held(self.scales, format.dtype)
-        order = self.column_groups.argsort(stable=True) if format.ordered else None
+        order = self.column_groups.argsort(stable=True) if format.act_order else None
         stored = self.column_groups if order is None else self.column_groups[order]
         first = stored[:: format.group_size]  # of each of our groups
         if not torch.equal(first.repeat_interleave(format.group_size)[: format.columns], stored):
-            where = "even sorted by their groups" if format.ordered else "as they are"
+            where = "even sorted by their groups" if format.act_order else "as they are"
             raise ValueError(
                 f"its columns, {where}, do not lie in groups of {format.group_size} neighbours; set hi to 16 and lo to "
                 "0, which hold its dequantized weights, or, with several ranks, add --enable-expert-parallel."
             )
         zeros = format.midpoint - self.zero_points[:, first].to(torch.int16)
-        if not format.zeros_in_steps and bool(zeros.any()):
+        if not format.integer_zeros and bool(zeros.any()):
             raise ValueError("it has zero points, although its configuration says that it is symmetric.")
         pack(format, self.codes, self.scales[:, first], zeros, section, order)
 

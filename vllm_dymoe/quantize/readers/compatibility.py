@@ -1,12 +1,14 @@
 """What a store must look like to hold the numbers of a quantized checkpoint as they are, and what is said of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from vllm_dymoe.quantize.readers.base import GROUP_SIZES, Reader
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.store.manifest import FORMAT_KEYS
 
 
-def format_fields(reader: Reader | None) -> dict[str, tuple[int, ...]]:
+def format_fields(reader: Reader | None, ours: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Bit-widths whose format holds what a checkpoint has, by the field of :class:`ExpertFormat` that says so.
 
     Only the checkpoint's own numbers have integer zero points and an order of columns. Another tier is derived from the
@@ -14,11 +16,13 @@ def format_fields(reader: Reader | None) -> dict[str, tuple[int, ...]]:
 
     Args:
         reader: of the checkpoint; None for one of 16 bits.
+        ours: quantization_config of a checkpoint that we wrote, which says it itself; empty for any other.
     """
-    if reader is None:
-        return {"zeros_in_steps": (), "ordered": ()}
-    own = (reader.bits,)
-    return {"zeros_in_steps": own if reader.asymmetric else (), "ordered": own if reader.ordered else ()}
+    own = {
+        "integer_zeros": (reader.bits,) if reader is not None and reader.asymmetric else (),
+        "act_order": (reader.bits,) if reader is not None and reader.act_order else (),
+    }
+    return {field: tuple(ours.get(FORMAT_KEYS[field], widths)) for field, widths in own.items()}
 
 
 def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[int, ...]:
@@ -36,7 +40,7 @@ def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[in
     )
 
 
-def check_fits(reader: Reader, bits: Sequence[int], group_size: int, rank_columns: int, ranks: int) -> None:
+def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_columns: int, ranks: int) -> None:
     """Refuse a store that could not take the checkpoint's numbers as they are.
 
     Args:
@@ -57,7 +61,7 @@ def check_fits(reader: Reader, bits: Sequence[int], group_size: int, rank_column
         )
     if reader.bits not in bits:
         return
-    if reader.ordered and ranks > 1:
+    if reader.act_order and ranks > 1:
         raise CheckpointError(
             f"--tensor-parallel-size {ranks} gives a rank some columns of the down projection, and in this "
             f"{reader.method} checkpoint each group is scattered over all of them (desc_act, or actorder group), so "

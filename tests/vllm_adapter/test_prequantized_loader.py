@@ -7,11 +7,11 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-from tests.quantize.readers.packing import awq, random_coded
+from tests.quantize.readers.packing import awq, random_prequantized
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.quantize.readers import make_reader
-from vllm_dymoe.vllm_adapter.coded_loader import CodedExpertLoader
+from vllm_dymoe.vllm_adapter.prequantized_loader import PrequantizedExpertLoader
 
 EXPERTS, HIDDEN, INTERMEDIATE, GROUP = 4, 64, 96, 32
 SHARDS = {Projection.GATE: ("w1", "w13"), Projection.UP: ("w3", "w13"), Projection.DOWN: ("w2", "w2")}
@@ -30,7 +30,9 @@ class Layer(torch.nn.Module):
         self.local = EXPERTS // expert_ranks
         self.first = expert_rank * self.local
         self.got = {}
-        self.loader = CodedExpertLoader(self, self.put, None, make_reader(CONFIG), lambda: wanted, HIDDEN, INTERMEDIATE)
+        self.loader = PrequantizedExpertLoader(
+            self, self.put, None, make_reader(CONFIG), lambda: wanted, HIDDEN, INTERMEDIATE
+        )
         self.loader.register(self, torch.float16, bias=False)
 
     def put(self, expert, projection, matrix):
@@ -51,7 +53,7 @@ class Layer(torch.nn.Module):
 
 
 MODEL = {
-    (expert, projection): random_coded(
+    (expert, projection): random_prequantized(
         *((HIDDEN, INTERMEDIATE) if projection is Projection.DOWN else (INTERMEDIATE, HIDDEN)),
         GROUP,
         seed=10 * expert + projection,

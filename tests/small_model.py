@@ -2,9 +2,10 @@
 
 import torch
 
+from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.quantize import make_quantizer
-from vllm_dymoe.quantize.experts import ExpertPacker, MemorySink
+from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.store import MemoryStore
 
 
@@ -43,6 +44,6 @@ def fill(packer: ExpertPacker) -> None:
 
 def make_store(experts: ModelExperts) -> MemoryStore:
     """A random model in host memory."""
-    packer = ExpertPacker(experts, make_quantizer("rtn"), MemorySink(experts))
+    packer = ExpertPacker(experts, make_quantizer("rtn"), MemoryWriter(experts))
     fill(packer)
     return packer.finish()

@@ -23,7 +23,7 @@ from vllm_dymoe.runtime import throttle
 from vllm_dymoe.store import STORE_VERSION, Manifest
 from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.header import read_header
-from vllm_dymoe.store.writer import ShardFiles
+from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.traces import TRACE_FORMAT, Trace, TraceHeader, recorder
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter import NEWEST_VLLM, OLDEST_VLLM
@@ -188,11 +188,11 @@ def shipped_manifest():
 
 
 def test_a_shard_of_the_shipped_model(tmp_path):
-    shards = ShardFiles(tmp_path, shipped_manifest())
+    shards = StoreWriter(tmp_path / "store", shipped_manifest())
     section = torch.full((blob_format(4).matrices[1].nbytes,), 0xEE, dtype=torch.uint8)
     shards.write(BlobKey(0, 5, 4), Projection.UP, section)
     shards.finish()
-    path = tmp_path / file_name(0)
+    path = tmp_path / "store" / file_name(0)
     with path.open("rb") as file:
         header, start = read_header(path, file.fileno())
     header.pop("__metadata__")

@@ -29,9 +29,9 @@ from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.quantize.experts import FileSink
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import FileStore, Manifest
+from vllm_dymoe.store.writer import StoreWriter
 
 STEPS = 40
 PARTS = ("grouping", "policy", "table", "submitting", "waiting", "kernel", "products", "combining")
@@ -82,7 +82,7 @@ def make_store(folder: Path, shape: Shape, bits: int) -> FileStore:
     """Experts of random bytes: what is in them changes no time."""
     fmt = ExpertFormat(shape.hidden, shape.intermediate, bits, 64, torch.bfloat16)
     experts = ModelExperts(tuple(range(shape.layers)), shape.experts, shape.top_k, {bits: fmt})
-    sink = FileSink(folder, Manifest(experts, "rtn", "random"))
+    sink = StoreWriter(folder, Manifest(experts, "rtn", "random"))
     for layer, expert in itertools.product(range(shape.layers), range(shape.experts)):
         for projection, matrix in zip(Projection, fmt.matrices, strict=True):
             sink.write(BlobKey(layer, expert, bits), projection, torch.zeros(matrix.nbytes, dtype=torch.uint8))

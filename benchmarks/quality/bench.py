@@ -32,9 +32,10 @@ from vllm_dymoe.quantize import QUANTIZERS, Quantizer, make_quantizer
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import Recipe, convert
-from vllm_dymoe.quantize.experts import ExpertPacker, MemorySink
+from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.runtime import MoERuntime
-from vllm_dymoe.store import FileStore, HostStore
+from vllm_dymoe.store import FileStore, HostStore, Manifest
+from vllm_dymoe.store.writer import StoreWriter
 
 MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
 DOMAINS = ("docs", "code", "arithmetic")
@@ -218,11 +219,13 @@ class Bench:
         return found
 
     def _weights(self) -> Iterator[tuple[int, int, Any, torch.Tensor]]:
-        for layer, expert, projection, weight, _ in self._checkpoint.projections():
-            yield layer, expert, projection, weight
+        for layer in range(len(self._checkpoint.layers)):
+            for expert in range(self._checkpoint.num_experts):
+                for projection, (weight, _) in self._checkpoint.expert(layer, expert).items():
+                    yield layer, expert, projection, weight
 
     def _pack(self, name: str) -> HostStore:
-        packer = ExpertPacker(self.experts, make_quantizer(name), MemorySink(self.experts))
+        packer = self._packer(self.experts, make_quantizer(name))
         for place in self._weights():
             packer.put(*place)
         return packer.finish()
@@ -230,10 +233,16 @@ class Bench:
     def _round_to_three(self, name: str) -> HostStore:
         experts = self._checkpoint.model_experts((16,), GROUP_SIZE, torch.bfloat16)
         quantizer = make_quantizer(name)
-        packer = ExpertPacker(experts, quantizer, MemorySink(experts))
+        packer = self._packer(experts, quantizer)
         for layer, expert, projection, weight in self._weights():
             packer.put(layer, expert, projection, rounded(weight, quantizer))
         return packer.finish()
+
+    def _packer(self, experts: ModelExperts, quantizer: Quantizer) -> ExpertPacker:
+        """Into a folder of its own."""
+        folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
+        writer = StoreWriter(folder / "store", Manifest(experts, quantizer.name, "measured"))
+        return ExpertPacker(experts, quantizer, writer)
 
     def _calibrate(self) -> HostStore:
         """GPTQ for what the experts read in texts that are not measured."""
@@ -243,7 +252,8 @@ class Bench:
         calibration, stores = Calibration(folder / "calibration"), {16: self._stores["rtn"]}
         for hi, lo in ((8, 0), (4, 2)):
             recipe = Recipe(hi, lo, GROUP_SIZE, "gptq", calibration=calibration)
-            store = FileStore(convert(self._checkpoint, folder / f"{hi}-bit", recipe).folder)
+            convert(self._checkpoint, folder / f"{hi}-bit", recipe)
+            store = FileStore(folder / f"{hi}-bit")
             stores |= dict.fromkeys(store.experts.formats, store)
         return SeveralStores(stores)
 

@@ -16,11 +16,10 @@ from safetensors import safe_open
 from tests.cli.checkpoints import EXPERTS, INTERMEDIATE, MOE_LAYERS, STYLES, command, make_model, refused
 from vllm_dymoe.experts.layout import BlobKey, Projection
 from vllm_dymoe.kernels import dequantize
-from vllm_dymoe.quantize import convert, make_quantizer, quantize_matrix, tensors
+from vllm_dymoe.quantize import make_quantizer, quantize_matrix, tensors
 from vllm_dymoe.quantize.base import pack_bias
 from vllm_dymoe.quantize.tensors import read_tensors
-from vllm_dymoe.store import MANIFEST, FileStore
-from vllm_dymoe.store.writer import ShardFiles
+from vllm_dymoe.store import MANIFEST, FileStore, writer
 
 
 @pytest.fixture
@@ -227,19 +226,19 @@ def test_the_summary_tells_bytes_and_how_to_serve(model, out):
 
 
 def fail_after(monkeypatch, writes, error):
-    """Let the disk refuse after a number of sections."""
-    original, left = ShardFiles.write, [writes]
+    """Let the disk refuse after a number of writes to the store: two for each section."""
+    original, left = writer.write_at, [writes]
 
-    def write(self, *args):
+    def write_at(*args):
         if left[0] == 0:
             raise error
         left[0] -= 1
-        original(self, *args)
+        original(*args)
 
-    monkeypatch.setattr(ShardFiles, "write", write)
+    monkeypatch.setattr(writer, "write_at", write_at)
 
 
-@pytest.mark.parametrize("writes", [0, 13])
+@pytest.mark.parametrize("writes", [0, 26])
 def test_a_full_disk_leaves_nothing(model, out, monkeypatch, writes):
     fail_after(monkeypatch, writes, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     assert "No space left on device" in refused("quantize", model.folder, "-o", out)
@@ -287,8 +286,8 @@ def test_overwrite_replaces_the_whole_folder(model, out):
 
 def test_what_a_killed_run_left_is_removed_by_the_next(model, out):
     program = (
-        "import os, signal, sys; from vllm_dymoe.cli import main; from vllm_dymoe.store.writer import ShardFiles;"
-        "ShardFiles.finish = lambda self, errors: os.kill(os.getpid(), signal.SIGKILL); main()"
+        "import os, signal, sys; from vllm_dymoe.cli import main; from vllm_dymoe.store.writer import StoreWriter;"
+        "StoreWriter.finish = lambda self, errors, **options: os.kill(os.getpid(), signal.SIGKILL); main()"
     )
     killed = subprocess.run([sys.executable, "-c", program, "quantize", model.folder, "-o", out], check=False)
     assert killed.returncode == -9
@@ -321,8 +320,8 @@ def test_a_run_killed_between_two_renames_loses_nothing(model, out):
 
 def test_too_small_a_disk_is_refused_before_anything_is_written(model, out, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 1000, 1000))
-    monkeypatch.setattr(convert, "make_partial", lambda folder: pytest.fail("something was written"))
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 1000, 1000))
+    monkeypatch.setattr(writer, "make_partial", lambda folder, resume: pytest.fail("something was written"))
     sentence = refused("quantize", model.folder, "-o", out)
     assert re.search(r"out needs [\d.]+ KiB, but its disk has 1000 B left \([\d.]+ KiB too little\); free", sentence)
 

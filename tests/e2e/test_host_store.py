@@ -3,7 +3,7 @@
 import pytest
 
 from tests.e2e.engines import answer, engine, prompts, runtime_of
-from vllm_dymoe.quantize.experts import ExpertPacker
+from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.store import FileStore, MemoryStore
 from vllm_dymoe.vllm_adapter import rank_model, report
 from vllm_dymoe.vllm_adapter.memory import kv_cache_bytes

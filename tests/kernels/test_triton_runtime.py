@@ -8,10 +8,10 @@ import torch
 from tests.kernels.sections import DEVICE, TOLERANCE, relative_error
 from tests.runtime.steps import ByNumber, run, with_budget
 from tests.small_model import make_experts
+from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.quantize.experts import MemorySink
 from vllm_dymoe.runtime import moe
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the runtime's own device is the CPU here")
@@ -50,7 +50,7 @@ def test_the_integers_of_a_checkpoint_beside_a_tier_derived_from_them(monkeypatc
     plain = make_experts()
     formats = {bits: replace(fmt, integer_zeros=bits == 4, act_order=bits == 4) for bits, fmt in plain.formats.items()}
     experts = ModelExperts(plain.layers, plain.num_experts, plain.top_k, formats)
-    store = random_store(experts, MemorySink(experts), seed=3)
+    store = random_store(experts, MemoryWriter(experts), seed=3)
     want = run(with_budget(store, "100%", MIXED), STEPS)
     monkeypatch.setattr(moe, "make_kernel", TritonKernel)
     runtime = with_budget(store, "50%", MIXED)

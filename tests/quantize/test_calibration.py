@@ -87,7 +87,7 @@ def test_tokens_of_each_expert(recorded):
     counts = Calibration(recorded[0]).tokens(1).tolist()
     assert counts == [len(routed(recorded, 1, expert)[0]) for expert in range(6)]
     assert counts[RARE] == 1
-    assert Calibration(recorded[0]).enough == HIDDEN
+    assert Calibration(recorded[0]).rare(1) == [expert for expert, seen in enumerate(counts) if seen < HIDDEN]
 
 
 def test_inputs_that_are_not_finite_name_the_expert(recorded):

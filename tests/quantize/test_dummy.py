@@ -4,18 +4,19 @@ import pytest
 import torch
 
 from tests.small_model import make_experts
+from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.experts.layout import BlobKey, Projection, all_keys
 from vllm_dymoe.kernels import MatrixFormat, dequantize
 from vllm_dymoe.quantize.dummy import fill_randomly, random_store
-from vllm_dymoe.quantize.experts import FileSink, MemorySink
 from vllm_dymoe.store import FileStore, Manifest
+from vllm_dymoe.store.writer import StoreWriter
 
 PROJECTIONS = len(Projection)
 
 
 def make(seed=0, **changes):
     experts = make_experts(**changes)
-    return random_store(experts, MemorySink(experts), seed)
+    return random_store(experts, MemoryWriter(experts), seed)
 
 
 def blobs(store):
@@ -77,10 +78,10 @@ def test_biases_are_filled():
 def test_a_store_in_files_passes_its_checksums_and_counts_its_progress(tmp_path):
     experts = make_experts()
     manifest, done = Manifest(experts, "dummy", "0" * 16), []
-    store = random_store(experts, FileSink(tmp_path / "store", manifest), 5, lambda: done.append(1))
+    store = random_store(experts, StoreWriter(tmp_path / "store", manifest), 5, lambda: done.append(1))
     assert len(done) == 2 * 6 * PROJECTIONS
     assert isinstance(store, FileStore)
-    in_memory = random_store(experts, MemorySink(experts), 5)
+    in_memory = random_store(experts, MemoryWriter(experts), 5)
     for key in all_keys(experts):
         blob = torch.empty(experts.formats[key.bits].nbytes, dtype=torch.uint8)
         store.read_into(key, blob)

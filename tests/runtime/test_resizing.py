@@ -12,10 +12,10 @@ from tests.small_model import make_experts
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.slots import SlotPool
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.quantize.experts import FileSink
 from vllm_dymoe.runtime import device_memory
 from vllm_dymoe.runtime.device_memory import CudaMemory, HostMemory, make_device_memory
 from vllm_dymoe.store import Manifest, MemoryStore
+from vllm_dymoe.store.writer import StoreWriter
 
 MIB = 2**20
 
@@ -43,7 +43,7 @@ def test_what_a_smaller_budget_leaves_is_the_systems_again():
 def test_slots_that_numpy_has_seen_are_given_back_too(tmp_path):
     """As files are read: torch does not resize a storage that it has shared with NumPy."""
     experts = make_experts()
-    files = random_store(experts, FileSink(tmp_path / "store", Manifest(experts, "dummy", "a model")), seed=1)
+    files = random_store(experts, StoreWriter(tmp_path / "store", Manifest(experts, "dummy", "a model")), seed=1)
     runtime = make_runtime(files, "50%", lo=0)
     outputs = [forward(runtime, layer, *random_step(1, 7, experts)) for layer in (0, 1)]
     for budget in ("25%", "100%"):

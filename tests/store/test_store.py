@@ -21,17 +21,22 @@ from tests.store.locks import RecordedLock
 from vllm_dymoe.experts.layout import BlobKey, Projection, all_keys
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
+from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.store import MANIFEST, FileStore, Manifest, MemoryStore, StoreError, memory_bytes, page_lock
 from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.header import read_header
+from vllm_dymoe.store.writer import StoreWriter
 
 
 def write(folder, experts=None):
     experts = experts or make_experts()
-    packer = ExpertPacker(experts, make_quantizer("rtn"), FileSink(folder, Manifest(experts, "rtn", "a model")))
-    fill(packer)
-    return packer.finish()
+    packer = ExpertPacker(experts, make_quantizer("rtn"), StoreWriter(folder, Manifest(experts, "rtn", "a model")))
+    try:
+        fill(packer)
+        return packer.finish()
+    except StoreError:
+        packer.discard()
+        raise
 
 
 @pytest.fixture
@@ -105,7 +110,7 @@ def test_the_manifest_survives_the_round_trip(store):
 def test_nothing_appears_under_its_name_before_it_is_complete(tmp_path):
     experts = make_experts()
     folder = tmp_path / "store"
-    packer = ExpertPacker(experts, make_quantizer("rtn"), FileSink(folder, Manifest(experts, "rtn", "a model")))
+    packer = ExpertPacker(experts, make_quantizer("rtn"), StoreWriter(folder, Manifest(experts, "rtn", "a model")))
     packer.put(0, 0, Projection.GATE, torch.ones(32, 64))
     assert not folder.exists()
     with pytest.raises(StoreError, match=r"lacks 35 expert projections.*up projection of expert 0 in layer 1"):
@@ -116,7 +121,7 @@ def test_nothing_appears_under_its_name_before_it_is_complete(tmp_path):
 def test_two_writers_of_one_store_end_with_one_good_store(tmp_path):
     experts, folder = make_experts(), tmp_path / "store"
     packers = [
-        ExpertPacker(experts, make_quantizer("rtn"), FileSink(folder, Manifest(experts, "rtn", "a model")))
+        ExpertPacker(experts, make_quantizer("rtn"), StoreWriter(folder, Manifest(experts, "rtn", "a model")))
         for _ in range(2)
     ]
     for packer in packers:
@@ -145,11 +150,11 @@ def test_a_truncated_store_in_the_place_is_replaced(tmp_path):
 
 def test_what_a_dead_writer_left_is_removed_and_a_living_one_is_left_alone(tmp_path):
     experts = make_experts()
-    living = FileSink(tmp_path / "store", Manifest(experts, "rtn", "a model"))
-    partial = living._writer.partial
+    living = StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model"))
+    partial = living.partial
     dead = partial.with_name(partial.name.replace(f"-{os.getpid()}-", "-999999999-"))
     dead.mkdir()
-    FileSink(tmp_path / "store", Manifest(experts, "rtn", "a model"))
+    StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model"))
     assert partial.exists()
     assert not dead.exists()
 
@@ -218,7 +223,7 @@ def test_a_disk_that_is_too_small_is_refused_before_writing(tmp_path, monkeypatc
     with pytest.raises(
         StoreError, match=r"needs [\d.]+ KiB, but its disk has 10 B left \([\d.]+ KiB too little\); free"
     ):
-        FileSink(tmp_path / "store", Manifest(experts, "rtn", "a model"))
+        StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model"))
     assert not list(tmp_path.iterdir())
 
 
@@ -231,7 +236,7 @@ def test_a_disk_that_is_too_small_is_refused_before_writing(tmp_path, monkeypatc
 )
 def test_wrong_weights_are_named(tmp_path, weight, sentence):
     experts = make_experts()
-    packer = ExpertPacker(experts, make_quantizer("rtn"), FileSink(tmp_path / "s", Manifest(experts, "rtn", "")))
+    packer = ExpertPacker(experts, make_quantizer("rtn"), StoreWriter(tmp_path / "s", Manifest(experts, "rtn", "")))
     with pytest.raises(StoreError, match=sentence):
         packer.put(1, 5, Projection.GATE, weight)
 
@@ -260,7 +265,7 @@ def test_a_disk_that_fails_at_the_last_sync_leaves_nothing(tmp_path, monkeypatch
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(StoreError, match=r"cannot be completed .* set store_dir to"):
+    with pytest.raises(StoreError, match=r"cannot be written: Input/output error; .* set store_dir to"):
         write(tmp_path / "store")
     assert not os.listdir(tmp_path)
 
@@ -279,7 +284,7 @@ def test_a_real_disk_that_is_full(tmp_path):
                 write(tmp_path / "store")
         assert not os.listdir(tmp_path)
         subprocess.run(["mount", "-o", "remount,ro,size=1m", tmp_path], check=True)
-        with pytest.raises(StoreError, match="Read-only file system; set store_dir to a folder that can"):
+        with pytest.raises(StoreError, match="Read-only file system; free some space or set store_dir"):
             write(tmp_path / "store")
     finally:
         subprocess.run(["umount", tmp_path], check=True)
@@ -290,13 +295,13 @@ def test_a_read_only_folder_is_named(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
-    with pytest.raises(StoreError, match="Read-only file system; set store_dir to a folder that can"):
+    with pytest.raises(StoreError, match="Read-only file system; free some space or set store_dir"):
         write(tmp_path / "store")
 
 
 def test_experts_that_are_missing_are_named(tmp_path):
     experts = make_experts()
-    sink = FileSink(tmp_path / "store", Manifest(experts, "rtn", "a model"))
+    sink = StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model"))
     packer = ExpertPacker(experts, make_quantizer("rtn"), sink)
     put = packer.put
     packer.put = lambda *what: None if what[:3] == (1, 4, Projection.UP) else put(*what)
@@ -317,7 +322,7 @@ def test_too_little_host_memory_is_refused_with_both_numbers(monkeypatch):
 def large(tmp_path):
     """Files of 20 MiB in three layers, none of which is a whole number of pages."""
     experts = make_experts(layers=3, num_experts=7, hidden=512, intermediate=352, bits=(16, 4))
-    random_store(experts, FileSink(tmp_path / "large", Manifest(experts, "dummy", "a model")), seed=1).close()
+    random_store(experts, StoreWriter(tmp_path / "large", Manifest(experts, "dummy", "a model")), seed=1).close()
     store = FileStore(tmp_path / "large")
     yield store
     store.close()

@@ -16,9 +16,10 @@ from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.quantize import make_quantizer
-from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
+from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.store import FileStore, Manifest, StoreError
 from vllm_dymoe.store.files import file_name
+from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter.checkpoint import cached_store
 from vllm_dymoe.vllm_adapter.foresight import Foresight
@@ -95,7 +96,7 @@ def rank_model(packer=None, runtime=None):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_end_the_start_and_leave_nothing(tmp_path, bad):
-    packer = ExpertPacker(EXPERTS, make_quantizer("rtn"), FileSink(tmp_path / "s", Manifest(EXPERTS, "rtn", "m")))
+    packer = ExpertPacker(EXPERTS, make_quantizer("rtn"), StoreWriter(tmp_path / "s", Manifest(EXPERTS, "rtn", "m")))
     model = rank_model(packer)
     model.put(0, 0, Projection.GATE, random_weight(EXPERTS, 0, 0, Projection.GATE))
     weight = random_weight(EXPERTS, 1, 4, Projection.DOWN)
@@ -108,7 +109,7 @@ def test_weights_that_are_not_finite_end_the_start_and_leave_nothing(tmp_path, b
 
 
 def test_a_missing_expert_ends_the_start_and_leaves_nothing(tmp_path):
-    packer = ExpertPacker(EXPERTS, make_quantizer("rtn"), FileSink(tmp_path / "s", Manifest(EXPERTS, "rtn", "m")))
+    packer = ExpertPacker(EXPERTS, make_quantizer("rtn"), StoreWriter(tmp_path / "s", Manifest(EXPERTS, "rtn", "m")))
     put = packer.put
     packer.put = lambda *what: None if what[:2] == (0, 5) else put(*what)
     fill(packer)

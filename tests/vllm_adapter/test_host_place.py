@@ -7,9 +7,9 @@ from tests.small_model import make_experts
 from tests.store.locks import RecordedLock
 from vllm_dymoe.experts.layout import all_keys
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.quantize.experts import FileSink
 from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError, memory_bytes
 from vllm_dymoe.store.placement import HostPlace
+from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.vllm_adapter import host_place
 from vllm_dymoe.vllm_adapter.host_place import place_experts
 
@@ -20,7 +20,7 @@ PINNED = HostPlace(True, "auto: there is room")
 @pytest.fixture
 def files(tmp_path):
     experts = make_experts()
-    store = random_store(experts, FileSink(tmp_path / "store", Manifest(experts, "dummy", "a model")), seed=1)
+    store = random_store(experts, StoreWriter(tmp_path / "store", Manifest(experts, "dummy", "a model")), seed=1)
     yield store
     store.close()
 

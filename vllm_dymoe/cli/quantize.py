@@ -1,5 +1,6 @@
 """``vllm-dymoe quantize``: progress while it runs, a table at the end."""
 
+import time
 from pathlib import Path
 
 import torch
@@ -12,9 +13,10 @@ from vllm_dymoe.cli.display import byte_progress
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.convert import Conversion, Recipe, convert
+from vllm_dymoe.quantize.convert import Recipe, convert
 from vllm_dymoe.quantize.packing import FALLBACK
 from vllm_dymoe.quantize.readers.compatibility import describe, store_group_sizes
+from vllm_dymoe.store import Manifest
 from vllm_dymoe.units import size
 
 
@@ -53,8 +55,9 @@ def run(
         group_size = Options().group_size if reader is None else store_group_sizes(reader, 0, 1)[0]
     recipe = Recipe(hi, lo, group_size, quantizer, None if dtype == "auto" else getattr(torch, dtype), recorded)
     with byte_progress(f"Quantizing {escape(model.name)}", checkpoint.dense_bytes + checkpoint.expert_bytes) as advance:
-        conversion = convert(checkpoint, out, recipe, overwrite=overwrite, progress=advance)
-    _print_summary(conversion)
+        began = time.perf_counter()
+        manifest = convert(checkpoint, out, recipe, overwrite=overwrite, progress=advance)
+    _print_summary(checkpoint, out.absolute(), manifest, time.perf_counter() - began)
     if reader is not None:
         Console().print(f"Experts: {describe(reader, recipe.stored_bits, quantizer)}.", soft_wrap=True)
 
@@ -87,11 +90,11 @@ def _check_calibration(quantizer: str, calibration: Path | None) -> None:
         )
 
 
-def _print_summary(conversion: Conversion) -> None:
-    experts = conversion.experts
+def _print_summary(checkpoint: Checkpoint, folder: Path, manifest: Manifest, seconds: float) -> None:
+    experts = manifest.experts
     count = len(experts.layers) * experts.num_experts
-    dense, before = conversion.dense_bytes, conversion.expert_bytes_before
-    table = Table("", title=escape(str(conversion.folder)), title_justify="left")
+    dense, before = checkpoint.dense_bytes, checkpoint.expert_bytes
+    table = Table("", title=escape(str(folder)), title_justify="left")
     for column in ("before", "after", "an expert"):
         table.add_column(column, justify="right")
     table.add_row("dense", size(dense), size(dense), "")
@@ -103,15 +106,15 @@ def _print_summary(conversion: Conversion) -> None:
     table.add_row("in all", size(dense + before), size(after), "")
     console = Console()
     console.print(table)
-    _print_fallbacks(console, conversion)
-    if conversion.left_out:
-        console.print(f"{conversion.left_out} tensors of multi-token prediction layers were left out.", soft_wrap=True)
-    console.print(f"Written in {conversion.seconds:.1f} s. To serve it:", soft_wrap=True)
-    console.print(f"vllm serve {conversion.folder}", soft_wrap=True, markup=False)
+    _print_fallbacks(console, manifest)
+    if left_out := len(checkpoint.left_out):
+        console.print(f"{left_out} tensors of multi-token prediction layers were left out.", soft_wrap=True)
+    console.print(f"Written in {seconds:.1f} s. To serve it:", soft_wrap=True)
+    console.print(f"vllm serve {folder}", soft_wrap=True, markup=False)
 
 
-def _print_fallbacks(console: Console, conversion: Conversion) -> None:
-    experts, fallbacks = conversion.experts, conversion.errors.fallbacks
+def _print_fallbacks(console: Console, manifest: Manifest) -> None:
+    experts, fallbacks = manifest.experts, manifest.errors.fallbacks if manifest.errors else ()
     rare, count = sum(map(len, fallbacks)), len(experts.layers) * experts.num_experts
     if not rare:
         return

@@ -5,7 +5,8 @@ reads, Y = activation(X gate^T) * X up^T, follows from them and the weights, and
 are added with their routing weights r, and so are their errors: each token counts r^2 (benchmarks/LOG.md).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,13 +17,11 @@ from torch import Tensor
 from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.quantize.gptq import Curvature
+from vllm_dymoe.quantize.prequantized import Matrix, PrequantizedMatrix
 from vllm_dymoe.quantize.recording import CalibrationError, Recording
 
 # Tokens of an expert that are in memory at a time, as float32.
 _CHUNK = 4096
-
-Matrix = tuple[Tensor, Tensor | None]
-"""A projection's weight [rows, columns], and its bias [rows] if it has one."""
 
 
 class Calibration:
@@ -71,14 +70,14 @@ class Calibration:
                 "run `vllm-dymoe calibrate` for this one."
             )
 
-    @property
-    def enough(self) -> int:
-        """Tokens that an expert has to have seen: as many as its inputs have numbers.
+    def rare(self, layer: int) -> list[int]:
+        """Experts that saw fewer tokens than their inputs have numbers.
 
-        With fewer the Hessian has directions without any input, and what GPTQ does there costs more than HQQ's errors
+        Their Hessian has directions without any input, and what GPTQ does there costs more than HQQ's errors
         (benchmarks/LOG.md).
         """
-        return self.recording.hidden_size
+        tokens = self.tokens(layer).tolist()
+        return [expert for expert, seen in enumerate(tokens) if seen < self.recording.hidden_size]
 
     def tokens(self, layer: int) -> Tensor:
         """How many tokens each expert of a layer saw: int64 [num_experts]."""
@@ -106,14 +105,14 @@ class Calibration:
         Raises:
             CalibrationError: the inputs are not finite.
         """
-        activation = Activation(self.recording.activation)
-        gate, up = ((weight.float(), _float(bias)) for weight, bias in (matrices[p] for p in _FIRST))
-        width = len(gate[0])
+        function = Activation(self.recording.activation)
+        gate, up = (_linear(*matrices[projection]) for projection in (Projection.GATE, Projection.UP))
+        width = matrices[Projection.GATE][0].shape[0]
         outer = torch.zeros(self.recording.hidden_size, self.recording.hidden_size)
         inner = torch.zeros(width, width)
         for inputs, weights in self.inputs(layer, expert):
-            hidden = activation.gated(F.linear(inputs, *gate), F.linear(inputs, *up)).mul_(weights)
-            inner.addmm_(hidden.t(), hidden)
+            activation = function.gated(gate(inputs), up(inputs)).mul_(weights)
+            inner.addmm_(activation.t(), activation)
             inputs.mul_(weights)
             outer.addmm_(inputs.t(), inputs)
         try:
@@ -127,8 +126,6 @@ class Calibration:
         return found
 
 
-_FIRST = (Projection.GATE, Projection.UP)
-
-
-def _float(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float()
+def _linear(weight: Tensor | PrequantizedMatrix, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    assert isinstance(weight, Tensor), "calibrations are for 16-bit checkpoints"
+    return partial(F.linear, weight=weight.float(), bias=None if bias is None else bias.float())

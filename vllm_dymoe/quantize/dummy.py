@@ -12,8 +12,8 @@ import torch
 
 from vllm_dymoe.experts.layout import BlobKey, ModelExperts, Projection
 from vllm_dymoe.kernels import MatrixFormat
-from vllm_dymoe.quantize.experts import Sink
-from vllm_dymoe.store import HostStore
+from vllm_dymoe.store import FileStore
+from vllm_dymoe.store.writer import StoreWriter
 
 # The standard deviation that models are initialised with.
 _SPREAD = 0.02
@@ -22,13 +22,13 @@ _SMALLEST = 2.0**-6
 
 
 def random_store(
-    experts: ModelExperts, sink: Sink, seed: int, progress: Callable[[], object] = lambda: None
-) -> HostStore:
+    experts: ModelExperts, writer: StoreWriter, seed: int, progress: Callable[[], object] = lambda: None
+) -> FileStore:
     """Fill a store with random experts.
 
     Args:
         experts: what the store holds.
-        sink: where it goes.
+        writer: of the store.
         seed: the same one gives the same bytes.
         progress: called after each projection.
 
@@ -44,11 +44,11 @@ def random_store(
                         matrix = fmt.matrices[projection]
                         section = torch.empty(matrix.nbytes, dtype=torch.uint8)
                         fill_randomly(matrix, section, generator)
-                        sink.write(BlobKey(layer, expert, bits), projection, section)
+                        writer.write(BlobKey(layer, expert, bits), projection, section)
                     progress()
-        return sink.finish()
+        return writer.finish()
     except BaseException:
-        sink.discard()
+        writer.discard()
         raise
 
 

@@ -1,16 +1,15 @@
 """Packing all experts of a checkpoint: side by side, each on one core.
 
-Quantizing is many small operations: spreading each of them over the cores costs more in waiting than it gains. At most
-two pieces of work for each core are in memory: projections, or with a calibration whole experts, because what the down
-projection reads follows from the other two.
+Quantizing is many small operations: spreading each of them over the cores costs more in waiting than it gains. Whole
+experts are the pieces of work, because what a down projection reads follows from the other two; at most two for each
+core are under way.
 """
 
+import contextlib
 import os
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 
 import torch
 
@@ -18,140 +17,98 @@ from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.errors import ErrorTally
-from vllm_dymoe.quantize.experts import ExpertPacker, Sink
+from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.journal import Journal
-from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
+from vllm_dymoe.quantize.packer import pack_projection
 from vllm_dymoe.store import ErrorRecord
+from vllm_dymoe.store.writer import StoreWriter
 
 FALLBACK = "hqq"
 """What quantizes the experts that a calibration saw too rarely."""
 
-Progress = Callable[[int], None]
-Work = Callable[[ExpertPacker], int]
-"""Puts something into a packer, and returns its bytes in the checkpoint."""
-
 
 def pack(
-    checkpoint: Checkpoint, experts: ModelExperts, quantizer: str, sink: Sink, progress: Progress = lambda nbytes: None
+    checkpoint: Checkpoint,
+    experts: ModelExperts,
+    quantizer: str,
+    writer: StoreWriter,
+    calibration: Calibration | None = None,
+    journal: Journal | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> ErrorRecord:
-    """Quantize every projection by itself.
+    """Pack every expert.
 
     Args:
         checkpoint: the source.
         experts: what the store will hold.
         quantizer: its name.
-        sink: where packed sections go.
-        progress: called with every number of source bytes done.
-
-    Raises:
-        CheckpointError: the source cannot be read.
-        StoreError: experts cannot be quantized.
-    """
-    errors = ErrorTally(experts)
-    work = (partial(_put, *projection) for projection in checkpoint.projections())
-    _side_by_side(work, experts, quantizer, sink, progress, errors)
-    return errors.record()
-
-
-def pack_calibrated(
-    checkpoint: Checkpoint,
-    experts: ModelExperts,
-    calibration: Calibration,
-    sink: Sink,
-    journal: Journal,
-    sync: Callable[[int], None],
-    progress: Progress = lambda nbytes: None,
-) -> ErrorRecord:
-    """Quantize every expert with GPTQ for the inputs it had, and those that had too few with HQQ.
-
-    Args:
-        checkpoint: the source.
-        experts: what the store will hold.
-        calibration: of this checkpoint.
-        sink: where packed sections go.
-        journal: which layers are there already; each that is packed is added.
-        sync: makes a layer durable, before it is added.
+        writer: of the store.
+        calibration: of this checkpoint, for GPTQ. Experts that it saw too rarely are quantized with HQQ.
+        journal: which layers are packed already; each that is packed and synced is added.
         progress: called with every number of source bytes done.
 
     Raises:
         CheckpointError: the source cannot be read.
         CalibrationError: the calibration cannot be used.
-        StoreError: experts cannot be quantized.
+        StoreError: experts cannot be quantized, or the store cannot be written.
     """
     errors = ErrorTally(experts)
-    for layer in range(len(experts.layers)):
-        if layer in journal.layers:
-            errors.restore(layer, journal.layers[layer])
-            progress(checkpoint.layer_bytes(layer))
-            continue
-        rare = [
-            expert for expert, tokens in enumerate(calibration.tokens(layer).tolist()) if tokens < calibration.enough
-        ]
-        for expert in rare:
-            errors.fell_back(layer, expert)
-        work = (
-            partial(_put_expert, checkpoint, None if expert in rare else calibration, layer, expert)
-            for expert in range(experts.num_experts)
-        )
-        _side_by_side(work, experts, FALLBACK, sink, progress, errors)
-        sync(layer)
-        journal.add(layer, errors.of_layer(layer))
+    chosen = make_quantizer(quantizer if calibration is None else FALLBACK)
+    rare: dict[int, list[int]] = {}
+
+    def work() -> Iterator[tuple[int, int]]:
+        for layer in range(len(experts.layers)):
+            if journal is not None and layer in journal.layers:
+                errors.restore(layer, journal.layers[layer])
+                progress(checkpoint.layer_bytes[layer])
+                continue
+            if calibration is not None:
+                rare[layer] = calibration.rare(layer)
+                errors.fell_back(layer, rare[layer])
+            for expert in range(experts.num_experts):
+                yield layer, expert
+
+    def do(layer: int, expert: int) -> None:
+        matrices = checkpoint.expert(layer, expert)
+        outer = inner = None
+        if calibration is not None and expert not in rare[layer]:
+            outer, inner = calibration.curvatures(layer, expert, matrices)
+        for projection, matrix in matrices.items():
+            curvature = inner if projection is Projection.DOWN else outer
+            pack_projection(experts, (layer, expert, projection), matrix, chosen, writer, errors, curvature)
+
+    # Closed here: whoever catches an error may close the writer's files, and by then no thread may write to them.
+    with contextlib.closing(_side_by_side(work(), do)) as done:
+        for layer, expert in done:
+            progress(checkpoint.layer_bytes[layer] // experts.num_experts)
+            if journal is not None and expert == experts.num_experts - 1:
+                writer.sync(layer)
+                journal.add(layer, errors.of_layer(layer))
     return errors.record()
 
 
-def _put(
-    layer: int,
-    expert: int,
-    projection: Projection,
-    weight: torch.Tensor | PrequantizedMatrix,
-    bias: torch.Tensor | None,
-    packer: ExpertPacker,
-) -> int:
-    packer.put(layer, expert, projection, weight)
-    if bias is None:
-        return weight.nbytes
-    packer.put_bias(layer, expert, projection, bias)
-    return weight.nbytes + bias.nbytes
-
-
-def _put_expert(
-    checkpoint: Checkpoint, calibration: Calibration | None, layer: int, expert: int, packer: ExpertPacker
-) -> int:
-    matrices = checkpoint.expert(layer, expert)
-    outer, inner = calibration.curvatures(layer, expert, matrices) if calibration else (None, None)
-    nbytes = 0
-    for projection, (weight, bias) in matrices.items():
-        packer.put(layer, expert, projection, weight, inner if projection is Projection.DOWN else outer)
-        nbytes += weight.nbytes
-        if bias is not None:
-            packer.put_bias(layer, expert, projection, bias)
-            nbytes += bias.nbytes
-    return nbytes
-
-
 def _side_by_side(
-    work: Iterable[Work], experts: ModelExperts, quantizer: str, sink: Sink, progress: Progress, errors: ErrorTally
-) -> None:
+    work: Iterator[tuple[int, int]], do: Callable[[int, int], None]
+) -> Generator[tuple[int, int], None, None]:
+    """Do pieces of work on all cores, each on one; yields those that are done, in their order."""
     cores = len(os.sched_getaffinity(0))
-    own = threading.local()
-
-    def do(piece: Work) -> int:
-        if not hasattr(own, "packer"):
-            own.packer = ExpertPacker(experts, make_quantizer(quantizer), sink, errors=errors)
-        return piece(own.packer)
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     pool = ThreadPoolExecutor(cores)
-    pending: deque[Future[int]] = deque()
+    pending: deque[tuple[tuple[int, int], Future[None]]] = deque()
+
+    def oldest() -> tuple[int, int]:
+        piece, done = pending.popleft()
+        done.result()
+        return piece
+
     try:
         for piece in work:
-            pending.append(pool.submit(do, piece))
+            pending.append((piece, pool.submit(do, *piece)))
             if len(pending) == 2 * cores:
-                progress(pending.popleft().result())
+                yield oldest()
         while pending:
-            progress(pending.popleft().result())
+            yield oldest()
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)

@@ -32,12 +32,6 @@ class PrequantizedMatrix:
         """[rows, columns]."""
         return self.codes.shape
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the codes, scales and zero points as the checkpoint packs them."""
-        packed = self.codes.numel() + self.zero_points.numel()
-        return packed * self.bits // 8 + self.scales.nbytes
-
     def narrow(self, dimension: int, start: int, length: int) -> "PrequantizedMatrix":
         """Some rows (dimension 0) or columns (1), as torch.narrow; what tensor parallelism gives a rank."""
         codes = self.codes.narrow(dimension, start, length)
@@ -78,6 +72,10 @@ class PrequantizedMatrix:
         if not format.integer_zeros and bool(zeros.any()):
             raise ValueError("it has zero points, although its configuration says that it is symmetric.")
         pack(format, self.codes, self.scales[:, first], zeros, section, order)
+
+
+Matrix = tuple[Tensor | PrequantizedMatrix, Tensor | None]
+"""A projection's weight [rows, columns], and its bias [rows] if it has one."""
 
 
 def check_held(scales: Tensor, dtype: torch.dtype) -> None:

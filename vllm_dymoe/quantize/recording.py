@@ -16,11 +16,13 @@ import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from vllm_dymoe.store.durable import write_at
+from vllm_dymoe.store.header import make_header
 from vllm_dymoe.units import too_small
 
 MANIFEST = "dymoe_calibration.json"
@@ -145,13 +147,18 @@ class PartWriter:
         self._unfinished = path.with_name(f"{path.name}{_UNFINISHED}")
         self._row_bytes = 2 * hidden_size, 4 * top_k, 2 * top_k
         self._done = [0] * layers
-        header = self._header(layers, hidden_size, top_k, dtype)
-        self._data = len(header)
+        kind = {torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
+        kinds = ("inputs", kind, hidden_size), ("weights", "F32", top_k), ("experts", "I16", top_k)
+        header, self._begin, _ = make_header(
+            (f"{layer}.{name}", of, (tokens, width), tokens * row_bytes)
+            for layer in range(layers)
+            for (name, of, width), row_bytes in zip(kinds, self._row_bytes, strict=True)
+        )
         try:
             self._file = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._file, 0)  # of what a run that was killed has left
-            self._write(header, 0)
+            write_at(self._file, header, 0)
         except BlockingIOError:
             os.close(self._file)
             raise CalibrationError(f"another process is recording to {path.parent}; wait for it.") from None
@@ -179,11 +186,10 @@ class PartWriter:
         rows = min(len(inputs), self._tokens - done)
         if rows <= 0:
             return
-        begin = self._data + layer * self._tokens * sum(self._row_bytes)
+        values = {"inputs": inputs, "weights": weights.float(), "experts": experts.to(torch.int16)}
         try:
-            for values, width in zip((inputs, weights.float(), experts.to(torch.int16)), self._row_bytes, strict=True):
-                self._write(_bytes_of(values[:rows]), begin + done * width)
-                begin += self._tokens * width
+            for (name, seen), width in zip(values.items(), self._row_bytes, strict=True):
+                write_at(self._file, _bytes_of(seen[:rows]), self._begin[f"{layer}.{name}"] + done * width)
         except OSError as error:
             raise self._refused(error) from error
         self._done[layer] += rows
@@ -212,24 +218,6 @@ class PartWriter:
         """Give up."""
         os.close(self._file)
         self._unfinished.unlink(missing_ok=True)
-
-    def _header(self, layers: int, hidden_size: int, top_k: int, dtype: torch.dtype) -> bytes:
-        tensors: dict[str, Any] = {}
-        end = 0
-        kind = {torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
-        kinds = ("inputs", hidden_size, kind), ("weights", top_k, "F32"), ("experts", top_k, "I16")
-        for layer in range(layers):
-            for (name, width, of), row_bytes in zip(kinds, self._row_bytes, strict=True):
-                begin, end = end, end + self._tokens * row_bytes
-                tensors[f"{layer}.{name}"] = {"dtype": of, "shape": [self._tokens, width], "data_offsets": [begin, end]}
-        text = json.dumps(tensors).encode()
-        text = text.ljust(-(-len(text) // 8) * 8)
-        return len(text).to_bytes(8, "little") + text
-
-    def _write(self, data: bytes | memoryview, offset: int) -> None:
-        view, done = memoryview(data), 0
-        while done < len(view):
-            done += os.pwrite(self._file, view[done:], offset + done)
 
     def _refused(self, error: OSError) -> CalibrationError:
         return CalibrationError(

@@ -3,14 +3,15 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from vllm_dymoe.store import StoreError
-from vllm_dymoe.store.header import read_header
+from vllm_dymoe.store.durable import write_synced
+from vllm_dymoe.store.header import make_header, read_header
 
 INDEX = "model.safetensors.index.json"
 
@@ -27,6 +28,7 @@ class TensorPlace:
     """Where one tensor lies.
 
     Attributes:
+        name: in the checkpoint.
         path: its file.
         dtype: in safetensors' words, "BF16".
         shape: its sizes.
@@ -34,6 +36,7 @@ class TensorPlace:
         end: the byte after its last.
     """
 
+    name: str
     path: Path
     dtype: str
     shape: tuple[int, ...]
@@ -74,7 +77,7 @@ def check_files(folder: Path) -> None:
         _read_places(path)
 
 
-def copy_tensors(tensors: Mapping[str, TensorPlace], folder: Path, progress: Callable[[int], None]) -> None:
+def copy_tensors(tensors: Iterable[TensorPlace], folder: Path, progress: Callable[[int], None]) -> None:
     """Copy tensors into synced shards ``model-00001-of-0000n.safetensors`` with an index.
 
     The index is what keeps other safetensors files of the folder out of vLLM's loader.
@@ -89,31 +92,22 @@ def copy_tensors(tensors: Mapping[str, TensorPlace], folder: Path, progress: Cal
         OSError: a disk refuses.
     """
     # Wide elements first, so that each tensor is aligned to its own; then in the order of the sources.
-    names = sorted(tensors, key=lambda name: (-_element_bytes(tensors[name]), tensors[name].path, tensors[name].begin))
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name in names:
-        if shards[-1] and size + tensors[name].nbytes > _SHARD_BYTES:
+    shards: list[list[TensorPlace]] = [[]]
+    size = total = 0
+    for place in sorted(tensors, key=lambda place: (-_element_bytes(place), place.path, place.begin)):
+        if shards[-1] and size + place.nbytes > _SHARD_BYTES:
             shards.append([])
             size = 0
-        shards[-1].append(name)
-        size += tensors[name].nbytes
+        shards[-1].append(place)
+        size += place.nbytes
+        total += place.nbytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        weight_map |= dict.fromkeys(shard, file_name)
-        _write_shard(folder / file_name, {name: tensors[name] for name in shard}, progress)
-    total = sum(place.nbytes for place in tensors.values())
+        weight_map |= {place.name: file_name for place in shard}
+        _write_shard(folder / file_name, shard, progress)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_synced(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and sync it."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -143,21 +137,16 @@ def _read_places(path: Path) -> dict[str, TensorPlace]:
     places = {}
     for name, tensor in header.items():
         begin, end = tensor["data_offsets"]
-        places[name] = TensorPlace(path, tensor["dtype"], tuple(tensor["shape"]), start + begin, start + end)
+        places[name] = TensorPlace(name, path, tensor["dtype"], tuple(tensor["shape"]), start + begin, start + end)
     return places
 
 
-def _write_shard(path: Path, tensors: Mapping[str, TensorPlace], progress: Callable[[int], None]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, place in tensors.items():
-        header[name] = {"dtype": place.dtype, "shape": place.shape, "data_offsets": [end, end + place.nbytes]}
-        end += place.nbytes
-    text = json.dumps(header).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
+def _write_shard(path: Path, tensors: Sequence[TensorPlace], progress: Callable[[int], None]) -> None:
+    described = [(place.name, place.dtype, place.shape, place.nbytes) for place in tensors]
+    header, _, _ = make_header(described, metadata="pt")
     with path.open("wb") as target:
-        target.write(len(text).to_bytes(8, "little") + text)
-        for place in tensors.values():
+        target.write(header)
+        for place in tensors:
             with place.path.open("rb") as source:
                 source.seek(place.begin)
                 left = place.nbytes

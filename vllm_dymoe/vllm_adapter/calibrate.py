@@ -8,7 +8,8 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from vllm_dymoe.quantize.checkpoint import Checkpoint, read_config
+from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.quantize.model_config import read_config
 from vllm_dymoe.quantize.recording import MANIFEST, CalibrationError, Recording, check_space
 from vllm_dymoe.vllm_adapter.checkpoint import local_folder
 

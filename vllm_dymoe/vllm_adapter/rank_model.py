@@ -24,7 +24,7 @@ from vllm_dymoe.predict.checkpoint import PredictorCard, read_card
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
+from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.compatibility import describe, format_fields, quantizer_name
@@ -33,6 +33,7 @@ from vllm_dymoe.runtime import MoERuntime, minimum_budget
 from vllm_dymoe.runtime.sizing import workspace_bytes
 from vllm_dymoe.store import FileStore, HostStore, Manifest, StoreError
 from vllm_dymoe.store.placement import HostPlace, choose_host_place
+from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.traces import TraceHeader
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter.checkpoint import cached_store, fingerprint, local_folder
@@ -184,9 +185,7 @@ class RankModel:
         with self._loading():
             self._prepare()
             if self._packer is not None:
-                self._packer.put(
-                    layer, expert, projection, weight if isinstance(weight, PrequantizedMatrix) else weight.cpu()
-                )
+                self._packer.put(layer, expert, projection, weight)
 
     def put_bias(self, layer: int, expert: int, projection: Projection, bias: torch.Tensor) -> None:
         """Take one projection's bias; otherwise as ``put``.
@@ -197,7 +196,7 @@ class RankModel:
         with self._loading():
             self._prepare()
             if self._packer is not None:
-                self._packer.put_bias(layer, expert, projection, bias.cpu())
+                self._packer.put_bias(layer, expert, projection, bias)
 
     def layer_loaded(self, position: int, routed_experts: Any) -> None:
         """Note that vLLM has loaded one more layer; with the last one the model can run.
@@ -351,14 +350,14 @@ class RankModel:
             logger.info("vllm-dymoe: the experts are packed already; reading them from %s", existing.folder)
             self._store = self._placed(existing)
             return
-        sink = FileSink(self._cache_folder(), self._manifest(experts))
+        writer = StoreWriter(self._cache_folder(), self._manifest(experts))
         total = len(experts.layers) * experts.num_experts * len(Projection)
         what = "Making random experts" if self._dummy else "Quantizing experts"
         self._progress = tqdm(total=total, desc=what, unit=" projections", dynamic_ncols=True)
         if self._dummy:
-            self._store = self._placed(random_store(experts, sink, self.options.seed, self._progress.update))
+            self._store = self._placed(random_store(experts, writer, self.options.seed, self._progress.update))
             return
-        self._packer = ExpertPacker(experts, make_quantizer(self.options.quantizer), sink, self._progress.update)
+        self._packer = ExpertPacker(experts, make_quantizer(self.options.quantizer), writer, self._progress.update)
 
     def _placed(self, files: HostStore) -> HostStore:
         """The packed experts where they are to live: the files themselves, or memory that is filled from them.

@@ -17,10 +17,10 @@ from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.predict import Gate, RoutedModel, make_scheme
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.quantize.experts import FileSink
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import FileStore, HostStore, Manifest, MemoryStore
 from vllm_dymoe.store.page_lock import CudaPageLock
+from vllm_dymoe.store.writer import StoreWriter
 
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
@@ -95,7 +95,7 @@ def pinned_store(model: Model, bits: Sequence[int], seed: int = 0) -> HostStore:
 def file_store(model: Model, bits: Sequence[int], folder: Path, seed: int = 0) -> FileStore:
     """The same bytes in files."""
     experts = model.at(bits)
-    store = random_store(experts, FileSink(folder, Manifest(experts, "random", "made up")), seed)
+    store = random_store(experts, StoreWriter(folder, Manifest(experts, "random", "made up")), seed)
     assert isinstance(store, FileStore)
     return store
 

@@ -11,16 +11,17 @@ from tests.small_model import fill, make_experts, random_weight
 from vllm_dymoe.experts.layout import BlobKey, Projection
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer
-from vllm_dymoe.quantize.errors import ErrorTally
-from vllm_dymoe.quantize.experts import ExpertPacker, FileSink
+from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
+from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.store import MANIFEST, ErrorRecord, FileStore, Manifest
+from vllm_dymoe.store.writer import StoreWriter
 
 ODD = {"hidden": 72, "intermediate": 40}  # whole groups nowhere
 
 
 def packed_store(folder, experts, quantizer="rtn"):
-    packer = ExpertPacker(experts, make_quantizer(quantizer), FileSink(folder, Manifest(experts, quantizer, "0123")))
+    packer = ExpertPacker(experts, make_quantizer(quantizer), StoreWriter(folder, Manifest(experts, quantizer, "0123")))
     fill(packer)
     return packer.finish()
 
@@ -74,8 +75,7 @@ def test_the_order_of_the_work_changes_nothing():
                 matrix = fmt.matrices[projection]
                 codes = make_quantizer("rtn").quantize(weight, matrix)
                 tally.add((layer, expert, projection), weight, codes, matrix, None)
-        for expert in random.Random(seed).sample(range(6), 6):
-            tally.fell_back(1, expert)
+        tally.fell_back(1, random.Random(seed).sample(range(6), 6))
         records.append(tally.record())
     assert records[0] == records[1] == records[2]
     assert records[0].fallbacks == ((), (0, 1, 2, 3, 4, 5))

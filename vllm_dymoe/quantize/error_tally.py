@@ -13,8 +13,9 @@ from vllm_dymoe.quantize.base import Codes, dequantized
 from vllm_dymoe.quantize.gptq import Curvature
 from vllm_dymoe.store import ErrorRecord
 
+_WEIGHT, _OUTPUT = range(2)
 _Matrices = dict[tuple[int, ...], tuple[float, float]]
-_Squares = dict[tuple[int, int], _Matrices]
+"""(expert, projection) -> squares: of its error, and of itself."""
 
 
 class ErrorTally:
@@ -27,10 +28,8 @@ class ErrorTally:
     def __init__(self, experts: ModelExperts) -> None:
         self._layers = len(experts.layers)
         self._lock = threading.Lock()
-        # (layer, bits) -> squares of an expert's projection: of its error, and of itself.
-        self._weight: _Squares = defaultdict(dict)
-        self._output: _Squares = defaultdict(dict)
-        self._fallbacks: set[tuple[int, int]] = set()
+        self._squares: dict[tuple[int, int, int], _Matrices] = defaultdict(dict)  # by layer, kind, bits
+        self._fallbacks: dict[int, list[int]] = {}
 
     def add(
         self,
@@ -52,47 +51,44 @@ class ErrorTally:
         layer, *matrix = place
         weight = weight.float()
         difference = dequantized(codes, format).sub_(weight)
-        squares = _square(difference), _square(weight)
-        outputs = (curvature.output_norm(difference), curvature.output_norm(weight)) if curvature else None
+        squares = {_WEIGHT: (_square(difference), _square(weight))}
+        if curvature is not None:
+            squares[_OUTPUT] = curvature.output_norm(difference), curvature.output_norm(weight)
         with self._lock:
-            self._weight[layer, format.bits][tuple(matrix)] = squares
-            if outputs is not None:
-                self._output[layer, format.bits][tuple(matrix)] = outputs
+            for kind, found in squares.items():
+                self._squares[layer, kind, format.bits][tuple(matrix)] = found
 
-    def fell_back(self, layer: int, expert: int) -> None:
-        """Note an expert for which the calibration was not used."""
+    def fell_back(self, layer: int, experts: list[int]) -> None:
+        """Note the experts of a layer for which the calibration was not used."""
         with self._lock:
-            self._fallbacks.add((layer, expert))
+            self._fallbacks[layer] = sorted(experts)
 
     def of_layer(self, layer: int) -> Any:
         """What was counted of one layer, as JSON data."""
         with self._lock:
             squares = [
-                [kind, bits, list(found[place, bits].items())]
-                for kind, found in enumerate((self._weight, self._output))
-                for place, bits in sorted(found)
+                [kind, bits, list(found.items())]
+                for (place, kind, bits), found in sorted(self._squares.items())
                 if place == layer
             ]
-            return {"squares": squares, "fallbacks": sorted(e for place, e in self._fallbacks if place == layer)}
+            return {"squares": squares, "fallbacks": self._fallbacks.get(layer, [])}
 
     def restore(self, layer: int, counted: Any) -> None:
         """Take back what ``of_layer`` gave."""
+        self.fell_back(layer, counted["fallbacks"])
         with self._lock:
             for kind, bits, matrices in counted["squares"]:
-                found = (self._weight, self._output)[kind]
-                found[layer, bits] = {tuple(matrix): tuple(squares) for matrix, squares in matrices}
-            self._fallbacks |= {(layer, expert) for expert in counted["fallbacks"]}
+                self._squares[layer, kind, bits] = {tuple(matrix): tuple(squares) for matrix, squares in matrices}
 
     def record(self) -> ErrorRecord:
         """The errors so far; in whatever order they came, the same."""
-        by_layer: list[list[int]] = [[] for _ in range(self._layers)] if self._fallbacks else []
-        for layer, expert in sorted(self._fallbacks):
-            by_layer[layer].append(expert)
-        return ErrorRecord(self._relative(self._weight), self._relative(self._output), tuple(map(tuple, by_layer)))
+        fallbacks = tuple(tuple(self._fallbacks.get(layer, ())) for layer in range(self._layers))
+        return ErrorRecord(self._relative(_WEIGHT), self._relative(_OUTPUT), fallbacks if any(fallbacks) else ())
 
-    def _relative(self, squares: _Squares) -> dict[int, tuple[float, ...]]:
-        widths = sorted({bits for _, bits in squares}, reverse=True)
-        return {bits: tuple(_ratio(squares[layer, bits]) for layer in range(self._layers)) for bits in widths}
+    def _relative(self, kind: int) -> dict[int, tuple[float, ...]]:
+        widths = sorted({bits for _, of, bits in self._squares if of == kind}, reverse=True)
+        layers = range(self._layers)
+        return {bits: tuple(_ratio(self._squares.get((layer, kind, bits), {})) for layer in layers) for bits in widths}
 
 
 def _square(values: Tensor) -> float:
@@ -100,6 +96,7 @@ def _square(values: Tensor) -> float:
 
 
 def _ratio(squares: _Matrices) -> float:
+    # fsum rounds once, so that the order of the work changes nothing.
     error = math.fsum(error for error, _ in squares.values())
     whole = math.fsum(whole for _, whole in squares.values())
     return math.sqrt(error / whole) if whole else 0.0

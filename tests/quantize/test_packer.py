@@ -9,13 +9,15 @@ import torch
 
 from tests.quantize.readers import packing
 from tests.small_model import make_experts, random_weight
+from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.experts.layout import Projection, all_keys
 from vllm_dymoe.kernels import MatrixFormat, dequantize
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.base import pack_bias
-from vllm_dymoe.quantize.experts import ExpertPacker, FileSink, MemorySink
+from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError
+from vllm_dymoe.store.writer import StoreWriter
 
 
 def random_bias(experts, place):
@@ -55,8 +57,8 @@ ORDERS = ("together", "biases first", "weights first", "any")
 def test_weights_and_biases_come_in_any_order(tmp_path, order, bits):
     """Files and memory hold the same bytes whatever the order, and the checksums of the files are theirs."""
     experts = make_experts(bits=bits, hidden=70, intermediate=33, bias=True)
-    files = pack(experts, FileSink(tmp_path / "store", Manifest(experts, "rtn", "0" * 16)), order)
-    memory = pack(experts, MemorySink(experts), ORDERS[0])
+    files = pack(experts, StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "0" * 16)), order)
+    memory = pack(experts, MemoryWriter(experts), ORDERS[0])
     assert isinstance(files, FileStore)
     assert isinstance(memory, MemoryStore)
     assert files.experts == experts
@@ -85,7 +87,7 @@ def test_an_order_of_columns_is_stored_behind_the_bias(tmp_path, order, bias):
     experts = make_experts(hidden=70, intermediate=33, bias=bias)
     high = replace(experts.formats[4], integer_zeros=True, act_order=True)
     experts = replace(experts, formats={4: high, 2: experts.formats[2]})
-    files = pack(experts, FileSink(tmp_path / "store", Manifest(experts, "rtn", "0" * 16)), order, random_codes)
+    files = pack(experts, StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "0" * 16)), order, random_codes)
     for key in all_keys(experts):
         fmt = experts.formats[key.bits]
         blob = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
@@ -102,7 +104,7 @@ def test_an_order_of_columns_is_stored_behind_the_bias(tmp_path, order, bias):
 
 def test_a_missing_bias_is_named():
     experts = make_experts(bias=True)
-    packer = ExpertPacker(experts, make_quantizer("rtn"), MemorySink(experts))
+    packer = ExpertPacker(experts, make_quantizer("rtn"), MemoryWriter(experts))
     for place in places(experts):
         packer.put(*place, random_weight(experts, *place))
         if place != (1, 2, Projection.UP):
@@ -115,7 +117,7 @@ def test_a_missing_bias_is_named():
 
 def test_a_bias_of_another_width_is_refused():
     experts = make_experts(bias=True)
-    packer = ExpertPacker(experts, make_quantizer("rtn"), MemorySink(experts))
+    packer = ExpertPacker(experts, make_quantizer("rtn"), MemoryWriter(experts))
     packer.put(0, 0, Projection.GATE, random_weight(experts, 0, 0, Projection.GATE))
     with pytest.raises(StoreError, match=r"bias of the gate projection of expert 0 .* shape \[5\], expected \[32\]"):
         packer.put_bias(0, 0, Projection.GATE, torch.zeros(5))

@@ -1,0 +1,111 @@
+"""What config.json says of a Mixture-of-Experts model, as far as packing its experts needs it."""
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_dymoe.quantize.tensors import CheckpointError
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json.
+
+    Raises:
+        CheckpointError: there is none, or it is not a JSON object.
+    """
+    if not folder.is_dir():
+        how = f"; download the model first, with `hf download {folder} --local-dir FOLDER`"
+        raise CheckpointError(f"{folder} is not a folder{'' if folder.exists() else how}.")
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no config.json, so it is not a Hugging Face checkpoint.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read ({error}).") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / 'config.json'} is not a JSON object.")
+    return config
+
+
+class ModelConfig:
+    """config.json of one checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+
+    Attributes:
+        json: config.json.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "config.json"
+        self.json = read_config(folder)
+        nested = self.json.get("text_config")
+        self._text: Mapping[str, Any] = nested if isinstance(nested, dict) else self.json
+
+    @cached_property
+    def quantization(self) -> dict[str, Any] | None:
+        """How another tool has quantized the checkpoint; None if it has 16 bits.
+
+        Raises:
+            CheckpointError: it is ours already.
+        """
+        found = self.json.get("quantization_config") or self.json.get("compression_config")
+        found = found or self._text.get("quantization_config")
+        if not found:
+            return None
+        if found.get("quant_method") == "dymoe":
+            raise CheckpointError(
+                f"{self._path.parent} is a dymoe checkpoint already; quantize the one that it was made from."
+            )
+        return dict(found)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that it names, if it does."""
+        for config in (self._text, self.json):
+            for key in ("dtype", "torch_dtype"):
+                if config.get(key):
+                    named = getattr(torch, str(config[key]).removeprefix("torch."), None)
+                    return named if isinstance(named, torch.dtype) else None
+        return None
+
+    def with_dtype(self, dtype: torch.dtype) -> dict[str, Any]:
+        """config.json with the dtype that the experts have, so that vLLM's "auto" chooses it for the rest."""
+        name = str(dtype).removeprefix("torch.")
+
+        def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+            return {**config, **{key: name for key in ("dtype", "torch_dtype") if key in config}}
+
+        changed = renamed(self.json)
+        if isinstance(nested := self.json.get("text_config"), dict):
+            changed["text_config"] = renamed(nested)
+        if not {"dtype", "torch_dtype"} & changed.keys():
+            changed["dtype"] = name
+        return changed
+
+    @property
+    def model_type(self) -> object:
+        """Transformers' name of the architecture."""
+        return self._text.get("model_type")
+
+    def size(self, *keys: str) -> int:
+        """The first of some keys that it has.
+
+        Raises:
+            CheckpointError: it has none, or not a size.
+        """
+        for key in keys:
+            value = self._text.get(key)
+            if value is not None:
+                if not isinstance(value, int) or value < 1:
+                    raise CheckpointError(f"{key} in {self._path} is {value!r}, not a size.")
+                return value
+        raise CheckpointError(f"{self._path} has no {' or '.join(keys)}.")

@@ -1,0 +1,173 @@
+"""From one projection of a checkpoint to its packed sections in a store.
+
+Each is quantized at every stored bit-width and goes straight to its place, so that nothing bigger than one projection
+is ever unpacked. What the checkpoint has at one of these bit-widths already is taken as it is.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.experts.layout import BlobKey, ModelExperts, Projection
+from vllm_dymoe.kernels import MatrixFormat
+from vllm_dymoe.quantize.base import Codes, Quantizer, pack_bias, quantize_matrix
+from vllm_dymoe.quantize.error_tally import ErrorTally
+from vllm_dymoe.quantize.gptq import Curvature, Gptq
+from vllm_dymoe.quantize.prequantized import Matrix, PrequantizedMatrix, check_held
+from vllm_dymoe.store import FileStore, StoreError
+from vllm_dymoe.store.writer import StoreWriter
+
+Place = tuple[int, int, Projection]
+"""Position of the layer, local expert, and which of its matrices."""
+
+
+def pack_projection(
+    experts: ModelExperts,
+    place: Place,
+    matrix: Matrix,
+    quantizer: Quantizer,
+    writer: StoreWriter,
+    errors: ErrorTally,
+    curvature: Curvature | None = None,
+) -> None:
+    """Write one projection at every stored bit-width; safe to call from several threads.
+
+    Args:
+        experts: what the store holds.
+        place: which projection.
+        matrix: of this rank. Codes go into the version of their bits as they are; the others are quantized from what
+            the codes stand for. Without a bias the format's is zero.
+        quantizer: for every bit-width below 16.
+        writer: of the store.
+        errors: where the errors are counted.
+        curvature: of the inputs, for GPTQ in place of the quantizer.
+
+    Raises:
+        StoreError: the shape is not the model's, weights are not finite, or codes cannot be held as they are.
+    """
+    weight, bias = matrix
+    quantizer = quantizer if curvature is None else Gptq(curvature)
+    for bits, fmt in experts.formats.items():
+        form = fmt.matrices[place[2]]
+        if tuple(weight.shape) != (form.rows, form.columns):
+            raise StoreError(
+                f"the {_name(experts, place)} has shape {list(weight.shape)} in the checkpoint, "
+                f"but the model's configuration says {[form.rows, form.columns]}."
+            )
+        section = torch.empty(form.nbytes, dtype=torch.uint8)
+        try:
+            plain, codes = _pack(weight, form, quantizer, section)
+        except ValueError as error:
+            taken = isinstance(weight, PrequantizedMatrix) and bits == weight.bits
+            what = f"{'taken as it is at' if taken else 'quantized to'} {bits} bits"
+            raise StoreError(f"the {_name(experts, place)} cannot be {what}: {error}") from error
+        if bias is not None:
+            _pack_bias(experts, place, bias, form, section)
+        if plain is not None and codes is not None:
+            errors.add(place, plain, codes, form, curvature)
+        writer.write(BlobKey(place[0], place[1], bits), place[2], section)
+
+
+class ExpertPacker:
+    """Takes weights and biases in whatever order a loader has them, and knows which are still missing.
+
+    Args:
+        experts: what the store will hold.
+        quantizer: used for every bit-width below 16.
+        writer: of the store.
+        progress: called after each projection.
+    """
+
+    def __init__(
+        self,
+        experts: ModelExperts,
+        quantizer: Quantizer,
+        writer: StoreWriter,
+        progress: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.experts = experts
+        self._errors = ErrorTally(experts)
+        self._quantizer, self._writer, self._progress = quantizer, writer, progress
+        self._missing: set[Place] = {
+            (layer, expert, projection)
+            for layer in range(len(experts.layers))
+            for expert in range(experts.num_experts)
+            for projection in Projection
+        }
+        self._missing_biases = set(self._missing) if any(fmt.bias for fmt in experts.formats.values()) else set()
+        self._early_biases: dict[Place, Tensor] = {}
+
+    def put(self, layer: int, expert: int, projection: Projection, weight: Tensor | PrequantizedMatrix) -> None:
+        """Pack one weight, [rows, columns] on any device.
+
+        Raises:
+            StoreError: see :func:`pack_projection`.
+        """
+        place = (layer, expert, projection)
+        bias = self._early_biases.pop(place, None)
+        matrix = weight if isinstance(weight, PrequantizedMatrix) else weight.cpu(), bias
+        pack_projection(self.experts, place, matrix, self._quantizer, self._writer, self._errors)
+        self._missing.discard(place)
+        if bias is not None:
+            self._missing_biases.discard(place)
+        self._progress()
+
+    def put_bias(self, layer: int, expert: int, projection: Projection, bias: Tensor) -> None:
+        """Store one bias, [rows] on any device, before or after its weight.
+
+        Raises:
+            StoreError: the shape is not the model's, or the values are not finite.
+        """
+        place = (layer, expert, projection)
+        if place in self._missing:
+            self._early_biases[place] = bias.to("cpu", copy=True)
+            return
+        for bits, fmt in self.experts.formats.items():
+            form = fmt.matrices[projection]
+            section = torch.empty(form.nbytes, dtype=torch.uint8)
+            part = _pack_bias(self.experts, place, bias.cpu(), form, section)
+            self._writer.write(BlobKey(layer, expert, bits), projection, part, form.bias_offset)
+        self._missing_biases.discard(place)
+
+    def finish(self) -> FileStore:
+        """Complete the store.
+
+        Raises:
+            StoreError: the checkpoint did not hold every projection.
+        """
+        for missing, what in ((self._missing, "expert projections"), (self._missing_biases, "biases of experts")):
+            if missing:
+                raise StoreError(
+                    f"the checkpoint lacks {len(missing)} {what}, the first being that of the "
+                    f"{_name(self.experts, min(missing))}; download it again."
+                )
+        return self._writer.finish(self._errors.record())
+
+    def discard(self) -> None:
+        """Give up: remove what was written."""
+        self._writer.discard()
+
+
+def _pack(
+    weight: Tensor | PrequantizedMatrix, form: MatrixFormat, quantizer: Quantizer, section: Tensor
+) -> tuple[Tensor | None, Codes | None]:
+    """Write one section; what was quantized and to which codes, or None where nothing was."""
+    if isinstance(weight, PrequantizedMatrix):
+        if form.bits == weight.bits:
+            weight.pack(form, section)
+            return None, None
+        check_held(weight.scales, form.dtype)
+        weight = weight.dequantize()
+    return weight, quantize_matrix(weight, form, quantizer, section)
+
+
+def _pack_bias(experts: ModelExperts, place: Place, bias: Tensor, form: MatrixFormat, section: Tensor) -> Tensor:
+    try:
+        return pack_bias(bias, form, section)
+    except ValueError as error:
+        raise StoreError(f"the bias of the {_name(experts, place)} cannot be stored: {error}") from error
+
+
+def _name(experts: ModelExperts, place: Place) -> str:
+    return f"{place[2].name.lower()} projection of expert {place[1]} in layer {experts.layers[place[0]]}"

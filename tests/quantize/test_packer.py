@@ -1,6 +1,7 @@
 """Packing experts in whatever order a checkpoint has weights and biases."""
 
 import itertools
+import os
 import random
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from tests.quantize.readers import packing
-from tests.small_model import make_experts, random_weight
+from tests.small_model import fill, make_experts, random_weight
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.experts.layout import Projection, all_keys
 from vllm_dymoe.kernels import MatrixFormat, dequantize
@@ -130,3 +131,30 @@ def test_a_bias_leaves_the_order_of_columns_behind_it_alone():
     assert written.numel() == matrix.order_offset - matrix.bias_offset
     assert (section[matrix.order_offset :] == 0xEE).all()
     assert matrix.view(section).bias.tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("weight", "sentence"),
+    [
+        (torch.ones(64, 64), r"gate projection of expert 5 in layer 2 has shape \[64, 64\] .* says \[32, 64\]"),
+        (torch.full((32, 64), float("nan")), "gate projection of expert 5 in layer 2 cannot be quantized to 4 bits"),
+    ],
+)
+def test_wrong_weights_are_named(tmp_path, weight, sentence):
+    experts = make_experts()
+    packer = ExpertPacker(experts, make_quantizer("rtn"), StoreWriter(tmp_path / "s", Manifest(experts, "rtn", "")))
+    with pytest.raises(StoreError, match=sentence):
+        packer.put(1, 5, Projection.GATE, weight)
+
+
+def test_experts_that_are_missing_are_named(tmp_path):
+    experts = make_experts()
+    sink = StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model"))
+    packer = ExpertPacker(experts, make_quantizer("rtn"), sink)
+    put = packer.put
+    packer.put = lambda *what: None if what[:3] == (1, 4, Projection.UP) else put(*what)
+    fill(packer)
+    with pytest.raises(StoreError, match=r"lacks 1 expert .* up projection of expert 4 in layer 2; download it again"):
+        packer.finish()
+    packer.discard()
+    assert not os.listdir(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.small_model import fill, make_experts, random_weight
-from tests.store.test_store import write
+from tests.store.stores import write
 from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import Projection

@@ -54,11 +54,7 @@ class Calibration:
                 ) from error
 
     def check_belongs(self, model: str, experts: ModelExperts) -> None:
-        """Refuse the calibration of another model.
-
-        Args:
-            model: fingerprint of the checkpoint.
-            experts: those of the checkpoint.
+        """Refuse the calibration of another model than that of a fingerprint and its experts.
 
         Raises:
             CalibrationError: it is one.
@@ -95,12 +91,7 @@ class Calibration:
                 yield inputs[some].float(), weights[some]
 
     def curvatures(self, layer: int, expert: int, matrices: Mapping[Projection, Matrix]) -> tuple[Curvature, Curvature]:
-        """Of what gate and up read, and of what down reads.
-
-        Args:
-            layer: position of the layer.
-            expert: which one.
-            matrices: its gate and up, not quantized.
+        """Of what an expert's gate and up read, and of what down reads, given these matrices.
 
         Raises:
             CalibrationError: the inputs are not finite.

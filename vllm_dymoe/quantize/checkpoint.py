@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.quantize.model_config import ModelConfig
 from vllm_dymoe.quantize.prequantized import Matrix, PrequantizedMatrix
-from vllm_dymoe.quantize.readers import known_parts, make_reader
+from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.readers.compatibility import format_fields
 from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, TensorPlace, read_tensors
@@ -243,7 +243,7 @@ class Checkpoint:
 
     def _check_known(self, named: ExpertName, place: TensorPlace) -> None:
         """Refuse a tensor of an expert that is neither a 16-bit weight nor a bias nor what the reader knows."""
-        if self.reader is not None and named.projections and named.part in known_parts(self.reader):
+        if self.reader is not None and named.projections and named.part in self.reader.known_parts:
             return
         method = self.reader.method if self.reader is not None else None
         if place.dtype not in _DTYPES or not named.projections or named.part not in ("weight", "bias"):

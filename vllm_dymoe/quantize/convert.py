@@ -174,9 +174,7 @@ def _write_rest(
 
 
 def _check_target(source: Path, out: Path, overwrite: bool) -> None:
-    if not out.exists():
-        return
-    if out.is_dir() and not any(out.iterdir()):
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if out.resolve() == source.resolve():
         raise CheckpointError(f"{out} is the checkpoint to read; write to another folder.")

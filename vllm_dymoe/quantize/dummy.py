@@ -24,13 +24,7 @@ _SMALLEST = 2.0**-6
 def random_store(
     experts: ModelExperts, writer: StoreWriter, seed: int, progress: Callable[[], object] = lambda: None
 ) -> FileStore:
-    """Fill a store with random experts.
-
-    Args:
-        experts: what the store holds.
-        writer: of the store.
-        seed: the same one gives the same bytes.
-        progress: called after each projection.
+    """Fill a store with random experts; the same seed gives the same bytes.
 
     Raises:
         StoreError: the store cannot be written.

@@ -19,11 +19,7 @@ _Matrices = dict[tuple[int, ...], tuple[float, float]]
 
 
 class ErrorTally:
-    """The errors of one store, as far as it is packed.
-
-    Args:
-        experts: what the store will hold.
-    """
+    """The errors of one store, as far as it is packed."""
 
     def __init__(self, experts: ModelExperts) -> None:
         self._layers = len(experts.layers)
@@ -39,15 +35,7 @@ class ErrorTally:
         format: MatrixFormat,
         curvature: Curvature | None,
     ) -> None:
-        """Count one projection at one bit-width.
-
-        Args:
-            place: position of the layer, expert, and which of its matrices.
-            weight: [rows, columns], what the codes stand for.
-            codes: as chosen.
-            format: of the packed matrix.
-            curvature: of the inputs, if they are known.
-        """
+        """Count one projection at one bit-width; with a curvature of its inputs also the errors of its outputs."""
         layer, *matrix = place
         weight = weight.float()
         difference = dequantized(codes, format).sub_(weight)

@@ -30,12 +30,7 @@ class Journal:
         self._path.write_text("".join(f"{line}\n" for line in lines))
 
     def add(self, layer: int, state: Any) -> None:
-        """Note that a layer is complete.
-
-        Args:
-            layer: its position.
-            state: what has to be known of it later, as JSON data.
-        """
+        """Note that a layer (by position) is complete, and what has to be known of it later, as JSON data."""
         with self._path.open("a") as file:
             file.write(json.dumps((layer, state)) + "\n")
             file.flush()

@@ -43,7 +43,7 @@ def pack(
         experts: what the store will hold.
         quantizer: its name.
         writer: of the store.
-        calibration: of this checkpoint, for GPTQ. Experts that it saw too rarely are quantized with HQQ.
+        calibration: for GPTQ. Experts that it saw too rarely are quantized with HQQ.
         journal: which layers are packed already; each that is packed and synced is added.
         progress: called with every number of source bytes done.
 

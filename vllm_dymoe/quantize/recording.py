@@ -80,7 +80,7 @@ class Recording:
         return [number for number in range(len(self.parts)) if not self.part(folder, number).is_file()]
 
     def write(self, folder: Path) -> None:
-        """Write the manifest, so that it is there whole or not at all."""
+        """Write the manifest, whole or not at all."""
         temporary = folder / f"{MANIFEST}{_UNFINISHED}"
         temporary.write_text(json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)}, indent=2) + "\n")
         os.replace(temporary, folder / MANIFEST)
@@ -126,9 +126,7 @@ def check_space(recording: Recording, folder: Path) -> None:
 
 
 class PartWriter:
-    """Takes the inputs of every layer, step by step, until it has those of as many tokens as it shall have.
-
-    Only the step that is handed over is in memory.
+    """Takes the inputs of every layer, step by step, up to a number of tokens; only one step is in memory.
 
     Args:
         path: of the complete part.
@@ -136,7 +134,7 @@ class PartWriter:
         hidden_size: numbers of an input.
         top_k: experts of a token.
         dtype: of the inputs.
-        tokens: how many; what comes after them is not recorded.
+        tokens: how many; those that come after them are not recorded.
 
     Raises:
         CalibrationError: the file cannot be written, or another process is writing it.
@@ -165,19 +163,8 @@ class PartWriter:
         except OSError as error:
             raise self._refused(error) from error
 
-    @property
-    def complete(self) -> bool:
-        """Whether every layer has all tokens."""
-        return min(self._done) == self._tokens
-
     def add(self, layer: int, inputs: Tensor, weights: Tensor, experts: Tensor) -> None:
-        """Record one layer's step.
-
-        Args:
-            layer: position of the layer.
-            inputs: [tokens, hidden], of the dtype that was said.
-            weights: [tokens, top_k], of the experts in the sum.
-            experts: int [tokens, top_k], of all ranks.
+        """Record one step of a layer, by position: inputs [tokens, hidden], weights and experts [tokens, top_k].
 
         Raises:
             CalibrationError: the disk refuses.
@@ -200,8 +187,7 @@ class PartWriter:
         Raises:
             CalibrationError: tokens are missing, or the disk refuses.
         """
-        if not self.complete:
-            missing = self._tokens - min(self._done)
+        if missing := self._tokens - min(self._done):
             self.discard()
             raise CalibrationError(
                 f"the model computed {missing} tokens less than the {self._tokens} of {self._path.name}; "

@@ -25,20 +25,11 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where one tensor lies.
-
-    Attributes:
-        name: in the checkpoint.
-        path: its file.
-        dtype: in safetensors' words, "BF16".
-        shape: its sizes.
-        begin: first byte in the file.
-        end: the byte after its last.
-    """
+    """Where one tensor lies: bytes ``begin`` to ``end`` of a file."""
 
     name: str
     path: Path
-    dtype: str
+    dtype: str  # in safetensors' words, "BF16"
     shape: tuple[int, ...]
     begin: int
     end: int
@@ -78,14 +69,9 @@ def check_files(folder: Path) -> None:
 
 
 def copy_tensors(tensors: Iterable[TensorPlace], folder: Path, progress: Callable[[int], None]) -> None:
-    """Copy tensors into synced shards ``model-00001-of-0000n.safetensors`` with an index.
+    """Copy tensors into synced shards ``model-00001-of-0000n.safetensors`` with an index, telling bytes as they go.
 
     The index is what keeps other safetensors files of the folder out of vLLM's loader.
-
-    Args:
-        tensors: what to copy.
-        folder: where to.
-        progress: called with every number of bytes copied.
 
     Raises:
         CheckpointError: a source file ends early.

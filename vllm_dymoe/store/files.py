@@ -43,7 +43,7 @@ class _Extent:
 
 
 class FileStore:
-    """Blobs in safetensors shards, read one at a time.
+    """Blobs in safetensors shards.
 
     Reads are ``preadv`` and not loads through a mapping: a truncated or failing
     file is then an error that a request can report, where a mapping would kill
@@ -88,7 +88,7 @@ class FileStore:
     def read_into(
         self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        """Read with ``preadv``; see :class:`HostStore`."""
+        """See :class:`vllm_dymoe.store.HostStore`."""
         flags = 0 if wait else os.RWF_NOWAIT
         extent = self._extents[key.layer][key.bits]
         span = self.experts.formats[key.bits].span(projections)

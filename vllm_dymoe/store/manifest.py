@@ -68,7 +68,7 @@ class Manifest:
         quantizer: how the bytes were made.
         model: fingerprint of the checkpoint they were made from.
         tensor_parallel: (rank, size) of the slice that the store holds.
-        errors: of the packed experts; None where they were not recorded. Says nothing of what the store is for.
+        errors: of the packed experts, None where they were not recorded; not part of the store's identity.
     """
 
     experts: ModelExperts
@@ -134,8 +134,8 @@ class Manifest:
             }
             experts = ModelExperts(tuple(data["layers"]), data["num_experts"], data["top_k"], formats)
             for bits, fmt in formats.items():
-                if data["blob_bytes"][str(bits)] != fmt.nbytes:
-                    raise ValueError(f"blobs of {data['blob_bytes'][str(bits)]} bytes where {fmt.nbytes} are expected")
+                if (held := data["blob_bytes"][str(bits)]) != fmt.nbytes:
+                    raise ValueError(f"blobs of {held} bytes where {fmt.nbytes} are expected")
             parallel = data["tensor_parallel"]
             errors = ErrorRecord.from_json(data["errors"]) if data.get("errors") else None
             return cls(experts, data["quantizer"], data["model"], (parallel["rank"], parallel["size"]), errors)

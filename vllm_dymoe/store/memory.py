@@ -67,7 +67,7 @@ class MemoryStore:
     def read_into(
         self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        """Copy, which never waits; see :class:`HostStore`."""
+        """See :class:`vllm_dymoe.store.HostStore`; never waits."""
         destination.copy_(self.blob(key, projections))
 
     def close(self) -> None:
@@ -78,10 +78,7 @@ class MemoryStore:
 
     @classmethod
     def from_files(
-        cls,
-        source: FileStore,
-        page_lock: PageLock | None = None,
-        progress: Callable[[int], object] = lambda nbytes: None,
+        cls, source: FileStore, page_lock: PageLock | None = None, progress: Callable[[int], object] = lambda _: None
     ) -> "MemoryStore":
         """Read a whole file store into memory, layer by layer, and lock it.
 

@@ -31,7 +31,7 @@ class PageLock(Protocol):
         ...
 
     def unlock(self, address: int) -> None:
-        """Undo ``lock``, after whatever the device still reads."""
+        """Undo ``lock``, once the device no longer reads."""
         ...
 
 
@@ -50,7 +50,7 @@ class CudaPageLock:
         self.node = node_of(place)
 
     def lock(self, address: int, nbytes: int) -> str | None:
-        """Register."""
+        """See :class:`PageLock`."""
         with torch.cuda.device(self._device):
             code = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)
         if int(code) == 0:
@@ -59,7 +59,7 @@ class CudaPageLock:
         return f"CUDA error {int(code)}: {self._runtime.cudaGetErrorString(code)}"
 
     def unlock(self, address: int) -> None:
-        """Unregister, once no copy is under way."""
+        """See :class:`PageLock`."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             if int(self._runtime.cudaHostUnregister(address)) != 0:

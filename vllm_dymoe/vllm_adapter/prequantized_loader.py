@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import Projection
-from vllm_dymoe.quantize.readers import Reader, known_parts
+from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.vllm_adapter.expert_loader import PROJECTIONS, ExpertLoader, PutBias, PutWeight
 
 
@@ -37,7 +37,7 @@ class PrequantizedExpertLoader(ExpertLoader):
     ) -> None:
         super().__init__(layer, put_weight, put_bias)
         self._wanted = wanted
-        self.kinds = ("weight", *known_parts(reader))
+        self.kinds = ("weight", *reader.known_parts)
         self._name = layer.layer_name
         self._reader = reader
         self._hidden, self._intermediate = hidden, intermediate

@@ -18,12 +18,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
 METHODS = tuple(_READERS)
 """Values of ``quant_method`` that :func:`make_reader` knows."""
 
-__all__ = ["METHODS", "Reader", "known_parts", "make_reader"]
-
-
-def known_parts(reader: Reader) -> tuple[str, ...]:
-    """Ends of the names of all tensors that one projection may have."""
-    return (*reader.parts, *reader.checked)
+__all__ = ["METHODS", "Reader", "make_reader"]
 
 
 def make_reader(config: Mapping[str, Any]) -> Reader:

@@ -12,36 +12,22 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
-from vllm_dymoe.quantize.readers.base import (
-    SCALE_DTYPES,
-    check_part,
-    choose_bits,
-    choose_group_size,
-    count_groups,
-    neighbours,
-    unpack_words,
-)
+from vllm_dymoe.quantize.readers import base
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PLACE = tuple(_ORDER.index(output) for output in range(8))
 
 
-class AwqReader:
-    """See :class:`vllm_dymoe.quantize.readers.base.Reader`.
-
-    Args:
-        config: quantization_config of config.json.
+class AwqReader(base.Reader):
+    """Of a ``quantization_config`` of config.json.
 
     Raises:
         CheckpointError: a version or a parameter that is not read.
     """
 
     method = "awq"
-    asymmetric = True
-    act_order = False
-    parts: tuple[str, ...] = ("qweight", "qzeros", "scales")
-    checked: tuple[str, ...] = ()
+    parts = ("qweight", "qzeros", "scales")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         version = str(config.get("version", "gemm")).lower()
@@ -55,26 +41,23 @@ class AwqReader:
                 "the checkpoint is quantized with awq without zero points, which gemm packing does not have; quantize "
                 "it again with zero_point true."
             )
-        self.bits = choose_bits(self.method, config.get("bits", config.get("w_bit")), (4,))
-        self.group_size = choose_group_size(self.method, config.get("group_size", config.get("q_group_size")))
+        self.bits = base.choose_bits(self.method, config.get("bits", config.get("w_bit")), (4,))
+        self.group_size = base.choose_group_size(self.method, config.get("group_size", config.get("q_group_size")))
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> PrequantizedMatrix:
-        """See the protocol."""
+        """See :class:`Reader <vllm_dymoe.quantize.readers.base.Reader>`."""
         if rows % 8:
             raise ValueError(f"qweight cannot hold {rows} outputs, which is no multiple of 8.")
-        groups = count_groups(columns, self.group_size)
-        check_part("qweight", parts["qweight"], (torch.int32,), columns, rows // 8)
-        check_part("qzeros", parts["qzeros"], (torch.int32,), groups, rows // 8)
-        check_part("scales", parts["scales"], SCALE_DTYPES, groups, rows)
+        groups = base.count_groups(columns, self.group_size)
+        base.check_part("qweight", parts["qweight"], (torch.int32,), columns, rows // 8)
+        base.check_part("qzeros", parts["qzeros"], (torch.int32,), groups, rows // 8)
+        base.check_part("scales", parts["scales"], base.SCALE_DTYPES, groups, rows)
         codes, zero_points = (self._in_order(parts[name]) for name in ("qweight", "qzeros"))
         return PrequantizedMatrix(
-            self.bits, codes.t(), parts["scales"].t(), zero_points.t(), neighbours(columns, self.group_size)
+            self.bits, codes.t(), parts["scales"].t(), zero_points.t(), base.neighbours(columns, self.group_size)
         )
-
-    def check(self, part: str, tensor: Tensor, rows: int, columns: int) -> None:
-        """Nothing comes beside the parts."""
 
     def _in_order(self, words: Tensor) -> Tensor:
         """uint8 [n, outputs] of int32 [n, outputs / 8]."""
-        numbers = unpack_words(words, self.bits)
+        numbers = base.unpack_words(words, self.bits)
         return numbers.view(-1, 8)[:, _PLACE].reshape(numbers.shape)

@@ -1,7 +1,8 @@
 """What every reader of a quantized checkpoint does: say what it found, and turn tensors into codes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ GROUP_SIZES = (128, 64, 32)
 WORD_BITS = 32
 
 
-class Reader(Protocol):
+class Reader(ABC):
     """Reads the experts of one quantized checkpoint.
 
     Attributes:
@@ -32,31 +33,30 @@ class Reader(Protocol):
     method: str
     bits: int
     group_size: int | None
-    asymmetric: bool
-    act_order: bool
+    asymmetric: bool = True
+    act_order: bool = False
     parts: tuple[str, ...]
-    checked: tuple[str, ...]
+    checked: tuple[str, ...] = ()
 
+    @abstractmethod
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> PrequantizedMatrix:
-        """One matrix.
-
-        Args:
-            parts: its tensors, by the ends of their names.
-            rows: outputs, of the whole matrix.
-            columns: inputs.
+        """One whole matrix [rows, columns] from its tensors, by the ends of their names.
 
         Raises:
             ValueError: a tensor is not what the format says; the message begins with its name's end.
         """
-        ...
 
-    def check(self, part: str, tensor: Tensor, rows: int, columns: int) -> None:
+    def check(self, part: str, tensor: Tensor, rows: int, columns: int) -> None:  # noqa: B027
         """Check a tensor that is not needed.
 
         Raises:
             ValueError: it contradicts the configuration; the message begins with its name's end.
         """
-        ...
+
+    @property
+    def known_parts(self) -> tuple[str, ...]:
+        """Ends of the names of all tensors that one projection may have."""
+        return (*self.parts, *self.checked)
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:

@@ -28,10 +28,7 @@ def format_fields(reader: Reader | None, ours: Mapping[str, Any]) -> dict[str, t
 def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[int, ...]:
     """Group sizes of a store in which no group would have two scales, the largest first.
 
-    Args:
-        reader: of the checkpoint.
-        rank_columns: inputs of the down projection on one rank.
-        ranks: tensor-parallel size; each rank's columns begin a group of their own.
+    Each of the ranks has ``rank_columns`` inputs of the down projection, which begin a group of their own.
     """
     return tuple(
         size
@@ -41,14 +38,7 @@ def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[in
 
 
 def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_columns: int, ranks: int) -> None:
-    """Refuse a store that could not take the checkpoint's numbers as they are.
-
-    Args:
-        reader: of the checkpoint.
-        bits: bit-widths of the store, the high tier first.
-        group_size: of the store.
-        rank_columns: inputs of the down projection on one rank.
-        ranks: tensor-parallel size.
+    """Refuse a store that could not take the checkpoint's numbers as they are; bits have the high tier first.
 
     Raises:
         CheckpointError: it is such a store.

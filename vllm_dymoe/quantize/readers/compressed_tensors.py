@@ -13,45 +13,32 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
-from vllm_dymoe.quantize.readers.base import (
-    SCALE_DTYPES,
-    WORD_BITS,
-    check_part,
-    choose_bits,
-    choose_group_size,
-    count_groups,
-    neighbours,
-    scattered,
-    unpack_words,
-)
+from vllm_dymoe.quantize.readers import base
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 _FORMAT = "pack-quantized"
 _ORDERED = ("group", "dynamic")  # two names of the same
 
 
-class CompressedTensorsReader:
-    """See :class:`vllm_dymoe.quantize.readers.base.Reader`.
-
-    Args:
-        config: quantization_config of config.json.
+class CompressedTensorsReader(base.Reader):
+    """Of a ``quantization_config`` of config.json.
 
     Raises:
         CheckpointError: a format or a parameter that is not read.
     """
 
     method = "compressed-tensors"
-    parts: tuple[str, ...]
-    checked: tuple[str, ...]
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         group = _only_group(config)
         weights = group.get("weights") or {}
-        self.bits = choose_bits(self.method, weights.get("num_bits"), (8, 4, 2))
+        self.bits = base.choose_bits(self.method, weights.get("num_bits"), (8, 4, 2))
         strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
         if weights.get("type", "int") != "int" or strategy not in ("group", "channel"):
             raise _unreadable(f'{weights.get("type")} weights by "{strategy}"', 'integers by "group" or "channel"')
-        self.group_size = choose_group_size(self.method, weights.get("group_size") if strategy == "group" else None)
+        self.group_size = base.choose_group_size(
+            self.method, weights.get("group_size") if strategy == "group" else None
+        )
         self.asymmetric = not weights.get("symmetric", True)
         self.act_order = weights.get("actorder") in _ORDERED and self.group_size is not None
         self.parts = (
@@ -63,21 +50,21 @@ class CompressedTensorsReader:
         self.checked = ("weight_shape",) if self.act_order else ("weight_shape", "weight_g_idx")
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> PrequantizedMatrix:
-        """See the protocol."""
-        each = WORD_BITS // self.bits
-        groups = count_groups(columns, self.group_size)
-        check_part("weight_packed", parts["weight_packed"], (torch.int32,), rows, -(-columns // each))
-        check_part("weight_scale", parts["weight_scale"], SCALE_DTYPES, rows, groups)
-        codes = unpack_words(parts["weight_packed"], self.bits)[:, :columns]
+        """See :class:`Reader <vllm_dymoe.quantize.readers.base.Reader>`."""
+        each = base.WORD_BITS // self.bits
+        groups = base.count_groups(columns, self.group_size)
+        base.check_part("weight_packed", parts["weight_packed"], (torch.int32,), rows, -(-columns // each))
+        base.check_part("weight_scale", parts["weight_scale"], base.SCALE_DTYPES, rows, groups)
+        codes = base.unpack_words(parts["weight_packed"], self.bits)[:, :columns]
         zero_points = torch.full((rows, groups), 2 ** (self.bits - 1), dtype=torch.uint8)
         if self.asymmetric:
             words = parts["weight_zero_point"]
-            check_part("weight_zero_point", words, (torch.int32,), -(-rows // each), groups)
-            zero_points = unpack_words(words.t(), self.bits).t()[:rows]
-        column_groups = neighbours(columns, self.group_size)
+            base.check_part("weight_zero_point", words, (torch.int32,), -(-rows // each), groups)
+            zero_points = base.unpack_words(words.t(), self.bits).t()[:rows]
+        column_groups = base.neighbours(columns, self.group_size)
         if self.act_order:
             part = "weight_g_idx"
-            column_groups = scattered(part, parts[part], (torch.int32, torch.int64), columns, groups)
+            column_groups = base.scattered(part, parts[part], (torch.int32, torch.int64), columns, groups)
         return PrequantizedMatrix(self.bits, codes, parts["weight_scale"], zero_points, column_groups)
 
     def check(self, part: str, tensor: Tensor, rows: int, columns: int) -> None:
@@ -85,7 +72,7 @@ class CompressedTensorsReader:
         if part == "weight_shape":
             if tensor.tolist() != [rows, columns]:
                 raise ValueError(f"{part} is {tensor.tolist()}, expected {[rows, columns]}.")
-        elif not torch.equal(tensor.long(), neighbours(columns, self.group_size)):
+        elif not torch.equal(tensor.long(), base.neighbours(columns, self.group_size)):
             raise ValueError(f"{part} says that its columns were reordered, although config.json has no such actorder.")
 
 

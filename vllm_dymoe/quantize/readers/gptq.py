@@ -14,36 +14,21 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
-from vllm_dymoe.quantize.readers.base import (
-    SCALE_DTYPES,
-    WORD_BITS,
-    check_part,
-    choose_bits,
-    choose_group_size,
-    count_groups,
-    neighbours,
-    scattered,
-    unpack_words,
-)
+from vllm_dymoe.quantize.readers import base
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 _ZERO_POINT_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 _RULES_OF_FORMAT = ("bits", "group_size", "sym", "desc_act")
 
 
-class GptqReader:
-    """See :class:`vllm_dymoe.quantize.readers.base.Reader`.
-
-    Args:
-        config: quantization_config of config.json.
+class GptqReader(base.Reader):
+    """Of a ``quantization_config`` of config.json.
 
     Raises:
         CheckpointError: a version or a parameter that is not read.
     """
 
     method = "gptq"
-    parts: tuple[str, ...]
-    checked: tuple[str, ...]
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         version = "marlin" if config.get("is_marlin_format") else str(config.get("checkpoint_format") or "gptq")
@@ -58,11 +43,11 @@ class GptqReader:
                     f'the checkpoint is quantized with gptq and has another format for the modules "{pattern}" '
                     '("dynamic"), which cannot be read; use one with the same format everywhere.'
                 )
-        self.bits = choose_bits(self.method, config.get("bits"), (8, 4, 2))
-        self.group_size = choose_group_size(self.method, config.get("group_size"))
+        self.bits = base.choose_bits(self.method, config.get("bits"), (8, 4, 2))
+        self.group_size = base.choose_group_size(self.method, config.get("group_size"))
         self.asymmetric = not config.get("sym", True)
         self._offset = _ZERO_POINT_OFFSETS[version]
-        # With one group for all columns their order has no effect, and static groups are made of neighbours.
+        # With one group for all columns their order has no effect, and static groups are made of base.neighbours.
         anywhere = self.group_size is not None and not config.get("static_groups")
         self.act_order = bool(config.get("desc_act")) and anywhere
         tensors = ("qweight", "qzeros", "scales")
@@ -70,25 +55,25 @@ class GptqReader:
         self.checked = () if self.act_order else ("g_idx",)
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> PrequantizedMatrix:
-        """See the protocol."""
-        each = WORD_BITS // self.bits
+        """See :class:`Reader <vllm_dymoe.quantize.readers.base.Reader>`."""
+        each = base.WORD_BITS // self.bits
         if rows % each or columns % each:
             raise ValueError(f"qweight cannot hold {rows} x {columns} codes, which are no multiples of {each}.")
-        groups = count_groups(columns, self.group_size)
-        check_part("qweight", parts["qweight"], (torch.int32,), columns // each, rows)
-        check_part("qzeros", parts["qzeros"], (torch.int32,), groups, rows // each)
-        check_part("scales", parts["scales"], SCALE_DTYPES, groups, rows)
-        codes = unpack_words(parts["qweight"].t(), self.bits)
-        column_groups = neighbours(columns, self.group_size)
+        groups = base.count_groups(columns, self.group_size)
+        base.check_part("qweight", parts["qweight"], (torch.int32,), columns // each, rows)
+        base.check_part("qzeros", parts["qzeros"], (torch.int32,), groups, rows // each)
+        base.check_part("scales", parts["scales"], base.SCALE_DTYPES, groups, rows)
+        codes = base.unpack_words(parts["qweight"].t(), self.bits)
+        column_groups = base.neighbours(columns, self.group_size)
         if self.act_order:
-            column_groups = scattered("g_idx", parts["g_idx"], (torch.int32,), columns, groups)
+            column_groups = base.scattered("g_idx", parts["g_idx"], (torch.int32,), columns, groups)
         zero_points = self._zero_points(parts["qzeros"]).t()
         return PrequantizedMatrix(self.bits, codes, parts["scales"].t(), zero_points, column_groups)
 
     def check(self, part: str, tensor: Tensor, rows: int, columns: int) -> None:
-        """g_idx, without desc_act or with static groups: groups have to be neighbours."""
-        check_part(part, tensor, (torch.int32,), columns)
-        if not torch.equal(tensor.long(), neighbours(columns, self.group_size)):
+        """g_idx, without desc_act or with static groups: groups have to be base.neighbours."""
+        base.check_part(part, tensor, (torch.int32,), columns)
+        if not torch.equal(tensor.long(), base.neighbours(columns, self.group_size)):
             raise ValueError(
                 f"{part} says that its columns were reordered, although config.json says desc_act false or "
                 "static_groups true."
@@ -96,7 +81,7 @@ class GptqReader:
 
     def _zero_points(self, words: Tensor) -> Tensor:
         """uint8 [groups, rows]."""
-        stored = unpack_words(words, self.bits)
+        stored = base.unpack_words(words, self.bits)
         highest, middle = 2**self.bits - 1, 2 ** (self.bits - 1)
         if self.asymmetric:
             return (stored + self._offset) & highest

@@ -1,0 +1,97 @@
+"""Reading a store from its files: the bytes that were written, or a sentence."""
+
+import os
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.store.stores import damage, read, write
+from vllm_dymoe.experts.layout import BlobKey, all_keys
+from vllm_dymoe.store import FileStore, StoreError
+from vllm_dymoe.store.files import file_name
+
+
+def test_files_and_memory_hold_the_same_bytes(store, memory_store):
+    for key in all_keys(store.experts):
+        assert torch.equal(read(store, key), memory_store.blob(key))
+
+
+@pytest.mark.parametrize("projections", [range(1), range(1, 2), range(1, 3), range(2, 3)])
+def test_projections_are_read_one_by_one_or_together(store, memory_store, projections):
+    for key in (BlobKey(0, 0, 4), BlobKey(1, 3, 2)):
+        fmt = store.experts.formats[key.bits]
+        want = memory_store.blob(key)[fmt.sections[projections[0]].start : fmt.sections[projections[-1]].stop]
+        for source in (store, memory_store):
+            got = torch.full_like(want, 0xEE)
+            source.read_into(key, got, projections)
+            assert torch.equal(got, want)
+
+
+def test_a_projection_that_was_not_read_is_not_taken_for_checked(tmp_path):
+    store = write(tmp_path / "store")
+    key, fmt = BlobKey(1, 1, 4), store.experts.formats[4]
+    extent = store._extents[1][4]
+    with (store.folder / file_name(2)).open("r+b") as file:
+        file.seek(extent.offset + fmt.nbytes + fmt.sections[2].start)
+        file.write(b"\xff\xff\xff")
+    store.read_into(key, torch.empty(fmt.sections[1].stop, dtype=torch.uint8), range(2))
+    with pytest.raises(StoreError, match="the down projection of expert 1 at 4 bits"):
+        read(store, key)
+    store.close()
+
+
+def test_the_shards_are_ordinary_safetensors_files(store, memory_store):
+    for layer, index in enumerate(store.experts.layers):
+        with safe_open(store.folder / file_name(index), "pt") as shard:
+            assert sorted(shard.keys()) == ["2bit.blobs", "2bit.xxh3", "4bit.blobs", "4bit.xxh3"]
+            assert torch.equal(shard.get_tensor("4bit.blobs")[3], memory_store.blob(BlobKey(layer, 3, 4)))
+
+
+def test_a_flipped_bit_is_found_at_the_first_read(store):
+    shard = store.folder / file_name(2)
+    fmt = store.experts.formats[4]
+    damage(shard, 4096 + fmt.nbytes + fmt.sections[1].start, b"\xff\xfe")
+    fresh = FileStore(store.folder)
+    read(fresh, BlobKey(1, 0, 4))
+    with pytest.raises(StoreError, match=r"00002.*corrupted: the up projection of expert 1 at 4 bits"):
+        read(fresh, BlobKey(1, 1, 4))
+    read(FileStore(store.folder, verify=False), BlobKey(1, 1, 4))
+
+
+def test_a_truncated_shard_is_refused_at_opening(store):
+    os.truncate(store.folder / file_name(2), 5000)
+    with pytest.raises(StoreError, match=r"00002\.safetensors has 5000 bytes where its header promises .* truncated"):
+        FileStore(store.folder)
+
+
+def test_a_shard_that_shrinks_while_it_is_open_is_an_error_and_no_crash(store):
+    os.truncate(store.folder / file_name(1), 4096 + 10)
+    with pytest.raises(StoreError, match=r"00001\.safetensors ends at byte 4106, inside expert 0"):
+        read(store, BlobKey(0, 0, 4))
+
+
+def test_a_missing_shard_is_named(store):
+    (store.folder / file_name(1)).unlink()
+    with pytest.raises(StoreError, match=r"00001\.safetensors of the expert store cannot be opened \(No such file"):
+        FileStore(store.folder)
+
+
+def test_a_file_that_is_no_safetensors_file_is_named(store):
+    (store.folder / file_name(1)).write_bytes(b"\xff" * 100_000)
+    with pytest.raises(StoreError, match="is not a safetensors file"):
+        FileStore(store.folder)
+
+
+def test_a_pipeline_stage_opens_its_own_layers_only(store, memory_store):
+    os.remove(store.folder / file_name(1))  # the other stage's: nobody asks for it
+    stage = FileStore(store.folder, (2,))
+    assert stage.experts.layers == (2,)
+    for expert in range(stage.experts.num_experts):
+        assert torch.equal(read(stage, BlobKey(0, expert, 4)), memory_store.blob(BlobKey(1, expert, 4)))
+    stage.close()
+
+
+def test_layers_that_a_store_does_not_have_are_named(store):
+    with pytest.raises(StoreError, match=r"those of the layers \[1, 2\], but \[2, 3\] are needed"):
+        FileStore(store.folder, (2, 3))

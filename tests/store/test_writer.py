@@ -1,0 +1,178 @@
+"""Writing a store: it is complete or not there, whatever the disk does."""
+
+import collections
+import errno
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.small_model import fill, make_experts, make_store
+from tests.store.stores import read, write
+from vllm_dymoe.experts.layout import BlobKey, Projection
+from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize.packer import ExpertPacker
+from vllm_dymoe.store import FileStore, Manifest, StoreError
+from vllm_dymoe.store.files import file_name
+from vllm_dymoe.store.header import read_header
+from vllm_dymoe.store.writer import StoreWriter
+
+
+def test_data_begin_on_a_page_and_every_blob_is_aligned(store):
+    path = store.folder / file_name(1)
+    with path.open("rb") as file:
+        header, start = read_header(path, file.fileno())
+    assert start % 4096 == 0
+    for bits, fmt in store.experts.formats.items():
+        assert (start + header[f"{bits}bit.blobs"]["data_offsets"][0]) % 256 == 0
+        assert fmt.nbytes % 256 == 0
+
+
+def test_nothing_appears_under_its_name_before_it_is_complete(tmp_path):
+    experts = make_experts()
+    folder = tmp_path / "store"
+    packer = ExpertPacker(experts, make_quantizer("rtn"), StoreWriter(folder, Manifest(experts, "rtn", "a model")))
+    packer.put(0, 0, Projection.GATE, torch.ones(32, 64))
+    assert not folder.exists()
+    with pytest.raises(StoreError, match=r"lacks 35 expert projections.*up projection of expert 0 in layer 1"):
+        packer.finish()
+    assert not folder.exists()
+
+
+def test_two_writers_of_one_store_end_with_one_good_store(tmp_path):
+    experts, folder = make_experts(), tmp_path / "store"
+    packers = [
+        ExpertPacker(experts, make_quantizer("rtn"), StoreWriter(folder, Manifest(experts, "rtn", "a model")))
+        for _ in range(2)
+    ]
+    for packer in packers:
+        fill(packer)
+    stores = [packer.finish() for packer in packers]
+    assert torch.equal(read(stores[0], BlobKey(0, 0, 4)), read(stores[1], BlobKey(0, 0, 4)))
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_store_of_another_kind_in_the_place_is_replaced_and_not_used(tmp_path):
+    write(tmp_path / "store", make_experts(bits=(8,))).close()
+    store = write(tmp_path / "store")
+    assert store.experts.formats.keys() == {4, 2}
+    assert torch.equal(read(store, BlobKey(1, 3, 4)), make_store(make_experts()).blob(BlobKey(1, 3, 4)))
+    store.close()
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def test_the_same_store_is_replaced_only_where_that_is_asked_for(tmp_path):
+    experts, folder = make_experts(), tmp_path / "store"
+    write(folder).close()
+    for overwrite in (False, True):
+        (folder / "left from before").touch()
+        writer = StoreWriter(folder, Manifest(experts, "rtn", "a model"))
+        fill(ExpertPacker(experts, make_quantizer("rtn"), writer))
+        writer.finish(overwrite=overwrite).close()
+        assert (folder / "left from before").exists() == (not overwrite)
+        assert os.listdir(tmp_path) == ["store"]
+
+
+def test_a_truncated_store_in_the_place_is_replaced(tmp_path):
+    write(tmp_path / "store").close()
+    os.truncate(tmp_path / "store" / file_name(1), 5000)
+    write(tmp_path / "store").close()
+    FileStore(tmp_path / "store").close()
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def test_what_a_dead_writer_left_is_removed_and_a_living_one_is_left_alone(tmp_path):
+    experts = make_experts()
+    living = StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model"))
+    partial = living.partial
+    dead = partial.with_name(partial.name.replace(f"-{os.getpid()}-", "-999999999-"))
+    dead.mkdir()
+    StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model"))
+    assert partial.exists()
+    assert not dead.exists()
+
+
+def test_a_disk_that_is_too_small_is_refused_before_writing(tmp_path, monkeypatch):
+    experts = make_experts()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    with pytest.raises(
+        StoreError, match=r"needs [\d.]+ KiB, but its disk has 10 B left \([\d.]+ KiB too little\); free"
+    ):
+        StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [0, 7, 40])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_fails_while_it_is_written_to_leaves_nothing(tmp_path, monkeypatch, number, code):
+    real, calls = os.pwrite, itertools.count()
+
+    def pwrite(*arguments):
+        if next(calls) >= number:
+            raise OSError(code, os.strerror(code))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(StoreError) as caught:
+        write(tmp_path / "store")
+    assert str(tmp_path / "store") in str(caught.value)
+    assert os.strerror(code) in str(caught.value)
+    assert "set store_dir to" in str(caught.value)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_disk_that_fails_at_the_last_sync_leaves_nothing(tmp_path, monkeypatch):
+    def fsync(file):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(StoreError, match=r"cannot be written: Input/output error; .* set store_dir to"):
+        write(tmp_path / "store")
+    assert not os.listdir(tmp_path)
+
+
+def test_a_real_disk_that_is_full(tmp_path):
+    """On a file system of 64 KiB: refused before writing, and where the space goes meanwhile, at the write."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path], check=False).returncode:
+        pytest.skip("may not mount")
+    try:
+        with pytest.raises(StoreError, match=r"needs [\d.]+ KiB, but its disk has [\d.]+ KiB left"):
+            write(tmp_path / "store")
+        usage = collections.namedtuple("usage", "free")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("shutil.disk_usage", lambda path: usage(2**40))
+            with pytest.raises(StoreError, match="No space left on device; free some space or set store_dir"):
+                write(tmp_path / "store")
+        assert not os.listdir(tmp_path)
+        subprocess.run(["mount", "-o", "remount,ro,size=1m", tmp_path], check=True)
+        with pytest.raises(StoreError, match="Read-only file system; free some space or set store_dir"):
+            write(tmp_path / "store")
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_read_only_folder_is_named(tmp_path, monkeypatch):
+    def mkdtemp(**settings):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
+    with pytest.raises(StoreError, match="Read-only file system; free some space or set store_dir"):
+        write(tmp_path / "store")
+
+
+def test_a_killed_writer_leaves_no_store_and_the_next_one_cleans_up(tmp_path):
+    program = (
+        "import os, signal, sys; from pathlib import Path; from tests.store import stores as t;"
+        "from vllm_dymoe.store import writer;"
+        "writer.write_manifest = lambda *a: os.kill(os.getpid(), signal.SIGKILL); t.write(Path(sys.argv[1]))"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, tmp_path / "store"], check=False)
+    assert killed.returncode == -9
+    (partial,) = tmp_path.iterdir()
+    with pytest.raises(StoreError, match="holds no expert store"):
+        FileStore(partial)
+    write(tmp_path / "store").close()
+    assert os.listdir(tmp_path) == ["store"]

@@ -31,9 +31,8 @@ def test_projections_are_read_one_by_one_or_together(store, memory_store, projec
 def test_a_projection_that_was_not_read_is_not_taken_for_checked(tmp_path):
     store = write(tmp_path / "store")
     key, fmt = BlobKey(1, 1, 4), store.experts.formats[4]
-    extent = store._extents[1][4]
     with (store.folder / file_name(2)).open("r+b") as file:
-        file.seek(extent.offset + fmt.nbytes + fmt.sections[2].start)
+        file.seek(store._blobs[1][4] + fmt.nbytes + fmt.sections[2].start)
         file.write(b"\xff\xff\xff")
     store.read_into(key, torch.empty(fmt.sections[1].stop, dtype=torch.uint8), range(2))
     with pytest.raises(StoreError, match="the down projection of expert 1 at 4 bits"):

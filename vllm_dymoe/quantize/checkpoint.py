@@ -22,7 +22,8 @@ from vllm_dymoe.quantize.prequantized import Matrix, PrequantizedMatrix
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.readers.compatibility import format_fields
 from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
-from vllm_dymoe.quantize.tensors import CheckpointError, TensorPlace, read_tensors
+from vllm_dymoe.quantize.tensors import CheckpointError, read_tensors
+from vllm_dymoe.store.header import TensorPlace
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_k")

@@ -44,11 +44,6 @@ class ExpertName:
     projections: tuple[Projection, ...]
     part: str
 
-    @property
-    def bias(self) -> bool:
-        """Whether it is the bias and not the weight."""
-        return self.part == "bias"
-
 
 def read_name(name: str) -> ExpertName | None:
     """Read the name of a tensor; None if it is not of an expert."""

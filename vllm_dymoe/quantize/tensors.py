@@ -4,14 +4,13 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.store.durable import write_synced
-from vllm_dymoe.store.header import make_header, read_header
+from vllm_dymoe.store.header import TensorPlace, make_header, read_header
 
 INDEX = "model.safetensors.index.json"
 
@@ -21,23 +20,6 @@ _PIECE_BYTES = 16 * 2**20
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be read or written; the message is one sentence for the user."""
-
-
-@dataclass(frozen=True)
-class TensorPlace:
-    """Where one tensor lies: bytes ``begin`` to ``end`` of a file."""
-
-    name: str
-    path: Path
-    dtype: str  # in safetensors' words, "BF16"
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.end - self.begin
 
 
 def read_tensors(folder: Path) -> dict[str, TensorPlace]:
@@ -114,17 +96,11 @@ def _read_places(path: Path) -> dict[str, TensorPlace]:
             pass  # checks the header, and that the file is as long as it says
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            header, start = read_header(path, file)
+            return read_header(path, file)
         finally:
             os.close(file)
     except (OSError, SafetensorError, StoreError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); download it again.") from error
-    header.pop("__metadata__", None)
-    places = {}
-    for name, tensor in header.items():
-        begin, end = tensor["data_offsets"]
-        places[name] = TensorPlace(name, path, tensor["dtype"], tuple(tensor["shape"]), start + begin, start + end)
-    return places
 
 
 def _write_shard(path: Path, tensors: Sequence[TensorPlace], progress: Callable[[int], None]) -> None:

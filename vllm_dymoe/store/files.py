@@ -9,16 +9,15 @@ import ctypes
 import errno
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 
 from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey, Projection
 from vllm_dymoe.store.base import StoreError
-from vllm_dymoe.store.header import data_offsets, read_header
+from vllm_dymoe.store.header import TensorPlace, read_header
 from vllm_dymoe.store.manifest import Manifest
 
 _NOTHING: frozenset[int] = frozenset()
@@ -32,14 +31,6 @@ def file_name(layer_index: int) -> str:
 def checksum(section: memoryview) -> int:
     """XXH3-64 of a section as a signed number: as fast as memory, where zlib's CRC-32 would take longer than a read."""
     return ctypes.c_int64(xxhash.xxh3_64_intdigest(section)).value
-
-
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """Where one tensor lies in its file: first byte, and bytes per expert."""
-
-    offset: int
-    nbytes: int
 
 
 class FileStore:
@@ -70,8 +61,8 @@ class FileStore:
         self.experts = held if layers is None else replace(held, layers=layers)
         self._verify = verify
         self._files: list[int] = []
-        self._extents: list[Mapping[int, _Extent]] = []
-        self._expected: list[Mapping[int, torch.Tensor]] = []
+        self._blobs: list[dict[int, int]] = []  # of each layer: first byte, by bits
+        self._expected: list[dict[int, torch.Tensor]] = []
         self._verified: dict[BlobKey, frozenset[int]] = {}
         try:
             for layer_index in self.experts.layers:
@@ -90,10 +81,10 @@ class FileStore:
     ) -> None:
         """See :class:`vllm_dymoe.store.HostStore`."""
         flags = 0 if wait else os.RWF_NOWAIT
-        extent = self._extents[key.layer][key.bits]
-        span = self.experts.formats[key.bits].span(projections)
+        fmt = self.experts.formats[key.bits]
+        span = fmt.span(projections)
         view = destination.numpy().data
-        offset = extent.offset + key.expert * extent.nbytes + span.start
+        offset = self._blobs[key.layer][key.bits] + key.expert * fmt.nbytes + span.start
         done, nbytes = 0, span.stop - span.start
         while done < nbytes:
             try:
@@ -144,34 +135,34 @@ class FileStore:
             ) from error
         self._files.append(file)
         size = os.fstat(file).st_size
-        header, start = read_header(path, file)
-        extents: dict[int, _Extent] = {}
-        expected: dict[int, torch.Tensor] = {}
-        promised = start + max((end for _, end in map(data_offsets, header.values())), default=0)
+        places = read_header(path, file)
+        promised = max((place.end for place in places.values()), default=0)
         if promised > size:
             raise StoreError(
                 f"{path} has {size} bytes where its header promises {promised}; "
                 f"the file was truncated: {_again(path.parent)}."
             )
-        for bits, fmt in self.experts.formats.items():
-            begin, _ = self._locate(path, header, f"{bits}bit.blobs", self.experts.num_experts * fmt.nbytes)
-            extents[bits] = _Extent(start + begin, fmt.nbytes)
-            begin, end = self._locate(path, header, f"{bits}bit.xxh3", self.experts.num_experts * 3 * 8)
-            checks = torch.frombuffer(bytearray(os.pread(file, end - begin, start + begin)), dtype=torch.int64)
-            expected[bits] = checks.view(self.experts.num_experts, 3)
-        self._extents.append(extents)
+        count, formats = self.experts.num_experts, self.experts.formats.items()
+        self._blobs.append(
+            {bits: _locate(path, places, f"{bits}bit.blobs", count * fmt.nbytes).begin for bits, fmt in formats}
+        )
+        expected = {}
+        for bits, _ in formats:
+            place = _locate(path, places, f"{bits}bit.xxh3", count * len(Projection) * 8)
+            checks = bytearray(os.pread(file, place.nbytes, place.begin))
+            expected[bits] = torch.frombuffer(checks, dtype=torch.int64).view(count, len(Projection))
         self._expected.append(expected)
 
-    @staticmethod
-    def _locate(path: Path, header: Mapping[str, Any], name: str, nbytes: int) -> tuple[int, int]:
-        if name not in header:
-            raise StoreError(f"{path} has no tensor {name}, which the manifest promises; {_again(path.parent)}.")
-        begin, end = data_offsets(header[name])
-        if end - begin != nbytes:
-            raise StoreError(
-                f"{path} holds {end - begin} bytes of {name} where the manifest says {nbytes}; {_again(path.parent)}."
-            )
-        return begin, end
+
+def _locate(path: Path, places: Mapping[str, TensorPlace], name: str, nbytes: int) -> TensorPlace:
+    place = places.get(name)
+    if place is None:
+        raise StoreError(f"{path} has no tensor {name}, which the manifest promises; {_again(path.parent)}.")
+    if place.nbytes != nbytes:
+        raise StoreError(
+            f"{path} holds {place.nbytes} bytes of {name} where the manifest says {nbytes}; {_again(path.parent)}."
+        )
+    return place
 
 
 def _again(folder: Path) -> str:

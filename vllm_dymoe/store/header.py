@@ -2,11 +2,29 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_dymoe.store.base import StoreError
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where one tensor lies: bytes ``begin`` to ``end`` of a file."""
+
+    name: str
+    path: Path
+    dtype: str  # in safetensors' words, "BF16"
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.end - self.begin
 
 
 def make_header(
@@ -35,11 +53,8 @@ def make_header(
     return header, {name: start + begin for name, begin in begins.items()}, start + end
 
 
-def read_header(path: Path, file: int) -> tuple[dict[str, Any], int]:
-    """Parse the header of a safetensors file.
-
-    Returns:
-        The header, and the offset of the first data byte.
+def read_header(path: Path, file: int) -> dict[str, TensorPlace]:
+    """Where the tensors of a safetensors file lie, by name.
 
     Raises:
         StoreError: it is not a safetensors file.
@@ -48,12 +63,12 @@ def read_header(path: Path, file: int) -> tuple[dict[str, Any], int]:
     try:
         if not 0 < length <= 100_000_000:
             raise ValueError(f"a header of {length} bytes")
-        return json.loads(os.pread(file, length, 8)), 8 + length
-    except ValueError as error:
+        header = json.loads(os.pread(file, length, 8))
+        header.pop("__metadata__", None)
+        places = {}
+        for name, tensor in header.items():
+            begin, end = (8 + length + offset for offset in tensor["data_offsets"])
+            places[name] = TensorPlace(name, path, tensor["dtype"], tuple(tensor["shape"]), begin, end)
+        return places
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{path} is not a safetensors file ({error}); write the store again.") from error
-
-
-def data_offsets(entry: Mapping[str, Any]) -> tuple[int, int]:
-    """Where a header says that a tensor lies; nothing for the entry of metadata."""
-    begin, end = entry.get("data_offsets", (0, 0))
-    return begin, end

@@ -30,11 +30,11 @@ def expert_reference(
         [tokens, hidden].
     """
     precise = x.to(dtype)
-    hidden = activation.gated(
+    activations = activation.gated(
         _linear(precise, gate),
         _linear(precise, up),
     )
-    return _linear(hidden, down)
+    return _linear(activations, down)
 
 
 def _linear(x: Tensor, packed: PackedMatrix) -> Tensor:

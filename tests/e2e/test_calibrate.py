@@ -77,8 +77,8 @@ def test_hessians_are_those_of_what_the_experts_read(recorded):
         assert (outer.hessian - expected).norm() < 1e-5 * expected.norm()
         weight = {p: matrix.double() for p, (matrix, _) in checkpoint.expert(layer, expert).items()}
         gate = rows @ weight[Projection.GATE].t()
-        hidden = torch.nn.functional.silu(gate) * (rows @ weight[Projection.UP].t()) * share
-        expected = hidden.t() @ hidden
+        activation = torch.nn.functional.silu(gate) * (rows @ weight[Projection.UP].t()) * share
+        expected = activation.t() @ activation
         assert (inner.hessian - expected).norm() < 1e-5 * expected.norm()
 
 

@@ -17,7 +17,7 @@ from vllm_dymoe.quantize.readers import base
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 _FORMAT = "pack-quantized"
-_ORDERED = ("group", "dynamic")  # two names of the same
+_ACT_ORDERS = ("group", "dynamic")  # two names of the same
 
 
 class CompressedTensorsReader(base.Reader):
@@ -40,7 +40,7 @@ class CompressedTensorsReader(base.Reader):
             self.method, weights.get("group_size") if strategy == "group" else None
         )
         self.asymmetric = not weights.get("symmetric", True)
-        self.act_order = weights.get("actorder") in _ORDERED and self.group_size is not None
+        self.act_order = weights.get("actorder") in _ACT_ORDERS and self.group_size is not None
         self.parts = (
             "weight_packed",
             "weight_scale",

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.cli.checkpoints import command
-from vllm_dymoe.transfer.timeline import HostClock, Lane, Timeline
+from vllm_dymoe.observe.timeline import HostClock, Lane, Timeline
 
 
 def run(*arguments):

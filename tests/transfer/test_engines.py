@@ -18,7 +18,7 @@ from vllm_dymoe.transfer.queue import QueuedEngine
 from vllm_dymoe.transfer.recorded import COMPUTATION, RecordedStreams
 from vllm_dymoe.transfer.threads import CpuDelivery
 from vllm_dymoe.transfer.ticket import State
-from vllm_dymoe.transfer.timeline import Timeline
+from vllm_dymoe.observe.timeline import Timeline
 
 CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -22,6 +22,7 @@ from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.table import CODES
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, ExpertKernel, LayerWork, combine, make_kernel
+from vllm_dymoe.observe.timeline import CudaClock, HostClock, Lane, Timeline
 from vllm_dymoe.policy import Policy, make_policy
 from vllm_dymoe.predict import Measured, PredictionStats, Predictor
 from vllm_dymoe.runtime.counters import ResidencyCounts
@@ -34,15 +35,7 @@ from vllm_dymoe.runtime.sizing import SlotPlan, limit_in_bytes, minimum_budget, 
 from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.runtime.stream import LayerStep
 from vllm_dymoe.store import HostStore
-from vllm_dymoe.transfer import (
-    CudaClock,
-    HostClock,
-    Lane,
-    Timeline,
-    TransferEngine,
-    TransferStats,
-    make_engine,
-)
+from vllm_dymoe.transfer import TransferEngine, TransferStats, make_engine
 
 
 class MoERuntime:

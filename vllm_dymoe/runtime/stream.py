@@ -27,7 +27,8 @@ from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.mover import Fetch, Mover
 from vllm_dymoe.runtime.prefetch import Prefetcher
-from vllm_dymoe.transfer import Lane, Reason, Timeline, TransferEngine, TransferError
+from vllm_dymoe.observe.timeline import Lane, Timeline
+from vllm_dymoe.transfer import Reason, TransferEngine, TransferError
 
 LookAhead = Callable[[], Callable[[], None] | None]
 """Foresees; returns what is left to do of it once the first experts compute (DuoServe-MoE 5.3), or None."""

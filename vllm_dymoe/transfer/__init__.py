@@ -6,7 +6,6 @@ from vllm_dymoe.store import HostStore, MemoryStore
 from vllm_dymoe.transfer.engine import TransferEngine, TransferStats
 from vllm_dymoe.transfer.queue import QueuedEngine
 from vllm_dymoe.transfer.ticket import Reason, Ticket, TransferError
-from vllm_dymoe.transfer.timeline import CudaClock, HostClock, Lane, Timeline
 
 
 def make_engine(
@@ -54,12 +53,8 @@ def make_engine(
 
 
 __all__ = [
-    "CudaClock",
-    "HostClock",
-    "Lane",
     "Reason",
     "Ticket",
-    "Timeline",
     "TransferEngine",
     "TransferError",
     "TransferStats",

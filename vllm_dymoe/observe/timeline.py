@@ -1,8 +1,8 @@
 """What ran when: computation, transfers and waits of some steps, as a trace that https://ui.perfetto.dev opens.
 
-The host's times are ``time.perf_counter``; those of a GPU are events on its streams, read when the trace is made, so
-that recording makes nothing wait. The format is Chrome's trace events: complete events ("X") with begin and duration in
-microseconds, one row ("tid") for each lane.
+Host times are ``time.perf_counter``. A GPU's are events on its streams that are read when the trace is written, so
+recording never synchronises. The format is Chrome's trace events: complete events ("X") with begin and duration in
+microseconds, one row ("tid") per lane.
 """
 
 import time
@@ -27,28 +27,28 @@ class Clock(Protocol):
     """When something happens on one device."""
 
     def mark(self) -> Any:
-        """This moment of the computation."""
+        """The moment that the computation issued so far ends."""
         ...
 
     def seconds(self, mark: Any) -> float:
-        """When a mark was made, or a host time as it is, on the scale of ``time.perf_counter``."""
+        """A mark on the scale of ``time.perf_counter``; a host time is returned as it is."""
         ...
 
 
 class HostClock:
-    """Where computation and transfers are the host's own."""
+    """For a device whose computation and transfers run on the host."""
 
     def mark(self) -> float:
         """Now."""
         return time.perf_counter()
 
     def seconds(self, mark: float) -> float:
-        """A mark is its own time."""
+        """The mark itself."""
         return mark
 
 
 class CudaClock:
-    """Marks are events; the host waits for them only when they are read.
+    """Marks are CUDA events; the host waits for them only when they are read.
 
     Args:
         device: whose current stream computes.
@@ -62,13 +62,13 @@ class CudaClock:
         self._origin_seconds = time.perf_counter()
 
     def mark(self) -> torch.cuda.Event:
-        """An event behind what the computing stream was given so far."""
+        """An event behind the work enqueued on the current stream so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, mark: Any) -> float:
-        """When an event happened, or a host time as it is."""
+        """When an event happened."""
         if isinstance(mark, float):
             return mark
         mark.synchronize()
@@ -77,15 +77,15 @@ class CudaClock:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time.
+    """An interval on one lane.
 
     Attributes:
-        lane: where.
-        name: what, for people.
-        kind: what sort of thing, which gives it its colour.
-        begin: mark of the clock, or host time.
+        lane: the row.
+        name: shown to the reader.
+        kind: category, which decides the colour.
+        begin: mark of the clock, or host time in seconds.
         end: as ``begin``.
-        about: more, for whoever clicks on it.
+        about: further values that the viewer shows.
     """
 
     lane: Lane
@@ -100,7 +100,7 @@ class Timeline:
     """Collects spans; any thread may add one.
 
     Args:
-        clock: of the device.
+        clock: the device's.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -108,20 +108,20 @@ class Timeline:
         self._spans: list[Span] = []
 
     def add(self, lane: Lane, name: str, kind: str, begin: Any, end: Any, **about: Any) -> None:
-        """Take note of a span, unless there are too many already."""
+        """Record a span, unless there are too many already."""
         if len(self._spans) < _MOST_SPANS:
             self._spans.append(Span(lane, name, kind, begin, end, about))
 
     @property
     def full(self) -> bool:
-        """Whether some spans were left out, because there were more than fit into memory well."""
+        """Whether the limit was reached, so that later spans are missing."""
         return len(self._spans) >= _MOST_SPANS
 
     def events(self, rank: int = 0) -> list[dict[str, Any]]:
-        """Chrome trace events, in the order of their beginnings.
+        """Chrome trace events, sorted by begin.
 
         Args:
-            rank: the process that they are shown as.
+            rank: shown as the process id.
         """
         lanes = list(Lane)
         title = f"rank {rank}, the first {_MOST_SPANS} spans" if self.full else f"rank {rank}"

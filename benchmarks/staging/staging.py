@@ -22,10 +22,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-sys.path += [str(Path(__file__).resolve().parents[1] / "ablation")]
+sys.path += [str(Path(__file__).resolve().parents[1] / "ablation"), str(Path(__file__).resolve().parents[2])]
 from hardware import LINKS, MEMORY_BYTES_PER_SECOND, Shape
 from report import QWEN3_30B
 
+from tests.support.deterministic_threads import DeterministicThreads
+from tests.support.happens_before import History
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, all_keys
 from vllm_dymoe.experts.routing import Phase, Routing
@@ -33,11 +35,9 @@ from vllm_dymoe.predict import Candidate
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import MemoryStore
 from vllm_dymoe.transfer import link, queue
-from vllm_dymoe.transfer.happens_before import History
 from vllm_dymoe.transfer.link import EmulatedLink
 from vllm_dymoe.transfer.queue import QueuedEngine
 from vllm_dymoe.transfer.threads import CpuDelivery
-from vllm_dymoe.transfer.turns import Turns
 
 SHAPE, INTERMEDIATE, EXPERTS = Shape(**QWEN3_30B), 768, 128
 OPERATIONS_PER_SECOND = 71e12 / 2  # RTX 3090, bf16 with float32 sums; half of the data sheet's
@@ -45,8 +45,8 @@ LINK = "PCIe 4 x16"
 REUSED = 0.45  # of a token's experts are the token's before (a trained miniature's)
 
 
-class VirtualTime(Turns):
-    """Threads that take turns; time passes when all of them sleep or wait."""
+class VirtualTime(DeterministicThreads):
+    """Deterministic threads; time passes when all of them sleep or wait."""
 
     def __init__(self) -> None:
         super().__init__(History(), seed=0, restless=0.0)
@@ -62,7 +62,7 @@ class VirtualTime(Turns):
             del self._wakes[me]
 
     def _pass_on(self) -> None:
-        if not any(player.until() for player in self._players.values()) and self._wakes:
+        if not any(runner.until() for runner in self._runners.values()) and self._wakes:
             self.now = min(self._wakes.values())
         super()._pass_on()
 
@@ -131,25 +131,25 @@ def serve(
     routing: list[list[torch.Tensor]],
 ) -> dict[str, float]:  # fmt: skip
     """Prefill and decode with one number of slots; None for the default."""
-    turns = VirtualTime()
-    clock = SimpleNamespace(perf_counter=lambda: turns.now, monotonic=time.monotonic)
-    with patch.multiple(link, time=clock, _sleep_until=turns.sleep_until), patch.object(queue, "time", clock):
-        return _serve(turns, store, slots, share, host, accuracy, steps, routing)
+    threads = VirtualTime()
+    clock = SimpleNamespace(perf_counter=lambda: threads.now, monotonic=time.monotonic)
+    with patch.multiple(link, time=clock, _sleep_until=threads.sleep_until), patch.object(queue, "time", clock):
+        return _serve(threads, store, slots, share, host, accuracy, steps, routing)
 
 
 def _serve(
-    turns: VirtualTime, store: MemoryStore, slots: int | None, share: float, host: float, accuracy: float | None,
+    threads: VirtualTime, store: MemoryStore, slots: int | None, share: float, host: float, accuracy: float | None,
     steps: Sequence[int], routing: list[list[torch.Tensor]],
 ) -> dict[str, float]:  # fmt: skip
     rate = store.experts.formats[4].nbytes / (SHAPE.expert_bytes / LINKS[LINK])
     delivery = EmulatedLink(CpuDelivery(store), rate)
-    engine = QueuedEngine(delivery, 1, waiters_move=False, concurrency=turns)
+    engine = QueuedEngine(delivery, 1, waiters_move=False, concurrency=threads)
     chosen = {} if slots is None else {"staging_slots": slots}
     options = Options(hi=4, group_size=32, expert_budget=share, **chosen)
     foresight = None if accuracy is None else Foresight(accuracy)
     runtime = MoERuntime(store, options, torch.device("cpu"), engine=engine, predictor=foresight)
     if runtime._prefetcher is not None:
-        runtime._prefetcher.clock = lambda: turns.now
+        runtime._prefetcher.clock = lambda: threads.now
     blobs = {id(slot.expert.gate): slot.blob for pool in runtime.memory.pools.values() for slot in pool.slots}
     state = SimpleNamespace(layer=0, tokens=1, experts={})
 
@@ -158,7 +158,7 @@ def _serve(
         for projection in range(3):
             if receive is not None:
                 receive(projection + 1)
-            turns.sleep_until(turns.now + sum(seconds))
+            threads.sleep_until(threads.now + sum(seconds))
         for expert in work:
             blob = blobs[id(expert.gate)]
             assert state.experts.get(bytes(blob[:16].tolist())) == state.layer, "computed with another expert's bytes"
@@ -172,19 +172,19 @@ def _serve(
         if foresight is not None:
             foresight.coming = [ids.flatten().unique(return_counts=True) for ids in layers]
             foresight.coming = [e[c.argsort(descending=True)].tolist() for e, c in foresight.coming]
-        begin = turns.now
+        begin = threads.now
         if number == 1:  # the first request has warmed the cache up
             runtime.reset_stats()
         for layer, ids in enumerate(layers):
             state.layer, state.tokens = layer, tokens
-            turns.sleep_until(turns.now + attention_seconds(tokens) + host)
+            threads.sleep_until(threads.now + attention_seconds(tokens) + host)
             rows = len(ids)
             x = torch.zeros(rows, 64, dtype=torch.bfloat16)
             runtime.forward(
                 Routing(layer, len(runtime.experts.layers), x, ids, torch.full(ids.shape, 1 / SHAPE.top_k), phase)
             )
         if number:
-            seconds[phase.value] += turns.now - begin
+            seconds[phase.value] += threads.now - begin
             counts[phase.value] += 1
             if phase is Phase.PREFILL:
                 moved = sum(runtime.stats().bytes_moved.values())

@@ -10,6 +10,7 @@ import torch
 
 from tests.runtime.steps import ByNumber, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
+from tests.support.recorded_device import COMPUTATION, RecordedStore, RecordedStreams, record_reads
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.predict import Candidate
 from vllm_dymoe.runtime import MoERuntime
@@ -18,7 +19,6 @@ from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
 from vllm_dymoe.transfer.queue import QueuedEngine
-from vllm_dymoe.transfer.recorded import COMPUTATION, RecordedStore, RecordedStreams, record_reads
 from vllm_dymoe.transfer.threads import CpuDelivery
 
 LAYERS, EXPERTS = 3, 6

@@ -12,6 +12,8 @@ from tests.predict.gates import random_gates
 from tests.predict.made_up import made_up
 from tests.runtime.steps import forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
+from tests.support.happens_before import History
+from tests.support.recorded_device import RecordedStreams
 from vllm_dymoe.experts.routing import Phase
 from vllm_dymoe.policy import PromptTokens, make_policy
 from vllm_dymoe.predict import RoutedModel, make_scheme
@@ -22,9 +24,7 @@ from vllm_dymoe.predict.folded import fold
 from vllm_dymoe.predict.training import Recipe, train
 from vllm_dymoe.traces import TraceHeader
 from vllm_dymoe.transfer.cuda import PinnedDelivery
-from vllm_dymoe.transfer.happens_before import History
 from vllm_dymoe.transfer.queue import QueuedEngine
-from vllm_dymoe.transfer.recorded import RecordedStreams
 
 LAYERS, TOP_K, HIDDEN = 4, 2, 64
 EXPERTS = 6

@@ -16,6 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.schedules import EXPERTS, KINDS, LAYERS, Program, execute, expected
+from tests.support.deterministic_threads import DeterministicThreads
+from tests.support.happens_before import History
+from tests.support.recorded_device import RecordedStreams, RecordedThreads
 from vllm_dymoe.experts.residency import HIT, STREAM
 from vllm_dymoe.experts.slots import SlotPool
 from vllm_dymoe.experts.table import ResidencyTable
@@ -23,11 +26,8 @@ from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.mover import Mover
 from vllm_dymoe.runtime.prefetch import Prefetcher
 from vllm_dymoe.runtime.stream import LayerStep
-from vllm_dymoe.transfer.happens_before import History
 from vllm_dymoe.transfer.queue import QueuedEngine
-from vllm_dymoe.transfer.recorded import RecordedStreams, RecordedThreads
 from vllm_dymoe.transfer.ticket import State
-from vllm_dymoe.transfer.turns import Turns
 
 steps = st.tuples(st.integers(0, 50), st.integers(0, LAYERS - 1), st.sampled_from((1, 1, 2, 9)))
 guesses = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)), max_size=4).map(tuple)
@@ -59,7 +59,7 @@ def check(program, outputs, history):
 def test_no_schedule_corrupts_a_slot(program, kind, seed, restless):
     """Nor disturbs a capture. After a read that fails or does not end nothing is captured: it is the end of a start."""
     history, program = History(), replace(program, faults={}) if program.captures else program
-    check(program, execute(program, kind, Turns(history, seed, restless), history), history)
+    check(program, execute(program, kind, DeterministicThreads(history, seed, restless), history), history)
 
 
 class RealThreads(RecordedThreads):
@@ -111,7 +111,7 @@ def races(kind, seeds=range(60)):
         history = History()
         # The runtime's own checks may notice as well; that is not what is asked here.
         with contextlib.suppress(AssertionError, KeyError):
-            execute(random_program(seed), kind, Turns(history, seed), history)
+            execute(random_program(seed), kind, DeterministicThreads(history, seed), history)
         if history.races:
             return history.races[0]
     return None

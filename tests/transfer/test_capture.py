@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.small_model import make_experts, make_store
-from tests.transfer.patience import becomes, ended
+from tests.support.deterministic_threads import DeterministicThreads
+from tests.support.happens_before import History
+from tests.support.patience import becomes, ended
+from tests.support.recorded_device import RecordedStore, RecordedStreams
 from vllm_dymoe.experts.layout import BlobKey
 from vllm_dymoe.transfer import Reason, TransferError
 from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
-from vllm_dymoe.transfer.happens_before import History
 from vllm_dymoe.transfer.queue import QueuedEngine
-from vllm_dymoe.transfer.recorded import RecordedStore, RecordedStreams
 from vllm_dymoe.transfer.ticket import State
-from vllm_dymoe.transfer.turns import Turns
 
 STORE = make_store(make_experts())
 NBYTES = STORE.experts.formats[4].nbytes
@@ -38,16 +38,16 @@ class Device:
 
     def __init__(self, kind, seed, restless=0.5):
         self.history = History()
-        self.turns = Turns(self.history, seed, restless)
-        self.streams = RecordedStreams(self.history, self.turns.pause, lambda: True)
+        self.threads = DeterministicThreads(self.history, seed, restless)
+        self.streams = RecordedStreams(self.history, self.threads.pause, lambda: True)
         if kind == "pinned":
             delivery = PinnedDelivery(STORE, self.streams, worth_a_copy=0)
-            self.engine = QueuedEngine(delivery, 1, eager=True, concurrency=self.turns)
+            self.engine = QueuedEngine(delivery, 1, eager=True, concurrency=self.threads)
         else:
-            store = (Disk if kind == "disk" else RecordedStore)(STORE, self.history, self.turns.pause)
+            store = (Disk if kind == "disk" else RecordedStore)(STORE, self.history, self.threads.pause)
             buffers = [torch.zeros(NBYTES, dtype=torch.uint8) for _ in range(2)]
-            delivery = StagedDelivery(store, self.streams, buffers, self.turns, worth_a_copy=0)
-            self.engine = QueuedEngine(delivery, 2, timeout=1.0, concurrency=self.turns)
+            delivery = StagedDelivery(store, self.streams, buffers, self.threads, worth_a_copy=0)
+            self.engine = QueuedEngine(delivery, 2, timeout=1.0, concurrency=self.threads)
         self.slots = []
 
     def submit(self, expert, reason):
@@ -58,7 +58,7 @@ class Device:
         """A piece of the model, whose calls take a while."""
         self.streams.capturing = True
         for _ in range(calls):
-            self.turns.pause()
+            self.threads.pause()
         self.streams.capturing = False
 
 
@@ -68,7 +68,7 @@ def test_no_schedule_lets_a_thread_disturb_a_capture(kind, seed, restless, head_
     device = Device(kind, seed, restless)
     ahead = [device.submit(expert, Reason(1 + expert % 2)) for expert in range(3)]
     for _ in range(head_start):
-        device.turns.pause()
+        device.threads.pause()
     for first in (3, 4):  # vLLM captures once to learn how much memory it takes, and once again
         with device.engine.paused():
             for expert in (first, first + 1):

@@ -8,17 +8,17 @@ import weakref
 import pytest
 import torch
 
-from tests.transfer.patience import becomes, ended
+from tests.support.happens_before import History
+from tests.support.patience import becomes, ended
+from tests.support.recorded_device import COMPUTATION, RecordedStreams
 from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey
+from vllm_dymoe.observe.timeline import Timeline
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import Reason, TransferError, make_engine
 from vllm_dymoe.transfer.cuda import CudaStreams, PinnedDelivery, StagedDelivery
-from vllm_dymoe.transfer.happens_before import History
 from vllm_dymoe.transfer.queue import QueuedEngine
-from vllm_dymoe.transfer.recorded import COMPUTATION, RecordedStreams
 from vllm_dymoe.transfer.threads import CpuDelivery
 from vllm_dymoe.transfer.ticket import State
-from vllm_dymoe.observe.timeline import Timeline
 
 CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -5,13 +5,13 @@ import threading
 import pytest
 import torch
 
+from tests.support.happens_before import History
+from tests.support.recorded_device import COMPUTATION, RecordedStreams
 from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts
 from vllm_dymoe.store import MemoryStore
 from vllm_dymoe.transfer import Reason
 from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
-from vllm_dymoe.transfer.happens_before import History
 from vllm_dymoe.transfer.queue import QueuedEngine
-from vllm_dymoe.transfer.recorded import COMPUTATION, RecordedStreams
 
 KEY = BlobKey(1, 3, 4)
 

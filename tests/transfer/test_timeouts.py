@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.small_model import make_experts, make_store
-from tests.transfer.patience import ended
+from tests.support.deterministic_threads import DeterministicThreads
+from tests.support.happens_before import History
+from tests.support.patience import ended
+from tests.support.recorded_device import RecordedStore
 from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import Reason, TransferError
-from vllm_dymoe.transfer.happens_before import History
 from vllm_dymoe.transfer.queue import QueuedEngine
-from vllm_dymoe.transfer.recorded import RecordedStore
 from vllm_dymoe.transfer.threads import CpuDelivery
 from vllm_dymoe.transfer.ticket import State
-from vllm_dymoe.transfer.turns import Turns
 
 STORE = make_store(make_experts())
 KEYS = [BlobKey(layer, expert, 4) for layer in range(2) for expert in range(6)]
@@ -95,8 +95,8 @@ def test_a_read_that_does_not_end_is_given_up_with_a_sentence(threads):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whoever_ran_the_turn_that_does_not_end_is_replaced_by_his_like(seed):
-    """Of a ticket whose turns are run by different threads."""
-    turns = Turns(History(), seed)
+    """Of a ticket whose pieces are moved by different threads."""
+    threads = DeterministicThreads(History(), seed)
     hanging = []
 
     class Disk(RecordedStore):
@@ -105,17 +105,17 @@ def test_whoever_ran_the_turn_that_does_not_end_is_replaced_by_his_like(seed):
                 raise BlockingIOError("not in memory")
             if key == KEYS[0] and projections.start == 1:
                 hanging.append(True)
-                turns.block(lambda: not hanging)
+                threads.block(lambda: not hanging)
             super().read_into(key, destination, projections)
 
-    delivery = CpuDelivery(Disk(STORE, turns.history, turns.pause))
+    delivery = CpuDelivery(Disk(STORE, threads.history, threads.pause))
     delivery.demanded_at_once = lambda key: 1
-    engine = QueuedEngine(delivery, 1, timeout=1.0, concurrency=turns)
+    engine = QueuedEngine(delivery, 1, timeout=1.0, concurrency=threads)
     with pytest.raises(TransferError, match="took longer"):
         engine.wait(engine.submit(KEYS[0], slot(), Reason.DEMAND))
     hanging.clear()
     ahead = engine.submit(KEYS[1], slot(), Reason.PREFETCH)
-    assert turns.block(lambda: ahead.ended, limit=True), "nobody serves the queue any more"
+    assert threads.block(lambda: ahead.ended, limit=True), "nobody serves the queue any more"
     engine.close()
 
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 
 from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey
-from vllm_dymoe.transfer.ticket import Reason, Ticket
 from vllm_dymoe.observe.timeline import Timeline
+from vllm_dymoe.transfer.ticket import Reason, Ticket
 
 
 @dataclass

@@ -31,9 +31,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey, Projection
+from vllm_dymoe.observe.timeline import Lane, Timeline
 from vllm_dymoe.transfer.engine import TransferStats
 from vllm_dymoe.transfer.ticket import Reason, State, Ticket, TransferError
-from vllm_dymoe.observe.timeline import Lane, Timeline
 
 _ALL = len(EVERY_PROJECTION)
 _SECONDS_TO_CLOSE = 5.0

@@ -1,10 +1,9 @@
 """Which accesses to memory are ordered, on every interleaving that locks and events allow.
 
-Every agent, a host thread or a stream of the device, counts its own accesses and knows
-how far it has followed every other (vector clocks: Fidge 1988, Mattern 1989). An access
-is ordered behind another if its agent has followed the other's agent that far. Two
-accesses to one place, at least one of them a write, that are not ordered are a race:
-on some interleaving the bytes are wrong, whether or not they were on this one.
+Each agent (a host thread or a device stream) counts its own accesses and keeps a vector clock: how far it has followed
+the others (Fidge 1988, Mattern 1989). An access is ordered behind another if its agent has followed the other's agent
+that far. Two unordered accesses to one place, at least one of them a write, are a race: on some interleaving the bytes
+are wrong, whether or not they were on this one.
 """
 
 import threading
@@ -17,7 +16,7 @@ import torch
 
 Agent = Hashable
 Clock = Mapping[Agent, int]
-"""How many accesses of each agent lie behind a point."""
+"""How many accesses of each agent precede a point."""
 
 
 @dataclass
@@ -30,7 +29,7 @@ class _Place:
 
 
 class History:
-    """Accesses of all agents to the places that are watched; may be told of by several threads.
+    """Accesses of all agents to the watched places; safe to call from several threads.
 
     Attributes:
         races: one sentence for each access that is not ordered behind one it must not overlap.
@@ -52,7 +51,7 @@ class History:
             insort(self._addresses, address)
 
     def now(self, agent: Agent) -> Clock:
-        """The point that an agent has reached: behind all it did and all it followed."""
+        """The point that an agent has reached: behind everything it did and followed."""
         with self._lock:
             return dict(self._clocks[agent])
 
@@ -64,7 +63,7 @@ class History:
                 clock[other] = max(clock.get(other, 0), count)
 
     def write(self, agent: Agent, memory: torch.Tensor) -> None:
-        """Note a write of all bytes of a tensor."""
+        """Record a write of all bytes of a tensor."""
         with self._lock:
             for place in self._watched(memory):
                 self._check(agent, "writes", place, "read", place.read)
@@ -72,7 +71,7 @@ class History:
                 place.written, place.read = {agent: self._tick(agent)}, {}
 
     def read(self, agent: Agent, memory: torch.Tensor) -> None:
-        """Note a read of all bytes of a tensor."""
+        """Record a read of all bytes of a tensor."""
         with self._lock:
             for place in self._watched(memory):
                 self._check(agent, "reads", place, "write", place.written)

@@ -1,12 +1,12 @@
-"""Threads that take turns find what real threads hide, and do it again with the same seed."""
+"""Deterministic threads find what real threads hide, and find it again with the same seed."""
 
 import threading
 
 import pytest
 import torch
 
-from vllm_dymoe.transfer.happens_before import History
-from vllm_dymoe.transfer.turns import DeadlockError, Turns
+from tests.support.deterministic_threads import DeadlockError, DeterministicThreads
+from tests.support.happens_before import History
 
 SEEDS = range(30)
 
@@ -15,14 +15,14 @@ def count(seed, locked):
     """Two threads add to a number three times each, with or without a lock; what is lost, and the races."""
     history, number = History(), torch.zeros(1)
     history.watch(number, "the number", [slice(0, 4)])
-    turns = Turns(history, seed)
-    lock = turns.Lock()
+    scheduler = DeterministicThreads(history, seed)
+    lock = scheduler.Lock()
 
     def step():
         me = threading.current_thread()
         history.read(me, number)
         before = number.clone()
-        turns.pause()
+        scheduler.pause()
         history.write(me, number)
         number.copy_(before + 1)
 
@@ -34,12 +34,12 @@ def count(seed, locked):
             else:
                 step()
 
-    threads = [turns.Thread(target=add, name=f"adder {i}", daemon=True) for i in range(2)]
+    threads = [scheduler.Thread(target=add, name=f"adder {i}", daemon=True) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return 6 - int(number), len(history.races), turns.trace
+    return 6 - int(number), len(history.races), scheduler.trace
 
 
 def test_a_lost_update_and_its_race_are_found():
@@ -59,14 +59,14 @@ def test_the_same_seed_is_the_same_run():
 
 def test_a_deadlock_is_found():
     def cross(seed):
-        turns = Turns(History(), seed)
-        locks = [turns.Lock(), turns.Lock()]
+        scheduler = DeterministicThreads(History(), seed)
+        locks = [scheduler.Lock(), scheduler.Lock()]
 
         def take(first, second):
             with locks[first], locks[second]:
                 pass
 
-        threads = [turns.Thread(target=lambda i=i: take(i, 1 - i), name=f"{i}", daemon=True) for i in range(2)]
+        threads = [scheduler.Thread(target=lambda i=i: take(i, 1 - i), name=f"{i}", daemon=True) for i in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -82,8 +82,8 @@ def test_a_deadlock_is_found():
 
 
 def test_a_condition_wakes_whoever_waits_and_time_passes_only_when_nobody_can_go_on():
-    turns = Turns(History(), 3)
-    condition = turns.Condition(turns.Lock())
+    scheduler = DeterministicThreads(History(), 3)
+    condition = scheduler.Condition(scheduler.Lock())
     ready = []
 
     def produce():
@@ -93,7 +93,7 @@ def test_a_condition_wakes_whoever_waits_and_time_passes_only_when_nobody_can_go
 
     with condition:
         assert not condition.wait_for(lambda: ready, timeout=1), "nobody is there to make it ready"
-    thread = turns.Thread(target=produce, name="producer", daemon=True)
+    thread = scheduler.Thread(target=produce, name="producer", daemon=True)
     thread.start()
     with condition:
         assert condition.wait_for(lambda: ready, timeout=1), "somebody is"
@@ -102,12 +102,12 @@ def test_a_condition_wakes_whoever_waits_and_time_passes_only_when_nobody_can_go
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_fails_lets_the_others_go_on():
-    turns = Turns(History(), 0)
+    scheduler = DeterministicThreads(History(), 0)
 
     def fail():
         raise ValueError("on purpose")
 
-    thread = turns.Thread(target=fail, name="failing", daemon=True)
+    thread = scheduler.Thread(target=fail, name="failing", daemon=True)
     thread.start()
     thread.join()
     assert not thread.is_alive()

@@ -1,9 +1,8 @@
-"""A recorded device: the real runtime, engine and deliveries over memory that notes who accesses it.
+"""A recorded device: the real runtime, engine and deliveries over memory whose accesses are recorded.
 
-Copies and computation happen when they are issued, so their results can be compared.
-Whether they would be the same on every other interleaving is the history's to say: a
-stream follows whoever issues its work, the events that it is told to wait for, and
-nothing else.
+Copies and computation run when they are issued, so results can be compared. Whether every other interleaving would give
+the same is for the history to say: a stream follows the thread that issues its work, the events it is told to wait for,
+and nothing else.
 """
 
 import threading
@@ -12,17 +11,17 @@ from typing import Any
 
 import torch
 
+from tests.support.happens_before import Agent, Clock, History
 from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey, ModelExperts
 from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork
 from vllm_dymoe.kernels.base import Receive
 from vllm_dymoe.store import MemoryStore
-from vllm_dymoe.transfer.happens_before import Agent, Clock, History
 
 COMPUTATION = "computation"
 
 
 class RecordedThreads:
-    """Python's own threads, for ``QueuedEngine(concurrency=...)``, whose locks are told to a history."""
+    """Python's own threads, for the engine's ``concurrency``, with locks that tell a history what they order."""
 
     Thread = threading.Thread
     Condition = threading.Condition
@@ -63,7 +62,7 @@ class RecordedStore:
     Args:
         store: has the bytes.
         history: is told.
-        pause: called before and after each read, for other threads to do something.
+        pause: called before and after each read, where other threads may run.
     """
 
     description = "recorded memory"
@@ -73,24 +72,24 @@ class RecordedStore:
         self._store, self._history, self._pause = store, history, pause
 
     def blob(self, key: BlobKey, projections: range = EVERY_PROJECTION) -> torch.Tensor:
-        """The bytes themselves, which nobody writes."""
+        """The wrapped store's memory, which is never written."""
         return self._store.blob(key, projections)
 
     def read_into(
         self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        """Copy them, on the thread that calls."""
+        """Copy on the calling thread."""
         self._pause()
         self._history.write(threading.current_thread(), destination)
         self._store.read_into(key, destination, projections, wait=wait)
         self._pause()
 
     def close(self) -> None:
-        """Nothing: the bytes belong to the store behind."""
+        """Does nothing: the bytes belong to the wrapped store."""
 
 
 class CaptureError(RuntimeError):
-    """Something was asked of a device while a graph was captured on it."""
+    """A call to a device while a graph was captured on it."""
 
 
 class RecordedStreams:
@@ -98,13 +97,13 @@ class RecordedStreams:
 
     Args:
         history: is told.
-        pause: called when something is issued, for other threads to do something.
-        ended: says whether a copy has ended when somebody asks.
+        pause: called before each call, where other threads may run.
+        ended: answers whether a copy has ended.
 
     Attributes:
-        capturing: a graph is being captured. As CUDA does in its mode "global", which torch.cuda.graph takes, the
-            device then refuses every thread's calls, and the capture is worth nothing.
-        intruders: names of the threads that it had to refuse.
+        capturing: a graph is being captured. As in CUDA's capture mode "global", the default of torch.cuda.graph, the
+            device then refuses calls from every thread, and one such call invalidates the capture.
+        intruders: names of the threads that were refused.
     """
 
     timed = False
@@ -150,7 +149,7 @@ class RecordedStreams:
         return ended
 
     def begun(self, event: Clock) -> None:
-        """A history has an order and no times."""
+        """None: a history has an order and no times."""
         return None
 
     def _issue(self, stream: Agent) -> None:
@@ -165,12 +164,12 @@ class RecordedStreams:
 
 
 def record_reads(kernel: ExpertKernel, history: History, stream: Agent | None, pause: Callable[[], None]) -> None:
-    """Let a kernel tell what it reads, and when.
+    """Record which weights a kernel reads, and when.
 
     Args:
         kernel: computes on the host.
         history: is told.
-        stream: on which it would compute; None if on the thread that calls.
+        stream: on which it would compute; None for the calling thread.
         pause: called before each projection.
     """
     forward = kernel.forward

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from vllm_dymoe.transfer.happens_before import History
+from tests.support.happens_before import History
 
 HALVES = (slice(0, 4), slice(4, 8))
 

@@ -1,9 +1,8 @@
-"""Threads that take turns: one runs at a time, and at every step a random number decides which goes on.
+"""Deterministic threads: one runs at a time, and at every step a seeded random number decides which one.
 
-With these in the place of Python's own locks, conditions and threads, the engine runs
-unchanged, and a seed decides its interleaving: the same seed, the same run. Time passes
-only when nobody can go on; then one of those who wait with a limit gives up. If there
-is none either, that is a deadlock.
+They stand in for Python's locks, conditions and threads, so the transfer engine runs unchanged and the same seed gives
+the same interleaving. Time passes only when no thread can run: then one of those that wait with a timeout times out. If
+there is none, that is a deadlock.
 """
 
 import random
@@ -11,30 +10,30 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from vllm_dymoe.transfer.happens_before import Clock, History
+from tests.support.happens_before import Clock, History
 
 
 class DeadlockError(AssertionError):
-    """Every thread waits for another one."""
+    """No thread can run."""
 
 
-class Turns:
-    """Lock, Condition and Thread for ``QueuedEngine(concurrency=...)``; used from the thread that makes it.
+class DeterministicThreads:
+    """Lock, Condition and Thread for the engine's ``concurrency``; used from the thread that makes it.
 
     Args:
         history: told what locks order.
-        seed: decides who goes on.
-        restless: probability of another thread's turn where nothing forces it.
+        seed: of the choices.
+        restless: probability of a switch where nothing forces one.
 
     Attributes:
-        trace: names of the threads that went on, one for each step.
+        trace: names of the threads that were chosen, one for each step.
     """
 
     def __init__(self, history: History, seed: int, restless: float = 0.5) -> None:
         self.history = history
         self._random = random.Random(seed)
         self._restless = restless
-        self._players: dict[threading.Thread, _Player] = {}
+        self._runners: dict[threading.Thread, _Runner] = {}
         self._deadlocked = False
         self.trace: list[str] = []
         self._main = self._enter(threading.current_thread())
@@ -52,78 +51,78 @@ class Turns:
         return _Thread(self, target, name)
 
     def pause(self) -> None:
-        """Let others go first, or not."""
+        """Switch to another thread, or not."""
         if self._random.random() < self._restless:
             self.block(lambda: True)
 
     def block(self, until: Callable[[], bool], limit: bool = False) -> bool:
-        """Go on when ``until`` holds; False if with a ``limit`` the time for it has passed.
+        """Return True once ``until`` holds; with a ``limit``, False if it timed out.
 
         Raises:
-            DeadlockError: nobody can go on.
+            DeadlockError: no thread can run.
         """
-        me = self._players[threading.current_thread()]
+        me = self._runners[threading.current_thread()]
         me.until, me.limit, me.timed_out = until, limit, False
         self._pass_on()
-        me.baton.acquire()
+        me.go.acquire()
         if self._deadlocked and me is self._main:
             raise DeadlockError
         return not me.timed_out
 
-    def _enter(self, thread: threading.Thread) -> "_Player":
-        self._players[thread] = _Player(thread.name)
-        return self._players[thread]
+    def _enter(self, thread: threading.Thread) -> "_Runner":
+        self._runners[thread] = _Runner(thread.name)
+        return self._runners[thread]
 
     def _leave(self) -> None:
-        del self._players[threading.current_thread()]
+        del self._runners[threading.current_thread()]
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the baton to somebody who can go on."""
-        able = [player for player in self._players.values() if player.until()]
+        """Choose a thread that can run and wake it."""
+        able = [runner for runner in self._runners.values() if runner.until()]
         if not able:
-            able = [player for player in self._players.values() if player.limit]
-            for player in able:
-                player.timed_out = True
+            able = [runner for runner in self._runners.values() if runner.limit]
+            for runner in able:
+                runner.timed_out = True
         self._deadlocked = not able
         chosen = self._random.choice(able) if able else self._main
-        for player in able:
-            player.timed_out &= player is chosen
+        for runner in able:
+            runner.timed_out &= runner is chosen
         self.trace.append(chosen.name)
-        chosen.baton.release()
+        chosen.go.release()
 
 
-class _Player:
-    """A thread: what it waits for, and its right to go on."""
+class _Runner:
+    """A thread: what it waits for, and the semaphore that wakes it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.baton = threading.Semaphore(0)
+        self.go = threading.Semaphore(0)
         self.until: Callable[[], bool] = lambda: True
         self.limit = self.timed_out = False
 
 
 class _Lock:
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, scheduler: DeterministicThreads) -> None:
+        self._scheduler = scheduler
         self._taken = False
         self._point: Clock = {}
 
     def __enter__(self) -> None:
-        self._turns.pause()
+        self._scheduler.pause()
         if self._taken:
-            self._turns.block(lambda: not self._taken)
+            self._scheduler.block(lambda: not self._taken)
         self._taken = True
-        self._turns.history.follow(threading.current_thread(), self._point)
+        self._scheduler.history.follow(threading.current_thread(), self._point)
 
     def __exit__(self, *_: Any) -> None:
-        self._point = self._turns.history.now(threading.current_thread())
+        self._point = self._scheduler.history.now(threading.current_thread())
         self._taken = False
 
 
 class _Condition:
-    def __init__(self, turns: Turns, lock: _Lock) -> None:
-        self._turns, self._lock = turns, lock
+    def __init__(self, scheduler: DeterministicThreads, lock: _Lock) -> None:
+        self._scheduler, self._lock = scheduler, lock
         self._waiting: list[object] = []
 
     def __enter__(self) -> None:
@@ -138,7 +137,7 @@ class _Condition:
         me = object()
         self._waiting.append(me)
         self._lock.__exit__()
-        notified = self._turns.block(lambda: me not in self._waiting, limit=timeout is not None)
+        notified = self._scheduler.block(lambda: me not in self._waiting, limit=timeout is not None)
         if not notified:
             self._waiting.remove(me)
         self._lock.__enter__()
@@ -158,24 +157,24 @@ class _Condition:
 
 
 class _Thread(threading.Thread):
-    def __init__(self, turns: Turns, target: Callable[[], None], name: str) -> None:
+    def __init__(self, scheduler: DeterministicThreads, target: Callable[[], None], name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._turns, self._does = turns, target
+        self._scheduler, self._does = scheduler, target
         self._ended = False
 
     def start(self) -> None:
-        self._turns.history.follow(self, self._turns.history.now(threading.current_thread()))
-        self._player = self._turns._enter(self)
+        self._scheduler.history.follow(self, self._scheduler.history.now(threading.current_thread()))
+        self._runner = self._scheduler._enter(self)
         super().start()
 
     def run(self) -> None:
-        self._player.baton.acquire()
+        self._runner.go.acquire()
         try:
             self._does()
         finally:
             self._ended = True
-            self._turns._leave()
+            self._scheduler._leave()
 
     def join(self, timeout: float | None = None) -> None:
-        if self._turns.block(lambda: self._ended, limit=timeout is not None):
+        if self._scheduler.block(lambda: self._ended, limit=timeout is not None):
             super().join()

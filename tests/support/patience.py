@@ -1,10 +1,10 @@
-"""Waiting in tests for what threads do."""
+"""Polling for what other threads do."""
 
 import time
 
 
 def becomes(condition, seconds=10):
-    """Whether a condition holds at last."""
+    """Whether a condition holds within some seconds."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -12,5 +12,5 @@ def becomes(condition, seconds=10):
 
 
 def ended(ticket):
-    """Whether a ticket comes to its end."""
+    """Whether a ticket ends within some seconds."""
     return becomes(lambda: ticket.ended)

@@ -143,12 +143,13 @@ def measure(llm: Any, variant: str, budget: str, gbps: float, plan: argparse.Nam
 
 def move_whole_experts(engine: Any) -> None:
     """Let transfers go in one piece, as in the systems that FIRM-MoE compares itself with."""
-    begin = type(engine)._begin
+    queue = engine._queue
+    begin = type(queue)._begin
 
     def begin_whole(ticket: Any) -> Any:
-        return begin(engine, ticket)._replace(projections=range(ticket.arrived, ticket.wanted))
+        return begin(queue, ticket)._replace(projections=range(ticket.arrived, ticket.wanted))
 
-    engine._begin = begin_whole
+    queue._begin = begin_whole
 
 
 def everything_resident(plan: argparse.Namespace) -> dict[str, Any]:

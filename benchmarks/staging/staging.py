@@ -7,6 +7,7 @@ check that its experts' bytes are there. Slots for staging are taken from what l
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import random
@@ -34,10 +35,10 @@ from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict import Candidate
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import MemoryStore
-from vllm_dymoe.transfer import link, queue
+from vllm_dymoe.transfer import engine, link, mover, queue
+from vllm_dymoe.transfer.engine import TransferEngine
+from vllm_dymoe.transfer.host import CpuDelivery
 from vllm_dymoe.transfer.link import EmulatedLink
-from vllm_dymoe.transfer.queue import QueuedEngine
-from vllm_dymoe.transfer.threads import CpuDelivery
 
 SHAPE, INTERMEDIATE, EXPERTS = Shape(**QWEN3_30B), 768, 128
 OPERATIONS_PER_SECOND = 71e12 / 2  # RTX 3090, bf16 with float32 sums; half of the data sheet's
@@ -133,7 +134,10 @@ def serve(
     """Prefill and decode with one number of slots; None for the default."""
     threads = VirtualTime()
     clock = SimpleNamespace(perf_counter=lambda: threads.now, monotonic=time.monotonic)
-    with patch.multiple(link, time=clock, _sleep_until=threads.sleep_until), patch.object(queue, "time", clock):
+    with contextlib.ExitStack() as stack:
+        for module in (engine, link, mover, queue):
+            stack.enter_context(patch.object(module, "time", clock))
+        stack.enter_context(patch.object(link, "_sleep_until", threads.sleep_until))
         return _serve(threads, store, slots, share, host, accuracy, steps, routing)
 
 
@@ -143,7 +147,7 @@ def _serve(
 ) -> dict[str, float]:  # fmt: skip
     rate = store.experts.formats[4].nbytes / (SHAPE.expert_bytes / LINKS[LINK])
     delivery = EmulatedLink(CpuDelivery(store), rate)
-    engine = QueuedEngine(delivery, 1, waiters_move=False, concurrency=threads)
+    engine = TransferEngine(delivery, 1, waiters_move=False, concurrency=threads)
     chosen = {} if slots is None else {"staging_slots": slots}
     options = Options(hi=4, group_size=32, expert_budget=share, **chosen)
     foresight = None if accuracy is None else Foresight(accuracy)

@@ -17,7 +17,7 @@ from vllm_dymoe.kernels.triton import TritonKernel, launch, place
 from vllm_dymoe.kernels.triton.description import Description
 from vllm_dymoe.runtime import moe
 from vllm_dymoe.transfer.cuda import PinnedDelivery
-from vllm_dymoe.transfer.queue import QueuedEngine
+from vllm_dymoe.transfer.engine import TransferEngine
 
 EXPERTS, TOKENS = 64, 512
 on_the_host = pytest.mark.skipif(DEVICE != "cpu", reason="the runtime's own device is the CPU here")
@@ -78,7 +78,7 @@ def runtime(monkeypatch, launches):
     """A fifth of 64 experts has a slot, four more are for staging; nothing is moved and nothing computed."""
     monkeypatch.setattr(moe, "make_kernel", TritonKernel)
     store = make_store(make_experts(num_experts=EXPERTS))
-    engine = QueuedEngine(PinnedDelivery(store, Streams()), 1, eager=True)
+    engine = TransferEngine(PinnedDelivery(store, Streams()), 1, eager=True)
     runtime = make_runtime(store, "20%", engine=engine, staging_slots=4)
     runtime.kernel.asynchronous = True
     runtime.forward(0, *random_step(0, 1, store.experts))  # compiles

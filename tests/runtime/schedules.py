@@ -18,8 +18,8 @@ from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
-from vllm_dymoe.transfer.queue import QueuedEngine
-from vllm_dymoe.transfer.threads import CpuDelivery
+from vllm_dymoe.transfer.engine import TransferEngine
+from vllm_dymoe.transfer.host import CpuDelivery
 
 LAYERS, EXPERTS = 3, 6
 STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS))
@@ -163,23 +163,23 @@ class RecordedRuntime(MoERuntime):
 def make_engine(kind, store, history, turns, timeout, program):
     settings = {"timeout": timeout, "concurrency": turns}
     if kind == "cores":
-        return QueuedEngine(CpuDelivery(store), 1, **settings)
+        return TransferEngine(CpuDelivery(store), 1, **settings)
     if kind == "disk":
-        return QueuedEngine(IdleDelivery(store), 2, **settings)
+        return TransferEngine(IdleDelivery(store), 2, **settings)
     if kind == "link":
         delivery = IdleDelivery(store)
         delivery.demanded_at_once = lambda key: 1
-        return QueuedEngine(delivery, 1, waiters_move=False, **settings)
+        return TransferEngine(delivery, 1, waiters_move=False, **settings)
     chance, worth_a_copy = random.Random(len(program.steps)), 0 if program.pieces else LARGEST
     streams = RecordedStreams(history, turns.pause, lambda: chance.random() < 0.5)
     if kind == "pinned":
-        engine = QueuedEngine(PinnedDelivery(store, streams, worth_a_copy), 1, eager=True, concurrency=turns)
+        engine = TransferEngine(PinnedDelivery(store, streams, worth_a_copy), 1, eager=True, concurrency=turns)
         engine.streams = streams
         return engine
     buffers = [torch.zeros(LARGEST, dtype=torch.uint8) for _ in range(2)]
     for number, buffer in enumerate(buffers):
         history.watch(buffer, f"staging buffer {number}", [slice(0, LARGEST)])
-    engine = QueuedEngine(StagedDelivery(store, streams, buffers, turns, worth_a_copy), 2, **settings)
+    engine = TransferEngine(StagedDelivery(store, streams, buffers, turns, worth_a_copy), 2, **settings)
     engine.streams = streams
     return engine
 

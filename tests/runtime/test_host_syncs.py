@@ -24,7 +24,7 @@ from vllm_dymoe.predict.folded import fold
 from vllm_dymoe.predict.training import Recipe, train
 from vllm_dymoe.traces import TraceHeader
 from vllm_dymoe.transfer.cuda import PinnedDelivery
-from vllm_dymoe.transfer.queue import QueuedEngine
+from vllm_dymoe.transfer.engine import TransferEngine
 
 LAYERS, TOP_K, HIDDEN = 4, 2, 64
 EXPERTS = 6
@@ -88,7 +88,8 @@ def serve(prefetch, tokens, file=None, policy=None, prompt=None, steps=6):
     )
     if hasattr(predictor, "_beside"):
         predictor._beside = OnStream(Stream())
-    engine = QueuedEngine(PinnedDelivery(STORE, RecordedStreams(History(), lambda: None, lambda: True)), 1, eager=True)
+    streams = RecordedStreams(History(), lambda: None, lambda: True)
+    engine = TransferEngine(PinnedDelivery(STORE, streams), 1, eager=True)
     runtime = make_runtime(STORE, "50%", make_policy(*policy) if policy else None, predictor=predictor, engine=engine)
     runtime.kernel.forward = lambda *arguments: OnDevice.log.append("experts")
     layers = []

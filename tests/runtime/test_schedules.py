@@ -23,10 +23,12 @@ from vllm_dymoe.experts.residency import HIT, STREAM
 from vllm_dymoe.experts.slots import SlotPool
 from vllm_dymoe.experts.table import ResidencyTable
 from vllm_dymoe.runtime import MoERuntime
-from vllm_dymoe.runtime.mover import Mover
+from vllm_dymoe.runtime.mover import Mover as Fetcher
 from vllm_dymoe.runtime.prefetch import Prefetcher
 from vllm_dymoe.runtime.stream import LayerStep
-from vllm_dymoe.transfer.queue import QueuedEngine
+from vllm_dymoe.transfer.engine import TransferEngine
+from vllm_dymoe.transfer.mover import Mover
+from vllm_dymoe.transfer.queue import TicketQueue
 from vllm_dymoe.transfer.ticket import State
 
 steps = st.tuples(st.integers(0, 50), st.integers(0, LAYERS - 1), st.sampled_from((1, 1, 2, 9)))
@@ -127,8 +129,8 @@ def computation_does_not_wait(monkeypatch):
 
 
 def nobody_remembers_the_last_reader(monkeypatch):
-    release = Mover.release
-    monkeypatch.setattr(Mover, "release", lambda self, fetch, last_read: release(self, fetch, None))
+    release = Fetcher.release
+    monkeypatch.setattr(Fetcher, "release", lambda self, fetch, last_read: release(self, fetch, None))
 
 
 def published_before_completion(monkeypatch):
@@ -137,38 +139,38 @@ def published_before_completion(monkeypatch):
         if fetch.kept:
             self._publish(fetch)
 
-    monkeypatch.setattr(Mover, "complete", complete)
-    monkeypatch.setattr(QueuedEngine, "arrived", lambda self, ticket: True)
+    monkeypatch.setattr(Fetcher, "complete", complete)
+    monkeypatch.setattr(TransferEngine, "arrived", lambda self, ticket: True)
 
 
 def a_projection_is_read_before_it_is_waited_for(monkeypatch):
-    wait = QueuedEngine.wait
-    monkeypatch.setattr(QueuedEngine, "wait", lambda self, ticket, count=3: wait(self, ticket, max(count - 1, 1)))
+    wait = TransferEngine.wait
+    monkeypatch.setattr(TransferEngine, "wait", lambda self, ticket, count=3: wait(self, ticket, max(count - 1, 1)))
 
 
 def a_running_transfer_is_cancelled_and_its_slot_freed(monkeypatch):
     def cancel(self, ticket):
-        with self._lock:
+        with self.lock:
             if not ticket.ended:
                 ticket.state = State.CANCELLED
             return ticket.state is State.CANCELLED
 
-    monkeypatch.setattr(QueuedEngine, "cancel", cancel)
+    monkeypatch.setattr(TicketQueue, "cancel", cancel)
 
 
 def settling_does_not_wait(monkeypatch):
-    monkeypatch.setattr(QueuedEngine, "settle", lambda self, ticket: True)
+    monkeypatch.setattr(TransferEngine, "settle", lambda self, ticket: True)
 
 
 def a_prefetched_projection_counts_before_its_copy_has_ended(monkeypatch):
-    def deliver(self, ticket, turn, wait):
-        return self._delivery.deliver(ticket, turn.projections, wait=wait)
+    def deliver(self, ticket, piece, destination, wait):
+        return self._delivery.deliver(ticket, piece.projections, destination, wait=wait)
 
-    monkeypatch.setattr(QueuedEngine, "_deliver", deliver)
+    monkeypatch.setattr(Mover, "_deliver", deliver)
 
 
 def a_guess_is_given_up_without_asking(monkeypatch):
-    give_up = Mover.give_up
+    give_up = Fetcher.give_up
 
     def carelessly(self, fetches, *, wait=False):
         if wait:
@@ -177,7 +179,7 @@ def a_guess_is_given_up_without_asking(monkeypatch):
             self._engine.cancel(fetch.ticket)
             self._free(fetch)
 
-    monkeypatch.setattr(Mover, "give_up", carelessly)
+    monkeypatch.setattr(Fetcher, "give_up", carelessly)
 
 
 def what_a_step_reads_is_evicted(monkeypatch):

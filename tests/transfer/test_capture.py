@@ -16,7 +16,7 @@ from tests.support.recorded_device import RecordedStore, RecordedStreams
 from vllm_dymoe.experts.layout import BlobKey
 from vllm_dymoe.transfer import Reason, TransferError
 from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
-from vllm_dymoe.transfer.queue import QueuedEngine
+from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.ticket import State
 
 STORE = make_store(make_experts())
@@ -42,12 +42,12 @@ class Device:
         self.streams = RecordedStreams(self.history, self.threads.pause, lambda: True)
         if kind == "pinned":
             delivery = PinnedDelivery(STORE, self.streams, worth_a_copy=0)
-            self.engine = QueuedEngine(delivery, 1, eager=True, concurrency=self.threads)
+            self.engine = TransferEngine(delivery, 1, eager=True, concurrency=self.threads)
         else:
             store = (Disk if kind == "disk" else RecordedStore)(STORE, self.history, self.threads.pause)
             buffers = [torch.zeros(NBYTES, dtype=torch.uint8) for _ in range(2)]
             delivery = StagedDelivery(store, self.streams, buffers, self.threads, worth_a_copy=0)
-            self.engine = QueuedEngine(delivery, 2, timeout=1.0, concurrency=self.threads)
+            self.engine = TransferEngine(delivery, 2, timeout=1.0, concurrency=self.threads)
         self.slots = []
 
     def submit(self, expert, reason):
@@ -104,7 +104,7 @@ def test_without_a_pause_some_schedule_does():
 def test_what_is_queued_goes_on_by_itself_afterwards():
     """On Python's own threads."""
     streams = RecordedStreams(History(), lambda: time.sleep(1e-3), lambda: True)
-    engine = QueuedEngine(PinnedDelivery(STORE, streams, worth_a_copy=0), 1, eager=True)
+    engine = TransferEngine(PinnedDelivery(STORE, streams, worth_a_copy=0), 1, eager=True)
     slots = [torch.empty(NBYTES, dtype=torch.uint8) for _ in range(4)]
     begun, *others = (engine.submit(BlobKey(0, expert, 4), slot, Reason.PREFETCH) for expert, slot in enumerate(slots))
     assert becomes(lambda: begun.state is State.RUNNING)
@@ -134,7 +134,7 @@ def test_a_read_that_does_not_end_is_no_reason_to_wait_for_ever():
     streams = RecordedStreams(history, lambda: None, lambda: True)
     store = Stuck(STORE, history, lambda: None)
     buffers = [torch.zeros(NBYTES, dtype=torch.uint8) for _ in range(2)]
-    engine = QueuedEngine(StagedDelivery(store, streams, buffers), 1, timeout=0.05)
+    engine = TransferEngine(StagedDelivery(store, streams, buffers), 1, timeout=0.05)
     ticket = engine.submit(BlobKey(0, 0, 4), torch.empty(NBYTES, dtype=torch.uint8), Reason.PREFETCH)
     assert becomes(lambda: ticket.state is State.RUNNING)
     with pytest.raises(TransferError, match=r"has not ended for 0\.05 seconds"), engine.paused():

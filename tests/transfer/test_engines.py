@@ -16,8 +16,8 @@ from vllm_dymoe.observe.timeline import Timeline
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import Reason, TransferError, make_engine
 from vllm_dymoe.transfer.cuda import CudaStreams, PinnedDelivery, StagedDelivery
-from vllm_dymoe.transfer.queue import QueuedEngine
-from vllm_dymoe.transfer.threads import CpuDelivery
+from vllm_dymoe.transfer.engine import TransferEngine
+from vllm_dymoe.transfer.host import CpuDelivery
 from vllm_dymoe.transfer.ticket import State
 
 CPU = torch.device("cpu")
@@ -41,11 +41,11 @@ class Harness:
             streams = RecordedStreams(self.history, lambda: None, lambda: True)
         buffers = [torch.empty(1 << 16, dtype=torch.uint8, pin_memory=kind.startswith("cuda")) for _ in range(2)]
         if kind.endswith("pinned"):
-            self.engine = QueuedEngine(PinnedDelivery(store, streams), 0, eager=True)
+            self.engine = TransferEngine(PinnedDelivery(store, streams), 0, eager=True)
         elif kind.endswith("staged"):
             # Python's own locks tell no history; tests/runtime/test_schedules.py has several threads.
             threads = 2 if kind.startswith("cuda") else 0
-            self.engine = QueuedEngine(StagedDelivery(store, streams, buffers), threads)
+            self.engine = TransferEngine(StagedDelivery(store, streams, buffers), threads)
 
     def slot(self, nbytes):
         slot = torch.full((nbytes,), 0xEE, dtype=torch.uint8, device=self.device)
@@ -113,7 +113,7 @@ def test_many_transfers_of_all_reasons_arrive_once(harness, memory_store):
 
 def test_bytes_count_for_the_reason_that_moved_them(memory_store):
     """A blob of which two projections were fetched ahead and the third when it was needed."""
-    engine = QueuedEngine(CpuDelivery(memory_store), threads=1)
+    engine = TransferEngine(CpuDelivery(memory_store), threads=1)
     key = BlobKey(0, 1, 4)
     gate, up, down = (section.stop - section.start for section in memory_store.experts.formats[4].sections)
     slot = torch.full((gate + up + down,), 0xEE, dtype=torch.uint8)
@@ -133,7 +133,7 @@ def test_bytes_count_for_the_reason_that_moved_them(memory_store):
 def test_a_prefetch_is_taken_back_at_the_next_projection(memory_store):
     store = FaultyStore(memory_store, broken=-1)
     store.gate.clear()
-    engine = QueuedEngine(CpuDelivery(store), threads=1)
+    engine = TransferEngine(CpuDelivery(store), threads=1)
     slot = torch.empty_like(memory_store.blob(BlobKey(0, 0, 4)))
     ticket = engine.submit(BlobKey(0, 0, 4), slot, Reason.PREFETCH)
     assert becomes(lambda: ticket.state is State.RUNNING)
@@ -149,7 +149,7 @@ def test_a_prefetch_waits_until_no_demand_transfer_runs(memory_store):
     """Whoever waits moves its own blob; the thread that is free meanwhile leaves the link to it."""
     store = FaultyStore(memory_store, broken=-1)
     store.gate.clear()
-    engine = QueuedEngine(CpuDelivery(store), threads=2)
+    engine = TransferEngine(CpuDelivery(store), threads=2)
     slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(2)]
     demand = engine.submit(BlobKey(0, 0, 4), slots[0], Reason.DEMAND)
     assert becomes(lambda: demand.state is State.RUNNING)
@@ -175,7 +175,7 @@ def test_on_a_device_a_prefetched_projection_is_issued_when_the_copies_before_it
         def synchronize(self, event):
             log.append(("ended", id(event)))
 
-    engine = QueuedEngine(PinnedDelivery(memory_store, Streams(History(), lambda: None, lambda: True)), 1, eager=True)
+    engine = TransferEngine(PinnedDelivery(memory_store, Streams(History(), lambda: None, lambda: True)), 1, eager=True)
     slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(2)]
     demand = engine.submit(BlobKey(0, 0, 4), slots[0], Reason.DEMAND)
     assert demand.state is State.DONE, "enqueued by whoever asks"
@@ -192,7 +192,7 @@ def test_on_a_device_a_prefetched_projection_is_issued_when_the_copies_before_it
 def test_a_prefetch_that_failed_fails_nobody_who_comes_to_need_it(memory_store):
     store = FaultyStore(memory_store, broken=3)
     store.gate.clear()
-    engine = QueuedEngine(CpuDelivery(store), threads=1)
+    engine = TransferEngine(CpuDelivery(store), threads=1)
     slot = torch.empty_like(memory_store.blob(BlobKey(0, 3, 4)))
     ticket = engine.submit(BlobKey(0, 3, 4), slot, Reason.PREFETCH)
     assert becomes(lambda: ticket.state is State.RUNNING)
@@ -271,7 +271,7 @@ class FaultyStore:
 
 @pytest.mark.parametrize("threads", [0, 2])
 def test_a_failed_read_is_told_to_whoever_waits(memory_store, threads):
-    engine = QueuedEngine(CpuDelivery(FaultyStore(memory_store, broken=1)), threads)
+    engine = TransferEngine(CpuDelivery(FaultyStore(memory_store, broken=1)), threads)
     slot = torch.empty_like(memory_store.blob(BlobKey(0, 1, 4)))
     bad = engine.submit(BlobKey(0, 1, 4), slot, Reason.DEMAND)
     with pytest.raises(TransferError, match="on fire"):
@@ -285,7 +285,7 @@ def test_a_failed_read_is_told_to_whoever_waits(memory_store, threads):
 def test_demand_overtakes_prefetch_and_migration(memory_store):
     store = FaultyStore(memory_store, broken=-1)
     store.gate.clear()
-    engine = QueuedEngine(CpuDelivery(store), threads=1)
+    engine = TransferEngine(CpuDelivery(store), threads=1)
     slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(5)]
     blocker = engine.submit(BlobKey(0, 0, 4), slots[0], Reason.MIGRATION)
     while blocker.state.value == "pending":
@@ -301,7 +301,7 @@ def test_demand_overtakes_prefetch_and_migration(memory_store):
 
 def test_whoever_waits_runs_what_nobody_has_begun(memory_store):
     store = FaultyStore(memory_store, broken=-1)
-    engine = QueuedEngine(CpuDelivery(store), threads=0)
+    engine = TransferEngine(CpuDelivery(store), threads=0)
     slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(2)]
     first = engine.submit(BlobKey(0, 0, 4), slots[0], Reason.DEMAND)
     second = engine.submit(BlobKey(0, 1, 4), slots[1], Reason.DEMAND)
@@ -317,20 +317,20 @@ def test_whoever_waits_runs_what_nobody_has_begun(memory_store):
 @pytest.mark.parametrize("threads", [0, 1])
 def test_what_has_arrived_is_remembered_by_nobody(memory_store, threads):
     """The engine of a server that runs for months holds no ticket of last week."""
-    engine = QueuedEngine(CpuDelivery(memory_store), threads, timeout=10)
+    engine = TransferEngine(CpuDelivery(memory_store), threads, timeout=10)
     slot = torch.empty_like(memory_store.blob(BlobKey(0, 0, 4)))
     for expert in range(6):
         engine.wait(engine.submit(BlobKey(0, expert, 4), slot, Reason.DEMAND))
     deadline = time.monotonic() + 5  # a thread takes out what others have run when its turn comes
-    while engine._queue and time.monotonic() < deadline:
+    while engine._queue._pending and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not engine._queue
+    assert not engine._queue._pending
     engine.close()
 
 
 def test_a_thread_holds_no_slot_of_a_transfer_that_has_ended(memory_store):
     """Or the pool before a resize would stay in memory beside the new one for as long as nothing is read."""
-    engine = QueuedEngine(CpuDelivery(memory_store), threads=1, timeout=10)
+    engine = TransferEngine(CpuDelivery(memory_store), threads=1, timeout=10)
     slot = torch.empty_like(memory_store.blob(BlobKey(0, 0, 4)))
     held = weakref.ref(slot)
     assert ended(engine.submit(BlobKey(0, 0, 4), slot, Reason.PREFETCH))
@@ -346,7 +346,7 @@ def test_closing_ends_every_thread_and_cancels_what_waits(memory_store):
     before = threading.active_count()
     store = FaultyStore(memory_store, broken=-1)
     store.gate.clear()
-    engine = QueuedEngine(CpuDelivery(store), threads=2)
+    engine = TransferEngine(CpuDelivery(store), threads=2)
     slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(5)]
     tickets = [engine.submit(BlobKey(0, e, 4), slots[e], Reason.DEMAND) for e in range(5)]
     closer = threading.Thread(target=engine.close)
@@ -370,7 +370,7 @@ def test_asynchronous_copies_are_timed_by_the_device_and_only_while_somebody_ask
         def seconds(self, mark):
             return 1.0 if mark == "begun" else 3.0
 
-    engine = QueuedEngine(PinnedDelivery(memory_store, Streams(History(), lambda: None, lambda: True)), 1, eager=True)
+    engine = TransferEngine(PinnedDelivery(memory_store, Streams(History(), lambda: None, lambda: True)), 1, eager=True)
     slot = torch.empty_like(memory_store.blob(BlobKey(0, 0, 4)))
     engine.submit(BlobKey(0, 0, 4), slot, Reason.DEMAND)
     timeline = engine.timeline = Timeline(Clock())

@@ -10,8 +10,8 @@ from tests.small_model import make_experts, make_store
 from tests.support.patience import becomes
 from vllm_dymoe.experts.layout import BlobKey
 from vllm_dymoe.transfer import Reason, make_engine
+from vllm_dymoe.transfer.host import CpuDelivery
 from vllm_dymoe.transfer.link import EmulatedLink
-from vllm_dymoe.transfer.threads import CpuDelivery
 from vllm_dymoe.transfer.ticket import State, Ticket
 
 STORE = make_store(make_experts())
@@ -123,8 +123,8 @@ def test_the_link_begins_when_it_is_free_whenever_its_thread_comes():
     ready = time.perf_counter() - 100
     for _ in range(3):
         ticket = Ticket(BlobKey(0, 1, 4), torch.zeros(NBYTES, dtype=torch.uint8), Reason.DEMAND, ready=ready)
-        for projection in range(3):
-            link.deliver(ticket, range(projection, projection + 1))
+        for projection, section in enumerate(STORE.experts.formats[4].sections):
+            link.deliver(ticket, range(projection, projection + 1), ticket.destination[section])
     assert link._free == pytest.approx(ready + 3), "a second for each blob, all of them past"
 
 

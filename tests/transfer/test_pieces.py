@@ -11,7 +11,7 @@ from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts
 from vllm_dymoe.store import MemoryStore
 from vllm_dymoe.transfer import Reason
 from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
-from vllm_dymoe.transfer.queue import QueuedEngine
+from vllm_dymoe.transfer.engine import TransferEngine
 
 KEY = BlobKey(1, 3, 4)
 
@@ -37,11 +37,11 @@ class Device:
         self.history = History()
         self.streams = Waits(self.history, lambda: None, lambda: True)
         if kind == "pinned":
-            self.engine = QueuedEngine(PinnedDelivery(store, self.streams, worth_a_copy), 0, eager=True)
+            self.engine = TransferEngine(PinnedDelivery(store, self.streams, worth_a_copy), 0, eager=True)
         else:
             buffers = [torch.empty(1 << 16, dtype=torch.uint8) for _ in range(2)]
             delivery = StagedDelivery(store, self.streams, buffers, worth_a_copy=worth_a_copy)
-            self.engine = QueuedEngine(delivery, 0)
+            self.engine = TransferEngine(delivery, 0)
         fmt = store.experts.formats[4]
         self.sections = fmt.sections
         self.slot = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
@@ -91,7 +91,7 @@ def test_an_eager_transfer_is_enqueued_whole_before_anybody_waits(memory_store):
 def test_what_was_prefetched_is_followed_as_far_as_it_is_read(memory_store):
     device = Device("pinned", memory_store)
     ticket = device.engine.submit(KEY, device.slot, Reason.PREFETCH, projections=1)
-    device.engine._run(ticket, device.engine._begin(ticket))  # as a thread would
+    device.engine._mover.run(ticket, device.engine._queue._begin(ticket))  # as a thread would
     device.engine.wait(ticket, 1)
     assert not device.races(0)
     assert device.races(1)
@@ -115,6 +115,6 @@ def test_a_copy_more_is_made_where_it_is_worth_it(hidden, intermediate, bits, co
     experts = ModelExperts((0,), 1, 1, {bits: ExpertFormat(hidden, intermediate, bits, 64, torch.bfloat16)})
     store = MemoryStore(experts)
     streams = Waits(History(), lambda: None, lambda: True)
-    engine = QueuedEngine(PinnedDelivery(store, streams), 0, eager=True)
+    engine = TransferEngine(PinnedDelivery(store, streams), 0, eager=True)
     engine.submit(BlobKey(0, 0, bits), torch.empty(experts.formats[bits].nbytes, dtype=torch.uint8), Reason.DEMAND)
     assert streams.copies == copies

@@ -16,8 +16,8 @@ from tests.support.recorded_device import RecordedStore
 from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import Reason, TransferError
-from vllm_dymoe.transfer.queue import QueuedEngine
-from vllm_dymoe.transfer.threads import CpuDelivery
+from vllm_dymoe.transfer.engine import TransferEngine
+from vllm_dymoe.transfer.host import CpuDelivery
 from vllm_dymoe.transfer.ticket import State
 
 STORE = make_store(make_experts())
@@ -58,7 +58,7 @@ def slot():
 
 
 def engine_over(disk, threads=0, timeout=TIMEOUT):
-    return QueuedEngine(CpuDelivery(disk), threads, timeout=timeout)
+    return TransferEngine(CpuDelivery(disk), threads, timeout=timeout)
 
 
 def transfer_threads():
@@ -110,7 +110,7 @@ def test_whoever_ran_the_turn_that_does_not_end_is_replaced_by_his_like(seed):
 
     delivery = CpuDelivery(Disk(STORE, threads.history, threads.pause))
     delivery.demanded_at_once = lambda key: 1
-    engine = QueuedEngine(delivery, 1, timeout=1.0, concurrency=threads)
+    engine = TransferEngine(delivery, 1, timeout=1.0, concurrency=threads)
     with pytest.raises(TransferError, match="took longer"):
         engine.wait(engine.submit(KEYS[0], slot(), Reason.DEMAND))
     hanging.clear()
@@ -144,7 +144,7 @@ def test_a_transfer_that_nobody_could_begin_in_time_gives_its_slot_back_at_once(
 
 
 def test_closing_does_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr("vllm_dymoe.transfer.queue._SECONDS_TO_CLOSE", 0.1)
+    monkeypatch.setattr("vllm_dymoe.transfer.workers._SECONDS_TO_CLOSE", 0.1)
     disk = Disk({0: "hang"})
     engine = engine_over(disk, threads=1)
     running = engine.submit(KEYS[0], slot(), Reason.DEMAND)
@@ -179,21 +179,21 @@ def test_every_ticket_ends_and_every_slot_comes_back(faults, wanted, threads):
     disk = Disk(faults)
     engine = engine_over(disk, threads, timeout=0.02)
     tickets = [engine.submit(key, slot(), reason) for key, reason in wanted]
-    late = []
+    orphaned = []
     for ticket in tickets:
         try:
             engine.wait(ticket)
         except TransferError:
-            assert ticket.state is not State.DONE or ticket.late
+            assert ticket.state is not State.DONE or ticket.orphaned
             if not engine.settle(ticket):
-                late.append(ticket)
+                orphaned.append(ticket)
         else:
             assert torch.equal(ticket.destination, STORE.blob(ticket.key))
-    assert all(ticket.late for ticket in late)
+    assert all(ticket.orphaned for ticket in orphaned)
     disk.gate.set()
-    for ticket in late:
+    for ticket in orphaned:
         assert ended(ticket)
         assert engine.settle(ticket)
     assert all(ticket.ended for ticket in tickets)
     engine.close()
-    assert not engine._threads or all(not thread.is_alive() for thread in engine._threads)
+    assert not engine._workers._threads or all(not thread.is_alive() for thread in engine._workers._threads)

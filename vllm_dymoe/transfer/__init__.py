@@ -3,8 +3,8 @@
 import torch
 
 from vllm_dymoe.store import HostStore, MemoryStore
-from vllm_dymoe.transfer.engine import TransferEngine, TransferStats
-from vllm_dymoe.transfer.queue import QueuedEngine
+from vllm_dymoe.transfer.engine import TransferEngine
+from vllm_dymoe.transfer.stats import TransferStats
 from vllm_dymoe.transfer.ticket import Reason, Ticket, TransferError
 
 
@@ -30,14 +30,14 @@ def make_engine(
         ValueError: an emulated link on a device that has a real one.
     """
     if device.type == "cpu":
+        from vllm_dymoe.transfer.host import CpuDelivery
         from vllm_dymoe.transfer.link import EmulatedLink
-        from vllm_dymoe.transfer.threads import CpuDelivery
 
         if link_gbps is None:
-            return QueuedEngine(CpuDelivery(store), io_threads, timeout=timeout)
+            return TransferEngine(CpuDelivery(store), io_threads, timeout=timeout)
         # A link is one queue: one thread serves it.
         link = EmulatedLink(CpuDelivery(store), link_gbps * 1e9)
-        return QueuedEngine(link, threads=1, timeout=timeout, waiters_move=False)
+        return TransferEngine(link, threads=1, timeout=timeout, waiters_move=False)
     if link_gbps is not None:
         raise ValueError(
             f"vllm-dymoe: link_gbps emulates a link on a CPU, but {device.type} devices have one; leave link_gbps out."
@@ -47,9 +47,9 @@ def make_engine(
     streams = CudaStreams(device)
     if isinstance(store, MemoryStore):
         # Enqueueing a copy is all the host does for demand; the thread meters out what is not urgent.
-        return QueuedEngine(PinnedDelivery(store, streams), threads=1, eager=True)
+        return TransferEngine(PinnedDelivery(store, streams), threads=1, eager=True)
     buffers = [torch.empty(largest_blob, dtype=torch.uint8, pin_memory=True) for _ in range(2 * max(1, io_threads))]
-    return QueuedEngine(StagedDelivery(store, streams, buffers), io_threads, timeout=timeout)
+    return TransferEngine(StagedDelivery(store, streams, buffers), io_threads, timeout=timeout)
 
 
 __all__ = [

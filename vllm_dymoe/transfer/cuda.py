@@ -1,21 +1,20 @@
 """Delivery to a CUDA device: copies on streams of their own, ordered by events.
 
-Two orders make a slot safe. A copy into a slot waits for the event behind the
-slot's last reader, and computation waits for the event behind the copy. The
-host waits for neither. The streams stand behind a small seam so that the same
-delivery is tested on a recorded device where there is no GPU (``recorded``).
+Two orders make a slot safe: a copy into it waits for the event behind its last reader, and computation waits for the
+event behind the copy. The host waits for neither.
 """
 
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey, Projection
-from vllm_dymoe.store import HostStore, MemoryStore, blob_name
-from vllm_dymoe.transfer.ticket import Reason, Ticket
+from vllm_dymoe.experts.layout import BlobKey, Projection
+from vllm_dymoe.store import HostStore, MemoryStore
+from vllm_dymoe.transfer.delivery import Streams
+from vllm_dymoe.transfer.ticket import ALL, Reason, Ticket
 
 WORTH_A_COPY = 256 << 10
 """Bytes of a down projection from which on it gets a copy of its own, behind that of gate and up.
@@ -32,42 +31,8 @@ bound by the host anyway.
 """
 
 
-class Streams(Protocol):
-    """The few things that delivery needs from a device.
-
-    Attributes:
-        timed: whether copies take note of when they begin and end.
-    """
-
-    timed: bool
-
-    def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> Any:
-        """Enqueue a copy behind ``after`` (an event or None) and return the event behind it."""
-        ...
-
-    def computation_waits(self, event: Any) -> None:
-        """Enqueue, on the computing stream, a wait for ``event``."""
-        ...
-
-    def record_computation(self) -> Any:
-        """The event behind all computation enqueued so far."""
-        ...
-
-    def synchronize(self, event: Any) -> None:
-        """Block the host until ``event``."""
-        ...
-
-    def happened(self, event: Any) -> bool:
-        """Whether ``synchronize`` would not block."""
-        ...
-
-    def begun(self, event: Any) -> Any:
-        """The event in front of the copy that ``event`` is behind; None if it was not timed."""
-        ...
-
-
 class _CopyEvent(torch.cuda.Event):
-    """Behind a copy; knows the event in front of it, if times are taken."""
+    """Behind a copy; holds the event in front of it if the copy is timed."""
 
     begun: torch.cuda.Event | None = None
 
@@ -82,7 +47,7 @@ class CudaStreams:
         self._background = torch.cuda.Stream(device, priority=0)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> torch.cuda.Event:
-        """Enqueue an asynchronous copy from page-locked memory."""
+        """Enqueue an asynchronous copy from page-locked memory; see :class:`Streams`."""
         stream = self._urgent if urgent else self._background
         if after is not None:
             stream.wait_event(after)
@@ -119,7 +84,7 @@ class CudaStreams:
 
 
 class _StreamDelivery:
-    """What both deliveries share: ordering by events.
+    """What both deliveries share.
 
     Args:
         store: where the bytes come from.
@@ -130,10 +95,10 @@ class _StreamDelivery:
     occupies_cores = False  # a copy engine moves the bytes
 
     def __init__(self, store: HostStore, streams: Streams, worth_a_copy: int = WORTH_A_COPY) -> None:
-        self._store = store
-        self._streams = streams
+        self.store = store
+        self.streams = streams
         self._at_once = {
-            bits: Projection.DOWN if fmt.matrices[Projection.DOWN].nbytes >= worth_a_copy else len(EVERY_PROJECTION)
+            bits: Projection.DOWN if fmt.matrices[Projection.DOWN].nbytes >= worth_a_copy else ALL
             for bits, fmt in store.experts.formats.items()
         }
 
@@ -141,64 +106,25 @@ class _StreamDelivery:
         """Gate and up, which one launch computes, and down by itself where that is worth another copy."""
         return self._at_once[key.bits]
 
-    def name(self, key: BlobKey) -> str:
-        """The blob, for people."""
-        return blob_name(self._store, key)
-
-    def receive(self, fence: Any) -> None:
-        """Order computation behind a copy."""
-        self._streams.computation_waits(fence)
-
-    def drain(self, fence: Any) -> None:
-        """Wait for a copy on the host."""
-        self._streams.synchronize(fence)
-
-    def happened(self, fence: Any) -> bool:
-        """Whether a copy has ended."""
-        return self._streams.happened(fence)
-
-    def fence(self) -> Any:
-        """The event behind all computation so far."""
-        return self._streams.record_computation()
-
-    @property
-    def timed(self) -> bool:
-        """Whether copies take note of when they begin and end."""
-        return self._streams.timed
-
-    @timed.setter
-    def timed(self, timed: bool) -> None:
-        self._streams.timed = timed
-
-    def moments(self, fence: Any) -> tuple[Any, Any] | None:
+    def moments(self, event: Any) -> tuple[Any, Any] | None:
         """The events around a copy."""
-        begun = self._streams.begun(fence)
-        return None if begun is None else (begun, fence)
+        begun = self.streams.begun(event)
+        return None if begun is None else (begun, event)
 
-    def span(self, ticket: Ticket, projections: range) -> slice:
-        """Where they lie in the slot."""
-        return self._store.experts.formats[ticket.key.bits].span(projections)
-
-    def _destination(self, ticket: Ticket, projections: range) -> torch.Tensor:
-        if len(projections) == len(EVERY_PROJECTION):
-            return ticket.destination
-        return ticket.destination[self.span(ticket, projections)]
-
-    def _enqueue(self, source: torch.Tensor, ticket: Ticket, projections: range) -> Any:
-        urgent = ticket.reason is Reason.DEMAND
+    def _enqueue(self, ticket: Ticket, projections: range, source: torch.Tensor, destination: torch.Tensor) -> Any:
         # Behind the slot's last reader once: later pieces follow the first, on its stream or because it was waited for.
         after = ticket.after if projections.start == 0 else None
-        return self._streams.copy(source, self._destination(ticket, projections), urgent=urgent, after=after)
+        return self.streams.copy(source, destination, urgent=ticket.reason is Reason.DEMAND, after=after)
 
 
 class PinnedDelivery(_StreamDelivery):
     """From page-locked memory: one asynchronous copy for each piece."""
 
-    _store: MemoryStore
+    store: MemoryStore
 
-    def deliver(self, ticket: Ticket, projections: range, *, wait: bool = True) -> Any:
-        """Enqueue the copy, which never waits."""
-        return self._enqueue(self._store.blob(ticket.key, projections), ticket, projections)
+    def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
+        """Enqueue the copy; never blocks."""
+        return self._enqueue(ticket, projections, self.store.blob(ticket.key, projections), destination)
 
 
 class StagedDelivery(_StreamDelivery):
@@ -208,7 +134,7 @@ class StagedDelivery(_StreamDelivery):
         store: where the bytes come from.
         streams: the device's streams.
         buffers: uint8, each as large as the largest blob; as many transfers can be under way.
-        concurrency: as for the engine.
+        concurrency: see the engine.
         worth_a_copy: see ``WORTH_A_COPY``. Here the first piece also travels while the second is read.
     """
 
@@ -225,7 +151,7 @@ class StagedDelivery(_StreamDelivery):
         self._buffers: deque[tuple[torch.Tensor, Any]] = deque((buffer, None) for buffer in buffers)
         self._returned = concurrency.Condition(concurrency.Lock())
 
-    def deliver(self, ticket: Ticket, projections: range, *, wait: bool = True) -> Any:
+    def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
         """Read into a buffer, then enqueue the copy."""
         with self._returned:
             while not self._buffers:
@@ -236,11 +162,10 @@ class StagedDelivery(_StreamDelivery):
         event = None
         try:
             if busy is not None:
-                self._streams.synchronize(busy)
-            span = self.span(ticket, projections)
-            staged = buffer[: span.stop - span.start]
-            self._store.read_into(ticket.key, staged, projections, wait=wait)
-            event = self._enqueue(staged, ticket, projections)
+                self.streams.synchronize(busy)
+            staged = buffer[: destination.numel()]
+            self.store.read_into(ticket.key, staged, projections, wait=wait)
+            event = self._enqueue(ticket, projections, staged, destination)
             return event
         finally:
             with self._returned:

@@ -1,56 +1,88 @@
-"""What every transfer engine does, whatever the device."""
+"""The transfer engine: what the runtime asks for, and how long it waits.
 
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+A ticket that nobody has begun is moved by the thread that waits for it, as far as the bytes are in memory. So a miss on
+the critical path costs a copy and no switch of threads, while threads fetch ahead in the time that computation leaves.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 
-from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey
-from vllm_dymoe.observe.timeline import Timeline
-from vllm_dymoe.transfer.ticket import Reason, Ticket
+from vllm_dymoe.experts.layout import BlobKey
+from vllm_dymoe.observe.timeline import Lane, Timeline
+from vllm_dymoe.store import blob_name
+from vllm_dymoe.transfer.delivery import Delivery, Streams
+from vllm_dymoe.transfer.mover import Mover, place
+from vllm_dymoe.transfer.queue import TicketQueue
+from vllm_dymoe.transfer.stats import TransferStats
+from vllm_dymoe.transfer.ticket import ALL, Reason, State, Ticket, TransferError
+from vllm_dymoe.transfer.workers import Workers
+
+# After a failure the reads of its step that still run are waited for this long; then they count as orphaned.
+_SECONDS_TO_SETTLE = 1.0
 
 
-@dataclass
-class TransferStats:
-    """What was moved, and how long somebody had to wait for it.
-
-    Attributes:
-        bytes_moved: bytes that arrived, by reason.
-        transfers: whole blobs that arrived, by the reason that they had in the end.
-        failed: transfers that ended in an error.
-        exposed_wait_seconds: host time spent in ``wait``.
-    """
-
-    bytes_moved: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
-    transfers: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
-    failed: int = 0
-    exposed_wait_seconds: float = 0.0
-
-
-class TransferEngine(Protocol):
+class TransferEngine:
     """Moves blobs into slots, demand before prefetch before migration.
 
-    Attributes:
-        stats: what was moved.
-        timeline: takes note of when, while somebody wants to know.
+    Args:
+        delivery: the device's way of moving bytes.
+        threads: threads that serve the queue; with 0 whoever waits moves.
+        eager: deliver demand transfers inside ``submit``, for devices where that only enqueues.
+        timeout: seconds that a transfer is waited for; None for ever.
+        waiters_move: whether whoever waits moves bytes too; not over a link whose transfers have an order.
+        concurrency: has Lock, Condition and Thread; tests pass others than Python's own to record or decide schedules.
     """
 
-    stats: TransferStats
-    timeline: Timeline | None
+    def __init__(
+        self,
+        delivery: Delivery,
+        threads: int,
+        *,
+        eager: bool = False,
+        timeout: float | None = None,
+        waiters_move: bool = True,
+        concurrency: Any = threading,
+    ) -> None:
+        self._delivery = delivery
+        self._streams = cast(Streams, delivery.streams)  # asked only of a fence, which nothing else gives
+        self._timeout = timeout
+        self._waiters_move = waiters_move
+        self._queue = TicketQueue(threads > 0, eager, concurrency)
+        self._mover = Mover(delivery, self._queue)
+        self._workers = Workers(self._queue, self._mover.run, threads, timeout is not None, concurrency)
 
     @property
     def occupies_cores(self) -> bool:
         """Whether transfers take the cores that compute: then the two are better done in turn than side by side."""
-        ...
+        return self._delivery.occupies_cores
+
+    @property
+    def stats(self) -> TransferStats:
+        """What was moved since the start, or since somebody set other counts."""
+        return self._queue.stats
+
+    @stats.setter
+    def stats(self, stats: TransferStats) -> None:
+        self._queue.stats = stats
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Records transfers and waits; None while nobody wants to know."""
+        return self._mover.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        self._mover.timeline = timeline
+        if self._delivery.streams is not None:
+            self._delivery.streams.timed = timeline is not None
 
     def submit(
-        self,
-        key: BlobKey,
-        destination: torch.Tensor,
-        reason: Reason,
-        after: Any = None,
-        projections: int = len(EVERY_PROJECTION),
+        self, key: BlobKey, destination: torch.Tensor, reason: Reason, after: Any = None, projections: int = ALL
     ) -> Ticket:
         """Ask for a transfer and return at once.
 
@@ -60,55 +92,130 @@ class TransferEngine(Protocol):
             reason: its priority.
             after: fence of the slot's last reader.
             projections: how many of them are asked for, from the first; the rest only when somebody demands it.
+
+        Raises:
+            RuntimeError: the engine is closed.
         """
-        ...
+        at_once = self._delivery.demanded_at_once(key)
+        ticket = Ticket(key, destination, reason, after, projections, at_once, ready=time.perf_counter())
+        piece = self._queue.submit(ticket)
+        if piece is not None:
+            self._mover.run(ticket, piece)
+        return ticket
 
     def demand(self, ticket: Ticket) -> None:
         """All of it is needed now: what has not arrived becomes a demand transfer."""
-        ...
+        if ticket.reason is not Reason.DEMAND:
+            self._mover.run(ticket, self._queue.demand(ticket))
 
-    def wait(self, ticket: Ticket, projections: int = len(EVERY_PROJECTION)) -> None:
+    def wait(self, ticket: Ticket, projections: int = ALL) -> None:
         """Return when computation issued from now on will see the first ``projections`` of a blob; demands all of it.
 
-        Computation is ordered behind the copies of these projections, not behind those of the others.
+        Computation is ordered behind the copies of these projections, not behind those of the others. May be called
+        again.
 
         Raises:
             TransferError: the transfer failed, was cancelled, or took longer than the engine waits.
         """
-        ...
+        begin = time.perf_counter()
+        try:
+            if ticket.reason is not Reason.DEMAND:
+                self.demand(ticket)
+            while True:
+                try:
+                    piece = self._queue.wait(ticket, projections, self._timeout, begin=self._waiters_move)
+                except TimeoutError:
+                    self._give_up(ticket)
+                    break
+                if piece is None:
+                    break
+                if not self._mover.run(ticket, piece, wait=self._timeout is None):
+                    self._queue.hand_over(ticket, piece)
+            if ticket.state is State.FAILED:
+                raise TransferError(str(ticket.error)) from ticket.error
+            if ticket.state is State.CANCELLED:
+                raise TransferError(f"the transfer of {ticket.key} was cancelled")
+            while ticket.followed < len(ticket.fences):
+                first, fence = ticket.fences[ticket.followed]
+                if first >= projections:
+                    break
+                self._streams.computation_waits(fence)
+                ticket.followed += 1
+        finally:
+            end, timeline = time.perf_counter(), self._mover.timeline
+            self._queue.stats.exposed_wait_seconds += end - begin
+            if timeline is not None:
+                timeline.add(Lane.HOST, f"wait for {place(ticket)}", "wait", begin, end)
 
     def arrived(self, ticket: Ticket) -> bool:
         """Whether the whole blob is there, so that ``wait`` would not block and computation would not stand still."""
-        ...
+        return ticket.state is State.DONE and all(self._streams.happened(fence) for _, fence in ticket.fences)
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Take a transfer back; False if it has ended otherwise, or while a piece is moving.
+
+        In the second case no further piece follows, and the ticket ends with the one that moves.
+        """
+        return self._queue.cancel(ticket)
 
     def settle(self, ticket: Ticket) -> bool:
         """Whether nothing writes the ticket's slot any more: it is cancelled, finished or failed. Never raises.
 
         Waits for a transfer that runs, but not for ever, and not a second time.
         """
-        ...
-
-    def cancel(self, ticket: Ticket) -> bool:
-        """Take a transfer back; False if it has ended otherwise, or while a projection is moving.
-
-        In the second case no further projection follows, and the ticket ends with the one that moves.
-        """
-        ...
+        if not self._queue.cancel(ticket):
+            patience = self._timeout and min(self._timeout, _SECONDS_TO_SETTLE)
+            try:
+                self._queue.wait(ticket, ALL, 0 if ticket.orphaned else patience)
+            except TimeoutError:
+                if self._workers.orphan(ticket):
+                    return False
+        for _, fence in ticket.fences:
+            self._streams.synchronize(fence)
+        return True
 
     def fence(self) -> Any:
-        """A fence behind the computation issued so far, for the next ``submit`` into a slot it reads; or None."""
-        ...
+        """A fence behind the computation issued so far, for the next ``submit`` into a slot it reads.
 
-    def paused(self) -> AbstractContextManager[None]:
+        None where computation is synchronous.
+        """
+        return None if self._delivery.streams is None else self._streams.record_computation()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
         """Within, no thread asks anything of the device but for a transfer that somebody waits for.
 
-        For captures of CUDA graphs, which a call from another thread makes invalid.
+        For captures of CUDA graphs, which a call from another thread makes invalid. What threads move is waited for on
+        entry; what is queued in the background stays queued, and goes on afterwards.
 
         Raises:
-            TransferError: on entry, what a thread is doing does not end.
+            TransferError: on entry, a read has not ended for as long as the engine waits.
         """
-        ...
+        quiet = self._queue.pause(self._timeout)
+        try:
+            if not quiet:
+                raise TransferError(
+                    f"a read has not ended for {self._timeout:g} seconds, which is transfer_timeout_s, and CUDA graphs "
+                    "cannot be captured beside it; check the disk."
+                )
+            yield
+        finally:
+            self._queue.resume()
 
     def close(self) -> None:
-        """Cancel what waits, finish what runs, and end all threads but those whose reads do not end."""
-        ...
+        """Cancel what is pending, finish what runs, and end all threads but those whose reads do not end."""
+        self._queue.close()
+        self._workers.join()
+
+    def _give_up(self, ticket: Ticket) -> None:
+        """After the time limit.
+
+        Raises:
+            TransferError: unless the ticket has ended just now.
+        """
+        if self._queue.cancel(ticket) or self._workers.orphan(ticket):
+            self._queue.stats.failed += 1
+            raise TransferError(
+                f"reading {blob_name(self._delivery.store, ticket.key)} took longer than transfer_timeout_s, which is "
+                f"{self._timeout:g} seconds; check the disk, or raise transfer_timeout_s."
+            )

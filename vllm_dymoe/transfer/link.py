@@ -1,10 +1,9 @@
 """An emulated link: bytes arrive no sooner than over a link of a given rate, in wall-clock time.
 
-On a CPU the way from the host store into a slot is a memory copy, far faster beside
-the computation than PCIe is beside a GPU's. With this around it the same engine
-shows what a slower link does. It behaves as a copy engine does: one queue for all
-transfers, which goes on while computation runs and takes no core but for the copy
-itself, so that waiting is sleeping until the moment when the last byte would arrive.
+On a CPU the way from the host store into a slot is a memory copy, far faster relative to computation than PCIe is to a
+GPU's. Wrapped in this, the same engine shows what a slower link does. It behaves as a copy engine: one queue for all
+transfers, which runs beside computation and takes no core but for the copy itself. So it sleeps until the moment when
+the last byte would arrive.
 """
 
 import ctypes
@@ -12,8 +11,10 @@ import threading
 import time
 from typing import Any
 
+import torch
+
 from vllm_dymoe.experts.layout import BlobKey
-from vllm_dymoe.transfer.queue import Delivery
+from vllm_dymoe.transfer.delivery import Delivery
 from vllm_dymoe.transfer.ticket import Ticket
 
 _PR_SET_TIMERSLACK = 29  # linux/prctl.h
@@ -24,14 +25,15 @@ class EmulatedLink:
     """A delivery at the rate of a link.
 
     Args:
-        delivery: what really moves the bytes.
+        delivery: moves the bytes, on return of its ``deliver``.
         bytes_per_second: of the link.
     """
 
+    streams = None
     occupies_cores = False
-    timed = False
 
     def __init__(self, delivery: Delivery, bytes_per_second: float) -> None:
+        self.store = delivery.store
         self._delivery = delivery
         self._bytes_per_second = bytes_per_second
         self._lock = threading.Lock()
@@ -39,46 +41,21 @@ class EmulatedLink:
         self._last = 0.0, 0.0  # when the last transfer began and ended
 
     def demanded_at_once(self, key: BlobKey) -> int:
-        """One: what is emulated has no price for each transfer."""
+        """One: an emulated transfer has no fixed cost."""
         return 1
 
-    def deliver(self, ticket: Ticket, projections: range, *, wait: bool = True) -> None:
+    def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
         """Move the bytes, and return when the link would have."""
-        span = self._delivery.span(ticket, projections)
-        self._delivery.deliver(ticket, projections, wait=wait)
+        self._delivery.deliver(ticket, projections, destination, wait=wait)
         with self._lock:
-            # The link begins when it is free and not when this thread was woken: whoever comes late loses no time.
+            # The link begins when it is free and not when this thread was woken: a late thread loses no link time.
             begin = max(self._free, ticket.ready)
-            self._free = due = begin + (span.stop - span.start) / self._bytes_per_second
+            self._free = due = begin + destination.numel() / self._bytes_per_second
             self._last = begin, due
         _sleep_until(due)
 
-    def span(self, ticket: Ticket, projections: range) -> slice:
-        """Of what really moves the bytes, like all below."""
-        return self._delivery.span(ticket, projections)
-
-    def name(self, key: BlobKey) -> str:
-        """The blob, for people."""
-        return self._delivery.name(key)
-
-    def receive(self, fence: Any) -> None:
-        """Order computation behind a copy."""
-        self._delivery.receive(fence)
-
-    def drain(self, fence: Any) -> None:
-        """Wait for a copy."""
-        self._delivery.drain(fence)
-
-    def happened(self, fence: Any) -> bool:
-        """Whether a copy has ended."""
-        return self._delivery.happened(fence)
-
-    def fence(self) -> Any:
-        """A fence behind the computation so far."""
-        return self._delivery.fence()
-
-    def moments(self, fence: Any) -> tuple[Any, Any]:
-        """When the link was busy with the transfer that ended last; one thread serves it."""
+    def moments(self, event: Any) -> tuple[Any, Any]:
+        """When the link was busy with the last transfer; one thread serves it."""
         return self._last
 
 

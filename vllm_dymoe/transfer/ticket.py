@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey
+
+ALL = len(EVERY_PROJECTION)
+"""Projections of a blob."""
 
 
 class TransferError(RuntimeError):
@@ -22,7 +25,7 @@ class Reason(IntEnum):
 
 
 class State(Enum):
-    """Where a ticket is: waiting for its turn, moving, as far as anybody asked, or at one of three ends."""
+    """Where a ticket is. One that rests has all that was asked for and not the whole blob; the last three are ends."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -31,40 +34,56 @@ class State(Enum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
+    __hash__ = object.__hash__  # Enum's own is Python code, and runs for every look at a ticket
+
 
 _ENDS = frozenset((State.DONE, State.FAILED, State.CANCELLED))
 
 
+class Piece(NamedTuple):
+    """The projections that a running ticket moves before it is pending again.
+
+    Attributes:
+        reason: why; the ticket's may change meanwhile.
+        projections: which.
+    """
+
+    reason: Reason
+    projections: range
+
+
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A transfer of one blob into one slot: up to three projections, one after the other.
+    """A transfer of one blob into one slot, in up to three pieces.
 
-    Between two projections a ticket is pending again, so that whatever is more urgent goes first.
+    Between two pieces a ticket is pending again, so that whatever is more urgent goes first.
 
     Attributes:
         key: which blob.
         destination: uint8 [nbytes], the slot.
         reason: its priority.
-        after: fence of the last reader of the slot; the copy waits for it.
-        wanted: projections that are asked for, from the first; 0 if nobody wants any more of them.
+        after: event behind the slot's last reader; the copy waits for it.
+        wanted: projections that are asked for, from the first; 0 once it is cancelled.
+        demanded_at_once: projections that a piece holds when the ticket is in demand; 1 otherwise.
         order: its place among tickets of the same reason.
         ready: when it last began to wait for the link, in seconds of ``time.perf_counter``.
-        state: see :class:`State`; changes under the engine's lock, like the attributes below.
+        state: see :class:`State`; changes under the queue's lock, like the attributes below.
         arrived: projections that are there, as far as the host knows.
-        fences: of the copies, where the device copies asynchronously, each with the first projection that it brings.
-        followed: how many of them computation is ordered behind.
+        fences: events behind the copies, where the device copies asynchronously, each with its first projection.
+        followed: how many of the fences computation is ordered behind.
         error: what went wrong, if it failed.
-        handed_over: whoever waited for it has left this turn to a thread, because a disk has to be waited for.
-        late: whoever waited has given up while it was running.
-        began: when the turn that runs began to move, in seconds of ``time.perf_counter``.
-        moved_seconds: what the turns before it took.
+        handed_over: the piece that runs was left to a thread by a waiter, because a disk has to be waited for.
+        orphaned: nobody waits for it any more, and it was running when they gave up.
+        began: when the piece that runs began to move, in seconds of ``time.perf_counter``.
+        moved_seconds: time that the pieces before it took.
     """
 
     key: BlobKey
     destination: torch.Tensor
     reason: Reason
     after: Any = None
-    wanted: int = len(EVERY_PROJECTION)
+    wanted: int = ALL
+    demanded_at_once: int = ALL
     order: int = 0
     ready: float = 0.0
     state: State = State.PENDING
@@ -73,7 +92,7 @@ class Ticket:
     followed: int = 0
     error: BaseException | None = None
     handed_over: bool = False
-    late: bool = False
+    orphaned: bool = False
     began: float = 0.0
     moved_seconds: float = 0.0
 

@@ -1,0 +1,90 @@
+"""Moves pieces of tickets, and orders copies with each other and with computation.
+
+Where copies are asynchronous, a background copy is issued when the demand copies before it have ended, and its piece
+has ended when its copy has.
+"""
+
+import time
+from typing import Any, cast
+
+import torch
+
+from vllm_dymoe.experts.layout import Projection
+from vllm_dymoe.observe.timeline import Lane, Timeline
+from vllm_dymoe.transfer.delivery import Delivery, Streams
+from vllm_dymoe.transfer.queue import TicketQueue
+from vllm_dymoe.transfer.ticket import ALL, Piece, Reason, Ticket
+
+
+class Mover:
+    """Runs pieces on the thread that calls.
+
+    Args:
+        delivery: the device's way of moving bytes.
+        queue: is told how each piece ended.
+
+    Attributes:
+        timeline: records every piece; None while nobody wants to know.
+    """
+
+    def __init__(self, delivery: Delivery, queue: TicketQueue) -> None:
+        self.timeline: Timeline | None = None
+        self._delivery = delivery
+        self._streams = cast(Streams, delivery.streams)  # asked only of an event, which nothing else gives
+        self._formats = delivery.store.experts.formats
+        self._queue = queue
+        self._last_demand: Any = None  # event behind the last demand copy
+
+    def run(self, ticket: Ticket, piece: Piece | None, *, wait: bool = True) -> bool:
+        """Move a piece and those that follow as long as they are the caller's.
+
+        Returns:
+            False if a disk has to be waited for and ``wait`` is not set; then the piece is still running.
+        """
+        while piece is not None:
+            destination = ticket.destination
+            if len(piece.projections) != ALL:
+                destination = destination[self._formats[ticket.key.bits].span(piece.projections)]
+            try:
+                event = self._deliver(ticket, piece, destination, wait)
+            except Exception as error:  # whatever went wrong belongs to whoever waits, not to this thread
+                if isinstance(error, BlockingIOError) and not wait:
+                    return False
+                piece = self._queue.failed(ticket, piece, error)
+            else:
+                piece = self._queue.arrived(ticket, piece, destination.numel(), event)
+        return True
+
+    def _deliver(self, ticket: Ticket, piece: Piece, destination: torch.Tensor, wait: bool) -> Any:
+        """Returns the event behind the copy, if there is one."""
+        background = piece.reason is not Reason.DEMAND
+        if background and self._last_demand is not None:
+            self._streams.synchronize(self._last_demand)
+        ticket.began = time.perf_counter()
+        event = self._delivery.deliver(ticket, piece.projections, destination, wait=wait)
+        if event is not None:
+            if background:
+                self._streams.synchronize(event)
+            else:
+                self._last_demand = event
+        end = time.perf_counter()
+        ticket.moved_seconds += end - ticket.began
+        if self.timeline is not None:
+            self._record(self.timeline, ticket, piece, event, end)
+        return event
+
+    def _record(self, timeline: Timeline, ticket: Ticket, piece: Piece, event: Any, end: float) -> None:
+        moments = self._delivery.moments(event)
+        if moments is None and event is None:
+            moments = ticket.began, end
+        if moments is not None:
+            whole = len(piece.projections) == ALL
+            parts = "all of it" if whole else ", ".join(Projection(i).name.lower() for i in piece.projections)
+            timeline.add(
+                Lane.LINK, f"{place(ticket)}, {parts}", piece.reason.name.lower(), *moments, bits=ticket.key.bits
+            )
+
+
+def place(ticket: Ticket) -> str:
+    """Which expert, for people."""
+    return f"layer {ticket.key.layer}, expert {ticket.key.expert}"

@@ -1,0 +1,82 @@
+"""The threads of a transfer engine.
+
+Some serve the queue. One does nothing but wait for disks: a disk may never answer, and a thread inside a read cannot be
+called back, so a waiter with a time limit hands over what is not in memory. A read that outlasts the limit keeps its
+slot and its thread until it ends, and the thread is replaced.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm_dymoe.transfer.queue import TicketQueue
+from vllm_dymoe.transfer.ticket import Piece, State, Ticket
+
+_SECONDS_TO_CLOSE = 5.0
+
+_Take = Callable[[], tuple[Ticket, Piece] | None]
+
+
+class Workers:
+    """Threads that take pieces and run them.
+
+    Args:
+        queue: where they take them from.
+        run: moves a piece.
+        threads: how many serve the queue.
+        disk: whether one more takes what is handed over.
+        concurrency: see the engine.
+    """
+
+    def __init__(
+        self, queue: TicketQueue, run: Callable[[Ticket, Piece], object], threads: int, disk: bool, concurrency: Any
+    ) -> None:
+        self._queue = queue
+        self._run = run
+        self._concurrency = concurrency
+        self._threads: set[threading.Thread] = set()
+        for take in [queue.take] * threads + [queue.take_handed_over] * disk:
+            self._start(take)
+
+    def orphan(self, ticket: Ticket) -> bool:
+        """Let a running ticket end when it will, and replace its thread; False if it does not run any more."""
+        with self._queue.lock:
+            if ticket.state is not State.RUNNING:
+                return False
+            if not ticket.orphaned:
+                ticket.orphaned = True
+                if not self._queue.closed:
+                    self._start(self._queue.take_handed_over if ticket.handed_over else self._queue.take)
+            return True
+
+    def join(self) -> None:
+        """Wait for the threads of a closed queue to end. One whose read does not end dies with the process."""
+        with self._queue.lock:
+            threads = list(self._threads)
+        deadline = time.monotonic() + _SECONDS_TO_CLOSE
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _start(self, take: _Take) -> None:
+        thread = self._concurrency.Thread(target=lambda: self._serve(take), name="dymoe-transfer", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _serve(self, take: _Take) -> None:
+        # A method of its own for one ticket, so that none, and with it no slot, is held while there is nothing to do.
+        while self._serve_one(take):
+            pass
+
+    def _serve_one(self, take: _Take) -> bool:
+        """False if this thread has to end."""
+        taken = take()
+        if taken is None:
+            return False
+        ticket, piece = taken
+        self._run(ticket, piece)
+        with self._queue.lock:
+            self._queue.leave()
+            if ticket.orphaned:  # another thread has come in the place of this one
+                self._threads.discard(threading.current_thread())
+            return not ticket.orphaned

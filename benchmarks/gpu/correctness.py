@@ -136,8 +136,8 @@ def check_decode(case: tuple[torch.dtype, DecodeTile]) -> list[str]:
         wrong.append(f"{name}: relative error {error:.2g}")
     if not all(torch.equal(run(), out) for _ in range(REPEATS)):
         wrong.append(f"{name}: the same launch gives different bits")
-    if scratch.tickets.any():
-        wrong.append(f"{name}: tickets are left")
+    if scratch.semaphores.any():
+        wrong.append(f"{name}: semaphores are left above zero")
     pinned = [blob.pin_memory() for _, blob in experts]
     slots = [torch.full_like(blob, 0xEE) for blob in blobs]
     items = torch.tensor([[e, 3 * e, 3 * e + 3] for e in range(count)])

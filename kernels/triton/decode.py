@@ -1,8 +1,8 @@
 """Decode: few tokens for each expert, bound by memory. Two launches for all experts of a step.
 
 A program owns 64 rows of one expert's projection, or one of SPLIT parts of their
-columns. Partial sums go to memory in float32, and the program that takes the last
-ticket adds them in ascending order, so that the result does not depend on which
+columns. Partial sums go to memory in float32, and the program that a semaphore counts
+as the last one adds them in ascending order, so that the result does not depend on which
 one that was: integers are counted atomically, floats never. A program that fetches
 takes all parts itself, in the same order: whether bytes are fetched changes no bit.
 
@@ -35,7 +35,7 @@ def gate_up_kernel(
     items,
     rows,
     partials,
-    tickets,
+    semaphores,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -59,7 +59,7 @@ def gate_up_kernel(
         items: the work.
         rows: of x.
         partials: float32 [positions, SPLIT, 2, 64 * blocks], scratch if programs share a sum.
-        tickets: int32 [positions, blocks], zeros before and after, if they do.
+        semaphores: int32 [positions, blocks], zeros before and after, if they do.
         ROWS: I, rows of gate and up.
         COLUMNS: H.
         GROUP: columns that share a scale.
@@ -84,13 +84,13 @@ def gate_up_kernel(
         )  # fmt: skip
     if last - first == 1:
         _gate_up(
-            x, hidden, source, bits + 3 * expert, rows, partials, tickets, first, last,
+            x, hidden, source, bits + 3 * expert, rows, partials, semaphores, first, last,
             ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, ACTIVATION, 1, SPLIT, FETCH, WARPS,
         )  # fmt: skip
     else:
         for number in range((last - first + 1) // 2):
             _gate_up(
-                x, hidden, source, bits + 3 * expert, rows, partials, tickets, first + 2 * number, last,
+                x, hidden, source, bits + 3 * expert, rows, partials, semaphores, first + 2 * number, last,
                 ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, ACTIVATION, 2, SPLIT, FETCH, WARPS,
             )  # fmt: skip
 
@@ -114,7 +114,7 @@ def _fetch_two(
 
 @triton.jit
 def _gate_up(
-    x, hidden, source, bits, rows, partials, tickets, first, last,
+    x, hidden, source, bits, rows, partials, semaphores, first, last,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
     ORDERED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
     FETCH: tl.constexpr, WARPS: tl.constexpr,
@@ -151,7 +151,7 @@ def _gate_up(
         partials_at = partials + position.to(tl.int64) * (PROGRAMS * 2 * PADDED) + row
         tl.store(partials_at + split * 2 * PADDED, gate, mask=position < last)
         tl.store(partials_at + split * 2 * PADDED + PADDED, up, mask=position < last)
-        if take_ticket(tickets + first * BLOCKS + block, PROGRAMS):
+        if arrives_last(semaphores + first * BLOCKS + block, PROGRAMS):
             gate = tl.zeros([TOKENS, 64], tl.float32)
             up = tl.zeros([TOKENS, 64], tl.float32)
             for part in tl.static_range(PROGRAMS):
@@ -188,16 +188,16 @@ def _two_rows(x, rows, first, last, COLUMNS: tl.constexpr, TOKENS: tl.constexpr)
 
 
 @triton.jit
-def take_ticket(ticket, count):
+def arrives_last(semaphore, count):
     """Whether this program is the last of `count` that come here; it then sees what the others stored before.
 
-    The ticket is zero again afterwards.
+    The semaphore is zero again afterwards.
     """
     tl.debug_barrier()  # every thread's stores are in front of the one thread that counts
-    is_last = tl.atomic_add(ticket, 1, sem="acq_rel") == count - 1
+    is_last = tl.atomic_add(semaphore, 1, sem="acq_rel") == count - 1
     tl.debug_barrier()
     if is_last:
-        tl.store(ticket, 0)
+        tl.store(semaphore, 0)
     return is_last
 
 
@@ -213,7 +213,7 @@ def down_kernel(
     weights,
     computed,
     partials,
-    tickets,
+    semaphores,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -243,7 +243,7 @@ def down_kernel(
         weights: float32 [tokens, TOP_K], of the router, if WEIGHTED.
         computed: int32 [tokens, TOP_K], 1 for the pairs that this launch computes and 0 for the others, if WEIGHTED.
         partials: float32 [pairs, programs, 64 * blocks], scratch if WEIGHTED; [positions, ...] if only programs share.
-        tickets: int32 [positions or tokens, blocks], zeros before and after, under the same conditions.
+        semaphores: int32 [positions or tokens, blocks], zeros before and after, under the same conditions.
         ROWS: H, rows of down.
         COLUMNS: I.
         GROUP: as in gate_up_kernel, like the others.
@@ -271,20 +271,20 @@ def down_kernel(
             section = destination
     if last - first == 1:
         _down(
-            hidden, out, section, width, pairs, weights, computed, partials, tickets, first, last,
+            hidden, out, section, width, pairs, weights, computed, partials, semaphores, first, last,
             ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 1, SPLIT, FETCH, WARPS,
         )  # fmt: skip
     else:
         for number in range((last - first + 1) // 2):
             _down(
-                hidden, out, section, width, pairs, weights, computed, partials, tickets, first + 2 * number, last,
+                hidden, out, section, width, pairs, weights, computed, partials, semaphores, first + 2 * number, last,
                 ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 2, SPLIT, FETCH, WARPS,
             )  # fmt: skip
 
 
 @triton.jit
 def _down(
-    hidden, out, section, width, pairs, weights, computed, partials, tickets, first, last,
+    hidden, out, section, width, pairs, weights, computed, partials, semaphores, first, last,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
     ORDERED: tl.constexpr, BIAS: tl.constexpr, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr,
     SPLIT: tl.constexpr, FETCH: tl.constexpr, WARPS: tl.constexpr,
@@ -318,7 +318,7 @@ def _down(
             if first + token_number < last:
                 token = tl.load(pairs + first + token_number) // TOP_K
                 add_experts(
-                    out, weights, computed, partials, tickets + token * BLOCKS + block, token, block,
+                    out, weights, computed, partials, semaphores + token * BLOCKS + block, token, block,
                     ROWS, TOP_K, PROGRAMS,
                 )  # fmt: skip
     else:
@@ -328,7 +328,7 @@ def _down(
         else:
             partials_at = partials + position.to(tl.int64) * (PROGRAMS * PADDED) + row
             tl.store(partials_at + split * PADDED, sums, mask=position < last)
-            if take_ticket(tickets + first * BLOCKS + block, PROGRAMS):
+            if arrives_last(semaphores + first * BLOCKS + block, PROGRAMS):
                 sums = tl.zeros([TOKENS, 64], tl.float32)
                 for part in tl.static_range(PROGRAMS):
                     sums += tl.load(partials_at + part * PADDED, mask=inside, other=0.0, cache_modifier=".cg")
@@ -337,7 +337,7 @@ def _down(
 
 @triton.jit
 def add_experts(
-    out, weights, computed, partials, ticket, token, block,
+    out, weights, computed, partials, semaphore, token, block,
     ROWS: tl.constexpr, TOP_K: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """If all experts of a token have come, write 64 rows of its output: the sum in ascending k, parts ascending."""
@@ -345,7 +345,7 @@ def add_experts(
     count = 0
     for k in tl.static_range(TOP_K):
         count += tl.load(computed + token * TOP_K + k)
-    if take_ticket(ticket, count * PROGRAMS):
+    if arrives_last(semaphore, count * PROGRAMS):
         row = block * 64 + tl.arange(0, 64)
         total = tl.zeros([64], tl.float32)
         for k in tl.static_range(TOP_K):

@@ -27,7 +27,7 @@ from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
 
 DEFAULT_WORKSPACE_BYTES = 32 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10
-_TICKETS = 1 << 14
+_SEMAPHORES = 1 << 14
 
 Formats = tuple[MatrixFormat, MatrixFormat, MatrixFormat]
 """Of gate, up and down."""
@@ -85,8 +85,8 @@ class TritonKernel:
         self.workspace_bytes = workspace_bytes
         self._kinds = frozenset(Kind(fmt.bits, fmt.integer_zeros, fmt.act_order) for fmt in formats)
         self.device = torch.device(device)
-        self._tickets = torch.zeros(_TICKETS, dtype=torch.int32, device=device)
-        self._memory = torch.empty(workspace_bytes - 4 * _TICKETS, dtype=torch.uint8, device=device)
+        self._semaphores = torch.zeros(_SEMAPHORES, dtype=torch.int32, device=device)
+        self._memory = torch.empty(workspace_bytes - 4 * _SEMAPHORES, dtype=torch.uint8, device=device)
         self._compiled: set[tuple[ExpertShape, frozenset[int], Activation]] = set()
         self.asynchronous = self.device.type == "cuda"
         self._architecture = 90
@@ -183,7 +183,7 @@ class TritonKernel:
         if receive is not None:
             receive(2)  # gate and up are one launch
         if grouped == DECODE:
-            scratch = Scratch(self._memory[used : len(self._memory) // 4 * 4].view(torch.float32), self._tickets)
+            scratch = Scratch(self._memory[used : len(self._memory) // 4 * 4].view(torch.float32), self._semaphores)
             decode_gate_up(x, hidden, table, work, activation, tiles.gate_up, scratch, start=start)
             if receive is not None:
                 receive(3)
@@ -217,11 +217,11 @@ class TritonKernel:
             256 * blocks[1] * tiles.down.split if tiles.down.split > 1 else 0,
         )
         room = len(self._memory) - 512
-        decode = min(room // (hidden + partials), _TICKETS // max(blocks) if partials else room)
+        decode = min(room // (hidden + partials), _SEMAPHORES // max(blocks) if partials else room)
         if decode < 1:
             raise ValueError(
                 f"workspace has {self.workspace_bytes} bytes, expected at least "
-                f"{hidden + partials + 512 + 4 * _TICKETS} for experts of {shape.hidden} x {shape.intermediate}"
+                f"{hidden + partials + 512 + 4 * _SEMAPHORES} for experts of {shape.hidden} x {shape.intermediate}"
             )
         return decode, room // hidden
 

@@ -25,11 +25,11 @@ class Scratch:
 
     Attributes:
         partials: float32, contents do not matter.
-        tickets: int32, zeros before and after every launch.
+        semaphores: int32, zeros before and after every launch.
     """
 
     partials: Tensor
-    tickets: Tensor
+    semaphores: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ def decode_gate_up(
             work.items,
             work.rows,
             scratch.partials,
-            scratch.tickets,
+            scratch.semaphores,
         ),
         {
             "ROWS": shape.intermediate,
@@ -171,9 +171,9 @@ def decode_down(
             work.items,
             work.pairs,
             scratch.partials if weighting is None else weighting.weights,
-            scratch.tickets if weighting is None else weighting.computed,
+            scratch.semaphores if weighting is None else weighting.computed,
             scratch.partials,
-            scratch.tickets,
+            scratch.semaphores,
         ),
         {
             "ROWS": shape.hidden,
@@ -336,10 +336,13 @@ def _check_no_destinations(table: ExpertTable) -> None:
         raise ValueError("table has destinations, but only the decode kernels fetch through")
 
 
-def _check_scratch(scratch: Scratch, partials: int, tickets: int) -> None:
+def _check_scratch(scratch: Scratch, partials: int, semaphores: int) -> None:
     """Refuse scratch that is too small; both tensors are one-dimensional."""
     check_tensor("partials", scratch.partials, shape=(None,), dtype=torch.float32)
-    check_tensor("tickets", scratch.tickets, shape=(None,), dtype=torch.int32)
-    for name, tensor, needed in (("partials", scratch.partials, partials), ("tickets", scratch.tickets, tickets)):
+    check_tensor("semaphores", scratch.semaphores, shape=(None,), dtype=torch.int32)
+    for name, tensor, needed in (
+        ("partials", scratch.partials, partials),
+        ("semaphores", scratch.semaphores, semaphores),
+    ):
         if tensor.numel() < needed:
             raise ValueError(f"{name} has {tensor.numel()} elements, expected at least {needed}")

@@ -47,7 +47,7 @@ def run(x, table, work, tile, activation=SILU, weighting=None, rows=None, scratc
     decode_gate_up(x, hidden, table, work, activation, tile, scratch)
     out = poisoned(rows, table.shape.hidden, dtype=x.dtype)
     decode_down(hidden, out, table, work, tile, scratch, weighting)
-    assert not scratch.tickets.any(), "tickets are left"
+    assert not scratch.semaphores.any(), "semaphores are left above zero"
     return hidden, out
 
 
@@ -139,7 +139,7 @@ def test_what_other_tools_quantized_at_some_bits_and_not_at_others(steps, act_or
 
 
 def test_the_order_of_programs_changes_no_bit():
-    """Another program takes the last ticket when the items come in another order."""
+    """Another program arrives last when the items come in another order."""
     experts = Experts(ExpertShape(130, 64, 32, BFLOAT16), [4, 2, 4])
     x = random_x(2, 130, BFLOAT16)
     _, weights, chosen = routing(2, 3, 3)
@@ -218,7 +218,7 @@ def test_nothing_is_summed_before_the_last_part_has_come():
     hidden, out = poisoned(1, 384, dtype=BFLOAT16), poisoned(1, 384, dtype=BFLOAT16)
     decode_gate_up(x, hidden, table, work, SILU, tile, scratch, start=without_the_last)
     assert bool(hidden.isnan().all())
-    scratch.tickets.zero_()
+    scratch.semaphores.zero_()
     decode_down(x, out, table, work, tile, scratch, start=without_the_last)
     assert bool(out.isnan().all())
 
@@ -407,17 +407,17 @@ def test_wrong_arguments_are_named(change, error, sentence):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
-    ("partials", "tickets", "sentence"),
+    ("partials", "semaphores", "sentence"),
     [
         (127, 1, "partials has 127 elements, expected at least 128"),
-        (128, 0, "tickets has 0 elements, expected at least 1"),
+        (128, 0, "semaphores has 0 elements, expected at least 1"),
     ],
 )
-def test_too_little_scratch_of_down_is_named(weighted, partials, tickets, sentence):
+def test_too_little_scratch_of_down_is_named(weighted, partials, semaphores, sentence):
     """64 rows in two parts, or of two experts."""
     ones = torch.ones(1, 2, device=DEVICE)
     weighting, tile = (Weighting(ones, ones.int()), DecodeTile(4, 1)) if weighted else (None, DecodeTile(4, 2))
-    scratch = Scratch(torch.zeros(partials, device=DEVICE), torch.zeros(tickets, dtype=torch.int32, device=DEVICE))
+    scratch = Scratch(torch.zeros(partials, device=DEVICE), torch.zeros(semaphores, dtype=torch.int32, device=DEVICE))
     x = torch.zeros(1, 64, dtype=BFLOAT16, device=DEVICE)
     table, work = Experts(SHAPE, [4]).table(), work_list([[(0, 0)]], 1)
     with pytest.raises(ValueError, match=sentence):

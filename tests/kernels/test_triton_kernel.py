@@ -32,7 +32,7 @@ def make_kernel(workspace_bytes=MINIMUM_WORKSPACE_BYTES):
 def compute(kernel, x, work, rows, activation=Activation.SILU):
     out = torch.full((rows, x.shape[1]), float("nan"), dtype=x.dtype, device=DEVICE)
     kernel.forward(x, work, out, activation)
-    assert not kernel._tickets.any(), "tickets are left"
+    assert not kernel._semaphores.any(), "semaphores are left above zero"
     return out
 
 
@@ -149,7 +149,7 @@ def test_tokens_decide_the_class():
     [(2048, 64, MINIMUM_WORKSPACE_BYTES, 150), (64, 2048, MINIMUM_WORKSPACE_BYTES, 150), (640, 2048, 32 << 20, 600)],
 )
 def test_what_runs_together_fits_the_workspace(hidden, intermediate, workspace_bytes, experts):
-    """Programs that share sums need partial sums and tickets, and either can be what there is least of."""
+    """Programs that share sums need partial sums and semaphores, and either can be what there is least of."""
     kernel, expert = make_kernel(workspace_bytes), random_expert(hidden, intermediate, 4)
     work = [work_of(expert, [0, 1, 2, 3], [0, 1, 2, 3])] * experts
     prepared = kernel.prepare(work)

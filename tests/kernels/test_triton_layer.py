@@ -158,7 +158,7 @@ def test_however_experts_are_grouped_into_launches_their_bits_are_those_of_one_c
                 section.fill_(0xFF)  # NaN: the slot is somebody else's from now on
             kept += slots.values()
         assert torch.equal(out.view(torch.int16), want.view(torch.int16)), way
-    assert not kernel._tickets.any()
+    assert not kernel._semaphores.any()
 
 
 def test_skipped_experts_are_not_described():

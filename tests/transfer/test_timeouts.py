@@ -94,7 +94,7 @@ def test_a_read_that_does_not_end_is_given_up_with_a_sentence(threads):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whoever_ran_the_turn_that_does_not_end_is_replaced_by_his_like(seed):
+def test_the_thread_of_a_piece_that_does_not_end_is_replaced_by_its_like(seed):
     """Of a ticket whose pieces are moved by different threads."""
     threads = DeterministicThreads(History(), seed)
     hanging = []

@@ -8,14 +8,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from vllm_dymoe.experts.layout import BlobKey
 from vllm_dymoe.observe.timeline import Lane, Timeline
 from vllm_dymoe.store import blob_name
-from vllm_dymoe.transfer.delivery import Delivery, Streams
+from vllm_dymoe.transfer.delivery import Delivery
 from vllm_dymoe.transfer.mover import Mover, place
 from vllm_dymoe.transfer.queue import TicketQueue
 from vllm_dymoe.transfer.stats import TransferStats
@@ -49,7 +49,6 @@ class TransferEngine:
         concurrency: Any = threading,
     ) -> None:
         self._delivery = delivery
-        self._streams = cast(Streams, delivery.streams)  # asked only of a fence, which nothing else gives
         self._timeout = timeout
         self._waiters_move = waiters_move
         self._queue = TicketQueue(threads > 0, eager, concurrency)
@@ -90,7 +89,7 @@ class TransferEngine:
             key: which blob.
             destination: uint8 [nbytes], the slot.
             reason: its priority.
-            after: fence of the slot's last reader.
+            after: event behind the slot's last reader; None if it is done.
             projections: how many of them are asked for, from the first; the rest only when somebody demands it.
 
         Raises:
@@ -111,8 +110,7 @@ class TransferEngine:
     def wait(self, ticket: Ticket, projections: int = ALL) -> None:
         """Return when computation issued from now on will see the first ``projections`` of a blob; demands all of it.
 
-        Computation is ordered behind the copies of these projections, not behind those of the others. May be called
-        again.
+        Computation is ordered behind the copies of these projections, not behind those of the others.
 
         Raises:
             TransferError: the transfer failed, was cancelled, or took longer than the engine waits.
@@ -130,17 +128,13 @@ class TransferEngine:
                 if piece is None:
                     break
                 if not self._mover.run(ticket, piece, wait=self._timeout is None):
-                    self._queue.hand_over(ticket, piece)
+                    self._workers.hand_over(ticket, piece)
             if ticket.state is State.FAILED:
                 raise TransferError(str(ticket.error)) from ticket.error
             if ticket.state is State.CANCELLED:
                 raise TransferError(f"the transfer of {ticket.key} was cancelled")
-            while ticket.followed < len(ticket.fences):
-                first, fence = ticket.fences[ticket.followed]
-                if first >= projections:
-                    break
-                self._streams.computation_waits(fence)
-                ticket.followed += 1
+            if ticket.followed < len(ticket.fences):
+                self._mover.follow(ticket, projections)
         finally:
             end, timeline = time.perf_counter(), self._mover.timeline
             self._queue.stats.exposed_wait_seconds += end - begin
@@ -149,20 +143,14 @@ class TransferEngine:
 
     def arrived(self, ticket: Ticket) -> bool:
         """Whether the whole blob is there, so that ``wait`` would not block and computation would not stand still."""
-        return ticket.state is State.DONE and all(self._streams.happened(fence) for _, fence in ticket.fences)
+        return ticket.state is State.DONE and self._mover.copied(ticket)
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Take a transfer back; False if it has ended otherwise, or while a piece is moving.
-
-        In the second case no further piece follows, and the ticket ends with the one that moves.
-        """
+        """Take a transfer back, or what follows the piece that is moving. Whether it is cancelled now."""
         return self._queue.cancel(ticket)
 
     def settle(self, ticket: Ticket) -> bool:
-        """Whether nothing writes the ticket's slot any more: it is cancelled, finished or failed. Never raises.
-
-        Waits for a transfer that runs, but not for ever, and not a second time.
-        """
+        """Whether nothing writes the ticket's slot any more. Waits for a running piece, once, with a limit."""
         if not self._queue.cancel(ticket):
             patience = self._timeout and min(self._timeout, _SECONDS_TO_SETTLE)
             try:
@@ -170,23 +158,19 @@ class TransferEngine:
             except TimeoutError:
                 if self._workers.orphan(ticket):
                     return False
-        for _, fence in ticket.fences:
-            self._streams.synchronize(fence)
+        self._mover.synchronize(ticket)
         return True
 
     def fence(self) -> Any:
-        """A fence behind the computation issued so far, for the next ``submit`` into a slot it reads.
-
-        None where computation is synchronous.
-        """
-        return None if self._delivery.streams is None else self._streams.record_computation()
+        """The event behind the computation issued so far, for ``submit``; None where computation is synchronous."""
+        return self._mover.fence()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, no thread asks anything of the device but for a transfer that somebody waits for.
+        """Within, nothing is asked of the device but for transfers in demand.
 
-        For captures of CUDA graphs, which a call from another thread makes invalid. What threads move is waited for on
-        entry; what is queued in the background stays queued, and goes on afterwards.
+        A call from another thread would invalidate the capture of a CUDA graph. What runs is waited for on entry; the
+        background goes on afterwards.
 
         Raises:
             TransferError: on entry, a read has not ended for as long as the engine waits.
@@ -204,18 +188,13 @@ class TransferEngine:
 
     def close(self) -> None:
         """Cancel what is pending, finish what runs, and end all threads but those whose reads do not end."""
-        self._queue.close()
-        self._workers.join()
+        self._workers.close()
 
     def _give_up(self, ticket: Ticket) -> None:
-        """After the time limit.
-
-        Raises:
-            TransferError: unless the ticket has ended just now.
-        """
+        """After the time limit: raise, unless the ticket has ended just now."""
         if self._queue.cancel(ticket) or self._workers.orphan(ticket):
             self._queue.stats.failed += 1
             raise TransferError(
                 f"reading {blob_name(self._delivery.store, ticket.key)} took longer than transfer_timeout_s, which is "
                 f"{self._timeout:g} seconds; check the disk, or raise transfer_timeout_s."
-            )
+            ) from None

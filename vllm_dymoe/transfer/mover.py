@@ -55,6 +55,28 @@ class Mover:
                 piece = self._queue.arrived(ticket, piece, destination.numel(), event)
         return True
 
+    def follow(self, ticket: Ticket, projections: int) -> None:
+        """Order computation behind the copies of the first projections, and of no others: they may still be running."""
+        while ticket.followed < len(ticket.fences):
+            first, event = ticket.fences[ticket.followed]
+            if first >= projections:
+                return
+            self._streams.computation_waits(event)
+            ticket.followed += 1
+
+    def copied(self, ticket: Ticket) -> bool:
+        """Whether every copy that was issued has ended."""
+        return all(self._streams.happened(event) for _, event in ticket.fences)
+
+    def synchronize(self, ticket: Ticket) -> None:
+        """Block until every copy that was issued has ended."""
+        for _, event in ticket.fences:
+            self._streams.synchronize(event)
+
+    def fence(self) -> Any:
+        """The event behind the computation issued so far; None where computation is synchronous."""
+        return None if self._delivery.streams is None else self._streams.record_computation()
+
     def _deliver(self, ticket: Ticket, piece: Piece, destination: torch.Tensor, wait: bool) -> Any:
         """Returns the event behind the copy, if there is one."""
         background = piece.reason is not Reason.DEMAND

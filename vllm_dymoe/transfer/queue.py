@@ -7,7 +7,6 @@ demand transfer overtakes, and there a ticket is taken back. None of them begins
 import heapq
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -36,12 +35,10 @@ class TicketQueue:
         self._served, self._eager = served, eager
         self._order = itertools.count()
         self._pending: list[tuple[Reason, int, Ticket]] = []  # a heap
-        self._handed_over: deque[tuple[Ticket, Piece]] = deque()
         self._demands = 0  # pieces in demand that run
-        self._on_threads = 0  # pieces that threads run, or that are handed over to one
+        self._running = 0  # pieces that run, in demand or not
         self._pauses = 0  # how many hold the background up
         self._may_begin = concurrency.Condition(self.lock)  # a pending ticket, perhaps
-        self._must_wait = concurrency.Condition(self.lock)  # something is handed over
         self._moved = concurrency.Condition(self.lock)  # a ticket does not run any more
         self._waiting = 0  # threads that wait for that; to notify nobody takes a microsecond
 
@@ -107,8 +104,6 @@ class TicketQueue:
             self.stats.failed += 1
             return self._end(ticket, piece, error)
 
-    # -- threads ------------------------------------------------------------------------------------
-
     def take(self) -> tuple[Ticket, Piece] | None:
         """Block until a pending ticket may begin, and begin the most urgent; None once the queue is closed."""
         with self.lock:
@@ -117,35 +112,13 @@ class TicketQueue:
             if self.closed:
                 return None
             ticket = heapq.heappop(self._pending)[2]
-            self._on_threads += 1
             return ticket, self._begin(ticket)
 
-    def hand_over(self, ticket: Ticket, piece: Piece) -> None:
-        """Leave a piece that has begun to whoever takes it with ``take_handed_over``."""
-        with self.lock:
-            ticket.handed_over = True
-            self._on_threads += 1
-            self._handed_over.append((ticket, piece))
-            self._must_wait.notify()
-
-    def take_handed_over(self) -> tuple[Ticket, Piece] | None:
-        """Block until a piece is handed over; None once the queue is closed and none is left."""
-        with self.lock:
-            while not self._handed_over and not self.closed:
-                self._must_wait.wait()
-            return self._handed_over.popleft() if self._handed_over else None
-
-    def leave(self) -> None:
-        """Locked: a thread is done with what it has taken."""
-        self._on_threads -= 1
-        if self._waiting:
-            self._moved.notify_all()
-
     def pause(self, timeout: float | None) -> bool:
-        """Hold all but demand up until ``resume``. Whether everything that threads move has ended in time."""
+        """Hold all but demand up until ``resume``. Whether all that was running has ended in time."""
         with self.lock:
             self._pauses += 1
-            return self._wait_for(lambda: not self._on_threads, timeout)
+            return self._wait_for(lambda: self._running == 0, timeout)
 
     def resume(self) -> None:
         """Let the background go on."""
@@ -159,7 +132,6 @@ class TicketQueue:
             self.closed = True
             waiting = [ticket for _, _, ticket in self._pending]
             self._may_begin.notify_all()
-            self._must_wait.notify_all()
         for ticket in waiting:
             self.cancel(ticket)
 
@@ -197,6 +169,7 @@ class TicketQueue:
 
     def _begin(self, ticket: Ticket) -> Piece:
         ticket.state, ticket.handed_over = State.RUNNING, False
+        self._running += 1
         demanded = ticket.reason is Reason.DEMAND
         self._demands += demanded
         size = ticket.demanded_at_once if demanded else 1
@@ -204,6 +177,7 @@ class TicketQueue:
         return Piece(ticket.reason, range(ticket.arrived, stop))
 
     def _end(self, ticket: Ticket, piece: Piece, error: Exception | None = None) -> Piece | None:
+        self._running -= 1
         self._demands -= piece.reason is Reason.DEMAND
         if self._pending and self._demands == 0:
             self._may_begin.notify()

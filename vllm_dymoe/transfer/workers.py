@@ -2,11 +2,12 @@
 
 Some serve the queue. One does nothing but wait for disks: a disk may never answer, and a thread inside a read cannot be
 called back, so a waiter with a time limit hands over what is not in memory. A read that outlasts the limit keeps its
-slot and its thread until it ends, and the thread is replaced.
+slot and its thread until it ends, and another thread takes that one's place.
 """
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ class Workers:
         queue: where they take them from.
         run: moves a piece.
         threads: how many serve the queue.
-        disk: whether one more takes what is handed over.
+        disk: whether one more waits for disks.
         concurrency: see the engine.
     """
 
@@ -35,9 +36,18 @@ class Workers:
         self._queue = queue
         self._run = run
         self._concurrency = concurrency
+        self._handed_over: deque[tuple[Ticket, Piece]] = deque()
+        self._must_wait = concurrency.Condition(queue.lock)  # something is handed over
         self._threads: set[threading.Thread] = set()
-        for take in [queue.take] * threads + [queue.take_handed_over] * disk:
+        for take in [queue.take] * threads + [self._take_handed_over] * disk:
             self._start(take)
+
+    def hand_over(self, ticket: Ticket, piece: Piece) -> None:
+        """Run a piece that has begun and has to wait for a disk."""
+        with self._queue.lock:
+            ticket.handed_over = True
+            self._handed_over.append((ticket, piece))
+            self._must_wait.notify()
 
     def orphan(self, ticket: Ticket) -> bool:
         """Let a running ticket end when it will, and replace its thread; False if it does not run any more."""
@@ -47,16 +57,24 @@ class Workers:
             if not ticket.orphaned:
                 ticket.orphaned = True
                 if not self._queue.closed:
-                    self._start(self._queue.take_handed_over if ticket.handed_over else self._queue.take)
+                    self._start(self._take_handed_over if ticket.handed_over else self._queue.take)
             return True
 
-    def join(self) -> None:
-        """Wait for the threads of a closed queue to end. One whose read does not end dies with the process."""
+    def close(self) -> None:
+        """Close the queue and wait for the threads to end. One whose read does not end dies with the process."""
+        self._queue.close()
         with self._queue.lock:
+            self._must_wait.notify_all()
             threads = list(self._threads)
         deadline = time.monotonic() + _SECONDS_TO_CLOSE
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _take_handed_over(self) -> tuple[Ticket, Piece] | None:
+        with self._queue.lock:
+            while not self._handed_over and not self._queue.closed:
+                self._must_wait.wait()
+            return self._handed_over.popleft() if self._handed_over else None
 
     def _start(self, take: _Take) -> None:
         thread = self._concurrency.Thread(target=lambda: self._serve(take), name="dymoe-transfer", daemon=True)
@@ -76,7 +94,6 @@ class Workers:
         ticket, piece = taken
         self._run(ticket, piece)
         with self._queue.lock:
-            self._queue.leave()
             if ticket.orphaned:  # another thread has come in the place of this one
                 self._threads.discard(threading.current_thread())
             return not ticket.orphaned

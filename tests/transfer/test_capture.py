@@ -34,7 +34,7 @@ class Disk(RecordedStore):
 
 
 class Device:
-    """An engine whose threads take turns, and a way to capture."""
+    """An engine over deterministic threads, and a way to capture."""
 
     def __init__(self, kind, seed, restless=0.5):
         self.history = History()

@@ -93,10 +93,10 @@ def count_parts(runtime: MoERuntime, clock: Clock) -> None:
     """Count what a layer is made of; counting itself takes about half a microsecond a call."""
     plan = runtime.policy.plan
     runtime.policy = SimpleNamespace(tiers=runtime.policy.tiers, plan=clock.timed("policy", plan))
-    table, mover = runtime.memory.table, runtime._mover
+    table, fetcher = runtime.memory.table, runtime._fetcher
     table.begin_step = clock.timed("table", table.begin_step)
     for name in ("complete", "release"):
-        setattr(mover, name, clock.timed("table", getattr(mover, name)))
+        setattr(fetcher, name, clock.timed("table", getattr(fetcher, name)))
     runtime.engine.submit = clock.timed("submitting", runtime.engine.submit)
     runtime.engine.wait = clock.timed("waiting", runtime.engine.wait)
     runtime.kernel.forward = clock.timed("kernel", runtime.kernel.forward)

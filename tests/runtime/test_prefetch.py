@@ -15,8 +15,8 @@ from vllm_dymoe.experts.table import layer_shares
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import Candidate
 from vllm_dymoe.runtime.device_memory import HostMemory
+from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
-from vllm_dymoe.runtime.mover import Mover
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
 from vllm_dymoe.runtime.sizing import SlotPlan
 from vllm_dymoe.transfer import Reason
@@ -129,22 +129,22 @@ class Ahead:
 
     prefetcher: Prefetcher
     memory: ExpertMemory
-    mover: Mover
+    fetcher: Fetcher
     engine: Link
 
     def demand(self, layer, expert):
-        return self.mover.start(layer, expert, Tier.HI, Reason.DEMAND)
+        return self.fetcher.start(layer, expert, Tier.HI, Reason.DEMAND)
 
     def give_back(self, fetches):
         """As a step does, which has all bytes by then."""
         for fetch in fetches:
             fetch.ticket.state = State.DONE
             if not fetch.complete:
-                self.mover.complete(fetch)
-            self.mover.release(fetch, None)
+                self.fetcher.complete(fetch)
+            self.fetcher.release(fetch, None)
 
     def check(self, *held):
-        waiting = [*self.prefetcher.ahead, *self.mover.orphaned, *held]
+        waiting = [*self.prefetcher.ahead, *self.fetcher.orphaned, *held]
         self.memory.check_integrity((fetch.tier, fetch.slot, fetch.kept) for fetch in waiting)
 
 
@@ -155,14 +155,14 @@ def make_ahead(slots=6, staging=2, projections=3):
     plan = SlotPlan(slots * FORMAT.nbytes, 0, {Tier.HI: slots}, {Tier.HI: shares})
     memory.allocate(plan, {Tier.HI: 4}, reuse_high=True)
     engine = Link()
-    mover = Mover(memory, engine)
+    fetcher = Fetcher(memory, engine)
     for layer, share in enumerate(shares):
         for expert in range(share):
-            fetch = mover.start(layer, expert, Tier.HI, Reason.DEMAND, kept=True)
+            fetch = fetcher.start(layer, expert, Tier.HI, Reason.DEMAND, kept=True)
             fetch.ticket.state = State.DONE
-            mover.complete(fetch)
+            fetcher.complete(fetch)
     engine.tickets.clear()
-    return Ahead(Prefetcher(memory, mover, engine, Tier.HI, projections, PrefetchStats()), memory, mover, engine)
+    return Ahead(Prefetcher(memory, fetcher, engine, Tier.HI, projections, PrefetchStats()), memory, fetcher, engine)
 
 
 def candidates(*experts, layer=1):
@@ -238,7 +238,7 @@ def test_the_slot_of_a_wrong_guess_stays_taken_while_a_projection_moves_into_it(
     ahead.engine.move(first, 1, State.CANCELLED)
     assert ahead.prefetcher.give_way(Tier.HI)
     assert ahead.demand(2, 5).slot.blob.data_ptr() == first.destination.data_ptr()
-    assert ahead.mover.settle()
+    assert ahead.fetcher.settle()
     assert ahead.demand(2, 4).slot.blob.data_ptr() == second.destination.data_ptr()
     assert counts(ahead) == (0, 0, 2, 0)
 
@@ -351,7 +351,7 @@ def test_any_sequence_gives_every_slot_back(data):
                 victims = sorted(expert for of, expert in ahead.memory.table.residents(Tier.HI) if of == layer)
                 if victims and fetch.expert not in victims and data.draw(st.booleans()):
                     ahead.memory.evict(layer, victims[0])
-                    ahead.mover.keep(fetch)
+                    ahead.fetcher.keep(fetch)
                 held.append(fetch)
             ahead.give_back(held)  # a layer is computed before the next one is routed
             held.clear()
@@ -359,7 +359,7 @@ def test_any_sequence_gives_every_slot_back(data):
             free = ahead.memory.pools[Tier.HI].free
             assert prefetcher.give_way(Tier.HI) == (ahead.memory.pools[Tier.HI].free > free)
         elif action == "settle":
-            ahead.mover.settle()
+            ahead.fetcher.settle()
         elif action == "move":
             for ticket in ahead.engine.tickets:
                 if not ticket.ended:
@@ -368,7 +368,7 @@ def test_any_sequence_gives_every_slot_back(data):
                     ahead.engine.move(ticket, 3 if state is State.DONE and going else ticket.arrived, state)
         ahead.check()
     prefetcher.clear()
-    assert ahead.mover.settle_all()
+    assert ahead.fetcher.settle_all()
     ahead.check()
     ahead.memory.clear()
     assert ahead.memory.pools[Tier.HI].free == ahead.memory.pools[Tier.HI].count

@@ -23,7 +23,7 @@ from vllm_dymoe.experts.residency import HIT, STREAM
 from vllm_dymoe.experts.slots import SlotPool
 from vllm_dymoe.experts.table import ResidencyTable
 from vllm_dymoe.runtime import MoERuntime
-from vllm_dymoe.runtime.mover import Mover as Fetcher
+from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.prefetch import Prefetcher
 from vllm_dymoe.runtime.stream import LayerStep
 from vllm_dymoe.transfer.engine import TransferEngine
@@ -204,7 +204,7 @@ def a_failed_step_forgets_what_it_has_read(monkeypatch):
 
     def let_go(self):
         held = [*self._ready, *self._arriving]
-        self._mover.give_up((h.fetch for h in held if h.fetch is not None), wait=True)
+        self._fetcher.give_up((h.fetch for h in held if h.fetch is not None), wait=True)
 
     monkeypatch.setattr(LayerStep, "_let_go", let_go)
 
@@ -231,7 +231,7 @@ def slots_are_freed_while_guesses_are_on_their_way(monkeypatch):
         self._candidates.clear()
         for fetch in self.ahead:
             self._engine.cancel(fetch.ticket)
-            self._mover._free(fetch)
+            self._fetcher._free(fetch)
         self._ahead.clear()
 
     monkeypatch.setattr(Prefetcher, "clear", clear)

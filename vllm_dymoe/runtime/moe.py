@@ -27,8 +27,8 @@ from vllm_dymoe.policy import Policy, make_policy
 from vllm_dymoe.predict import Measured, PredictionStats, Predictor
 from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.device_memory import make_device_memory
+from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
-from vllm_dymoe.runtime.mover import Mover
 from vllm_dymoe.runtime.precision import changed_precision
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
 from vllm_dymoe.runtime.sizing import SlotPlan, limit_in_bytes, minimum_budget, plan_slots, tier_bits, workspace_bytes
@@ -131,8 +131,8 @@ class MoERuntime:
         planned[Tier.SKIP] += len(plan) - len(wanted)
         active = np.fromiter(wanted, np.int64, len(wanted))
         codes = np.fromiter(map(CODES.__getitem__, wanted.values()), np.int8, len(wanted))
-        if self._mover.orphaned:
-            self._mover.collect()
+        if self._fetcher.orphaned:
+            self._fetcher.collect()
         places = self.memory.table.begin_step(layer, active, codes)
         out = x.new_empty((tokens * top_k, x.shape[1]))
         begin = partial(self.kernel.begin, x, groups, out=out, activation=activation)
@@ -142,7 +142,7 @@ class MoERuntime:
         else:
             enqueues, ahead = self.kernel.asynchronous, self._prefetcher
             step = LayerStep(
-                layer, wanted, places.tolist(), self.memory, self._mover, self.engine, ahead, self._counts, enqueues
+                layer, wanted, places.tolist(), self.memory, self._fetcher, self.engine, ahead, self._counts, enqueues
             )
             step.run(begin, look_ahead)
         if sum(groups[expert].size for expert in wanted) == tokens * top_k:
@@ -266,7 +266,7 @@ class MoERuntime:
         """
         if self._prefetcher is not None:
             self._prefetcher.clear()
-        if not self._mover.settle_all():
+        if not self._fetcher.settle_all():
             raise ConfigError(
                 f"vllm-dymoe: {what} cannot change while reads that were given up have not ended "
                 f"({self.store.description}); try again later."
@@ -322,13 +322,13 @@ class MoERuntime:
         self._serve_with(options, policy)
         self.memory.allocate(plan, self._bits, reuse_high=options.reuse_high)
         self.memory.fence(self.engine.fence())
-        self._mover = Mover(self.memory, self.engine)
+        self._fetcher = Fetcher(self.memory, self.engine)
         self._prefetcher = None if self.predictor is None else self._make_prefetcher()
 
     def _make_prefetcher(self) -> Prefetcher:
         """For the first tier of the policy, the high one if it uses both."""
         tier, projections = next(iter(self.memory.pools)), self.options.prefetch_projections
-        return Prefetcher(self.memory, self._mover, self.engine, tier, projections, self._prefetch_stats)
+        return Prefetcher(self.memory, self._fetcher, self.engine, tier, projections, self._prefetch_stats)
 
     # -- seeing inside ----------------------------------------------------------------------------
 
@@ -400,6 +400,6 @@ class MoERuntime:
         Raises:
             AssertionError: it is not so.
         """
-        self._mover.collect()
-        waiting = [*self._mover.orphaned, *(self._prefetcher.ahead if self._prefetcher else ())]
+        self._fetcher.collect()
+        waiting = [*self._fetcher.orphaned, *(self._prefetcher.ahead if self._prefetcher else ())]
         self.memory.check_integrity((fetch.tier, fetch.slot, fetch.kept) for fetch in waiting)

@@ -20,8 +20,8 @@ from functools import partial
 from vllm_dymoe.experts.routing import Phase
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import Candidate, Measured
+from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
-from vllm_dymoe.runtime.mover import Fetch, Mover
 from vllm_dymoe.runtime.throttle import Throttle
 from vllm_dymoe.transfer import Reason, TransferEngine
 from vllm_dymoe.transfer.ticket import State
@@ -53,7 +53,7 @@ class Prefetcher:
 
     Args:
         memory: says who is on the device already.
-        mover: brings experts.
+        fetcher: brings experts.
         engine: moves bytes.
         tier: which version is fetched; a step that wants another one has no use for it.
         projections: how many of an expert's three projections are fetched ahead (FIRM-MoE's granularity n).
@@ -64,14 +64,14 @@ class Prefetcher:
     def __init__(
         self,
         memory: ExpertMemory,
-        mover: Mover,
+        fetcher: Fetcher,
         engine: TransferEngine,
         tier: Tier,
         projections: int,
         stats: PrefetchStats,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._memory, self._mover, self._engine = memory, mover, engine
+        self._memory, self._fetcher, self._engine = memory, fetcher, engine
         self._tier, self._projections, self.stats, self.clock = tier, projections, stats, clock
         self._candidates: deque[Candidate] = deque()
         self._ahead: dict[int, list[Fetch]] = {}  # by layer, in the order of their transfers
@@ -104,8 +104,8 @@ class Prefetcher:
 
     def fill(self) -> None:
         """Start transfers as far as there are slots; the engine moves them when nothing else is to be moved."""
-        if self._mover.orphaned:
-            self._mover.collect()
+        if self._fetcher.orphaned:
+            self._fetcher.collect()
         if self._candidates:
             begin = self.clock()
             self._fill()
@@ -116,7 +116,7 @@ class Prefetcher:
             layer, expert, _ = self._candidates[0]
             ahead = self._ahead.setdefault(layer, [])
             if not self._memory.table.holds(layer, expert) and all(fetch.expert != expert for fetch in ahead):
-                fetch = self._mover.start(layer, expert, self._tier, Reason.PREFETCH, projections=self._projections)
+                fetch = self._fetcher.start(layer, expert, self._tier, Reason.PREFETCH, projections=self._projections)
                 if fetch is None:
                     return
                 ahead.append(fetch)
@@ -143,7 +143,7 @@ class Prefetcher:
             self.stats.useful += in_time
             self.stats.late += not in_time
             if self._engine.arrived(fetch.ticket):
-                self._mover.complete(fetch)
+                self._fetcher.complete(fetch)
             else:
                 self._engine.demand(fetch.ticket)
         return claimed
@@ -152,7 +152,7 @@ class Prefetcher:
         """Free a slot for demand, if one can be freed at once: that of the guess that was made last."""
         if tier is not self._tier:
             return False
-        if self._mover.collect():
+        if self._fetcher.collect():
             return True
         while any(self._ahead.values()):
             last = max(layer for layer, fetches in self._ahead.items() if fetches)
@@ -164,7 +164,7 @@ class Prefetcher:
         """Give up everything."""
         self._candidates.clear()
         for fetches in self._ahead.values():
-            self._mover.give_up(fetches)
+            self._fetcher.give_up(fetches)
         self._ahead.clear()
 
     def _ask(self, layer: int, predictor: Measured) -> None:
@@ -185,9 +185,9 @@ class Prefetcher:
 
     def _give_up(self, fetch: Fetch) -> bool:
         """Have no more use for a guess; whether its slot is free already."""
-        orphaned, ticket = len(self._mover.orphaned), fetch.ticket
-        self._mover.give_up([fetch])
-        free = len(self._mover.orphaned) == orphaned
+        orphaned, ticket = len(self._fetcher.orphaned), fetch.ticket
+        self._fetcher.give_up([fetch])
+        free = len(self._fetcher.orphaned) == orphaned
         moved = ticket.arrived > 0 or not free
         self.stats.wasted += moved
         self.stats.cancelled += not moved

@@ -23,11 +23,11 @@ from vllm_dymoe.experts.slots import Slot
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import LayerWork
 from vllm_dymoe.kernels.base import Receive
-from vllm_dymoe.runtime.counters import ResidencyCounts
-from vllm_dymoe.runtime.memory import ExpertMemory
-from vllm_dymoe.runtime.mover import Fetch, Mover
-from vllm_dymoe.runtime.prefetch import Prefetcher
 from vllm_dymoe.observe.timeline import Lane, Timeline
+from vllm_dymoe.runtime.counters import ResidencyCounts
+from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
+from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.prefetch import Prefetcher
 from vllm_dymoe.transfer import Reason, TransferEngine, TransferError
 
 LookAhead = Callable[[], Callable[[], None] | None]
@@ -56,7 +56,7 @@ class LayerStep:
         wanted: tier by expert, ascending.
         places: what the residency rule makes of each of them.
         memory: who is where.
-        mover: brings what is missing.
+        fetcher: brings what is missing.
         engine: says what has arrived.
         prefetcher: has fetched ahead; None for nobody.
         counts: are counted here.
@@ -71,13 +71,13 @@ class LayerStep:
         wanted: Mapping[int, Tier],
         places: Iterable[int],
         memory: ExpertMemory,
-        mover: Mover,
+        fetcher: Fetcher,
         engine: TransferEngine,
         prefetcher: Prefetcher | None,
         counts: ResidencyCounts,
         enqueues: bool,
     ) -> None:
-        self._layer, self._memory, self._mover, self._engine = layer, memory, mover, engine
+        self._layer, self._memory, self._fetcher, self._engine = layer, memory, fetcher, engine
         self._prefetcher, self._enqueues = prefetcher, enqueues
         self._shared = False  # whether residents have had their turn before what is on its way
         self._must_keep = False
@@ -105,7 +105,7 @@ class LayerStep:
                 (keeping if kept else streaming).append((expert, tier, kept))
                 continue
             if kept:
-                mover.keep(fetch)
+                fetcher.keep(fetch)
             counts.hits += fetch.complete
             counts.misses += not fetch.complete
             (self._ready if fetch.complete else self._arriving).append(_Held(expert, fetch.slot, fetch))
@@ -138,7 +138,7 @@ class LayerStep:
         if last_read is not None:  # a computation that failed between two projections has read the first
             for reading in held:
                 reading.slot.last_read = last_read
-        self._mover.give_up((h.fetch for h in held if h.fetch is not None), wait=True)
+        self._fetcher.give_up((h.fetch for h in held if h.fetch is not None), wait=True)
 
     def _run(self, look_ahead: LookAhead | None) -> None:
         while self._missing or self._arriving or self._ready:
@@ -149,7 +149,7 @@ class LayerStep:
                 self._prefetcher.fill()  # which finds no slot as long as an expert of this layer waits for one
             if self._ready or self._arriving:
                 self._compute_next()
-            elif not (self._mover.settle() or self._use_kept_slots()):
+            elif not (self._fetcher.settle() or self._use_kept_slots()):
                 raise TransferError(
                     "every slot that could take another expert belongs to a read that has not ended; check the disk."
                 )
@@ -162,7 +162,7 @@ class LayerStep:
         """Start as many transfers as there are slots for."""
         while self._missing:
             expert, tier, kept = self._missing[0]
-            fetch = self._mover.start(self._layer, expert, tier, Reason.DEMAND, kept=kept)
+            fetch = self._fetcher.start(self._layer, expert, tier, Reason.DEMAND, kept=kept)
             if fetch is None:
                 if self._prefetcher and self._prefetcher.give_way(tier):
                     continue
@@ -245,7 +245,7 @@ class LayerStep:
 
     def _complete(self, held: _Held) -> None:
         if held.fetch is not None and not held.fetch.complete:
-            self._mover.complete(held.fetch)
+            self._fetcher.complete(held.fetch)
 
     def _compute(self, computing: Sequence[_Held], receive: Receive | None = None) -> None:
         experts = [held.expert for held in computing]
@@ -260,7 +260,7 @@ class LayerStep:
         last_read = self._engine.fence()
         for held in computing:
             if held.fetch is not None:
-                self._mover.release(held.fetch, last_read)
+                self._fetcher.release(held.fetch, last_read)
             elif last_read is not None:
                 held.slot.last_read = last_read
 

@@ -1,4 +1,4 @@
-"""The mover: brings experts into slots, and takes slots back from copies that nobody wants any more.
+"""The fetcher: brings experts into slots, and takes slots back from copies that nobody wants any more.
 
 It decides nothing. Giving up is written once, for guesses that were wrong and for steps that failed: no slot is free
 while anything still writes it. A copy that was given up while it moved is *orphaned* until it ends.
@@ -41,7 +41,7 @@ class Fetch:
     complete: bool = False
 
 
-class Mover:
+class Fetcher:
     """Moves one rank's experts.
 
     Args:

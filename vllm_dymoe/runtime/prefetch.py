@@ -164,7 +164,7 @@ class Prefetcher:
         """Give up everything."""
         self._candidates.clear()
         for fetches in self._ahead.values():
-            self._fetcher.give_up(fetches)
+            self._fetcher.give_up(fetches, wait=True)  # a copy that is enqueued still writes, and memory may go back
         self._ahead.clear()
 
     def _ask(self, layer: int, predictor: Measured) -> None:

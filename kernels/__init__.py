@@ -4,6 +4,7 @@ Only torch is needed here: nothing of vLLM, nothing of the rest of vllm_dymoe.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def make_kernel(
     Raises:
         ValueError: a smaller workspace.
     """
-    options = {} if workspace_bytes is None else {"workspace_bytes": workspace_bytes}
+    options: dict[str, Any] = {} if workspace_bytes is None else {"workspace_bytes": workspace_bytes}
     device = torch.device(device)
     if device.type == "cpu":
         return CpuKernel(**options)

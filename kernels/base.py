@@ -182,10 +182,7 @@ def forward_experts(
         receive: see forward.
     """
     receive = receive or _there
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x is {x.dtype}, expected torch.bfloat16 or torch.float16")
-    check_tensor("x", x, shape=(None, None))
-    check_tensor("out", out, shape=(None, x.shape[1]), dtype=x.dtype)
+    check_activations(x, out)
     for batch, counts in _batches(work, x):
         if x.shape[0] == 1:  # each of them has this token
             rows: Sequence[Tensor] = [x] * len(batch)
@@ -249,6 +246,19 @@ def _parts(rows: Tensor, counts: list[int]) -> Sequence[Tensor]:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def check_activations(x: Tensor, out: Tensor) -> None:
+    """Refuse what is no input, or no output of it.
+
+    Raises:
+        TypeError: a dtype that no kernel computes with, or two.
+        ValueError: shapes that do not fit, or strides.
+    """
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x is {x.dtype}, expected torch.bfloat16 or torch.float16")
+    check_tensor("x", x, shape=(None, None))
+    check_tensor("out", out, shape=(None, x.shape[1]), dtype=x.dtype)
 
 
 def check_formats(gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, x: Tensor) -> None:

@@ -1,6 +1,8 @@
 """The sum of a token's expert outputs, weighted by the router: torch's operations, or one Triton launch on a GPU."""
 
 from collections.abc import Collection
+from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -80,7 +82,12 @@ def combine(
     marked = _marked(skipped, out.device) if skipped else None
     pairs = Pairs(out, topk_weights, expert_ids, marked, renormalize and marked is not None)
     if not out.is_cuda:
-        return combine_with_torch(pairs, into)
+        compiled = compiled_operations() if out.is_cpu and out.numel() <= _CHUNK_ELEMENTS else None
+        if compiled is None or expert_ids is not None or out.dtype is not torch.bfloat16:
+            return combine_with_torch(pairs, into)
+        into = out.new_empty(tokens, out.shape[1]) if into is None else into
+        compiled.combine(out, topk_weights.contiguous(), into)
+        return into
     # Here and not above: nobody without a GPU needs triton.
     from vllm_dymoe.kernels.triton.combine import combine_on_gpu
 
@@ -88,6 +95,16 @@ def combine(
         into = out.new_empty(tokens, out.shape[1])
     combine_on_gpu(pairs, into)
     return into
+
+
+@cache
+def compiled_operations() -> ModuleType | None:
+    """vllm_dymoe.kernels.small, which compiles with numba; None without numba."""
+    try:
+        from vllm_dymoe.kernels import small
+    except ImportError:
+        return None
+    return small
 
 
 def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:

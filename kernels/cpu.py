@@ -3,7 +3,8 @@
 Few tokens go through torch's int4 kernel, which reads the packed bytes once and
 is bound by memory; many share one dequantization into float32 tiles and a matrix
 product. At 16 bits it is torch's own linear for few tokens, and float32 tiles for
-many. Which path a matrix takes depends on its format and on the number of its
+many. Small experts, where operations cost more than products, share one compiled
+call. Which path a matrix takes depends on its format and on the number of its
 tokens, never on where it lies.
 """
 
@@ -15,7 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import ExpertWork, ForwardedWork, Groups, Linear, Receive, forward_experts
+from vllm_dymoe.kernels.base import (
+    ExpertWork,
+    ForwardedWork,
+    Groups,
+    Linear,
+    Receive,
+    check_activations,
+    check_formats,
+    check_tokens,
+    forward_experts,
+)
+from vllm_dymoe.kernels.combine import compiled_operations
 from vllm_dymoe.kernels.int4 import Int4Linear, int4_available
 from vllm_dymoe.kernels.packed import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.tiled import TiledLinear
@@ -35,14 +47,16 @@ _LINEAR_TOKENS = 4
 class CpuKernel:
     """Experts on a CPU.
 
-    On the int4 path a token's result is the same, bit for bit, whatever else is in
-    the batch; on the others its last bit may depend on how many tokens the expert got.
+    On the int4 path and in the compiled call a token's result is the same, bit for
+    bit, whatever else is in the batch; on the others its last bit may depend on how
+    many tokens the expert got.
 
     Args:
         workspace_bytes: scratch that is held, at least 320 KiB.
         int4_tokens: most tokens of one expert that take the int4 kernel, at 8 bits half as many; 0 turns it off.
             Ignored without AVX512, where that kernel reads another layout.
         linear_tokens: most tokens of one expert that take torch's 16-bit linear. None for this machine's default.
+        small: whether small experts in bfloat16 are computed together in one compiled call, where there is numba.
 
     Raises:
         ValueError: a smaller workspace.
@@ -55,6 +69,7 @@ class CpuKernel:
         workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
         int4_tokens: int = _INT4_TOKENS,
         linear_tokens: int | None = None,
+        small: bool = True,
     ) -> None:
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8)
         self.workspace_bytes = workspace_bytes
@@ -64,6 +79,7 @@ class CpuKernel:
         if linear_tokens is None:
             linear_tokens = sys.maxsize if _has_bfloat16_instructions() else _LINEAR_TOKENS
         self._linear_tokens = linear_tokens
+        self._small = compiled_operations() if small else None
         self.name = f"cpu, int4 up to {int4_tokens} tokens" if self._int4_tokens else "cpu, dequantizing"
 
     def begin(
@@ -81,7 +97,30 @@ class CpuKernel:
         receive: Receive | None = None,
     ) -> None:
         """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
-        forward_experts(self._choose, x, work, out, activation, receive)
+        if self._small is None or x.dtype is not torch.bfloat16:
+            forward_experts(self._choose, x, work, out, activation, receive)
+            return
+        check_activations(x, out)
+        small, others = self._by_size(work, x)
+        if small:
+            self._small.forward(x, small, out, activation, receive)
+        if others:
+            forward_experts(self._choose, x, others, out, activation, receive)
+
+    def _by_size(self, work: Sequence[ExpertWork], x: Tensor) -> tuple[list[ExpertWork], list[ExpertWork]]:
+        """Experts that are small for the number of their tokens, and the others; those without tokens are left out."""
+        assert self._small is not None
+        small: list[ExpertWork] = []
+        others: list[ExpertWork] = []
+        formats, most = None, 0
+        for expert in work:
+            if formats != (these := (expert.gate.format, expert.up.format, expert.down.format)):
+                formats = these
+                check_formats(*formats, x)
+                most = self._small.most_tokens(*formats, _INT4_TOKENS // 2 if formats[0].bits == 8 else _INT4_TOKENS)
+            if (count := check_tokens(expert)) > 0:
+                (small if count <= most else others).append(expert)
+        return small, others
 
     def _choose(self, format: MatrixFormat, tokens: int) -> Linear:
         """The path of a matrix: a matter of its format and of the number of its tokens."""
@@ -95,8 +134,10 @@ class CpuKernel:
 
 def _plain_linear(x: Tensor, packed: PackedMatrix) -> Tensor:
     tokens = len(x)
-    padded = F.pad(x, (0, 0, 0, _rows_of_a_product(tokens) - tokens))
-    return F.linear(padded, packed.weight, packed.bias)[:tokens]
+    rows = _rows_of_a_product(tokens)
+    if rows == tokens:  # even an empty pad is a copy, and with the cut half as dear as the product of a small matrix
+        return F.linear(x, packed.weight, packed.bias)
+    return F.linear(F.pad(x, (0, 0, 0, rows - tokens)), packed.weight, packed.bias)[:tokens]
 
 
 def _rows_of_a_product(tokens: int) -> int:

@@ -191,6 +191,13 @@ class PackedMatrix:
     order: Tensor | None = None
 
     @cached_property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Where weight, scales, bias and order lie; 0 for those that there are not."""
+        parts = self.weight, self.scales_zeros, self.bias, self.order
+        weight, scales, bias, order = (0 if part is None else part.data_ptr() for part in parts)
+        return weight, scales, bias, order
+
+    @cached_property
     def byte_rows(self) -> Tensor:
         """Weight as torch's int4 kernel takes it: uint8 [padded_rows, bytes of a row] (not at 16 bits)."""
         return self.weight.view(self.format.padded_rows, -1)

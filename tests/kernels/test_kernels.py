@@ -17,6 +17,7 @@ from vllm_dymoe.kernels import (
     expert_reference,
     make_kernel,
 )
+from vllm_dymoe.kernels.combine import Pairs, combine_with_torch
 from vllm_dymoe.kernels.int4 import int4_available
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
 
@@ -24,8 +25,9 @@ from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 KERNELS = {
     "cpu": lambda: CpuKernel(),
-    "cpu-without-int4": lambda: CpuKernel(int4_tokens=0),
-    "cpu-small-workspace": lambda: CpuKernel(workspace_bytes=MINIMUM_WORKSPACE_BYTES),
+    "cpu-by-matrices": lambda: CpuKernel(small=False),
+    "cpu-without-int4": lambda: CpuKernel(int4_tokens=0, small=False),
+    "cpu-small-workspace": lambda: CpuKernel(workspace_bytes=MINIMUM_WORKSPACE_BYTES, small=False),
     "torch": lambda: TorchKernel(torch.device("cpu"), workspace_bytes=1 << 20),
 }
 
@@ -93,8 +95,9 @@ def test_a_gpu_gets_tritons_kernel(monkeypatch):
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 @pytest.mark.parametrize("tokens", [1, 5, 100])
-def test_where_the_weights_lie_changes_no_bit(bits, tokens):
-    kernel, x = CpuKernel(), random_tokens(tokens, 128, torch.bfloat16)
+@pytest.mark.parametrize("small", [True, False])
+def test_where_the_weights_lie_changes_no_bit(bits, tokens, small):
+    kernel, x = CpuKernel(small=small), random_tokens(tokens, 128, torch.bfloat16)
     expert = random_expert(128, 96, bits, bias=True)
     rows = list(range(tokens))
     want = compute(kernel, x, [expert.work(rows, rows)], tokens)
@@ -115,9 +118,10 @@ def test_where_the_weights_lie_changes_no_bit(bits, tokens):
 
 @pytest.mark.parametrize("width", [64, 90, 192])
 @pytest.mark.parametrize("activation", Activation)
-def test_experts_computed_together_get_the_bits_they_get_alone(width, activation):
+@pytest.mark.parametrize("small", [True, False])
+def test_experts_computed_together_get_the_bits_they_get_alone(width, activation, small):
     """Which experts share a call is a matter of residency: 192 x 40 x 12 is more than one call takes."""
-    kernel, x = CpuKernel(), random_tokens(40, 128, torch.bfloat16)
+    kernel, x = CpuKernel(small=small), random_tokens(40, 128, torch.bfloat16)
     for tokens in (1, 3, 40):
         chosen = [list(range(i % 2, tokens, 1 + i % 3)) for i in range(12)]
         work = [
@@ -135,7 +139,7 @@ def test_sixteen_bit_products_have_few_different_numbers_of_rows(monkeypatch):
     """For each of them oneDNN keeps what it compiles; and what pads them reaches nobody."""
     rows, seen, linear = [], set(), torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: rows.append(len(x)) or linear(x, *rest))
-    kernel, expert = CpuKernel(linear_tokens=4096), random_expert(64, 32, 16, bias=True)
+    kernel, expert = CpuKernel(linear_tokens=4096, small=False), random_expert(64, 32, 16, bias=True)
     x = random_tokens(2048, 64, torch.bfloat16)
     for tokens in (*range(1, 140), *range(141, 2048, 97), 2048):
         got = compute(kernel, x[:tokens], [expert.work(list(range(tokens)), list(range(tokens)))], tokens)
@@ -151,9 +155,10 @@ def test_sixteen_bit_products_have_few_different_numbers_of_rows(monkeypatch):
 @pytest.mark.skipif(not int4_available(), reason="needs torch's AVX512 int4 kernel")
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_few_tokens_do_not_depend_on_their_batch(bits, act_order):
+@pytest.mark.parametrize("small", [True, False])
+def test_few_tokens_do_not_depend_on_their_batch(bits, act_order, small):
     most = 28 if bits == 8 else 32  # more leave the int4 path
-    kernel, x = CpuKernel(), random_tokens(most, 128, torch.bfloat16)
+    kernel, x = CpuKernel(small=small), random_tokens(most, 128, torch.bfloat16)
     expert = random_expert(128, 96, bits, bias=True, act_order=act_order)
     whole = compute(kernel, x, [expert.work(list(range(most)), list(range(most)))], most)
     for size in (1, 2, 3, 8, most - 1):
@@ -198,6 +203,52 @@ def test_wrong_arguments_are_named(change, error, sentence):
         make_kernel("cpu").forward(x, [expert.work([0], [0])], out, Activation.SILU)
 
 
+@pytest.mark.parametrize(("tokens", "pairs"), [([2], [0]), ([-1], [0]), ([0], [4]), ([0], [-1])])
+@pytest.mark.parametrize("small", [True, False])
+def test_rows_that_are_not_there_are_refused(small, tokens, pairs):
+    expert, out = random_expert(64, 64, 4), torch.zeros(4, 64, dtype=torch.bfloat16)
+    kernel, x = CpuKernel(small=small), random_tokens(2, 64, torch.bfloat16)
+    with pytest.raises(IndexError):
+        kernel.forward(x, [expert.work(tokens, pairs)], out, Activation.SILU)
+    assert not out.any()
+
+
+def test_rows_that_are_named_with_strides():
+    kernel, x, expert = CpuKernel(), random_tokens(4, 64, torch.bfloat16), random_expert(64, 64, 16)
+    want = compute(kernel, x, [expert.work([0, 2], [1, 3])], 4)
+    every = torch.arange(4)
+    got = torch.full_like(want, float("nan"))
+    kernel.forward(x, [ExpertWork(expert.gate, expert.up, expert.down, every[::2], every[1::2])], got, Activation.SILU)
+    assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("bits", [16, 4])
+def test_no_projection_is_read_before_it_is_there(small, bits):
+    """They arrive one by one; before that their bytes are whatever the slot held."""
+    kernel, x = CpuKernel(small=small), random_tokens(3, 64, torch.bfloat16)
+    expert, late = random_expert(64, 64, bits), random_expert(64, 64, bits, seed=7)
+    want, got = (compute(kernel, x, [expert.work([0, 1, 2], [0, 1, 2])], 3) for _ in range(2))
+    got.fill_(float("nan"))
+
+    def receive(count):
+        for theirs, ours in zip((late.gate, late.up, late.down), (expert.gate, expert.up, expert.down), strict=True):
+            theirs.weight.copy_(ours.weight)
+            if ours.scales_zeros is not None:
+                theirs.scales_zeros.copy_(ours.scales_zeros)
+        for theirs in (late.gate, late.up, late.down)[count:]:
+            theirs.weight.view(torch.uint8).fill_(0xFF)
+
+    kernel.forward(x, [late.work([0, 1, 2], [0, 1, 2])], got, Activation.SILU, receive)
+    assert torch.equal(got, want)
+
+
+def test_without_numba_every_expert_goes_matrix_by_matrix(monkeypatch):
+    monkeypatch.setattr("vllm_dymoe.kernels.cpu.compiled_operations", lambda: None)
+    x, work = random_tokens(2, 64, torch.bfloat16), [random_expert(64, 64, 16).work([0, 1], [0, 1])]
+    assert torch.equal(compute(CpuKernel(), x, work, 2), compute(CpuKernel(small=False), x, work, 2))
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 70),
@@ -215,6 +266,7 @@ def test_combine_adds_in_the_routers_order(tokens, top_k, hidden, seed):
     got = combine(out, weights)
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, want.bfloat16()), "another order of summation, or another rounding"
+    assert torch.equal(combine_with_torch(Pairs(out, weights, None, None, False)), got)
     for token in range(min(tokens, 3)):
         alone = combine(out.view(tokens, top_k, hidden)[token].contiguous(), weights[token : token + 1])
         assert torch.equal(alone[0], got[token]), "a token's sum depends on the other tokens"

@@ -80,6 +80,8 @@ class CpuKernel:
             linear_tokens = sys.maxsize if _has_bfloat16_instructions() else _LINEAR_TOKENS
         self._linear_tokens = linear_tokens
         self._small = compiled_operations() if small else None
+        if self._small is not None:
+            self._small.compile_everything()
         self.name = f"cpu, int4 up to {int4_tokens} tokens" if self._int4_tokens else "cpu, dequantizing"
 
     def begin(
@@ -101,26 +103,22 @@ class CpuKernel:
             forward_experts(self._choose, x, work, out, activation, receive)
             return
         check_activations(x, out)
-        small, others = self._by_size(work, x)
-        if small:
-            self._small.forward(x, small, out, activation, receive)
-        if others:
-            forward_experts(self._choose, x, others, out, activation, receive)
-
-    def _by_size(self, work: Sequence[ExpertWork], x: Tensor) -> tuple[list[ExpertWork], list[ExpertWork]]:
-        """Experts that are small for the number of their tokens, and the others; those without tokens are left out."""
-        assert self._small is not None
-        small: list[ExpertWork] = []
-        others: list[ExpertWork] = []
+        small, others = self._small.Call(), []
         formats, most = None, 0
         for expert in work:
             if formats != (these := (expert.gate.format, expert.up.format, expert.down.format)):
                 formats = these
                 check_formats(*formats, x)
                 most = self._small.most_tokens(*formats, _INT4_TOKENS // 2 if formats[0].bits == 8 else _INT4_TOKENS)
-            if (count := check_tokens(expert)) > 0:
-                (small if count <= most else others).append(expert)
-        return small, others
+            count = check_tokens(expert)
+            if count > most:
+                others.append(expert)
+            elif count > 0:
+                small.add(expert, formats[0], count)
+        if len(others) < len(work):
+            small.run(x, out, activation, receive)
+        if others:
+            forward_experts(self._choose, x, others, out, activation, receive)
 
     def _choose(self, format: MatrixFormat, tokens: int) -> Linear:
         """The path of a matrix: a matter of its format and of the number of its tokens."""

@@ -11,7 +11,7 @@ order, whatever else is in the call and wherever it lies.
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,39 +59,61 @@ def most_tokens(gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, quanti
     return quantized if weights <= _QUANTIZED_WEIGHTS else 0
 
 
-def forward(
-    x: Tensor, work: Sequence[ExpertWork], out: Tensor, activation: Activation, receive: Receive | None = None
-) -> None:
-    """ExpertKernel.forward for small experts, each with at least one token.
+class Call:
+    """Small experts that are computed together, described one after the other."""
 
-    Raises:
-        IndexError: a token that x has not, or a pair that out has not.
-    """
-    table, most, inner = array("q"), 0, 0
-    named: list[Tensor] = []
-    for gate, up, down, tokens, pairs in work:
-        format, count = gate.format, len(tokens)
-        named += (
-            (tokens := tokens.contiguous()),
-            (pairs := pairs.contiguous()),
-        )  # which have to live as long as the call
+    def __init__(self) -> None:
+        self._table = array("q")
+        self._named: list[Tensor] = []  # which have to live as long as their addresses are used
+        self._experts = self._most = self._inner = 0
+
+    def add(self, expert: ExpertWork, format: MatrixFormat, count: int) -> None:
+        """One with at least one token.
+
+        Args:
+            expert: what it is, and where.
+            format: of its gate.
+            count: its number of tokens.
+        """
+        gate, up, down, tokens, pairs = expert
+        if not (tokens.is_contiguous() and pairs.is_contiguous()):
+            tokens, pairs = tokens.contiguous(), pairs.contiguous()
+            self._named += tokens, pairs
         numbers = count, tokens.data_ptr(), pairs.data_ptr(), format.rows, format.bits, format.group_size
-        table.extend((*numbers, format.integer_zeros, *gate.addresses, *up.addresses, *down.addresses))
-        most, inner = max(most, count), inner + 2 * count * format.rows
-    scratch = torch.empty(inner + most * x.shape[1])
-    begin = scratch.data_ptr()
-    arguments = (
-        *(table.buffer_info()[0], len(work), x.data_ptr(), *x.shape, begin, begin + 4 * inner),
-        *(_ACTIVATIONS[activation], out.data_ptr(), len(out)),
-    )
-    if receive is None:
-        known = _experts(*arguments, _ALL)
-    else:
-        for projection in range(3):
-            receive(projection + 1)
-            known = _experts(*arguments, 1 << projection)
-    if not known:
-        raise IndexError(f"work names a token or a pair that is not there: x has {len(x)} rows, out has {len(out)}")
+        self._table.extend((*numbers, format.integer_zeros, *gate.addresses, *up.addresses, *down.addresses))
+        self._experts += 1
+        self._inner += 2 * count * format.rows
+        self._most = max(self._most, count)
+
+    def run(self, x: Tensor, out: Tensor, activation: Activation, receive: Receive | None = None) -> None:
+        """ExpertKernel.forward for them.
+
+        Raises:
+            IndexError: a token that x has not, or a pair that out has not.
+        """
+        rows, hidden = x.shape
+        scratch = torch.empty(self._inner + self._most * hidden)
+        inner = scratch.data_ptr()
+        wide, table = inner + 4 * self._inner, self._table.buffer_info()[0]
+        known = True
+        for projection in (0,) if receive is None else range(3):
+            if receive is not None:
+                receive(projection + 1)
+            known = _experts(
+                table,
+                self._experts,
+                x.data_ptr(),
+                rows,
+                hidden,
+                inner,
+                wide,
+                _ACTIVATIONS[activation],
+                out.data_ptr(),
+                out.shape[0],
+                _ALL if receive is None else 1 << projection,
+            )
+        if not known:
+            raise IndexError(f"work names a token or a pair that is not there: x has {rows} rows, out has {len(out)}")
 
 
 def combine(out: Tensor, weights: Tensor, into: Tensor) -> None:
@@ -146,111 +168,134 @@ def _narrowed(source, target):  # type: ignore[no-untyped-def]
         target[i] = np.uint16(0x7FC0 if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000) else rounded)
 
 
+@intrinsic
+def _float(context, bits):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
+
+    return types.float32(types.uint32), generate
+
+
+@_in_order
+def _wide(half):  # type: ignore[no-untyped-def]
+    """A bfloat16's bits to its value."""
+    return _float(np.uint32(half) << np.uint32(16))
+
+
 @_in_lanes
-def _times_four_rows(rows, x, token):  # type: ignore[no-untyped-def]
-    a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+def _times_four_rows(weight, a, b, c, d, x, s, t):  # type: ignore[no-untyped-def]
+    """Rows a, b, c, d of a 16-bit weight times tokens s and t."""
+    zero = np.float32(0)
+    as_, bs, cs, ds, at, bt, ct, dt = zero, zero, zero, zero, zero, zero, zero, zero
     for i in range(x.shape[1]):
-        value = x[token, i]
-        a += rows[0, i] * value
-        b += rows[1, i] * value
-        c += rows[2, i] * value
-        d += rows[3, i] * value
-    return a, b, c, d
+        xs, xt = x[s, i], x[t, i]
+        wa, wb, wc, wd = _wide(weight[a, i]), _wide(weight[b, i]), _wide(weight[c, i]), _wide(weight[d, i])
+        as_ += wa * xs
+        bs += wb * xs
+        cs += wc * xs
+        ds += wd * xs
+        at += wa * xt
+        bt += wb * xt
+        ct += wc * xt
+        dt += wd * xt
+    return as_, bs, cs, ds, at, bt, ct, dt
 
 
 @_in_order
 def _plain(x, rows, columns, weight_at, out):  # type: ignore[no-untyped-def]
     """out [n, rows] = x [n, columns] times a 16-bit weight [rows, columns]."""
-    weight = carray(_pointer(weight_at), (rows, columns), np.uint16)
-    bits = np.zeros((4, columns), np.uint32)
-    floats = bits.view(np.float32)
-    for row in range(0, rows, 4):
-        valid = min(4, rows - row)
-        for r in range(valid):
-            for i in range(columns):
-                bits[r, i] = np.uint32(weight[row + r, i]) << np.uint32(16)
-        for token in range(len(x)):
-            four = _times_four_rows(floats, x, token)
-            for r in range(valid):
-                out[token, row + r] = four[r]
+    weight, last = carray(_pointer(weight_at), (rows, columns), np.uint16), rows - 1
+    for s in range(0, len(x), 2):
+        t = min(s + 1, len(x) - 1)  # the last of an odd number is computed twice, in the same way as all others
+        for a in range(0, rows, 4):
+            b, c, d = min(a + 1, last), min(a + 2, last), min(a + 3, last)
+            out[s, a], out[s, b], out[s, c], out[s, d], out[t, a], out[t, b], out[t, c], out[t, d] = _times_four_rows(
+                weight, a, b, c, d, x, s, t
+            )
 
 
 @_in_order
-def _unpack_pairs(packed, first, lines, scales, zeros, tile):  # type: ignore[no-untyped-def]
-    """Columns of a block, 32 bytes each to 64 weights: of 4 bits, or of 2, which lie above one another in halves."""
-    whole = lines == len(tile)
-    mask = np.uint8(15 if whole else 3)
-    for c in range(len(tile)):
-        line, shift = (c, np.uint8(0)) if c < lines else (c - lines, np.uint8(2))
-        above = shift + np.uint8(4)
-        for r in range(32):
-            pair = packed[first + line, r]
-            tile[c, r] = np.float32(np.int32((pair >> shift) & mask)) * scales[r] + zeros[r]
-            tile[c, r + 32] = np.float32(np.int32((pair >> above) & mask)) * scales[r + 32] + zeros[r + 32]
-
-
-@_in_order
-def _unpack_planes(packed, first, second, scales, zeros, tile):  # type: ignore[no-untyped-def]
-    """The same of 8-bit codes, whose halves lie apart."""
-    nibble, high, four = np.uint8(15), np.uint8(240), np.uint8(4)
+def _unpack_four(packed, scales, zeros, tile):  # type: ignore[no-untyped-def]
+    """tile [columns, 64], float32, of a block's columns at 4 bits: [columns, 32] bytes."""
     for c in range(len(tile)):
         for r in range(32):
-            above, below = packed[first + c, r], packed[second + c, r]
-            low = np.int32((above & nibble) << four | below & nibble)
-            tile[c, r] = np.float32(low) * scales[r] + zeros[r]
-            tile[c, r + 32] = np.float32(np.int32(above & high | below >> four)) * scales[r + 32] + zeros[r + 32]
+            pair = packed[c, r]
+            tile[c, r] = np.float32(np.int32(pair & np.uint8(15))) * scales[r] + zeros[r]
+            tile[c, r + 32] = np.float32(np.int32(pair >> np.uint8(4))) * scales[r + 32] + zeros[r + 32]
 
 
 @_in_order
-def _multiply(x, start, width, tile, sums):  # type: ignore[no-untyped-def]
-    """sums [n, 64] += x [n, start:start + width] times tile [width, 64]; of tile whole fours are read."""
-    for token in range(len(x)):
-        for c in range(0, width, 4):
-            x0 = x[token, start + c]
-            x1 = x[token, start + c + 1] if c + 1 < width else np.float32(0)
-            x2 = x[token, start + c + 2] if c + 2 < width else np.float32(0)
-            x3 = x[token, start + c + 3] if c + 3 < width else np.float32(0)
-            for r in range(64):
-                total = sums[token, r] + x0 * tile[c, r]
-                total += x1 * tile[c + 1, r]
-                total += x2 * tile[c + 2, r]
-                total += x3 * tile[c + 3, r]
-                sums[token, r] = total
+def _unpack_two(packed, scales, zeros, tile):  # type: ignore[no-untyped-def]
+    """The same of a group at 2 bits: [columns / 2, 32] bytes."""
+    for c in range(len(packed)):
+        for r in range(32):
+            four = packed[c, r]
+            below, above = four & np.uint8(15), four >> np.uint8(4)
+            tile[c, r] = np.float32(np.int32(below & np.uint8(3))) * scales[r] + zeros[r]
+            tile[c, r + 32] = np.float32(np.int32(above & np.uint8(3))) * scales[r + 32] + zeros[r + 32]
+            tile[c + len(packed), r] = np.float32(np.int32(below >> np.uint8(2))) * scales[r] + zeros[r]
+            tile[c + len(packed), r + 32] = np.float32(np.int32(above >> np.uint8(2))) * scales[r + 32] + zeros[r + 32]
+
+
+@_in_order
+def _unpack_eight(above, below, scales, zeros, tile):  # type: ignore[no-untyped-def]
+    """The same at 8 bits: their upper and lower halves, [columns, 32] bytes each."""
+    for c in range(len(tile)):
+        for r in range(32):
+            upper, lower = above[c, r], below[c, r]
+            low = (upper & np.uint8(15)) << np.uint8(4) | lower & np.uint8(15)
+            tile[c, r] = np.float32(np.int32(low)) * scales[r] + zeros[r]
+            high = upper & np.uint8(240) | lower >> np.uint8(4)
+            tile[c, r + 32] = np.float32(np.int32(high)) * scales[r + 32] + zeros[r + 32]
+
+
+@_in_order
+def _add_tile(x, s, t, start, tile, sums):  # type: ignore[no-untyped-def]
+    """sums [2, 64] += columns from start on of tokens s and t times tile [columns, 64]."""
+    for c in range(0, len(tile), 4):
+        at = start + c
+        s0, s1, s2, s3 = x[s, at], x[s, at + 1], x[s, at + 2], x[s, at + 3]
+        t0, t1, t2, t3 = x[t, at], x[t, at + 1], x[t, at + 2], x[t, at + 3]
+        for r in range(64):
+            w0, w1, w2, w3 = tile[c, r], tile[c + 1, r], tile[c + 2, r], tile[c + 3, r]
+            sums[0, r] = (((sums[0, r] + s0 * w0) + s1 * w1) + s2 * w2) + s3 * w3
+            sums[1, r] = (((sums[1, r] + t0 * w0) + t1 * w1) + t2 * w2) + t3 * w3
 
 
 @_in_order
 def _quantized(x, rows, columns, bits, group_size, in_steps, weight_at, scales_at, out):  # type: ignore[no-untyped-def]
-    """out [n, rows] = x [n, columns] times a weight of 8, 4 or 2 bits: a block's group at a time, as float32."""
-    blocks, groups = (rows + 63) // 64, (columns + group_size - 1) // group_size
-    packed = carray(_pointer(weight_at), (blocks * groups * group_size * bits // 4, 32), np.uint8)
+    """out [n, rows] = x [n, columns in whole groups] times a weight of 8, 4 or 2 bits: a block's group at a time."""
+    blocks, groups = (rows + 63) // 64, columns // group_size
     scales_zeros = carray(_pointer(scales_at), (groups, blocks * 64, 2), np.uint16)
-    tile, sums = np.empty((group_size, 64), np.float32), np.empty((len(x), 64), np.float32)
     scales, zeros = np.empty(64, np.float32), np.empty(64, np.float32)
-    scale_bits, zero_bits = scales.view(np.uint32), zeros.view(np.uint32)
-    midpoint = np.float32(1 << (bits - 1))
+    tile, sums = np.empty((group_size, 64), np.float32), np.empty(((len(x) + 1) // 2, 2, 64), np.float32)
+    midpoint, nbytes = np.float32(1 << (bits - 1)), group_size * 32
     for block in range(blocks):
-        for token in range(len(x)):
+        for pair in range(len(sums)):
             for r in range(64):
-                sums[token, r] = 0
+                sums[pair, 0, r] = sums[pair, 1, r] = 0
         for group in range(groups):
             for r in range(64):
-                scale_bits[r] = np.uint32(scales_zeros[group, block * 64 + r, 0]) << np.uint32(16)
-                zero_bits[r] = np.uint32(scales_zeros[group, block * 64 + r, 1]) << np.uint32(16)
-            for r in range(64):
-                zero = zeros[r] * scales[r] if in_steps else zeros[r]
-                zeros[r] = zero - midpoint * scales[r]
-            start = group * group_size
-            width = min(group_size, columns - start)
-            if bits == 8:
-                first = block * 2 * groups * group_size + start
-                _unpack_planes(packed, first, first + groups * group_size, scales, zeros, tile)
+                scales[r] = _wide(scales_zeros[group, block * 64 + r, 0])
+                zero = _wide(scales_zeros[group, block * 64 + r, 1])
+                zeros[r] = (zero * scales[r] if in_steps else zero) - midpoint * scales[r]
+            before = block * groups + group
+            if bits == 4:
+                packed = carray(_pointer(weight_at + before * nbytes), (group_size, 32), np.uint8)
+                _unpack_four(packed, scales, zeros, tile)
+            elif bits == 2:
+                packed = carray(_pointer(weight_at + before * nbytes // 2), (group_size // 2, 32), np.uint8)
+                _unpack_two(packed, scales, zeros, tile)
             else:
-                lines = group_size * bits // 4
-                _unpack_pairs(packed, (block * groups + group) * lines, lines, scales, zeros, tile)
-            _multiply(x, start, width, tile, sums)
+                first = weight_at + (before + block * groups) * nbytes
+                above = carray(_pointer(first), (group_size, 32), np.uint8)
+                below = carray(_pointer(first + groups * nbytes), (group_size, 32), np.uint8)
+                _unpack_eight(above, below, scales, zeros, tile)
+            for pair in range(len(sums)):  # the last of an odd number is computed twice, as all others are
+                _add_tile(x, 2 * pair, min(2 * pair + 1, len(x) - 1), group * group_size, tile, sums[pair])
         for token in range(len(x)):
             for r in range(min(64, rows - block * 64)):
-                out[token, block * 64 + r] = sums[token, r]
+                out[token, block * 64 + r] = sums[token // 2, token % 2, r]
 
 
 @_in_order
@@ -259,24 +304,24 @@ def _linear(x, row, matrix, out):  # type: ignore[no-untyped-def]
     count, columns, rows = x.shape[0], x.shape[1], out.shape[1]
     first = _MATRICES + 4 * matrix
     weight_at, scales_at, bias_at, order_at = row[first], row[first + 1], row[first + 2], row[first + 3]
-    if order_at != 0:
+    bits, group_size = row[_BITS], row[_GROUP_SIZE]
+    stored = columns if bits == 16 else (columns + group_size - 1) // group_size * group_size
+    if order_at != 0 or stored != columns:
         order = carray(_pointer(order_at), columns, np.uint16)
-        stored = np.empty((count, columns), np.float32)
+        arranged = np.zeros((count, stored), np.float32)
         for token in range(count):
             for c in range(columns):
-                stored[token, c] = x[token, order[c]]
-        x = stored
-    if row[_BITS] == 16:
+                arranged[token, c] = x[token, order[c] if order_at != 0 else c]
+        x = arranged
+    if bits == 16:
         _plain(x, rows, columns, weight_at, out)
     else:
-        _quantized(x, rows, columns, row[_BITS], row[_GROUP_SIZE], row[_STEPS] != 0, weight_at, scales_at, out)
+        _quantized(x, rows, stored, bits, group_size, row[_STEPS] != 0, weight_at, scales_at, out)
     if bias_at != 0:
-        bits = np.empty(rows, np.uint32)
-        _widened(carray(_pointer(bias_at), rows, np.uint16), bits)
-        bias = bits.view(np.float32)
+        bias = carray(_pointer(bias_at), rows, np.uint16)
         for token in range(count):
             for r in range(rows):
-                out[token, r] += bias[r]
+                out[token, r] += _wide(bias[r])
 
 
 @_in_order
@@ -380,3 +425,9 @@ def _combine(out_at, weights_at, tokens, top_k, hidden, into_at):  # type: ignor
             _widened(out[token, k], bits)
             _add_weighted(bits.view(np.float32), weights[token, k], sums)
         _narrowed(sums.view(np.uint32), into[token])
+
+
+def compile_everything() -> None:
+    """Compile now, or read what an earlier process has compiled, and not in the first request."""
+    _experts(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, _ALL)
+    _combine(0, 0, 0, 0, 0, 0)

@@ -29,7 +29,7 @@ bench-predictors: setup ## which predictor of the next layer's experts is worth 
 	@$(BIN)/python -m pip install --quiet matplotlib
 	@$(BIN)/python benchmarks/predictors/predictors.py
 
-bench-quality: setup ## what precision costs in quality, and what the policy dymoe wins back (15 minutes of one core)
+bench-quality: setup ## what precision costs in quality, and what the system dymoe wins back (15 minutes of one core)
 	@$(BIN)/python -m pip install --quiet matplotlib
 	@$(BIN)/python benchmarks/quality/quality.py
 

@@ -1,22 +1,25 @@
 """Options: the order of their sources, and one clear sentence for each mistake."""
 
+import json
+
 import pytest
 from pydantic import ValidationError
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
-from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.policy import PRESETS, SYSTEMS, make_policy
+from vllm_dymoe.removed_options import REMOVED
+from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.systems import SYSTEMS, make_system
 
 
 def load(additional=None, checkpoint=None, environment=None):
-    return Options.load(additional, checkpoint, environment or {})
+    return resolve_options(additional, checkpoint, environment or {})
 
 
 def test_the_nearest_source_wins():
-    checkpoint = {"quant_method": "dymoe", "format_version": 4, "hi": 8, "group_size": 128, "seed": 1}
-    environment = {"DYMOE_GROUP_SIZE": "32", "DYMOE_SEED": "2", "PATH": "/bin"}
-    options = load({"seed": 3}, checkpoint, environment)
-    assert (options.hi, options.group_size, options.seed) == (8, 32, 3)
+    checkpoint = {"quant_method": "dymoe", "format_version": 4, "hi": 8, "group_size": 128, "store_dir": "a"}
+    environment = {"DYMOE_GROUP_SIZE": "32", "DYMOE_STORE_DIR": "b", "PATH": "/bin"}
+    options = load({"store_dir": "c"}, checkpoint, environment)
+    assert (options.hi, options.group_size, str(options.store_dir)) == (8, 32, "c")
 
 
 def test_environment_values_are_json_or_text():
@@ -65,16 +68,22 @@ def test_a_share_resolves_to_bytes():
         ({}, {"DYMOE_HI": "five"}, 'DYMOE_HI = "five"'),
         ({"hi": 4, "lo": 4}, {}, "lo is 4 bits but must be below hi, which is 4"),
         ({"hi": 2, "lo": 8}, {}, "must be below hi"),
-        ({"policy": "best"}, {}, 'policy "best" does not exist; choose one of duoserve, dymoe, exact, firm'),
-        ({"prefetch": "next-game"}, {}, 'prefetch "next-game" does not exist; choose one of none, layer'),
-        ({"prefetch": "layer", "prefetch_options": {"k": 1}}, {}, "does not take these prefetch_options .*it has none"),
-        ({"policy": "firm", "prefetch_options": {"p": -1}}, {}, "p: input should be greater than 0"),
-        ({"policy": "uniform-lo"}, {}, "would skip every expert"),
+        ({"system": "best"}, {}, 'dymoe.system: system "best" does not exist; choose one of exact, on-demand'),
+        ({}, {"DYMOE_SYSTEM": "best"}, 'DYMOE_SYSTEM: system "best" does not exist'),
+        (
+            {"system": "firm", "system_options": {"p": 1}},
+            {},
+            "dymoe.system_options: .*p: extra inputs are",
+        ),
+        ({}, {"DYMOE_SYSTEM_OPTIONS": '{"k": 1}'}, "DYMOE_SYSTEM_OPTIONS: .*; it has look_ahead"),
+        ({"system": "dymoe", "system_options": {"retention": 0}}, {}, "would skip every expert"),
+        ({"predictor": "a", "system": "on-demand"}, {}, "dymoe.predictor: .*has no use for a predictor; leave it out"),
+        ({"trace": {"limit": "1GiB"}}, {}, "dymoe.trace.folder = .*: field required"),
+        ({"trace": {"folder": "a", "size": 1}}, {}, "dymoe.trace.size = 1: extra inputs"),
         ({"group_size": 100}, {}, "group_size = 100"),
         ({"host_store": "cloud"}, {}, "host_store"),
-        ({"staging_slots": 0}, {}, "staging_slots = 0"),
-        ({"io_threads": -1}, {}, "io_threads = -1"),
-        ({"policy": ["firm"]}, {}, "policy = .*input should be a valid string"),
+        ({"transfer_timeout_s": -1}, {}, "transfer_timeout_s = -1"),
+        ({"system": ["firm"]}, {}, "system = .*input should be a valid string"),
         ("25%", {}, "must be an object of options"),
     ],
 )
@@ -101,69 +110,68 @@ def test_stored_bits_leave_out_what_is_skipped():
     assert Options(hi=8, lo=2).stored_bits == (8, 2)
 
 
-def test_a_system_is_composed_of_parts():
-    firm = load({"policy": "firm"})
-    assert (firm.policy, firm.prefetch, firm.prefetch_projections) == ("firm", "meeting-of-layers", 2)
-    assert not load({"policy": "on-demand"}).keep_experts
-    assert load({"policy": "on-demand"}).prefetch == "none", "an expert comes when its router has named it"
-    assert load().prefetch == "next-gate"
-    assert load(environment={"DYMOE_POLICY": "dymoe"}).prefetch == "next-gate"
+def test_a_budget_that_nobody_sets_is_the_systems():
+    assert load({"system": "duoserve"}).expert_budget == ExpertBudget(slots="top-k")
+    assert load({"system": "layer-prefetch"}).expert_budget == ExpertBudget(slots="layer")
+    assert load({"system": "duoserve", "expert_budget": "25%"}).expert_budget == ExpertBudget(share=0.25)
+    assert load({"system": "duoserve", "expert_budget": "auto"}).expert_budget.is_auto
+    assert load().expert_budget.is_auto
 
 
-def test_what_the_user_sets_goes_before_what_a_system_stands_for():
-    firm = load({"policy": "firm", "prefetch_projections": 1}, environment={"DYMOE_PREFETCH": "next-gate"})
-    assert (firm.prefetch, firm.prefetch_projections) == ("next-gate", 1)
-    assert load({"policy": "on-demand", "keep_experts": True}).keep_experts
-
-
-def test_a_predictor_is_for_the_trained_scheme_and_stands_behind_any_system():
-    file = {"predictor": "a/file"}
-    assert load(file).prefetch == "trained"
-    assert load({"policy": "exact", **file}).prefetch == "trained"
-    assert load({"policy": "duoserve"}).prefetch == "popularity"
-    paper = load({"policy": "duoserve", **file})
-    assert (paper.prefetch, paper.keep_experts, paper.expert_budget.top_k) == ("trained", False, True)
-    assert (
-        load({"policy": "duoserve", "expert_budget": "25%", "keep_experts": True, **file}).expert_budget.share == 0.25
-    )
+def test_a_predictor_stands_in_for_what_a_system_would_ask():
+    for name in ("exact", "dymoe", "duoserve"):
+        assert load({"system": name, "predictor": "a/file"}).predictor is not None
     assert load({"predictor": "~/file"}).predictor.is_absolute()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"prefetch": "trained"}, 'prefetch "trained" needs the file of a predictor; name it in the option predictor'),
-        ({"prefetch": "layer", "predictor": "a"}, 'predictor is set, but prefetch is "layer", which has no use for it'),
-    ],
-)
-def test_a_predictor_and_its_scheme_go_together(options, words):
-    with pytest.raises(ConfigError, match=words):
-        load(options)
+def test_a_trace_is_a_folder_or_what_is_recorded_there():
+    assert load({"trace": "a"}).trace == load({"trace": {"folder": "a"}}).trace
+    trace = load(environment={"DYMOE_TRACE": '{"folder": "a", "limit": "1GiB", "inputs": true}'}).trace
+    assert (str(trace.folder), trace.limit, trace.inputs) == ("a", 2**30, True)
 
 
-def test_a_budget_of_one_tokens_experts():
-    assert load({"expert_budget": "top-k"}).expert_budget.resolve(1000, token_bytes=80) == 80
-    assert str(load({"expert_budget": "top-k"}).expert_budget) == "as many experts as a token uses in a layer"
+@pytest.mark.parametrize(("word", "slots"), [("top-k", "token uses in a layer"), ("layer", "layer has")])
+def test_a_budget_of_as_many_experts_as_a_token_or_a_layer_has(word, slots):
+    budget = load({"expert_budget": word}).expert_budget
+    assert budget.resolve(1000, slots_bytes=80) == 80
+    assert str(budget) == f"as many experts as a {slots}"
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_its_options_and_gives_way_to_the_user(name):
-    assert load({"preset": name}) == load(dict(PRESETS[name])).model_copy(update={"preset": name})
-    assert load({"preset": name, "hi": 8, "prefetch": "layer"}).hi == 8
-    assert load({"preset": name, "prefetch": "layer"}).prefetch == "layer"
+WAS = [(option, value) for option, told in REMOVED.items() for value in (told if isinstance(told, dict) else ("x",))]
 
 
-def test_a_preset_goes_before_what_a_checkpoint_says():
-    """Which is then refused, since its experts are packed: not served with other tiers than those of the preset."""
-    assert load({"preset": "cache+dyquant-4/2"}, {"hi": 8, "lo": 0}).stored_bits == (4, 2)
+@pytest.mark.parametrize(("option", "value"), WAS)
+def test_every_removed_name_and_value_is_answered_with_what_to_write(option, value):
+    """What is quoted in the answer works, if the answer is JSON."""
+    for given, place in (
+        ({"additional": {option: value}}, f"additional_config.dymoe.{option} "),
+        ({"environment": {f"DYMOE_{option.upper()}": value}}, f"DYMOE_{option.upper()} "),
+    ):
+        with pytest.raises(ConfigError, match=f"{place}is not an option any more; write ") as caught:
+            load(**given)
+        sentence = str(caught.value)
+        assert sentence.endswith(".")
+    written = sentence.removesuffix(".").split("; write ")[1]
+    try:
+        options = json.loads("{" + written + "}")
+    except json.JSONDecodeError:
+        return
+    options = {"lo": 2} | {name: "f" if name == "trace" else text for name, text in options.items()}
+    load(options)
 
 
-def test_a_preset_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match='preset "row 7" does not exist; choose one of load-on-demand, cache'):
-        load({"preset": "row 7"})
+def test_old_values_have_an_answer_of_their_own():
+    def answer(option, value):
+        with pytest.raises(ConfigError) as caught:
+            load({option: value})
+        return str(caught.value)
+
+    assert 'write "system": "dymoe", "system_options": {"retention": 0}.' in answer("policy", "uniform-lo")
+    assert 'write "system": "firm".' in answer("prefetch", "meeting-of-layers")
+    assert 'write "system": "exact", "system_options": {"look_ahead": 0}.' in answer("preset", "cache")
+    assert 'write "system", one of "duoserve", "dymoe"' in answer("policy", "best")
 
 
-def test_systems_with_one_precision_are_exact():
-    for name in SYSTEMS:
-        load({"policy": name})
-        assert make_policy(name).tiers == ({Tier.HI, Tier.LO} if name == "dymoe" else {Tier.HI})
+def test_every_system_is_served_with_the_default_options():
+    for name, kind in SYSTEMS.items():
+        assert type(make_system(load({"system": name}))) is kind

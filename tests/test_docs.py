@@ -10,20 +10,19 @@ from typing import Literal, get_args, get_origin
 import pytest
 import torch
 
-from vllm_dymoe.config import ConfigError, ExpertBudget, Options
+from vllm_dymoe.config import ConfigError, ExpertBudget, Options, TraceOptions
 from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.kernels import MatrixFormat, dequantize, pack
-from vllm_dymoe.policy import POLICIES, PRESETS, SYSTEMS, DymoeOptions
-from vllm_dymoe.policy.schedule import Schedule
-from vllm_dymoe.predict import SCHEMES
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.quantize.convert import Recipe
 from vllm_dymoe.quantize.readers import METHODS
-from vllm_dymoe.runtime import throttle
+from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.store import STORE_VERSION, Manifest
 from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.header import read_header
 from vllm_dymoe.store.writer import StoreWriter
+from vllm_dymoe.systems import SYSTEMS, pace
+from vllm_dymoe.systems.schedule import Schedule
 from vllm_dymoe.traces import TRACE_FORMAT, Trace, TraceHeader, recorder
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter import NEWEST_VLLM, OLDEST_VLLM
@@ -229,7 +228,7 @@ def test_versions_of_the_format():
 
 
 def load(options):
-    return Options.load(options, environment={})
+    return resolve_options(options, environment={})
 
 
 def option_rows():
@@ -257,41 +256,21 @@ def test_values(name):
             load({name: value} | others)
 
 
-def test_policies():
-    assert {json.loads(value) for value in code(option_rows()["policy"]["values"])} == POLICIES.keys()
-
-
-def test_schemes():
-    rows = {json.loads(code(row["`prefetch`"])[0]): row for row in table(OPTIONS, "schemes")}
-    assert rows.keys() == SCHEMES.keys()
-    for name, row in rows.items():
-        documented = re.findall(r"`([a-z_]+)` ([^,]+)", row["parameters and their defaults"])
-        fields = SCHEMES[name].model_fields
-        assert {parameter: json.loads(default) for parameter, default in documented} == {
-            parameter: field.default for parameter, field in fields.items()
-        }
-
-
 def test_systems():
-    rows = {
-        json.loads(code(row["`policy`"])[0]): json.loads(code(row["stands for"])[0])
-        for row in table(OPTIONS, "systems")
+    assert [json.loads(value) for value in code(option_rows()["system"]["values"])] == list(SYSTEMS)
+    rows = {json.loads(code(row["`system`"])[0]): row["is"] for row in table(OPTIONS, "systems")}
+    assert rows == {name: system.summary for name, system in SYSTEMS.items()}
+
+
+def test_parameters_of_systems():
+    found = {name: {} for name in SYSTEMS}
+    for row in table(OPTIONS, "system options"):
+        for system in code(row["`system`"]):
+            found[json.loads(system)][code(row["parameter"])[0]] = json.loads(*code(row["default"]))
+    assert found == {
+        name: {parameter: field.default for parameter, field in system.model_fields.items()}
+        for name, system in SYSTEMS.items()
     }
-    assert rows == SYSTEMS
-
-
-def test_presets():
-    rows = {json.loads(code(row["`preset`"])[0]): json.loads(code(row["sets"])[0]) for row in table(OPTIONS, "presets")}
-    assert rows == PRESETS
-
-
-def test_parameters_of_the_policy():
-    rows = {code(row["parameter"])[0]: row for row in table(OPTIONS, "policy options")}
-    assert list(rows) == list(DymoeOptions.model_fields)
-    for name, row in rows.items():
-        assert json.loads(*code(row["default"])) == getattr(DymoeOptions(), name)
-        meanings = [json.loads(value) for value in code(row["values"])]
-        assert meanings == list(get_args(DymoeOptions.model_fields[name].annotation))
 
 
 def test_numbers_of_the_schedule():
@@ -299,16 +278,6 @@ def test_numbers_of_the_schedule():
     assert f"has {round(up.realised(8, 4) * 32)} of 32 experts high" in PRECISION
     assert f"one token of Mixtral {round(up.realised(32, 2) * 64)} of 64" in PRECISION
     assert f"stays around r: {nearest.realised(32, 2):.3g} for" in PRECISION
-
-
-def test_ranges():
-    rows = option_rows()
-    assert rows["staging_slots"]["values"] == "1 or more"
-    assert rows["io_threads"]["values"] == "0 to 64"
-    load({"staging_slots": 1, "io_threads": 64})
-    for wrong in ({"staging_slots": 0}, {"io_threads": -1}, {"io_threads": 65}):
-        with pytest.raises(ConfigError):
-            load(wrong)
 
 
 def test_budgets():
@@ -319,8 +288,8 @@ def test_budgets():
         budget = ExpertBudget.parse(json.loads(value))
         if budget.is_auto:
             meaning = "from the free memory, see below"
-        elif budget.top_k:
-            meaning = "as many experts as a token uses in a layer"
+        elif budget.slots:
+            meaning = str(budget)
         elif budget.share is not None:
             meaning = f"{budget.share} of the experts"
         else:
@@ -341,7 +310,7 @@ def test_variables_of_the_examples_are_accepted():
     variables = {name: quoted or plain for name, quoted, plain in found}
     assert len(variables) >= 5
     for name, value in variables.items():
-        Options.load(environment={"DYMOE_HI": "4", "DYMOE_LO": "2", "DYMOE_POLICY": "dymoe"} | {name: value})
+        resolve_options(environment={"DYMOE_HI": "4", "DYMOE_LO": "2", "DYMOE_SYSTEM": "dymoe"} | {name: value})
 
 
 def test_the_sentence_of_the_example():
@@ -354,12 +323,12 @@ def test_the_sentence_of_the_example():
 
 
 def test_numbers_of_prefetch():
-    least, most = int(throttle._JUDGED * throttle._LOSES), int(throttle._JUDGED * throttle._PAYS)
+    least, most = int(pace._JUDGED * pace._LOSES), int(pace._JUDGED * pace._PAYS)
     text = " ".join(PREFETCH.split())
-    assert f"of {throttle._JUDGED} guesses at least {least} have to be needed" in text
-    assert f"more than {most} of {throttle._JUDGED} are needed" in text
-    assert f"down to one in {throttle._LARGEST_INTERVAL}," in text
-    assert throttle._COSTS_MORE == 2
+    assert f"of {pace._JUDGED} guesses at least {least} have to be needed" in text
+    assert f"more than {most} of {pace._JUDGED} are needed" in text
+    assert f"down to one in {pace._LARGEST_INTERVAL}," in text
+    assert pace._COSTS_MORE == 2
     assert "below twice the former" in text
 
 
@@ -377,12 +346,12 @@ def test_the_trace_format_is_the_codes():
     tensors = {"header", "domain"} | {code(row["name"])[0] for row in table(TRACES, "tensors")}
     assert tensors == {field.name for field in fields(Trace)}
     (row,) = (line for line in TRACES.splitlines() if line.startswith("| `header` |"))
-    assert set(code(row)) == {"header"} | {field.name for field in fields(TraceHeader)}
+    assert set(code(row)) == {"header", "format"} | {field.name for field in fields(TraceHeader)}
     assert f"`format` (now {TRACE_FORMAT})" in row
 
 
 def test_numbers_of_recording():
-    assert f"`trace_limit` bytes, {size(Options().trace_limit).replace('.0', '')} if not set" in TRACES
+    assert f"`limit` bytes, {size(TraceOptions(folder='a').limit).replace('.0', '')} if not set" in TRACES
     assert f"after {recorder._INTERVAL:.0f} seconds or {size(recorder._PART_BYTES).replace('.0', '')}" in TRACES
 
 

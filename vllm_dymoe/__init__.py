@@ -79,10 +79,12 @@ def record_trace(
     folder: "Path",
     *,
     max_tokens: int = 128,
+    limit: str = "256MiB",
+    inputs: bool = False,
     options: "Mapping[str, Any] | None" = None,
     engine: "Mapping[str, Any] | None" = None,
 ) -> dict[str, Any]:
     """Answer prompts, each with its domain or an empty name, and record what routers choose; see docs/traces.md."""
     from vllm_dymoe.vllm_adapter import record_prompts
 
-    return record_prompts(model, prompts, folder, max_tokens, options or {}, engine or {})
+    return record_prompts(model, prompts, folder, max_tokens, limit, inputs, options or {}, engine or {})

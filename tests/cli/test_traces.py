@@ -70,7 +70,9 @@ def test_the_command_asks_for_what_it_was_told(tmp_path, asked):
         "prompts": [("one", ""), ("two", "")],
         "folder": tmp_path / "out",
         "max_tokens": 7,
-        "options": {"hi": 16, "trace_inputs": True, "trace_limit": "1GiB"},
+        "limit": "1GiB",
+        "inputs": True,
+        "options": {"hi": 16},
         "engine": {"max_model_len": 99},
     }
     assert "1234 tokens of 2 prompts, 4.9 KiB" in result.stdout

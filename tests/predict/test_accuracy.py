@@ -16,6 +16,8 @@ class Scripted:
     def __init__(self):
         self.next = []
 
+    nbytes = 0
+
     def observe(self, routing):
         self.seen = routing.layer
 

@@ -10,11 +10,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.predict.made_up import SIZES, made_up
-from vllm_dymoe.predict import RoutedModel, make_scheme
+from vllm_dymoe.predict import RoutedModel, TrainedPredictor
 from vllm_dymoe.predict.checkpoint import PredictorCard, PredictorError, load_predictor, read_card, save_predictor
 from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
-from vllm_dymoe.predict.training import Recipe, train
+from vllm_dymoe.training import Recipe, train
 
 FOLDED = fold(train(made_up(inputs=True), Architecture((8,), 2, True, True), Recipe(epochs=1)).model)
 CARD = PredictorCard(SIZES, {"name": "small"}, {"path": "t"}, {"trained": {"all_k": 0.5}}, 3)
@@ -105,7 +105,7 @@ def test_a_missing_file_is_refused(tmp_path):
 
 def build(file, **changes):
     model = RoutedModel(SIZES.num_layers, SIZES.num_experts, SIZES.top_k, hidden=SIZES.hidden, predictor=file)
-    return make_scheme("trained", {}).build(replace(model, **({"fingerprint": SIZES.fingerprint} | changes)))
+    return TrainedPredictor.load(replace(model, **({"fingerprint": SIZES.fingerprint} | changes)))
 
 
 def test_it_serves_the_model_that_it_was_trained_for(file):
@@ -123,7 +123,7 @@ def test_it_serves_the_model_that_it_was_trained_for(file):
             {"fingerprint": "f" * 16},
             "was trained for a model with the weights 0123456789abcdef, and this model has others",
         ),
-        ({"predictor": None}, "needs the file of a predictor"),
+        ({"predictor": None}, "needs its file; name it in the option predictor"),
     ],
 )
 def test_another_model_is_refused_by_name(file, changes, words):

@@ -9,8 +9,8 @@ from tests.predict.gates import random_gates, random_inputs
 from tests.predict.streams import RecordedStream
 from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict import Gate
-from vllm_dymoe.predict.beside import OnStream
 from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
+from vllm_dymoe.predict.side_stream import OnStream
 from vllm_dymoe.predict.tuner import Heop, Setting
 
 LAYERS, EXPERTS, HIDDEN = 5, 12, 6
@@ -70,13 +70,13 @@ def test_with_one_layer_it_is_the_next_gate():
 
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize(("p", "tokens"), [(1, 1), (3, 1), (1, 4), (3, 4)])
-def test_beside_the_layer_it_says_the_same_of_what_the_layer_was_given(phase, p, tokens):
+def test_on_a_side_stream_it_says_the_same_of_what_the_layer_was_given(phase, p, tokens):
     gates, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
     inputs = random_inputs(LAYERS, tokens, HIDDEN)
     inputs += 2 * inputs.mean(0)
     expected = step(MeetingOfLayers(gates, 5, p), [x.clone() for x in inputs], phase)
     stream = RecordedStream()
-    predictor = MeetingOfLayers(gates, 5, p, beside=OnStream(stream))
+    predictor = MeetingOfLayers(gates, 5, p, side_stream=OnStream(stream))
     assert predictor.answers_later
     assert not MeetingOfLayers(gates, 5, p).answers_later
     for layer, x in enumerate(inputs):
@@ -92,7 +92,7 @@ def test_beside_the_layer_it_says_the_same_of_what_the_layer_was_given(phase, p,
 def test_what_was_begun_for_a_step_before_is_forgotten():
     gates, _ = random_gates(3, EXPERTS, HIDDEN)
     first, second = random_inputs(2, 1, HIDDEN)
-    predictor = MeetingOfLayers(gates, 4, 2, beside=OnStream(RecordedStream()))
+    predictor = MeetingOfLayers(gates, 4, 2, side_stream=OnStream(RecordedStream()))
     fresh = MeetingOfLayers(gates, 4, 2)
     predictor.observe(Routing(0, 9, first, NO_IDS, NO_IDS, Phase.DECODE))
     predictor.begin(0)

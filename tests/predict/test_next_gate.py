@@ -9,8 +9,8 @@ from tests.predict.gates import random_gates, random_inputs
 from tests.predict.streams import RecordedStream
 from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict import Gate
-from vllm_dymoe.predict.beside import OnStream
 from vllm_dymoe.predict.next_gate import NextGate
+from vllm_dymoe.predict.side_stream import OnStream
 
 NO_IDS = torch.zeros(0, 0, dtype=torch.int32)
 
@@ -71,12 +71,12 @@ def test_decode_looks_as_many_layers_ahead_as_it_is_asked_to():
 
 
 @pytest.mark.parametrize("phase", Phase)
-def test_beside_the_layer_it_says_the_same_of_what_the_layer_was_given(phase):
+def test_on_a_side_stream_it_says_the_same_of_what_the_layer_was_given(phase):
     gates, _ = random_gates(4, 8, 5)
     x = random_inputs(1, 3, 5)[0]
     expected = ask(NextGate(gates, top_k=2, layers=2), 1, x, phase)
     stream = RecordedStream()
-    predictor = NextGate(gates, top_k=2, layers=2, beside=OnStream(stream))
+    predictor = NextGate(gates, top_k=2, layers=2, side_stream=OnStream(stream))
     assert predictor.answers_later
     assert not NextGate(gates, top_k=2).answers_later
     predictor.observe(Routing(1, 9, x, NO_IDS, NO_IDS, phase))
@@ -91,7 +91,7 @@ def test_beside_the_layer_it_says_the_same_of_what_the_layer_was_given(phase):
 def test_what_was_begun_for_a_step_before_is_forgotten():
     gates, _ = random_gates(3, 8, 5)
     first, second = random_inputs(2, 1, 5)
-    predictor = NextGate(gates, top_k=2, beside=OnStream(RecordedStream()))
+    predictor = NextGate(gates, top_k=2, side_stream=OnStream(RecordedStream()))
     predictor.observe(Routing(0, 9, first, NO_IDS, NO_IDS, Phase.DECODE))
     predictor.begin(0)
     assert ask(predictor, 1, second, Phase.DECODE) == ask(NextGate(gates, top_k=2), 1, second, Phase.DECODE)

@@ -1,4 +1,4 @@
-"""The trained predictor step by step, inline and beside the layer."""
+"""The trained predictor step by step, inline and on a side stream."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ import torch
 from tests.predict.made_up import SIZES, made_up
 from tests.predict.streams import RecordedStream
 from vllm_dymoe.experts.routing import Phase, Routing
-from vllm_dymoe.predict.beside import Inline, OnStream
 from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
+from vllm_dymoe.predict.side_stream import Inline, OnStream
 from vllm_dymoe.predict.trained import TrainedPredictor
-from vllm_dymoe.predict.training import Recipe, train
+from vllm_dymoe.training import Recipe, train
 
 TRACE = made_up(inputs=True)
 KINDS = {
@@ -44,10 +44,10 @@ def expected(model, layer, token):
         return model(layer, TRACE.experts[token][None], x)[0].topk(SIZES.top_k)
 
 
-@pytest.mark.parametrize("beside", [Inline, lambda: OnStream(RecordedStream())])
+@pytest.mark.parametrize("side_stream", [Inline, lambda: OnStream(RecordedStream())])
 @pytest.mark.parametrize("name", KINDS)
-def test_it_names_what_the_network_says_for_each_layer_but_the_first(name, beside):
-    predictor = TrainedPredictor(fold(MODELS[name]), SIZES.top_k, beside())
+def test_it_names_what_the_network_says_for_each_layer_but_the_first(name, side_stream):
+    predictor = TrainedPredictor(fold(MODELS[name]), SIZES.top_k, side_stream())
     for token in (3, 50, 51):
         answers = step(predictor, slice(token, token + 1), spoil=True)
         assert answers[-1] == []

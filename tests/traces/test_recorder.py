@@ -176,7 +176,7 @@ def test_the_folder_never_becomes_larger_than_allowed(tmp_path):
         assert size_of(tmp_path) <= limit
     assert not recorder.recording
     assert len(said) == 1
-    assert "has reached trace_limit, 29.3 KiB" in said[0]
+    assert "has reached its limit, 29.3 KiB" in said[0]
     assert limit / 2 < size_of(tmp_path)
     kept = Trace.load(tmp_path)
     assert 0 < kept.num_tokens == recorder.tokens < 600

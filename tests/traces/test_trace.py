@@ -251,5 +251,5 @@ def test_traces_of_two_models_are_not_joined(tmp_path):
 def test_traces_with_and_without_inputs_are_not_joined(tmp_path):
     make_trace().save(tmp_path / "a.safetensors")
     make_trace(inputs=True).save(tmp_path / "b.safetensors")
-    with pytest.raises(TraceError, match=r"have not the same tensors \(trace_inputs on and off"):
+    with pytest.raises(TraceError, match=r"have not the same tensors \(router inputs on and off"):
         Trace.load(tmp_path)

@@ -183,6 +183,6 @@ def train(
 ) -> None:
     """Train a predictor of the next layer's experts on a trace."""
     from vllm_dymoe.cli.train import run
-    from vllm_dymoe.predict.training import Recipe
+    from vllm_dymoe.training import Recipe
 
     run(trace, out, architecture=architecture, recipe=Recipe(epochs, patience, batch, learning_rate, held_out, seed))

@@ -8,8 +8,9 @@ from rich.console import Console
 
 import vllm_dymoe
 from vllm_dymoe.cli.display import token_progress
-from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.units import size
 
 
@@ -22,7 +23,7 @@ def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, 
         ConfigError: an option or a text cannot be used, or vLLM is not there.
     """
     options = {"hi": hi, "expert_budget": expert_budget}
-    Options.load(options, environment={})
+    resolve_options(options, environment={})
     Checkpoint(model)  # refuses what cannot be quantized before an engine starts
     words = list(_read(texts))
     try:

@@ -32,11 +32,11 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from vllm_dymoe.config import ConfigError
     from vllm_dymoe.experts.budget import BudgetError
     from vllm_dymoe.predict.checkpoint import PredictorError
-    from vllm_dymoe.predict.training import TrainingError
     from vllm_dymoe.quantize.recording import CalibrationError
     from vllm_dymoe.quantize.tensors import CheckpointError
     from vllm_dymoe.store import StoreError
     from vllm_dymoe.traces import TraceError
+    from vllm_dymoe.training import TrainingError
 
     return (
         BudgetError,

@@ -12,13 +12,15 @@ from rich.table import Table
 from vllm_dymoe.cli.display import byte_progress
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.layout import ModelExperts, all_keys
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.model_config import read_config
 from vllm_dymoe.quantize.readers.compatibility import store_group_sizes
 from vllm_dymoe.quantize.tensors import read_tensors
 from vllm_dymoe.runtime.sizing import limit_in_bytes, minimum_budget, plan_slots, workspace_bytes
 from vllm_dymoe.store import MANIFEST, FileStore, Manifest
+from vllm_dymoe.systems import System
+from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.units import size
 
 _SHARES = (0.25, 0.5, 1.0)
@@ -129,21 +131,21 @@ def _describe_errors(manifest: Manifest) -> list[dict[str, Any]] | None:
 
 
 def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
-    """The smallest feasible budget and some shares, for the tiers that a policy may use.
+    """The smallest feasible budget and some shares, for the tiers that a system may use.
 
     Each says how many experts a layer then keeps in the high tier, and in the low one.
     """
     workspace = workspace_bytes(experts)
-    choices = [frozenset((Tier.HI,))] + ([frozenset((Tier.HI, Tier.LO))] if options.lo else [])
+    systems: list[System] = [Exact(), Dymoe()] if options.lo else [Exact()]
     rows = []
-    for tiers in choices:
-        limits = {"smallest": minimum_budget(experts, options, tiers, workspace)}
+    for system in systems:
+        limits = {"smallest": minimum_budget(experts, options, system.tiers, workspace)}
         for share in _SHARES:
             limits[f"{share:.0%}"] = limit_in_bytes(ExpertBudget(share=share), experts, options, workspace, 0)
         for name, limit in limits.items():
             if limit < limits["smallest"]:
                 continue
-            plan = plan_slots(experts, options, tiers, limit, workspace)
+            plan = plan_slots(experts, options, system, limit, workspace)
             kept = {tier.value: min(plan.quotas[tier]) for tier in plan.slots}
             names = [tier.value for tier in plan.slots]
             rows.append({"tiers": names, "expert_budget": name, "bytes": limit, "experts_kept_per_layer": kept})

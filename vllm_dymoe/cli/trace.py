@@ -28,9 +28,15 @@ def run(
         ConfigError: the prompts cannot be read, or an option is wrong.
     """
     texts = read_prompts(prompts)
-    asked = _json_object("--options", options) | {"trace_inputs": inputs, "trace_limit": limit}
     report = vllm_dymoe.record_trace(
-        model, texts, out, max_tokens=max_tokens, options=asked, engine=_json_object("--engine", engine)
+        model,
+        texts,
+        out,
+        max_tokens=max_tokens,
+        limit=limit,
+        inputs=inputs,
+        options=_json_object("--options", options),
+        engine=_json_object("--engine", engine),
     )
     console = Console()
     console.print(

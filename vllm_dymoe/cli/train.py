@@ -13,8 +13,8 @@ from vllm_dymoe import __version__
 from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.predict.folded import FoldedMLP, fold
-from vllm_dymoe.predict.training import Epoch, Recipe, Trained, train
 from vllm_dymoe.traces import Trace
+from vllm_dymoe.training import Epoch, Recipe, Trained, train
 from vllm_dymoe.units import size
 
 

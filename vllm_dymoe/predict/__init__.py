@@ -1,13 +1,13 @@
-"""Which experts come next: one predictor for each idea, over one interface, and schemes that name them."""
+"""Which experts come next: one predictor for each idea, over one interface."""
 
 from vllm_dymoe.predict.accuracy import Measured, PredictionStats
-from vllm_dymoe.predict.base import Candidate, Predictor
+from vllm_dymoe.predict.base import Candidate, Predictor, SideStreamPredictor
 from vllm_dymoe.predict.checkpoint import PredictorError
 from vllm_dymoe.predict.gate import Gate
-from vllm_dymoe.predict.schemes import SCHEMES, RoutedModel, Scheme, make_scheme
+from vllm_dymoe.predict.routed_model import RoutedModel
+from vllm_dymoe.predict.trained import TrainedPredictor
 
 __all__ = [
-    "SCHEMES",
     "Candidate",
     "Gate",
     "Measured",
@@ -15,6 +15,6 @@ __all__ = [
     "Predictor",
     "PredictorError",
     "RoutedModel",
-    "Scheme",
-    "make_scheme",
+    "SideStreamPredictor",
+    "TrainedPredictor",
 ]

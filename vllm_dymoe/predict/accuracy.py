@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.predict.base import Candidate, Predictor
+from vllm_dymoe.predict.base import Candidate, Predictor, SideStreamPredictor
 
 
 @dataclass
@@ -61,13 +61,13 @@ class Measured:
 
     @property
     def nbytes(self) -> int:
-        """Device memory that it takes; only a trained one has weights."""
-        return getattr(self.predictor, "nbytes", 0)
+        """Device memory that it takes."""
+        return self.predictor.nbytes
 
     @property
     def answers_later(self) -> bool:
-        """Whether it computes beside the layer: it has ``begin``, and is best asked once experts are computing."""
-        return getattr(self.predictor, "answers_later", False)
+        """Whether it computes on a side stream: then ``begin`` comes first, and it is asked once experts compute."""
+        return isinstance(self.predictor, SideStreamPredictor) and self.predictor.answers_later
 
     def observe(self, routing: Routing) -> None:
         """Compare what was named for this layer with what it wants."""
@@ -84,9 +84,10 @@ class Measured:
         self.seconds += time.perf_counter() - begin
 
     def begin(self, layer: int) -> None:
-        """Compute beside the layer what ``predict`` will be asked for."""
+        """Compute on the side stream what ``predict`` will be asked for."""
+        assert isinstance(self.predictor, SideStreamPredictor)
         begin = time.perf_counter()
-        self.predictor.begin(layer)  # type: ignore[attr-defined]
+        self.predictor.begin(layer)
         self.seconds += time.perf_counter() - begin
 
     def predict(self, layer: int) -> Sequence[Candidate]:

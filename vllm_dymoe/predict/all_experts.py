@@ -20,6 +20,11 @@ class AllExperts:
             for layer in range(1, num_layers + 1)
         ]
 
+    @property
+    def nbytes(self) -> int:
+        """None: it has no weights."""
+        return 0
+
     def observe(self, routing: Routing) -> None:
         """Nothing to learn."""
 

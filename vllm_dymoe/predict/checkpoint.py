@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.predict.folded import FoldedMLP
-from vllm_dymoe.traces import TraceHeader
 
 PREDICTOR_FORMAT = 1
 _KIND = "vllm-dymoe predictor"
@@ -27,7 +27,7 @@ class PredictorCard:
     """What a predictor is, and what it is worth.
 
     Attributes:
-        header: of the trace: the model that it is for, its fingerprint and sizes.
+        header: the model that it is for, its fingerprint and sizes.
         architecture: name and numbers of the network.
         trace: what it was trained on: path, tokens, requests.
         metrics: hit rates on requests that were held out.
@@ -36,7 +36,7 @@ class PredictorCard:
         format: of the file.
     """
 
-    header: TraceHeader
+    header: ModelIdentity
     architecture: Mapping[str, Any] = field(default_factory=dict)
     trace: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -44,12 +44,12 @@ class PredictorCard:
     version: str = ""
     format: int = PREDICTOR_FORMAT
 
-    def check(self, path: Path, here: TraceHeader) -> None:
+    def check(self, path: Path, here: ModelIdentity) -> None:
         """Refuse it for another model than its own.
 
         Args:
             path: of the file.
-            here: the model that runs, as a trace of it would have it.
+            here: the model that runs.
 
         Raises:
             PredictorError: it was trained for another one.
@@ -147,7 +147,8 @@ def _read(path: Path, *, with_tensors: bool = False) -> tuple[PredictorCard, dic
                     f"predictor {path} has format {described.get('format')}, and this vllm-dymoe reads "
                     f"{PREDICTOR_FORMAT}; train it again, or use the version that wrote it."
                 )
-            described["header"] = header = TraceHeader(**described["header"])
+            described["header"].pop("format", None)  # of the trace, which older files have here
+            described["header"] = header = ModelIdentity(**described["header"])
             if not all(
                 isinstance(n, int) for n in (header.num_layers, header.num_experts, header.top_k, header.hidden)
             ):

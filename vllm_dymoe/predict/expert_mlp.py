@@ -23,7 +23,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from vllm_dymoe.traces import TraceHeader
+from vllm_dymoe.experts.identity import ModelIdentity
 
 _CERTAINTY = 6.0  # logits between an expert that affinity is sure of and one that it rules out
 PAPER_WIDTHS = (2048, 1024, 512, 256, 128, 64)
@@ -79,7 +79,7 @@ class States(nn.Module):
     affinity: torch.Tensor
 
     def __init__(
-        self, sizes: TraceHeader, architecture: Architecture, popularity: torch.Tensor, affinity: torch.Tensor
+        self, sizes: ModelIdentity, architecture: Architecture, popularity: torch.Tensor, affinity: torch.Tensor
     ) -> None:
         super().__init__()
         self.sizes, self.architecture = sizes, architecture

@@ -17,14 +17,14 @@ from functools import partial
 import torch
 
 from vllm_dymoe.experts.routing import Phase, Routing
-from vllm_dymoe.predict.base import Candidate
-from vllm_dymoe.predict.beside import Answer, Beside, Inline
+from vllm_dymoe.predict.base import Candidate, SideStreamPredictor
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.ranking import rank_by_frequency
+from vllm_dymoe.predict.side_stream import Answer, Inline, SideStream
 from vllm_dymoe.predict.tuner import Heop
 
 
-class MeetingOfLayers:
+class MeetingOfLayers(SideStreamPredictor):
     """Asks the next layer's gate about the inputs of the last P layers.
 
     Args:
@@ -33,7 +33,7 @@ class MeetingOfLayers:
         p: P of Eqs. 5 and 6.
         tuner: chooses K and P while serving; they stay as they are if None.
         hits: how many experts layers have found on the device so far, for the tuner.
-        beside: where the gate is asked.
+        side_stream: where the gate is asked.
     """
 
     def __init__(
@@ -43,24 +43,19 @@ class MeetingOfLayers:
         p: int,
         tuner: Heop | None = None,
         hits: Callable[[], int] = lambda: 0,
-        beside: Beside | None = None,
+        side_stream: SideStream | None = None,
     ) -> None:
+        super().__init__(side_stream or Inline())
         self._gates = gates
         self._setting = (k, p)
         self._tuner = tuner
         self._hits = hits
         self._hits_before = 0
-        self._beside = beside or Inline()
         self._inputs: deque[torch.Tensor] = deque(maxlen=tuner.largest_p if tuner else p)
         self._layer = -1
         self._phase = Phase.DECODE
         self._named: frozenset[int] | None = None
         self._read: Callable[[], Answer] | None = None
-
-    @property
-    def answers_later(self) -> bool:
-        """Whether the gate is asked beside the layer, so that the answer is best read when experts are computing."""
-        return self._beside.later
 
     def observe(self, routing: Routing) -> None:
         """Keep this layer's input for the layers that come, and tell the tuner how its own prediction was."""
@@ -75,14 +70,14 @@ class MeetingOfLayers:
             self._report(layer, routing.counts)
 
     def begin(self, layer: int) -> None:
-        """Ask the next layer's gate, beside this layer if that can be."""
+        """Ask the next layer's gate, on the side stream if there is one."""
         following = layer + 1
         if following >= len(self._gates):
             return
         k, p = self._tuner.setting(following) if self._tuner else self._setting
         meeting = list(self._inputs)[-p:]
         ask = partial(_meet if len(meeting[-1]) > 1 else _choose, self._gates[following], k)
-        self._read = self._beside.begin(ask, *meeting, lasting=self._inputs.maxlen != 1)
+        self._read = self._side_stream.begin(ask, *meeting, lasting=self._inputs.maxlen != 1)
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         """The experts of the next layer that every layer of the meeting names."""

@@ -16,13 +16,13 @@ from functools import partial
 import torch
 
 from vllm_dymoe.experts.routing import Phase, Routing
-from vllm_dymoe.predict.base import Candidate
-from vllm_dymoe.predict.beside import Answer, Beside, Inline
+from vllm_dymoe.predict.base import Candidate, SideStreamPredictor
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.ranking import rank_by_frequency
+from vllm_dymoe.predict.side_stream import Answer, Inline, SideStream
 
 
-class NextGate:
+class NextGate(SideStreamPredictor):
     """Asks the gate of the next layer.
 
     Args:
@@ -31,7 +31,7 @@ class NextGate:
         decode_experts: t of Eq. 8, for each token of the step; ``top_k`` if None.
         prefill_experts: t of Eq. 7, for the whole step; every expert that a token chooses if None.
         layers: how many layers after this one are foreseen in decode; a prefill has enough to do with the next.
-        beside: where gates are asked.
+        side_stream: where gates are asked.
     """
 
     def __init__(
@@ -41,29 +41,24 @@ class NextGate:
         decode_experts: int | None = None,
         prefill_experts: int | None = None,
         layers: int = 1,
-        beside: Beside | None = None,
+        side_stream: SideStream | None = None,
     ) -> None:
+        super().__init__(side_stream or Inline())
         self._gates = gates
         self._top_k = top_k
         self._decode_experts = decode_experts or top_k
         self._prefill_experts = prefill_experts
         self._layers = layers
-        self._beside = beside or Inline()
         self._x: torch.Tensor | None = None
         self._phase = Phase.DECODE
         self._reads: list[tuple[int, Callable[[], Answer]]] | None = None
-
-    @property
-    def answers_later(self) -> bool:
-        """Whether gates are asked beside the layer, so that the answer is best read when experts are computing."""
-        return self._beside.later
 
     def observe(self, routing: Routing) -> None:
         """Note this layer's input; the gate is asked only when somebody wants to know."""
         self._x, self._phase, self._reads = routing.x, routing.phase, None
 
     def begin(self, layer: int) -> None:
-        """Ask the gates of the next layers, beside this layer if that can be."""
+        """Ask the gates of the next layers, on the side stream if there is one."""
         assert self._x is not None
         depth = self._layers if self._phase is Phase.DECODE else 1
         amount = self._decode_experts if self._phase is Phase.DECODE else self._top_k
@@ -71,7 +66,7 @@ class NextGate:
         self._reads = []
         for later in coming:
             best = partial(self._gates[later].best, amount=amount)
-            self._reads.append((later, self._beside.begin(best, self._x)))
+            self._reads.append((later, self._side_stream.begin(best, self._x)))
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         """Experts of the next layers, the nearest first."""

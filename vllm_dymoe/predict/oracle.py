@@ -27,6 +27,11 @@ class Oracle:
         """From now on the recorded steps are expected again, from the first."""
         self._recording, self._step, self._layer = False, -1, 0
 
+    @property
+    def nbytes(self) -> int:
+        """None: it has no weights."""
+        return 0
+
     def observe(self, routing: Routing) -> None:
         """Record the experts that a layer wants, or follow the record."""
         layer, chosen = routing.layer, routing.counts

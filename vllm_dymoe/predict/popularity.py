@@ -31,6 +31,11 @@ class Popularity:
         self._counts = torch.zeros(num_layers, num_experts, dtype=torch.float32, device="cpu")
         self._phase = Phase.DECODE
 
+    @property
+    def nbytes(self) -> int:
+        """None: it has no weights."""
+        return 0
+
     def observe(self, routing: Routing) -> None:
         """Count what this layer wanted."""
         chosen = routing.counts

@@ -10,25 +10,27 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_dymoe.experts.routing import Phase, Routing
-from vllm_dymoe.predict.base import Candidate
-from vllm_dymoe.predict.beside import Answer, Beside, Inline
+from vllm_dymoe.predict.base import Candidate, SideStreamPredictor
+from vllm_dymoe.predict.checkpoint import PredictorError, load_predictor
 from vllm_dymoe.predict.folded import FoldedMLP
 from vllm_dymoe.predict.ranking import rank_by_frequency
+from vllm_dymoe.predict.routed_model import RoutedModel
+from vllm_dymoe.predict.side_stream import Answer, Inline, SideStream, make_side_stream
 
 
-class TrainedPredictor:
+class TrainedPredictor(SideStreamPredictor):
     """Asks a network about the next layer.
 
     Args:
         network: of the model that runs, on its device.
         decode_experts: how many to name for each token of a decode step.
-        beside: where it is computed.
+        side_stream: where it is computed.
     """
 
-    def __init__(self, network: FoldedMLP, decode_experts: int, beside: Beside | None = None) -> None:
+    def __init__(self, network: FoldedMLP, decode_experts: int, side_stream: SideStream | None = None) -> None:
+        super().__init__(side_stream or Inline())
         self.network = network
         self._amount = min(decode_experts, network.num_experts)
-        self._beside = beside or Inline()
         self._past: torch.Tensor | None = None
         self._x: torch.Tensor | None = None
         self._layer = -1
@@ -36,15 +38,25 @@ class TrainedPredictor:
         self._read: Callable[[], Answer] | None = None
         self._favourites = [_ranked(layer, shares) for layer, shares in enumerate(network.popularity.float().cpu())]
 
+    @classmethod
+    def load(cls, model: RoutedModel) -> "TrainedPredictor":
+        """From the file that a model names, for that model.
+
+        Raises:
+            PredictorError: no file is named, or it is missing, damaged or another model's.
+        """
+        if model.predictor is None:
+            raise PredictorError("a trained predictor needs its file; name it in the option predictor.")
+        card, network = load_predictor(model.predictor)
+        card.check(model.predictor, model.identity)
+        # A CPU has no fast products of 16-bit numbers.
+        dtype = torch.float32 if model.device.type == "cpu" else torch.float16
+        return cls(network.to(model.device, dtype), model.top_k, make_side_stream(model.device))
+
     @property
     def nbytes(self) -> int:
         """Device memory of the network."""
         return self.network.nbytes
-
-    @property
-    def answers_later(self) -> bool:
-        """Whether it computes beside the layer, so that the answer is best asked for when experts are computing."""
-        return self._beside.later
 
     def observe(self, routing: Routing) -> None:
         """Note what this layer chose."""
@@ -55,7 +67,7 @@ class TrainedPredictor:
             self._past = self.network.remember(routing.ids, before)
 
     def begin(self, layer: int) -> None:
-        """Compute the next layer's experts, beside this layer if that can be."""
+        """Compute the next layer's experts, on the side stream if there is one."""
         following, network = layer + 1, self.network
         if not self._has_network_for(following):
             return
@@ -66,7 +78,7 @@ class TrainedPredictor:
             best = network.logits(following, rows, *(seen or (None,))).topk(self._amount)
             return best.indices, best.values
 
-        self._read = self._beside.begin(named, self._past, *(() if network.gates is None else (self._x,)))
+        self._read = self._side_stream.begin(named, self._past, *(() if network.gates is None else (self._x,)))
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         """Experts of the next layer, the likeliest first."""

@@ -11,6 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from vllm_dymoe.experts.identity import ModelIdentity
+
 TRACE_FORMAT = 1
 INCOMPLETE = ".incomplete"
 """Ends the name of a file that is still being written."""
@@ -21,27 +23,8 @@ class TraceError(RuntimeError):
     """A trace that cannot be read or used; the message is one sentence that names the file."""
 
 
-@dataclass(frozen=True)
-class TraceHeader:
-    """Whose routers they are.
-
-    Attributes:
-        model: its name or folder, as it was served.
-        fingerprint: of its weights, the same for a 16-bit checkpoint and for what ``vllm-dymoe quantize`` makes of it.
-        num_layers: MoE layers.
-        num_experts: experts of a layer, on all ranks.
-        top_k: experts for each token.
-        hidden: model width.
-        format: version of the file format.
-    """
-
-    model: str
-    fingerprint: str
-    num_layers: int
-    num_experts: int
-    top_k: int
-    hidden: int
-    format: int = TRACE_FORMAT
+TraceHeader = ModelIdentity
+"""Whose routers a trace is of."""
 
 
 def expert_dtype(num_experts: int) -> torch.dtype:
@@ -69,7 +52,7 @@ def write_file(
     """
     metadata = {
         "kind": _KIND,
-        "header": json.dumps(asdict(header)),
+        "header": json.dumps(asdict(header) | {"format": TRACE_FORMAT}),
         "domain": json.dumps({str(number): name for number, name in domain.items()}),
         "run": run,
     }
@@ -147,7 +130,7 @@ def _header(path: Path, metadata: Mapping[str, str]) -> TraceHeader:
     if metadata.get("kind") != _KIND:
         raise TraceError(f"{path} is not a trace of vllm-dymoe.")
     described = json.loads(metadata["header"])
-    version = described.get("format")
+    version = described.pop("format", None)
     if version != TRACE_FORMAT:
         raise TraceError(
             f"{path} has format {version}, and this vllm-dymoe reads {TRACE_FORMAT}; record it again, or use the "

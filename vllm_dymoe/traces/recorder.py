@@ -248,7 +248,7 @@ class Recorder:
             write_file(path, self.header, tensors, domain, self._run)
             self.tokens += min(tokens, fitting)
         if fitting < tokens:
-            self._stop(f"{self.folder} has reached trace_limit, {size(self._limit)}; routing is not recorded any more.")
+            self._stop(f"{self.folder} has reached its limit, {size(self._limit)}; routing is not recorded any more.")
 
     def _stop(self, sentence: str) -> None:
         self.recording = False
@@ -278,14 +278,14 @@ class Recorder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise TraceError(f"trace_dir {self.folder} cannot be created ({error.strerror}).") from error
+            raise TraceError(f"trace folder {self.folder} cannot be created ({error.strerror}).") from error
         if not os.access(self.folder, os.W_OK):
-            raise TraceError(f"trace_dir {self.folder} cannot be written to.")
+            raise TraceError(f"trace folder {self.folder} cannot be written to.")
         for path in sorted(self.folder.glob("*.safetensors"))[:1]:
             header, names = read_header(path)
             if header != self.header or ("router_inputs" in names) != self._inputs:
                 raise TraceError(
-                    f"trace_dir {self.folder} has a trace of another model or with other tensors ({path.name}, of "
+                    f"trace folder {self.folder} has a trace of another model or with other tensors ({path.name}, of "
                     f"{header.model}); name another folder."
                 )
 

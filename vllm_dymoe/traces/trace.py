@@ -130,7 +130,7 @@ class Trace:
         elif path.is_file():
             parts = [_read(path)]
         else:
-            raise TraceError(f"{path} does not exist; give a trace file, or the folder that trace_dir named.")
+            raise TraceError(f"{path} does not exist; give a trace file, or the folder that was recorded to.")
         if not sum(part.trace.num_tokens for part in parts):
             raise TraceError(f"{path} holds no tokens; record some first, see docs/traces.md.")
         return _joined(parts)
@@ -172,7 +172,7 @@ def _joined(parts: Sequence[_Part]) -> Trace:
             )
         if part.trace._tensors().keys() != first.trace._tensors().keys():
             raise TraceError(
-                f"{part.path} and {first.path.name} beside it have not the same tensors (trace_inputs on and off?); "
+                f"{part.path} and {first.path.name} beside it have not the same tensors (router inputs on and off?); "
                 "put them into folders of their own."
             )
     if len(parts) == 1:

@@ -1,14 +1,18 @@
-"""The policy: one measure for each phase, Eq. 5 for each, and high if either wants it."""
+"""DyMoE: one measure for each phase, Eq. 5 for each, and high if either wants it."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_dymoe.config import Options
+from vllm_dymoe.experts.routing import PromptTokens, Routing
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.policy import PromptTokens, Routing, make_policy
-from vllm_dymoe.policy.importance import most_important, step_importance
-from vllm_dymoe.policy.schedule import Schedule
+from vllm_dymoe.systems import SystemOptionError, make_system
+from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.systems.importance import most_important, step_importance
+from vllm_dymoe.systems.schedule import Schedule
 
 LAYERS = 8
 
@@ -28,30 +32,30 @@ def prompt_of(rows, heavy):
 
 
 def test_decode_takes_the_largest_routing_weights():
-    policy = make_policy("dymoe", {"retention": 0.75})
+    system = Dymoe(retention=0.75)
     step = routing(7, [[9, 4, 2, 6]], [[0.1, 0.4, 0.3, 0.2]])  # r(7) = 0.5: two of four
-    assert policy.plan(step) == {2: Tier.HI, 4: Tier.HI, 6: Tier.LO, 9: Tier.LO}
+    assert system.select(step) == {2: Tier.HI, 4: Tier.HI, 6: Tier.LO, 9: Tier.LO}
     first = routing(0, [[9, 4, 2, 6]], [[0.1, 0.4, 0.3, 0.2]])
-    assert high(policy.plan(first)) == {2, 4, 6, 9}
+    assert high(system.select(first)) == {2, 4, 6, 9}
 
 
 def test_prefill_takes_the_experts_of_heavy_hitters():
-    policy = make_policy("dymoe", {"retention": 0.75})
+    system = Dymoe(retention=0.75)
     ids = [[0, 1], [0, 1], [0, 1], [2, 3], [2, 3]]
     weights = [[0.9, 0.1]] * 5
     heavy = prompt_of([1] * 5, [0, 0, 0, 1, 1])
-    assert high(policy.plan(routing(7, ids, weights, heavy))) == {2, 3}, "not those with the most tokens"
+    assert high(system.select(routing(7, ids, weights, heavy))) == {2, 3}, "not those with the most tokens"
     everyone = prompt_of([1] * 5, [1] * 5)
-    assert high(policy.plan(routing(7, ids, weights, everyone))) == {0, 1}, "nothing known of attention: the load"
+    assert high(system.select(routing(7, ids, weights, everyone))) == {0, 1}, "nothing known of attention: the load"
 
 
 def test_a_mixed_step_is_high_where_either_phase_wants_it():
-    policy = make_policy("dymoe", {"retention": 0.75})
+    system = Dymoe(retention=0.75)
     ids = [[0, 1], [0, 1], [2, 3], [3, 4]]
     weights = [[0.9, 0.1], [0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]
     # The first three rows are a prompt whose heavy hitter is row 2; the last is decoded. Each phase keeps half.
     step = routing(7, ids, weights, prompt_of([1, 1, 1, 0], [0, 0, 1, 0]))
-    assert high(policy.plan(step)) == {2, 3} | {4}
+    assert high(system.select(step)) == {2, 3} | {4}
 
 
 @settings(max_examples=100, deadline=None)
@@ -69,7 +73,7 @@ def test_the_rule_of_mixed_steps_written_out(layer, tokens, seed, retention, of_
     rows = torch.tensor(of_prompt[:tokens])
     heavy = rows & (torch.rand(tokens, generator=generator) < 0.4)
     prompt = PromptTokens(rows, heavy, not bool(rows.all())) if rows.any() else None
-    plan = make_policy("dymoe", {"retention": retention}).plan(routing(layer, ids, weights, prompt))
+    plan = Dymoe(retention=retention).select(routing(layer, ids, weights, prompt))
     schedule, wanted = Schedule(retention), set()
     if rows.any():
         every = PromptTokens(rows[rows], heavy[rows], False)
@@ -84,27 +88,25 @@ def test_the_rule_of_mixed_steps_written_out(layer, tokens, seed, retention, of_
 
 def test_several_requests_that_decode_are_one_batch():
     """Eq. 5 over the experts of all, by the sum of their weights: bytes stay at r however many requests there are."""
-    policy = make_policy("dymoe", {"retention": 0.75})
+    system = Dymoe(retention=0.75)
     step = routing(7, [[0, 1], [2, 1], [3, 1]], [[0.9, 0.1], [0.55, 0.45], [0.6, 0.4]])
-    assert high(policy.plan(step)) == {0, 1}, "expert 1 has 0.95 in all"
+    assert high(system.select(step)) == {0, 1}, "expert 1 has 0.95 in all"
 
 
 def test_retention_1_is_exact_and_0_is_uniform_low():
     step = routing(7, [[9, 4, 2, 6]], [[0.1, 0.4, 0.3, 0.2]])
-    for name, options in (("exact", {}), ("dymoe", {"retention": 1})):
-        policy = make_policy(name, options)
-        assert policy.tiers == {Tier.HI}
-        assert policy.plan(step) == dict.fromkeys((2, 4, 6, 9), Tier.HI)
-        assert policy.shares(LAYERS, 4) == {Tier.HI: [1.0] * LAYERS}
-    for name, options in (("uniform-lo", {}), ("dymoe", {"retention": 0})):
-        policy = make_policy(name, options)
-        assert policy.tiers == {Tier.LO}
-        assert policy.plan(step) == dict.fromkeys((2, 4, 6, 9), Tier.LO)
-        assert policy.shares(LAYERS, 4) == {Tier.LO: [1.0] * LAYERS}
+    for system in (Exact(), Dymoe(retention=1)):
+        assert system.tiers == {Tier.HI}
+        assert system.select(step) == dict.fromkeys((2, 4, 6, 9), Tier.HI)
+        assert system.shares(LAYERS, 4) == {Tier.HI: [1.0] * LAYERS}
+    low = Dymoe(retention=0)
+    assert low.tiers == {Tier.LO}
+    assert low.select(step) == dict.fromkeys((2, 4, 6, 9), Tier.LO)
+    assert low.shares(LAYERS, 4) == {Tier.LO: [1.0] * LAYERS}
 
 
 def test_shares_are_what_a_token_gets():
-    shares = make_policy("dymoe", {"retention": 0.75}).shares(LAYERS, 4)
+    shares = Dymoe(retention=0.75).shares(LAYERS, 4)
     assert shares[Tier.HI] == [1, 1, 1, 1, 0.75, 0.75, 0.75, 0.5]
     assert shares[Tier.LO] == [0, 0, 0, 0, 0.25, 0.25, 0.25, 0.5]
 
@@ -113,16 +115,19 @@ def test_shares_are_what_a_token_gets():
     ("options", "sentence"),
     [
         ({"retention": 1.5}, r"retention: input should be less than or equal to 1"),
-        ({"retension": 0.5}, r"retension: extra inputs are not permitted\); it has retention, heavy_share, rounding"),
+        (
+            {"retension": 0.5},
+            r"retension: extra inputs are not permitted\); it has look_ahead, retention, heavy",
+        ),
         ({"heavy_share": 0}, r"heavy_share: input should be greater than 0"),
         ({"rounding": "down"}, r"rounding: input should be 'up' or 'nearest'"),
     ],
 )
 def test_parameters_that_cannot_be_are_refused(options, sentence):
-    with pytest.raises(ValueError, match='policy "dymoe" does not take these policy_options .' + sentence):
-        make_policy("dymoe", options)
+    with pytest.raises(SystemOptionError, match='system "dymoe" does not take these system_options .' + sentence):
+        make_system(Options(lo=2, system="dymoe", system_options=options))
 
 
-def test_a_policy_without_parameters_says_so():
-    with pytest.raises(ValueError, match='policy "exact" has no policy_options'):
-        make_policy("exact", {"retention": 0.5})
+def test_a_system_without_parameters_says_so():
+    with pytest.raises(SystemOptionError, match=r'system "duoserve" does not take these system_options .* has none'):
+        make_system(Options(system="duoserve", system_options={"retention": 0.5}))

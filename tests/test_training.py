@@ -5,7 +5,7 @@ import torch
 
 from tests.predict.made_up import SIZES, made_up
 from vllm_dymoe.predict.expert_mlp import Architecture
-from vllm_dymoe.predict.training import (
+from vllm_dymoe.training import (
     FEWEST_REQUESTS,
     HitRates,
     Recipe,

@@ -1,4 +1,4 @@
-"""Computing a prediction beside the layer that runs (DuoServe-MoE 5.3, the prediction stream).
+"""Computing a prediction while the layer's experts are computed (DuoServe-MoE 5.3, the prediction stream).
 
 On CUDA the network runs on a stream of its own: the host enqueues it, then the layer's experts, and reads the answer
 when the first of them has been enqueued. Elsewhere the cores that compute experts compute predictions, one after the
@@ -14,10 +14,10 @@ import torch
 Answer = tuple[torch.Tensor, ...]
 
 
-class Beside(Protocol):
+class SideStream(Protocol):
     """Where predictions are computed."""
 
-    later: bool
+    answers_later: bool
     """Whether an answer is better asked for after the layer's first experts have been enqueued."""
 
     def begin(
@@ -34,9 +34,9 @@ class Beside(Protocol):
 
 
 class Inline:
-    """Computed when the answer is asked for, which a throttled prefetch may never do."""
+    """Computed when the answer is asked for, which need not be."""
 
-    later = False
+    answers_later = False
 
     def begin(
         self, compute: Callable[..., Answer], *inputs: torch.Tensor, lasting: bool = False
@@ -74,7 +74,7 @@ class OnStream:
     """
 
     stream: Stream
-    later: bool = True
+    answers_later: bool = True
 
     def begin(
         self, compute: Callable[..., Answer], *inputs: torch.Tensor, lasting: bool = False
@@ -124,6 +124,6 @@ class CudaStream:
         event.synchronize()
 
 
-def beside(device: torch.device) -> Beside:
-    """What a device has."""
+def make_side_stream(device: torch.device) -> SideStream:
+    """A stream where the device has streams."""
     return OnStream(CudaStream(device)) if device.type == "cuda" else Inline()

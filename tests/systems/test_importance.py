@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_dymoe.policy import PromptTokens
-from vllm_dymoe.policy.importance import (
+from vllm_dymoe.experts.routing import PromptTokens
+from vllm_dymoe.systems.importance import (
     attention_mass,
     gate_importance,
     mark_heavy_hitters,

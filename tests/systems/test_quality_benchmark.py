@@ -1,4 +1,4 @@
-"""benchmarks/quality: what it compares the policy with, what it says of answers, and that its page is its results'."""
+"""benchmarks/quality: what it compares the system with, what it says of answers, and that its page is its results'."""
 
 import json
 import math
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.support.benchmarks import modules_of
+from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.policy import DymoeOptions, Routing, make_policy
+from vllm_dymoe.systems.dymoe import Dymoe
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "quality"
 LAYERS, ACTIVE = 8, 32
@@ -21,24 +22,24 @@ def folder():
         yield
 
 
-def high_experts(policy):
-    """What a policy makes high in each layer of a step that uses every expert once, the later ones with more weight."""
+def high_experts(system):
+    """What a system makes high in each layer of a step that uses every expert once, the later ones with more weight."""
     ids, weights = torch.arange(ACTIVE).unsqueeze(0), torch.arange(ACTIVE).float().unsqueeze(0)
-    plans = [policy.plan(Routing(layer, LAYERS, weights, ids, weights)) for layer in range(LAYERS)]
+    plans = [system.select(Routing(layer, LAYERS, weights, ids, weights)) for layer in range(LAYERS)]
     return [{expert for expert, tier in plan.items() if tier is Tier.HI} for plan in plans]
 
 
 @pytest.mark.parametrize("retention", [0.9, 0.75, 0.5])
 def test_every_choice_has_as_many_high_experts(retention):
-    from choices import ChosenPolicy
+    from choices import Chosen
 
-    options = DymoeOptions(retention=retention, rounding="nearest")
+    options = {"retention": retention, "rounding": "nearest"}
     found = {
-        (by_importance, by_depth): high_experts(ChosenPolicy(options, by_importance=by_importance, by_depth=by_depth))
+        (by_importance, by_depth): high_experts(Chosen(by_importance=by_importance, by_depth=by_depth, **options))
         for by_importance in (True, False)
         for by_depth in (True, False)
     }
-    assert found[True, True] == high_experts(make_policy("dymoe", options.model_dump()))
+    assert found[True, True] == high_experts(Dymoe(**options))
     counts = {choice: [len(high) for high in layers] for choice, layers in found.items()}
     assert counts[True, False] == counts[False, False] == [round(retention * ACTIVE)] * LAYERS
     assert counts[True, True] == counts[False, True]
@@ -51,8 +52,8 @@ def test_every_choice_has_as_many_high_experts(retention):
 def test_one_layer_is_low():
     from choices import OneLayerLow
 
-    assert [len(high) for high in high_experts(OneLayerLow(3))] == [32, 32, 32, 0, 32, 32, 32, 32]
-    assert OneLayerLow(3).shares(8, 4)[Tier.LO] == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert [len(high) for high in high_experts(OneLayerLow(layer=3))] == [32, 32, 32, 0, 32, 32, 32, 32]
+    assert OneLayerLow(layer=3).shares(8, 4)[Tier.LO] == [0, 0, 0, 1, 0, 0, 0, 0]
 
 
 def test_what_is_said_of_answers():

@@ -1,4 +1,7 @@
-"""Fewer guesses while guesses do not pay, and never none, so that a change shows.
+"""How often predictions are acted on: one controller for each system and phase.
+
+A system whose predictor is tuned already, or which has none, is not paced. Others make fewer guesses while guesses do
+not pay, and never none, so that a change shows.
 
 A right guess hides at most the transfer of one expert, a wrong one delays demand by at most one projection, a third of
 it: where fewer than one in four is needed, guessing loses. It also loses where guesses hide less time than they take
@@ -6,6 +9,7 @@ the host: beside a cache that has nearly everything, asking a predictor costs mo
 """
 
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 _LOSES = 1 / 4  # share of guesses that are needed; see above
 _PAYS = 1 / 2
@@ -18,8 +22,52 @@ _FEWEST = 8  # guesses that have a share
 _LARGEST_INTERVAL = 64
 
 
+class Pace(Protocol):
+    """Decides which predictions are asked for, and hears what became of them."""
+
+    @property
+    def interval(self) -> int:
+        """One of so many predictions is asked for."""
+        ...
+
+    def acts(self) -> bool:
+        """Whether this prediction is one to ask for."""
+        ...
+
+    def answer(self, seconds: float) -> None:
+        """Record a prediction that named somebody, and the host's time for it."""
+        ...
+
+    def spend(self, seconds: float) -> None:
+        """Record more time that the host has taken for guesses."""
+        ...
+
+    def judge(self, needed: bool, hidden: float) -> None:
+        """Record a guess that was right or wrong, and the seconds for which the link had worked for it."""
+        ...
+
+
+class Unpaced:
+    """Every prediction is acted on."""
+
+    interval: ClassVar[int] = 1
+
+    def acts(self) -> bool:
+        """Always."""
+        return True
+
+    def answer(self, seconds: float) -> None:
+        """Not counted."""
+
+    def spend(self, seconds: float) -> None:
+        """Not counted."""
+
+    def judge(self, needed: bool, hidden: float) -> None:
+        """Not counted."""
+
+
 @dataclass
-class Throttle:
+class PaidPace:
     """Decides which predictions are asked for.
 
     Attributes:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_dymoe.policy.schedule import Schedule
+from vllm_dymoe.systems.schedule import Schedule
 
 
 @given(st.floats(0, 1), st.integers(1, 100))

@@ -1,0 +1,110 @@
+"""Every system: what it foresees, keeps and paces, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.predict.gates import random_gates
+from tests.predict.made_up import made_up
+from vllm_dymoe.config import Options
+from vllm_dymoe.experts.routing import Phase, Routing
+from vllm_dymoe.predict import RoutedModel
+from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
+from vllm_dymoe.predict.expert_mlp import Architecture
+from vllm_dymoe.predict.folded import fold
+from vllm_dymoe.systems import SYSTEMS, SystemOptionError, make_system
+from vllm_dymoe.systems.firm import Firm
+from vllm_dymoe.traces import TraceHeader
+from vllm_dymoe.training import Recipe, train
+
+LAYERS, EXPERTS, HIDDEN, TOP_K = 4, 8, 5, 2
+
+
+@pytest.fixture(scope="module")
+def predictor_file(tmp_path_factory):
+    sizes = TraceHeader("a model", "", LAYERS, EXPERTS, TOP_K, HIDDEN)
+    network = fold(train(made_up(sizes=sizes), Architecture((), history=2), Recipe(epochs=1)).model)
+    path = tmp_path_factory.mktemp("predictor") / "file.safetensors"
+    save_predictor(path, PredictorCard(sizes), network)
+    return path
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_system_names_experts_of_the_next_layer_or_says_that_it_does_not(name, trained, predictor_file):
+    gates, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
+    system = SYSTEMS[name]()
+    if trained and not system.takes_predictor:
+        pytest.skip("it has no use for one")
+    model = RoutedModel(LAYERS, EXPERTS, TOP_K, gates if system.needs_gates else (), hidden=HIDDEN)
+    predictor = system.make_predictor(replace(model, predictor=predictor_file) if trained else model)
+    assert (predictor is None) == (system.foresight is None)
+    if predictor is None:
+        return
+    assert (predictor.nbytes > 0) == trained
+    named = 0
+    for tokens, phase in ((6, Phase.PREFILL), (1, Phase.DECODE), (3, Phase.DECODE)):
+        for layer in range(LAYERS):
+            x = torch.randn(tokens, HIDDEN)
+            ids = torch.rand(tokens, EXPERTS).topk(TOP_K).indices.int()
+            predictor.observe(Routing(layer, 9, x, ids, torch.ones(ids.shape), phase))
+            candidates = predictor.predict(layer)
+            assert all(c.layer == layer + 1 < LAYERS and 0 <= c.expert < EXPERTS for c in candidates)
+            assert len({c.expert for c in candidates}) == len(candidates)
+            assert [c.score for c in candidates] == sorted((c.score for c in candidates), reverse=True)
+            named += len(candidates)
+    assert named > 0
+
+
+def test_heop_begins_with_the_models_experts_per_token_and_the_papers_numbers():
+    gates, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
+    tuner = Firm().make_predictor(RoutedModel(LAYERS, EXPERTS, TOP_K, gates))._tuner
+    assert tuner.setting(0) == (2, 3)
+    assert (tuner._alpha, tuner._beta, tuner._update_every, tuner._patience, tuner._rounds) == (0.5, 0.5, 10, 2, 20)
+    assert tuner._largest == (4, 6)
+
+
+def test_firm_fetches_as_many_projections_ahead_as_it_is_told():
+    assert [Firm(projections=n).projections_ahead for n in (1, 2, 3)] == [1, 2, 3]
+    assert Firm().projections_ahead == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "option", "words"),
+    [
+        ({"system": "dynaexq"}, "system", '"dynaexq" does not exist; choose one of exact, on-demand, layer-prefetch'),
+        ({"system_options": {"k": 3}}, "system_options", "k: extra inputs are not permitted.*it has look_ahead"),
+        ({"system": "firm", "system_options": {"projections": 4}}, "system_options", "projections: input should be"),
+        ({"system": "layer-prefetch", "system_options": {"k": 1}}, "system_options", "it has none"),
+        ({"system": "dymoe", "system_options": {"retention": 0}}, "system", "would skip every expert with lo = 0"),
+        ({"system": "firm", "predictor": "a"}, "predictor", '"firm" as it is set has no use for a predictor'),
+        ({"predictor": "a", "system_options": {"look_ahead": 0}}, "predictor", '"exact" as it is set has no use'),
+    ],
+)
+def test_what_cannot_be_is_refused(options, option, words):
+    with pytest.raises(SystemOptionError, match=words) as caught:
+        make_system(Options(**options))
+    assert caught.value.option == option
+    assert not str(caught.value).endswith(".")
+
+
+def test_systems_that_keep_nothing_have_slots_for_what_they_need():
+    assert {name for name, system in SYSTEMS.items() if not system.keeps_experts} == {
+        "on-demand",
+        "layer-prefetch",
+        "duoserve",
+    }
+    for system in (kind() for kind in SYSTEMS.values()):
+        assert system.keeps_experts or system.staging_slots(100) == 100
+
+
+def test_one_controller_steers_what_is_fetched_ahead():
+    """HEOP tunes FIRM-MoE, and MoESys fetches everything; wrong guesses slow down the others alone."""
+    for name, kind in SYSTEMS.items():
+        pace = kind().make_pace()
+        for _ in range(64):
+            if pace.acts():
+                pace.answer(0.0)
+            pace.judge(False, 1.0)
+        assert (pace.interval > 1) == (name in ("exact", "dymoe", "duoserve")), name

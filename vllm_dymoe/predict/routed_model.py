@@ -1,0 +1,44 @@
+"""What a predictor may know of the model that it is made for."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.predict.gate import Gate
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class RoutedModel:
+    """One rank's model.
+
+    Attributes:
+        num_layers: MoE layers on this rank.
+        num_experts: experts of a layer on this rank.
+        top_k: experts per token.
+        gates: of every layer, in order; empty where they are not known.
+        hits: how many experts layers have found on the device so far.
+        hidden: model width.
+        fingerprint: of the weights, which a trained predictor must have been trained for.
+        device: where predictions are computed.
+        predictor: file of a trained predictor; None if none was given.
+    """
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    gates: Sequence[Gate] = ()
+    hits: Callable[[], int] = lambda: 0
+    hidden: int = 0
+    fingerprint: str = ""
+    device: torch.device = _CPU
+    predictor: Path | None = None
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """The model as a trained predictor has to have it; its name does not matter."""
+        return ModelIdentity("", self.fingerprint, self.num_layers, self.num_experts, self.top_k, self.hidden)

@@ -1,0 +1,134 @@
+"""What a system decides: the precision of experts, which of them stay, and which are fetched before a router asks.
+
+A system is a frozen pydantic model: its fields are its parameters, the option ``system_options`` by name. It touches no
+table, no slot and no byte. What is here holds for one that serves every expert high, keeps experts and foresees
+nothing; a system says where it differs.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from vllm_dymoe.config import ExpertBudget
+from vllm_dymoe.experts.layout import EVERY_PROJECTION
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.predict import Predictor, RoutedModel
+from vllm_dymoe.systems.pace import Pace, Unpaced
+
+# Two slots keep a link busy within a layer: one is computed while the other fills. From a layer's last transfer to the
+# first of the next it idles unless guesses have slots: four where the host takes 300 us for a layer and the link 84 us
+# for an expert, more while attention computes a long prompt. An eighth of the slots, or a 64th of many, is so little
+# that layers hardly feel what they cannot keep (benchmarks/staging).
+FEWEST_STAGING = 2
+_USUAL_STAGING, _MOST_STAGING = 4, 16
+
+
+class System(BaseModel):
+    """One way of serving experts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: ClassVar[str]
+    """As the option ``system`` has it."""
+    summary: ClassVar[str]
+    """What it does and where it comes from, in a line for people."""
+    default_budget: ClassVar[ExpertBudget | None] = None
+    """The budget if the user sets none; None for an automatic one."""
+    keeps_experts: ClassVar[bool] = True
+    """Whether layers keep experts for later steps."""
+    precision_parameters: ClassVar[tuple[str, ...]] = ()
+    """Parameters that decide precision, and can change while the model is served."""
+
+    # -- precision --------------------------------------------------------------------------------
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        """Tiers that ``select`` can answer with; there are slots for no others."""
+        return frozenset((Tier.HI,))
+
+    @property
+    def heavy_hitters(self) -> float | None:
+        """Share of a prompt's tokens that are to be marked as heavy hitters; None if nobody asks for them."""
+        return None
+
+    @property
+    def reuses_high(self) -> bool:
+        """Whether an expert that is wanted low is computed high where its high version is on the device."""
+        return True
+
+    @property
+    def renormalizes(self) -> bool:
+        """Whether routing weights of skipped experts are handed to the token's other experts, or lost."""
+        return False
+
+    def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
+        """What share of a layer's active experts gets each tier when one token is decoded, for every layer."""
+        return {Tier.HI: [1.0] * num_layers}
+
+    def select(self, routing: Routing) -> Mapping[int, Tier]:
+        """A tier for each active expert of a layer; called once for every MoE layer of every step."""
+        return dict.fromkeys(routing.active, Tier.HI)
+
+    # -- residency and transfers ------------------------------------------------------------------
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether experts arrive while others are computed."""
+        return True
+
+    @property
+    def projections_ahead(self) -> int:
+        """How many of an expert's three projections are fetched ahead, in the order gate, up, down."""
+        return len(EVERY_PROJECTION)
+
+    def staging_slots(self, slots: int) -> int:
+        """Of a tier's slots, how many no layer keeps: for streaming, and for what is fetched ahead."""
+        if not self.keeps_experts:
+            return slots
+        if self.foresight is None:
+            return min(FEWEST_STAGING, slots)
+        usual = max(FEWEST_STAGING, min(_USUAL_STAGING, slots // 8))
+        return min(max(usual, slots // 64), _MOST_STAGING, slots)
+
+    # -- foresight --------------------------------------------------------------------------------
+
+    @property
+    def foresight(self) -> str | None:
+        """What names experts ahead, in two or three words for people; None if nothing does."""
+        return None
+
+    @property
+    def needs_gates(self) -> bool:
+        """Whether the predictor that the system makes asks the model's gates."""
+        return False
+
+    @property
+    def takes_predictor(self) -> bool:
+        """Whether a trained predictor can stand in for the one that the system makes."""
+        return False
+
+    def make_predictor(self, model: RoutedModel) -> Predictor | None:
+        """What names experts ahead in a model; None if nothing does.
+
+        Raises:
+            PredictorError: a trained one was given and cannot be used.
+        """
+        return None
+
+    def make_pace(self) -> Pace:
+        """What decides how often predictions are acted on, one for each phase."""
+        return Unpaced()
+
+
+class SystemOptionError(ValueError):
+    """An option that a system cannot honour; the message is what is wrong and what to do.
+
+    Attributes:
+        option: its name, for whoever knows where it was written.
+    """
+
+    def __init__(self, option: str, reason: str) -> None:
+        super().__init__(reason)
+        self.option = option

@@ -1,0 +1,93 @@
+"""DyMoE: the experts that matter most to a step are high, fewer of them the deeper the layer (4.2 and 4.3).
+
+A step may hold tokens of several prompts and of several requests that decode. Each phase decides with its own measure:
+the prompts' tokens by heavy hitters, the decoded ones by routing weights, each over the experts that its own tokens use
+and each with Eq. 5. An expert is high if either phase wants it so; a long prompt beside it cannot cost a request that
+decodes its precision. Within a phase requests are one batch: their heavy hitters and their weights add up.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.systems.importance import gate_importance, most_important, step_importance
+from vllm_dymoe.systems.schedule import Schedule
+
+
+class Dymoe(Exact):
+    """High for the critical experts of a step, low for the others; kept and foreseen as by ``exact``."""
+
+    name: ClassVar[str] = "dymoe"
+    summary: ClassVar[str] = "DyMoE: experts that matter to the step at `hi`, the others at `lo`"
+    precision_parameters: ClassVar[tuple[str, ...]] = ("retention", "heavy_share", "rounding", "skipped_weights")
+
+    retention: float = Field(default=0.75, ge=0, le=1)
+    """r: the average share of a layer's active experts that stay high; at 0 all are low, at 1 all are high."""
+    heavy_share: float = Field(default=0.2, gt=0, le=1)
+    """Share of a prompt's tokens that count as heavy hitters."""
+    rounding: Literal["up", "nearest"] = "up"
+    """Of the number of high experts: up as Eq. 5 has it, or to the nearest."""
+    skipped_weights: Literal["keep", "renormalize"] = "keep"
+    """Routing weights of experts that are skipped: lost, or handed to the token's other experts."""
+    reuse_high: bool = True
+    """Whether an expert that is wanted low is computed high where its high version is on the device."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """How many experts are critical, by depth (Eqs. 4 and 5)."""
+        return _schedule(self.retention, self.rounding)
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        """Both, or only one at the two ends of the scale."""
+        if self.retention == 0:
+            return frozenset((Tier.LO,))
+        return frozenset((Tier.HI,)) if self.retention == 1 else frozenset((Tier.HI, Tier.LO))
+
+    @property
+    def heavy_hitters(self) -> float | None:
+        """As the parameter says."""
+        return self.heavy_share
+
+    @property
+    def reuses_high(self) -> bool:
+        """As the parameter says."""
+        return self.reuse_high
+
+    @property
+    def renormalizes(self) -> bool:
+        """As the parameter says."""
+        return self.skipped_weights == "renormalize"
+
+    def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
+        """Of ``top_k`` active experts: what rounding makes of r(l)."""
+        high = [self._critical(layer, num_layers, top_k) / top_k for layer in range(num_layers)]
+        shares = {Tier.HI: high, Tier.LO: [1 - share for share in high]}
+        return {tier: shares[tier] for tier in self.tiers}
+
+    def select(self, routing: Routing) -> Mapping[int, Tier]:
+        """High for as many as the schedule says, the most important first."""
+        prompt = routing.prompt
+        active = len(routing.active)
+        critical = partial(self._critical, routing.layer, routing.num_layers)
+        if critical(active) == active:  # and so is every part of them
+            return dict.fromkeys(routing.active, Tier.HI)
+        if prompt is None and len(routing.ids) == 1:  # decode of one request
+            importance = gate_importance(routing.host_ids, routing.host_weights)
+            high = most_important(importance, critical(active))
+        else:
+            load, gate = step_importance(routing.ids, routing.weights, 1 + max(routing.active, default=0), prompt)
+            high = most_important(load, critical(len(load)))
+            high |= most_important(gate, critical(len(gate)))
+        return {expert: Tier.HI if expert in high else Tier.LO for expert in routing.active}
+
+    def _critical(self, layer: int, num_layers: int, active: int) -> int:
+        return self.schedule.critical(layer, num_layers, active)
+
+
+_schedule = lru_cache(Schedule)  # asked for every layer of every step

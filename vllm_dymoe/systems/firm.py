@@ -1,0 +1,46 @@
+"""FIRM-MoE: experts that several layers agree on are fetched ahead in parts, as often as HEOP finds it worth."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from vllm_dymoe.predict import Predictor, RoutedModel
+from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
+from vllm_dymoe.predict.side_stream import make_side_stream
+from vllm_dymoe.predict.tuner import Heop, Setting
+from vllm_dymoe.systems.base import System
+
+# P to begin with and the largest that is tried. K begins with the model's experts per token and goes up to twice that.
+_START_P, _LARGEST_P = 3, 6
+
+
+class Firm(System):
+    """Every expert high; HEOP alone says how many are fetched ahead (Algorithm 1)."""
+
+    name: ClassVar[str] = "firm"
+    summary: ClassVar[str] = "FIRM-MoE: what several layers agree on is fetched ahead, tuned while serving"
+
+    projections: int = Field(default=2, ge=1, le=3)
+    """n: projections of an expert that are fetched ahead; the paper has 1 for small models and 2 for larger ones."""
+
+    @property
+    def projections_ahead(self) -> int:
+        """As the parameter says."""
+        return self.projections
+
+    @property
+    def foresight(self) -> str | None:
+        """Meeting of Layers (Eqs. 5 and 6)."""
+        return "meeting of layers"
+
+    @property
+    def needs_gates(self) -> bool:
+        """Each layer of a meeting asks one."""
+        return True
+
+    def make_predictor(self, model: RoutedModel) -> Predictor:
+        """Meeting of Layers, with K and P from HEOP."""
+        start = Setting(min(model.top_k, model.num_experts), _START_P)
+        largest = Setting(max(start.k, min(2 * model.top_k, model.num_experts)), _LARGEST_P)
+        tuner = Heop(model.num_layers, start, largest)
+        return MeetingOfLayers(model.gates, *start, tuner, model.hits, make_side_stream(model.device))

@@ -10,7 +10,7 @@ from tests.kernels.matrices import random_expert
 from tests.kernels.sections import DEVICE
 from tests.kernels.test_triton_kernel import make_kernel, on_device, random_x
 from tests.operations import Operations
-from tests.runtime.steps import make_runtime, random_step
+from tests.runtime.steps import ByNumber, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.kernels import Activation, ExpertWork, Group
 from vllm_dymoe.kernels.triton import TritonKernel, launch, place
@@ -79,7 +79,7 @@ def runtime(monkeypatch, launches):
     monkeypatch.setattr(moe, "make_kernel", TritonKernel)
     store = make_store(make_experts(num_experts=EXPERTS))
     engine = TransferEngine(PinnedDelivery(store, Streams()), 1, eager=True)
-    runtime = make_runtime(store, "20%", engine=engine, staging_slots=4)
+    runtime = make_runtime(store, "20%", system=ByNumber(staging=4), engine=engine)
     runtime.kernel.asynchronous = True
     runtime.forward(0, *random_step(0, 1, store.experts))  # compiles
     launches.clear()

@@ -38,7 +38,7 @@ def test_it_computes_what_the_cpu_kernel_computes(memory_store, monkeypatch):
 def test_no_budget_changes_a_bit(memory_store, on_triton):
     """With one slot of each tier experts are computed one at a time, projection by projection as they arrive."""
     want = run(with_budget(memory_store, "100%", MIXED), STEPS)
-    runtime = with_budget(memory_store, "minimum", MIXED, io_threads=2)
+    runtime = with_budget(memory_store, "minimum", MIXED, threads=2)
     got = run(runtime, STEPS)
     assert runtime.stats().misses > len(want) * 2
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))

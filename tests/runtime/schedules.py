@@ -26,7 +26,7 @@ STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS))
 LARGEST = max(fmt.nbytes for fmt in STORE.experts.formats.values())
 DEVICES = ("pinned", "staged")
 KINDS = ("cores", "disk", "link", *DEVICES)
-MIXED = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
+MIXED = {"low": frozenset({0, 3}), "skipped": frozenset({5})}
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Guesses:
 
     def __init__(self, answers):
         self._answers = iter(answers)
+
+    nbytes = 0
 
     def observe(self, routing):
         pass
@@ -203,12 +205,10 @@ def execute(program, kind, turns, history):
     runtime = make_runtime(
         store,
         program.budget or smallest_budget(program.mixed),
-        MIXED if program.mixed else None,
+        ByNumber(staging=program.staging, projections=program.projections, **(MIXED if program.mixed else {})),
         predictor=Guesses(program.guesses) if program.guesses else None,
         engine=engine,
         make=partial(RecordedRuntime, history, compute),
-        staging_slots=program.staging,
-        prefetch_projections=program.projections,
     )
     runtime.kernel.asynchronous = kind in DEVICES
     record_reads(runtime.kernel, history, compute, turns.pause)
@@ -244,4 +244,4 @@ def expected(program):
 
 def plain_runtime(mixed):
     """Everything on the device, and no threads."""
-    return make_runtime(STORE, "100%", MIXED if mixed else None, io_threads=0, transfer_timeout_s=0)
+    return make_runtime(STORE, "100%", ByNumber(**(MIXED if mixed else {})), threads=0, transfer_timeout_s=0)

@@ -1,7 +1,5 @@
 """Random steps of a small model, and runtimes to run them."""
 
-from dataclasses import dataclass
-
 import torch
 
 from vllm_dymoe.config import Options
@@ -9,18 +7,21 @@ from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.transfer import make_engine
 
 CPU = torch.device("cpu")
 STEPS = [(seed, seed % 2, (1, 1, 1, 7, 40)[seed % 5]) for seed in range(30)]
 BUDGETS = ["100%", "50%", "25%", "minimum"]
 
 
-@dataclass(frozen=True)
-class ByNumber:
+class ByNumber(Exact):
     """A precision plan that depends on the expert alone, so that it is the same for every budget."""
 
     low: frozenset[int] = frozenset()
     skipped: frozenset[int] = frozenset()
+    staging: int | None = None
+    projections: int = 3
 
     @property
     def tiers(self):
@@ -29,17 +30,29 @@ class ByNumber:
     def shares(self, num_layers, top_k):
         return dict.fromkeys(self.tiers, [1.0] * num_layers)
 
-    def plan(self, routing):
+    def staging_slots(self, slots):
+        return super().staging_slots(slots) if self.staging is None else min(self.staging, slots)
+
+    @property
+    def projections_ahead(self):
+        return self.projections
+
+    def select(self, routing):
         return {e: Tier.SKIP if e in self.skipped else Tier.LO if e in self.low else Tier.HI for e in routing.active}
 
 
-def make_runtime(store, budget="100%", policy=None, lo=2, predictor=None, engine=None, make=MoERuntime, **options):
+def make_runtime(
+    store, budget="100%", system=None, lo=2, predictor=None, engine=None, make=MoERuntime, threads=None, **options
+):
+    """A runtime; with threads that many read ahead."""
     options = Options(hi=4, lo=lo, group_size=32, expert_budget=budget, **options)
-    return make(store, options, CPU, policy=policy, predictor=predictor, engine=engine)
+    if threads is not None:
+        engine = make_engine(store, CPU, threads, largest_blob=0)
+    return make(store, options, CPU, system=system, predictor=predictor, engine=engine)
 
 
-def with_budget(store, budget, policy=None, **options):
-    runtime = make_runtime(store, "100%", policy, **options)
+def with_budget(store, budget, system=None, **options):
+    runtime = make_runtime(store, "100%", system, **options)
     runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
     return runtime
 

@@ -3,15 +3,16 @@
 import random
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from tests.runtime.steps import forward, kept_by, random_step, run, with_budget
+from tests.runtime.steps import ByNumber, forward, kept_by, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.predict import Candidate
+from vllm_dymoe.predict import Candidate, SideStreamPredictor
 from vllm_dymoe.predict.popularity import Popularity
 
 LAYERS = 4
@@ -46,7 +47,7 @@ class Adversary:
 @pytest.mark.parametrize("budget", ["25%", "50%"])
 def test_whoever_names_only_what_is_not_wanted_changes_neither_values_nor_the_cache_nor_demand(budget):
     def served(predictor):
-        runtime = with_budget(STORE, budget, predictor=predictor, link_gbps=LINK, staging_slots=3)
+        runtime = with_budget(STORE, budget, ByNumber(staging=3), predictor=predictor, link_gbps=LINK)
         kept = []
         outputs = []
         for step in STEPS:
@@ -66,11 +67,14 @@ def test_whoever_names_only_what_is_not_wanted_changes_neither_values_nor_the_ca
     assert beside.prefetch_interval["decode"] > 1, "and it is still trusted"
 
 
-class Names:
+class Names(SideStreamPredictor):
     """Names one expert; with weights of a size that a test says."""
 
+    nbytes = property(lambda self: self._nbytes)
+
     def __init__(self, nbytes=0, later=False, log=None):
-        self.nbytes, self.answers_later, self._log = nbytes, later, log if log is not None else []
+        super().__init__(SimpleNamespace(answers_later=later))
+        self._nbytes, self._log = nbytes, log if log is not None else []
 
     def observe(self, routing):
         self._log.append(f"observe {routing.layer}")
@@ -85,7 +89,7 @@ class Names:
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_what_computes_beside_the_layer_is_read_when_experts_compute(later):
+def test_what_computes_on_a_side_stream_is_read_when_experts_compute(later):
     log = []
     runtime = with_budget(STORE, "100%", predictor=Names(later=later, log=log), link_gbps=LINK)
     forward = runtime.kernel.forward
@@ -178,7 +182,7 @@ def test_nobody_counts_what_was_computed_to_warm_up():
 
     def favourites(ids, warm):
         predictor = Popularity(LAYERS, STORE.experts.num_experts, decode_experts=2)
-        runtime = with_budget(STORE, "100%", predictor=predictor, link_gbps=LINK, staging_slots=3)
+        runtime = with_budget(STORE, "100%", ByNumber(staging=3), predictor=predictor, link_gbps=LINK)
         for layer in range(LAYERS):
             if warm and layer in (0, 2):  # before a request, and between two
                 before = runtime.stats()

@@ -14,15 +14,19 @@ from tests.runtime.steps import forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from tests.support.happens_before import History
 from tests.support.recorded_device import RecordedStreams
-from vllm_dymoe.experts.routing import Phase
-from vllm_dymoe.policy import PromptTokens, make_policy
-from vllm_dymoe.predict import RoutedModel, make_scheme
-from vllm_dymoe.predict.beside import OnStream
+from vllm_dymoe.experts.routing import Phase, PromptTokens
+from vllm_dymoe.predict import RoutedModel, SideStreamPredictor
 from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
-from vllm_dymoe.predict.training import Recipe, train
+from vllm_dymoe.predict.side_stream import OnStream
+from vllm_dymoe.systems.duoserve import DuoServe
+from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.systems.firm import Firm
+from vllm_dymoe.systems.layer_prefetch import LayerPrefetch
 from vllm_dymoe.traces import TraceHeader
+from vllm_dymoe.training import Recipe, train
 from vllm_dymoe.transfer.cuda import PinnedDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
 
@@ -79,18 +83,16 @@ def predictor_file(tmp_path_factory):
     return path
 
 
-def serve(prefetch, tokens, file=None, policy=None, prompt=None, steps=6):
+def serve(system, tokens, file=None, prompt=None, steps=6):
     """What a runtime on a device did, layer by layer: waits, and when experts were enqueued."""
     gates, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
     gates = [type(gate)(lambda x, gate=gate: gate.logits(x.float())) for gate in gates]
-    predictor = make_scheme(prefetch, {}).build(
-        RoutedModel(LAYERS, EXPERTS, TOP_K, gates, hidden=HIDDEN, predictor=file)
-    )
-    if hasattr(predictor, "_beside"):
-        predictor._beside = OnStream(Stream())
+    predictor = system.make_predictor(RoutedModel(LAYERS, EXPERTS, TOP_K, gates, hidden=HIDDEN, predictor=file))
+    if isinstance(predictor, SideStreamPredictor):
+        predictor._side_stream = OnStream(Stream())
     streams = RecordedStreams(History(), lambda: None, lambda: True)
     engine = TransferEngine(PinnedDelivery(STORE, streams), 1, eager=True)
-    runtime = make_runtime(STORE, "50%", make_policy(*policy) if policy else None, predictor=predictor, engine=engine)
+    runtime = make_runtime(STORE, "50%", system, predictor=predictor, engine=engine)
     runtime.kernel.forward = lambda *arguments: OnDevice.log.append("experts")
     layers = []
     for number in range(steps * LAYERS):
@@ -109,22 +111,33 @@ def waits(layer):
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("prefetch", ["none", "next-gate", "meeting-of-layers", "popularity", "layer", "trained"])
-def test_the_host_waits_once_before_experts_are_enqueued(prefetch, tokens, predictor_file):
-    layers = serve(prefetch, tokens, predictor_file if prefetch == "trained" else None)
+@pytest.mark.parametrize(
+    ("system", "trained"),
+    [
+        (Exact(look_ahead=0), False),
+        (Exact(), False),
+        (Firm(), False),
+        (DuoServe(), False),
+        (LayerPrefetch(), False),
+        (Exact(), True),
+        (DuoServe(), True),
+    ],
+)
+def test_the_host_waits_once_before_experts_are_enqueued(system, trained, tokens, predictor_file):
+    layers = serve(system, tokens, predictor_file if trained else None)
     assert {len(waits(layer)) for layer in layers} == {1}, layers
     asked = sum("wait for a prediction" in layer for layer in layers)
-    assert (asked > 0) == (prefetch in ("next-gate", "meeting-of-layers", "trained")), "nobody was asked"
+    assert (asked > 0) == (trained or system.needs_gates), "nobody was asked"
 
 
 @pytest.mark.parametrize(("tokens", "prompts", "most"), [(1, 0, 2), (5, 0, 2), (5, 5, 2), (5, 3, 2)])
-def test_a_policy_that_looks_at_weights_waits_once_more(tokens, prompts, most):
+def test_a_system_that_looks_at_weights_waits_once_more(tokens, prompts, most):
     """However many tokens there are, and of whatever phases."""
     prompt = None
     if prompts:
         rows = (torch.arange(tokens) < prompts).as_subclass(OnDevice)
         prompt = PromptTokens(rows, rows, prompts < tokens)
-    layers = serve("next-gate", tokens, policy=("dymoe", {"retention": 0.5}), prompt=prompt)
+    layers = serve(Dymoe(retention=0.5), tokens, prompt=prompt)
     assert {len(waits(layer)) for layer in layers[1:]} <= {1, most}, layers
     assert max(len(waits(layer)) for layer in layers) == most
 

@@ -41,11 +41,11 @@ def test_the_output_is_the_weighted_sum_of_the_experts(memory_store):
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-@pytest.mark.parametrize("policy", [None, ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))])
-def test_no_budget_changes_a_bit(memory_store, policy, threads):
-    want = run(with_budget(memory_store, "100%", policy, io_threads=threads), STEPS)
+@pytest.mark.parametrize("system", [None, ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))])
+def test_no_budget_changes_a_bit(memory_store, system, threads):
+    want = run(with_budget(memory_store, "100%", system, threads=threads), STEPS)
     for budget in BUDGETS[1:]:
-        runtime = with_budget(memory_store, budget, policy, io_threads=threads)
+        runtime = with_budget(memory_store, budget, system, threads=threads)
         got = run(runtime, STEPS)
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), budget
         assert runtime.budget.peak <= runtime.budget.limit
@@ -73,7 +73,7 @@ def test_the_smallest_budget_serves_and_one_byte_less_is_refused(memory_store):
 
 def test_skipped_experts_move_nothing_and_add_nothing(memory_store):
     everyone = frozenset(range(6))
-    runtime = make_runtime(memory_store, policy=ByNumber(skipped=everyone))
+    runtime = make_runtime(memory_store, system=ByNumber(skipped=everyone))
     outputs = run(runtime, STEPS)
     assert all(bool((out == 0).all()) for out in outputs)
     assert runtime.stats().transfers["demand"] == 0
@@ -182,10 +182,10 @@ class FailingStore:
     st.integers(0, 2),
     st.sampled_from([None, ByNumber(low=frozenset({0, 3}))]),
 )
-def test_a_failed_read_fails_its_step_and_no_other(failing, budget, threads, policy):
-    want = run(make_runtime(STORE, policy=policy), STEPS)
+def test_a_failed_read_fails_its_step_and_no_other(failing, budget, threads, system):
+    want = run(make_runtime(STORE, system=system), STEPS)
     store = FailingStore(STORE, failing)
-    runtime = with_budget(store, budget, policy, io_threads=threads)
+    runtime = with_budget(store, budget, system, threads=threads)
     failures = 0
     for step, wanted in zip(STEPS, want, strict=True):
         due = failing & set(range(store.calls + 1, store.calls + 100))

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from tests.runtime.steps import forward, make_runtime, random_step
+from tests.runtime.steps import ByNumber, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.experts.layout import BlobKey
 from vllm_dymoe.kernels import Activation
@@ -82,7 +82,9 @@ class Script:
 def make(arrives, resident, staging=2, predictor=None, asynchronous=False):
     """A runtime of two layers that keep two experts each, of which some are there."""
     engine = Script({})
-    runtime = make_runtime(STORE, (4 + staging) / 12, lo=0, engine=engine, staging_slots=staging, predictor=predictor)
+    runtime = make_runtime(
+        STORE, (4 + staging) / 12, ByNumber(staging=staging), lo=0, engine=engine, predictor=predictor
+    )
     engine.listen(runtime.kernel)
     runtime.kernel.asynchronous = asynchronous
     if resident:
@@ -182,6 +184,8 @@ def test_where_computing_only_enqueues_what_has_arrived_together_is_one_launch()
 
 class Next:
     """Names two experts of the next layer."""
+
+    nbytes = 0
 
     def observe(self, routing):
         pass

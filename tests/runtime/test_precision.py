@@ -1,8 +1,9 @@
-"""The policy `dymoe` through the runtime: the cache's three rules, skipping, budgets, and changes while it runs."""
+"""The system `dymoe` through the runtime: the cache's three rules, skipping, budgets, and changes while it runs."""
 
 import itertools
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,29 +11,29 @@ import torch
 from tests.runtime.steps import forward, kept_by
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.experts.routing import PromptTokens
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.policy import PromptTokens
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.systems import System
+from vllm_dymoe.transfer import make_engine
 
 CPU = torch.device("cpu")
 LAYERS, EXPERTS, TOP_K = 3, 8, 4
 STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K))
 
 
-def make_runtime(retention=0.75, budget="50%", lo=2, policy="dymoe", **options):
-    parameters = {"retention": retention} if policy == "dymoe" else {}
+def make_runtime(retention=0.75, budget="50%", lo=2, system="dymoe", **parameters):
+    parameters |= {"retention": retention} if system == "dymoe" else {}
     chosen = Options(
         hi=4,
         lo=lo,
         group_size=32,
         expert_budget=budget,
-        policy=policy,
-        policy_options=parameters,
-        io_threads=0,
-        **options,
+        system=system,
+        system_options=parameters,
     )
-    return MoERuntime(STORE, chosen, CPU)
+    return MoERuntime(STORE, chosen, CPU, engine=make_engine(STORE, CPU, 0, largest_blob=0))
 
 
 def random_step(seed, tokens):
@@ -64,19 +65,20 @@ def equal(ours, theirs):
 
 
 class Recorded:
-    """Which version of each expert was computed, and what the policy had asked for."""
+    """Which version of each expert was computed, and what the system had asked for."""
 
     def __init__(self, runtime):
         self.versions, self.plans = [], []
-        policy, begin = runtime.policy, runtime.kernel.begin
+        system, begin = runtime.system, runtime.kernel.begin
         tiers = {bits: tier for tier, bits in runtime.memory.bits.items()}
         outer = self
 
-        class Policy:
-            tiers, heavy_share, shares = policy.tiers, policy.heavy_share, policy.shares
+        class Watched:
+            def __getattr__(self, name):
+                return getattr(system, name)
 
-            def plan(self, routing):
-                outer.plans.append(policy.plan(routing))
+            def select(self, routing):
+                outer.plans.append(system.select(routing))
                 outer.versions.append({})
                 return outer.plans[-1]
 
@@ -91,27 +93,20 @@ class Recorded:
             work.place = placed
             return work
 
-        runtime.policy, runtime.kernel.begin = Policy(), recorded
+        runtime.system, runtime.kernel.begin = Watched(), recorded
 
 
-class Replayed:
+class Replayed(System):
     """The versions that another runtime has computed, as a plan."""
 
-    tiers = frozenset((Tier.HI, Tier.LO))
-    heavy_share = None
+    versions: Any
 
-    def __init__(self, versions):
-        self._versions = iter(versions)
-
-    def shares(self, layers, top_k):
-        return dict.fromkeys(self.tiers, [1.0] * layers)
-
-    def plan(self, routing):
-        return next(self._versions)
+    def select(self, routing):
+        return next(self.versions)
 
 
 @pytest.mark.parametrize("budget", ["45%", "60%"])
-def test_the_three_rules_of_the_cache_through_the_policy(budget):
+def test_the_three_rules_of_the_cache_through_the_system(budget):
     runtime = make_runtime(budget=budget)
     recorded = Recorded(runtime)
     run(runtime)
@@ -156,7 +151,7 @@ def test_reuse_changes_nothing_but_which_version_is_computed():
     assert recorded.versions != recorded.plans
     for budget in ("100%", "20%"):
         other = make_runtime(budget=budget, reuse_high=False)
-        other.policy = Replayed(recorded.versions)
+        other.system = Replayed(versions=iter(recorded.versions))
         assert equal(run(other), want), budget
 
 
@@ -193,7 +188,7 @@ def test_what_skipping_leaves_is_the_sum_over_the_others(rule):
     left = weights * stays
     if rule == "renormalize":
         left = left / left.sum(1, keepdim=True).clamp_min(1e-9)
-    exact = make_runtime(policy="exact", budget="100%", lo=0)
+    exact = make_runtime(system="exact", budget="100%", lo=0)
     want = forward(exact, 2, x, left, ids)
     # Rounded once to bf16; dividing in another order may change the last of its 8 bits.
     torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-3)
@@ -201,15 +196,28 @@ def test_what_skipping_leaves_is_the_sum_over_the_others(rule):
 
 @pytest.mark.parametrize("lo", [2, 0])
 def test_retention_1_is_exact_bit_for_bit(lo):
-    exact = make_runtime(policy="exact", lo=lo)
+    exact = make_runtime(system="exact", lo=lo)
     dymoe = make_runtime(1.0, lo=lo)
     assert dymoe.plan == exact.plan
     assert equal(run(dymoe), run(exact))
     assert replace(dymoe.stats(), exposed_wait_seconds=0) == replace(exact.stats(), exposed_wait_seconds=0)
 
 
+class Low(System):
+    """All low."""
+
+    tiers = property(lambda self: frozenset((Tier.LO,)))
+
+    def shares(self, num_layers, top_k):
+        return {Tier.LO: [1.0] * num_layers}
+
+    def select(self, routing):
+        return dict.fromkeys(routing.active, Tier.LO)
+
+
 def test_retention_0_is_uniform_low_bit_for_bit():
-    low, dymoe = make_runtime(policy="uniform-lo"), make_runtime(0.0)
+    dymoe = make_runtime(0.0, look_ahead=0)
+    low = MoERuntime(STORE, dymoe.options, CPU, system=Low())
     assert dymoe.plan == low.plan
     assert equal(run(dymoe), run(low))
 
@@ -243,8 +251,8 @@ def test_a_change_holds_from_the_next_step_on_and_never_exceeds_the_budget():
         assert taken == runtime.budget.reserved
         tiers = {name: values[name] for name in ("hi", "lo") if name in values}
         parameters = {name: value for name, value in values.items() if name not in tiers}
-        options = Options(**{"hi": 4, "lo": 2} | tiers, group_size=32, policy="dymoe", policy_options=parameters)
-        fresh = MoERuntime(STORE, options.model_copy(update={"io_threads": 0}), CPU, automatic_budget=limit)
+        options = Options(**{"hi": 4, "lo": 2} | tiers, group_size=32, system="dymoe", system_options=parameters)
+        fresh = MoERuntime(STORE, options, CPU, automatic_budget=limit)
         assert fresh.plan == runtime.plan
         fresh.memory.clear()
         runtime.memory.clear()
@@ -273,8 +281,8 @@ def test_a_change_that_needs_no_other_slots_keeps_the_cache():
     held = kept_by(runtime)
     runtime.set_precision(heavy_share=0.5, skipped_weights="renormalize")
     assert kept_by(runtime) == held
-    assert runtime.policy.heavy_share == 0.5
-    assert runtime.options.skipped_weights == "renormalize"
+    assert runtime.system.heavy_hitters == 0.5
+    assert runtime.system.renormalizes
 
 
 def test_the_old_slots_go_before_the_new_ones_come(monkeypatch):
@@ -295,12 +303,12 @@ def test_the_old_slots_go_before_the_new_ones_come(monkeypatch):
 
 def test_memory_that_is_gone_in_between_leaves_the_old_precision(monkeypatch):
     runtime = make_runtime(0.75, "40%")
-    plan, policy = runtime.plan, runtime.policy
+    plan, system = runtime.plan, runtime.system
     answers = itertools.chain([1 << 40, 0], itertools.repeat(1 << 40))
     monkeypatch.setattr("vllm_dymoe.runtime.device_memory.available_host_memory", lambda: next(answers))
     with pytest.raises(ConfigError, match="0 bytes of host memory are available"):
         runtime.set_precision(retention=0.6)
-    assert (runtime.plan, runtime.policy) == (plan, policy)
+    assert (runtime.plan, runtime.system) == (plan, system)
     run(runtime, STEPS[:5])
 
 
@@ -312,22 +320,23 @@ def test_memory_that_is_gone_in_between_leaves_the_old_precision(monkeypatch):
         ({"lo": 8}, "lo cannot become 8 bits"),
         ({"hi": 2}, "lo is 2 bits but must be below hi, which is 2"),
         ({"hi": 0}, "hi cannot become 0 bits"),
-        ({"lo": 0, "retention": 0}, 'policy "dymoe" with lo = 0 would skip every expert'),
-        ({"policy": "exact"}, "policy cannot change while the model is served; hi, lo, skipped_weights, retention"),
+        ({"lo": 0, "retention": 0}, 'system "dymoe" as it is set would skip every expert with lo = 0'),
+        ({"system": "exact"}, "system cannot change while the model is served; hi, lo, retention, heavy_share"),
+        ({"reuse_high": False}, "reuse_high cannot change while the model is served"),
         ({"skipped_weights": "half"}, "the precision stays as it was: "),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_changes(changes, sentence):
     runtime = make_runtime(0.75, "40%")
-    before = runtime.options, runtime.policy, runtime.plan, runtime.memory.table
+    before = runtime.options, runtime.system, runtime.plan, runtime.memory.table
     with pytest.raises(ConfigError, match=sentence):
         runtime.set_precision(**changes)
-    assert before == (runtime.options, runtime.policy, runtime.plan, runtime.memory.table)
+    assert before == (runtime.options, runtime.system, runtime.plan, runtime.memory.table)
 
 
-def test_another_policy_has_no_retention():
-    with pytest.raises(ConfigError, match='retention is a parameter of the policy "dymoe", but "exact" is served'):
-        make_runtime(policy="exact").set_precision(retention=0.5)
+def test_another_system_has_no_retention():
+    with pytest.raises(ConfigError, match='retention is a parameter of the system "dymoe", but "exact" is served'):
+        make_runtime(system="exact").set_precision(retention=0.5)
 
 
 def test_a_budget_too_small_for_two_tiers_is_refused_at_the_change():
@@ -342,7 +351,7 @@ def test_what_is_in_force_can_be_asked_for():
     runtime = make_runtime(0.75, "40%")
     runtime.set_precision(retention=0.5)
     answer = runtime.precision()
-    assert answer["policy_options"] == {"retention": 0.5}
+    assert answer["system_options"] == {"retention": 0.5}
     assert (answer["hi"], answer["lo"], answer["stored_bits"]) == (4, 2, [4, 2])
     assert answer["slots"] == {tier.value: count for tier, count in runtime.plan.slots.items()}
     assert answer["share_of_tiers_in_decode"] == pytest.approx({"hi": 0.5, "lo": 0.5})

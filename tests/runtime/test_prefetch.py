@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.small_model import make_experts, make_store
 from vllm_dymoe.experts.routing import Phase
 from vllm_dymoe.experts.table import layer_shares
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.predict import Candidate
+from vllm_dymoe.predict import Candidate, SideStreamPredictor
 from vllm_dymoe.runtime.device_memory import HostMemory
 from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
@@ -34,6 +35,8 @@ class Guesses:
     def __init__(self, seed):
         self._random = random.Random(seed)
 
+    nbytes = 0
+
     def observe(self, routing):
         pass
 
@@ -43,13 +46,13 @@ class Guesses:
 
 
 @pytest.mark.parametrize("projections", [1, 2, 3])
-@pytest.mark.parametrize("policy", [None, ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))])
-def test_no_guess_changes_a_bit(policy, projections):
-    want = run(with_budget(STORE, "100%", policy), STEPS)
+@pytest.mark.parametrize("plan", [{}, dict(low=frozenset({0, 3}), skipped=frozenset({5}))])
+def test_no_guess_changes_a_bit(plan, projections):
+    want = run(with_budget(STORE, "100%", ByNumber(**plan)), STEPS)
     outcomes = dict.fromkeys(("useful", "late", "wasted", "cancelled"), 0)
     for budget in BUDGETS:
-        options = {"staging_slots": 3, "link_gbps": FORMAT.nbytes / 1e-3 / 1e9, "prefetch_projections": projections}
-        runtime = with_budget(STORE, budget, policy, predictor=Guesses(1), **options)
+        system = ByNumber(staging=3, projections=projections, **plan)
+        runtime = with_budget(STORE, budget, system, predictor=Guesses(1), link_gbps=FORMAT.nbytes / 1e-3 / 1e9)
         got = run(runtime, STEPS)
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), budget
         runtime.engine.close()
@@ -162,7 +165,8 @@ def make_ahead(slots=6, staging=2, projections=3):
             fetch.ticket.state = State.DONE
             fetcher.complete(fetch)
     engine.tickets.clear()
-    return Ahead(Prefetcher(memory, fetcher, engine, Tier.HI, projections, PrefetchStats()), memory, fetcher, engine)
+    system = ByNumber(projections=projections)
+    return Ahead(Prefetcher(memory, fetcher, engine, Tier.HI, system, PrefetchStats()), memory, fetcher, engine)
 
 
 def candidates(*experts, layer=1):
@@ -283,11 +287,15 @@ def test_cores_that_copy_have_no_idle_link():
     assert ahead.prefetcher.look_ahead(0, Phase.DECODE, Slow(None)) is None, "nobody has to predict anything"
 
 
-class Slow:
-    """Names two experts after some seconds, of which one is right; beside the layer it takes them to begin with."""
+class Slow(SideStreamPredictor):
+    """Names two experts after some seconds, of which one is right; on a side stream it takes them to begin with."""
 
     def __init__(self, wait, seconds=0.0, later=False):
-        self.wait, self.seconds, self.answers_later, self.begun = wait, seconds, later, 0
+        super().__init__(SimpleNamespace(answers_later=later))
+        self.wait, self.seconds, self.begun = wait, seconds, 0
+
+    def observe(self, routing):
+        pass
 
     def begin(self, layer):
         self.begun += 1

@@ -4,11 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.runtime.steps import ByNumber
 from tests.small_model import make_experts
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.runtime import minimum_budget, plan_slots
 from vllm_dymoe.runtime.sizing import limit_in_bytes, workspace_bytes
+from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.systems.on_demand import OnDemand
 
 EXPERTS = make_experts(layers=3, num_experts=8, bits=(4, 2))
 BOTH = frozenset((Tier.HI, Tier.LO))
@@ -35,20 +39,21 @@ def test_automatic_takes_what_is_free_and_no_more_than_all_experts_need():
 
 
 def test_with_a_slot_for_every_expert_nothing_is_kept_for_staging():
-    plan = plan_slots(EXPERTS, OPTIONS, frozenset((Tier.HI,)), limit("100%"), WORKSPACE)
+    plan = plan_slots(EXPERTS, OPTIONS, Exact(), limit("100%"), WORKSPACE)
     assert plan.slots == {Tier.HI: 24}
     assert plan.staging == {Tier.HI: 0}
     assert plan.quotas[Tier.HI] == [8, 8, 8]
 
 
-@given(st.integers(0, 400_000), st.sampled_from([frozenset((Tier.HI,)), frozenset((Tier.LO,)), BOTH]))
-def test_every_plan_fits_and_spends_what_it_can(nbytes, tiers):
+@given(st.integers(0, 400_000), st.sampled_from([Exact(), Dymoe(retention=0), Dymoe()]))
+def test_every_plan_fits_and_spends_what_it_can(nbytes, system):
+    tiers = system.tiers
     least = minimum_budget(EXPERTS, OPTIONS, tiers, WORKSPACE)
     if nbytes < least:
         with pytest.raises(ConfigError, match=f"at least {least} bytes"):
-            plan_slots(EXPERTS, OPTIONS, tiers, nbytes, WORKSPACE)
+            plan_slots(EXPERTS, OPTIONS, system, nbytes, WORKSPACE)
         return
-    plan = plan_slots(EXPERTS, OPTIONS, tiers, nbytes, WORKSPACE)
+    plan = plan_slots(EXPERTS, OPTIONS, system, nbytes, WORKSPACE)
     sizes = {Tier.HI: EXPERTS.formats[4].nbytes, Tier.LO: EXPERTS.formats[2].nbytes}
     spent = WORKSPACE + sum(count * sizes[tier] for tier, count in plan.slots.items())
     assert spent <= nbytes
@@ -67,8 +72,8 @@ def test_the_workspace_suits_the_device():
 
 @pytest.mark.parametrize("budget", ["100%", "50%"])
 def test_layers_that_shall_keep_nothing_keep_nothing(budget):
-    options = Options(hi=4, group_size=32, keep_experts=False)
-    plan = plan_slots(EXPERTS, options, frozenset((Tier.HI,)), limit(budget), WORKSPACE)
+    options = Options(hi=4, group_size=32)
+    plan = plan_slots(EXPERTS, options, OnDemand(), limit(budget), WORKSPACE)
     assert plan.slots[Tier.HI] > 0
     assert plan.quotas[Tier.HI] == [0, 0, 0]
 
@@ -79,15 +84,15 @@ def test_layers_that_shall_keep_nothing_keep_nothing(budget):
 )
 def test_staging_grows_with_the_slots_and_starves_nobody(slots, staging):
     experts = make_experts(layers=48, num_experts=128, bits=(4,), hidden=32)
-    options, high = Options(hi=4, group_size=32), frozenset((Tier.HI,))
+    options, exact = Options(hi=4, group_size=32), Exact()
     nbytes = WORKSPACE + slots * experts.formats[4].nbytes
-    plan = plan_slots(experts, options, high, nbytes, WORKSPACE)
+    plan = plan_slots(experts, options, exact, nbytes, WORKSPACE)
     assert (plan.slots, plan.staging) == ({Tier.HI: slots}, {Tier.HI: staging})
     assert slots < 3 or staging * 8 <= slots or staging == 2, "more than an eighth is taken from what layers keep"
-    assert minimum_budget(experts, options, high, WORKSPACE) == WORKSPACE + experts.formats[4].nbytes
-    alone = plan_slots(experts, options.model_copy(update={"prefetch": "none"}), high, nbytes, WORKSPACE)
+    assert minimum_budget(experts, options, exact.tiers, WORKSPACE) == WORKSPACE + experts.formats[4].nbytes
+    alone = plan_slots(experts, options, Exact(look_ahead=0), nbytes, WORKSPACE)
     assert alone.staging == {Tier.HI: min(2, slots)}, "nobody has a use for more"
-    two = plan_slots(experts, options.model_copy(update={"staging_slots": 2}), high, nbytes, WORKSPACE)
+    two = plan_slots(experts, options, ByNumber(staging=2), nbytes, WORKSPACE)
     assert two.staging == {Tier.HI: min(2, slots)}
 
 
@@ -95,8 +100,9 @@ SHARES = {Tier.HI: [1.0, 0.75, 0.5], Tier.LO: [0.0, 0.25, 0.5]}
 
 
 def plan_with(nbytes, shares=None, staging=0):
-    options = OPTIONS.model_copy(update={"staging_slots": staging})
-    return plan_slots(EXPERTS, options, BOTH, WORKSPACE + nbytes, WORKSPACE, shares or SHARES)
+    return plan_slots(
+        EXPERTS, OPTIONS, ByNumber(low=frozenset({0}), staging=staging), WORKSPACE + nbytes, WORKSPACE, shares or SHARES
+    )
 
 
 HIGH, LOW = EXPERTS.formats[4].nbytes, EXPERTS.formats[2].nbytes
@@ -113,7 +119,7 @@ def test_where_every_expert_fits_as_many_as_possible_are_high():
     assert plan.slots == {Tier.HI: 20, Tier.LO: 4}
     everything = plan_with(24 * HIGH + 24 * LOW)
     assert everything.slots == {Tier.HI: 24, Tier.LO: 24}
-    assert plan_with(24 * HIGH).slots[Tier.HI] == 23, "the low tier keeps a slot, for what a prompt wants low"
+    assert plan_with(24 * HIGH).slots[Tier.HI] == 22, "the low tier keeps two slots, for what a prompt wants low"
 
 
 def test_a_tier_that_a_single_token_never_wants_has_slots_to_stream_through():

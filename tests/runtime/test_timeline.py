@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.runtime.steps import run, with_budget
+from tests.runtime.steps import ByNumber, run, with_budget
 from tests.runtime.test_prefetch import Guesses
 from tests.small_model import make_experts, make_store
 
@@ -15,7 +15,9 @@ SECONDS = 1e-3  # of one expert over the link
 
 def recorded():
     """A runtime after its steps, and the timeline's spans."""
-    runtime = with_budget(STORE, "50%", predictor=Guesses(1), staging_slots=3, link_gbps=FORMAT.nbytes / SECONDS / 1e9)
+    runtime = with_budget(
+        STORE, "50%", ByNumber(staging=3), predictor=Guesses(1), link_gbps=FORMAT.nbytes / SECONDS / 1e9
+    )
     runtime.start_timeline()
     outputs = run(runtime, STEPS)
     events = runtime.stop_timeline(rank=3)
@@ -85,6 +87,8 @@ def test_recording_changes_no_bit_and_ends(recording):
 
 def test_what_failed_is_in_it_too():
     class Broken:
+        nbytes = 0
+
         def observe(self, *arguments):
             raise RuntimeError("broken")
 

@@ -23,7 +23,6 @@ from vllm_dymoe.experts.table import CODES
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, ExpertKernel, LayerWork, combine, make_kernel
 from vllm_dymoe.observe.timeline import CudaClock, HostClock, Lane, Timeline
-from vllm_dymoe.policy import Policy, make_policy
 from vllm_dymoe.predict import Measured, PredictionStats, Predictor
 from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.device_memory import make_device_memory
@@ -35,7 +34,10 @@ from vllm_dymoe.runtime.sizing import SlotPlan, limit_in_bytes, minimum_budget, 
 from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.runtime.stream import LayerStep
 from vllm_dymoe.store import HostStore
+from vllm_dymoe.systems import System, make_system
 from vllm_dymoe.transfer import TransferEngine, TransferStats, make_engine
+
+_READERS = 1  # threads that read the host store ahead of the computation
 
 
 class MoERuntime:
@@ -46,12 +48,12 @@ class MoERuntime:
         options: validated options.
         device: where slots are and computation happens.
         automatic_budget: bytes to use if ``options.expert_budget`` is automatic.
-        policy: in place of the one that the options name.
+        system: in place of the one that the options name.
         engine: in place of the one that fits the device.
         predictor: names experts to fetch ahead; None for none.
 
     Raises:
-        ConfigError: the budget cannot hold one expert of each tier that the policy uses.
+        ConfigError: the budget cannot hold one expert of each tier that the system uses.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class MoERuntime:
         options: Options,
         device: torch.device,
         automatic_budget: int = 0,
-        policy: Policy | None = None,
+        system: System | None = None,
         engine: TransferEngine | None = None,
         predictor: Predictor | None = None,
     ) -> None:
@@ -68,7 +70,7 @@ class MoERuntime:
         self.experts = store.experts
         self.device = device
         self._device_memory = make_device_memory(device)
-        policy = policy or make_policy(options.policy, options.policy_options)
+        system = system or make_system(options)
         self.kernel: ExpertKernel = make_kernel(
             device,
             workspace_bytes(self.experts, device.type),
@@ -76,14 +78,14 @@ class MoERuntime:
         )
         largest = max(fmt.nbytes for fmt in self.experts.formats.values())
         self.engine = engine or make_engine(
-            store, device, options.io_threads, largest, options.transfer_timeout_s or None, options.link_gbps
+            store, device, _READERS, largest, options.transfer_timeout_s or None, options.link_gbps
         )
         self.predictor = None if predictor is None else Measured(predictor)
         self._automatic_budget = automatic_budget
         self._counts, self._prefetch_stats = ResidencyCounts(), PrefetchStats()
         self.memory = self.make_memory()
         self._expert_budget = options.expert_budget
-        self._allocate(options, policy, self._plan(self._limit(options), options, policy))
+        self._allocate(options, system, self._plan(self._limit(options), options, system))
 
     def make_memory(self) -> ExpertMemory:
         """Where this runtime keeps experts."""
@@ -124,7 +126,7 @@ class MoERuntime:
     def _forward(self, routing: Routing, activation: Activation) -> torch.Tensor:
         layer, x, groups = routing.layer, routing.x, routing.groups
         tokens, top_k = routing.ids.shape
-        plan, bits = self.policy.plan(routing), self._bits
+        plan, bits = self.system.select(routing), self._bits
         wanted = {expert: tier for expert in groups if bits[tier := plan[expert]] > 0}
         planned = self._counts.planned
         planned.update(wanted.values())
@@ -140,15 +142,23 @@ class MoERuntime:
         if self.engine.timeline is None and (places == HIT).all():
             self._run_residents(layer, wanted, begin, look_ahead)
         else:
-            enqueues, ahead = self.kernel.asynchronous, self._prefetcher
             step = LayerStep(
-                layer, wanted, places.tolist(), self.memory, self._fetcher, self.engine, ahead, self._counts, enqueues
+                layer,
+                wanted,
+                places.tolist(),
+                self.memory,
+                self._fetcher,
+                self.engine,
+                self._prefetcher,
+                self._counts,
+                enqueues=self.kernel.asynchronous,
+                in_turn=self.engine.occupies_cores or not self.system.overlaps,
             )
             step.run(begin, look_ahead)
         if sum(groups[expert].size for expert in wanted) == tokens * top_k:
             return combine(out, routing.weights)
-        renormalize = self.options.skipped_weights == "renormalize"
-        return combine(out, routing.weights, routing.ids, plan.keys() - wanted.keys(), renormalize=renormalize)
+        skipped = plan.keys() - wanted.keys()
+        return combine(out, routing.weights, routing.ids, skipped, renormalize=self.system.renormalizes)
 
     def _run_residents(
         self,
@@ -212,14 +222,14 @@ class MoERuntime:
         before = self._expert_budget
         self._expert_budget = ExpertBudget.parse(budget)
         try:
-            plan = self._plan(self._limit(self.options), self.options, self.policy)
-            self._replace("expert_budget", self.options, self.policy, plan)
+            plan = self._plan(self._limit(self.options), self.options, self.system)
+            self._replace("expert_budget", self.options, self.system, plan)
         except ValueError:
             self._expert_budget = before
             raise
 
     def set_precision(self, **changes: Any) -> None:
-        """Change retention, tiers or another parameter of the policy, for the next step on.
+        """Change retention, tiers or another parameter of the system, for the next step on.
 
         The budget stays as it is. Where its slots have to be shared out in another way the cache starts empty.
 
@@ -231,12 +241,12 @@ class MoERuntime:
                 was.
         """
         options = changed_precision(self.options, self.experts.formats, changes)
-        policy = make_policy(options.policy, options.policy_options)
-        plan = self._plan(self.plan.limit, options, policy)
+        system = make_system(options)
+        plan = self._plan(self.plan.limit, options, system)
         if plan == self.plan and all(tier_bits(options, tier) == self._bits[tier] for tier in plan.slots):
-            self._serve_with(options, policy)
+            self._serve_with(options, system)
         else:
-            self._replace("the precision", options, policy, plan)
+            self._replace("the precision", options, system, plan)
 
     def set_predictor(self, predictor: Predictor) -> None:
         """Foresee with another predictor, for the next step on.
@@ -251,13 +261,13 @@ class MoERuntime:
         self.predictor = Measured(predictor, before.stats if before else None)
         try:
             if before is None or before.nbytes != self.predictor.nbytes:
-                plan = self._plan(self._limit(self.options), self.options, self.policy)
-                self._replace("the predictor", self.options, self.policy, plan)
+                plan = self._plan(self._limit(self.options), self.options, self.system)
+                self._replace("the predictor", self.options, self.system, plan)
         except ConfigError:
             self.predictor = before
             raise
 
-    def _replace(self, what: str, options: Options, policy: Policy, plan: SlotPlan) -> None:
+    def _replace(self, what: str, options: Options, system: System, plan: SlotPlan) -> None:
         """Go on with other slots; if they cannot be had, with the old ones.
 
         Raises:
@@ -272,10 +282,10 @@ class MoERuntime:
                 f"({self.store.description}); try again later."
             )
         self.memory.check_growth(plan, {tier: tier_bits(options, tier) for tier in Tier})
-        before = self.options, self.policy, self.plan
+        before = self.options, self.system, self.plan
         self.memory.free()
         try:
-            self._allocate(options, policy, plan)
+            self._allocate(options, system, plan)
         except ConfigError:
             self.memory.free()
             self._allocate(*before)
@@ -289,7 +299,7 @@ class MoERuntime:
     @property
     def minimum_budget(self) -> int:
         """The smallest feasible budget in bytes."""
-        return minimum_budget(self.experts, self.options, self.policy.tiers, self._beside_experts)
+        return minimum_budget(self.experts, self.options, self.system.tiers, self._beside_experts)
 
     @property
     def _beside_experts(self) -> int:
@@ -309,26 +319,26 @@ class MoERuntime:
     def _limit(self, options: Options) -> int:
         return limit_in_bytes(self._expert_budget, self.experts, options, self._beside_experts, self._automatic_budget)
 
-    def _plan(self, limit: int, options: Options, policy: Policy) -> SlotPlan:
-        shares = policy.shares(len(self.experts.layers), self.experts.top_k)
-        return plan_slots(self.experts, options, policy.tiers, limit, self._beside_experts, shares)
+    def _plan(self, limit: int, options: Options, system: System) -> SlotPlan:
+        shares = system.shares(len(self.experts.layers), self.experts.top_k)
+        return plan_slots(self.experts, options, system, limit, self._beside_experts, shares)
 
-    def _serve_with(self, options: Options, policy: Policy) -> None:
-        self.options, self.policy = options, policy
+    def _serve_with(self, options: Options, system: System) -> None:
+        self.options, self.system = options, system
         self._bits = {tier: tier_bits(options, tier) for tier in Tier}
 
-    def _allocate(self, options: Options, policy: Policy, plan: SlotPlan) -> None:
+    def _allocate(self, options: Options, system: System, plan: SlotPlan) -> None:
         """Serve with other slots; the old ones are gone, so that there is one arena at a time."""
-        self._serve_with(options, policy)
-        self.memory.allocate(plan, self._bits, reuse_high=options.reuse_high)
+        self._serve_with(options, system)
+        self.memory.allocate(plan, self._bits, reuse_high=system.reuses_high)
         self.memory.fence(self.engine.fence())
         self._fetcher = Fetcher(self.memory, self.engine)
         self._prefetcher = None if self.predictor is None else self._make_prefetcher()
 
     def _make_prefetcher(self) -> Prefetcher:
-        """For the first tier of the policy, the high one if it uses both."""
-        tier, projections = next(iter(self.memory.pools)), self.options.prefetch_projections
-        return Prefetcher(self.memory, self._fetcher, self.engine, tier, projections, self._prefetch_stats)
+        """For the first tier of the system, the high one if it uses both."""
+        tier = next(iter(self.memory.pools))
+        return Prefetcher(self.memory, self._fetcher, self.engine, tier, self.system, self._prefetch_stats)
 
     # -- seeing inside ----------------------------------------------------------------------------
 
@@ -360,13 +370,12 @@ class MoERuntime:
     def precision(self) -> dict[str, Any]:
         """What decides precision at the moment, and what it means for a single token, as JSON-serialisable data."""
         options, layers, top_k = self.options, len(self.experts.layers), self.experts.top_k
-        shares = self.policy.shares(layers, top_k)
+        shares = self.system.shares(layers, top_k)
         return {
-            "policy": options.policy,
-            "policy_options": dict(options.policy_options),
+            "system": self.system.name,
+            "system_options": dict(options.system_options),
             "hi": options.hi,
             "lo": options.lo,
-            "skipped_weights": options.skipped_weights,
             "stored_bits": sorted(self.experts.formats, reverse=True),
             "share_of_tiers_in_decode": {tier.value: sum(shares[tier]) / layers for tier in Tier if tier in shares},
             "slots": {tier.value: count for tier, count in self.plan.slots.items()},

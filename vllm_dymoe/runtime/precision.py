@@ -6,29 +6,30 @@ from typing import Any
 from pydantic import ValidationError
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.policy import DymoeOptions
+from vllm_dymoe.systems import SYSTEMS, SystemOptionError, make_system
 
 _TIERS = ("hi", "lo")
 
 
 def changed_precision(options: Options, stored: Collection[int], changes: Mapping[str, Any]) -> Options:
-    """The options with another retention, another pair of tiers, or another parameter of the policy.
+    """The options with another pair of tiers, or another parameter of the system.
 
     Args:
         options: in force.
         stored: bit-widths that the host store holds.
-        changes: ``hi``, ``lo``, ``skipped_weights`` and parameters of the policy, by name.
+        changes: ``hi``, ``lo`` and those parameters of the system that decide precision, by name.
 
     Raises:
         ConfigError: a name that cannot change, or a value that cannot be honoured.
     """
-    parameters = tuple(DymoeOptions.model_fields) if options.policy == "dymoe" else ()
-    known = (*_TIERS, "skipped_weights", *parameters)
+    parameters = SYSTEMS[options.system].precision_parameters
+    known = (*_TIERS, *parameters)
     for name in changes:
-        if name in DymoeOptions.model_fields and not parameters:
+        owners = [system.name for system in SYSTEMS.values() if name in system.precision_parameters]
+        if owners and name not in parameters:
             raise ConfigError(
-                f'vllm-dymoe: {name} is a parameter of the policy "dymoe", but "{options.policy}" is served; start '
-                'with policy "dymoe", whose retention 1 is the same as "exact".'
+                f'vllm-dymoe: {name} is a parameter of the system "{owners[0]}", but "{options.system}" is served; '
+                f'start with system "{owners[0]}".'
             )
         if name not in known:
             raise ConfigError(f"vllm-dymoe: {name} cannot change while the model is served; {', '.join(known)} can.")
@@ -41,9 +42,13 @@ def changed_precision(options: Options, stored: Collection[int], changes: Mappin
                 "start again with the tiers that you want to change between."
             )
     values = dict(options) | {name: value for name, value in changes.items() if name not in parameters}
-    values["policy_options"] = options.policy_options | {n: v for n, v in changes.items() if n in parameters}
+    values["system_options"] = options.system_options | {n: v for n, v in changes.items() if n in parameters}
     try:
-        return Options.model_validate(values)
+        changed = Options.model_validate(values)
+        make_system(changed)
     except ValidationError as error:
         reasons = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
         raise ConfigError(f"vllm-dymoe: the precision stays as it was: {reasons}.") from None
+    except SystemOptionError as error:
+        raise ConfigError(f"vllm-dymoe: the precision stays as it was: {error}.") from None
+    return changed

@@ -6,7 +6,7 @@ A guess must cost nobody anything, right or wrong:
   that finds no slot takes one back.
 - It moves one projection at a time, and only while no demand transfer waits or runs.
 - When its layer is routed it is claimed, or given up at the next projection.
-- While guesses do not pay, few are made: ``throttle``.
+- While guesses do not pay, few are made, where the system paces them (``systems.pace``).
 
 It can change only when an expert arrives, never what is computed.
 """
@@ -22,7 +22,7 @@ from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import Candidate, Measured
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
-from vllm_dymoe.runtime.throttle import Throttle
+from vllm_dymoe.systems import System
 from vllm_dymoe.transfer import Reason, TransferEngine
 from vllm_dymoe.transfer.ticket import State
 
@@ -56,7 +56,7 @@ class Prefetcher:
         fetcher: brings experts.
         engine: moves bytes.
         tier: which version is fetched; a step that wants another one has no use for it.
-        projections: how many of an expert's three projections are fetched ahead (FIRM-MoE's granularity n).
+        system: how much of an expert is fetched ahead, and how often.
         stats: counts to go on with.
         clock: seconds, as ``time.perf_counter``.
     """
@@ -67,17 +67,17 @@ class Prefetcher:
         fetcher: Fetcher,
         engine: TransferEngine,
         tier: Tier,
-        projections: int,
+        system: System,
         stats: PrefetchStats,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._memory, self._fetcher, self._engine = memory, fetcher, engine
-        self._tier, self._projections, self.stats, self.clock = tier, projections, stats, clock
+        self._tier, self._system, self.stats, self.clock = tier, system, stats, clock
         self._candidates: deque[Candidate] = deque()
         self._ahead: dict[int, list[Fetch]] = {}  # by layer, in the order of their transfers
         # A prefill wants most experts of a layer and a single token few: what pays for one may not for the other.
-        self.throttles = {phase: Throttle() for phase in Phase}
-        self._throttle = self.throttles[Phase.DECODE]  # of the running step
+        self._paces = {phase: system.make_pace() for phase in Phase}
+        self._pace = self._paces[Phase.DECODE]  # of the running step
 
     def look_ahead(self, layer: int, phase: Phase, predictor: Measured) -> Callable[[], None] | None:
         """Ask for a prediction and offer what it names, if this is one to act on.
@@ -85,17 +85,17 @@ class Prefetcher:
         Cores that compute have no idle link time, so nothing is asked for where transfers take them.
 
         Returns:
-            What is left to do once experts are computing, where the predictor computes beside them.
+            What is left to do once experts are computing, where the predictor computes on a side stream.
         """
-        self._throttle = self.throttles[phase]
-        if self._engine.occupies_cores or not self._throttle.acts():
+        self._pace = self._paces[phase]
+        if self._engine.occupies_cores or not self._pace.acts():
             return None
         if not predictor.answers_later:
             self._ask(layer, predictor)
             return None
         begin = self.clock()
         predictor.begin(layer)
-        self._throttle.spend(self.clock() - begin)
+        self._pace.spend(self.clock() - begin)
         return partial(self._ask, layer, predictor)
 
     def offer(self, layer: int, candidates: Iterable[Candidate]) -> None:
@@ -109,14 +109,16 @@ class Prefetcher:
         if self._candidates:
             begin = self.clock()
             self._fill()
-            self._throttle.spend(self.clock() - begin)
+            self._pace.spend(self.clock() - begin)
 
     def _fill(self) -> None:
         while self._candidates:
             layer, expert, _ = self._candidates[0]
             ahead = self._ahead.setdefault(layer, [])
             if not self._memory.table.holds(layer, expert) and all(fetch.expert != expert for fetch in ahead):
-                fetch = self._fetcher.start(layer, expert, self._tier, Reason.PREFETCH, projections=self._projections)
+                fetch = self._fetcher.start(
+                    layer, expert, self._tier, Reason.PREFETCH, projections=self._system.projections_ahead
+                )
                 if fetch is None:
                     return
                 ahead.append(fetch)
@@ -134,7 +136,7 @@ class Prefetcher:
         claimed = {}
         for fetch in self._ahead.pop(layer, ()):
             needed = wanted.get(fetch.expert) is fetch.tier
-            self._throttle.judge(needed, fetch.ticket.link_seconds(self.clock()))
+            self._pace.judge(needed, fetch.ticket.link_seconds(self.clock()))
             if not needed:
                 self._give_up(fetch)
                 continue
@@ -171,12 +173,12 @@ class Prefetcher:
         begin = self.clock()
         self.offer(layer, predictor.predict(layer))
         if self._candidates:
-            self._throttle.answer(self.clock() - begin)
+            self._pace.answer(self.clock() - begin)
 
     @property
     def intervals(self) -> dict[str, int]:
         """One of so many predictions is acted on, by phase."""
-        return {phase.value: throttle.interval for phase, throttle in self.throttles.items()}
+        return {phase.value: pace.interval for phase, pace in self._paces.items()}
 
     @property
     def ahead(self) -> list[Fetch]:

@@ -8,16 +8,11 @@ from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.experts.table import layer_shares
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
+from vllm_dymoe.systems import System
+from vllm_dymoe.systems.base import FEWEST_STAGING
 
 # On a CPU more buys nothing, since a tile should stay in the second-level cache; on a GPU tiles are launches.
 _LARGEST_WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 32 << 20}
-
-
-# Two slots keep a link busy within a layer: one is computed while the other fills. From a layer's last transfer to the
-# first of the next it idles unless guesses have slots: four where the host takes 300 us for a layer and the link 84 us
-# for an expert, more while attention computes a long prompt. An eighth of the slots, or a 64th of many, is so little
-# that layers hardly feel what they cannot keep (benchmarks/staging).
-_FEWEST_STAGING, _USUAL_STAGING, _MOST_STAGING = 2, 4, 16
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ def tier_bits(options: Options, tier: Tier) -> int:
 
 
 def used_tiers(options: Options, tiers: frozenset[Tier]) -> tuple[Tier, ...]:
-    """Tiers that need slots, the high one first: asked for by the policy, and stored."""
+    """Tiers that need slots, the high one first: that the system asks for, and that are stored."""
     return tuple(tier for tier in (Tier.HI, Tier.LO) if tier in tiers and tier_bits(options, tier) > 0)
 
 
@@ -64,16 +59,6 @@ def minimum_budget(experts: ModelExperts, options: Options, tiers: frozenset[Tie
     return workspace_bytes + blobs
 
 
-def staging_slots(options: Options, count: int) -> int:
-    """How many of a tier's slots no layer keeps: as the option says, else two, and more where guesses are made."""
-    if options.staging_slots is not None:
-        return min(options.staging_slots, count)
-    if options.prefetch == "none":
-        return min(_FEWEST_STAGING, count)
-    usual = max(_FEWEST_STAGING, min(_USUAL_STAGING, count // 8))
-    return min(max(usual, count // 64), _MOST_STAGING, count)
-
-
 def limit_in_bytes(
     budget: ExpertBudget, experts: ModelExperts, options: Options, workspace_bytes: int, automatic: int
 ) -> int:
@@ -81,7 +66,7 @@ def limit_in_bytes(
 
     A share counts experts, so that 100 % holds every one of them; the kernel's
     workspace and the predictor come on top of it and are part of the limit, and
-    so they are where a token's experts are counted. Bytes are taken as they are.
+    so they are where a token's or a layer's experts are counted. Bytes are taken as they are.
 
     Args:
         automatic: bytes to use where the budget is automatic.
@@ -89,14 +74,15 @@ def limit_in_bytes(
     everything = experts.nbytes(options.hi)
     if budget.is_auto:
         return min(automatic, everything + workspace_bytes)
-    limit = budget.resolve(everything, experts.top_k * experts.formats[options.hi].nbytes)
+    slots = experts.top_k if budget.slots == "top-k" else experts.num_experts
+    limit = budget.resolve(everything, slots * experts.formats[options.hi].nbytes)
     return limit if budget.bytes is not None else limit + workspace_bytes
 
 
 def plan_slots(
     experts: ModelExperts,
     options: Options,
-    tiers: frozenset[Tier],
+    system: System,
     limit: int,
     workspace_bytes: int,
     shares: Mapping[Tier, Sequence[float]] | None = None,
@@ -110,7 +96,7 @@ def plan_slots(
     Args:
         experts: of this rank.
         options: validated options.
-        tiers: that the policy may ask for.
+        system: whose tiers need slots, and what it keeps.
         limit: the budget in bytes.
         workspace_bytes: what the kernel and the predictor take of it.
         shares: for each tier, what share of a layer's active experts is wanted in it; equal ones if None.
@@ -118,13 +104,13 @@ def plan_slots(
     Raises:
         ConfigError: the budget cannot hold one expert of each tier.
     """
-    least = minimum_budget(experts, options, tiers, workspace_bytes)
+    least = minimum_budget(experts, options, system.tiers, workspace_bytes)
     if limit < least:
         raise ConfigError(
             f"vllm-dymoe: expert_budget is {limit} bytes on each rank, but one expert of each tier and the kernel's "
             f"workspace need {least}; set expert_budget to at least {least} bytes."
         )
-    used = used_tiers(options, tiers)
+    used = used_tiers(options, system.tiers)
     layers = len(experts.layers)
     every_expert = layers * experts.num_experts
     weights = {tier: shares[tier] if shares else [1.0] * layers for tier in used}
@@ -132,8 +118,7 @@ def plan_slots(
     spare = limit - workspace_bytes
     slots: dict[Tier, int] = {}
     if len(used) == 2:
-        staging = _FEWEST_STAGING if options.staging_slots is None else options.staging_slots
-        slots[Tier.LO] = _low_slots(sizes, weights, every_expert, spare, staging)
+        slots[Tier.LO] = _low_slots(sizes, weights, every_expert, spare)
         spare -= slots[Tier.LO] * sizes[Tier.LO]
         slots = {Tier.HI: min(every_expert, spare // sizes[Tier.HI])} | slots
         # What the high tier has no use for goes back to the low one.
@@ -144,14 +129,13 @@ def plan_slots(
     quotas = {}
     for tier, count in slots.items():
         # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
-        staging = 0 if count == every_expert else staging_slots(options, count)
-        staging = staging if options.keep_experts else count
+        staging = 0 if count == every_expert and system.keeps_experts else system.staging_slots(count)
         quotas[tier] = layer_shares(count, weights[tier], staging, experts.num_experts)
     return SlotPlan(limit, workspace_bytes, slots, quotas)
 
 
 def _low_slots(
-    sizes: Mapping[Tier, int], weights: Mapping[Tier, Sequence[float]], every_expert: int, spare: int, staging: int
+    sizes: Mapping[Tier, int], weights: Mapping[Tier, Sequence[float]], every_expert: int, spare: int
 ) -> int:
     """Slots of the low tier, where both are in use; at least one slot is left for the high one."""
     high, low = sizes[Tier.HI], sizes[Tier.LO]
@@ -160,4 +144,4 @@ def _low_slots(
     slots = spare / ((1 - share) * high + share * low)
     count = int(share * slots) if slots <= every_expert else every_expert - (spare - every_expert * low) // (high - low)
     # Tokens of a prompt may want the low tier where a single token never does: they stream through it.
-    return max(1, min(max(count, staging), (spare - high) // low))
+    return max(1, min(max(count, FEWEST_STAGING), (spare - high) // low))

@@ -16,7 +16,7 @@ class RuntimeStats:
     """A snapshot of one rank.
 
     Attributes:
-        planned: experts that the policy gave each tier, over all layers and steps.
+        planned: experts that the system gave each tier, over all layers and steps.
         hits: experts that a layer needed and found on the device.
         misses: experts that a layer needed and had to fetch.
         hit_rate: hits among both, 0 to 1.

@@ -61,6 +61,7 @@ class LayerStep:
         prefetcher: has fetched ahead; None for nobody.
         counts: are counted here.
         enqueues: computing only enqueues.
+        in_turn: experts are computed when all that have a slot are there, and not while others arrive.
     """
 
     _work: LayerWork
@@ -75,10 +76,12 @@ class LayerStep:
         engine: TransferEngine,
         prefetcher: Prefetcher | None,
         counts: ResidencyCounts,
+        *,
         enqueues: bool,
+        in_turn: bool,
     ) -> None:
         self._layer, self._memory, self._fetcher, self._engine = layer, memory, fetcher, engine
-        self._prefetcher, self._enqueues = prefetcher, enqueues
+        self._prefetcher, self._enqueues, self._in_turn = prefetcher, enqueues, in_turn
         self._shared = False  # whether residents have had their turn before what is on its way
         self._must_keep = False
         self._ready: list[_Held] = []  # whose bytes are there, those that have just arrived last
@@ -187,7 +190,7 @@ class LayerStep:
 
     def _compute_next(self) -> None:
         """Compute what is best computed now, which is not nothing."""
-        in_turn, before = self._engine.occupies_cores, len(self._ready)
+        in_turn, before = self._in_turn, len(self._ready)
         while self._arriving and (in_turn or self._has_arrived(self._arriving[0])):
             self._complete(self._arriving[0])
             self._ready.append(self._arriving.popleft())

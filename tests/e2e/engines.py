@@ -115,17 +115,20 @@ def recorded_layers(runtime: Any) -> Iterator[list[torch.Tensor]]:
         del runtime.forward
 
 
-class WatchedPolicy:
-    """A policy that keeps what it was asked and what it said."""
+class WatchedSystem:
+    """A system that keeps what it was asked and what it said."""
 
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
-        self.tiers, self.heavy_share, self.shares = policy.tiers, policy.heavy_share, policy.shares
+    def __init__(self, system: Any) -> None:
+        self._system = system
         self.seen: list[tuple[Any, Any]] = []
 
-    def plan(self, routing: Any) -> Any:
-        """Ask the policy."""
-        plan = self._policy.plan(routing)
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the system's."""
+        return getattr(self._system, name)
+
+    def select(self, routing: Any) -> Any:
+        """Ask the system."""
+        plan = self._system.select(routing)
         self.seen.append((routing, plan))
         return plan
 

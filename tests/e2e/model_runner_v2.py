@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu import warmup
 
-from tests.e2e.engines import WatchedPolicy, answer, engine, prompts, recorded_layers, runtime_of
+from tests.e2e.engines import WatchedSystem, answer, engine, prompts, recorded_layers, runtime_of
 from tests.e2e.padding import check_padding
 from tests.e2e.test_faults import FaultyReads, check_failed, finish, finish_with_fault, start, step
 from tests.e2e.test_traces import Watched
@@ -34,11 +34,10 @@ def llm(folder):
     options = {
         "hi": 4,
         "lo": 2,
-        "policy": "dymoe",
-        "policy_options": {"retention": 0.5},
+        "system": "dymoe",
+        "system_options": {"retention": 0.5},
         "expert_budget": "50%",
-        "prefetch": "popularity",
-        "trace_dir": str(folder),
+        "trace": str(folder),
     }
     settings = {"max_num_batched_tokens": STEP, "max_num_seqs": 4, "enable_prefix_caching": True}
     with engine(dymoe=options, **settings) as llm:
@@ -98,9 +97,9 @@ def test_nothing_is_made_of_what_vllm_computes_to_warm_up(llm):
         if served:
             answer(llm, prompts()[:1], max_tokens=3, logprobs=None)
         before, recorded, counts = stats_of(llm), tokens_recorded(llm), popularity._counts.clone()
-        watched = runtime.policy = WatchedPolicy(runtime.policy)
+        watched = runtime.system = WatchedSystem(runtime.system)
         warm_up(llm)
-        runtime.policy = watched._policy
+        runtime.system = watched._system
         assert len(watched.seen) >= 3 * LAYERS
         assert all(routing.prompt is None for routing, _ in watched.seen), "a prompt that nobody has sent"
         after = stats_of(llm)
@@ -137,13 +136,13 @@ def test_the_same_tokens_and_the_same_bits_at_every_budget_and_counts_that_add_u
 def test_the_policy_sees_the_prompts_of_each_step_and_their_heavy_hitters(llm):
     set_retention(llm, 0.5)
     runtime = runtime_of(llm)
-    watched = runtime.policy = WatchedPolicy(runtime.policy)
+    watched = runtime.system = WatchedSystem(runtime.system)
     llm.reset_prefix_cache()
     start(llm, [1, 2], max_tokens=4)
     step(llm, 2)
     start(llm, [LONG], max_tokens=2)
     finish(llm)
-    runtime.policy = watched._policy
+    runtime.system = watched._system
     kinds = set()
     for routing, _ in watched.seen:
         prompt = routing.prompt

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.e2e.engines import (
-    WatchedPolicy,
+    WatchedSystem,
     answer,
     check_logprobs_close,
     engine,
@@ -20,8 +20,8 @@ from tests.e2e.engines import (
 pytestmark = pytest.mark.engine
 
 BUDGETS = ("100%", "50%", "25%", "minimum")
-# Of which retention 1 is the policy "exact"; in both engines, so that a lower one can be compared between them.
-EXACT = {"hi": 16, "lo": 2, "policy": "dymoe", "policy_options": {"retention": 1}, "prefetch": "none"}
+# Of which retention 1 is the system "exact"; in both engines, so that a lower one can be compared between them.
+EXACT = {"hi": 16, "lo": 2, "system": "dymoe", "system_options": {"retention": 1, "look_ahead": 0}}
 
 
 def answers_and_layers(llm, budget, texts):
@@ -55,7 +55,7 @@ def answers_with_less(llm):
     runtime = runtime_of(llm)
     runtime.resize("25%")
     llm.collective_rpc("dymoe_precision", kwargs={"retention": 0.5})
-    watched = runtime.policy = WatchedPolicy(runtime.policy)
+    watched = runtime.system = WatchedSystem(runtime.system)
     answers = answer(llm, prompts())
     assert runtime.stats().planned["lo"] > 0
     return answers, [routing.prompt.heavy for routing, _ in watched.seen if routing.prompt is not None]
@@ -116,7 +116,9 @@ def test_compiled_models_have_the_heavy_hitters_of_eager_ones(exact_answers, com
 
 def test_the_lowest_tier_still_speaks(plain_answers):
     """Two bits everywhere: other words, but the bytes are really the low ones and the model still works."""
-    with engine(dymoe={"hi": 4, "lo": 2, "policy": "uniform-lo", "expert_budget": "25%"}) as llm:
+    with engine(
+        dymoe={"hi": 4, "lo": 2, "system": "dymoe", "system_options": {"retention": 0}, "expert_budget": "25%"}
+    ) as llm:
         runtime = runtime_of(llm)
         answers = answer(llm, prompts()[:4])
         stats = runtime.stats()

@@ -282,7 +282,7 @@ def served(tmp_path_factory):
     It is asked for prefetch, for which it looks at gates; nothing is fetched ahead where transfers take cores.
     """
     folder = tmp_path_factory.mktemp("stores")
-    options = {"hi": 4, "expert_budget": "2%", "store_dir": str(folder), "prefetch": "next-gate"}
+    options = {"hi": 4, "expert_budget": "2%", "store_dir": str(folder)}
     arguments = ["--quantization", "dymoe", "--additional-config", json.dumps({"dymoe": options})]
     server = Server(MODEL, folder / "log", *arguments, "--enable-prefix-caching", eager=False)
     server.wait_until_ready()
@@ -330,7 +330,7 @@ def test_another_ranks_fault_fails_the_step(monkeypatch, tmp_path):
         pytest.skip("two ranks need two cores")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2]))
     traces = tmp_path / "traces"
-    options = {"hi": 4, "expert_budget": "2%", "store_dir": str(tmp_path), "trace_dir": str(traces)}
+    options = {"hi": 4, "expert_budget": "2%", "store_dir": str(tmp_path), "trace": str(traces)}
     settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_prefix_caching": True}
     with engine(dymoe=options, **settings) as llm:
         want = [a.tokens for a in answer(llm, prompts()[:2], max_tokens=8)]

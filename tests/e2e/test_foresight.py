@@ -17,8 +17,8 @@ BUDGET = "25%"
 @pytest.fixture(scope="module")
 def llm():
     # A link on which the shipped model's experts take about a millisecond each: there is something to hide.
-    options = {"hi": 4, "policy": "firm", "expert_budget": BUDGET, "link_gbps": 0.03}
-    with engine(dymoe=options | {"staging_slots": 4, "prefetch_options": {"update_every": 2, "rounds": 4}}) as llm:
+    options = {"hi": 4, "system": "firm", "expert_budget": BUDGET, "link_gbps": 0.03}
+    with engine(dymoe=options) as llm:
         yield llm
 
 
@@ -43,12 +43,14 @@ def test_gates_choose_what_vllm_chooses(llm):
 def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(llm):
     runtime = runtime_of(llm)
     meeting = runtime.predictor
+    tuner = meeting.predictor._tuner
+    tuner._update_every, tuner._rounds = 2, 4  # so that it settles within the test
     tokens, layers = answered(llm)
     stats = runtime.stats()
     # Measured: 0.74 for the meeting while it is tuned, 0.77 for the next gate. By chance an eighth would be right.
     assert stats.predictions["right"] / stats.predictions["named"] > 0.6
     assert stats.prefetches["useful"] + stats.prefetches["late"] > stats.prefetches["wasted"]
-    assert meeting.predictor._tuner.settled
+    assert tuner.settled
 
     runtime.predictor = type(meeting)(NextGate(meeting.predictor._gates, top_k=4))
     next_tokens, next_layers = answered(llm)

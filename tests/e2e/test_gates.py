@@ -36,8 +36,8 @@ def odd_router(monkeypatch):
 def test_a_router_that_is_more_than_its_gate_is_served_without_the_gate(odd_router, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(foresight.logger, "warning", lambda sentence, *values: said.append(sentence % values))
-    options = {"hi": 4, "expert_budget": "25%", "prefetch": "next-gate", "link_gbps": 0.03, "staging_slots": 4}
-    with engine(dymoe=options | {"trace_dir": str(tmp_path), "trace_inputs": True}) as llm:
+    options = {"hi": 4, "expert_budget": "25%", "link_gbps": 0.03}
+    with engine(dymoe=options | {"trace": {"folder": str(tmp_path), "inputs": True}}) as llm:
         runtime = runtime_of(llm)
         by_gates = runtime.predictor
         assert by_gates is not None

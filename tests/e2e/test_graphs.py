@@ -21,7 +21,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 TOKENS = 10
 # One request, three that fill a graph for four, five that fill one for eight; with few and with many tokens to read.
 BATCHES = ((5,), (7, 12, 9), (5, 14, 3, 11, 8))
-DYMOE = {"hi": 16, "expert_budget": "50%", "prefetch": "next-gate"}
+DYMOE = {"hi": 16, "expert_budget": "50%"}
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def tokens_at_four_bits(root, name):
 def test_sixteen_bits_agree_with_vllm_at_every_budget(name, folder):
     with serve(checkpoint(folder, name)) as llm:
         theirs = answer(llm, prompts(), TOKENS)
-    with serve(checkpoint(folder, name), {"hi": 16, "prefetch": "next-gate"}) as llm:
+    with serve(checkpoint(folder, name), {"hi": 16}) as llm:
         with gates_compared(llm) as shares:
             answer(llm, prompts(), max_tokens=2)
         with gates_compared(llm, its_neighbour) as planted:

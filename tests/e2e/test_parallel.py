@@ -23,7 +23,8 @@ from tests.e2e.engines import (
     runtime_of,
 )
 from tests.runtime.steps import forward
-from vllm_dymoe.policy import make_policy
+from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.traces import Trace, statistics
 
 pytestmark = [
@@ -33,7 +34,7 @@ pytestmark = [
 
 OPTIONS = {"hi": 16, "lo": 4, "group_size": 32, "expert_budget": "100%"}
 BUDGETS = ("100%", "25%", "minimum")
-POLICIES = {"16 bits": "exact", "4 bits": "uniform-lo"}
+SYSTEMS = {"16 bits": Exact(look_ahead=0), "4 bits": Dymoe(retention=0, look_ahead=0)}
 
 
 # -- in the workers -------------------------------------------------------------------------------
@@ -49,12 +50,12 @@ def layer_output(runtime, position):
     return forward(runtime, position, x, weights, ids).float()
 
 
-def set_policy(worker, policy, budget):
-    """Use another policy and budget on this rank."""
+def set_system(worker, system, budget):
+    """Use another system and budget on this rank."""
     from vllm_dymoe.vllm_adapter.worker import _runtime
 
     runtime = _runtime(worker)
-    runtime.policy = make_policy(policy, {})
+    runtime.system = system
     runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
     runtime.reset_stats()
 
@@ -86,14 +87,14 @@ def serve_two_ranks(log, settings):
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
     result = {"answers": {}, "stats": {}}
     stages = "pipeline_parallel_size" in settings
-    options = OPTIONS if stages else OPTIONS | {"trace_dir": f"{log}.traces", "trace_inputs": True}
+    options = OPTIONS if stages else OPTIONS | {"trace": {"folder": f"{log}.traces", "inputs": True}}
     with engine(dymoe=options, distributed_executor_backend="mp", **settings) as llm:
         result["ranks"] = llm.collective_rpc(describe_rank)
         if stages:
             return result
-        for bits, policy in POLICIES.items():
+        for bits, system in SYSTEMS.items():
             for budget in BUDGETS:
-                llm.collective_rpc(set_policy, args=(policy, budget))
+                llm.collective_rpc(set_system, args=(system, budget))
                 result["answers"][bits, budget] = answer(llm, prompts(), max_tokens=16)
                 llm.collective_rpc("dymoe_check_integrity")
                 result["stats"][bits, budget] = llm.collective_rpc("dymoe_stats")
@@ -115,11 +116,11 @@ def one_rank(tmp_path_factory):
     """Answers at each bit-width, and the outputs of single layers at 16 bits."""
     result = {}
     folder = tmp_path_factory.mktemp("one-rank")
-    with engine(dymoe=OPTIONS | {"trace_dir": str(folder), "trace_inputs": True}) as llm:
+    with engine(dymoe=OPTIONS | {"trace": {"folder": str(folder), "inputs": True}}) as llm:
         runtime = runtime_of(llm)
         result["outputs"] = [layer_output(runtime, position) for position in range(8)]
-        for bits, policy in POLICIES.items():
-            runtime.policy = make_policy(policy, {})
+        for bits, system in SYSTEMS.items():
+            runtime.system = system
             runtime.resize("100%")
             result[bits] = answer(llm, prompts(), max_tokens=16)
             result.setdefault("trace", llm.collective_rpc("dymoe_trace"))
@@ -137,14 +138,14 @@ def pipeline(tmp_path_factory):
     return two_ranks(tmp_path_factory.mktemp("pipeline"), pipeline_parallel_size=2)
 
 
-@pytest.mark.parametrize("bits", POLICIES)
+@pytest.mark.parametrize("bits", SYSTEMS)
 def test_two_ranks_answer_like_one(parallel, one_rank, bits):
     answers = parallel[1]["answers"][bits, "100%"]
     check_logprobs_close(answers, one_rank[bits])
     assert equal_share(answers, one_rank[bits]) >= 0.95
 
 
-@pytest.mark.parametrize("bits", POLICIES)
+@pytest.mark.parametrize("bits", SYSTEMS)
 def test_budgets_change_no_token_on_two_ranks(parallel, bits):
     answers = parallel[1]["answers"]
     for budget in BUDGETS[1:]:

@@ -1,19 +1,20 @@
-"""The policy `dymoe` through the real engine: what it decides, what it moves, and changes while requests are served."""
+"""The system `dymoe` through the real engine: what it decides, what it moves, and changes while requests are served."""
 
 import pytest
 import torch
 
 from tests.e2e.architectures import ARCHITECTURES
-from tests.e2e.engines import WatchedPolicy, answer, engine, prompts, recorded_layers, runtime_of
+from tests.e2e.engines import WatchedSystem, answer, engine, prompts, recorded_layers, runtime_of
 from tests.e2e.padding import check_padding
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.policy import make_policy
-from vllm_dymoe.policy.schedule import Schedule
+from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.systems.schedule import Schedule
 
 pytestmark = pytest.mark.engine
 
 LAYERS, TOP_K = 8, 4
-DYMOE = {"hi": 4, "lo": 2, "policy": "dymoe", "policy_options": {"retention": 0.75}, "expert_budget": "50%"}
+DYMOE = {"hi": 4, "lo": 2, "system": "dymoe", "system_options": {"retention": 0.75}, "expert_budget": "50%"}
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +35,12 @@ def stats_of(llm):
 
 @pytest.fixture
 def watched(llm):
-    """Watch the policy from here on; a function, because a change of precision makes a new one."""
+    """Watch the system from here on; a function, because a change of precision makes a new one."""
     runtime = runtime_of(llm)
 
     def watch():
-        runtime.policy = WatchedPolicy(runtime.policy)
-        return runtime.policy.seen
+        runtime.system = WatchedSystem(runtime.system)
+        return runtime.system.seen
 
     yield watch
     change(llm, hi=4, lo=2, retention=0.75, heavy_share=0.2)
@@ -125,8 +126,8 @@ def test_precision_changes_while_requests_are_served(llm):
         planned = stats["planned"]
         assert (planned["hi"] > 0, planned["lo"] > 0, planned["skip"] > 0) == (
             True,
-            now["lo"] > 0 and now["policy_options"]["retention"] < 1,
-            now["lo"] == 0 and now["policy_options"]["retention"] < 1,
+            now["lo"] > 0 and now["system_options"]["retention"] < 1,
+            now["lo"] == 0 and now["system_options"]["retention"] < 1,
         )
         formats, slots = runtime.experts.formats, stats["slots"]
         assert slots["hi"] * formats[now["hi"]].nbytes + slots.get("lo", 0) * formats[2].nbytes <= limit
@@ -143,8 +144,8 @@ def test_retention_1_is_exact_and_what_is_refused_changes_nothing(llm):
     for wrong in ({"retention": 2}, {"hi": 16}):
         with pytest.raises(Exception, match="vllm-dymoe: "):
             change(llm, **wrong)
-    assert change(llm)["policy_options"]["retention"] == 1.0
-    runtime.policy = make_policy("exact")
+    assert change(llm)["system_options"]["retention"] == 1.0
+    runtime.system = Exact()
     with recorded_layers(runtime) as theirs:
         assert [a.tokens for a in answer(llm, prompts()[:3], max_tokens=10)] == [a.tokens for a in tokens]
     assert len(ours) == len(theirs) > 0
@@ -154,13 +155,13 @@ def test_retention_1_is_exact_and_what_is_refused_changes_nothing(llm):
 
 def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):
     """MLA hands over none: every token of a prompt counts, and everything else is as ever."""
-    options = {"hi": 4, "lo": 2, "policy": "dymoe", "policy_options": {"retention": 0.5}, "reuse_high": False}
+    options = {"hi": 4, "lo": 2, "system": "dymoe", "system_options": {"retention": 0.5, "reuse_high": False}}
     model, texts = ARCHITECTURES["deepseek-v2"].save(tmp_path / "mla"), [list(range(5, 35)), list(range(90, 101))]
     with engine(model, options, skip_tokenizer_init=True, max_num_seqs=8, max_model_len=128) as llm:
         runtime, want = runtime_of(llm), None
         for budget in ("100%", "minimum"):
             runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
-            watched = runtime.policy = WatchedPolicy(make_policy("dymoe", options["policy_options"]))
+            watched = runtime.system = WatchedSystem(Dymoe(**options["system_options"]))
             with recorded_layers(runtime) as layers:
                 answer(llm, [{"prompt_token_ids": text} for text in texts], max_tokens=6)
             runtime.check_integrity()

@@ -80,7 +80,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
     """No --quantization: the checkpoint says what it is. Every expert is high, until a test wants less."""
-    policy = {"policy": "dymoe", "policy_options": {"retention": 1}, "prefetch": "none"}
+    policy = {"system": "dymoe", "system_options": {"retention": 1, "look_ahead": 0}}
     options = json.dumps({"dymoe": {"expert_budget": "25%"} | policy})
     server = Server(checkpoint, tmp_path_factory.mktemp("server") / "log", "--additional-config", options)
     server.wait_until_ready()
@@ -101,7 +101,7 @@ def complete(client, prompt, **options):
 def test_one_loud_line_says_what_is_active(server, checkpoint):
     lines = [line for line in server.log.read_text().splitlines() if "is active" in line]
     assert len(lines) == 1
-    for part in ("8 MoE layers x 32 experts", "hi = 4 bits", "64 slots", "budget", "policy dymoe", str(checkpoint)):
+    for part in ("8 MoE layers x 32 experts", "hi = 4 bits", "64 slots", "budget", "system dymoe", str(checkpoint)):
         assert part in lines[0], part
 
 
@@ -166,13 +166,13 @@ def test_a_client_changes_precision_over_http(client, server):
 
     before = complete(client, prompts()[1]).choices[0].text
     (rank,) = client.get("/dymoe/precision", cast_to=object)["ranks"]
-    assert (rank["hi"], rank["lo"], rank["policy_options"]) == (4, 2, {"retention": 1})
+    assert (rank["hi"], rank["lo"], rank["system_options"]) == (4, 2, {"retention": 1, "look_ahead": 0})
     assert planned(client, server)["lo"] == 0
     try:
         stream = complete(client, prompts()[2], max_tokens=200, stream=True, extra_body={"ignore_eos": True})
         next(stream)
         rpc(server, "dymoe_reset_stats")
-        assert change(retention=0.5)["policy_options"] == {"retention": 0.5}
+        assert change(retention=0.5)["system_options"] == {"retention": 0.5, "look_ahead": 0}
         assert sum(1 for _ in stream) > 100, "the answer went on"
         counts = rpc(server, "dymoe_stats")[0]["planned"]
         assert counts["lo"] > 0, "and did so with less precision"
@@ -185,7 +185,7 @@ def test_a_client_changes_precision_over_http(client, server):
         with pytest.raises(openai.BadRequestError, match="vllm-dymoe: hi cannot become 16 bits"):
             change(hi=16)
         (rank,) = client.get("/dymoe/precision", cast_to=object)["ranks"]
-        assert (rank["lo"], rank["policy_options"]) == (0, {"retention": 0.5})
+        assert (rank["lo"], rank["system_options"]) == (0, {"retention": 0.5, "look_ahead": 0})
     finally:
         change(retention=1, lo=2)
     assert complete(client, prompts()[1]).choices[0].text == before

@@ -2,32 +2,32 @@
 
 import pytest
 import torch
+from pydantic import PrivateAttr
 
 from tests.e2e.engines import answer, engine, prompts, runtime_of
 from tests.support.computed import watch_computed
 from vllm_dymoe.experts.layout import BlobKey
 from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.systems.exact import Exact
 
 pytestmark = pytest.mark.engine
 
 
-class ByWeight:
+class ByWeight(Exact):
     """High for an expert that is some token's first choice, low for the others; every fifth step skips the last one."""
 
-    tiers = frozenset((Tier.HI, Tier.LO))
-
-    def __init__(self):
-        self.calls = 0
+    tiers = property(lambda self: frozenset((Tier.HI, Tier.LO)))
+    _calls: list = PrivateAttr(default_factory=list)
 
     def shares(self, num_layers, top_k):
         return dict.fromkeys(self.tiers, [1.0] * num_layers)
 
-    def plan(self, routing):
-        self.calls += 1
+    def select(self, routing):
+        self._calls.append(routing.layer)
         best = routing.weights.argmax(dim=1, keepdim=True)
         first = set(routing.ids.gather(1, best).flatten().tolist())
         plan = {expert: Tier.HI if expert in first else Tier.LO for expert in routing.active}
-        if self.calls % 5 == 0:
+        if len(self._calls) % 5 == 0:
             plan[routing.active[-1]] = Tier.SKIP
         return plan
 
@@ -51,10 +51,10 @@ def watch(runtime):
 
 @pytest.mark.parametrize("store", ["file", "pinned"])
 def test_mixed_tiers_read_complete_bytes_and_keep_one_version(store):
-    options = {"hi": 4, "lo": 2, "expert_budget": "50%", "host_store": store, "io_threads": 2}
+    options = {"hi": 4, "lo": 2, "expert_budget": "50%", "host_store": store}
     with engine(dymoe=options) as llm:
         runtime = runtime_of(llm)
-        runtime.policy = ByWeight()
+        runtime.system = ByWeight()
         for budget in ("50%", "10%", "100%"):
             runtime.resize(budget)
             runtime.reset_stats()

@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(folder):
     # Prompts longer than a step may be, and a cache that is too small for all requests at once.
-    options = {"hi": 4, "trace_dir": str(folder), "trace_inputs": True}
+    options = {"hi": 4, "trace": {"folder": str(folder), "inputs": True}}
     settings = {"max_num_batched_tokens": 48, "enable_prefix_caching": True}
     with engine(dymoe=options, **settings) as llm:
         yield llm
@@ -172,7 +172,7 @@ def kill():
         time.sleep(0.01)
     os.kill(os.getpid(), 9)
 
-with engine(dymoe={"hi": 4, "trace_dir": str(folder)}) as llm:
+with engine(dymoe={"hi": 4, "trace": str(folder)}) as llm:
     from vllm import SamplingParams
     threading.Thread(target=kill).start()
     llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=400, ignore_eos=True), use_tqdm=False)

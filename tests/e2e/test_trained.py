@@ -21,8 +21,8 @@ def traces(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(traces):
-    options = {"hi": 4, "policy": "duoserve", "expert_budget": "25%", "keep_experts": True, "staging_slots": 4}
-    with engine(dymoe=options | {"link_gbps": 0.03, "trace_dir": str(traces)}) as llm:
+    options = {"hi": 4, "expert_budget": "25%"}
+    with engine(dymoe=options | {"link_gbps": 0.03, "trace": str(traces)}) as llm:
         yield llm
 
 

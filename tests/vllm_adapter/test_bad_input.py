@@ -90,7 +90,7 @@ def rank_model(packer=None, runtime=None):
     model = RankModel.__new__(RankModel)
     model._packer, model._store, model.runtime, model.step = packer, None, runtime, RunningStep()
     model.failures = StepFailures(model.step)
-    model.foresight, model.prompts = Foresight(Options(prefetch="none")), None
+    model.foresight, model.prompts = Foresight(Options(system="on-demand")), None
     return model
 
 

@@ -222,8 +222,8 @@ def test_a_correction_that_vllm_does_not_apply_is_dropped():
 # -- together -------------------------------------------------------------------------------------
 
 
-def foresee(*blocks, prefetch="next-gate"):
-    foresight = Foresight(Options(prefetch=prefetch))
+def foresee(*blocks, **options):
+    foresight = Foresight(Options(**options))
     built = [make() for make in blocks]
     for position, block in enumerate(built):
         foresight.layer_loaded(position, block.routed)
@@ -249,8 +249,9 @@ def test_a_gate_that_is_not_there_gets_a_sentence_and_no_prefetch(warnings):
     assert predictor is None
     (sentence,) = warnings()
     assert sentence == (
-        'vllm-dymoe: prefetch "next-gate" is off, because the gate of model.layers.0.mlp.experts cannot be used: '
-        "no linear layer next to it leads from 12 to 8 features; experts are fetched when their router names them."
+        'vllm-dymoe: system "exact" fetches nothing ahead, because the gate of model.layers.0.mlp.experts cannot be '
+        "used: no linear layer next to it leads from 12 to 8 features; experts are fetched when their router names "
+        "them."
     )
 
 
@@ -260,11 +261,13 @@ def test_a_gate_that_chooses_otherwise_gets_a_sentence_and_no_prefetch(warnings)
     assert foresight.agrees(0, x, blocks[0].gate(x).topk(TOP_K).indices)
     assert not foresight.agrees(1, x, blocks[0].gate(x).topk(TOP_K).indices)
     (sentence,) = warnings()
-    assert "is off, because the gate that was found for model.layers.0.mlp.experts makes only" in sentence
+    assert (
+        "fetches nothing ahead, because the gate that was found for model.layers.0.mlp.experts makes only" in sentence
+    )
 
 
 def test_a_trace_does_without_a_gate_that_chooses_otherwise(warnings, tmp_path):
-    foresight = Foresight(Options(prefetch="none", trace_dir=tmp_path, trace_inputs=True))
+    foresight = Foresight(Options(system="on-demand", trace={"folder": tmp_path, "inputs": True}))
     blocks = [good(), good()]
     for position, block in enumerate(blocks):
         foresight.layer_loaded(position, block.routed)
@@ -277,11 +280,19 @@ def test_a_trace_does_without_a_gate_that_chooses_otherwise(warnings, tmp_path):
     assert sentence.startswith("vllm-dymoe: the trace will not have what the next layer's gate says, because the gate")
 
 
-@pytest.mark.parametrize("prefetch", ["none", "layer", "popularity"])
-def test_schemes_without_gates_look_for_none(prefetch, warnings):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"system": "on-demand"},
+        {"system": "layer-prefetch"},
+        {"system": "duoserve"},
+        {"system_options": {"look_ahead": 0}},
+    ],
+)
+def test_systems_without_gates_look_for_none(options, warnings):
     before = len(torch_module._global_module_registration_hooks)
-    foresight, _, predictor = foresee(Block, Block, prefetch=prefetch)
+    foresight, _, predictor = foresee(Block, Block, **options)
     assert len(torch_module._global_module_registration_hooks) == before
-    assert (predictor is None) == (prefetch == "none")
+    assert (predictor is None) == (options not in ({"system": "layer-prefetch"}, {"system": "duoserve"}))
     assert foresight.agrees(0, torch.randn(3, HIDDEN), torch.zeros(3, TOP_K))
     assert not warnings()

@@ -19,16 +19,15 @@ from tests.vllm_adapter.test_prompt_tap import queries_and_keys
 from tests.vllm_adapter.test_trace_tap import new
 from vllm_dymoe.config import Options
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.policy import POLICIES, make_policy
 from vllm_dymoe.predict import RoutedModel
 from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
-from vllm_dymoe.predict.schemes import SCHEMES, make_scheme
 from vllm_dymoe.predict.trained import TrainedPredictor
-from vllm_dymoe.predict.training import Recipe, train
 from vllm_dymoe.quantize.recording import CalibrationError
+from vllm_dymoe.systems import SYSTEMS
 from vllm_dymoe.traces import Trace, TraceHeader
 from vllm_dymoe.traces.recorder import Recorder as TraceRecorder
+from vllm_dymoe.training import Recipe, train
 from vllm_dymoe.vllm_adapter import prompt_tap
 from vllm_dymoe.vllm_adapter.foresight import Foresight
 from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
@@ -53,21 +52,21 @@ HALF = torch.tensor([-1, 0, -1, 1, 2, -1, -1, 3, 4, -1, 5, -1, -1, 6, -1, 7], dt
 NETWORK = fold(train(made_up(sizes=SIZES), Architecture((), history=2), Recipe(epochs=1, batch=64)).model)
 
 
-def predictor_of(prefetch, expert_map):
-    if prefetch == "trained":
+def predictor_of(system, trained, expert_map):
+    if trained:
         return TrainedPredictor(NETWORK, TOP_K)
     local = None if expert_map is None else tuple(expert_map.tolist())
     gates, _ = random_gates(LAYERS, len(local or range(EXPERTS)), HIDDEN, local=local)
     gates = [replace(gate, logits=lambda x, logits=gate.logits: logits(x.float())) for gate in gates]
-    return make_scheme(prefetch, {}).build(RoutedModel(LAYERS, EXPERTS, TOP_K, gates=gates, hidden=HIDDEN))
+    return system.make_predictor(RoutedModel(LAYERS, EXPERTS, TOP_K, gates=gates, hidden=HIDDEN))
 
 
 def rank_model(folder, runtime, total):
     """A rank that records what routers choose and what experts read, without the vLLM around it."""
     model = RankModel.__new__(RankModel)
     model.runtime, model.step = runtime, RunningStep()
-    model.failures, model.foresight = StepFailures(model.step), Foresight(Options(prefetch="none"))
-    model.prompts = PromptTap(lambda: runtime.policy, model.step)
+    model.failures, model.foresight = StepFailures(model.step), Foresight(Options(system="on-demand"))
+    model.prompts = PromptTap(lambda: runtime.system, model.step)
     model.recorder = Recorder(folder / "part", TOKENS, layers=LAYERS, hidden=HIDDEN, top_k=TOP_K, dtype=torch.bfloat16)
     model.trace = TraceTap(TraceRecorder(folder, replace(SIZES, num_experts=total), 2**20, inputs=True))
     model.layer_loaded = lambda position, layer: None
@@ -91,7 +90,7 @@ def batch(random, real, total, padding):
     return x, weights, ids.int()
 
 
-def served(folder, monkeypatch, padding, policy="exact", prefetch="none", expert_map=None):
+def served(folder, monkeypatch, padding, system="exact", trained=False, expert_map=None, **parameters):
     """Serve all steps; what came out for the tokens, and all that can be observed afterwards.
 
     Args:
@@ -99,7 +98,8 @@ def served(folder, monkeypatch, padding, policy="exact", prefetch="none", expert
     """
     folder.mkdir()
     monkeypatch.setattr(prompt_tap, "get_tensor_model_parallel_world_size", lambda: 1)
-    runtime = with_budget(STORE, "50%", make_policy(policy), predictor=predictor_of(prefetch, expert_map))
+    system = SYSTEMS[system](**parameters)
+    runtime = with_budget(STORE, "50%", system, predictor=predictor_of(system, trained, expert_map))
     total = EXPERTS if expert_map is None else len(expert_map)
     model = rank_model(folder, runtime, total)
     layers = list(layers_of(model, expert_map))
@@ -164,17 +164,19 @@ def check(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_no_policy_sees_padding(check, policy, padding):
-    seen = check(padding, policy=policy)
-    if policy == "dymoe":
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_system_sees_padding(check, system, padding):
+    seen = check(padding, system=system)
+    if system == "dymoe":
         assert min(seen["counts"]["planned"][tier] for tier in ("hi", "lo")) > 0
 
 
 @pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
-@pytest.mark.parametrize("prefetch", sorted(SCHEMES.keys() - {"none"}))
-def test_no_predictor_sees_padding(check, prefetch, padding):
-    seen = check(padding, prefetch=prefetch)
+@pytest.mark.parametrize(
+    "settings", [*({"system": name} for name in SYSTEMS if name != "on-demand"), {"trained": True}], ids=str
+)
+def test_no_predictor_sees_padding(check, settings, padding):
+    seen = check(padding, **settings)
     assert any(seen["predicted"])
     assert seen["counts"]["predictions"]["wanted"] > 0
 
@@ -182,7 +184,7 @@ def test_no_predictor_sees_padding(check, prefetch, padding):
 @pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
 @pytest.mark.parametrize(
     "settings",
-    [{"policy": "dymoe"}, {"prefetch": "popularity"}, {"prefetch": "next-gate"}, {"prefetch": "meeting-of-layers"}],
+    [{"system": "dymoe", "look_ahead": 0}, {"system": "duoserve"}, {"system": "exact"}, {"system": "firm"}],
     ids=str,
 )
 def test_padding_is_told_from_the_experts_of_other_ranks(check, settings, padding):

@@ -78,10 +78,13 @@ def test_the_defaults_are_accepted():
         ({"expert_bugdet": "25%"}, 'expert_bugdet is not an option; did you mean "expert_budget"?'),
         ({"hi": 3}, "additional_config.dymoe.hi = 3: input should be 16, 8, 4 or 2."),
         ({"hi": 4, "lo": 8}, "lo is 8 bits but must be below hi"),
-        ({"policy": "dynaexq"}, 'policy "dynaexq" does not exist; choose one of duoserve, dymoe, exact'),
-        ({"prefetch": "dymoe"}, 'prefetch "dymoe" does not exist; choose one of none, layer'),
+        ({"system": "dynaexq"}, 'system "dynaexq" does not exist; choose one of exact, on-demand, layer-prefetch'),
         (
-            {"policy": "dymoe", "policy_options": {"retention": 2}},
+            {"prefetch": "none"},
+            'additional_config.dymoe.prefetch is not an option any more; write "system_options": {"l',
+        ),
+        (
+            {"system": "dymoe", "system_options": {"retention": 2}},
             "(retention: input should be less than or equal to 1)",
         ),
         ("25%", "additional_config.dymoe must be an object of options"),
@@ -92,10 +95,10 @@ def test_wrong_options_are_refused(dymoe, sentence):
 
 
 def test_depth_needs_all_layers_in_one_process():
-    message = refusal({"policy": "dymoe"}, pipeline_parallel_size=2)
+    message = refusal({"system": "dymoe"}, pipeline_parallel_size=2)
     assert "leave --pipeline-parallel-size 2 out" in message
-    configure({"policy": "exact"}, pipeline_parallel_size=2)
-    configure({"policy": "dymoe"})
+    configure({"system": "exact"}, pipeline_parallel_size=2)
+    configure({"system": "dymoe"})
 
 
 def test_a_wrong_variable_of_the_environment_is_refused(monkeypatch):

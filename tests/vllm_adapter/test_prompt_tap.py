@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.policy.test_importance import heavy_hitters
+from tests.systems.test_importance import heavy_hitters
 from tests.vllm_adapter.steps import scheduled
-from vllm_dymoe.policy import make_policy
-from vllm_dymoe.policy.importance import attention_mass
+from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.systems.importance import attention_mass
 from vllm_dymoe.vllm_adapter import prompt_tap
 from vllm_dymoe.vllm_adapter.prompt_tap import WINDOW, PromptTap
 from vllm_dymoe.vllm_adapter.step import RunningStep
@@ -37,8 +37,8 @@ def begin(monkeypatch):
 
 
 def make_tap(drafted=0, **options):
-    policy = make_policy("dymoe", options)
-    return PromptTap(lambda: policy, STEP, drafted)
+    system = Dymoe(**options)
+    return PromptTap(lambda: system, STEP, drafted)
 
 
 def queries_and_keys(rows, seed=0):

@@ -19,10 +19,10 @@ def store():
 
 
 def runtime_with(store, slots, **options):
-    """A runtime with this many slots in each tier that its policy uses."""
-    chosen = Options(hi=4, lo=2, group_size=32, staging_slots=STAGING, **options)
+    """A runtime with this many slots in each tier that its system uses."""
+    chosen = Options(hi=4, lo=2, group_size=32, **options)
     runtime = MoERuntime(store, chosen, torch.device("cpu"), automatic_budget=10**9)
-    bits = chosen.lo if chosen.policy == "uniform-lo" else chosen.hi
+    bits = chosen.lo if "lo" in runtime.system.tiers else chosen.hi
     runtime.resize(runtime.kernel.workspace_bytes + slots * runtime.experts.formats[bits].nbytes)
     assert list(runtime.plan.slots.values()) == [slots]
     return runtime
@@ -46,10 +46,10 @@ def test_sizes_are_for_people(nbytes, text):
     assert size(nbytes) == text
 
 
-@pytest.mark.parametrize("policy", ["exact", "uniform-lo"])
-def test_a_layer_that_keeps_nothing_is_a_warning(store, policy):
-    tier = "hi" if policy == "exact" else "lo"
-    (warning,) = warnings(runtime_with(store, slots=LAYERS + STAGING - 1, policy=policy))
+@pytest.mark.parametrize("tier", ["hi", "lo"])
+def test_a_layer_that_keeps_nothing_is_a_warning(store, tier):
+    options = {} if tier == "hi" else {"system": "dymoe", "system_options": {"retention": 0}, "link_gbps": 1.0}
+    (warning,) = warnings(runtime_with(store, slots=LAYERS + STAGING - 1, **options))
     assert f"with 3 slots in the {tier} tier some layers keep no expert at all" in warning
     assert "raise expert_budget" in warning
 
@@ -71,7 +71,7 @@ def test_the_first_line_says_what_is_active(store):
     assert "\n" not in line
     for part in (
         f"vllm-dymoe {__version__} is active: 2 MoE layers x 6 experts, top 2",
-        "policy exact",
+        "system exact",
         "hi = 4 bits (6.2 KiB an expert): 7 slots, 2-3 of 6 experts per layer + 2 for streaming",
         f"budget {size(runtime.plan.limit)} of {size(LAYERS * EXPERTS * runtime.experts.formats[4].nbytes)}",
         f"kernel {runtime.kernel.name}",
@@ -87,13 +87,13 @@ def test_why_experts_are_where_they_are_is_said_unless_it_was_asked_for(store):
 
 
 def test_who_keeps_no_expert_because_it_was_asked_to_is_not_warned(store):
-    assert warnings(runtime_with(store, slots=LAYERS * TOP_K, policy="on-demand")) == []
+    assert warnings(runtime_with(store, slots=LAYERS * TOP_K, system="on-demand")) == []
 
 
 def test_what_stands_in_for_a_predictor_is_said(store):
-    line = describe(runtime_with(store, slots=4, policy="duoserve"))
-    assert "; policy duoserve; prefetch popularity, because no predictor was given; hi" in line
-    assert "; prefetch popularity; hi" in describe(runtime_with(store, slots=4, prefetch="popularity"))
+    line = describe(runtime_with(store, slots=4, system="duoserve"))
+    assert "; system duoserve; prefetch popularity, because no predictor was given; hi" in line
+    assert "; prefetch none; hi" in describe(runtime_with(store, slots=4, system_options={"look_ahead": 0}))
 
 
 def test_a_predictor_is_announced_with_its_file_and_what_it_takes(store):
@@ -102,15 +102,15 @@ def test_a_predictor_is_announced_with_its_file_and_what_it_takes(store):
 
     chosen = Options(hi=4, lo=2, group_size=32, predictor="a/file", expert_budget="50%")
     line = describe(MoERuntime(store, chosen, torch.device("cpu"), predictor=Weighty()))
-    assert "; prefetch trained by a/file (2.0 KiB of the budget); hi" in line
+    assert "; prefetch trained, by a/file (2.0 KiB of the budget); hi" in line
 
 
 def test_a_prefetch_that_has_nothing_to_hide_behind_is_said(store):
-    (sentence,) = warnings(runtime_with(store, slots=LAYERS * EXPERTS, prefetch="layer"))
-    assert sentence.startswith('prefetch "layer" fetches nothing ahead while experts come from memory')
-    assert warnings(runtime_with(store, slots=LAYERS * EXPERTS, prefetch="layer", link_gbps=1.0)) == []
+    (sentence,) = warnings(runtime_with(store, slots=LAYERS * EXPERTS, system="layer-prefetch"))
+    assert sentence.startswith('system "layer-prefetch" fetches nothing ahead while experts come from memory')
+    assert warnings(runtime_with(store, slots=LAYERS * EXPERTS, system="layer-prefetch", link_gbps=1.0)) == []
     assert warnings(runtime_with(store, slots=LAYERS * EXPERTS)) == [], "the default was not asked for"
 
 
 def test_prefetch_is_announced(store):
-    assert "; policy firm; prefetch meeting-of-layers; hi" in describe(runtime_with(store, slots=4, policy="firm"))
+    assert "; system firm; prefetch meeting of layers; hi" in describe(runtime_with(store, slots=4, system="firm"))

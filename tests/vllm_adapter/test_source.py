@@ -49,13 +49,13 @@ def test_bits_and_groups_are_the_checkpoints(tmp_path):
     [
         ({"hi": 8}, "hi = 8 was asked for, but the experts of this awq checkpoint have 4 bits; set hi to 4, which"),
         ({"hi": 2}, "hi = 2 was asked for"),
-        ({"preset": "16/8"}, None),
+        ({"quantizer": "16/8"}, None),
     ],
 )
 def test_other_bits_are_refused(tmp_path, dymoe, sentence):
     checkpoint = with_quantization_config(tmp_path, AWQ)
     if sentence is None:
-        assert "preset" in refusal(dymoe, model=checkpoint)
+        assert "quantizer" in refusal(dymoe, model=checkpoint)
     else:
         assert sentence in refusal(dymoe, model=checkpoint)
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.predict import Gate, Predictor, RoutedModel, Scheme, make_scheme
+from vllm_dymoe.predict import Gate, Predictor, RoutedModel
+from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.gates import GateCheck, GateError, ModuleTree, find_gate
 from vllm_dymoe.vllm_adapter.log import logger
 
@@ -22,9 +23,10 @@ class Foresight:
     """
 
     def __init__(self, options: Options) -> None:
-        self._scheme = make_scheme(options.prefetch, options.prefetch_options)
-        self._name = options.prefetch
-        wanted = self._scheme.needs_gates or (options.trace_dir is not None and options.trace_inputs)
+        self._system = make_system(options)
+        # A trained predictor asks no gate; they are still checked for the trace.
+        self._needs_gates = self._system.needs_gates and options.predictor is None
+        wanted = self._needs_gates or (options.trace is not None and options.trace.inputs)
         self._tree = ModuleTree() if wanted else None
         self._found: dict[int, tuple[str, Gate]] = {}
         self.gates: list[Gate] = []
@@ -47,9 +49,9 @@ class Foresight:
             self.gates = list(gates)
             self._check = GateCheck(names, self.gates)
             model = replace(model, gates=self.gates)
-        elif self._scheme.needs_gates:
+        elif self._needs_gates:
             return None
-        return self._scheme.build(model)
+        return self._system.make_predictor(model)
 
     def agrees(self, layer: int, x: torch.Tensor, ids: torch.Tensor) -> bool:
         """Whether the predictor may go on: the gate of a layer, if it needs one, has to choose what vLLM chose.
@@ -62,22 +64,23 @@ class Foresight:
                 self._check.check(layer, x, ids)
             except GateError as error:
                 self._give_up(str(error))
-                return not self._scheme.needs_gates
+                return not self._needs_gates
         return True
 
     def known_gates(self) -> list[Gate]:
         """The gates of every layer; none once one was seen to choose otherwise than vLLM."""
         return self.gates
 
-    def taken_over(self, scheme: Scheme) -> None:
-        """Another scheme foresees from now on, which needs no gates; they are still checked for the trace."""
-        self._scheme = scheme
+    def taken_over(self) -> None:
+        """A trained predictor foresees from now on, which needs no gates; they are still checked for the trace."""
+        self._needs_gates = False
 
     def _give_up(self, reason: str) -> None:
-        if self._scheme.needs_gates:
+        if self._needs_gates:
             logger.warning(
-                'vllm-dymoe: prefetch "%s" is off, because %s; experts are fetched when their router names them.',
-                self._name,
+                'vllm-dymoe: system "%s" fetches nothing ahead, because %s; experts are fetched when their router '
+                "names them.",
+                self._system.name,
                 reason,
             )
         else:

@@ -60,7 +60,7 @@ class Metric:
 
 NAMESPACE = "vllm_dymoe"
 METRICS = (
-    Metric("planned", Counter, "planned", "Experts that the policy gave each tier.", "tier"),
+    Metric("planned", Counter, "planned", "Experts that the system gave each tier.", "tier"),
     Metric("hits", Counter, "hits", "Experts that a layer needed and found on the device."),
     Metric("misses", Counter, "misses", "Experts that a layer needed and had to fetch."),
     Metric("promotions", Counter, "promotions", "Misses that replaced a low version by a high one."),

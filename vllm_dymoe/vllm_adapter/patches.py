@@ -261,8 +261,8 @@ PATCHES = (
     Patch(
         target=("vllm.model_executor.layers.attention.Attention", "process_weights_after_loading"),
         why=(
-            'The policy "dymoe" has to see the queries and keys of a prompt, which only the implementation of an '
-            "attention layer gets outside of compiled graphs; with other policies nothing is put in its way."
+            'The system "dymoe" has to see the queries and keys of a prompt, which only the implementation of an '
+            "attention layer gets outside of compiled graphs; with other systems nothing is put in its way."
         ),
         wrapper=_with_prompts_seen,
         removable="a hook of the attention layer that is called with queries and keys, outside of compiled graphs",

@@ -11,12 +11,12 @@ from vllm.platforms import current_platform
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
 from vllm_dymoe.host_memory import available_host_memory
-from vllm_dymoe.policy import make_policy
 from vllm_dymoe.predict.checkpoint import PredictorError, read_card
 from vllm_dymoe.quantize.tensors import CheckpointError, check_files
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.store import MANIFEST, Manifest, StoreError
 from vllm_dymoe.store.placement import choose_host_place
+from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.features import refuse_unsupported_features
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs
 from vllm_dymoe.vllm_adapter.log import logger
@@ -104,15 +104,15 @@ def _check_ranks(config: VllmConfig) -> None:
 
 
 def _check_depth(config: VllmConfig, options: Options) -> None:
-    """Refuse a policy that goes by depth where no process has all layers.
+    """Refuse a system that goes by depth where no process has all layers.
 
     Raises:
         ConfigError: it is so.
     """
     stages = config.parallel_config.pipeline_parallel_size
-    if stages > 1 and make_policy(options.policy, options.policy_options).heavy_share is not None:
+    if stages > 1 and make_system(options).heavy_hitters is not None:
         raise ConfigError(
-            f'vllm-dymoe: policy "{options.policy}" goes by the depth of a layer, which a stage of a pipeline does not '
+            f'vllm-dymoe: system "{options.system}" goes by the depth of a layer, which a stage of a pipeline does not '
             f"know; leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
         )
 
@@ -124,9 +124,9 @@ def _check_trace(config: VllmConfig, options: Options) -> None:
         ConfigError: it is so.
     """
     stages = config.parallel_config.pipeline_parallel_size
-    if options.trace_dir is not None and stages > 1:
+    if options.trace is not None and stages > 1:
         raise ConfigError(
-            "vllm-dymoe: trace_dir records what all layers choose, and a stage of a pipeline has only some of them; "
+            "vllm-dymoe: trace records what all layers choose, and a stage of a pipeline has only some of them; "
             f"leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
         )
 
@@ -140,10 +140,9 @@ def _check_budget(config: VllmConfig, options: Options) -> None:
     experts = experts_of(config, options)
     if experts is None or options.expert_budget.is_auto:
         return
-    policy = make_policy(options.policy, options.policy_options)
     workspace = workspace_bytes(experts, current_platform.device_type)
     limit = limit_in_bytes(options.expert_budget, experts, options, workspace, automatic=0)
-    plan_slots(experts, options, policy.tiers, limit, workspace)
+    plan_slots(experts, options, make_system(options), limit, workspace)
 
 
 def _check_host_memory(config: VllmConfig, options: Options) -> None:

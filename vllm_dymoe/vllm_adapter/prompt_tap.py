@@ -19,8 +19,9 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 
-from vllm_dymoe.policy import Policy, PromptTokens
-from vllm_dymoe.policy.importance import attention_mass, mark_heavy_hitters
+from vllm_dymoe.experts.routing import PromptTokens
+from vllm_dymoe.systems import System
+from vllm_dymoe.systems.importance import attention_mass, mark_heavy_hitters
 from vllm_dymoe.vllm_adapter.step import RunningStep
 
 _KEY = "vllm_dymoe.prompts"
@@ -44,16 +45,16 @@ class _Prompts:
 
 
 class PromptTap:
-    """The prompts of each step, for a policy that asks for them.
+    """The prompts of each step, for a system that asks for them.
 
     Args:
-        policy: the one in force, asked anew in every step.
+        system: the one in force, asked anew in every step.
         step: the running one.
         drafted: tokens that speculative decoding adds to a request's one; a longer query is a prompt's.
     """
 
-    def __init__(self, policy: Callable[[], Policy], step: RunningStep, drafted: int = 0) -> None:
-        self._policy = policy
+    def __init__(self, system: Callable[[], System], step: RunningStep, drafted: int = 0) -> None:
+        self._system = system
         self._step = step
         self._longest_decode = 1 + drafted
 
@@ -80,7 +81,7 @@ class PromptTap:
     def tokens(self, count: int, device: torch.device) -> PromptTokens | None:
         """The prompts among a MoE layer's tokens.
 
-        None if there are none, or the policy does not ask, or the layer computes only some of the step's tokens.
+        None if there are none, or the system does not ask, or the layer computes only some of the step's tokens.
         """
         prompts = self.running() if self._share is not None else None
         if prompts is None or not prompts.spans or count != self._step.tokens:
@@ -95,8 +96,8 @@ class PromptTap:
     @property
     def _share(self) -> float | None:
         """Of heavy hitters; None where every expert gets the same tier."""
-        policy = self._policy()
-        return policy.heavy_share if len(policy.tiers) > 1 else None
+        system = self._system()
+        return system.heavy_hitters if len(system.tiers) > 1 else None
 
     def running(self) -> _Prompts | None:
         """The prompts of the running step, if any; None while vLLM warms up."""

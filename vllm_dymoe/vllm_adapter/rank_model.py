@@ -18,8 +18,7 @@ from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.policy import Policy, make_policy
-from vllm_dymoe.predict import Predictor, PredictorError, RoutedModel, make_scheme
+from vllm_dymoe.predict import Predictor, PredictorError, RoutedModel, TrainedPredictor
 from vllm_dymoe.predict.checkpoint import PredictorCard, read_card
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.checkpoint import Checkpoint
@@ -34,6 +33,7 @@ from vllm_dymoe.runtime.sizing import workspace_bytes
 from vllm_dymoe.store import FileStore, HostStore, Manifest, StoreError
 from vllm_dymoe.store.placement import HostPlace, choose_host_place
 from vllm_dymoe.store.writer import StoreWriter
+from vllm_dymoe.systems import System, make_system
 from vllm_dymoe.traces import TraceHeader
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter.checkpoint import cached_store, fingerprint, local_folder
@@ -121,13 +121,18 @@ class RankModel:
         self.trace: TraceTap | None = None
         self.trained_predictor: tuple[Path | None, PredictorCard | None] = (None, None)
         self.prompts: PromptTap | None = None
-        if make_policy(self.options.policy, self.options.policy_options).heavy_share is not None:
+        if make_system(self.options).heavy_hitters is not None:
             speculative = vllm_config.speculative_config
-            self.prompts = PromptTap(self._policy, self.step, speculative.num_speculative_tokens if speculative else 0)
+            self.prompts = PromptTap(self._system, self.step, speculative.num_speculative_tokens if speculative else 0)
 
-    def _policy(self) -> Policy:
+    def _system(self) -> System:
         assert self.runtime is not None
-        return self.runtime.policy
+        return self.runtime.system
+
+    @property
+    def _seed(self) -> int:
+        """Of dummy weights."""
+        return self._vllm_config.model_config.seed
 
     # -- creation ---------------------------------------------------------------------------------
 
@@ -234,7 +239,7 @@ class RankModel:
 
     def _automatic_budget(self, device: torch.device) -> int:
         experts, options = self.experts, self.options
-        tiers = make_policy(options.policy, options.policy_options).tiers
+        tiers = make_system(options).tiers
         least = minimum_budget(experts, options, tiers, workspace_bytes(experts, device.type))
         try:
             return automatic_budget(self._vllm_config, device, experts, least)
@@ -265,16 +270,12 @@ class RankModel:
         """
         assert self.runtime is not None
         try:
-            # The options of the scheme that was asked for at start, where it is this one.
-            options = self.options.prefetch_options if self.options.prefetch == "trained" else {}
-            scheme = make_scheme("trained", options)
-            predictor = scheme.build(self._routed_model(path))
-            assert predictor is not None
+            predictor = TrainedPredictor.load(self._routed_model(path))
             card = read_card(path)
             self.runtime.set_predictor(predictor)
         except PredictorError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error
-        self.foresight.taken_over(scheme)
+        self.foresight.taken_over()
         self.trained_predictor = (path, card)
 
     def _routed_model(self, predictor: Path | None) -> RoutedModel:
@@ -355,7 +356,7 @@ class RankModel:
         what = "Making random experts" if self._dummy else "Quantizing experts"
         self._progress = tqdm(total=total, desc=what, unit=" projections", dynamic_ncols=True)
         if self._dummy:
-            self._store = self._placed(random_store(experts, writer, self.options.seed, self._progress.update))
+            self._store = self._placed(random_store(experts, writer, self._seed, self._progress.update))
             return
         self._packer = ExpertPacker(experts, make_quantizer(self.options.quantizer), writer, self._progress.update)
 
@@ -395,7 +396,7 @@ class RankModel:
         spec = self._layers[0]
         described = (self.experts, self._quantizer_name, spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks)
         if self._dummy:  # of the checkpoint, only the shapes count
-            return fingerprint(None, f"{described} random with seed {self.options.seed}")
+            return fingerprint(None, f"{described} random with seed {self._seed}")
         return fingerprint(local_folder(self._vllm_config), str(described))
 
     @property

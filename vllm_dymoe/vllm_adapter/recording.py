@@ -12,6 +12,8 @@ def record_prompts(
     prompts: Sequence[tuple[str, str]],
     folder: Path,
     max_tokens: int,
+    limit: str,
+    inputs: bool,
     options: Mapping[str, Any],
     engine: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -22,6 +24,8 @@ def record_prompts(
         prompts: texts, each with its domain, which may be empty.
         folder: where the trace goes.
         max_tokens: of each answer.
+        limit: bytes that the folder may have.
+        inputs: whether the routers' inputs are recorded as well.
         options: the plugin's.
         engine: arguments of ``LLM``.
 
@@ -35,7 +39,7 @@ def record_prompts(
     llm = LLM(
         model=model,
         quantization="dymoe",
-        additional_config={"dymoe": {**options, "trace_dir": str(folder)}},
+        additional_config={"dymoe": {**options, "trace": {"folder": str(folder), "limit": limit, "inputs": inputs}}},
         **settings,
     )
     sampling = [

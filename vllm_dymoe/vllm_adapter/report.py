@@ -24,7 +24,7 @@ def announce(runtime: MoERuntime, rank: str, seconds: float, source: str = "", p
 
 
 def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
-    """Model, policy, prefetch, tiers, budget, slots and store in one line; a budget is each rank's own."""
+    """Model, system, prefetch, tiers, budget, slots and store in one line; a budget is each rank's own."""
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
     layers = len(experts.layers)
     tiers = []
@@ -39,42 +39,42 @@ def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
         )
     return (
         f"vllm-dymoe {__version__} is active: {layers} MoE layers x {experts.num_experts} experts, "
-        f"top {experts.top_k}; policy {_policy(options)}; prefetch {_prefetch(runtime)}; {'; '.join(tiers)}; "
+        f"top {experts.top_k}; system {_system(options)}; prefetch {_prefetch(runtime)}; {'; '.join(tiers)}; "
         f"budget {size(plan.limit)} of {size(experts.nbytes(options.hi))}{f' on {rank} alone' if rank else ''}; "
         f"kernel {runtime.kernel.name}; host store: {runtime.store.description}"
         f"{f' ({place})' if place else ''}."
     )
 
 
-def _policy(options: Options) -> str:
+def _system(options: Options) -> str:
     """Its name, and the parameters that were set."""
-    parameters = ", ".join(f"{name} {value}" for name, value in options.policy_options.items())
-    return f"{options.policy} ({parameters})" if parameters else options.policy
+    parameters = ", ".join(f"{name} {value}" for name, value in options.system_options.items())
+    return f"{options.system} ({parameters})" if parameters else options.system
 
 
 def _prefetch(runtime: MoERuntime) -> str:
-    """The scheme, what its predictor takes, and what stands in for one that is missing."""
-    options, predictor = runtime.options, runtime.predictor
+    """What foresees, what its predictor takes, and what stands in for one that is missing."""
+    options, predictor, system = runtime.options, runtime.predictor, runtime.system
     if options.predictor is not None and predictor is not None:
-        return f"{options.prefetch} by {options.predictor} ({size(predictor.nbytes)} of the budget)"
-    if options.policy == "duoserve" and options.prefetch == "popularity":
+        return f"trained, by {options.predictor} ({size(predictor.nbytes)} of the budget)"
+    if options.system == "duoserve":
         return "popularity, because no predictor was given"
-    return options.prefetch
+    return system.foresight or "none"
 
 
 def warnings(runtime: MoERuntime) -> list[str]:
     """Sentences about settings that work, but badly."""
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
-    shares = runtime.policy.shares(len(experts.layers), experts.top_k)
+    shares = runtime.system.shares(len(experts.layers), experts.top_k)
     found = []
-    asked = "prefetch" in options.model_fields_set and options.prefetch != "none"
-    if asked and runtime.device.type == "cpu" and options.link_gbps is None:
+    asked = options.model_fields_set & {"system", "system_options", "predictor"}
+    if asked and runtime.system.foresight is not None and runtime.device.type == "cpu" and options.link_gbps is None:
         found.append(
-            f'prefetch "{options.prefetch}" fetches nothing ahead while experts come from memory or the page cache, '
+            f'system "{options.system}" fetches nothing ahead while experts come from memory or the page cache, '
             "because the cores that would copy them are computing; it works where they come from a disk, on a GPU, and "
             "with link_gbps."
         )
-    for tier in plan.slots if options.keep_experts else ():
+    for tier in plan.slots if runtime.system.keeps_experts else ():
         wanted = [round(share * experts.top_k) for share in shares[tier]]
         short = [(kept, uses) for kept, uses in zip(plan.quotas[tier], wanted, strict=True) if kept < uses]
         if not short:

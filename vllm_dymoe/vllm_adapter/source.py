@@ -15,6 +15,7 @@ from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.compatibility import check_compatible, store_group_sizes
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.resolve import resolve_options
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,10 @@ def read_options(
     additional = vllm_config.additional_config
     asked = additional.get("dymoe") if isinstance(additional, Mapping) else None
     if reader is not None:
-        options = Options.load(asked, source_options(vllm_config, reader))
+        options = resolve_options(asked, source_options(vllm_config, reader))
         check_source(vllm_config, options, reader)
         return options
-    options = Options.load(asked, checkpoint)
+    options = resolve_options(asked, checkpoint)
     if checkpoint is not None:
         for option in ("hi", "lo", "group_size", "quantizer"):
             stored, wanted = checkpoint.get(option), getattr(options, option)

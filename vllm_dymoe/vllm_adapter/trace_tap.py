@@ -110,17 +110,17 @@ def make_trace_tap(options: Options, header: TraceHeader, foresight: Foresight) 
         foresight: has found the gates, if the inputs are recorded.
 
     Raises:
-        ConfigError: ``trace_dir`` cannot be used.
+        ConfigError: ``trace`` cannot be used.
     """
-    if options.trace_dir is None or get_tp_group().rank_in_group != 0:
+    if options.trace is None or get_tp_group().rank_in_group != 0:
         return None
-    folder = options.trace_dir.expanduser().resolve()
+    folder = options.trace.folder.expanduser().resolve()
     try:
         recorder = Recorder(
             folder,
             header,
-            options.trace_limit,
-            inputs=options.trace_inputs,
+            options.trace.limit,
+            inputs=options.trace.inputs,
             say=lambda sentence: logger.info("vllm-dymoe: %s", sentence),
         )
     except TraceError as error:
@@ -129,6 +129,6 @@ def make_trace_tap(options: Options, header: TraceHeader, foresight: Foresight) 
         "vllm-dymoe: which experts every token chooses is recorded to %s, up to %s; a trace holds no text, but tells "
         "about prompts: keep it as you would keep them.",
         folder,
-        size(options.trace_limit),
+        size(options.trace.limit),
     )
-    return TraceTap(recorder, foresight.known_gates if options.trace_inputs else tuple)
+    return TraceTap(recorder, foresight.known_gates if options.trace.inputs else tuple)

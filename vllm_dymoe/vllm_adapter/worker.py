@@ -46,7 +46,7 @@ class DymoeWorkerExtension:
         The budget stays as it is. Where its slots have to be shared out in another way the cache starts empty.
 
         Args:
-            changes: ``hi`` and ``lo`` among the stored bit-widths, ``skipped_weights``, or a parameter of the policy.
+            changes: ``hi`` and ``lo`` among the stored bit-widths, or a parameter of the system.
 
         Returns:
             What is in force now.

@@ -21,8 +21,8 @@ from vllm_dymoe.cli.timeline import draw
 
 HERE = Path(__file__).resolve().parent
 VARIANTS: dict[str, dict[str, Any]] = {
-    "before: a cache, and transfers when the router has chosen": {"prefetch": "none"},
-    "after: the next layer's gate is asked ahead": {"prefetch": "next-gate"},
+    "before: a cache, and transfers when the router has chosen": {"system_options": {"look_ahead": 0}},
+    "after: the next layer's gate is asked ahead": {},
 }
 TOKENS = 24
 

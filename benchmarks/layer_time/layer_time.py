@@ -34,7 +34,7 @@ from vllm_dymoe.store import FileStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter
 
 STEPS = 40
-PARTS = ("grouping", "policy", "table", "submitting", "waiting", "kernel", "products", "combining")
+PARTS = ("grouping", "tiers", "table", "submitting", "waiting", "kernel", "products", "combining")
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,9 @@ def make_store(folder: Path, shape: Shape, bits: int) -> FileStore:
 
 def count_parts(runtime: MoERuntime, clock: Clock) -> None:
     """Count what a layer is made of; counting itself takes about half a microsecond a call."""
-    plan = runtime.policy.plan
-    runtime.policy = SimpleNamespace(tiers=runtime.policy.tiers, plan=clock.timed("policy", plan))
+    system = runtime.system
+    select = clock.timed("tiers", system.select)
+    runtime.system = SimpleNamespace(renormalizes=False, overlaps=system.overlaps, select=select)
     table, fetcher = runtime.memory.table, runtime._fetcher
     table.begin_step = clock.timed("table", table.begin_step)
     for name in ("complete", "release"):

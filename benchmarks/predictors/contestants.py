@@ -21,6 +21,8 @@ class Affinity:
     def __init__(self, rows: torch.Tensor, top_k: int) -> None:
         self._rows, self._top_k = rows, top_k
 
+    nbytes = 0
+
     def observe(self, routing: Routing) -> None:
         """Note what was chosen."""
         self._ids = routing.ids
@@ -43,6 +45,8 @@ class Told:
 
     def __init__(self, experts: torch.Tensor) -> None:
         self._experts, self._token = experts.tolist(), -1
+
+    nbytes = 0
 
     def observe(self, routing: Routing) -> None:
         """Go on in the record."""

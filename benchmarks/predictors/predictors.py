@@ -31,8 +31,8 @@ from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.predict.folded import FoldedMLP, fold
 from vllm_dymoe.predict.trained import TrainedPredictor
-from vllm_dymoe.predict.training import Recipe, split_by_request, train
 from vllm_dymoe.traces import MIXTRAL_8X7B, QWEN3_30B_A3B, Trace, synthetic_trace
+from vllm_dymoe.training import Recipe, split_by_request, train
 
 HERE = Path(__file__).resolve().parent
 SHIPPED = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))

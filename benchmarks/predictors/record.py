@@ -51,12 +51,13 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     # Traces are worth something for the precision that is served.
-    options = {"hi": 4, "lo": 0, "expert_budget": "100%", "trace_inputs": True, "trace_limit": "1GiB"}
+    trace = {"folder": str(arguments.out), "limit": "1GiB", "inputs": True}
+    options = {"hi": 4, "lo": 0, "expert_budget": "100%"}
     settings: dict[str, Any] = {"skip_tokenizer_init": True} if arguments.random else {}
     llm = LLM(
         model=str(arguments.model),
         quantization="dymoe",
-        additional_config={"dymoe": options | {"trace_dir": str(arguments.out)}},
+        additional_config={"dymoe": options | {"trace": trace}},
         enforce_eager=True,
         max_model_len=512,
         max_num_seqs=32,

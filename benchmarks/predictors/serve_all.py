@@ -25,24 +25,34 @@ REQUESTS = 2  # of each domain
 RATIO_OF = {"hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "top_k": 8, "expert_bytes": 2_654_208}
 SLOTS = "one token's experts"
 SCARCE, CACHES = "25%", ("25%", "50%", "75%")
-ALONE: dict[str, Any] = {"expert_budget": "top-k", "keep_experts": False, "prefetch": "none"}
+SYSTEM = "compared alone"  # in ../ablation/systems.py
+
+
+def _alone(ahead: str) -> dict[str, Any]:
+    return {"expert_budget": "top-k", "system": SYSTEM, "system_options": {"ahead": ahead}}
+
+
+def _kept(ahead: str) -> dict[str, Any]:
+    return {"system": "compared", "system_options": {"ahead": ahead}}
+
+
 EVERY_CACHE: dict[str, dict[str, Any]] = {
-    "on-demand": {"policy": "on-demand"},
-    "none": {"prefetch": "none"},
-    "next-gate": {"prefetch": "next-gate"},
+    "on-demand": {"system": "on-demand"},
+    "none": {"system_options": {"look_ahead": 0}},
+    "next-gate": {},
     "trained": {"predictor": "FILE"},
-    "oracle": {"prefetch": "popularity"},
+    "oracle": _kept("popularity"),
 }
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     **dict.fromkeys(CACHES, EVERY_CACHE),
-    SCARCE: {"layer": {"prefetch": "layer"}, "popularity": {"prefetch": "popularity"}, **EVERY_CACHE},
+    SCARCE: {"layer": _kept("layer"), "popularity": _kept("popularity"), **EVERY_CACHE},
     SLOTS: {
-        "on-demand": ALONE,
-        "layer": ALONE | {"prefetch": "layer"},
-        "popularity": ALONE | {"prefetch": "popularity"},
-        "next-gate": ALONE | {"prefetch": "next-gate"},
-        "duoserve": {"policy": "duoserve", "predictor": "FILE"},
-        "oracle": ALONE | {"prefetch": "popularity"},
+        "on-demand": {"expert_budget": "top-k", "system": "on-demand"},
+        "layer": _alone("layer"),
+        "popularity": _alone("popularity"),
+        "next-gate": _alone("next gate"),
+        "duoserve": {"system": "duoserve", "predictor": "FILE"},
+        "oracle": _alone("popularity"),
     },
 }
 
@@ -100,6 +110,7 @@ def run(llm: Any, name: str, plan: argparse.Namespace, gbps: float) -> tuple[dic
 def main() -> None:
     """Every variant of both settings."""
     import serve
+    import systems  # noqa: F401, which makes them known
     from hardware import Shape, ratio
     from record import pieces
 

@@ -1,7 +1,7 @@
 """The shipped model in one vLLM engine, whose experts are exchanged between measurements, and what its answers lose.
 
 The engine computes everything but the experts once and for all; what is measured differs in the
-runtime alone: the store that it reads, its options, its policy. vLLM scores a text as a prompt
+runtime alone: the store that it reads, its options, its system. vLLM scores a text as a prompt
 (``prompt_logprobs``), in one step or, where its scheduler may give a step one token only, as it would decode it.
 """
 
@@ -27,7 +27,6 @@ import vllm_dymoe
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey, ModelExperts
 from vllm_dymoe.kernels import MatrixFormat
-from vllm_dymoe.policy import Policy
 from vllm_dymoe.quantize import QUANTIZERS, Quantizer, make_quantizer
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
@@ -36,6 +35,7 @@ from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import FileStore, HostStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter
+from vllm_dymoe.systems import System
 
 MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
 DOMAINS = ("docs", "code", "arithmetic")
@@ -61,13 +61,13 @@ class Variant:
         name: in the tables.
         options: of the plugin, but for the budget.
         quantizer: made the bytes; "3 bits, NAME" has weights of 3 bits at 16.
-        policy: in place of the one that the options name.
+        system: in place of the one that the options name.
     """
 
     name: str
     options: dict[str, Any]
     quantizer: str = "rtn"
-    policy: Policy | None = None
+    system: System | None = None
 
 
 class SeveralStores:
@@ -109,7 +109,7 @@ class Bench:
     """
 
     def __init__(self, windows: int, decoded: int) -> None:
-        options = {"hi": 16, "lo": 2, "policy": "dymoe", "expert_budget": "100%", "group_size": GROUP_SIZE}
+        options = {"hi": 16, "lo": 2, "system": "dymoe", "expert_budget": "100%", "group_size": GROUP_SIZE}
         self._llm = LLM(
             model=str(MODEL),
             quantization="dymoe",
@@ -168,11 +168,11 @@ class Bench:
             decode: a token in each step, in place of a text.
             share: the budget, of all experts' bytes at 4 bits; None holds every expert, each in the planned version.
         """
-        budget: dict[str, Any] = {"expert_budget": "100%", "reuse_high": False}
-        if share is not None:
-            budget = {"expert_budget": self._bytes(share)}
-        options = Options(group_size=GROUP_SIZE, **variant.options, **budget)
-        self._serve(self._stores[variant.quantizer], options, variant.policy)
+        chosen = dict(variant.options, expert_budget="100%" if share is None else self._bytes(share))
+        if share is None and chosen.get("system") == "dymoe":
+            chosen["system_options"] = {"reuse_high": False, **chosen["system_options"]}
+        options = Options(group_size=GROUP_SIZE, **chosen)
+        self._serve(self._stores[variant.quantizer], options, variant.system)
         self._scheduler.max_num_scheduled_tokens = 1 if decode else WINDOW + 8
         if share is not None:  # a cache that has been in use
             self._read(texts[-1][:64])
@@ -194,9 +194,9 @@ class Bench:
             nbytes += scores.planned["lo"] * formats[bits["lo"]].nbytes
         return nbytes / scores.steps
 
-    def _serve(self, store: HostStore, options: Options, policy: Policy | None = None) -> None:
+    def _serve(self, store: HostStore, options: Options, system: System | None = None) -> None:
         before = self._model.runtime
-        self._model.runtime = MoERuntime(store, options, torch.device("cpu"), policy=policy)
+        self._model.runtime = MoERuntime(store, options, torch.device("cpu"), system=system)
         before.engine.close()
 
     def _bytes(self, share: float) -> int:

@@ -3,10 +3,15 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from pydantic import PrivateAttr
+
+from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.policy import DymoeOptions, DymoePolicy, Routing
-from vllm_dymoe.policy.schedule import Schedule
+from vllm_dymoe.systems import System
+from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.systems.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -18,36 +23,37 @@ class EqualSchedule(Schedule):
         return self.retention
 
 
-class ChosenPolicy(DymoePolicy):
-    """DyMoE's policy with one or both of its ideas taken out (its Figure 3).
+class Chosen(Dymoe):
+    """DyMoE with one or both of its ideas taken out (its Figure 3)."""
 
-    Args:
-        options: of the policy.
-        by_importance: which experts are critical; else a fixed sequence of random numbers says.
-        by_depth: how many of a layer are, by Eq. 4; else as many in every layer.
-    """
+    name: ClassVar[str] = "chosen"
 
-    def __init__(self, options: DymoeOptions, *, by_importance: bool, by_depth: bool) -> None:
-        super().__init__(options)
-        if not by_depth:
-            self._schedule = EqualSchedule(options.retention, options.rounding)
-        self._random = None if by_importance else random.Random(0)
+    by_importance: bool
+    """Which experts are critical; else a fixed sequence of random numbers says."""
+    by_depth: bool
+    """How many of a layer are, by Eq. 4; else as many in every layer."""
+    _random: random.Random = PrivateAttr(default_factory=lambda: random.Random(0))
 
-    def plan(self, routing: Routing) -> Mapping[int, Tier]:
+    @property
+    def schedule(self) -> Schedule:
+        """By depth, or not."""
+        return super().schedule if self.by_depth else EqualSchedule(self.retention, self.rounding)
+
+    def select(self, routing: Routing) -> Mapping[int, Tier]:
         """A tier for each active expert."""
-        if self._random is None:
-            return super().plan(routing)
-        critical = self._schedule.critical(routing.layer, routing.num_layers, len(routing.active))
+        if self.by_importance:
+            return super().select(routing)
+        critical = self.schedule.critical(routing.layer, routing.num_layers, len(routing.active))
         high = set(self._random.sample(routing.active, critical))
         return {expert: Tier.HI if expert in high else Tier.LO for expert in routing.active}
 
 
-@dataclass(frozen=True)
-class OneLayerLow:
+class OneLayerLow(System):
     """Every expert of one layer low, every other one high (DyMoE's Figure 5)."""
 
+    name: ClassVar[str] = "one layer low"
+
     layer: int
-    heavy_share: float | None = None
 
     @property
     def tiers(self) -> frozenset[Tier]:
@@ -59,6 +65,6 @@ class OneLayerLow:
         low = [float(layer == self.layer) for layer in range(num_layers)]
         return {Tier.HI: [1 - share for share in low], Tier.LO: low}
 
-    def plan(self, routing: Routing) -> Mapping[int, Tier]:
+    def select(self, routing: Routing) -> Mapping[int, Tier]:
         """The layer's tier."""
         return dict.fromkeys(routing.active, Tier.LO if routing.layer == self.layer else Tier.HI)

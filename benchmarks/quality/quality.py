@@ -1,7 +1,7 @@
 """What does precision cost in quality, and which bytes buy it back? DyMoE's Tables 1 and 2, Figures 3 and 5.
 
 The shipped model reads its held-out texts through the real vLLM engine, as prompts and one token at a time, with
-experts of every precision, policy and quantizer, and is compared with itself at 16 bits. Writes results.json,
+experts of every precision, system and quantizer, and is compared with itself at 16 bits. Writes results.json,
 quality.png and the tables of README.md. Nothing here is a time, so that --only SECTION... may measure a part anew.
 """
 
@@ -18,10 +18,9 @@ from typing import Any
 import report
 import torch
 from bench import Bench, Variant
-from choices import ChosenPolicy, OneLayerLow
+from choices import Chosen, OneLayerLow
 from losses import Scores, losses
 
-from vllm_dymoe.policy import DymoeOptions
 from vllm_dymoe.vllm_adapter import prompt_tap
 
 HERE = Path(__file__).resolve().parent
@@ -39,11 +38,11 @@ def uniform(bits: int, quantizer: str = "rtn") -> Variant:
 
 
 def dymoe(retention: float, lo: int, quantizer: str = "rtn", rounding: str = "up", **options: Any) -> Variant:
-    """The policy at 4/lo bits."""
-    parameters = {"retention": retention, "rounding": rounding}
+    """DyMoE at 4/lo bits."""
+    parameters = {"retention": retention, "rounding": rounding, **options}
     return Variant(
         f"4/{lo}, r = {retention:g}" + (", nearest" if rounding == "nearest" else ""),
-        {"hi": 4, "lo": lo, "policy": "dymoe", "policy_options": parameters, **options},
+        {"hi": 4, "lo": lo, "system": "dymoe", "system_options": parameters},
         quantizer,
     )
 
@@ -90,7 +89,7 @@ class Measurement:
             rows += [dymoe(r, 0, skipped_weights=rule) for r in RETENTIONS]
             rows += [dymoe(0.75, 0, rounding="nearest", skipped_weights=rule)]
         for row in rows:
-            rule = row.options.get("skipped_weights", "")
+            rule = row.options.get("system_options", {}).get("skipped_weights", "")
             for decode in (False, True):
                 phase = "decode" if decode else "prompt"
                 place = {"experts": row.name, "quantizer": row.quantizer, "skipped_weights": rule, "phase": phase}
@@ -102,9 +101,9 @@ class Measurement:
             for retention in RETENTIONS:
                 for by_importance, by_depth in ((True, True), (True, False), (False, True), (False, False)):
                     row = dymoe(retention, lo, rounding="nearest")
-                    options = DymoeOptions(retention=retention, rounding="nearest")
-                    policy = ChosenPolicy(options, by_importance=by_importance, by_depth=by_depth)
-                    chosen = Variant(row.name, row.options, row.quantizer, policy)
+                    parameters = {"retention": retention, "rounding": "nearest", "reuse_high": False}
+                    system = Chosen(by_importance=by_importance, by_depth=by_depth, **parameters)
+                    chosen = Variant(row.name, row.options, row.quantizer, system)
                     place = {"lo": lo, "retention": retention, "by_importance": by_importance, "by_depth": by_depth}
                     for decode in (False, True) if retention == 0.75 else (False,):
                         yield {**place, "phase": "decode" if decode else "prompt", **self.read(chosen, decode=decode)}
@@ -113,7 +112,7 @@ class Measurement:
         """The paper's Figure 5: one layer at 2 bits, the others at 16."""
         for quantizer in ("rtn", "hqq"):
             for layer in range(len(self.bench.experts.layers)):
-                variant = Variant("16/2", {"hi": 16, "lo": 2}, quantizer, OneLayerLow(layer))
+                variant = Variant("16/2", {"hi": 16, "lo": 2}, quantizer, OneLayerLow(layer=layer))
                 yield {"layer": layer, "quantizer": quantizer, **self.read(variant)}
 
     def tokens(self) -> Iterator[dict[str, Any]]:
@@ -124,7 +123,7 @@ class Measurement:
         for name, share, window in asked:
             for lo in (2, 0):
                 variant = dymoe(0.5, lo)
-                variant.options["policy_options"]["heavy_share"] = share
+                variant.options["system_options"]["heavy_share"] = share
                 with listening_to(window):
                     yield {"tokens": name, "lo": lo, **self.read(variant)}
 

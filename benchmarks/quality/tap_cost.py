@@ -2,7 +2,7 @@
 
     python benchmarks/quality/tap_cost.py
 
-Serves the shipped model with the policy dymoe and gives it prompts one at a time, each with the look at queries and
+Serves the shipped model with the system dymoe and gives it prompts one at a time, each with the look at queries and
 keys (the tap) and with its answers of the time before in its place, so that the experts are the same. Reported are
 medians of ratios of neighbours: how much longer the step with the tap took, and, since a busy machine blurs that, which
 share of its step the tap itself took. The bound is printed first: multiplications of the tap among those of a layer,
@@ -88,7 +88,7 @@ def main() -> None:
 
     from vllm import LLM, SamplingParams
 
-    options = {"hi": 4, "lo": 2, "policy": "dymoe", "expert_budget": "100%", "prefetch": "none"}
+    options = {"hi": 4, "lo": 2, "system": "dymoe", "system_options": {"look_ahead": 0}, "expert_budget": "100%"}
     llm = LLM(
         model=str(MODEL),
         quantization="dymoe",

@@ -35,6 +35,7 @@ from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict import Candidate
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import MemoryStore
+from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.transfer import engine, link, mover, queue
 from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.host import CpuDelivery
@@ -68,11 +69,23 @@ class VirtualTime(DeterministicThreads):
         super()._pass_on()
 
 
+class WithSlots(Exact):
+    """The default with a given number of slots for staging."""
+
+    slots: int
+
+    def staging_slots(self, slots: int) -> int:
+        """As many as are to be tried."""
+        return min(self.slots, slots)
+
+
 class Foresight:
     """Names what the next layer will want, with mistakes."""
 
     def __init__(self, accuracy: float) -> None:
         self._accuracy, self._random, self.coming = accuracy, random.Random(1), [[0]]
+
+    nbytes = 0
 
     def observe(self, *heard: Any) -> None:
         """Nothing to learn."""
@@ -148,10 +161,10 @@ def _serve(
     rate = store.experts.formats[4].nbytes / (SHAPE.expert_bytes / LINKS[LINK])
     delivery = EmulatedLink(CpuDelivery(store), rate)
     engine = TransferEngine(delivery, 1, waiters_move=False, concurrency=threads)
-    chosen = {} if slots is None else {"staging_slots": slots}
-    options = Options(hi=4, group_size=32, expert_budget=share, **chosen)
+    options = Options(hi=4, group_size=32, expert_budget=share)
     foresight = None if accuracy is None else Foresight(accuracy)
-    runtime = MoERuntime(store, options, torch.device("cpu"), engine=engine, predictor=foresight)
+    system = Exact(look_ahead=int(accuracy is not None)) if slots is None else WithSlots(slots=slots)
+    runtime = MoERuntime(store, options, torch.device("cpu"), system=system, engine=engine, predictor=foresight)
     if runtime._prefetcher is not None:
         runtime._prefetcher.clock = lambda: threads.now
     blobs = {id(slot.expert.gate): slot.blob for pool in runtime.memory.pools.values() for slot in pool.slots}

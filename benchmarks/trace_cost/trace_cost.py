@@ -38,7 +38,7 @@ def main() -> None:
     from vllm_dymoe.traces import Trace
 
     with tempfile.TemporaryDirectory() as folder:
-        options = {"hi": 4, "expert_budget": "50%", "trace_dir": folder, "trace_inputs": arguments.inputs}
+        options = {"hi": 4, "expert_budget": "50%", "trace": {"folder": folder, "inputs": arguments.inputs}}
         llm = LLM(
             model=str(MODEL),
             quantization="dymoe",

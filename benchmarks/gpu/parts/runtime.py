@@ -57,7 +57,7 @@ def _check_files(record: Recorder, stack: Stack, steps: list[Tensor], want: list
         store = file_store(MODEL, (hi, lo), Path(folder) / "store")
         for budget in BUDGETS[:2]:
             for threads in (0, 2):
-                runtime = stack.runtime(store, hi, lo, budget, "next-gate", io_threads=threads)
+                runtime = stack.runtime(store, hi, lo, budget, "next-gate", threads=threads)
                 wrong += compare(stack, runtime, steps, want, f"{budget}, {threads} threads")
         store.close()
 
@@ -81,7 +81,7 @@ def _check_timing(
         with record.check(f"{name}: the same bits") as wrong:
             for budget in BUDGETS[:2]:
                 for prefetch in ("none", "next-gate"):
-                    runtime = stack.runtime(store, hi, lo, budget, prefetch, ByNumber(before))
+                    runtime = stack.runtime(store, hi, lo, budget, prefetch, ByNumber(before=before))
                     wrong += compare(stack, runtime, steps, want, f"{budget}, prefetch {prefetch}")
 
 

@@ -15,15 +15,25 @@ from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts
 from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, expert_reference
-from vllm_dymoe.predict import Gate, RoutedModel, make_scheme
+from vllm_dymoe.predict import Gate, RoutedModel
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import FileStore, HostStore, Manifest, MemoryStore
 from vllm_dymoe.store.page_lock import CudaPageLock
 from vllm_dymoe.store.writer import StoreWriter
+from vllm_dymoe.systems import System
+from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.systems.firm import Firm
+from vllm_dymoe.transfer import make_engine
 
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
+FORESIGHT: Mapping[str, System] = {
+    "none": Exact(look_ahead=0),
+    "next-gate": Exact(),
+    "meeting-of-layers": Firm(projections=3),
+}
+"""Systems by what they foresee with."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +62,7 @@ class Model:
         return ModelExperts(tuple(range(self.layers)), self.experts, self.top_k, formats)
 
 
-@dataclass(frozen=True)
-class ByNumber:
+class ByNumber(Exact):
     """A precision plan by the number of an expert alone: every third one is low, so that no budget changes the plan.
 
     Attributes:
@@ -68,16 +77,11 @@ class ByNumber:
         """Both."""
         return frozenset((Tier.HI, Tier.LO))
 
-    @property
-    def heavy_share(self) -> None:
-        """Nobody's importance is asked for."""
-        return
-
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
         """Two to one."""
         return {Tier.HI: [2 / 3] * num_layers, Tier.LO: [1 / 3] * num_layers}
 
-    def plan(self, routing: Any) -> Mapping[int, Tier]:
+    def select(self, routing: Routing) -> Mapping[int, Tier]:
         """See the class."""
         self.before()
         return {expert: Tier.LO if expert % 3 == 0 else Tier.HI for expert in routing.active}
@@ -144,7 +148,8 @@ class Stack:
         lo: int = 0,
         budget: str = "100%",
         prefetch: str = "none",
-        policy: ByNumber | None = None,
+        system: System | None = None,
+        threads: int | None = None,
         **options: Any,
     ) -> MoERuntime:
         """A runtime at a budget, which can also be "minimum"; two tiers are given by number."""
@@ -152,10 +157,15 @@ class Stack:
         m = self.model
         routed = RoutedModel(m.layers, m.experts, m.top_k, gates, hidden=m.hidden, device=DEVICE)
         chosen = Options(hi=hi, lo=lo, group_size=m.group, expert_budget="100%", **options)
-        if lo and policy is None:
-            policy = ByNumber()
-        predictor = make_scheme(prefetch, {}).build(routed)
-        runtime = MoERuntime(store, chosen, DEVICE, policy=policy, predictor=predictor)
+        foresight = FORESIGHT[prefetch]
+        engine = None
+        if threads is not None:
+            largest = max(fmt.nbytes for fmt in store.experts.formats.values())
+            engine = make_engine(store, DEVICE, threads, largest)
+        if system is None:
+            system = ByNumber(look_ahead=foresight.foresight is not None) if lo else foresight
+        predictor = foresight.make_predictor(routed)
+        runtime = MoERuntime(store, chosen, DEVICE, system=system, engine=engine, predictor=predictor)
         if budget != "100%":
             runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
         return runtime

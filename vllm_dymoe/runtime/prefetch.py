@@ -75,6 +75,9 @@ class Prefetcher:
         self._tier, self._system, self.stats, self.clock = tier, system, stats, clock
         self._candidates: deque[Candidate] = deque()
         self._ahead: dict[int, list[Fetch]] = {}  # by layer, in the order of their transfers
+        self._spent = 0.0  # seconds of the host since the layer last waited for the link
+        self._waited = 0.0  # seconds of exposed waits until the last of these
+        self._answered = False  # whether the last prediction named somebody
         # A prefill wants most experts of a layer and a single token few: what pays for one may not for the other.
         self._paces = {phase: system.make_pace() for phase in Phase}
         self._pace = self._paces[Phase.DECODE]  # of the running step
@@ -95,7 +98,7 @@ class Prefetcher:
             return None
         begin = self.clock()
         predictor.begin(layer)
-        self._pace.spend(self.clock() - begin)
+        self._spend(self.clock() - begin)
         return partial(self._ask, layer, predictor)
 
     def offer(self, layer: int, candidates: Iterable[Candidate]) -> None:
@@ -109,7 +112,7 @@ class Prefetcher:
         if self._candidates:
             begin = self.clock()
             self._fill()
-            self._pace.spend(self.clock() - begin)
+            self._spend(self.clock() - begin)
 
     def _fill(self) -> None:
         while self._candidates:
@@ -132,6 +135,7 @@ class Prefetcher:
         Returns:
             What was fetched ahead, by expert; the caller releases it.
         """
+        self._charge()
         self._candidates = deque(candidate for candidate in self._candidates if candidate.layer > layer)
         claimed = {}
         for fetch in self._ahead.pop(layer, ()):
@@ -172,8 +176,27 @@ class Prefetcher:
     def _ask(self, layer: int, predictor: Measured) -> None:
         begin = self.clock()
         self.offer(layer, predictor.predict(layer))
-        if self._candidates:
-            self._pace.answer(self.clock() - begin)
+        self._answered = bool(self._candidates)
+        self._spend(self.clock() - begin)
+
+    def _spend(self, seconds: float) -> None:
+        """Record host time that guesses have taken.
+
+        It is free if the layer waits for the link afterwards: the link works meanwhile, and what the layer would have
+        waited for without a guess it waits for less long.
+        """
+        waited = self._engine.stats.exposed_wait_seconds
+        self._spent = seconds + (self._spent if waited <= self._waited else 0.0)
+        self._waited = waited
+
+    def _charge(self) -> None:
+        """Tell the pace what guesses have cost the layer before."""
+        self._spend(0.0)
+        if self._answered:
+            self._pace.answer(self._spent)
+        else:
+            self._pace.spend(self._spent)
+        self._spent, self._answered = 0.0, False
 
     @property
     def intervals(self) -> dict[str, int]:

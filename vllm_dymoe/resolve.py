@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.store import STORE_VERSION
 from vllm_dymoe.removed_options import instead_of
+from vllm_dymoe.store import STORE_VERSION
 from vllm_dymoe.systems import SystemOptionError, make_system
 
 ENVIRONMENT_PREFIX = "DYMOE_"

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 
 from tests.runtime.steps import ByNumber, forward, make_runtime, random_step
@@ -31,11 +32,12 @@ class Script:
     def __init__(self, arrives):
         self.log, self.arrives, self.stats = [], arrives, TransferStats()
         self._computed = 0
-        self._at = {}
+        self._at, self.fences = {}, []
 
     def submit(self, key, destination, reason, after=None, projections=3):
         self.log.append(f"{'ask' if reason is Reason.DEMAND else 'ahead'} {key.expert}")
         self._at[destination.data_ptr()] = key.expert
+        self.fences.append(after)
         STORE.read_into(key, destination)
         return Ticket(key, destination, reason, after, projections)
 
@@ -61,7 +63,7 @@ class Script:
         return True
 
     def fence(self):
-        return None
+        return self._computed
 
     def close(self):
         pass
@@ -140,6 +142,21 @@ def test_cores_that_copy_take_turns_with_computation():
     engine.occupies_cores = True
     step(runtime, [0, 1, 2, 3])
     assert engine.log == ["ask 2", "ask 3", "wait 2.3", "wait 3.3", "compute 0 1 2 3"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_without_overlap_nothing_moves_while_anything_computes(asynchronous):
+    runtime, engine = make({}, resident=[], asynchronous=asynchronous)
+    runtime._pipeline.overlaps = False
+    engine.fences.clear()
+    step(runtime, [0, 1, 2, 3, 4, 5])  # in two or more rounds: two slots are kept and two are for staging
+    log, asked = engine.log, [entry for entry in engine.log if entry.startswith("ask")]
+    assert len(asked) == 6
+    for entry, fence in zip(asked, engine.fences, strict=True):
+        begin, end = log.index(entry), log.index(f"wait {entry.split()[1]}.3")
+        assert not any(other.startswith("compute") for other in log[begin:end])
+        assert fence == sum(other.startswith("compute") for other in log[:begin]), "behind all that computes"
+    assert engine.fences[-1] > 0
 
 
 def waits(*experts):

@@ -47,10 +47,11 @@ class Fetcher:
     Args:
         memory: has the slots.
         engine: moves bytes.
+        overlaps: a copy waits for the slot's last reader alone; otherwise for everything that computes.
     """
 
-    def __init__(self, memory: ExpertMemory, engine: TransferEngine) -> None:
-        self._memory, self._engine = memory, engine
+    def __init__(self, memory: ExpertMemory, engine: TransferEngine, *, overlaps: bool = True) -> None:
+        self._memory, self._engine, self._overlaps = memory, engine, overlaps
         self._orphaned: list[Fetch] = []
 
     @property
@@ -75,7 +76,8 @@ class Fetcher:
         if slot is None:
             return None
         key = BlobKey(layer, expert, self._memory.bits[tier])
-        ticket = self._engine.submit(key, slot.blob, reason, slot.last_read, projections)
+        after = slot.last_read if self._overlaps else self._engine.fence()
+        ticket = self._engine.submit(key, slot.blob, reason, after, projections)
         return Fetch(layer, expert, tier, slot, kept, ticket)
 
     def keep(self, fetch: Fetch) -> None:

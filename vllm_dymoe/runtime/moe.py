@@ -332,7 +332,7 @@ class MoERuntime:
         self._serve_with(options, system)
         self.memory.allocate(plan, self._bits, reuse_high=system.reuses_high)
         self.memory.fence(self.engine.fence())
-        self._fetcher = Fetcher(self.memory, self.engine)
+        self._fetcher = Fetcher(self.memory, self.engine, overlaps=system.overlaps)
         self._prefetcher = None if self.predictor is None else self._make_prefetcher()
 
     def _make_prefetcher(self) -> Prefetcher:

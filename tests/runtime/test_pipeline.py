@@ -159,6 +159,17 @@ def test_without_overlap_nothing_moves_while_anything_computes(asynchronous):
     assert engine.fences[-1] > 0
 
 
+def test_without_overlap_a_slot_that_nobody_has_read_waits_as_well():
+    runtime, engine = make({}, resident=[0, 1])
+    runtime._pipeline.overlaps = False
+    step(runtime, [0, 1])
+    computed = engine._computed
+    engine.fences.clear()
+    step(runtime, [2, 3])  # which are colder, and go through staging slots that are fresh
+    assert computed > 0
+    assert engine.fences == [computed, computed]
+
+
 def waits(*experts):
     """Projection by projection, for all experts of a launch."""
     return [f"wait {expert}.{count}" for count in (1, 2, 3) for expert in experts]

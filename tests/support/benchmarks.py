@@ -5,13 +5,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_dymoe.systems import SYSTEMS
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @contextlib.contextmanager
 def modules_of(name: str) -> Iterator[Path]:
     """Inside, modules of one folder of benchmarks can be imported; afterwards nobody knows them. Gives the folder."""
-    path, others = list(sys.path), _forget()
+    path, others, systems = list(sys.path), _forget(), dict(SYSTEMS)
     sys.path.insert(0, str(BENCHMARKS / name))
     try:
         yield BENCHMARKS / name
@@ -19,6 +21,8 @@ def modules_of(name: str) -> Iterator[Path]:
         _forget()
         sys.path[:] = path
         sys.modules.update(others)
+        SYSTEMS.clear()  # of which a benchmark may have made more known
+        SYSTEMS.update(systems)
 
 
 def _forget() -> dict[str, object]:

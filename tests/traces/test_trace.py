@@ -193,7 +193,7 @@ def rewritten(path, **changes):
 
 
 def header_with(**changes):
-    values = {**HEADER.__dict__, **changes}
+    values = {**HEADER.__dict__, "format": TRACE_FORMAT, **changes}
     return json.dumps({name: value for name, value in values.items() if value is not None})
 
 

@@ -135,6 +135,8 @@ def test_imports_point_downwards(tree):
         ("systems/base.py", "from vllm_dymoe import runtime, resolve", "vllm_dymoe.systems is not allowed to import"),
         ("cli/app.py", "import vllm_dymoe.vllm_adapter", "vllm_dymoe.cli is not allowed to import"),
         ("runtime/stats.py", "import vllm.config", "vllm_dymoe.runtime is not allowed to import vllm"),
+        ("vllm_adapter/loading.py", "import vllm_dymoe.vllm_adapter.moe_method", "vllm_adapter.loading is not allowed"),
+        ("vllm_adapter/report.py", "from vllm_dymoe import register", "vllm_adapter.report is not allowed to import"),
         ("another/__init__.py", "", "vllm_dymoe.another"),
     ],
 )

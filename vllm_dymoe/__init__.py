@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vllm_dymoe.quantize.recording import Recording
-    from vllm_dymoe.vllm_adapter import Summary
+    from vllm_dymoe.vllm_adapter.report import Summary
 
 __version__ = "0.1.0"
 
@@ -30,16 +30,16 @@ def register() -> None:
 
 def timeline(llm: Any, path: "str | PathLike[str]") -> AbstractContextManager[None]:
     """Record what an ``LLM`` does inside a ``with`` block into a file that https://ui.perfetto.dev opens."""
-    from vllm_dymoe.vllm_adapter import record_timeline
+    from vllm_dymoe.vllm_adapter import offline
 
-    return record_timeline(llm, path)
+    return offline.timeline(llm, path)
 
 
 def summary(llm: Any) -> "Summary":
     """What an ``LLM`` did since its first request or the last reset: print it, or take ``to_dict()``."""
-    from vllm_dymoe.vllm_adapter import summarize
+    from vllm_dymoe.vllm_adapter.report import Summary
 
-    return summarize(llm)
+    return Summary.of(llm)
 
 
 def calibrate(
@@ -68,9 +68,9 @@ def calibrate(
     Raises:
         RuntimeError: one sentence that says why there is no calibration.
     """
-    from vllm_dymoe.vllm_adapter import record_calibration
+    from vllm_dymoe.vllm_adapter import offline
 
-    return record_calibration(model, texts, out, options, tokens=tokens, length=length, progress=progress)
+    return offline.calibrate(model, texts, out, tokens=tokens, length=length, progress=progress, options=options)
 
 
 def record_trace(
@@ -85,6 +85,6 @@ def record_trace(
     engine: "Mapping[str, Any] | None" = None,
 ) -> dict[str, Any]:
     """Answer prompts, each with its domain or an empty name, and record what routers choose; see docs/traces.md."""
-    from vllm_dymoe.vllm_adapter import record_prompts
+    from vllm_dymoe.vllm_adapter import offline
 
-    return record_prompts(model, prompts, folder, max_tokens, limit, inputs, options or {}, engine or {})
+    return offline.record_prompts(model, prompts, folder, max_tokens, limit, inputs, options or {}, engine or {})

@@ -21,7 +21,7 @@ from bench import Bench, Variant
 from choices import Chosen, OneLayerLow
 from losses import Scores, losses
 
-from vllm_dymoe.vllm_adapter import prompt_tap
+from vllm_dymoe.vllm_adapter import step as prompt_tap
 
 HERE = Path(__file__).resolve().parent
 RETENTIONS = (0.9, 0.75, 0.5)

@@ -68,7 +68,8 @@ def measure(llm: Any, batch: int, rounds: int) -> dict[str, Any]:
     from vllm import SamplingParams
 
     model = llm.llm_engine.vllm_config.quant_config.loaded_model()
-    tap, engine = model.trace, llm.llm_engine
+    observation, engine = model.observation, llm.llm_engine
+    trace = observation.trace
     differences: list[float] = []
     steps: list[float] = []
     prompts = [entry["prompt"] for entry in json.loads((MODEL / "prompts.json").read_text())]
@@ -82,13 +83,13 @@ def measure(llm: Any, batch: int, rounds: int) -> dict[str, Any]:
         for pair in range(PAIRS):
             times = {}
             for on in (pair % 2 == 0, pair % 2 == 1):  # which of the two comes first changes, too
-                model.trace = tap if on else None
+                observation.observers = (trace,) if on else ()
                 begin = time.perf_counter()
                 engine.step()
                 times[on] = time.perf_counter() - begin
             differences.append(times[True] - times[False])
             steps.append(times[False])
-        model.trace = tap
+        observation.observers = (trace,)
         while engine.has_unfinished_requests():
             engine.step()
     step, added = statistics.median(steps), statistics.median(differences)

@@ -147,9 +147,10 @@ def gates_compared(llm: Any, change: Callable[[Any], Any] = lambda gate: gate) -
     shares: list[float] = []
     original = model.runtime.forward
 
-    def forward(layer: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        shares.append(change(model.foresight.gates[layer]).agreement(x, ids, NEAR_TIE))
-        return original(layer, x, weights, ids, *rest)
+    def forward(routing: Any, activation: Any) -> torch.Tensor:
+        gate = change(model.foresight.gates[routing.layer])
+        shares.append(gate.agreement(routing.x, routing.ids, NEAR_TIE))
+        return original(routing, activation)
 
     model.runtime.forward = forward
     try:

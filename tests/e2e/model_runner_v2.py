@@ -4,7 +4,7 @@ Run by ``test_model_runner_v2``. By hand: ``pytest -p tests.support.triton_on_cp
 
 Left out: speculation with n-grams, and a sampler that is warmed up with every feature there is. Both fail in vLLM's own
 kernels under Triton's interpreter ("mask has unsupported dtype", "All-NaN slice"); they have nothing of ours in them,
-and what they would show of drafted tokens is shown in ``vllm_adapter/test_step`` and ``test_prompt_tap``.
+and what they would show of drafted tokens is shown in ``vllm_adapter/test_step`` and ``test_prompts``.
 """
 
 import pytest
@@ -18,7 +18,7 @@ from tests.e2e.padding import check_padding
 from tests.e2e.test_faults import FaultyReads, check_failed, finish, finish_with_fault, start, step
 from tests.e2e.test_traces import Watched
 from vllm_dymoe.traces import Trace
-from vllm_dymoe.vllm_adapter.trace_tap import DOMAIN
+from vllm_dymoe.vllm_adapter.observers import DOMAIN
 
 LAYERS, STEP = 8, 64  # MoE layers; tokens that a step may have
 LONG = prompts()[0] * 12  # takes two steps
@@ -92,7 +92,7 @@ def test_nothing_is_made_of_what_vllm_computes_to_warm_up(llm):
     """Neither before the first request nor later is it counted, recorded, learned from or foreseen."""
     runtime = runtime_of(llm)
     popularity = runtime.predictor.predictor
-    tap = worker_of(llm).vllm_config.quant_config.model.prompts
+    tap = worker_of(llm).vllm_config.quant_config.loaded_model().prompts
     for served in (False, True):
         if served:
             answer(llm, prompts()[:1], max_tokens=3, logprobs=None)
@@ -184,10 +184,10 @@ def test_a_fault_fails_the_requests_of_its_step_and_the_next_are_answered(llm, p
 
 
 def test_a_trace_has_every_token_of_every_request_once(llm, folder):
-    model = worker_of(llm).vllm_config.quant_config.model
+    observation, watched = worker_of(llm).vllm_config.quant_config.loaded_model().observation, Watched()
     llm.reset_prefix_cache()
     before = tokens_recorded(llm)
-    model.trace = watched = Watched(model.trace)
+    observation.join(watched)
     lengths = {}
     for number, prompt in enumerate((LONG, prompts()[3])):  # the second one comes while the first is read
         sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, extra_args={DOMAIN: f"domain {number}"})
@@ -195,7 +195,7 @@ def test_a_trace_has_every_token_of_every_request_once(llm, folder):
         step(llm)
     for output in finish(llm):
         lengths[output.request_id] = len(output.prompt_token_ids)
-    model.trace = watched._tap
+    observation.leave(watched)
     after = tokens_recorded(llm)
     trace = Trace.load(folder).select(torch.arange(before, after))
     for layer in range(LAYERS):

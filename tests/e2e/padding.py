@@ -11,7 +11,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.worker.gpu import model_runner as second_runner
 
 from tests.e2e.engines import answer, check_logprobs_close, prompts, recorded_layers, runtime_of
-from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
+from vllm_dymoe.vllm_adapter.running import Running
 
 MULTIPLE = 8
 
@@ -31,17 +31,17 @@ def padded_batches(llm: Any, *, to_nobody: bool) -> Iterator[list[int]]:
             older versions, choose experts for them.
     """
     padding: list[int] = []
-    run = DymoeMoEMethod.run
+    run = Running.forward
 
-    def watched(self: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def watched(self: Any, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         filled = get_forward_context().is_padding
         padding.append(int(filled.sum()))
-        out = run(self, x, weights, ids.masked_fill(filled[:, None], -1) if to_nobody else ids)
+        out = run(self, layer, x, weights, ids.masked_fill(filled[:, None], -1) if to_nobody else ids)
         assert not out[filled].any()
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DymoeMoEMethod, "run", watched)
+        patch.setattr(Running, "forward", watched)
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         if isinstance(runner, second_runner.GPUModelRunner):
             dispatch = second_runner.dispatch_cg_and_sync_dp

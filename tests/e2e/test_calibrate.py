@@ -10,7 +10,7 @@ from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.recording import CalibrationError
-from vllm_dymoe.vllm_adapter import calibrate as calibrating
+from vllm_dymoe.vllm_adapter import offline as calibrating
 
 pytestmark = pytest.mark.engine
 
@@ -46,10 +46,10 @@ def recorded(llm, tmp_path_factory):
     runtime, seen = runtime_of(llm), [([], [], []) for _ in range(LAYERS)]
     original = runtime.forward
 
-    def forward(layer, x, weights, ids, *rest):
-        for kind, values in zip(seen[layer], (x, weights, ids), strict=True):
+    def forward(routing, activation):
+        for kind, values in zip(seen[routing.layer], (routing.x, routing.weights, routing.ids), strict=True):
             kind.append(values.clone())
-        return original(layer, x, weights, ids, *rest)
+        return original(routing, activation)
 
     out = tmp_path_factory.mktemp("calibration")
     runtime.forward = forward
@@ -117,7 +117,7 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_bytes(llm, recorded, tm
     assert recording.missing(out) == list(range(1, len(recording.parts)))
     # In the middle of a part: its first step is recorded, then nobody asks for the rest.
     model = llm.llm_engine.vllm_config.quant_config.loaded_model()
-    model.record(recording.part(out, 1), recording.parts[1])
+    model.observation.record(recording.part(out, 1), recording.parts[1])
     llm.generate({"prompt_token_ids": list(range(5, 50))}, use_tqdm=False)
     assert recording.missing(out) == list(range(1, len(recording.parts)))
     original = calibrating._ask
@@ -138,6 +138,7 @@ def test_another_calibration_is_not_mixed_in(llm, recorded):
 
 def test_recording_costs_nothing_when_it_is_over(llm, recorded):
     model = llm.llm_engine.vllm_config.quant_config.loaded_model()
-    assert model.recorder is None
+    assert model.observation.calibration is None
+    assert model.observation.observers == ()
     with safe_open(recorded[1].part(recorded[0], 0), framework="pt") as file:
         assert len(file.keys()) == 3 * LAYERS

@@ -24,7 +24,7 @@ from tests.e2e.engines import (
     runtime_of,
 )
 from tests.runtime.steps import forward
-from vllm_dymoe.vllm_adapter.features import RELOADING
+from vllm_dymoe.vllm_adapter.prepare import RELOADING
 
 pytestmark = pytest.mark.engine
 
@@ -75,10 +75,10 @@ def counted_tokens(llm):
     runtime, steps = runtime_of(llm), []
     original = runtime.forward
 
-    def forward(layer, x, *rest, **more):
-        if layer == 0:
-            steps.append(len(x))
-        return original(layer, x, *rest, **more)
+    def forward(routing, activation):
+        if routing.layer == 0:
+            steps.append(len(routing.x))
+        return original(routing, activation)
 
     runtime.forward = forward
     try:

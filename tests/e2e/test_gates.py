@@ -7,7 +7,7 @@ from vllm.model_executor.models import qwen3_moe
 
 from tests.e2e.engines import answer, engine, prompts, runtime_of
 from vllm_dymoe.traces import Trace, statistics
-from vllm_dymoe.vllm_adapter import foresight
+from vllm_dymoe.vllm_adapter import gates
 
 pytestmark = pytest.mark.engine
 
@@ -35,7 +35,7 @@ def odd_router(monkeypatch):
 
 def test_a_router_that_is_more_than_its_gate_is_served_without_the_gate(odd_router, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(foresight.logger, "warning", lambda sentence, *values: said.append(sentence % values))
+    monkeypatch.setattr(gates.logger, "warning", lambda sentence, *values: said.append(sentence % values))
     options = {"hi": 4, "expert_budget": "25%", "link_gbps": 0.03}
     with engine(dymoe=options | {"trace": {"folder": str(tmp_path), "inputs": True}}) as llm:
         runtime = runtime_of(llm)

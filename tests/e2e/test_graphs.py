@@ -78,7 +78,7 @@ def vllms_operator():
     operator = torch.ops.vllm.moe_forward
     with (
         mock.patch.object(graphs, "OPERATOR", operator._qualified_op_name),
-        mock.patch("vllm_dymoe.vllm_adapter.forward_entry.entry_with_buffers", return_value=operator),
+        mock.patch("vllm_dymoe.vllm_adapter.moe_method.entry_with_buffers", return_value=operator),
     ):
         yield
 

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from tests.e2e.engines import MODEL, engine, in_own_process, prompts, runtime_of
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.traces import Trace, statistics
-from vllm_dymoe.vllm_adapter.trace_tap import DOMAIN
+from vllm_dymoe.vllm_adapter.observers import DOMAIN, Observer
 
 pytestmark = pytest.mark.engine
 
@@ -34,19 +34,14 @@ def llm(folder):
         yield llm
 
 
-class Watched:
-    """The tap, with a copy of all that it is handed and the order in which it comes."""
+class Watched(Observer):
+    """Hears what a trace hears, and keeps it in the order in which it comes."""
 
-    def __init__(self, tap):
-        self._tap = tap
+    def __init__(self):
         self.layers = []
 
-    def __getattr__(self, name):
-        return getattr(self._tap, name)
-
-    def record(self, layer, x, weights, ids):
-        self.layers.append((layer, x.clone(), weights.clone(), ids.clone()))
-        self._tap.record(layer, x, weights, ids)
+    def see(self, routing):
+        self.layers.append((routing.layer, routing.x.clone(), routing.weights.clone(), routing.ids.clone()))
 
 
 def tokens_of(llm, folder, before=0):
@@ -58,8 +53,8 @@ def tokens_of(llm, folder, before=0):
 
 
 def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, folder):
-    model = llm.llm_engine.vllm_config.quant_config.loaded_model()
-    model.trace = watched = Watched(model.trace)
+    observation, watched = llm.llm_engine.vllm_config.quant_config.loaded_model().observation, Watched()
+    observation.join(watched)
     texts = [prompts()[0] * 12, prompts()[6], prompts()[11] * 8, prompts()[1], prompts()[7] * 3]
     requests, lengths, steps = llm.llm_engine, {}, 0
     for number, text in enumerate(texts):  # each comes while those before it are computed
@@ -73,7 +68,7 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
             if output.finished:
                 lengths[output.request_id] = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
         steps += 1
-    model.trace = watched._tap
+    observation.leave(watched)
     trace = tokens_of(llm, folder)
     assert any(length > 48 for length, _ in lengths.values()), "no prompt had to be cut"
 

@@ -4,16 +4,17 @@ import ast
 import contextlib
 import inspect
 import textwrap
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_dymoe.vllm_adapter.patches import PATCHES, _with_transfers_paused
+from vllm_dymoe.vllm_adapter.patches import PATCHES, _warm_up
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
 
 CAPTURES = {"capture_model", "profile_cudagraph_memory"}
-PAUSED = {patch.target[1] for patch in PATCHES if patch.wrapper is _with_transfers_paused}
+PAUSED = {patch.target[1] for patch in PATCHES if patch.replacement is _warm_up}
 
 
 def reached(names):
@@ -56,7 +57,7 @@ class Engine:
 
 def worker(runtime):
     config = DymoeConfig.__new__(DymoeConfig)
-    config.model = SimpleNamespace(runtime=runtime)
+    config.loading = None if runtime is None else SimpleNamespace(running=SimpleNamespace(runtime=runtime))
     return SimpleNamespace(vllm_config=SimpleNamespace(quant_config=config))
 
 
@@ -70,7 +71,7 @@ def test_it_is_paused_as_long_as_vllm_warms_up(fails):
             raise RuntimeError("no memory")
         return 7
 
-    patched, ours = _with_transfers_paused(warm_up), worker(SimpleNamespace(engine=engine))
+    patched, ours = partial(_warm_up, warm_up), worker(SimpleNamespace(engine=engine))
     if fails:
         with pytest.raises(RuntimeError, match="no memory"):
             patched(ours)
@@ -81,4 +82,4 @@ def test_it_is_paused_as_long_as_vllm_warms_up(fails):
 
 @pytest.mark.parametrize("somebody", [SimpleNamespace(vllm_config=SimpleNamespace(quant_config=None)), worker(None)])
 def test_other_models_are_left_alone(somebody):
-    assert _with_transfers_paused(lambda self: self)(somebody) is somebody
+    assert _warm_up(lambda self: self, somebody) is somebody

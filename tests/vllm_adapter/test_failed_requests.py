@@ -17,9 +17,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.vllm_adapter.test_prepare import configure
-from vllm_dymoe.vllm_adapter.failed_requests import raise_failure
+from vllm_dymoe.vllm_adapter.failures import FailedStep, raise_failure
 from vllm_dymoe.vllm_adapter.patches import apply_patches
-from vllm_dymoe.vllm_adapter.step_failures import FailedStep
 
 BLOCK = 16
 PROMPT = list(range(100, 180))  # five blocks
@@ -172,7 +171,7 @@ def test_the_front_end_raises_and_closes_what_it_read_from():
             closed.append(prompt)
 
     async def read():
-        async for output in patch.wrapper(outputs)(None, "hello"):
+        async for output in patch.wrapped(outputs)(None, "hello"):
             got.append(output)
 
     got = []

@@ -13,8 +13,8 @@ from torch.nn.modules import module as torch_module
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.predict import Gate, RoutedModel
-from vllm_dymoe.vllm_adapter.foresight import Foresight
-from vllm_dymoe.vllm_adapter.gates import GateCheck, GateError, ModuleTree, find_gate
+from vllm_dymoe.vllm_adapter.gates import Foresight, GateCheck, GateError, ModuleTree, find_gate
+from vllm_dymoe.vllm_adapter.observers import Observation
 
 HIDDEN, EXPERTS, TOP_K = 12, 8, 2
 
@@ -222,12 +222,27 @@ def test_a_correction_that_vllm_does_not_apply_is_dropped():
 # -- together -------------------------------------------------------------------------------------
 
 
-def foresee(*blocks, **options):
-    foresight = Foresight(Options(**options))
-    built = [make() for make in blocks]
-    for position, block in enumerate(built):
-        foresight.layer_loaded(position, block.routed)
-    return foresight, built, foresight.predictor(RoutedModel(len(built), EXPERTS, TOP_K))
+class Rank:
+    """Foresight on a rank with these blocks, and what became of it."""
+
+    def __init__(self, blocks, **options):
+        self.foresight, self.observation = Foresight(Options(**options)), Observation()
+        self.blocks, self.turned_off = [make() for make in blocks], 0
+        for position, block in enumerate(self.blocks):
+            self.foresight.layer_loaded(position, block.routed)
+        self.predictor = self.foresight.predictor(RoutedModel(len(blocks), EXPERTS, TOP_K))
+        self.foresight.listen(self.observation, self._turn_off)
+
+    def _turn_off(self):
+        self.turned_off += 1
+
+    def see(self, layer, x, chosen_by):
+        """A router chooses as the gate of one of the blocks would; returns what it said."""
+        ids = self.blocks[chosen_by].gate(x).topk(TOP_K).indices
+        routing = Routing(layer, len(self.blocks), x, ids, torch.ones(ids.shape))
+        for observer in self.observation.observers:
+            observer.see(routing)
+        return routing
 
 
 def good():
@@ -235,18 +250,29 @@ def good():
 
 
 def test_the_predictor_asks_the_gates_that_were_found():
-    foresight, blocks, predictor = foresee(good, good)
+    rank = Rank([good, good], system="exact")
     x = torch.randn(1, HIDDEN)
-    ids = blocks[0].gate(x).topk(TOP_K).indices
-    assert foresight.agrees(0, x, ids)
-    predictor.observe(Routing(0, 2, x, ids, torch.ones(ids.shape)))
-    expected = blocks[1].gate(x).topk(TOP_K).indices[0].tolist()
-    assert [candidate.expert for candidate in predictor.predict(0)] == expected
+    rank.predictor.observe(rank.see(0, x, 0))
+    assert not rank.turned_off
+    expected = rank.blocks[1].gate(x).topk(TOP_K).indices[0].tolist()
+    assert [candidate.expert for candidate in rank.predictor.predict(0)] == expected
+
+
+def test_each_gate_is_looked_at_once_and_then_nobody_listens_any_more(monkeypatch):
+    rank, looked_at = Rank([good, good], system="exact"), []
+    agreement = Gate.agreement
+    monkeypatch.setattr(Gate, "agreement", lambda gate, *what: (looked_at.append(gate), agreement(gate, *what))[1])
+    for layer in (0, 0, 1, 0, 1):
+        assert bool(rank.observation.observers) == (len(looked_at) < 2)
+        rank.see(layer, torch.randn(5, HIDDEN), layer)
+    assert looked_at == rank.foresight.gates
+    assert rank.observation.observers == ()
 
 
 def test_a_gate_that_is_not_there_gets_a_sentence_and_no_prefetch(warnings):
-    _, _, predictor = foresee(good, Block, good)
-    assert predictor is None
+    rank = Rank([good, Block, good], system="exact")
+    assert rank.predictor is None
+    assert rank.observation.observers == ()
     (sentence,) = warnings()
     assert sentence == (
         'vllm-dymoe: system "exact" fetches nothing ahead, because the gate of model.layers.0.mlp.experts cannot be '
@@ -256,10 +282,13 @@ def test_a_gate_that_is_not_there_gets_a_sentence_and_no_prefetch(warnings):
 
 
 def test_a_gate_that_chooses_otherwise_gets_a_sentence_and_no_prefetch(warnings):
-    foresight, blocks, _ = foresee(good, good)
+    rank = Rank([good, good], system="exact")
     x = torch.randn(50, HIDDEN)
-    assert foresight.agrees(0, x, blocks[0].gate(x).topk(TOP_K).indices)
-    assert not foresight.agrees(1, x, blocks[0].gate(x).topk(TOP_K).indices)
+    rank.see(0, x, 0)
+    assert not rank.turned_off
+    rank.see(1, x, 0)
+    assert rank.turned_off == 1
+    assert rank.observation.observers == ()
     (sentence,) = warnings()
     assert (
         "fetches nothing ahead, because the gate that was found for model.layers.0.mlp.experts makes only" in sentence
@@ -267,15 +296,12 @@ def test_a_gate_that_chooses_otherwise_gets_a_sentence_and_no_prefetch(warnings)
 
 
 def test_a_trace_does_without_a_gate_that_chooses_otherwise(warnings, tmp_path):
-    foresight = Foresight(Options(system="on-demand", trace={"folder": tmp_path, "inputs": True}))
-    blocks = [good(), good()]
-    for position, block in enumerate(blocks):
-        foresight.layer_loaded(position, block.routed)
-    assert foresight.predictor(RoutedModel(2, EXPERTS, TOP_K)) is None
-    assert len(foresight.known_gates()) == 2
-    x = torch.randn(50, HIDDEN)
-    assert foresight.agrees(1, x, blocks[0].gate(x).topk(TOP_K).indices), "there is no predictor to be turned off"
-    assert foresight.known_gates() == []
+    rank = Rank([good, good], system="on-demand", trace={"folder": tmp_path, "inputs": True})
+    assert rank.predictor is None
+    assert len(rank.foresight.gates) == 2
+    rank.see(1, torch.randn(50, HIDDEN), 0)
+    assert not rank.turned_off, "there is no predictor to be turned off"
+    assert rank.foresight.gates == []
     (sentence,) = warnings()
     assert sentence.startswith("vllm-dymoe: the trace will not have what the next layer's gate says, because the gate")
 
@@ -291,8 +317,8 @@ def test_a_trace_does_without_a_gate_that_chooses_otherwise(warnings, tmp_path):
 )
 def test_systems_without_gates_look_for_none(options, warnings):
     before = len(torch_module._global_module_registration_hooks)
-    foresight, _, predictor = foresee(Block, Block, **options)
+    rank = Rank([Block, Block], **options)
     assert len(torch_module._global_module_registration_hooks) == before
-    assert (predictor is None) == (options not in ({"system": "layer-prefetch"}, {"system": "duoserve"}))
-    assert foresight.agrees(0, torch.randn(3, HIDDEN), torch.zeros(3, TOP_K))
+    assert (rank.predictor is None) == (options not in ({"system": "layer-prefetch"}, {"system": "duoserve"}))
+    assert rank.observation.observers == (), "nobody listens, so that it costs nothing"
     assert not warnings()

@@ -13,8 +13,9 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from tests.e2e.replays import platform_with_graphs
 from tests.vllm_adapter.test_prepare import configure
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.vllm_adapter import graphs, moe_method
+from vllm_dymoe.vllm_adapter import graphs
 from vllm_dymoe.vllm_adapter.graphs import OPERATOR, Compilation, choose_graphs, settle_graphs
+from vllm_dymoe.vllm_adapter.running import Running
 
 MODES = list(CUDAGraphMode)
 FLAGS = [dict(zip(("breakable", "cut_at_attention", "cut_by_inductor", "transformers_model"), values, strict=True))
@@ -149,6 +150,8 @@ def test_a_cpu_has_none(said):
 
 
 def test_a_capture_of_a_layer_is_refused(monkeypatch):
+    """Before anything else happens: a layer that runs has a rank, and this one has none."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    layer = SimpleNamespace(name="model.layers.0.mlp.experts")
     with pytest.raises(ConfigError, match=r"captures model\.layers\.0\.mlp\.experts in .*\"cudagraph_mode\": \"NONE\""):
-        moe_method._moe(SimpleNamespace(is_cuda=True), None, None, "model.layers.0.mlp.experts")
+        Running.forward(None, layer, SimpleNamespace(is_cuda=True), None, None)

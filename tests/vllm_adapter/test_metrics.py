@@ -141,18 +141,18 @@ def test_nobody_is_asked_where_nothing_is_to_say(options):
         pass
 
     engine = Engine(**options)
-    asyncio.run(patches._with_our_metrics(original)(engine))
+    asyncio.run(patches._do_log_stats(original, engine))
     assert engine.asked == 0
 
 
 def test_vllm_logs_first(monkeypatch):
     order = []
-    monkeypatch.setattr(metrics, "publish", lambda statistics, answers: order.append(answers[0]["hits"]))
+    monkeypatch.setattr(Statistics, "publish", lambda statistics, answers: order.append(answers[0]["hits"]))
 
     async def original(self):
         order.append("vllm")
 
-    asyncio.run(patches._with_our_metrics(original)(Engine()))
+    asyncio.run(patches._do_log_stats(original, Engine()))
     assert order == ["vllm", 1]
 
 
@@ -166,7 +166,7 @@ def test_counts_that_cannot_be_had_stop_nobody(monkeypatch):
 
     engine = Engine()
     engine.collective_rpc = lambda method: 1 / 0
-    asyncio.run(patches._with_our_metrics(original)(engine))
-    patches._with_our_metrics_at_once(lambda self: None)(engine)
+    asyncio.run(patches._do_log_stats(original, engine))
+    patches._do_log_stats(lambda self: None, engine)
     assert len(warnings) == 2
     assert "division by zero" in warnings[0]

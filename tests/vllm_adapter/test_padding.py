@@ -15,8 +15,8 @@ from tests.predict.made_up import made_up
 from tests.runtime.steps import kept_by, with_budget
 from tests.small_model import make_experts, make_store
 from tests.vllm_adapter.steps import scheduled
-from tests.vllm_adapter.test_prompt_tap import queries_and_keys
-from tests.vllm_adapter.test_trace_tap import new
+from tests.vllm_adapter.test_observers import new
+from tests.vllm_adapter.test_prompts import queries_and_keys
 from vllm_dymoe.config import Options
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.predict import RoutedModel
@@ -28,15 +28,13 @@ from vllm_dymoe.systems import SYSTEMS
 from vllm_dymoe.traces import Trace, TraceHeader
 from vllm_dymoe.traces.recorder import Recorder as TraceRecorder
 from vllm_dymoe.training import Recipe, train
-from vllm_dymoe.vllm_adapter import prompt_tap
-from vllm_dymoe.vllm_adapter.foresight import Foresight
+from vllm_dymoe.vllm_adapter import step as step_module
+from vllm_dymoe.vllm_adapter.failures import StepFailures
+from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
-from vllm_dymoe.vllm_adapter.prompt_tap import PromptTap
-from vllm_dymoe.vllm_adapter.rank_model import RankModel
-from vllm_dymoe.vllm_adapter.recorder import Recorder
-from vllm_dymoe.vllm_adapter.step import RunningStep
-from vllm_dymoe.vllm_adapter.step_failures import StepFailures
-from vllm_dymoe.vllm_adapter.trace_tap import TraceTap
+from vllm_dymoe.vllm_adapter.observers import Observation, TraceObserver
+from vllm_dymoe.vllm_adapter.running import RankLayer, Running
+from vllm_dymoe.vllm_adapter.step import PromptTap, RunningStep
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, ROWS = 4, 8, 2, 64, 8
 STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, hidden=HIDDEN))
@@ -61,24 +59,26 @@ def predictor_of(system, trained, expert_map):
     return system.make_predictor(RoutedModel(LAYERS, EXPERTS, TOP_K, gates=gates, hidden=HIDDEN))
 
 
-def rank_model(folder, runtime, total):
+def rank_of(folder, runtime, total):
     """A rank that records what routers choose and what experts read, without the vLLM around it."""
-    model = RankModel.__new__(RankModel)
-    model.runtime, model.step = runtime, RunningStep()
-    model.failures, model.foresight = StepFailures(model.step), Foresight(Options(system="on-demand"))
-    model.prompts = PromptTap(lambda: runtime.system, model.step)
-    model.recorder = Recorder(folder / "part", TOKENS, layers=LAYERS, hidden=HIDDEN, top_k=TOP_K, dtype=torch.bfloat16)
-    model.trace = TraceTap(TraceRecorder(folder, replace(SIZES, num_experts=total), 2**20, inputs=True))
-    model.layer_loaded = lambda position, layer: None
-    return model
+    model = {"layers": list(range(LAYERS)), "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": "bfloat16"}
+    step, observation = RunningStep(), Observation(model)
+    foresight = Foresight(Options(system="on-demand"))
+    rank = Running(runtime, step, StepFailures(step), foresight, observation, lambda path: None)
+    rank.prompts = PromptTap(lambda: runtime.system, step)
+    observation.record(folder / "part", TOKENS)
+    observation.trace = TraceObserver(TraceRecorder(folder, replace(SIZES, num_experts=total), 2**20, inputs=True))
+    observation.join(observation.trace)
+    return rank
 
 
-def layers_of(model, expert_map):
+def layers_of(rank, expert_map):
     for position in range(LAYERS):
         method = DymoeMoEMethod.__new__(DymoeMoEMethod)
-        method.model, method.position, method._activation, method._loader = model, position, Activation.SILU, None
+        method.layer, method._loader = RankLayer("", position, Activation.SILU, None), None
+        method.loading = SimpleNamespace(layer_loaded=lambda position, layer: None)
         method.process_weights_after_loading(SimpleNamespace(expert_map=expert_map))
-        yield method
+        yield method.layer
 
 
 def batch(random, real, total, padding):
@@ -97,12 +97,12 @@ def served(folder, monkeypatch, padding, system="exact", trained=False, expert_m
         padding: the expert that rows of padding are routed to; None leaves them out.
     """
     folder.mkdir()
-    monkeypatch.setattr(prompt_tap, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(step_module, "get_tensor_model_parallel_world_size", lambda: 1)
     system = SYSTEMS[system](**parameters)
     runtime = with_budget(STORE, "50%", system, predictor=predictor_of(system, trained, expert_map))
     total = EXPERTS if expert_map is None else len(expert_map)
-    model = rank_model(folder, runtime, total)
-    layers = list(layers_of(model, expert_map))
+    rank = rank_of(folder, runtime, total)
+    layers = list(layers_of(rank, expert_map))
     random = torch.Generator().manual_seed(0)
     outputs, predicted = [], []
     for number, tokens in enumerate(STEPS):
@@ -110,27 +110,26 @@ def served(folder, monkeypatch, padding, system="exact", trained=False, expert_m
         rows = real if padding is None else ROWS
         starts = torch.tensor([0, *tokens, 0, 0]).cumsum(0)
         context = SimpleNamespace(attn_metadata={"": SimpleNamespace(query_start_loc=starts)}, additional_kwargs={})
-        monkeypatch.setattr(prompt_tap, "get_forward_context", lambda context=context: context)
+        monkeypatch.setattr(step_module, "get_forward_context", lambda context=context: context)
         step = scheduled(*tokens, new=[new("a", 9), new("b", 9)] if number == 0 else ())
-        model.trace.begin_step(step)
-        model.step.begin(step)
-        for method in layers:
+        rank.begin_step(step)
+        for layer in layers:
             query, key = queries_and_keys(ROWS, seed=number)
             query[real:] = key[real:] = torch.nan
-            model.prompts.attend(ATTENTION, query[:rows], key[:rows])
+            rank.prompts.attend(ATTENTION, query[:rows], key[:rows])
             x, weights, ids = batch(random, real, total, padding or 0)
-            out = method.run(x[:rows], weights[:rows], ids[:rows])
+            out = rank.forward(layer, x[:rows], weights[:rows], ids[:rows])
             assert out.shape == (rows, HIDDEN)
             assert not out[real:].any(), "padding is computed"
             outputs.append(out[:real])
             if runtime.predictor is not None:
-                predicted.append(runtime.predictor.predict(method.position))
+                predicted.append(runtime.predictor.predict(layer.position))
         names = ["a", "b"][: len(tokens)]
         runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=names), positions=torch.arange(99))
-        model.trace.end_step(runner, step, model.step.number, failed=False)
-        model.failures.finish(None)
-    model.recorder.finish()
-    model.trace.recorder.close()
+        assert rank.end_model(runner, step, None) is None
+        rank.end_step(None)
+    rank.observation.end_record()
+    rank.observation.trace.recorder.close()
     runtime.check_integrity()
     stats = asdict(runtime.stats())
     runtime.engine.close()
@@ -197,12 +196,12 @@ def test_padding_is_told_from_the_experts_of_other_ranks(check, settings, paddin
 def test_what_nobody_computes_in_a_warm_up_is_not_the_last_experts(tmp_path):
     """While vLLM captures graphs every row is padding, and there is no step that could say so."""
     runtime = with_budget(STORE, "50%")
-    model = rank_model(tmp_path, runtime, len(HALF))
-    first, *_ = layers_of(model, HALF)
+    rank = rank_of(tmp_path, runtime, len(HALF))
+    first, *_ = layers_of(rank, HALF)
     x, weights, _ = batch(torch.Generator(), ROWS, EXPERTS, 0)
     ids = torch.full((ROWS, TOP_K), -1, dtype=torch.int32)
-    assert torch.equal(first.run(x, weights, ids), torch.zeros_like(x))
+    assert torch.equal(rank.forward(first, x, weights, ids), torch.zeros_like(x))
     assert runtime.stats().resident_experts["hi"] == 0
     with pytest.raises(CalibrationError, match=f"computed {TOKENS} tokens less than the {TOKENS}"):
-        model.recorder.finish()
+        rank.observation.end_record()
     runtime.engine.close()

@@ -38,17 +38,17 @@ def test_the_target_is_in_the_installed_vllm(patch):
 
 
 def test_the_target_is_vllms_own_below_our_wrapper(patch):
-    apply_patches(in_worker=True)
+    apply_patches()
     original = inspect.unwrap(target_of(patch))
     assert original.__module__.startswith("vllm.")
     assert original.__name__ == patch.target[1]
 
 
 def test_a_patch_is_applied_once_however_often_it_is_asked_for(patch):
-    apply_patches(in_worker=True)
+    apply_patches()
     once = target_of(patch)
     assert times_wrapped(once) == 1
-    apply_patches(in_worker=True)
+    apply_patches()
     assert target_of(patch) is once
 
 

@@ -16,7 +16,7 @@ from vllm_dymoe.config import ConfigError
 from vllm_dymoe.resolve import ENVIRONMENT_PREFIX
 from vllm_dymoe.vllm_adapter import prepare
 from vllm_dymoe.vllm_adapter.prepare import WORKER_EXTENSION, experts_of
-from vllm_dymoe.vllm_adapter.source import read_options
+from vllm_dymoe.vllm_adapter.quant_config import read_options
 from vllm_dymoe.vllm_adapter.worker import DymoeWorkerExtension
 
 MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))

@@ -11,7 +11,7 @@ from tests.quantize.readers.packing import awq, random_prequantized
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.quantize.readers import make_reader
-from vllm_dymoe.vllm_adapter.prequantized_loader import PrequantizedExpertLoader
+from vllm_dymoe.vllm_adapter.expert_loader import PrequantizedExpertLoader
 
 EXPERTS, HIDDEN, INTERMEDIATE, GROUP = 4, 64, 96, 32
 SHARDS = {Projection.GATE: ("w1", "w13"), Projection.UP: ("w3", "w13"), Projection.DOWN: ("w2", "w2")}

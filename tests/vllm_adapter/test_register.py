@@ -11,9 +11,8 @@ from vllm.platforms import current_platform
 
 import vllm_dymoe
 from vllm_dymoe import vllm_adapter
-from vllm_dymoe.vllm_adapter import version_problem
+from vllm_dymoe.vllm_adapter import refusing_config, version_problem
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
-from vllm_dymoe.vllm_adapter.refusal import refusing_config
 
 
 def test_registering_twice_is_harmless():

@@ -7,11 +7,15 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from tests.vllm_adapter.steps import scheduled
+from vllm_dymoe.config import Options
 from vllm_dymoe.experts.routing import Phase
+from vllm_dymoe.vllm_adapter.failures import StepFailures
+from vllm_dymoe.vllm_adapter.gates import Foresight
+from vllm_dymoe.vllm_adapter.observers import Observation
 from vllm_dymoe.vllm_adapter.patches import apply_patches
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
+from vllm_dymoe.vllm_adapter.running import Running
 from vllm_dymoe.vllm_adapter.step import RunningStep
-from vllm_dymoe.vllm_adapter.step_failures import StepFailures
 
 
 @pytest.mark.parametrize(
@@ -63,11 +67,18 @@ class Runner:
         return object()
 
 
+def rank_of(step):
+    """A rank whose steps these are, without anything to compute."""
+    runtime = SimpleNamespace(system=SimpleNamespace(heavy_hitters=None), experts=SimpleNamespace(layers=()))
+    foresight = Foresight(Options(system="on-demand"))
+    return Running(runtime, step, StepFailures(step), foresight, Observation(), lambda path: None)
+
+
 def served_by(runner, step):
     """vLLM's worker in its wrapper, with our patches and nothing else."""
-    apply_patches(in_worker=True)
+    apply_patches()
     config = DymoeConfig.__new__(DymoeConfig)
-    config.model = SimpleNamespace(step=step, failures=StepFailures(step), trace=None)
+    config.loading = SimpleNamespace(running=rank_of(step))
     worker = SimpleNamespace(vllm_config=SimpleNamespace(quant_config=config), model_runner=runner)
     worker.execute_model = runner.execute_model
     worker.sample_tokens = lambda grammar: Worker.sample_tokens(worker, grammar)

@@ -7,9 +7,10 @@ import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from tests.e2e.engines import MODEL
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.vllm_adapter.loading import Loading
 from vllm_dymoe.vllm_adapter.moe_method import _refuse_unsupported
-from vllm_dymoe.vllm_adapter.rank_model import LayerSpec, RankModel
+from vllm_dymoe.vllm_adapter.store import LayerSpec
 
 
 def refuse(layer=(), **moe):
@@ -60,7 +61,7 @@ def test_unsupported_layers_are_refused_by_name(unsupported, problem):
 def test_layers_of_different_experts_are_refused(other):
     load = SimpleNamespace(load_format="auto")
     config = SimpleNamespace(additional_config={}, model_config=SimpleNamespace(model=str(MODEL)), load_config=load)
-    model = RankModel(config, None)
+    model = Loading(config, Options(), None)
     first = {"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96, "dtype": torch.bfloat16, "bias": False}
     first |= {"rank": 0, "ranks": 1, "expert_rank": 0, "expert_ranks": 1}
     model.add_layer(LayerSpec(name="model.layers.1.mlp.experts", **first))

@@ -1,18 +1,9 @@
 """Everything that imports vLLM, and the only package that does."""
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.version import Version
-
-if TYPE_CHECKING:
-    from os import PathLike
-
-    from vllm_dymoe.quantize.recording import Recording
-    from vllm_dymoe.vllm_adapter.summary import Summary
 
 OLDEST_VLLM = Version("0.26")
 OLDEST_CPU_BUILD = Version("0.30")  # before, routing was a part of vLLM's own experts there
@@ -34,8 +25,6 @@ def register() -> None:
 
     problem = version_problem()
     if problem is not None:
-        from vllm_dymoe.vllm_adapter.refusal import refusing_config
-
         register_quantization_config("dymoe")(refusing_config(problem))
     else:
         from vllm_dymoe.vllm_adapter.patches import apply_patches
@@ -46,35 +35,16 @@ def register() -> None:
     _registered = True
 
 
-def record_timeline(llm: Any, path: "str | PathLike[str]") -> AbstractContextManager[None]:
-    """Record what every rank of an ``LLM`` does while a ``with`` block runs."""
-    from vllm_dymoe.vllm_adapter.timeline import timeline
+def refusing_config(problem: str) -> type:
+    """A quantization config that raises ``RuntimeError(problem)`` as soon as it is used, for a vLLM as it may be."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-    return timeline(llm, path)
+    def refuse(*_: Any) -> None:
+        raise RuntimeError(problem)
 
-
-def summarize(llm: Any) -> "Summary":
-    """Ask every rank of an ``LLM`` for its counts."""
-    from vllm_dymoe.vllm_adapter.summary import Summary
-
-    return Summary.of(llm)
-
-
-def record_calibration(
-    model: Any, texts: Iterable[str], out: str | Path, options: dict[str, Any], **how: Any
-) -> "Recording":
-    """See :func:`vllm_dymoe.calibrate`."""
-    from vllm_dymoe.vllm_adapter.calibrate import calibrate, start
-
-    llm = start(str(model), how["length"], options) if isinstance(model, str | Path) else model
-    return calibrate(llm, texts, Path(out), **how)
-
-
-def record_prompts(*arguments: Any) -> dict[str, Any]:
-    """Answer prompts with an engine of its own, and record what routers choose; see ``recording``."""
-    from vllm_dymoe.vllm_adapter import recording
-
-    return recording.record_prompts(*arguments)
+    names: dict[str, Any] = dict.fromkeys(QuantizationConfig.__abstractmethods__, refuse)
+    names |= {"__init__": refuse, "from_config": classmethod(refuse), "get_config_filenames": staticmethod(list)}
+    return type("RefusingConfig", (QuantizationConfig,), names)
 
 
 def version_problem(installed: str | None = None) -> str | None:

@@ -8,7 +8,8 @@ vLLM's models hand 16-bit experts over in four ways, and all of them end here:
 - gate and up of one expert as GPT-OSS's checkpoints have them, transposed and interleaved, the same way (vLLM 0.32);
 - gate and up, or down, of all local experts, sliced already, through ``param.copy_``: GPT-OSS.
 
-Only views are taken of what vLLM hands over, so nothing bigger than one projection is ever copied.
+Only views are taken of what vLLM hands over, so nothing bigger than one projection is ever copied. Of experts that are
+quantized in the checkpoint, codes, scales and zero points wait for each other, then go on.
 """
 
 from collections.abc import Callable
@@ -16,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
+from vllm_dymoe.quantize.readers import Reader
 
 PutWeight = Callable[[int, Projection, Tensor | PrequantizedMatrix], None]
 """(local expert, projection, weight of this rank)."""
@@ -29,7 +32,7 @@ PutWeight = Callable[[int, Projection, Tensor | PrequantizedMatrix], None]
 PutBias = Callable[[int, Projection, Tensor], None]
 """(local expert, projection, bias of this rank)."""
 
-PROJECTIONS = {"w1": Projection.GATE, "w3": Projection.UP, "w2": Projection.DOWN}
+_PROJECTIONS = {"w1": Projection.GATE, "w3": Projection.UP, "w2": Projection.DOWN}
 # The dimension of a projection that tensor parallelism slices: rows of gate and up, columns of down.
 _SLICED_DIMENSION = {Projection.GATE: 0, Projection.UP: 0, Projection.DOWN: 1}
 
@@ -63,7 +66,7 @@ class ExpertLoader:
 
     def __call__(
         self,
-        param: torch.nn.Parameter,
+        param: Parameter,
         loaded_weight: Tensor,
         weight_name: str,
         shard_id: str,
@@ -78,7 +81,7 @@ class ExpertLoader:
         is_bias = weight_name.endswith("bias")
         if loaded_weight.dim() == 3 and not is_bias:
             for expert, weight in enumerate(loaded_weight):
-                self._take(expert, PROJECTIONS[shard_id], weight)
+                self._take(expert, _PROJECTIONS[shard_id], weight)
             return True if return_success else None
         expert = self._local(expert_id)
         if expert == -1:
@@ -89,8 +92,8 @@ class ExpertLoader:
                 f"{list(loaded_weight.shape)}; expected the 16-bit weight or bias of one expert's projection."
             )
         take = self._take_bias if is_bias else self._take
-        if shard_id in PROJECTIONS:
-            take(expert, PROJECTIONS[shard_id], loaded_weight)
+        if shard_id in _PROJECTIONS:
+            take(expert, _PROJECTIONS[shard_id], loaded_weight)
         else:  # "gpt_oss_w13" and "gpt_oss_w2"
             rows = loaded_weight if is_bias else loaded_weight.t()
             for projection, part in _split(shard_id.removeprefix("gpt_oss_"), rows, interleaved=self._interleaved):
@@ -127,7 +130,96 @@ class ExpertLoader:
         return self._rank * width, width
 
 
-class _Placeholder(torch.nn.Parameter):
+class PrequantizedExpertLoader(ExpertLoader):
+    """Takes the quantized experts of one layer from vLLM's loaders, in whatever order their tensors come.
+
+    Args:
+        layer: the RoutedExperts.
+        put_weight: receives every projection's codes.
+        put_bias: receives every projection's bias.
+        reader: of the checkpoint.
+        wanted: says whether anybody still needs codes; asked before each projection is read.
+        hidden: model width.
+        intermediate: width of a whole expert, before tensor parallelism cuts it.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        put_weight: PutWeight,
+        put_bias: PutBias,
+        reader: Reader,
+        wanted: Callable[[], bool],
+        hidden: int,
+        intermediate: int,
+    ) -> None:
+        super().__init__(layer, put_weight, put_bias)
+        self._wanted = wanted
+        self.kinds = ("weight", *reader.known_parts)
+        self._name = layer.layer_name
+        self._reader = reader
+        self._hidden, self._intermediate = hidden, intermediate
+        self._waiting: dict[tuple[int, Projection], dict[str, Tensor]] = {}
+
+    def __call__(
+        self,
+        param: Parameter,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Take one tensor of one projection of one expert.
+
+        Raises:
+            ConfigError: it is not what the checkpoint's configuration says.
+        """
+        kind = param.stack_name.partition("_")[2]  # type: ignore[attr-defined]
+        if kind == "bias":
+            return super().__call__(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+        expert, projection = self._local(expert_id), _PROJECTIONS[shard_id]
+        if expert == -1:
+            return False if return_success else None
+        down = projection is Projection.DOWN
+        sizes = (self._hidden, self._intermediate) if down else (self._intermediate, self._hidden)
+        try:
+            if kind in self._reader.parts:
+                self._take_part(expert, projection, kind, loaded_weight, sizes)
+            elif kind in self._reader.checked:
+                self._reader.check(kind, loaded_weight.cpu(), *sizes)
+            else:
+                raise ValueError("it has 16 bits, although the checkpoint is quantized; this mix is not supported.")
+        except ValueError as error:
+            raise ConfigError(
+                f"vllm-dymoe: the {projection.name.lower()} projection of expert {expert_id} in {self._name} cannot be "
+                f"read from the {self._reader.method} checkpoint: {error}"
+            ) from error
+        return True if return_success else None
+
+    def check_complete(self) -> None:
+        """Refuse what has come in part only.
+
+        Raises:
+            ConfigError: a tensor is missing.
+        """
+        for (expert, projection), parts in sorted(self._waiting.items()):
+            missing = [part for part in self._reader.parts if part not in parts]
+            raise ConfigError(
+                f"vllm-dymoe: the {projection.name.lower()} projection of expert {expert} in {self._name} lacks "
+                f"{' and '.join(missing)} in the checkpoint; download it again."
+            )
+
+    def _take_part(self, expert: int, projection: Projection, kind: str, part: Tensor, sizes: tuple[int, int]) -> None:
+        parts = self._waiting.setdefault((expert, projection), {})
+        parts[kind] = part.cpu()
+        if len(parts) == len(self._reader.parts):
+            del self._waiting[expert, projection]
+            if self._wanted():
+                self._take(expert, projection, self._reader.read(parts, *sizes))
+
+
+class _Placeholder(Parameter):
     """An empty parameter in the place of a layer's experts."""
 
     weight_loader: ExpertLoader

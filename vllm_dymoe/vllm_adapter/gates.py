@@ -1,21 +1,30 @@
-"""Where the gate of each MoE layer is, found without knowing the architecture, and checked against vLLM's own choices.
+"""What foresees experts on one rank, and the gates it needs: found without knowing the architecture, then checked.
 
 A block of a model owns its experts and, next to them, the linear layer that routes to them; the names differ, and so
 does how deep the linear layer lies. While vLLM builds the model, torch tells which module becomes part of which. So the
 way leads from the experts up to the first module that holds a linear layer from the hidden size to the number of
 experts. How its scores become a choice is known to the experts' own module, as data. Whether all of this is right is
-seen when the layer runs for the first request: what the gate would choose has to be what vLLM chose.
+seen when the layer runs for the first request: what the gate would choose has to be what vLLM chose. Not in a warm-up:
+inputs may be anything then, on a CPU what was in the memory before.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from vllm_dymoe.predict import Gate
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.predict import Gate, Predictor, PredictorError, RoutedModel
+from vllm_dymoe.predict.checkpoint import PredictorCard, read_card
+from vllm_dymoe.predict.trained import TrainedPredictor
+from vllm_dymoe.systems import make_system
+from vllm_dymoe.vllm_adapter.observers import Observation, Observer
+from vllm_dymoe.vllm_adapter.report import logger
 
 # Near ties count as equal within this share of a token's largest score; a wrong gate agrees by chance only, which for
 # 2 of 8 experts is a quarter. Two logits that bfloat16 rounds (by 2^-9 of their size) once for vLLM and once for us may
@@ -155,3 +164,111 @@ class GateCheck:
             raise GateError(
                 f"the gate that was found for {self._names[layer]} makes only {share:.0%} of vLLM's choices"
             )
+
+
+class Foresight(Observer):
+    """Finds gates while the model loads, builds the predictor from them, and checks each when its layer first runs.
+
+    Args:
+        options: validated options.
+
+    Attributes:
+        gates: of every layer, in order; empty where nobody needs them, and once one chose otherwise than vLLM.
+        trained: file and card of the predictor that is in force, if one was trained.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._system = make_system(options)
+        # A trained predictor asks no gate; they are still checked for the trace.
+        self._needs_gates = self._system.needs_gates and options.predictor is None
+        wanted = self._needs_gates or (options.trace is not None and options.trace.inputs)
+        self._tree = ModuleTree() if wanted else None
+        self._found: dict[int, tuple[str, Gate]] = {}
+        self._check = GateCheck([], [])
+        self._turn_off: Callable[[], None] = lambda: None
+        self.gates: list[Gate] = []
+        self.trained: tuple[Path | None, PredictorCard | None] = (None, None)
+
+    def layer_loaded(self, position: int, routed_experts: Any) -> None:
+        """Find the gate of one more layer."""
+        if self._tree is None:
+            return
+        try:
+            self._found[position] = (routed_experts.layer_name, find_gate(routed_experts, self._tree))
+        except GateError as error:
+            self._give_up(f"the gate of {routed_experts.layer_name} cannot be used: {error}")
+
+    def predictor(self, model: RoutedModel) -> Predictor | None:
+        """What foresees for the loaded model; None if nothing can or shall.
+
+        Raises:
+            ConfigError: a trained one cannot be used.
+        """
+        if self._tree is not None:
+            self._tree.close()
+            names, gates = zip(*(self._found[position] for position in range(model.num_layers)), strict=True)
+            self.gates = list(gates)
+            self._check = GateCheck(names, self.gates)
+            model = replace(model, gates=self.gates)
+        elif self._needs_gates:
+            return None
+        try:
+            predictor = self._system.make_predictor(model)
+            self.trained = model.predictor, None if model.predictor is None else read_card(model.predictor)
+        except PredictorError as error:
+            raise ConfigError(f"vllm-dymoe: {error}") from error
+        return predictor
+
+    def listen(self, observation: Observation, turn_off: Callable[[], None]) -> None:
+        """Hear what routers choose until every gate is checked.
+
+        Args:
+            observation: of the rank.
+            turn_off: called if the predictor cannot go on.
+        """
+        self._observation, self._turn_off = observation, turn_off
+        if self._check:
+            observation.join(self)
+
+    def see(self, routing: Routing) -> None:
+        """Compare a layer's gate with what vLLM chose, once."""
+        try:
+            self._check.check(routing.layer, routing.x, routing.ids)
+        except GateError as error:
+            self._give_up(str(error))
+        if not self._check:
+            self._observation.leave(self)
+
+    def take_over(self, model: RoutedModel, put: Callable[[Predictor], None]) -> None:
+        """Foresee with a trained predictor; gates are still checked for the trace.
+
+        Args:
+            model: with the predictor's file.
+            put: hands it to the runtime; if it refuses, the old one goes on.
+
+        Raises:
+            ConfigError: it is damaged, another model's, or there is no room for it.
+        """
+        assert model.predictor is not None
+        try:
+            predictor = TrainedPredictor.load(model)
+            card = read_card(model.predictor)
+        except PredictorError as error:
+            raise ConfigError(f"vllm-dymoe: {error}") from error
+        put(predictor)
+        self._needs_gates, self.trained = False, (model.predictor, card)
+
+    def _give_up(self, reason: str) -> None:
+        if self._needs_gates:
+            logger.warning(
+                'vllm-dymoe: system "%s" fetches nothing ahead, because %s; experts are fetched when their router '
+                "names them.",
+                self._system.name,
+                reason,
+            )
+            self._turn_off()
+        else:
+            logger.warning("vllm-dymoe: the trace will not have what the next layer's gate says, because %s.", reason)
+        if self._tree is not None:
+            self._tree.close()
+        self._tree, self._check, self.gates = None, GateCheck([], []), []

@@ -16,7 +16,7 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.vllm_adapter.log import logger
+from vllm_dymoe.vllm_adapter.report import logger
 
 OPERATOR = "vllm_dymoe::moe_forward_into"
 

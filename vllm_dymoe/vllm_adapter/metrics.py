@@ -7,7 +7,7 @@ set before anything imports prometheus_client, and would change how all of vLLM'
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from vllm_dymoe.units import size
-from vllm_dymoe.vllm_adapter.log import logger
+from vllm_dymoe.vllm_adapter.report import logger
 
 Answer = dict[str, Any]  # of dymoe_stats: a RuntimeStats as data
 
@@ -96,6 +96,12 @@ class Statistics:
         self._before: list[Answer] = []
         self._time: float | None = None
 
+    def publish(self, answers: list[Answer]) -> None:
+        """Publish the counts of all ranks now, and log the interval if there is something to say."""
+        text = self.record(answers, time.monotonic())
+        if text is not None:
+            logger.info("%s", text)
+
     def record(self, answers: list[Answer], now: float) -> str | None:
         """Publish the counts of all ranks.
 
@@ -168,20 +174,28 @@ def statistics_of(engine: Any) -> Statistics | None:
     return _statistics[engine]
 
 
+def publish(engine: Any) -> None:
+    """Publish the counts of an engine's ranks, and log the interval if there is something to say."""
+    with _serving_goes_on():
+        if (statistics := statistics_of(engine)) is not None:
+            statistics.publish(engine.collective_rpc("dymoe_stats"))
+
+
+async def publish_later(engine: Any, logged: Awaitable[None]) -> None:
+    """As ``publish``, where vLLM's own log and its workers' answers have to be awaited."""
+    await logged
+    with _serving_goes_on():
+        if (statistics := statistics_of(engine)) is not None:
+            statistics.publish(await engine.collective_rpc("dymoe_stats"))
+
+
 @contextlib.contextmanager
-def serving_goes_on() -> Iterator[None]:
+def _serving_goes_on() -> Iterator[None]:
     """Say what went wrong inside instead of raising it: vLLM's own statistics, and in ``LLM()`` its steps, go on."""
     try:
         yield
     except Exception as error:
         logger.warning("vllm-dymoe: the workers' counts could not be read and are missing from /metrics: %s", error)
-
-
-def publish(statistics: Statistics, answers: list[Answer]) -> None:
-    """Publish the counts of all ranks, and log the interval if there is something to say."""
-    text = statistics.record(answers, time.monotonic())
-    if text is not None:
-        logger.info("%s", text)
 
 
 _statistics: WeakKeyDictionary[Any, Statistics] = WeakKeyDictionary()

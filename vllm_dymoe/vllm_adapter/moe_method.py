@@ -1,21 +1,40 @@
-"""vLLM's seam for one MoE layer: create (almost) no weights, take the checkpoint's, run ours."""
+"""vLLM's seam for one MoE layer: create (almost) no weights, take the checkpoint's, and enter the rank that runs.
+
+Two operators keep the host's code out of what vLLM compiles and captures. ``moe`` stands for the routed experts in a
+compiled model. Where CUDA graphs stand around the layer, ``moe_forward_into`` takes the place of vLLM's own operator: a
+graph replays with the addresses of its capture, and copies nothing. ``vllm::moe_forward`` returns fresh tensors, so a
+graph behind it would read the tensors of its capture again, step after step. Here the caller allocates the outputs,
+which makes them a part of the graph before the layer and fixes their addresses; the operator runs between graphs, on
+the host, and writes into them. ``vllm::unified_attention_with_output`` does the same for attention. The price is a copy
+of the layer's output.
+"""
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture, is_breakable_cudagraph_enabled
+from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import (
+    _moe_forward_fake,
+    _moe_forward_shared_fake,
+    _resolve_layer_name,
+    get_layer_from_name,
+)
+from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader
-from vllm_dymoe.vllm_adapter.graphs import refuse_capture
-from vllm_dymoe.vllm_adapter.prequantized_loader import PrequantizedExpertLoader
-from vllm_dymoe.vllm_adapter.rank_model import LayerSpec, RankModel
+from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader, PrequantizedExpertLoader
+from vllm_dymoe.vllm_adapter.loading import Loading
+from vllm_dymoe.vllm_adapter.running import RankLayer
+from vllm_dymoe.vllm_adapter.store import LayerSpec
 
 _ACTIVATIONS = {
     MoEActivation.SILU: Activation.SILU,
@@ -31,10 +50,9 @@ class DymoeMoEMethod(FusedMoEMethodBase):
     Routing and shared experts stay vLLM's.
     """
 
-    def __init__(self, moe: FusedMoEConfig, model: RankModel) -> None:
+    def __init__(self, moe: FusedMoEConfig, loading: Loading) -> None:
         super().__init__(moe)
-        self.model = model
-        self.position = -1
+        self.loading = loading
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
         """None: vLLM's own kernels never see our weights."""
@@ -55,7 +73,8 @@ class DymoeMoEMethod(FusedMoEMethodBase):
             ConfigError: the layer needs something that is not supported.
         """
         _refuse_unsupported(layer, self.moe)
-        self.position = self.model.add_layer(
+        parallel, activation = self.moe.moe_parallel_config, _ACTIVATIONS[self.moe.activation]
+        position = self.loading.add_layer(
             LayerSpec(
                 name=layer.layer_name,
                 num_experts=num_experts,
@@ -64,34 +83,35 @@ class DymoeMoEMethod(FusedMoEMethodBase):
                 intermediate=intermediate_size_per_partition,
                 dtype=params_dtype,
                 bias=self.moe.has_bias,
-                rank=self.moe.moe_parallel_config.tp_rank,
-                ranks=self.moe.moe_parallel_config.tp_size,
-                expert_rank=self.moe.moe_parallel_config.ep_rank,
-                expert_ranks=self.moe.moe_parallel_config.ep_size,
-                activation=_ACTIVATIONS[self.moe.activation],
+                rank=parallel.tp_rank,
+                ranks=parallel.tp_size,
+                expert_rank=parallel.ep_rank,
+                expert_ranks=parallel.ep_size,
+                activation=activation,
             )
         )
-        self._activation = _ACTIVATIONS[self.moe.activation]
+        self.layer = RankLayer(layer.layer_name, position, activation, None)
         self._weights_on_input = layer.apply_router_weight_on_input
-        put = functools.partial(self.model.put, self.position)
-        put_bias = functools.partial(self.model.put_bias, self.position)
+        put = functools.partial(self.loading.put, position)
+        put_bias = functools.partial(self.loading.put_bias, position)
         self._loader = ExpertLoader(layer, put, put_bias)
-        if self.model.reader is not None:
-            whole = intermediate_size_per_partition * self.moe.moe_parallel_config.tp_size
-            wanted = self.model.wants_experts
-            self._loader = PrequantizedExpertLoader(layer, put, put_bias, self.model.reader, wanted, hidden_size, whole)
+        if self.loading.reader is not None:
+            whole, wanted = intermediate_size_per_partition * parallel.tp_size, self.loading.wants_experts
+            self._loader = PrequantizedExpertLoader(
+                layer, put, put_bias, self.loading.reader, wanted, hidden_size, whole
+            )
         self._loader.register(layer, params_dtype, bias=self.moe.has_bias)
-        # The custom operator finds its layer by name in the forward context, as vLLM's own does.
+        # The operator finds its layer by name in the forward context, as vLLM's own does.
         get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Complete the store when the last layer has been loaded."""
-        # One entry more, at -1: where vLLM has chosen nobody, for rows of a captured graph that are no tokens.
         local = layer.expert_map
-        self._expert_map = None if local is None else torch.cat((local, local.new_full((1,), -1)))
+        if local is not None:
+            self.layer = replace(self.layer, expert_map=torch.cat((local, local.new_full((1,), -1))))
         if isinstance(self._loader, PrequantizedExpertLoader):
             self._loader.check_complete()
-        self.model.layer_loaded(self.position, layer)
+        self.loading.layer_loaded(self.layer.position, layer)
 
     def apply(
         self,
@@ -105,30 +125,11 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         """Run the routed experts: x [tokens, hidden] -> [tokens, hidden]."""
         if self._weights_on_input:  # one expert for each token
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
-        return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, layer.layer_name)
-
-    def run(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        """What the operator does, outside of any compilation: x [rows, hidden] -> [rows, hidden].
-
-        Rows that only fill up a captured graph's batch come out as zeros. Nothing of ours sees them, whatever vLLM has
-        routed them to: to expert -1 from 0.32 on, before that to some expert.
-        """
-        tokens = self.model.step.real(len(x))
-        if tokens == len(x):
-            return self._run_tokens(x, topk_weights, topk_ids)
-        out = torch.zeros_like(x)
-        out[:tokens] = self._run_tokens(x[:tokens], topk_weights[:tokens], topk_ids[:tokens])
-        return out
-
-    def _run_tokens(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        if not self.model.step.warming_up:
-            if self.model.recorder is not None:
-                self.model.recorder.see(self.position, x, topk_weights, topk_ids)
-            if self.model.trace is not None:
-                self.model.trace.record(self.position, x, topk_weights, topk_ids)
-        if self._expert_map is not None:
-            topk_ids = self._expert_map[topk_ids.long()]
-        return self.model.forward(self.position, x, topk_weights, topk_ids, self._activation)
+        if torch.compiler.is_compiling():
+            return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, layer.layer_name)
+        running = self.loading.running
+        assert running is not None, "vLLM runs a model that it has not finished loading"
+        return running.forward(self.layer, x, topk_weights, topk_ids)
 
 
 def _refuse_unsupported(layer: Any, moe: FusedMoEConfig) -> None:
@@ -151,13 +152,81 @@ def _context_key(layer_name: str) -> str:
 
 
 def _moe(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
-    refuse_capture(x, layer_name)
     method: DymoeMoEMethod = get_forward_context().no_compile_layers[_context_key(layer_name)]
-    return method.run(x, topk_weights, topk_ids)
+    running = method.loading.running
+    assert running is not None, "vLLM runs a model that it has not finished loading"
+    return running.forward(method.layer, x, topk_weights, topk_ids)
 
 
 def _moe_fake(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+def entry_with_buffers(runner: Any) -> Callable[..., Any] | None:
+    """What a MoERunner calls in place of vLLM's operator; None for another layer than ours, and without graphs.
+
+    Raises:
+        ConfigError: vLLM interrupts captures, but did not when this module was imported.
+    """
+    if not isinstance(runner.routed_experts.quant_method, DymoeMoEMethod):
+        return None
+    if get_current_vllm_config().compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
+        return None
+    if is_breakable_cudagraph_enabled() and not hasattr(_interrupting, "__wrapped__"):
+        raise ConfigError(
+            "vllm-dymoe: vLLM turned breakable CUDA graphs on after this process had loaded a model without them; "
+            "start the engine in a process of its own, or set VLLM_USE_BREAKABLE_CUDAGRAPH=1 for both."
+        )
+    return _routed if runner.shared_experts is None else _routed_and_shared
+
+
+def _routed(
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    shared_experts_input: torch.Tensor | None,
+    input_ids: torch.Tensor | None,
+    layer_name: LayerNameType,
+    hidden_dim_unpadded: int,
+) -> torch.Tensor:
+    """As ``vllm::moe_forward``: hidden_states [tokens, hidden] -> [tokens, hidden]."""
+    arguments = (hidden_states, router_logits, shared_experts_input, input_ids)
+    out = _moe_forward_fake(*arguments, layer_name, hidden_dim_unpadded)  # vLLM's rule for the shape of the output
+    torch.ops.vllm_dymoe.moe_forward_into(*arguments, out, None, layer_name)
+    return out
+
+
+def _routed_and_shared(
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    shared_experts_input: torch.Tensor | None,
+    input_ids: torch.Tensor | None,
+    layer_name: LayerNameType,
+    hidden_dim_unpadded: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``vllm::moe_forward_shared``: the shared experts' output and the routed experts' output."""
+    arguments = (hidden_states, router_logits, shared_experts_input, input_ids)
+    shared_out, out = _moe_forward_shared_fake(*arguments, layer_name, hidden_dim_unpadded)
+    torch.ops.vllm_dymoe.moe_forward_into(*arguments, out, shared_out, layer_name)
+    return shared_out, out
+
+
+def _moe_forward_into(
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    shared_experts_input: torch.Tensor | None,
+    input_ids: torch.Tensor | None,
+    out: torch.Tensor,
+    shared_out: torch.Tensor | None,
+    layer_name: LayerNameType,
+) -> None:
+    runner: Any = get_layer_from_name(_resolve_layer_name(layer_name))
+    result = runner._forward_impl(hidden_states, router_logits, shared_experts_input, input_ids)
+    if shared_out is None:
+        out.copy_(result)
+    else:
+        shared, routed = result
+        shared_out.copy_(shared)
+        out.copy_(routed)
 
 
 # Not torch.library.custom_op, whose wrappers cost as much again as the call: there is one in every layer.
@@ -165,3 +234,6 @@ _library = torch.library.Library("vllm_dymoe", "DEF")
 _library.define("moe(Tensor x, Tensor topk_weights, Tensor topk_ids, str layer_name) -> Tensor")
 _library.impl("moe", _moe, "CompositeExplicitAutograd")
 torch.library.register_fake("vllm_dymoe::moe", _moe_fake, lib=_library)
+# Where vLLM has breakable graphs, the operator ends the running capture, and begins another one behind it.
+_interrupting = eager_break_during_capture(_moe_forward_into)
+direct_register_custom_op("moe_forward_into", _interrupting, mutates_args=["out", "shared_out"], target_lib=_library)

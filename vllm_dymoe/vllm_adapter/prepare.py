@@ -1,10 +1,11 @@
-"""What is checked and set in the user's process, after vLLM has made its configuration."""
+"""What is refused and set in the user's process, after vLLM has made its configuration and before anything loads."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
@@ -14,15 +15,19 @@ from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict.checkpoint import PredictorError, read_card
 from vllm_dymoe.quantize.tensors import CheckpointError, check_files
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
-from vllm_dymoe.store import MANIFEST, Manifest, StoreError
+from vllm_dymoe.store import StoreError
 from vllm_dymoe.store.placement import choose_host_place
 from vllm_dymoe.systems import make_system
-from vllm_dymoe.vllm_adapter.features import refuse_unsupported_features
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs
-from vllm_dymoe.vllm_adapter.log import logger
-from vllm_dymoe.vllm_adapter.source import expert_width, read_options
+from vllm_dymoe.vllm_adapter.quant_config import expert_width, read_options
+from vllm_dymoe.vllm_adapter.report import logger
+from vllm_dymoe.vllm_adapter.store import check_ranks
 
 WORKER_EXTENSION = "vllm_dymoe.vllm_adapter.worker.DymoeWorkerExtension"
+RELOADING = (
+    "vllm-dymoe: weights cannot be replaced while the model is served, because its experts are packed in a store; "
+    "nothing was changed: start again with the new checkpoint."
+)
 
 
 def prepare(config: VllmConfig) -> None:
@@ -31,23 +36,26 @@ def prepare(config: VllmConfig) -> None:
     Raises:
         ConfigError: an option, a combination or the budget cannot work.
     """
-    options = read_options(
-        config, getattr(config.quant_config, "checkpoint", None), getattr(config.quant_config, "reader", None)
-    )
-    if config.model_config.get_num_experts() == 0:
-        raise ConfigError(
-            f"vllm-dymoe: {config.model_config.model} is not a Mixture-of-Experts model; "
-            "leave --quantization dymoe out for it."
-        )
-    _refuse_broken_model(config)
-    refuse_unsupported_features(config)
-    _check_ranks(config)
-    _check_depth(config, options)
-    _check_trace(config, options)
-    _check_budget(config, options)
-    _check_host_memory(config, options)
-    _check_predictor(options)
-    _check_weights(config)
+    ours, reader = (getattr(config.quant_config, name, None) for name in ("checkpoint", "reader"))
+    options = read_options(config, ours, reader)
+    try:
+        _refuse_model(config)
+        refuse_unsupported_features(config)
+        if ours is not None and config.load_config.load_format != "dummy":
+            check_ranks(Path(config.model_config.model), config.parallel_config.tensor_parallel_size)
+        _refuse_pipeline(config, options)
+        experts = experts_of(config, options)
+        if experts is not None:
+            _check_budget(experts, options)
+            _check_host_memory(config, experts, options)
+        if options.predictor is not None:
+            read_card(options.predictor)  # the worker checks that it is this model's
+        folder = Path(config.model_config.model)
+        # Files that are cut off, before hours of loading them; what was downloaded is whole.
+        if folder.is_dir() and config.load_config.load_format in ("auto", "hf", "safetensors"):
+            check_files(folder)
+    except (StoreError, PredictorError, CheckpointError) as error:
+        raise ConfigError(f"vllm-dymoe: {error}") from error
     if current_platform.support_static_graph_mode():
         settle_graphs(config)
     _add_worker_methods(config)
@@ -67,99 +75,52 @@ def refuse_idle_options(config: VllmConfig) -> None:
         )
 
 
-def _refuse_broken_model(config: VllmConfig) -> None:
-    """Refuse what vLLM itself cannot run, where that is known and there is a way out.
-
-    Raises:
-        ConfigError: it is such a model.
-    """
-    if "PhimoeForCausalLM" in config.model_config.architectures:
+def _refuse_model(config: VllmConfig) -> None:
+    """Refuse a model without experts, and what vLLM itself cannot run, where that is known and there is a way out."""
+    model = config.model_config
+    if model.get_num_experts() == 0:
+        raise ConfigError(
+            f"vllm-dymoe: {model.model} is not a Mixture-of-Experts model; leave --quantization dymoe out for it."
+        )
+    if "PhimoeForCausalLM" in model.architectures:
         raise ConfigError(
             "vllm-dymoe: vLLM runs PhimoeForCausalLM with transformers' code, which fails in its router; for vLLM's "
-            'own model, which works, write "PhiMoEForCausalLM" into architectures in the config.json of '
-            f"{config.model_config.model}."
+            f'own model, which works, write "PhiMoEForCausalLM" into architectures in the config.json of {model.model}.'
         )
 
 
-def _check_ranks(config: VllmConfig) -> None:
-    """Refuse a packed checkpoint for other ranks than those it will have; the workers check again.
-
-    Raises:
-        ConfigError: its experts are cut for another number of ranks.
-    """
-    folder = Path(config.model_config.model)
-    packed = getattr(config.quant_config, "checkpoint", None) is not None and (folder / MANIFEST).is_file()
-    if not packed or config.load_config.load_format == "dummy":
-        return
-    try:
-        _, packed_for = Manifest.read(folder).tensor_parallel
-    except StoreError as error:
-        raise ConfigError(f"vllm-dymoe: {error}") from error
-    ranks = config.parallel_config.tensor_parallel_size
-    if ranks != packed_for:
-        raise ConfigError(
-            f"vllm-dymoe: the experts in {folder} are packed for --tensor-parallel-size {packed_for}, not {ranks}; "
-            "serve them with that, or serve the 16-bit checkpoint that they were made from."
-        )
-
-
-def _check_depth(config: VllmConfig, options: Options) -> None:
-    """Refuse a system that goes by depth where no process has all layers.
-
-    Raises:
-        ConfigError: it is so.
-    """
+def _refuse_pipeline(config: VllmConfig, options: Options) -> None:
+    """Refuse what needs all layers where no process has them."""
     stages = config.parallel_config.pipeline_parallel_size
-    if stages > 1 and make_system(options).heavy_hitters is not None:
+    if stages == 1:
+        return
+    instead = f"leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
+    if make_system(options).heavy_hitters is not None:
         raise ConfigError(
             f'vllm-dymoe: system "{options.system}" goes by the depth of a layer, which a stage of a pipeline does not '
-            f"know; leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
+            f"know; {instead}"
         )
-
-
-def _check_trace(config: VllmConfig, options: Options) -> None:
-    """Refuse to record where no process has all layers.
-
-    Raises:
-        ConfigError: it is so.
-    """
-    stages = config.parallel_config.pipeline_parallel_size
-    if options.trace is not None and stages > 1:
+    if options.trace is not None:
         raise ConfigError(
             "vllm-dymoe: trace records what all layers choose, and a stage of a pipeline has only some of them; "
-            f"leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
+            f"{instead}"
         )
 
 
-def _check_budget(config: VllmConfig, options: Options) -> None:
-    """Refuse a hopeless budget before any process starts; the worker checks again with the real layers.
-
-    Raises:
-        ConfigError: not even one expert of each tier fits.
-    """
-    experts = experts_of(config, options)
-    if experts is None or options.expert_budget.is_auto:
-        return
-    workspace = workspace_bytes(experts, current_platform.device_type)
-    limit = limit_in_bytes(options.expert_budget, experts, options, workspace, automatic=0)
-    plan_slots(experts, options, make_system(options), limit, workspace)
+def _check_budget(experts: ModelExperts, options: Options) -> None:
+    """Refuse a hopeless budget before any process starts; the worker checks again with the real layers."""
+    if not options.expert_budget.is_auto:
+        workspace = workspace_bytes(experts, current_platform.device_type)
+        limit = limit_in_bytes(options.expert_budget, experts, options, workspace, automatic=0)
+        plan_slots(experts, options, make_system(options), limit, workspace)
 
 
-def _check_host_memory(config: VllmConfig, options: Options) -> None:
-    """Refuse memory that the machine clearly has not, before hours of quantizing; the workers check with all layers.
-
-    Raises:
-        ConfigError: the experts do not fit.
-    """
-    experts = experts_of(config, options)
-    if experts is None or options.host_store != "pinned":
-        return
-    surely = replace(experts, layers=experts.layers[: _layers_with_experts(config, len(experts.layers))])
-    ranks = config.parallel_config.local_world_size
-    try:
+def _check_host_memory(config: VllmConfig, experts: ModelExperts, options: Options) -> None:
+    """Refuse memory that the machine clearly has not, before hours of quantizing; the workers check with all layers."""
+    if options.host_store == "pinned":
+        surely = replace(experts, layers=experts.layers[: _layers_with_experts(config, len(experts.layers))])
+        ranks = config.parallel_config.local_world_size
         choose_host_place(options.host_store, current_platform.device_type, surely, available_host_memory(), ranks)
-    except StoreError as error:
-        raise ConfigError(f"vllm-dymoe: {error}") from error
 
 
 def _layers_with_experts(config: VllmConfig, layers: int) -> int:
@@ -171,20 +132,6 @@ def _layers_with_experts(config: VllmConfig, layers: int) -> int:
     steps = (getattr(text, name, None) for name in names)
     step = max((step for step in steps if isinstance(step, int)), default=1)
     return max(0, layers - dense) // max(1, step)
-
-
-def _check_predictor(options: Options) -> None:
-    """Refuse a file that is no predictor before any process starts; the worker checks that it is this model's.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    if options.predictor is None:
-        return
-    try:
-        read_card(options.predictor)
-    except PredictorError as error:
-        raise ConfigError(f"vllm-dymoe: {error}") from error
 
 
 def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
@@ -206,20 +153,6 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
     return ModelExperts(layers, experts, getattr(text, "num_experts_per_tok", None) or 1, formats)
 
 
-def _check_weights(config: VllmConfig) -> None:
-    """Refuse a local checkpoint whose files are cut off before hours of loading it; what was downloaded is whole.
-
-    Raises:
-        ConfigError: a file is missing, or shorter than its header says.
-    """
-    folder = Path(config.model_config.model)
-    if folder.is_dir() and config.load_config.load_format in ("auto", "hf", "safetensors"):
-        try:
-            check_files(folder)
-        except CheckpointError as error:
-            raise ConfigError(f"vllm-dymoe: {error}") from error
-
-
 def _add_worker_methods(config: VllmConfig) -> None:
     parallel: Any = config.parallel_config
     if not parallel.worker_extension_cls:
@@ -231,3 +164,88 @@ def _add_worker_methods(config: VllmConfig) -> None:
             parallel.worker_extension_cls,
             WORKER_EXTENSION,
         )
+
+
+def refuse_unsupported_features(config: VllmConfig) -> None:
+    """Refuse the first feature that is on and cannot work.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for is_on, sentence in _UNSUPPORTED:
+        if is_on(config):
+            raise ConfigError(f"vllm-dymoe: {sentence}")
+
+
+def _adapts_experts(config: VllmConfig) -> bool:
+    """Whether LoRA may reach the experts: vLLM wraps every layer unless target modules leave it out."""
+    lora = config.lora_config
+    if lora is None:
+        return False
+    # "experts" stands for the whole layer, "experts.3.up_proj" for one of its projections.
+    return lora.target_modules is None or any("experts" in name.split(".") for name in lora.target_modules)
+
+
+def _drafts_with_experts(config: VllmConfig) -> bool:
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    # Methods without a draft model, such as ngram, have the target's own config there.
+    return draft is not None and draft is not config.model_config and draft.get_num_experts() > 0
+
+
+def _bypasses_the_worker(config: VllmConfig) -> bool:
+    """Whether vLLM's first executor for Ray is asked for, which 0.33 has no more; its graphs call the model runner."""
+    is_ray = config.parallel_config.distributed_executor_backend == "ray"
+    return is_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+
+
+_UNSUPPORTED: tuple[tuple[Callable[[VllmConfig], bool], str], ...] = (
+    (
+        _adapts_experts,
+        "LoRA on the experts is not supported; name the layers that adapters may change with --lora-target-modules, "
+        "for instance q_proj k_proj v_proj o_proj.",
+    ),
+    (
+        lambda config: config.parallel_config.enable_eplb,
+        "expert-parallel load balancing is not supported, because every rank has a store of its own experts; "
+        "leave --enable-eplb out.",
+    ),
+    (
+        lambda config: config.parallel_config.data_parallel_size > 1,
+        "data parallelism is not supported; leave --data-parallel-size out, and start one server for each replica.",
+    ),
+    (
+        lambda config: config.parallel_config.prefill_context_parallel_size > 1,
+        "prefill context parallelism is not supported, because a rank cannot tell which tokens of a step are its own; "
+        "leave --prefill-context-parallel-size out.",
+    ),
+    (
+        lambda config: config.parallel_config.use_ubatching,
+        "micro-batches that run at the same time are not supported, because layers have to come one after the other; "
+        "leave --enable-dbo and --ubatch-size out.",
+    ),
+    (
+        _bypasses_the_worker,
+        "Ray's compiled graphs do not call the worker, so that nobody would know where a step begins; set "
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use --distributed-executor-backend mp.",
+    ),
+    (
+        lambda config: getattr(config.speculative_config, "enable_adaptive_verification", False),
+        "adaptive verification of drafts is not supported, because it leaves out tokens that were scheduled; set "
+        '"enable_adaptive_verification": false in --speculative-config.',
+    ),
+    (
+        _drafts_with_experts,
+        "a speculative draft model with experts of its own is not supported; use a dense draft model or the method "
+        "ngram in --speculative-config.",
+    ),
+    (
+        lambda config: bool(getattr(config.model_config, "enable_sleep_mode", False)),
+        "sleep mode is not supported, because experts in their slots would not survive it; leave --enable-sleep-mode "
+        "out, and lower the budget with dymoe_resize to give their memory back to the device.",
+    ),
+    (
+        lambda config: getattr(config, "weight_transfer_config", None) is not None,
+        "weight transfer is not supported, because the experts are packed in a store; leave --weight-transfer-config "
+        "out.",
+    ),
+)

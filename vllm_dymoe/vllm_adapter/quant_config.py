@@ -1,21 +1,96 @@
-"""``--quantization dymoe``: vLLM asks this config for the method of every layer."""
+"""``--quantization dymoe``: what the checkpoint says, of options and of the method of every layer."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.quantize.readers import METHODS, Reader, make_reader
+from vllm_dymoe.quantize.readers.compatibility import check_compatible, store_group_sizes
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.vllm_adapter.rank_model import RankModel
-from vllm_dymoe.vllm_adapter.source import DenseLayers
+from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.vllm_adapter.loading import Loading
+from vllm_dymoe.vllm_adapter.running import Running
 
 _DENSE_G_IDX = re.compile(r"^(?!.*\.experts\.).*\.g_idx$")
+
+
+@dataclass(frozen=True)
+class DenseLayers:
+    """How the layers of a quantized checkpoint run that are no experts.
+
+    Attributes:
+        config: vLLM's own configuration of the checkpoint.
+        refusal: why no dense layer may be quantized; None if they may.
+    """
+
+    config: QuantizationConfig
+    refusal: str | None = None
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> "DenseLayers":
+        """Ask vLLM what it makes of a checkpoint.
+
+        vLLM 0.32 and newer refuse checkpoints whose columns are ordered before they look which layers are quantized.
+        Where only experts are, nothing of that order concerns vLLM: it gets the configuration without it.
+
+        Args:
+            config: quantization_config of the checkpoint.
+
+        Raises:
+            ConfigError: vLLM does not run such layers.
+        """
+        method = str(config["quant_method"])
+        make = get_quantization_config(method).from_config
+        try:
+            return cls(make(dict(config)))
+        except ValueError as error:
+            refusal = (
+                f"vllm-dymoe: this vLLM cannot run the dense layers of the {method} checkpoint "
+                f"({str(error).rstrip('.')}); use a checkpoint that `vllm serve` opens without --quantization dymoe"
+            )
+            if (unordered := _without_order(config)) == config:
+                raise ConfigError(f"{refusal}.") from error
+            try:
+                return cls(make(unordered), f"{refusal}, or one whose dense layers have 16 bits.")
+            except ValueError:
+                raise ConfigError(f"{refusal}.") from error
+
+    def method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of one layer.
+
+        Raises:
+            ConfigError: it would run as if its columns had no order.
+        """
+        method = self.config.get_quant_method(layer, prefix)
+        unquantized = method is None or isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
+        # What attention asks for is the scales of its cache.
+        if self.refusal is not None and isinstance(layer, (LinearBase, ParallelLMHead)) and not unquantized:
+            raise ConfigError(self.refusal)
+        return method
+
+
+def _without_order(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A quantization_config as it would be if columns had been quantized as they come."""
+    groups = {
+        name: {**group, "weights": {**(group.get("weights") or {}), "actorder": None}}
+        for name, group in (config.get("config_groups") or {}).items()
+        if (group.get("weights") or {}).get("actorder")
+    }
+    return {
+        **config,
+        **({"desc_act": False} if config.get("desc_act") else {}),
+        **({"config_groups": {**config["config_groups"], **groups}} if groups else {}),
+    }
 
 
 class DymoeConfig(QuantizationConfig):
@@ -39,7 +114,7 @@ class DymoeConfig(QuantizationConfig):
         self.checkpoint = checkpoint
         self.reader = reader
         # Made in the process that holds the weights, when the first MoE layer is created.
-        self.model: RankModel | None = None
+        self.loading: Loading | None = None
 
     def get_name(self) -> str:
         """The name behind ``--quantization``."""
@@ -105,9 +180,11 @@ class DymoeConfig(QuantizationConfig):
         from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
 
         if isinstance(layer, RoutedExperts):
-            if self.model is None:
-                self.model = RankModel(get_current_vllm_config(), self.checkpoint, self.reader)
-            return DymoeMoEMethod(layer.moe_config, self.model)
+            if self.loading is None:
+                config = get_current_vllm_config()
+                options = read_options(config, self.checkpoint, self.reader)
+                self.loading = Loading(config, options, self.checkpoint, self.reader)
+            return DymoeMoEMethod(layer.moe_config, self.loading)
         if self._layers is not None:
             return self._layers.method(layer, prefix)
         if isinstance(layer, LinearBase):
@@ -147,12 +224,71 @@ class DymoeConfig(QuantizationConfig):
 
         return WeightsMapper(orig_to_new_regex={_DENSE_G_IDX: None})
 
-    def loaded_model(self) -> RankModel:
-        """The model of this rank.
+    @property
+    def running(self) -> Running | None:
+        """This rank; None while it loads, and where it has no MoE layers."""
+        return None if self.loading is None else self.loading.running
+
+    def loaded_model(self) -> Running:
+        """This rank.
 
         Raises:
-            ConfigError: the model has no MoE layers on this rank.
+            ConfigError: the model has no MoE layers on it.
         """
-        if self.model is None:
+        if self.running is None:
             raise ConfigError("vllm-dymoe: this model has no MoE layers, so there is nothing to serve with dymoe.")
-        return self.model
+        return self.running
+
+
+def expert_width(config: VllmConfig) -> int | None:
+    """Width of one expert on one rank, as config.json says; None where it names none."""
+    text = config.model_config.hf_text_config
+    width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    return width // _ranks_of_an_expert(config) if isinstance(width, int) else None
+
+
+def _ranks_of_an_expert(config: VllmConfig) -> int:
+    return 1 if config.parallel_config.enable_expert_parallel else config.parallel_config.tensor_parallel_size
+
+
+def read_options(
+    vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None, reader: Reader | None = None
+) -> Options:
+    """The options of an engine.
+
+    Args:
+        vllm_config: vLLM's configuration of it.
+        checkpoint: quantization_config of the checkpoint, if it is ours.
+        reader: of the checkpoint's experts, if another tool has quantized them.
+
+    Raises:
+        ConfigError: they are wrong, or contradict the checkpoint.
+    """
+    additional = vllm_config.additional_config
+    asked = additional.get("dymoe") if isinstance(additional, Mapping) else None
+    if reader is not None:
+        # The packer checks what config.json does not say.
+        columns = expert_width(vllm_config) or 0, _ranks_of_an_expert(vllm_config)
+        sizes = store_group_sizes(reader, *columns)
+        options = resolve_options(asked, {"hi": reader.bits, **({"group_size": sizes[0]} if sizes else {})})
+        try:
+            check_compatible(reader, options.stored_bits, options.group_size, *columns)
+        except CheckpointError as error:
+            raise ConfigError(f"vllm-dymoe: {error}") from error
+        return options
+    options = resolve_options(asked, checkpoint)
+    if checkpoint is not None:
+        for option in ("hi", "lo", "group_size", "quantizer"):
+            stored, wanted = checkpoint.get(option), getattr(options, option)
+            if stored is not None and stored != wanted:
+                raise ConfigError(
+                    f"vllm-dymoe: {option} = {wanted} was asked for, but this checkpoint was written with "
+                    f"{option} = {stored}; leave the option out, or write the checkpoint again with "
+                    "`vllm-dymoe quantize`."
+                )
+    elif options.quantizer == "gptq":
+        raise ConfigError(
+            'vllm-dymoe: quantizer "gptq" needs a calibration, which there is none of while a model loads; write a '
+            "checkpoint with `vllm-dymoe quantize --quantizer gptq --calibration FOLDER` and serve that."
+        )
+    return options

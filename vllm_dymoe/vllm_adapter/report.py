@@ -1,11 +1,19 @@
-"""The lines at start: what is active, and what will not work well."""
+"""What people are told: the logger, the lines at start, and the summary for users of ``LLM()``."""
 
-from vllm_dymoe import __version__
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from vllm.logger import init_logger
+
 from vllm_dymoe.config import Options
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.sizing import tier_bits
+from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.units import size
-from vllm_dymoe.vllm_adapter.log import logger
+
+# vLLM configures the hierarchy below "vllm" only.
+logger = init_logger("vllm.plugins.dymoe")
 
 
 def announce(runtime: MoERuntime, rank: str, seconds: float, source: str = "", place: str = "") -> None:
@@ -38,7 +46,7 @@ def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
             f"{per_layer} of {experts.num_experts} experts per layer + {plan.staging[tier]} for streaming"
         )
     return (
-        f"vllm-dymoe {__version__} is active: {layers} MoE layers x {experts.num_experts} experts, "
+        f"vllm-dymoe {version('vllm-dymoe')} is active: {layers} MoE layers x {experts.num_experts} experts, "
         f"top {experts.top_k}; system {_system(options)}; prefetch {_prefetch(runtime)}; {'; '.join(tiers)}; "
         f"budget {size(plan.limit)} of {size(experts.nbytes(options.hi))}{f' on {rank} alone' if rank else ''}; "
         f"kernel {runtime.kernel.name}; host store: {runtime.store.description}"
@@ -54,12 +62,12 @@ def _system(options: Options) -> str:
 
 def _prefetch(runtime: MoERuntime) -> str:
     """What foresees, what its predictor takes, and what stands in for one that is missing."""
-    options, predictor, system = runtime.options, runtime.predictor, runtime.system
+    options, predictor = runtime.options, runtime.predictor
     if options.predictor is not None and predictor is not None:
         return f"trained, by {options.predictor} ({size(predictor.nbytes)} of the budget)"
     if options.system == "duoserve":
         return "popularity, because no predictor was given"
-    return system.foresight or "none"
+    return runtime.system.foresight or "none"
 
 
 def warnings(runtime: MoERuntime) -> list[str]:
@@ -91,3 +99,77 @@ def warnings(runtime: MoERuntime) -> list[str]:
                 "so most experts are fetched for every token; raise expert_budget."
             )
     return found
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One rank's counts since the start or the last reset.
+
+    Attributes:
+        rank: the worker's place in vLLM's order of ranks.
+        stats: its counters.
+    """
+
+    rank: int
+    stats: RuntimeStats
+
+    def to_dict(self) -> dict[str, Any]:
+        """The summary as JSON-serialisable data."""
+        return {"rank": self.rank, **self.stats.to_dict()}
+
+    def __str__(self) -> str:
+        """Aligned text for a terminal."""
+        stats = self.stats
+        needed = stats.hits + stats.misses
+        rate = f"{stats.hit_rate:.1%} of {needed}" if needed else "no expert needed yet"
+        moved = ", ".join(f"{reason} {size(n)}" for reason, n in stats.bytes_moved.items())
+        resident = ", ".join(f"{tier} {stats.resident_experts[tier]} of {n} slots" for tier, n in stats.slots.items())
+        planned = ", ".join(f"{tier} {count}" for tier, count in stats.planned.items())
+        rows = {
+            "planned": planned,
+            "hits": rate,
+            "moved": moved,
+            "exposed wait": f"{stats.exposed_wait_seconds:.2f} s",
+            "evictions": str(stats.evictions),
+            **self._foresight(),
+            "resident": resident,
+            "memory": f"peak {size(stats.peak_expert_bytes)} of {size(stats.budget_bytes)}",
+        }
+        lines = (f"  {name:<13} {value}" for name, value in rows.items())
+        return "\n".join([f"rank {self.rank}", *lines])
+
+    def _foresight(self) -> dict[str, str]:
+        """How right the predictor was and what became of its guesses; nothing where nothing was foreseen."""
+        stats = self.stats
+        named, wanted, right = (stats.predictions[kind] for kind in ("named", "wanted", "right"))
+        if not named or not wanted:
+            return {}
+        return {
+            "foreseen": f"{right / wanted:.1%} of {wanted} wanted, {right / named:.1%} of {named} named",
+            "prefetched": ", ".join(f"{count} {outcome}" for outcome, count in stats.prefetches.items()),
+        }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All ranks of one model.
+
+    Attributes:
+        ranks: in vLLM's order.
+    """
+
+    ranks: tuple[RankSummary, ...]
+
+    @classmethod
+    def of(cls, llm: Any) -> "Summary":
+        """Ask an ``LLM`` or ``LLMEngine``."""
+        answers = llm.collective_rpc("dymoe_stats")
+        return cls(tuple(RankSummary(rank, RuntimeStats(**answer)) for rank, answer in enumerate(answers)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The summary as JSON-serialisable data."""
+        return {"ranks": [rank.to_dict() for rank in self.ranks]}
+
+    def __str__(self) -> str:
+        """Aligned text for a terminal."""
+        return "\n".join(str(rank) for rank in self.ranks)

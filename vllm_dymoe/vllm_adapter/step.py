@@ -1,13 +1,34 @@
-"""The running step of a rank: whether requests asked for it, which of its rows are their tokens, and its phase.
+"""The running step of a rank: which of its rows are requests' tokens, its phase, and what its prompts dwell on.
 
 vLLM also runs the model for nobody: to profile, to compile, to capture graphs, and to warm kernels up, which its second
 model runner does through ``Worker.execute_model`` with all that a request has. What executors ask for comes through the
 worker's wrapper, and nothing else does. So a step begins there, and whatever runs outside of a step is warm-up.
+
+Which tokens of a prompt attention dwells on (DyMoE Eq. 1) is read off queries and keys, since vLLM's attention kernels
+return no scores. They are handed both outside of any compiled graph: there the last queries of each prompt are asked
+once more, for their scores alone. What they say holds until the next attention layer, so each MoE layer has the heavy
+hitters of the attention before it. Only keys of the running step are there. In a chunked prefill, and behind a cached
+prefix, attention is therefore compared among the tokens of the chunk. Where no attention layer hands over queries and
+keys (MLA), every token counts as a heavy hitter, and an expert's importance is its number of tokens: its load, which
+the paper finds to follow its heavy hitters closely (3.3).
 """
 
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from vllm_dymoe.experts.routing import Phase
+import torch
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+from vllm.forward_context import get_forward_context
+
+from vllm_dymoe.experts.routing import Phase, PromptTokens
+from vllm_dymoe.systems import System
+from vllm_dymoe.systems.importance import attention_mass, mark_heavy_hitters
+
+_KEY = "vllm_dymoe.prompts"
+WINDOW = 32
+"""Last queries of a prompt that stand for all of them."""
 
 
 class RunningStep:
@@ -15,7 +36,7 @@ class RunningStep:
 
     Attributes:
         number: of the last step that began; all ranks see the same steps, so they count alike.
-        phase: of the step.
+        phase: of the step; decode while vLLM warms up.
     """
 
     def __init__(self) -> None:
@@ -50,8 +71,104 @@ class RunningStep:
 
     def end(self) -> None:
         """The step has computed everything."""
-        self._scheduled = None
+        self._scheduled, self.phase = None, Phase.DECODE
 
     def real(self, rows: int) -> int:
         """How many of a layer's rows are tokens; the others, behind them, fill up a captured graph's batch."""
         return rows if self.warming_up else min(rows, self.tokens)
+
+
+@dataclass
+class _Prompts:
+    """Those of one forward of the model.
+
+    Attributes:
+        spans: rows of each prompt.
+        heavy: bool [tokens], as the last attention layer left it; None before the first.
+        rows: bool [tokens], the spans as a mask; None before the first MoE layer.
+    """
+
+    spans: list[tuple[int, int]]
+    heavy: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+
+class PromptTap:
+    """The prompts of each step, for a system that asks for them.
+
+    Args:
+        system: the one in force, asked anew in every step.
+        step: the running one.
+        drafted: tokens that speculative decoding adds to a request's one; a longer query is a prompt's.
+    """
+
+    def __init__(self, system: Callable[[], System], step: RunningStep, drafted: int = 0) -> None:
+        self._system = system
+        self._step = step
+        self._longest_decode = 1 + drafted
+
+    def attend(self, layer: Any, query: torch.Tensor, key: torch.Tensor | None) -> None:
+        """See the queries [rows, heads, dim] and keys [rows, kv_heads, dim] that an attention layer is about to use.
+
+        Like all of vLLM's rows they may have padding behind the step's tokens, which is left out here.
+        """
+        share = self._share
+        prompts = self.running() if share is not None else None
+        if share is None or prompts is None or not prompts.spans or key is None or key.shape[0] != query.shape[0]:
+            return
+        masses = [
+            attention_mass(query[first:last], key[first:last], layer.impl.scale, WINDOW, layer.sliding_window)
+            for first, last in prompts.spans
+        ]
+        if get_tensor_model_parallel_world_size() > 1:  # each rank has some heads, and all must decide alike
+            lengths = [mass.shape[0] for mass in masses]
+            masses = list(tensor_model_parallel_all_reduce(torch.cat(masses)).split(lengths))
+        prompts.heavy = torch.zeros(self._step.tokens, dtype=torch.bool, device=query.device)
+        for (first, last), mass in zip(prompts.spans, masses, strict=True):
+            mark_heavy_hitters(mass, share, prompts.heavy[first:last])
+
+    def tokens(self, count: int, device: torch.device) -> PromptTokens | None:
+        """The prompts among a MoE layer's tokens.
+
+        None if there are none, or the system does not ask, or the layer computes only some of the step's tokens.
+        """
+        prompts = self.running() if self._share is not None else None
+        if prompts is None or not prompts.spans or count != self._step.tokens:
+            return None
+        if prompts.rows is None:
+            prompts.rows = torch.zeros(count, dtype=torch.bool, device=device)
+            for first, last in prompts.spans:
+                prompts.rows[first:last] = True
+        heavy = prompts.rows if prompts.heavy is None else prompts.heavy
+        return PromptTokens(prompts.rows, heavy, mixed=sum(last - first for first, last in prompts.spans) < count)
+
+    @property
+    def _share(self) -> float | None:
+        """Of heavy hitters; None where every expert gets the same tier."""
+        system = self._system()
+        return system.heavy_hitters if len(system.tiers) > 1 else None
+
+    def running(self) -> _Prompts | None:
+        """The prompts of the running step, if any; None while vLLM warms up."""
+        if self._step.warming_up:
+            return None
+        context = get_forward_context()
+        prompts: _Prompts | None = context.additional_kwargs.get(_KEY)
+        if prompts is None:
+            prompts = context.additional_kwargs[_KEY] = _Prompts(self._spans(context.attn_metadata))
+        return prompts
+
+    def _spans(self, attention: Any) -> list[tuple[int, int]]:
+        starts = _query_starts(attention)
+        if starts is None:
+            return []
+        tokens = self._step.tokens
+        places = [min(place, tokens) for place in starts.tolist()]  # requests too may be padding
+        return [(first, last) for first, last in itertools.pairwise(places) if last - first > self._longest_decode]
+
+
+def _query_starts(attention: Any) -> Any:
+    """The first row of each request, and the one behind the last, as a tensor; None where no layer says so."""
+    layers = attention[0] if isinstance(attention, list) else attention or {}
+    found = (getattr(metadata, "query_start_loc", None) for metadata in layers.values())
+    return next((starts for starts in found if starts is not None), None)

@@ -1,14 +1,27 @@
-"""Methods that every vLLM worker gets, for ``LLM.collective_rpc`` and ``/collective_rpc``."""
+"""Methods that every vLLM worker gets, for ``LLM.collective_rpc`` and ``/collective_rpc``, and HTTP routes to them.
+
+Routes are for what may change while a server runs, where vLLM has endpoint plugins. vLLM loads such routes only if
+``VLLM_PLUGINS`` names them: ``VLLM_PLUGINS=dymoe vllm serve ...``. Their paths begin with ``/v1``, which is what
+``--api-key`` guards.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI, HTTPException, Request
+
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.recording import CalibrationError
 from vllm_dymoe.runtime import MoERuntime
-from vllm_dymoe.vllm_adapter.rank_model import RankModel
+from vllm_dymoe.vllm_adapter.running import Running
+
+ROUTES = {"/v1/dymoe/precision": "dymoe_precision", "/v1/dymoe/predictor": "dymoe_predictor"}
+"""The worker method behind each path."""
+
+_BEHIND = "', please check the stack trace"
+"""What vLLM's executor says behind a worker's sentence; the sentence has all that the client needs."""
 
 
 class DymoeWorkerExtension:
@@ -73,10 +86,10 @@ class DymoeWorkerExtension:
 
     def dymoe_recordable(self) -> dict[str, Any] | None:
         """What a calibration of this model is about; None on all ranks but the one that records."""
-        return _model(self).recordable()
+        return _rank(self).observation.recordable
 
     def dymoe_record(self, path: str, tokens: int) -> str | None:
-        """Record what experts read, for a calibration; see ``vllm_adapter.calibrate``.
+        """Record what experts read, for a calibration; see ``offline``.
 
         Args:
             path: of the part.
@@ -85,11 +98,11 @@ class DymoeWorkerExtension:
         Returns:
             What went wrong, because an exception would reach the caller as another one.
         """
-        return _problem(lambda: _model(self).record(Path(path), tokens))
+        return _problem(lambda: _rank(self).observation.record(Path(path), tokens))
 
     def dymoe_record_end(self) -> str | None:
         """Complete the part; returns what went wrong."""
-        return _problem(_model(self).end_record)
+        return _problem(_rank(self).observation.end_record)
 
     def dymoe_trace(self) -> dict[str, Any] | None:
         """Write what has been recorded so far, so that it can be read.
@@ -98,10 +111,10 @@ class DymoeWorkerExtension:
             ``folder``, and of this run ``tokens``, whether it is still ``recording``, and ``bytes`` of the folder; None
             on a rank that records nothing.
         """
-        tap = _model(self).trace
-        if tap is None:
+        trace = _rank(self).observation.trace
+        if trace is None:
             return None
-        recorder = tap.recorder
+        recorder = trace.recorder
         recorder.flush()
         return {
             "folder": str(recorder.folder),
@@ -124,12 +137,12 @@ class DymoeWorkerExtension:
         Raises:
             ValueError: it cannot be read, is another model's, or has no room; the old one goes on.
         """
-        model = _model(self)
+        rank = _rank(self)
         if unknown:
             raise ConfigError(f"vllm-dymoe: {', '.join(unknown)} cannot be set here; only file can.")
         if file is not None:
-            model.take_predictor(Path(file))
-        path, card = model.trained_predictor
+            rank.take_predictor(Path(file))
+        path, card = rank.foresight.trained
         return {"file": None if path is None else str(path), "card": None if card is None else asdict(card)}
 
     def dymoe_check_integrity(self) -> None:
@@ -137,15 +150,13 @@ class DymoeWorkerExtension:
         _runtime(self).check_integrity()
 
 
-def _model(worker: Any) -> RankModel:
-    model: RankModel = worker.vllm_config.quant_config.loaded_model()
-    return model
+def _rank(worker: Any) -> Running:
+    rank: Running = worker.vllm_config.quant_config.loaded_model()
+    return rank
 
 
 def _runtime(worker: Any) -> MoERuntime:
-    runtime = _model(worker).runtime
-    assert runtime is not None
-    return runtime
+    return _rank(worker).runtime
 
 
 def _problem(action: Callable[[], None]) -> str | None:
@@ -154,3 +165,40 @@ def _problem(action: Callable[[], None]) -> str | None:
     except CalibrationError as error:
         return str(error)
     return None
+
+
+class PrecisionEndpoint:
+    """``GET`` asks what is in force, ``POST`` with an object of changes makes them; see the worker methods."""
+
+    name = "dymoe"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes."""
+        for path, method in ROUTES.items():
+            _add(app, path, method)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Remember the engine."""
+        state.dymoe_engine = engine_client
+
+
+def _add(app: FastAPI, path: str, method: str) -> None:
+    @app.get(path)
+    async def ask(request: Request) -> dict[str, Any]:
+        return await _call(request.app.state, method, {})
+
+    @app.post(path)
+    async def change(request: Request, changes: dict[str, Any]) -> dict[str, Any]:
+        return await _call(request.app.state, method, changes)
+
+
+async def _call(state: Any, method: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """The answers of all ranks; a sentence of ours is the client's mistake."""
+    try:
+        return {"ranks": await state.dymoe_engine.collective_rpc(method, kwargs=changes)}
+    except Exception as error:
+        _, ours, sentence = str(error).partition("vllm-dymoe: ")
+        if not ours:
+            raise
+        raise HTTPException(400, ours + sentence.partition(_BEHIND)[0]) from error

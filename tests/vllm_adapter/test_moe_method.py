@@ -137,8 +137,8 @@ def test_vllms_operator_between_pieces_is_wrong_from_the_second_step_on(shared):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
 def test_our_operator_between_pieces_writes_where_the_next_one_reads(shared):
-    from vllm_dymoe.vllm_adapter.forward_entry import entry_with_buffers
     from vllm_dymoe.vllm_adapter.graphs import OPERATOR
+    from vllm_dymoe.vllm_adapter.moe_method import entry_with_buffers
 
     layer = make_layer(shared=shared)
     with replayed_graphs() as seen, context(layer) as config, torch.no_grad():
@@ -148,7 +148,7 @@ def test_our_operator_between_pieces_writes_where_the_next_one_reads(shared):
 
 
 def test_layers_without_graphs_keep_vllms_operator():
-    from vllm_dymoe.vllm_adapter.forward_entry import entry_with_buffers
+    from vllm_dymoe.vllm_adapter.moe_method import entry_with_buffers
 
     layer = make_layer(shared=False)
     with context(layer, graphs=False):
@@ -209,13 +209,13 @@ def breakable_steps(ours, shared):
     from vllm.compilation import breakable_cudagraph as breakable
     from vllm.model_executor.layers.fused_moe.runner import moe_runner
 
-    from vllm_dymoe.vllm_adapter import forward_entry
+    from vllm_dymoe.vllm_adapter import moe_method
 
     layer = make_layer(shared=shared)
     theirs = vllms_operator(shared=shared)
     into = torch.ops.vllm_dymoe.moe_forward_into
     host = moe_runner._moe_forward_shared if shared else moe_runner._moe_forward
-    tape = Tape({theirs.default: host, into.default: forward_entry._interrupting})
+    tape = Tape({theirs.default: host, into.default: moe_method._interrupting})
     with (
         context(layer) as config,
         torch.no_grad(),
@@ -227,7 +227,7 @@ def breakable_steps(ours, shared):
         mock.patch.object(type(breakable.current_platform), "get_global_graph_pool", return_value=None),
         tape,
     ):
-        entry = forward_entry.entry_with_buffers(layer) if ours else theirs
+        entry = moe_method.entry_with_buffers(layer) if ours else theirs
         model = breakable.BreakableCUDAGraphWrapper(make_model(entry, shared=shared), config)
         right = run_steps(model, layer, torch.zeros(TOKENS, HIDDEN), shared=shared)
         (captured,) = model.entries.values()
@@ -245,21 +245,21 @@ def test_vllms_operator_is_captured_by_breakable_graphs():
 
 
 def test_a_process_that_has_loaded_a_model_without_breaks_is_not_given_one_with(monkeypatch):
-    from vllm_dymoe.vllm_adapter import forward_entry
+    from vllm_dymoe.vllm_adapter import moe_method
 
-    if hasattr(forward_entry._interrupting, "__wrapped__"):
+    if hasattr(moe_method._interrupting, "__wrapped__"):
         pytest.skip("this vLLM decides whether to interrupt a capture when there is one")
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     layer = make_layer(shared=False)
     with context(layer), pytest.raises(ConfigError, match="in a process of its own"):
-        forward_entry.entry_with_buffers(layer)
+        moe_method.entry_with_buffers(layer)
 
 
 def test_the_runner_calls_its_entry_as_ours_wants_to_be_called():
     """Looked up in vLLM's source: 0.26, 0.32 and 0.33 have it alike."""
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner, _moe_forward_fake
 
-    from vllm_dymoe.vllm_adapter import forward_entry
+    from vllm_dymoe.vllm_adapter import moe_method
 
     tree = ast.parse(textwrap.dedent(inspect.getsource(MoERunner)))
     selected = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Assign)]
@@ -268,5 +268,5 @@ def test_the_runner_calls_its_entry_as_ours_wants_to_be_called():
     (call,) = [node for node in calls if ast.unparse(node.func) == "self._forward_entry"]
     parameters = inspect.signature(_moe_forward_fake).parameters
     assert (len(call.args), call.keywords) == (len(parameters), [])
-    for entry in (forward_entry._routed, forward_entry._routed_and_shared):
+    for entry in (moe_method._routed, moe_method._routed_and_shared):
         assert list(inspect.signature(entry).parameters) == list(parameters)

@@ -1,8 +1,11 @@
-"""Calibrating a model: it reads texts, part by part, while its experts' inputs are recorded."""
+"""What users of ``LLM()`` can do with it: calibrate a model, record a trace of prompts, and record a timeline."""
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ from vllm import LLM, SamplingParams
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.model_config import read_config
 from vllm_dymoe.quantize.recording import MANIFEST, CalibrationError, Recording, check_space
-from vllm_dymoe.vllm_adapter.checkpoint import local_folder
+from vllm_dymoe.vllm_adapter.observers import DOMAIN
+from vllm_dymoe.vllm_adapter.store import local_folder
 
 PART_TOKENS = 8192
 """Of one part, or of its only text: what a run that is killed has to compute again."""
@@ -20,7 +24,7 @@ Progress = Callable[[int, int], None]
 """(tokens that are recorded, tokens in all)."""
 
 
-def start(model: str, length: int, options: dict[str, Any]) -> LLM:
+def start(model: str, length: int, options: Mapping[str, Any]) -> LLM:
     """An engine that reads a part in one step where it can.
 
     Args:
@@ -41,26 +45,37 @@ def start(model: str, length: int, options: dict[str, Any]) -> LLM:
     )
 
 
-def calibrate(llm: LLM, texts: Iterable[str], out: Path, *, tokens: int, length: int, progress: Progress) -> Recording:
+def calibrate(
+    model: Any,
+    texts: Iterable[str],
+    out: str | Path,
+    *,
+    tokens: int,
+    length: int,
+    progress: Progress,
+    options: Mapping[str, Any],
+) -> Recording:
     """Record what the experts of a model read while it reads texts, or go on where an earlier run was ended.
 
     Args:
-        llm: with the quantization ``dymoe``.
+        model: an ``LLM`` with the quantization ``dymoe``, or a folder, for which one is started.
         texts: each is cut into pieces of ``length`` tokens.
         out: folder of the calibration.
         tokens: how many to record; pieces that are left over are left out evenly.
         length: most tokens of a piece.
         progress: called when a part is complete, and at the start.
+        options: of the plugin, for a model that is started here.
 
     Raises:
         CalibrationError: the folder has another calibration or cannot be written, or the model failed.
     """
+    llm = start(str(model), length, options) if isinstance(model, str | Path) else model
     config = llm.llm_engine.vllm_config
     length = min(length, config.model_config.max_model_len - 1)
     pieces = _pieces(llm.get_tokenizer(), [texts] if isinstance(texts, str) else texts, tokens, length)
     parts = _parts(pieces)
     recording = _describe(llm, Checkpoint(local_folder(config)), parts)
-    out = out.absolute()
+    out = Path(out).absolute()
     _open(out, recording)
     sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=True)
     done = sum(recording.parts)
@@ -73,11 +88,15 @@ def calibrate(llm: LLM, texts: Iterable[str], out: Path, *, tokens: int, length:
         _ask(llm, "dymoe_record", str(recording.part(out, number)), recording.parts[number])
         prompts: Any = [{"prompt_token_ids": piece} for piece in parts[number]]
         answers = llm.generate(prompts, sampling, use_tqdm=False)
-        _ask(llm, "dymoe_record_end")
-        for answer in answers:
-            if answer.outputs[0].finish_reason == "error":
-                recording.part(out, number).unlink()
-                raise CalibrationError(str(answer.outputs[0].stop_reason))
+        failed = next((answer for answer in answers if answer.outputs[0].finish_reason == "error"), None)
+        try:
+            _ask(llm, "dymoe_record_end")
+        except CalibrationError:
+            if failed is None:  # otherwise tokens are missing because of it
+                raise
+        if failed is not None:
+            recording.part(out, number).unlink(missing_ok=True)
+            raise CalibrationError(str(failed.outputs[0].stop_reason))
         done += recording.parts[number]
         progress(done, sum(recording.parts))
     return recording
@@ -158,3 +177,72 @@ def _ask(llm: LLM, method: str, *arguments: Any) -> None:
     for problem in llm.collective_rpc(method, args=arguments):
         if problem is not None:
             raise CalibrationError(problem)
+
+
+def record_prompts(
+    model: str,
+    prompts: Sequence[tuple[str, str]],
+    folder: Path,
+    max_tokens: int,
+    limit: str,
+    inputs: bool,
+    options: Mapping[str, Any],
+    engine: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Answer prompts greedily, and record what routers choose.
+
+    Args:
+        model: as for ``vllm serve``.
+        prompts: texts, each with its domain, which may be empty.
+        folder: where the trace goes.
+        max_tokens: of each answer.
+        limit: bytes that the folder may have.
+        inputs: whether the routers' inputs are recorded as well.
+        options: the plugin's.
+        engine: arguments of ``LLM``.
+
+    Returns:
+        What ``dymoe_trace`` says.
+    """
+    # Tokens that the prefix cache has are not computed, and what is not computed is not recorded.
+    settings = {"enable_prefix_caching": False, **engine}
+    llm = LLM(
+        model=model,
+        quantization="dymoe",
+        additional_config={"dymoe": {**options, "trace": {"folder": str(folder), "limit": limit, "inputs": inputs}}},
+        **settings,
+    )
+    sampling = [
+        SamplingParams(temperature=0, max_tokens=max_tokens, extra_args={DOMAIN: domain} if domain else None)
+        for _, domain in prompts
+    ]
+    llm.generate([text for text, _ in prompts], sampling)
+    answers: list[dict[str, Any] | None] = llm.collective_rpc("dymoe_trace")
+    return next(answer for answer in answers if answer is not None)
+
+
+@contextmanager
+def timeline(llm: Any, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Record every rank's computation, transfers and waits, and write them when the block ends, however it ends.
+
+    Args:
+        llm: an ``LLM`` or ``LLMEngine`` with this plugin.
+        path: of the JSON file, which https://ui.perfetto.dev opens and ``vllm-dymoe timeline`` draws.
+
+    Raises:
+        OSError: the file cannot be written; found out before anything is recorded.
+    """
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    partial.touch()
+    try:
+        llm.collective_rpc("dymoe_start_timeline")
+        try:
+            yield
+        finally:
+            ranks = llm.collective_rpc("dymoe_stop_timeline")
+            trace = {"traceEvents": [event for events in ranks for event in events], "displayTimeUnit": "ms"}
+            partial.write_text(json.dumps(trace))
+            os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

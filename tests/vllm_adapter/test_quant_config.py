@@ -20,9 +20,9 @@ from vllm_dymoe.quantize.readers.compatibility import (
 )
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.store.manifest import FORMAT_KEYS
-from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
-from vllm_dymoe.vllm_adapter.rank_model import LayerSpec, RankModel
-from vllm_dymoe.vllm_adapter.source import read_options
+from vllm_dymoe.vllm_adapter.loading import Loading
+from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig, read_options
+from vllm_dymoe.vllm_adapter.store import LayerSpec
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 
@@ -150,7 +150,8 @@ def test_what_the_formats_of_a_checkpoint_are(config):
     )
     sizes = {"num_experts": 2, "top_k": 1, "hidden": 64, "intermediate": 64, "dtype": torch.float16, "bias": False}
     spec = LayerSpec(name="model.layers.0.mlp.experts", rank=0, ranks=1, expert_rank=0, expert_ranks=1, **sizes)
-    for model in (RankModel(served, None, reader), RankModel(served, ours)):
+    for checkpoint, read_by in ((None, reader), (ours, None)):
+        model = Loading(served, read_options(served, checkpoint, read_by), checkpoint, read_by)
         model.add_layer(spec)
         assert [fmt.act_order for fmt in model.experts.formats.values()] == [False, bool(ordered)]
         assert [fmt.integer_zeros for fmt in model.experts.formats.values()] == [False, config is AWQ]

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_dymoe.vllm_adapter.endpoint import ROUTES, PrecisionEndpoint
+from vllm_dymoe.vllm_adapter.worker import ROUTES, PrecisionEndpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH, PREDICTOR = ROUTES

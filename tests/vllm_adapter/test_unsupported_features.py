@@ -12,10 +12,9 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.vllm_adapter.test_prepare import MODEL, configure, refusal
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.store import MANIFEST, Manifest
-from vllm_dymoe.vllm_adapter.features import refuse_unsupported_features
 from vllm_dymoe.vllm_adapter.patches import apply_patches
-from vllm_dymoe.vllm_adapter.prepare import experts_of
-from vllm_dymoe.vllm_adapter.source import read_options
+from vllm_dymoe.vllm_adapter.prepare import experts_of, refuse_unsupported_features
+from vllm_dymoe.vllm_adapter.quant_config import read_options
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -136,7 +135,7 @@ def test_sleep_mode_and_weight_transfer_are_refused():
 
 @pytest.mark.parametrize(("method", "refused"), [("dymoe", True), (None, False)])
 def test_only_our_weights_cannot_be_reloaded(method, refused):
-    apply_patches(in_worker=True)
+    apply_patches()
     asked = []
     worker = SimpleNamespace(
         vllm_config=SimpleNamespace(model_config=SimpleNamespace(quantization=method)),

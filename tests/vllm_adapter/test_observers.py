@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.traces.recorder import Span
-from vllm_dymoe.vllm_adapter.trace_tap import DOMAIN, TraceTap
+from vllm_dymoe.vllm_adapter.observers import DOMAIN, Observation, TraceObserver
 
 
 class Listener:
@@ -79,7 +80,7 @@ def listener():
 
 
 def test_the_order_of_rows_is_the_runners_and_not_the_schedulers(listener):
-    tap = TraceTap(listener)
+    tap = TraceObserver(listener)
     step = scheduled({"a": 1, "b": 3, "c": 2}, [new("a", 9), new("b", 3, "code"), new("c", 7, embeds=True)])
     tap.begin_step(step)
     tap.end_step(first_runner(["c", "a", "b"], [5, 6, 0, 0, 1, 2, 77]), step, 7, failed=False)
@@ -91,7 +92,7 @@ def test_the_order_of_rows_is_the_runners_and_not_the_schedulers(listener):
 
 
 def test_the_second_runner_says_itself_how_many_rows_a_request_has(listener):
-    tap = TraceTap(listener)
+    tap = TraceObserver(listener)
     step = scheduled({"a": 4, "b": 1}, [new("a", 4), new("b", 1)])
     tap.begin_step(step)
     tap.end_step(second_runner(["b", "a"], [1, 3], [0, 0, 1, 2]), step, 7, failed=False)
@@ -99,7 +100,7 @@ def test_the_second_runner_says_itself_how_many_rows_a_request_has(listener):
 
 
 def test_numbers_last_as_long_as_a_request_and_are_never_given_again(listener):
-    tap = TraceTap(listener)
+    tap = TraceObserver(listener)
     tap.begin_step(scheduled({"a": 2, "b": 2}, [new("a", 2), new("b", 2)]))
     tap.begin_step(scheduled({}, finished=["a"]))  # no tokens: the step is not run
     step = scheduled({"b": 1, "a": 5}, [new("a", 5), new("b", 2)], finished=[])  # b was preempted and comes again
@@ -112,7 +113,7 @@ def test_numbers_last_as_long_as_a_request_and_are_never_given_again(listener):
 
 
 def test_a_step_that_failed_is_not_recorded(listener):
-    tap = TraceTap(listener)
+    tap = TraceObserver(listener)
     step = scheduled({"a": 2}, [new("a", 2)])
     tap.begin_step(step)
     tap.end_step(first_runner(["a"], [0, 1]), step, 7, failed=True)
@@ -132,15 +133,15 @@ def test_next_gates_are_asked_about_this_layers_input(listener):
         return Gate(logits)
 
     known = []
-    tap = TraceTap(listener, lambda: known)
+    tap = TraceObserver(listener, lambda: known)
     x, weights, ids = torch.tensor([[1.0, 3.0, 2.0]]), torch.ones(1, 2), torch.zeros(1, 2)
     tap.begin_step(scheduled({"a": 1}, [new("a", 1)]))
-    tap.record(0, x, weights, ids)
+    tap.see(Routing(0, 3, x, ids, weights))
     assert listener.recorded[-1][-1] is None, "the gates are not checked yet"
     known += [gate(0), gate(1), gate(2)]
     tap.begin_step(scheduled({"a": 1}))
     for layer in range(3):
-        tap.record(layer, x, weights, ids)
+        tap.see(Routing(layer, 3, x, ids, weights))
     assert asked == [1, 2]
     assert listener.recorded[-3][-1].tolist() == [[1, 2]]
     assert listener.recorded[-2][-1].tolist() == [[0, 2]]
@@ -149,7 +150,7 @@ def test_next_gates_are_asked_about_this_layers_input(listener):
 
 def test_a_step_says_whether_the_gates_were_right_and_is_forgotten_by_its_number(listener):
     known = [SimpleNamespace(scores=lambda x: x)] * 2
-    tap = TraceTap(listener, lambda: known)
+    tap = TraceObserver(listener, lambda: known)
     for step in (4, 5):
         schedule = scheduled({"a": 1}, [new("a", 2)] if step == 4 else [])
         tap.begin_step(schedule)
@@ -160,3 +161,18 @@ def test_a_step_says_whether_the_gates_were_right_and_is_forgotten_by_its_number
     assert listener.right_gates == [True, False]
     tap.forget(4)
     assert listener.forgotten == [4]
+
+
+def test_a_part_of_a_calibration_listens_while_it_lasts(tmp_path):
+    model = {"layers": [0], "hidden_size": 3, "top_k": 2, "dtype": "bfloat16"}
+    observation = Observation(model)
+    observation.record(tmp_path / "of somebody who went away", 1)
+    observation.record(tmp_path / "part", 1)
+    (listening,) = observation.observers
+    listening.see(Routing(0, 1, torch.ones(1, 3).bfloat16(), torch.zeros(1, 2).int(), torch.ones(1, 2)))
+    observation.end_record()
+    assert observation.observers == ()
+    assert [path.name for path in tmp_path.iterdir()] == ["part"]
+    elsewhere = Observation(None)
+    elsewhere.record(tmp_path / "another rank's", 1)
+    assert elsewhere.observers == ()

@@ -9,9 +9,8 @@ from tests.systems.test_importance import heavy_hitters
 from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.importance import attention_mass
-from vllm_dymoe.vllm_adapter import prompt_tap
-from vllm_dymoe.vllm_adapter.prompt_tap import WINDOW, PromptTap
-from vllm_dymoe.vllm_adapter.step import RunningStep
+from vllm_dymoe.vllm_adapter import step as step_module
+from vllm_dymoe.vllm_adapter.step import WINDOW, PromptTap, RunningStep
 
 CPU = torch.device("cpu")
 LAYER = SimpleNamespace(impl=SimpleNamespace(scale=0.25), sliding_window=None)
@@ -29,8 +28,8 @@ def begin(monkeypatch):
         starts = torch.tensor([0, *lengths, *padding]).cumsum(0)
         metadata = {"attn.0": SimpleNamespace(query_start_loc=starts)}
         context = SimpleNamespace(attn_metadata=metadata, additional_kwargs={})
-        monkeypatch.setattr(prompt_tap, "get_forward_context", lambda: context)
-        monkeypatch.setattr(prompt_tap, "get_tensor_model_parallel_world_size", lambda: ranks)
+        monkeypatch.setattr(step_module, "get_forward_context", lambda: context)
+        monkeypatch.setattr(step_module, "get_tensor_model_parallel_world_size", lambda: ranks)
         return context
 
     return step
@@ -126,7 +125,7 @@ def test_steps_without_a_prompt_have_none(begin, lengths, drafted, warming_up):
 @pytest.mark.parametrize("retention", [0, 1])
 def test_where_every_expert_gets_the_same_tier_nothing_is_computed(begin, retention, monkeypatch):
     begin([40])
-    monkeypatch.setattr(prompt_tap, "attention_mass", None)
+    monkeypatch.setattr(step_module, "attention_mass", None)
     tap = make_tap(retention=retention)
     tap.attend(LAYER, *queries_and_keys(40))
     assert tap.tokens(40, CPU) is None
@@ -137,7 +136,7 @@ def test_ranks_add_up_what_their_heads_see(begin, monkeypatch):
     query, key = queries_and_keys(30)
     query *= 10  # so that what a token is counts for more than how many come after it
     monkeypatch.setattr(
-        prompt_tap,
+        step_module,
         "tensor_model_parallel_all_reduce",
         lambda mass: mass + attention_mass(query[:, 2:], key[:, 1:], 0.25, WINDOW),
     )

@@ -7,8 +7,8 @@ from torch.distributed import TCPStore
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.vllm_adapter.steps import scheduled
+from vllm_dymoe.vllm_adapter.failures import FailedStep, ProcessGroupBoard, StepFailures
 from vllm_dymoe.vllm_adapter.step import RunningStep
-from vllm_dymoe.vllm_adapter.step_failures import FailedStep, ProcessGroupBoard, StepFailures
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,142 @@
+"""Which packed experts belong to a rank, and where they live: those that are refused, and memory that cannot be had."""
+
+import dataclasses
+import logging
+import os
+
+import pytest
+import torch
+
+from tests.small_model import make_experts
+from tests.store.locks import RecordedLock
+from tests.store.stores import write
+from vllm_dymoe.experts.layout import all_keys
+from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError, memory_bytes
+from vllm_dymoe.store.files import file_name
+from vllm_dymoe.store.placement import HostPlace
+from vllm_dymoe.store.writer import StoreWriter
+from vllm_dymoe.vllm_adapter import store as store_module
+from vllm_dymoe.vllm_adapter.report import logger
+from vllm_dymoe.vllm_adapter.store import LayerSpec, _check_belongs, cached_store, place_experts
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PINNED = HostPlace(True, "auto: there is room")
+EXPERTS = make_experts()
+SPEC = LayerSpec("layers.1.mlp.experts", 6, 2, 64, 32, torch.bfloat16, False, 0, 1, 0, 1)
+
+
+@pytest.fixture
+def files(tmp_path):
+    experts = make_experts()
+    store = random_store(experts, StoreWriter(tmp_path / "store", Manifest(experts, "dummy", "a model")), seed=1)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def lock(monkeypatch):
+    lock = RecordedLock()
+    monkeypatch.setattr(store_module, "CudaPageLock", lambda device: lock)
+    return lock
+
+
+def test_files_stay_files(files, lock):
+    assert place_experts(files, HostPlace(False), CUDA, asked_for=False) == (files, HostPlace(False))
+    assert lock.calls == []
+
+
+@pytest.mark.parametrize(("device", "locked"), [(CPU, 0), (CUDA, 2)])
+def test_memory_is_filled_and_locked_where_there_is_a_gpu(files, lock, device, locked, capsys):
+    with_files = FileStore(files.folder)
+    store, place = place_experts(files, PINNED, device, asked_for=False)
+    assert isinstance(store, MemoryStore)
+    assert place == PINNED
+    assert len(lock.locked) == locked
+    for key in all_keys(store.experts):
+        blob = torch.empty(store.experts.formats[key.bits].nbytes, dtype=torch.uint8)
+        with_files.read_into(key, blob)
+        assert torch.equal(store.blob(key), blob)
+    with_files.close()
+    assert "Reading experts into memory: 100%" in capsys.readouterr().err
+    store.close()
+
+
+def test_memory_that_cannot_be_locked_is_refused_where_it_was_asked_for(files, lock):
+    lock._refuse = 1
+    sentence = r"locking failed at layer 2 \(CUDA error 2: out of memory\).*; use host_store = \"file\", or \"auto\"\."
+    with pytest.raises(StoreError, match=sentence):
+        place_experts(files, HostPlace(True), CUDA, asked_for=True)
+    assert not lock.locked
+
+
+def test_and_otherwise_files_serve_and_the_line_says_why(files, lock):
+    lock._refuse = 0
+    store, place = place_experts(files, PINNED, CUDA, asked_for=False)
+    assert store is files
+    assert not place.pinned
+    assert place.reason.startswith(f"auto: the experts need {memory_bytes(files.experts)} bytes of page-locked")
+    assert "CUDA error 2: out of memory" in place.reason
+
+
+def test_damaged_files_are_no_reason_to_go_on(files, lock):
+    path = next(files.folder.glob("*.safetensors"))
+    with path.open("r+b") as file:
+        file.seek(4096 + 10)
+        file.write(b"\xff\xfe\xff\xfe")
+    with pytest.raises(StoreError, match="corrupted"):
+        place_experts(files, PINNED, CUDA, asked_for=False)
+    assert not lock.locked
+
+
+@pytest.fixture
+def warnings(caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("experts", "spec", "sentence"),
+    [
+        (EXPERTS, dataclasses.replace(SPEC, ranks=2), r"tensor-parallel ranks \(0, 1\), the model needs \(0, 2\)"),
+        (EXPERTS, dataclasses.replace(SPEC, rank=1, ranks=2), r"tensor-parallel ranks \(0, 1\), .* needs \(1, 2\)"),
+        (make_experts(num_experts=8), SPEC, "experts per layer 6, the model needs 8"),
+        (make_experts(dtype=torch.float16), SPEC, "expert formats"),
+        (make_experts(group_size=64), SPEC, "expert formats"),
+        (make_experts(bits=(8,)), SPEC, "expert formats"),
+        (make_experts(hidden=128), SPEC, "expert formats"),
+    ],
+)
+def test_a_store_for_another_model_is_refused(tmp_path, experts, spec, sentence):
+    store = write(tmp_path / "store")
+    with pytest.raises(StoreError, match=sentence) as caught:
+        _check_belongs(store, experts, spec, store.folder)
+    assert str(store.folder) in str(caught.value)
+    assert "write the checkpoint again with `vllm-dymoe quantize`" in str(caught.value)
+
+
+def test_a_store_for_this_model_is_taken(tmp_path):
+    store = write(tmp_path / "store")
+    _check_belongs(store, EXPERTS, SPEC, store.folder)
+    store.close()
+
+
+def test_a_damaged_store_of_an_earlier_start_is_written_again_with_a_warning(tmp_path, warnings):
+    manifest = Manifest(EXPERTS, "rtn", "a model")
+    write(tmp_path / "store").close()
+    os.truncate(tmp_path / "store" / file_name(2), 5000)
+    assert cached_store(tmp_path / "store", manifest) is None
+    (warning,) = warnings()
+    assert "the file was truncated" in warning
+    assert "It is written again now." in warning
+    write(tmp_path / "store").close()
+    again = cached_store(tmp_path / "store", manifest)
+    assert isinstance(again, FileStore)
+    again.close()
+
+
+def test_a_store_of_another_model_in_the_cache_is_replaced_with_a_warning(tmp_path, warnings):
+    write(tmp_path / "store").close()
+    assert cached_store(tmp_path / "store", Manifest(EXPERTS, "hqq", "a model")) is None
+    assert "is another model's; it is replaced" in warnings()[0]

@@ -1,0 +1,262 @@
+"""Who hears what routers say while a rank serves: traces, calibrations, and the check of gates (``gates``).
+
+Whose tokens a step computes is for a trace to know. vLLM's scheduler says which requests have how many tokens in a
+step, its model runner in which order they lie and where in their requests they are. Both are read where a step begins
+and ends, never inside.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.predict import Gate
+from vllm_dymoe.quantize.recording import CalibrationError, PartWriter
+from vllm_dymoe.traces import TraceError, TraceHeader
+from vllm_dymoe.traces.recorder import Recorder, Span
+from vllm_dymoe.units import size
+from vllm_dymoe.vllm_adapter.report import logger
+
+DOMAIN = "dymoe_domain"
+"""Key of a request's extra arguments that gives it a domain."""
+
+
+class Observer:
+    """Hears what the routers of a rank say in the steps of requests; never in a warm-up, and nothing of padding."""
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """A step begins, or, without tokens, only ends some requests."""
+
+    def see(self, routing: Routing) -> None:
+        """One layer is about to run; not called any more in a step that has failed."""
+        raise NotImplementedError
+
+    def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
+        """The model has run.
+
+        Args:
+            runner: vLLM's model runner.
+            scheduler_output: of the step.
+            step: its number, for :meth:`forget`.
+            failed: whether some of what was heard means nothing.
+        """
+
+    def forget(self, step: int) -> None:
+        """A step failed on another rank, which is known when its tokens are there."""
+
+
+class Observation:
+    """The observers of one rank.
+
+    Args:
+        recordable: what a calibration of this rank's inputs holds; None on ranks that see what another one records.
+
+    Attributes:
+        observers: in the order in which they hear.
+        trace: the one that records a trace; None where nothing is to be recorded, or another rank does it.
+        calibration: the one that records a part of a calibration, while that lasts.
+    """
+
+    def __init__(self, recordable: dict[str, Any] | None = None) -> None:
+        self.recordable = recordable
+        self.observers: tuple[Observer, ...] = ()
+        self.trace: TraceObserver | None = None
+        self.calibration: CalibrationObserver | None = None
+
+    def join(self, observer: Observer) -> None:
+        """Let somebody hear, from the next layer on."""
+        self.observers = (*self.observers, observer)
+
+    def leave(self, observer: Observer) -> None:
+        """Let somebody hear no more, if it does; it may ask for that while it hears."""
+        self.observers = tuple(other for other in self.observers if other is not observer)
+
+    def forget(self, step: int) -> None:
+        """See :meth:`Observer.forget`."""
+        for observer in self.observers:
+            observer.forget(step)
+
+    def record(self, path: Path, tokens: int) -> None:
+        """Record the inputs of the next tokens.
+
+        Raises:
+            CalibrationError: the part cannot be written.
+        """
+        if self.recordable is None:
+            return
+        if self.calibration is not None:  # of a caller that went away
+            self.leave(self.calibration)
+            self.calibration.discard()
+            self.calibration = None
+        self.calibration = CalibrationObserver(path, tokens, self.recordable)
+        self.join(self.calibration)
+
+    def end_record(self) -> None:
+        """Complete the part.
+
+        Raises:
+            CalibrationError: it could not be written, or tokens are missing.
+        """
+        calibration, self.calibration = self.calibration, None
+        if calibration is not None:
+            self.leave(calibration)
+            calibration.finish()
+
+
+class CalibrationObserver(Observer):
+    """Hands every layer's inputs to one part; what goes wrong is said at the end, and fails no request.
+
+    Args:
+        path: of the complete part.
+        tokens: how many to record.
+        model: what a calibration of it holds: ``layers``, ``hidden_size``, ``top_k`` and ``dtype`` by name.
+
+    Raises:
+        CalibrationError: the part cannot be written.
+    """
+
+    def __init__(self, path: Path, tokens: int, model: Mapping[str, Any]) -> None:
+        dtype: torch.dtype = getattr(torch, model["dtype"])
+        self._part = PartWriter(path, len(model["layers"]), model["hidden_size"], model["top_k"], dtype, tokens)
+        self._problem: CalibrationError | None = None
+
+    def see(self, routing: Routing) -> None:
+        """Record the inputs of one layer, and weights and experts of all ranks."""
+        if self._problem is not None:
+            return
+        try:
+            self._part.add(routing.layer, routing.x, routing.weights, _chosen(routing))
+        except CalibrationError as error:
+            self._problem = error
+
+    def finish(self) -> None:
+        """Complete the part.
+
+        Raises:
+            CalibrationError: it could not be written, or tokens are missing.
+        """
+        if self._problem is not None:
+            self._part.discard()
+            raise self._problem
+        self._part.finish()
+
+    def discard(self) -> None:
+        """Give up."""
+        self._part.discard()
+
+
+@dataclass(frozen=True)
+class _Request:
+    number: int
+    prompt: int
+
+
+class TraceObserver(Observer):
+    """Records a trace, and follows requests for it from their first step to their last.
+
+    Args:
+        recorder: takes the steps.
+        gates: of every layer, asked for in each step, to record what they make of the layers' inputs before theirs.
+    """
+
+    def __init__(self, recorder: Recorder, gates: Callable[[], Sequence[Gate]] = tuple) -> None:
+        self.recorder = recorder
+        self._gates_now = gates
+        self._gates: Sequence[Gate] = ()
+        self._requests: dict[str, _Request] = {}
+        self._seen = 0
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """Learn of new requests, and which have ended."""
+        for name in scheduler_output.finished_req_ids:
+            self._requests.pop(name, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.req_id not in self._requests:  # one that was preempted may come as a new one
+                self._requests[new.req_id] = _Request(self._seen, _prompt_length(new))
+                domain = (getattr(new.sampling_params, "extra_args", None) or {}).get(DOMAIN)
+                if domain and self.recorder.recording:
+                    self.recorder.name(self._seen, str(domain))
+                self._seen += 1
+        if scheduler_output.total_num_scheduled_tokens:
+            self._gates = self._gates_now()
+            self.recorder.begin()
+
+    def see(self, routing: Routing) -> None:
+        """Record what a layer's router chose."""
+        layer, ids = routing.layer, _chosen(routing)
+        next_gate = None
+        if layer + 1 < len(self._gates):
+            next_gate, _ = self._gates[layer + 1].best(routing.x, ids.shape[1])
+        self.recorder.record(layer, routing.x, routing.weights, ids, next_gate)
+
+    def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
+        """Tell the recorder whose tokens they were."""
+        if failed or not self.recorder.recording:
+            return
+        state = getattr(runner, "execute_model_state", None)
+        batch = getattr(state, "input_batch", None)
+        if batch is not None:  # vLLM's second model runner makes a batch for each step
+            starts = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
+            counts = [last - first for first, last in itertools.pairwise(starts)]
+            names, position = batch.req_ids, batch.positions
+        else:
+            names, position = runner.input_batch.req_ids, runner.positions
+            counts = [scheduler_output.num_scheduled_tokens[name] for name in names]
+        requests = (self._requests[name] for name in names)
+        spans = [Span(request.number, count, request.prompt) for request, count in zip(requests, counts, strict=True)]
+        gates_were_right = bool(self._gates_now())
+        self.recorder.end(spans, position, step, next_gate=gates_were_right)
+
+    def forget(self, step: int) -> None:
+        """Leave a step out after all."""
+        self.recorder.forget(step)
+
+
+def observe_trace(
+    options: Options, header: Callable[[], TraceHeader], gates: Callable[[], Sequence[Gate]]
+) -> TraceObserver | None:
+    """What records a trace on this rank; None where nothing is to be recorded, or another rank does it.
+
+    Args:
+        options: validated options.
+        header: whose routers they are.
+        gates: of every layer, if inputs are recorded.
+
+    Raises:
+        ConfigError: ``trace`` cannot be used.
+    """
+    if options.trace is None or get_tp_group().rank_in_group != 0:
+        return None
+    folder = options.trace.folder.expanduser().resolve()
+    try:
+        recorder = Recorder(
+            folder,
+            header(),
+            options.trace.limit,
+            inputs=options.trace.inputs,
+            say=lambda sentence: logger.info("vllm-dymoe: %s", sentence),
+        )
+    except TraceError as error:
+        raise ConfigError(f"vllm-dymoe: {error}") from error
+    logger.info(
+        "vllm-dymoe: which experts every token chooses is recorded to %s, up to %s; a trace holds no text, but tells "
+        "about prompts: keep it as you would keep them.",
+        folder,
+        size(options.trace.limit),
+    )
+    return TraceObserver(recorder, gates if options.trace.inputs else tuple)
+
+
+def _chosen(routing: Routing) -> torch.Tensor:
+    """Experts as the router numbers them: those of other ranks too."""
+    return routing.ids if routing.global_ids is None else routing.global_ids
+
+
+def _prompt_length(new: Any) -> int:
+    return len(new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids)

@@ -1,0 +1,165 @@
+"""One rank that serves: the forward of its MoE layers, in the steps of requests and while vLLM warms up."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.predict import RoutedModel
+from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.transfer import TransferError
+from vllm_dymoe.vllm_adapter.failures import StepFailures
+from vllm_dymoe.vllm_adapter.gates import Foresight
+from vllm_dymoe.vllm_adapter.graphs import refuse_capture
+from vllm_dymoe.vllm_adapter.observers import Observation
+from vllm_dymoe.vllm_adapter.report import logger
+from vllm_dymoe.vllm_adapter.step import PromptTap, RunningStep
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankLayer:
+    """One MoE layer.
+
+    Attributes:
+        name: as vLLM calls it.
+        position: among the model's MoE layers, from 0.
+        activation: of its experts.
+        expert_map: int [experts of all ranks + 1], this rank's number of each, -1 for another rank's, and at the end -1
+            for rows whose expert is -1; None where the rank has all experts.
+    """
+
+    name: str
+    position: int
+    activation: Activation
+    expert_map: torch.Tensor | None
+
+
+class Running:
+    """What vLLM's layers, worker and attention talk to on a rank that has loaded its model.
+
+    Args:
+        runtime: of the rank.
+        step: the running one.
+        failures: of the running step.
+        foresight: what the runtime's predictor came from.
+        observation: who hears what routers say.
+        model: what predictors may know, given the file of a trained one.
+        drafted: tokens that speculative decoding adds to a request's one.
+
+    Attributes:
+        prompts: finds the prompts of a step; None for a system that does not ask.
+    """
+
+    def __init__(
+        self,
+        runtime: MoERuntime,
+        step: RunningStep,
+        failures: StepFailures,
+        foresight: Foresight,
+        observation: Observation,
+        model: Callable[[Path | None], RoutedModel],
+        drafted: int = 0,
+    ) -> None:
+        self.runtime = runtime
+        self.step = step
+        self.failures = failures
+        self.foresight = foresight
+        self.observation = observation
+        self.prompts: PromptTap | None = None
+        if runtime.system.heavy_hitters is not None:
+            self.prompts = PromptTap(lambda: self.runtime.system, step, drafted)
+        self._model = model
+        self._num_layers = len(runtime.experts.layers)
+        failures.on_failure = observation.forget
+        foresight.listen(observation, self._stop_foreseeing)
+
+    def forward(self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Run the routed experts of one MoE layer, outside of any compilation.
+
+        Rows that only fill up a captured graph's batch come out as zeros. Nothing of ours sees them, whatever vLLM has
+        routed them to: to expert -1 from 0.32 on, before that to some expert. What vLLM makes up to warm up nobody
+        counts or learns from. A layer that cannot be computed gives zeros and fails the step; see ``failures``.
+
+        Args:
+            layer: which one.
+            x: [rows, hidden], the router's input.
+            weights: float32 [rows, top_k].
+            ids: int [rows, top_k], experts of all ranks.
+
+        Returns:
+            [rows, hidden].
+
+        Raises:
+            ConfigError: vLLM captures the layer in a CUDA graph.
+            TransferError: an expert cannot be had while vLLM warms up, and no other rank waits for this one.
+        """
+        refuse_capture(x, layer.name)
+        runtime, step, rows = self.runtime, self.step, len(x)
+        tokens = step.real(rows)
+        if tokens < rows:
+            x, weights, ids = x[:tokens], weights[:tokens], ids[:tokens]
+        here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
+        prompt = None if self.prompts is None else self.prompts.tokens(tokens, x.device)
+        everywhere = None if here is ids else ids
+        routing = Routing(layer.position, self._num_layers, x, here, weights, step.phase, prompt, everywhere)
+        try:
+            if step.warming_up:
+                with runtime.unobserved():
+                    out = runtime.forward(routing, layer.activation)
+            elif self.failures.sentence is None:
+                for observer in self.observation.observers:
+                    observer.see(routing)
+                out = runtime.forward(routing, layer.activation)
+            else:  # the step has failed already
+                out = torch.zeros_like(x)
+        except TransferError as error:
+            self._failed(error)
+            out = torch.zeros_like(x)
+        if tokens == rows:
+            return out
+        filled_up = out.new_zeros(rows, out.shape[1])
+        filled_up[:tokens] = out
+        return filled_up
+
+    def begin_step(self, scheduler_output: Any) -> bool:
+        """A step of executors begins; false if it has no tokens and only ends some requests."""
+        for observer in self.observation.observers:
+            observer.begin_step(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            return False
+        self.step.begin(scheduler_output)
+        return True
+
+    def end_model(self, runner: Any, scheduler_output: Any, output: Any) -> Any:
+        """The model of a step has run; returns its output, declared failed if the step is."""
+        failed = self.failures.sentence is not None
+        for observer in self.observation.observers:
+            observer.end_step(runner, scheduler_output, self.step.number, failed=failed)
+        return None if output is None else self.failures.finish(output)  # without one, sample_tokens comes next
+
+    def end_step(self, output: Any) -> Any:
+        """A step has sampled its tokens; otherwise as ``end_model``."""
+        return output if self.step.warming_up else self.failures.finish(output)
+
+    def take_predictor(self, path: Path) -> None:
+        """Foresee with a trained predictor from the next step on; if it is refused, with the old one.
+
+        Raises:
+            ConfigError: it is damaged, another model's, or there is no room for it.
+        """
+        self.foresight.take_over(self._model(path), self.runtime.set_predictor)
+
+    def _failed(self, error: TransferError) -> None:
+        if not self.step.warming_up:
+            self.failures.record(f"vllm-dymoe: {error}")
+        elif self.failures.alone:
+            raise error  # the start ends with this sentence
+        else:
+            logger.error("vllm-dymoe: %s", error)  # the other ranks wait for this one; the first step fails as well
+
+    def _stop_foreseeing(self) -> None:
+        self.runtime.predictor = None

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite.binding import ffi
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -24,6 +25,20 @@ from torch import Tensor
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.base import ExpertWork, Receive
 from vllm_dymoe.kernels.packed import MatrixFormat
+
+# llvmlite answers every name with a function of its library, __dict__ too; vLLM 0.32 on a CPU asks each attribute of
+# each module for that, and would not start in a process that has loaded numba.
+_function_of_llvm = type(ffi.lib).__getattr__
+
+
+def _no_magic(library: Any, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _function_of_llvm(library, name)
+
+
+type(ffi.lib).__getattr__ = _no_magic
+
 
 _ALL = 7
 _ACTIVATIONS = {Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2, Activation.SWIGLU_OAI: 3}

@@ -344,3 +344,11 @@ def test_what_absent_pairs_cost_on_a_card(monkeypatch):
         combine(out, WEIGHTS, IDS, {2, 3}, renormalize=True)
     assert len(launched) == 1
     assert [name for name in operations.names if name not in ("lift_fresh", "new_empty", "empty")] == []
+
+
+def test_a_process_that_has_loaded_numba_can_start_vllm():
+    """It asks every attribute of every module for its __dict__, and calls get on what it is given."""
+    ffi = pytest.importorskip("llvmlite.binding.ffi")
+    pytest.importorskip("vllm_dymoe.kernels.small")
+    assert not hasattr(ffi.lib, "__dict__")
+    assert ffi.lib.LLVMPY_GetVersionInfo

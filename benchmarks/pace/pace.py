@@ -7,6 +7,7 @@ same transfers would take: the longer of computation and link.
 """
 
 import argparse
+import contextlib
 import json
 import random
 import sys
@@ -25,16 +26,16 @@ sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("stagi
 from staging import VirtualTime
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, all_keys
 from vllm_dymoe.experts.routing import Phase, Routing
-from vllm_dymoe.experts.store import MemoryStore, all_keys
 from vllm_dymoe.predict import Candidate
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.store import MemoryStore
 from vllm_dymoe.systems.exact import Exact
-from vllm_dymoe.transfer import link, queue
+from vllm_dymoe.transfer import engine, link, mover, queue
+from vllm_dymoe.transfer.engine import TransferEngine
+from vllm_dymoe.transfer.host import CpuDelivery
 from vllm_dymoe.transfer.link import EmulatedLink
-from vllm_dymoe.transfer.queue import QueuedEngine
-from vllm_dymoe.transfer.threads import CpuDelivery
 
 LAYERS, EXPERTS, TOP_K = 8, 32, 4
 EXPERT_BYTES = 27_648  # of width 256 and 64, at 4 bits
@@ -47,8 +48,8 @@ class NextGate:
 
     nbytes = 0
 
-    def __init__(self, accuracy: float, seconds: float, turns: VirtualTime) -> None:
-        self._accuracy, self._seconds, self._turns, self._random = accuracy, seconds, turns, random.Random(1)
+    def __init__(self, accuracy: float, seconds: float, threads: VirtualTime) -> None:
+        self._accuracy, self._seconds, self._threads, self._random = accuracy, seconds, threads, random.Random(1)
         self.coming: list[list[int]] = []
 
     def observe(self, routing: Routing) -> None:
@@ -58,7 +59,7 @@ class NextGate:
         """The experts of the next layer."""
         if layer + 1 >= LAYERS:
             return []
-        self._turns.sleep_until(self._turns.now + self._seconds)
+        self._threads.sleep_until(self._threads.now + self._seconds)
         right = self._random.random
         named = [e if right() < self._accuracy else self._random.randrange(EXPERTS) for e in self.coming[layer + 1]]
         return [Candidate(layer + 1, expert, 1.0) for expert in dict.fromkeys(named)]
@@ -94,32 +95,35 @@ def serve(
     routing: list[list[list[int]]],
 ) -> dict[str, float]:  # fmt: skip
     """Decode one request; accuracy None without prefetch."""
-    turns = VirtualTime()
-    clock = SimpleNamespace(perf_counter=lambda: turns.now, monotonic=time.monotonic)
-    with patch.multiple(link, time=clock, _sleep_until=turns.sleep_until), patch.object(queue, "time", clock):
-        return _serve(turns, store, rate, share, accuracy, plan, routing)
+    threads = VirtualTime()
+    clock = SimpleNamespace(perf_counter=lambda: threads.now, monotonic=time.monotonic)
+    with contextlib.ExitStack() as stack:
+        for module in (engine, link, mover, queue):
+            stack.enter_context(patch.object(module, "time", clock))
+        stack.enter_context(patch.object(link, "_sleep_until", threads.sleep_until))
+        return _serve(threads, store, rate, share, accuracy, plan, routing)
 
 
 def _serve(
-    turns: VirtualTime, store: MemoryStore, rate: float, share: float, accuracy: float | None,
+    threads: VirtualTime, store: MemoryStore, rate: float, share: float, accuracy: float | None,
     plan: argparse.Namespace, routing: list[list[list[int]]],
 ) -> dict[str, float]:  # fmt: skip
     nbytes = store.experts.formats[4].nbytes
     delivery = EmulatedLink(CpuDelivery(store), rate * nbytes / EXPERT_BYTES)
-    engine = QueuedEngine(delivery, 1, waiters_move=False, concurrency=turns)
+    transfers = TransferEngine(delivery, 1, waiters_move=False, concurrency=threads)
     options = Options(hi=4, group_size=32, expert_budget=share)
-    gate = None if accuracy is None else NextGate(accuracy, plan.ask_us / 1e6, turns)
+    gate = None if accuracy is None else NextGate(accuracy, plan.ask_us / 1e6, threads)
     system = Exact(look_ahead=int(gate is not None))
-    runtime = MoERuntime(store, options, torch.device("cpu"), system=system, engine=engine, predictor=gate)
+    runtime = MoERuntime(store, options, torch.device("cpu"), system=system, engine=transfers, predictor=gate)
     if runtime._prefetcher is not None:
-        runtime._prefetcher.clock = lambda: turns.now
+        runtime._prefetcher.clock = lambda: threads.now
     x, weights = torch.zeros(1, 64, dtype=torch.bfloat16), torch.full((1, TOP_K), 1 / TOP_K)
 
     def forward(x: Any, work: Sequence[Any], out: Any, activation: Any, receive: Callable[[int], None] | None) -> None:
         for projection in range(3):
             if receive is not None:
                 receive(projection + 1)
-            turns.sleep_until(turns.now + len(work) * plan.expert_us / 3e6)
+            threads.sleep_until(threads.now + len(work) * plan.expert_us / 3e6)
 
     runtime.kernel.forward = forward  # type: ignore[method-assign]
     begin = 0.0
@@ -128,18 +132,18 @@ def _serve(
             gate.coming = layers
         if number == WARM_UP:
             runtime.reset_stats()
-            begin = turns.now
+            begin = threads.now
         for layer, ids in enumerate(layers):
-            turns.sleep_until(turns.now + plan.layer_us / 1e6)
+            threads.sleep_until(threads.now + plan.layer_us / 1e6)
             runtime.forward(Routing(layer, LAYERS, x, torch.tensor([ids]).int(), weights, Phase.DECODE))
     tokens, stats = len(routing) - WARM_UP, runtime.stats()
-    engine.close()
+    transfers.close()
     moved, ahead = stats.bytes_moved, stats.prefetches
     experts = (stats.misses + ahead["useful"]) / tokens
     link_ms = 1e3 * experts * EXPERT_BYTES / rate
     compute_ms = 1e-3 * LAYERS * (plan.layer_us + TOP_K * plan.expert_us)
     return {
-        "ms_per_token": 1e3 * (turns.now - begin) / tokens,
+        "ms_per_token": 1e3 * (threads.now - begin) / tokens,
         "bound_ms_per_token": max(link_ms, compute_ms),
         "ahead": moved["prefetch"] / sum(moved.values()),
         "useful": ahead["useful"] + ahead["late"],

@@ -8,6 +8,7 @@ import torch
 import vllm_dymoe
 from tests.e2e.engines import answer, engine, gates_compared, prompts, recorded_layers, runtime_of
 from vllm_dymoe.predict.next_gate import NextGate
+from vllm_dymoe.predict.tuner import Heop, Setting
 
 pytestmark = pytest.mark.engine
 
@@ -43,8 +44,9 @@ def test_gates_choose_what_vllm_chooses(llm):
 def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(llm):
     runtime = runtime_of(llm)
     meeting = runtime.predictor
-    tuner = meeting.predictor._tuner
-    tuner._update_every, tuner._rounds = 2, 4  # so that it settles within the test
+    setting = meeting.predictor._tuner.setting(1)
+    tuner = Heop(8, setting, Setting(8, 3), update_every=2, rounds=4)  # settles within the test
+    meeting.predictor._tuner = tuner
     tokens, layers = answered(llm)
     stats = runtime.stats()
     # Measured: 0.74 for the meeting while it is tuned, 0.77 for the next gate. By chance an eighth would be right.

@@ -50,7 +50,7 @@ def test_a_router_that_is_more_than_its_gate_is_served_without_the_gate(odd_rout
         assert named > 0
         (sentence,) = said
         assert sentence.startswith(
-            'vllm-dymoe: prefetch "next-gate" is off, because the gate that was found for '
+            'vllm-dymoe: system "exact" fetches nothing ahead, because the gate that was found for '
             f"model.layers.{ODD}.mlp.experts makes only "
         )
         assert sentence.endswith("% of vLLM's choices; experts are fetched when their router names them.")

@@ -21,7 +21,7 @@ def traces(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(traces):
-    options = {"hi": 4, "expert_budget": "25%"}
+    options = {"hi": 4, "system": "duoserve", "expert_budget": "25%"}
     with engine(dymoe=options | {"link_gbps": 0.03, "trace": str(traces)}) as llm:
         yield llm
 

@@ -10,6 +10,8 @@ from tests.small_model import make_experts, make_store
 from vllm_dymoe.experts.layout import BlobKey
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.predict import Candidate
+from vllm_dymoe.runtime.fetcher import Fetcher
+from vllm_dymoe.systems.on_demand import OnDemand
 from vllm_dymoe.transfer import Reason, TransferStats
 from vllm_dymoe.transfer.ticket import State, Ticket
 
@@ -144,10 +146,16 @@ def test_cores_that_copy_take_turns_with_computation():
     assert engine.log == ["ask 2", "ask 3", "wait 2.3", "wait 3.3", "compute 0 1 2 3"]
 
 
+def without_overlap(runtime):
+    """As Accelerate is measured."""
+    runtime.system = OnDemand(overlap=False)
+    runtime._fetcher = Fetcher(runtime.memory, runtime.engine, overlaps=runtime.system.overlaps)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_without_overlap_nothing_moves_while_anything_computes(asynchronous):
     runtime, engine = make({}, resident=[], asynchronous=asynchronous)
-    runtime._pipeline.overlaps = False
+    without_overlap(runtime)
     engine.fences.clear()
     step(runtime, [0, 1, 2, 3, 4, 5])  # in two or more rounds: two slots are kept and two are for staging
     log, asked = engine.log, [entry for entry in engine.log if entry.startswith("ask")]
@@ -161,7 +169,7 @@ def test_without_overlap_nothing_moves_while_anything_computes(asynchronous):
 
 def test_without_overlap_a_slot_that_nobody_has_read_waits_as_well():
     runtime, engine = make({}, resident=[0, 1])
-    runtime._pipeline.overlaps = False
+    without_overlap(runtime)
     step(runtime, [0, 1])
     computed = engine._computed
     engine.fences.clear()

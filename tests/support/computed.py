@@ -3,12 +3,12 @@
 
 def watch_computed(runtime, told):
     """Call ``told(layer, expert, tier, slot)`` for every expert, right after its rows were computed."""
-    begin_step, begin = runtime.memory.table.begin_step, runtime.kernel.begin
+    forward, begin = runtime.forward, runtime.kernel.begin
     running = []
 
-    def layer_of(layer, *arguments):
-        running[:] = [layer]
-        return begin_step(layer, *arguments)
+    def layer_of(routing, *arguments):
+        running[:] = [routing.layer]
+        return forward(routing, *arguments)
 
     def watched(*arguments, **named):
         work = begin(*arguments, **named)
@@ -31,4 +31,4 @@ def watch_computed(runtime, told):
         work.place, work.compute = placed, computed
         return work
 
-    runtime.memory.table.begin_step, runtime.kernel.begin = layer_of, watched
+    runtime.forward, runtime.kernel.begin = layer_of, watched

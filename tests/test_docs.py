@@ -41,7 +41,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 ROW, COLUMN, GROUP_SIZE = 99, 50, 32
 BFLOAT16 = torch.bfloat16
-MODEL = json.loads((ROOT / "vllm_dymoe" / "data" / "tiny_moe" / "config.json").read_text())
+MODEL = json.loads((ROOT / "benchmarks" / "tiny_moe" / "model" / "config.json").read_text())
 
 
 def table(text, marker):

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from vllm_dymoe.store import STORE_VERSION
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "budget"))
 LOW_TIERS = (0, 2)  # of the variants; the high tier has 4 bits in all of them
-SHIPPED = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
+SHIPPED = HERE.parent / "tiny_moe" / "model"
 
 
 def shipped() -> dict[str, Any]:

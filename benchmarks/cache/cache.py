@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from replay import POLICIES  # noqa: E402
 from vllm_dymoe.experts import residency  # noqa: E402
 from vllm_dymoe.traces import Trace  # noqa: E402
 
-SHIPPED = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
+SHIPPED = HERE.parent / "tiny_moe" / "model"
 SHARES = (8, 4, 8 / 3, 2, 4 / 3)  # of a layer's experts, one has a slot
 
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
+MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 NEW_TOKENS = 48
 ENGINES: dict[str, dict[str, Any] | None] = {
     "vLLM": None,

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from vllm_dymoe.traces import MIXTRAL_8X7B, QWEN3_30B_A3B, Trace, synthetic_trac
 from vllm_dymoe.training import Recipe, split_by_request, train
 
 HERE = Path(__file__).resolve().parent
-SHIPPED = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
+SHIPPED = HERE.parent / "tiny_moe" / "model"
 # In bytes: experts of 4 bits in groups of 64, what is moved when one is.
 EXPERT_BYTES = {"shipped": 27_648, "Mixtral-8x7B": 99_090_432, "Qwen3-30B-A3B": 2_654_208}
 TRACE_RECIPES: dict[str, dict[str, Any]] = {

@@ -10,7 +10,6 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from vllm_dymoe.store import FileStore, HostStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.systems import System
 
-MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
+MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 DOMAINS = ("docs", "code", "arithmetic")
 END = "<|endoftext|>"
 WINDOW = 512  # tokens of context at most

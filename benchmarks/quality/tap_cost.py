@@ -14,14 +14,13 @@ import json
 import os
 import statistics
 import time
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
+MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 WINDOW = 32
 #         hidden, heads, key-value heads, dim, experts of a token, intermediate
 SHAPES = {"shipped": (256, 4, 2, 64, 4, 64), "qwen3-30b-a3b": (2048, 32, 4, 128, 8, 768)}

@@ -16,7 +16,7 @@ from pathlib import Path
 import matplotlib
 import numpy
 import torch
-from prepare_data import END, PACKAGE
+from prepare_data import END, MODEL
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from word_problems import word_problems
@@ -264,7 +264,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/tiny_moe"), help="folder of data and log")
-    parser.add_argument("--package", type=Path, default=PACKAGE, help="folder of the shipped model")
+    parser.add_argument("--package", type=Path, default=MODEL, help="folder of the shipped model")
     parser.add_argument("--problems", type=int, default=100, help="word problems to solve")
     parser.add_argument("--known", type=int, default=60_000, help="word problems of the training data, never asked")
     parser.add_argument("--threads", type=int, default=2)

@@ -27,7 +27,7 @@ import numpy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from word_problems import word_problems
 
-PACKAGE = Path(__file__).resolve().parents[2] / "vllm_dymoe" / "data" / "tiny_moe"
+MODEL = Path(__file__).resolve().parent / "model"
 VOCABULARY = 3072
 END, PAD = "<|endoftext|>", "<|pad|>"
 HELDOUT_SHARE = 0.02  # of the documents of docs and code
@@ -430,7 +430,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["download", "build"])
     parser.add_argument("--work", type=Path, default=Path("build/tiny_moe"), help="downloads and token streams")
-    parser.add_argument("--package", type=Path, default=PACKAGE, help="folder of the shipped model")
+    parser.add_argument("--package", type=Path, default=MODEL, help="folder of the shipped model")
     arguments = parser.parse_args()
     if arguments.command == "download":
         download(arguments.work)

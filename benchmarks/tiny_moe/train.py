@@ -1,4 +1,4 @@
-"""Train the small Qwen3-MoE that the package ships, within a fixed wall-clock time.
+"""Train the small Qwen3-MoE of this repository, within a fixed wall-clock time.
 
     python benchmarks/tiny_moe/train.py --work build/tiny_moe --minutes 75
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import cpu_experts  # noqa: F401  (registers the experts' forward named "permuted")
 import numpy
 import torch
-from prepare_data import END, PACKAGE
+from prepare_data import END, MODEL
 from torch.nn import functional
 from transformers import AutoTokenizer, GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -213,7 +213,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/tiny_moe"), help="token streams, log and checkpoint")
-    parser.add_argument("--package", type=Path, default=PACKAGE, help="folder of the shipped model")
+    parser.add_argument("--package", type=Path, default=MODEL, help="folder of the shipped model")
     parser.add_argument("--minutes", type=float, default=75.0, help="wall-clock budget, all resumed parts together")
     parser.add_argument("--steps", type=int, default=10**9, help="stop after so many steps (for trials)")
     parser.add_argument("--sequences", type=int, default=8, help="sequences in a batch")

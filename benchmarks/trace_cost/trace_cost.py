@@ -14,7 +14,6 @@ import os
 import statistics
 import tempfile
 import time
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 WARM_UP, PAIRS = 3, 200
-MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
+MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 
 
 def main() -> None:

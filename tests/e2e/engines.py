@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ _STORES = tempfile.mkdtemp(prefix="dymoe-test-stores-")
 atexit.register(shutil.rmtree, _STORES, ignore_errors=True)
 os.environ["DYMOE_STORE_DIR"] = _STORES
 
-MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
+MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "tiny_moe" / "model"
 
 
 def prompts() -> list[str]:

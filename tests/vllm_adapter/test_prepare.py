@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from vllm_dymoe.vllm_adapter.prepare import WORKER_EXTENSION, experts_of
 from vllm_dymoe.vllm_adapter.quant_config import read_options
 from vllm_dymoe.vllm_adapter.worker import DymoeWorkerExtension
 
-MODEL = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe"))
+MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "tiny_moe" / "model"
 EXPERTS = 8 * 32
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -15,6 +15,7 @@ from typing import Any
 
 from record import Recorder
 
+MODEL = Path(__file__).resolve().parents[2] / "tiny_moe" / "model"
 BUDGETS = ("100%", "25%")
 GRAPHS = {"off": "NONE", "on": "PIECEWISE"}
 BATCH = 4
@@ -54,12 +55,10 @@ def ask(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
         from vllm import LLM, SamplingParams
 
         import vllm_dymoe
-        from vllm_dymoe import data
 
         vllm_dymoe.register()
-        model = Path(data.__file__).parent / "tiny_moe"
         llm = LLM(
-            model=str(model),
+            model=str(MODEL),
             quantization="dymoe",
             additional_config={"dymoe": {"expert_budget": BUDGETS[0]}},
             max_model_len=512,
@@ -68,7 +67,7 @@ def ask(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
             compilation_config={"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, BATCH]},
             **settings,
         )
-        prompts = [entry["prompt"] for entry in json.loads((model / "prompts.json").read_text())][: ALONE + BATCH]
+        prompts = [entry["prompt"] for entry in json.loads((MODEL / "prompts.json").read_text())][: ALONE + BATCH]
         sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1)
         answers, misses = {}, 0
         for budget in BUDGETS:

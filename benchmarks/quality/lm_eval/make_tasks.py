@@ -9,12 +9,11 @@ log-probability of each), and problems.jsonl, arithmetic with a worked answer (g
 import json
 import random
 import re
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-TEXTS = Path(str(resources.files("vllm_dymoe.data") / "tiny_moe" / "heldout"))
+TEXTS = HERE.parents[1] / "tiny_moe" / "model" / "heldout"
 END = "<|endoftext|>"
 CONTEXT, CONTINUATION, QUESTIONS = 40, 10, 75  # words, words, of each domain
 

@@ -1,1 +1,0 @@
-"""What the package ships: a small trained model with its tokenizer, prompts and held-out texts."""

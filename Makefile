@@ -6,7 +6,7 @@ BIN := .venv/bin
 LINT_TREE := build/lint
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast engine check format gpu bench-ablation bench-budget bench-gpu bench-predictors bench-quality kernels-table clean
+.PHONY: help setup demo test fast engine check format docs gpu bench-ablation bench-budget bench-gpu bench-predictors bench-quality kernels-table clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ check: setup ## lint, format, types, the direction of imports, and the fast test
 format: setup ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup ## write the tables of README.md and docs/ that follow from the code
+	$(BIN)/python tools/docs.py
 
 gpu: ## is it right on this GPU, and how fast? (10 minutes; PYTHON=one with torch and triton; nothing is installed)
 	$(PYTHON) benchmarks/gpu/gpu.py

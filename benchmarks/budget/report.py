@@ -1,16 +1,19 @@
 """What was measured, for people: a table, aims beside numbers, and a picture."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from model import EXPERTS, HIDDEN, INTERMEDIATE
 from rich.console import Console
 from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from readme import markdown, put
 
+QUALITY = Path(__file__).resolve().parents[1] / "quality"
 HEAD = ["", "TTFT ms", "TPOT ms", "p99 ms", "tokens/s, 1", "tokens/s, 16", "hits", "moved GB", "experts GB", "peak GB"]
 
 
@@ -95,11 +98,21 @@ def write_readme(results: dict[str, Any], readme: Path) -> None:
 
 
 def write_front_page(results: dict[str, Any], readme: Path) -> None:
-    """Put what matters to most readers between the project's README's markers."""
-    columns = [HEAD.index(name) for name in ("", "TTFT ms", "TPOT ms", "tokens/s, 16", "experts GB")]
-    lines = ([line[column] for column in columns] for line in rows(results) if "store on disk" not in line[0])
-    table = markdown(["", "TTFT ms", "TPOT ms", "batch of 16, tokens/s", "experts on device, GB"], lines)
-    put(readme, "budget", table)
+    """Put what matters to most readers between the project's README's markers: speed and quality against bytes."""
+    columns = [HEAD.index(name) for name in ("", "experts GB", "TTFT ms", "TPOT ms", "tokens/s, 16")]
+    uniform = json.loads((QUALITY / "results.json").read_text())["sections"]["uniform"]
+    (four_bits,) = (row for row in uniform if (row["bits"], row["quantizer"]) == (4, "rtn"))
+    lines = []
+    for line in rows(results):
+        if "store on disk" not in line[0]:
+            if line[0].startswith("vLLM"):
+                line[HEAD.index("experts GB")] = (
+                    f"{results['layers'] * EXPERTS * 3 * HIDDEN * INTERMEDIATE * 2 / 1e9:.1f}"
+                )
+            agreement = four_bits["agreement"] if line[0].startswith("dymoe") else 1.0
+            lines.append([*(line[column] for column in columns), f"{agreement:.0%}"])
+    head = ["", "experts on device, GB", "TTFT ms", "TPOT ms", "batch of 16, tokens/s", "likeliest token as at 16 bits"]
+    put(readme, "budget", markdown(head, lines))
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

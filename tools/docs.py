@@ -1,0 +1,178 @@
+"""`make docs`: write the tables of README.md and docs/ that follow from the code, each between two markers.
+
+A test compares what is committed with what this makes.
+"""
+
+import json
+import re
+import tomllib
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from vllm_dymoe.cli.app import app
+from vllm_dymoe.config import ExpertBudget, Options
+from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
+from vllm_dymoe.quantize.readers import METHODS
+from vllm_dymoe.systems import SYSTEMS
+from vllm_dymoe.vllm_adapter import NEWEST_VLLM, OLDEST_CPU_BUILD, OLDEST_VLLM
+from vllm_dymoe.vllm_adapter.metrics import METRICS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+_KINDS = {int: "a number", float: "a number", bool: "`true`, `false`", Path: "a path", str: "a name", dict: "an object"}
+_BUDGETS = ("auto", "4GiB", "4GB", 1073741824, "25%", 0.25, "top-k", "layer")
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(cell.replace("\n", " ") for cell in line) + " |\n" for line in lines)
+
+
+def code(value: Any) -> str:
+    """A value as JSON, or another one in its own words."""
+    return f"`{json.dumps(value, default=str)}`"
+
+
+def values(field: FieldInfo, choices: Iterable[str] = ()) -> str:
+    """What an option or parameter may be."""
+    if choices:
+        return ", ".join(map(code, choices))
+    kind = field.annotation
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    if get_origin(kind) is Literal:
+        return ", ".join(map(code, get_args(kind)))
+    name = _KINDS.get(get_origin(kind) or kind, "see below")
+    words = {"ge": "from {}", "gt": "above {}", "le": "up to {}"}
+    limits = [
+        words[limit].format(getattr(bound, limit))
+        for bound in field.metadata
+        for limit in words
+        if hasattr(bound, limit)
+    ]
+    return " ".join([name, *limits])
+
+
+def options() -> str:
+    """Every option."""
+    rows = []
+    for name, field in Options.model_fields.items():
+        default = code("auto") if name == "expert_budget" else code(field.default)
+        rows.append([f"`{name}`", values(field, SYSTEMS if name == "system" else ()), default, field.description or ""])
+    return table(["option", "values", "default", "meaning"], rows)
+
+
+def systems() -> str:
+    """Every system."""
+    rows = []
+    for name, system in SYSTEMS.items():
+        budget = next((word for word in _BUDGETS if ExpertBudget.parse(word) == system.default_budget), "auto")
+        rows.append([code(name), system.summary, system().foresight or "", code(budget)])
+    return table(["`system`", "is", "fetches ahead", "`expert_budget`, if not set"], rows)
+
+
+def parameters() -> str:
+    """Every parameter of every system; one that a system inherits stands once."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, system in SYSTEMS.items():
+        for parameter, field in system.model_fields.items():
+            row = (f"`{parameter}`", values(field), code(field.default), field.description or "")
+            rows.setdefault(row, []).append(code(name))
+    lines = ([", ".join(names), *row] for row, names in rows.items())
+    return table(["`system`", "parameter", "values", "default", "meaning"], lines)
+
+
+def budgets() -> str:
+    """What values of ``expert_budget`` mean."""
+    return table(["value", "meaning"], ([code(value), str(ExpertBudget.parse(value))] for value in _BUDGETS))
+
+
+def metrics() -> str:
+    """Every metric."""
+    return table(
+        ["metric", "type", "label", "meaning"],
+        ([f"`{m.full_name}`", m.kind.__name__.lower(), f"`{m.label}`" if m.label else "", m.meaning] for m in METRICS),
+    )
+
+
+def methods() -> str:
+    """Values of ``quant_method`` whose experts are read."""
+    return ", ".join(f"`{method}`" for method in METHODS) + "\n"
+
+
+def commands() -> str:
+    """Every command of vllm-dymoe."""
+    group: Any = typer.main.get_command(app)
+    return table(
+        ["command", "does", "options"],
+        (
+            [
+                f"`vllm-dymoe {name}`",
+                command.get_short_help_str(limit=200),
+                ", ".join(f"`{max(option.opts, key=len)}`" for option in command.params if option.opts[0][0] == "-"),
+            ]
+            for name, command in group.commands.items()
+        ),
+    )
+
+
+def architectures() -> str:
+    """Networks that ``vllm-dymoe train`` knows."""
+    return ", ".join(f"`{name}`" for name in ARCHITECTURES) + "\n"
+
+
+def versions() -> str:
+    """What the package runs with."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    last = f"{NEWEST_VLLM.major}.{NEWEST_VLLM.minor - 1}"
+    python = project["requires-python"].removeprefix(">=")
+    return f"vLLM {OLDEST_VLLM} to {last}, its CPU build from {OLDEST_CPU_BUILD}; Python {python} or newer; Linux.\n"
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "architectures": architectures,
+    "budgets": budgets,
+    "commands": commands,
+    "methods": methods,
+    "metrics": metrics,
+    "options": options,
+    "parameters": parameters,
+    "systems": systems,
+    "versions": versions,
+}
+"""By marker."""
+
+
+def generated(page: str) -> str:
+    """A page with what its markers ``<!-- generated: NAME -->`` and ``<!-- end -->`` enclose made anew.
+
+    Raises:
+        KeyError: a marker that nothing is generated for.
+    """
+    return re.sub(
+        r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)",
+        lambda found: f"{found[1]}{GENERATED[found[2]]()}{found[3]}",
+        page,
+        flags=re.DOTALL,
+    )
+
+
+def main() -> None:
+    """Write every page that differs."""
+    for path in PAGES:
+        before = path.read_text()
+        after = generated(before)
+        if after != before:
+            path.write_text(after)
+            print(f"docs: wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

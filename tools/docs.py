@@ -25,7 +25,7 @@ from vllm_dymoe.vllm_adapter.metrics import METRICS
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 _KINDS = {int: "a number", float: "a number", bool: "`true`, `false`", Path: "a path", str: "a name", dict: "an object"}
-_BUDGETS = ("auto", "4GiB", "4GB", 1073741824, "25%", 0.25, "top-k", "layer")
+_BUDGETS = ("auto", "top-k", "layer")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -89,17 +89,10 @@ def parameters() -> str:
     return table(["`system`", "parameter", "values", "default", "meaning"], lines)
 
 
-def budgets() -> str:
-    """What values of ``expert_budget`` mean."""
-    return table(["value", "meaning"], ([code(value), str(ExpertBudget.parse(value))] for value in _BUDGETS))
-
-
 def metrics() -> str:
-    """Every metric."""
-    return table(
-        ["metric", "type", "label", "meaning"],
-        ([f"`{m.full_name}`", m.kind.__name__.lower(), f"`{m.label}`" if m.label else "", m.meaning] for m in METRICS),
-    )
+    """Every metric, with the label of its own."""
+    named = ((m.full_name + (f"{{{m.label}}}" if m.label else ""), m.meaning) for m in METRICS)
+    return table(["metric", "meaning"], ([f"`{name}`", meaning] for name, meaning in named))
 
 
 def methods() -> str:
@@ -110,17 +103,8 @@ def methods() -> str:
 def commands() -> str:
     """Every command of vllm-dymoe."""
     group: Any = typer.main.get_command(app)
-    return table(
-        ["command", "does", "options"],
-        (
-            [
-                f"`vllm-dymoe {name}`",
-                command.get_short_help_str(limit=200),
-                ", ".join(f"`{max(option.opts, key=len)}`" for option in command.params if option.opts[0][0] == "-"),
-            ]
-            for name, command in group.commands.items()
-        ),
-    )
+    named = ((name, command.get_short_help_str(limit=200)) for name, command in group.commands.items())
+    return table(["command", "does"], ([f"`vllm-dymoe {name}`", what] for name, what in named))
 
 
 def architectures() -> str:
@@ -138,7 +122,6 @@ def versions() -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "architectures": architectures,
-    "budgets": budgets,
     "commands": commands,
     "methods": methods,
     "metrics": metrics,

@@ -184,7 +184,7 @@ def test_options_of_the_examples_are_accepted(page):
 
 
 def test_variables_of_the_examples_are_accepted():
-    found = re.findall(r"\b(DYMOE_[A-Z_]+)=(?:'([^']*)'|([^'\s`]+))", ALL)
+    found = re.findall(r"\b(DYMOE_[A-Z_]+)=(?:'([^']*)'|([^'\s`]+))", "\n".join(TEXTS.values()))
     variables = {name: quoted or plain for name, quoted, plain in found}
     assert len(variables) >= 5
     for name, value in variables.items():

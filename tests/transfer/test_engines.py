@@ -24,6 +24,12 @@ CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+class DiskReads(CpuDelivery):
+    """Reads that wait for a disk, so that threads take part in what is demanded."""
+
+    occupies_cores = False
+
+
 class Harness:
     """An engine, with a way to make slots and to see what computation would read from one."""
 
@@ -149,7 +155,7 @@ def test_a_prefetch_waits_until_no_demand_transfer_runs(memory_store):
     """Whoever waits moves its own blob; the thread that is free meanwhile leaves the link to it."""
     store = FaultyStore(memory_store, broken=-1)
     store.gate.clear()
-    engine = TransferEngine(CpuDelivery(store), threads=2)
+    engine = TransferEngine(DiskReads(store), threads=2)
     slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(2)]
     demand = engine.submit(BlobKey(0, 0, 4), slots[0], Reason.DEMAND)
     assert becomes(lambda: demand.state is State.RUNNING)
@@ -285,7 +291,7 @@ def test_a_failed_read_is_told_to_whoever_waits(memory_store, threads):
 def test_demand_overtakes_prefetch_and_migration(memory_store):
     store = FaultyStore(memory_store, broken=-1)
     store.gate.clear()
-    engine = TransferEngine(CpuDelivery(store), threads=1)
+    engine = TransferEngine(DiskReads(store), threads=1)
     slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(5)]
     blocker = engine.submit(BlobKey(0, 0, 4), slots[0], Reason.MIGRATION)
     while blocker.state.value == "pending":
@@ -296,6 +302,20 @@ def test_demand_overtakes_prefetch_and_migration(memory_store):
     for ticket in tickets:
         assert ended(ticket)
     assert store.order == [0, 3, 4, 2, 2, 2, 0, 0, 1, 1, 1], "whole blobs, or one projection at a time"
+    engine.close()
+
+
+def test_where_reads_take_cores_no_thread_competes_with_whoever_waits(memory_store):
+    store = FaultyStore(memory_store, broken=-1)
+    engine = TransferEngine(CpuDelivery(store), threads=1)
+    slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(2)]
+    demands = [engine.submit(BlobKey(0, e, 4), slot, Reason.DEMAND) for e, slot in enumerate(slots)]
+    time.sleep(0.05)
+    assert [demand.state for demand in demands] == [State.PENDING] * 2
+    for e in (1, 0):
+        engine.wait(demands[e])
+        assert torch.equal(slots[e], memory_store.blob(BlobKey(0, e, 4)))
+    assert store.order == [1, 0]
     engine.close()
 
 
@@ -346,7 +366,7 @@ def test_closing_ends_every_thread_and_cancels_what_waits(memory_store):
     before = threading.active_count()
     store = FaultyStore(memory_store, broken=-1)
     store.gate.clear()
-    engine = TransferEngine(CpuDelivery(store), threads=2)
+    engine = TransferEngine(DiskReads(store), threads=2)
     slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(5)]
     tickets = [engine.submit(BlobKey(0, e, 4), slots[e], Reason.DEMAND) for e in range(5)]
     closer = threading.Thread(target=engine.close)

@@ -9,7 +9,7 @@ from vllm_dymoe.transfer.ticket import ALL, Piece, Reason, State, Ticket
 
 
 def make_queue(eager=False):
-    return TicketQueue(True, eager, threading)
+    return TicketQueue(True, eager, lambda: False, threading)
 
 
 def submit(queue, reason, wanted=ALL, at_once=ALL):

@@ -147,7 +147,7 @@ def test_closing_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr("vllm_dymoe.transfer.workers._SECONDS_TO_CLOSE", 0.1)
     disk = Disk({0: "hang"})
     engine = engine_over(disk, threads=1)
-    running = engine.submit(KEYS[0], slot(), Reason.DEMAND)
+    running = engine.submit(KEYS[0], slot(), Reason.PREFETCH)
     while running.state is not State.RUNNING:
         time.sleep(0.001)
     begin = time.monotonic()
@@ -159,7 +159,7 @@ def test_closing_does_not_wait_for_ever(monkeypatch):
 def test_without_a_limit_it_is_waited_for():
     disk = Disk({0: "hang"})
     engine = engine_over(disk, threads=1, timeout=None)
-    ticket = engine.submit(KEYS[0], slot(), Reason.DEMAND)
+    ticket = engine.submit(KEYS[0], slot(), Reason.PREFETCH)
     while ticket.state is not State.RUNNING:
         time.sleep(0.001)
     threading.Timer(3 * TIMEOUT, disk.gate.set).start()

@@ -2,6 +2,7 @@
 
 A ticket that nobody has begun is moved by the thread that waits for it, as far as the bytes are in memory. So a miss on
 the critical path costs a copy and no switch of threads, while threads fetch ahead in the time that computation leaves.
+Where a copy takes a core that computes, no thread is woken for what is in demand.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ class TransferEngine:
         self._delivery = delivery
         self._timeout = timeout
         self._waiters_move = waiters_move
-        self._queue = TicketQueue(threads > 0, eager, concurrency)
+        self._queue = TicketQueue(threads > 0, eager, self._left_to_waiters, concurrency)
         self._mover = Mover(delivery, self._queue)
         self._workers = Workers(self._queue, self._mover.run, threads, timeout is not None, concurrency)
 
@@ -189,6 +190,10 @@ class TransferEngine:
     def close(self) -> None:
         """Cancel what is pending, finish what runs, and end all threads but those whose reads do not end."""
         self._workers.close()
+
+    def _left_to_waiters(self) -> bool:
+        """Whether a thread that moved what is demanded would only compete with whoever waits for it."""
+        return self._waiters_move and self._delivery.occupies_cores
 
     def _give_up(self, ticket: Ticket) -> None:
         """After the time limit: raise, unless the ticket has ended just now."""

@@ -20,6 +20,7 @@ class TicketQueue:
     Args:
         served: whether threads take tickets; a queue that nobody serves would only grow.
         eager: whoever submits a demand ticket begins it.
+        left: whether demand is left to whoever waits for it: then no thread is woken to compete with that one.
         concurrency: see the engine.
 
     Attributes:
@@ -28,11 +29,11 @@ class TicketQueue:
         closed: no ticket is accepted any more.
     """
 
-    def __init__(self, served: bool, eager: bool, concurrency: Any) -> None:
+    def __init__(self, served: bool, eager: bool, left: Callable[[], bool], concurrency: Any) -> None:
         self.stats = TransferStats()
         self.lock = concurrency.Lock()
         self.closed = False
-        self._served, self._eager = served, eager
+        self._served, self._eager, self._left = served, eager, left
         self._order = itertools.count()
         self._pending: list[tuple[Reason, int, Ticket]] = []  # a heap
         self._demands = 0  # pieces in demand that run
@@ -153,9 +154,10 @@ class TicketQueue:
             self._waiting -= 1
 
     def _enqueue(self, ticket: Ticket) -> Piece | None:
-        if self._eager and ticket.reason is Reason.DEMAND:
+        demanded = ticket.reason is Reason.DEMAND
+        if self._eager and demanded:
             return self._begin(ticket)
-        if self._served:
+        if self._served and not (demanded and self._left()):
             heapq.heappush(self._pending, (ticket.reason, ticket.order, ticket))
             self._may_begin.notify()
         return None

@@ -120,7 +120,8 @@ def run_steps(model, layer, x, *, shared):
     for number in STEPS:
         layer.number = number
         x.copy_(torch.randn_like(x))
-        right.append(torch.allclose(model(x), expected(x, number, shared=shared)))
+        # Sums close to zero differ by the order of their terms; a wrong step differs by a whole number.
+        right.append(torch.allclose(model(x), expected(x, number, shared=shared), atol=1e-4))
     return right
 
 

@@ -3,7 +3,7 @@
 Every result goes to its own row, and the rows are added in the router's order at
 the end. So neither the cache nor the timing of a transfer can change a bit of the
 output (invariant 1); in which order experts are fetched and computed is
-``pipeline``'s.
+``stream``'s.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 A captured graph replays the work of its capture. Host code in it would never run again, so no graph may reach over a
 MoE layer; and a graph behind one reads where its capture has read, so the layer has to write into a buffer that the
-graph before it allocated (``forward_entry``). Both can be had with vLLM's piecewise graphs, where the layer's operator
+graph before it allocated (``moe_method``). Both can be had with vLLM's piecewise graphs, where the layer's operator
 is one more at which the compiled model is cut, and with its breakable graphs, where the operator interrupts the
 capture. Everywhere else the model runs without graphs.
 

@@ -10,7 +10,7 @@ from tests.kernels.matrices import random_expert
 from tests.kernels.sections import DEVICE
 from tests.kernels.test_triton_kernel import make_kernel, on_device, random_x
 from tests.operations import Operations
-from tests.runtime.steps import ByNumber, make_runtime, random_step
+from tests.runtime.steps import ByNumber, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.kernels import Activation, ExpertWork, Group
 from vllm_dymoe.kernels.triton import TritonKernel, launch, place
@@ -81,7 +81,7 @@ def runtime(monkeypatch, launches):
     engine = TransferEngine(PinnedDelivery(store, Streams()), 1, eager=True)
     runtime = make_runtime(store, "20%", system=ByNumber(staging=4), engine=engine)
     runtime.kernel.asynchronous = True
-    runtime.forward(0, *random_step(0, 1, store.experts))  # compiles
+    forward(runtime, 0, *random_step(0, 1, store.experts))  # compiles
     launches.clear()
     yield runtime
     engine.close()
@@ -94,7 +94,7 @@ def test_what_a_layer_costs_whose_experts_are_all_missing(runtime, launches):
     x, weights, _ = random_step(1, TOKENS, runtime.experts)
     ids = torch.arange(2 * TOKENS, dtype=torch.int32).view(TOKENS, 2) % EXPERTS  # 16 tokens each, so one class
     with Operations() as operations:
-        runtime.forward(1, x, weights, ids)
+        forward(runtime, 1, x, weights, ids)
     counts = Counter(operations.names)
     assert runtime.stats().misses == EXPERTS
     assert len(operations.names) <= 24, counts  # 455 when each expert was described by itself

@@ -1,1 +1,1 @@
-"""What an expert is and where its bytes are: layout, host store, slots, budget, handles, cache."""
+"""What an expert is and where its bytes are: layout, routing, tiers, budget, slots, and the table with its rule."""

@@ -101,7 +101,7 @@ class ExpertFormat:
 
 @dataclass(frozen=True)
 class ModelExperts:
-    """The experts of one model on one rank: what the store holds and the cache serves.
+    """The experts of one model on one rank: what the store holds and slots take.
 
     Attributes:
         layers: index of each MoE layer in the model, ascending; dense layers are absent.

@@ -1,4 +1,4 @@
-"""One MoE layer's forward: plan, acquire, compute, combine."""
+"""One MoE layer's forward: tiers, rule, compute, combine."""
 
 from vllm_dymoe.runtime.moe import MoERuntime
 from vllm_dymoe.runtime.sizing import SlotPlan, minimum_budget, plan_slots

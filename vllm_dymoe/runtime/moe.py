@@ -1,8 +1,8 @@
-"""The forward of one MoE layer: plan, acquire, compute, combine.
+"""The forward of one MoE layer: tiers, rule, compute, combine.
 
 Every result goes to its own row, and the rows are added in the router's order at
-the end. So neither the cache nor the timing of a transfer can change a bit of the
-output (invariant 1); in which order experts are fetched and computed is
+the end. So neither what is on the device nor the timing of a transfer can change a
+bit of the output (invariant 1); in which order experts are fetched and computed is
 ``stream``'s.
 """
 
@@ -126,11 +126,11 @@ class MoERuntime:
     def _forward(self, routing: Routing, activation: Activation) -> torch.Tensor:
         layer, x, groups = routing.layer, routing.x, routing.groups
         tokens, top_k = routing.ids.shape
-        plan, bits = self.system.select(routing), self._bits
-        wanted = {expert: tier for expert in groups if bits[tier := plan[expert]] > 0}
+        tiers, bits = self.system.select(routing), self._bits
+        wanted = {expert: tier for expert in groups if bits[tier := tiers[expert]] > 0}  # low at 0 bits is skipped
         planned = self._counts.planned
         planned.update(wanted.values())
-        planned[Tier.SKIP] += len(plan) - len(wanted)
+        planned[Tier.SKIP] += len(tiers) - len(wanted)
         active = np.fromiter(wanted, np.int64, len(wanted))
         codes = np.fromiter(map(CODES.__getitem__, wanted.values()), np.int8, len(wanted))
         if self._fetcher.orphaned:
@@ -139,7 +139,7 @@ class MoERuntime:
         out = x.new_empty((tokens * top_k, x.shape[1]))
         begin = partial(self.kernel.begin, x, groups, out=out, activation=activation)
         look_ahead = None if self.predictor is None else partial(self._look_ahead, self.predictor, routing)
-        if self.engine.timeline is None and (places == HIT).all():
+        if self.engine.timeline is None and (places == HIT).all():  # a timeline shows computation piece by piece
             self._run_residents(layer, wanted, begin, look_ahead)
         else:
             step = LayerStep(
@@ -157,7 +157,7 @@ class MoERuntime:
             step.run(begin, look_ahead)
         if sum(groups[expert].size for expert in wanted) == tokens * top_k:
             return combine(out, routing.weights)
-        skipped = plan.keys() - wanted.keys()
+        skipped = tiers.keys() - wanted.keys()
         return combine(out, routing.weights, routing.ids, skipped, renormalize=self.system.renormalizes)
 
     def _run_residents(

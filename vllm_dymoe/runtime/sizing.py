@@ -23,7 +23,7 @@ class SlotPlan:
         limit: the hard budget in bytes, on this rank.
         workspace_bytes: the part that the kernel's scratch and the predictor take.
         slots: number of slots of each tier in use.
-        quotas: experts of each tier that each layer may keep.
+        quotas: experts of each tier that each layer may keep; the table's ``shares``.
     """
 
     limit: int

@@ -51,6 +51,8 @@ class _Held(NamedTuple):
 class LayerStep:
     """What is left to do of one layer.
 
+    To make one changes who is where already: it claims what was fetched ahead, and evicts victims.
+
     Args:
         layer: position among the MoE layers.
         wanted: tier by expert, ascending.
@@ -83,7 +85,7 @@ class LayerStep:
         self._layer, self._memory, self._fetcher, self._engine = layer, memory, fetcher, engine
         self._prefetcher, self._enqueues, self._in_turn = prefetcher, enqueues, in_turn
         self._shared = False  # whether residents have had their turn before what is on its way
-        self._must_keep = False
+        self._must_keep = False  # whether misses take slots from what the layer keeps: no staging slot comes back
         self._ready: list[_Held] = []  # whose bytes are there, those that have just arrived last
         self._arriving: deque[_Held] = deque()  # first asked first
         keeping: list[tuple[int, Tier, bool]] = []

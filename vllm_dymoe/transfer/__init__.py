@@ -1,4 +1,4 @@
-"""Moving bytes from the host store into slots: tickets, priorities, and an engine per kind of device."""
+"""Moving bytes from the host store into slots: tickets, priorities, and a delivery for each kind of device."""
 
 import torch
 

@@ -165,20 +165,20 @@ class Loading:
         assert self._store is not None
         self._run(source, self._store, routed_experts.moe_config.num_experts)
 
-    def _run(self, rank: RankStore, store: HostStore, num_experts: int) -> None:
+    def _run(self, rank_store: RankStore, store: HostStore, num_experts: int) -> None:
         """Make the rank run that has these experts, of ``num_experts`` on all ranks."""
         options, config, spec = self.options, self._vllm_config, self._layers[0]
         device = torch.device(config.device_config.device)
         automatic = self._automatic_budget(device)
         predictor = self._foresight.predictor(self._routed_model(options.predictor))
         runtime = MoERuntime(store, options, device, automatic, predictor=predictor)
-        source = ""
-        if self.reader is not None and not rank.dummy:
-            source = f" Experts: {describe(self.reader, options.stored_bits, options.quantizer)}."
-        announce(runtime, self._rank_name, time.perf_counter() - self._begin, source, rank.place.reason)
+        origin = ""
+        if self.reader is not None and not rank_store.dummy:
+            origin = f" Experts: {describe(self.reader, options.stored_bits, options.quantizer)}."
+        announce(runtime, self._rank_name, time.perf_counter() - self._begin, origin, rank_store.place.reason)
 
         def header() -> TraceHeader:
-            model = config.model_config.model, rank.model_fingerprint
+            model = config.model_config.model, rank_store.model_fingerprint
             return TraceHeader(*model, len(self._layers), num_experts, spec.top_k, spec.hidden)
 
         observation = Observation(self._recordable())

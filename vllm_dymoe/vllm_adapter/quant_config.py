@@ -108,7 +108,7 @@ class DymoeConfig(QuantizationConfig):
         reader: Reader | None = None,
         dense: DenseLayers | None = None,
     ) -> None:
-        self._layers = dense
+        self._dense_layers = dense
         self._dense = None if dense is None else dense.config
         super().__init__()
         self.checkpoint = checkpoint
@@ -185,8 +185,8 @@ class DymoeConfig(QuantizationConfig):
                 options = read_options(config, self.checkpoint, self.reader)
                 self.loading = Loading(config, options, self.checkpoint, self.reader)
             return DymoeMoEMethod(layer.moe_config, self.loading)
-        if self._layers is not None:
-            return self._layers.method(layer, prefix)
+        if self._dense_layers is not None:
+            return self._dense_layers.method(layer, prefix)
         if isinstance(layer, LinearBase):
             return UnquantizedLinearMethod()
         return None

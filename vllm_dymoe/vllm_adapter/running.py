@@ -142,7 +142,7 @@ class Running:
         return None if output is None else self.failures.finish(output)  # without one, sample_tokens comes next
 
     def end_step(self, output: Any) -> Any:
-        """A step has sampled its tokens; otherwise as ``end_model``."""
+        """A step has sampled its tokens; returns its output as ``end_model`` does. Observers were told there."""
         return output if self.step.warming_up else self.failures.finish(output)
 
     def take_predictor(self, path: Path) -> None:

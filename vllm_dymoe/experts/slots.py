@@ -102,6 +102,10 @@ class SlotPool:
         """A slot that was taken for the time being is kept from now on, and another one is free for that."""
         self.promised -= 1
 
+    def lend(self) -> None:
+        """A slot that was taken to be kept will not be: its layer is promised another one."""
+        self.promised += 1
+
     def give_back(self, slot: Slot, *, kept: bool) -> None:
         """Return a slot that ``take`` handed out."""
         self.promised += kept

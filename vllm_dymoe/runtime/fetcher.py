@@ -123,6 +123,9 @@ class Fetcher:
             if fetch.complete or (self._engine.settle(fetch.ticket) if wait else free or fetch.ticket.ended):
                 self._free(fetch)
             else:
+                if fetch.kept:  # the table does not name it: its layer fills its share without it
+                    self._memory.pools[fetch.tier].lend()
+                    fetch.kept = False
                 self._orphaned.append(fetch)
 
     def collect(self) -> bool:

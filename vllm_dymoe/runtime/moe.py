@@ -38,6 +38,18 @@ from vllm_dymoe.systems import System, make_system
 from vllm_dymoe.transfer import TransferEngine, TransferStats, make_engine
 
 _READERS = 1  # threads that read the host store ahead of the computation
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _span(timeline: Timeline, routing: Routing) -> Iterator[None]:
+    """Show a layer, whether it can be computed or not."""
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        end, what = time.perf_counter(), f"layer {routing.layer}"
+        timeline.add(Lane.HOST, what, "layer", begin, end, tokens=len(routing.ids), phase=routing.phase.value)
 
 
 class MoERuntime:
@@ -114,51 +126,42 @@ class MoERuntime:
         if len(routing.ids) == 0:
             return torch.empty_like(routing.x)
         timeline = self.engine.timeline
-        if timeline is None:
-            return self._forward(routing, activation)
-        begin = time.perf_counter()
-        try:
-            return self._forward(routing, activation)
-        finally:
-            end, what = time.perf_counter(), f"layer {routing.layer}"
-            timeline.add(Lane.HOST, what, "layer", begin, end, tokens=len(routing.ids), phase=routing.phase.value)
-
-    def _forward(self, routing: Routing, activation: Activation) -> torch.Tensor:
-        layer, x, groups = routing.layer, routing.x, routing.groups
-        tokens, top_k = routing.ids.shape
-        tiers, bits = self.system.select(routing), self._bits
-        wanted = {expert: tier for expert in groups if bits[tier := tiers[expert]] > 0}  # low at 0 bits is skipped
-        planned = self._counts.planned
-        planned.update(wanted.values())
-        planned[Tier.SKIP] += len(tiers) - len(wanted)
-        active = np.fromiter(wanted, np.int64, len(wanted))
-        codes = np.fromiter(map(CODES.__getitem__, wanted.values()), np.int8, len(wanted))
-        if self._fetcher.orphaned:
-            self._fetcher.collect()
-        places = self.memory.table.begin_step(layer, active, codes)
-        out = x.new_empty((tokens * top_k, x.shape[1]))
-        begin = partial(self.kernel.begin, x, groups, out=out, activation=activation)
-        look_ahead = None if self.predictor is None else partial(self._look_ahead, self.predictor, routing)
-        if self.engine.timeline is None and (places == HIT).all():  # a timeline shows computation piece by piece
-            self._run_residents(layer, wanted, begin, look_ahead)
-        else:
-            step = LayerStep(
-                layer,
-                wanted,
-                places.tolist(),
-                self.memory,
-                self._fetcher,
-                self.engine,
-                self._prefetcher,
-                self._counts,
-                enqueues=self.kernel.asynchronous,
-                in_turn=self.engine.occupies_cores or not self.system.overlaps,
-            )
-            step.run(begin, look_ahead)
-        if sum(groups[expert].size for expert in wanted) == tokens * top_k:
-            return combine(out, routing.weights)
-        skipped = tiers.keys() - wanted.keys()
-        return combine(out, routing.weights, routing.ids, skipped, renormalize=self.system.renormalizes)
+        with _NOTHING if timeline is None else _span(timeline, routing):
+            layer, x, groups = routing.layer, routing.x, routing.groups
+            tokens, top_k = routing.ids.shape
+            tiers, bits = self.system.select(routing), self._bits
+            wanted = {expert: tier for expert in groups if bits[tier := tiers[expert]] > 0}  # low at 0 bits is skipped
+            planned = self._counts.planned
+            planned.update(wanted.values())
+            planned[Tier.SKIP] += len(tiers) - len(wanted)
+            active = np.fromiter(wanted, np.int64, len(wanted))
+            codes = np.fromiter(map(CODES.__getitem__, wanted.values()), np.int8, len(wanted))
+            if self._fetcher.orphaned:
+                self._fetcher.collect()
+            places = self.memory.table.begin_step(layer, active, codes)
+            out = x.new_empty((tokens * top_k, x.shape[1]))
+            begin = partial(self.kernel.begin, x, groups, out=out, activation=activation)
+            look_ahead = None if self.predictor is None else partial(self._look_ahead, self.predictor, routing)
+            if timeline is None and (places == HIT).all():  # a timeline shows computation piece by piece
+                self._run_residents(layer, wanted, begin, look_ahead)
+            else:
+                step = LayerStep(
+                    layer,
+                    wanted,
+                    places.tolist(),
+                    self.memory,
+                    self._fetcher,
+                    self.engine,
+                    self._prefetcher,
+                    self._counts,
+                    enqueues=self.kernel.asynchronous,
+                    in_turn=self.engine.occupies_cores or not self.system.overlaps,
+                )
+                step.run(begin, look_ahead)
+            if sum(groups[expert].size for expert in wanted) == tokens * top_k:
+                return combine(out, routing.weights)
+            skipped = tiers.keys() - wanted.keys()
+            return combine(out, routing.weights, routing.ids, skipped, renormalize=self.system.renormalizes)
 
     def _run_residents(
         self,

@@ -38,18 +38,6 @@ from vllm_dymoe.systems import System, make_system
 from vllm_dymoe.transfer import TransferEngine, TransferStats, make_engine
 
 _READERS = 1  # threads that read the host store ahead of the computation
-_NOTHING = contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _span(timeline: Timeline, routing: Routing) -> Iterator[None]:
-    """Show a layer, whether it can be computed or not."""
-    begin = time.perf_counter()
-    try:
-        yield
-    finally:
-        end, what = time.perf_counter(), f"layer {routing.layer}"
-        timeline.add(Lane.HOST, what, "layer", begin, end, tokens=len(routing.ids), phase=routing.phase.value)
 
 
 class MoERuntime:
@@ -125,8 +113,8 @@ class MoERuntime:
         """
         if len(routing.ids) == 0:
             return torch.empty_like(routing.x)
-        timeline = self.engine.timeline
-        with _NOTHING if timeline is None else _span(timeline, routing):
+        begun, timeline = time.perf_counter(), self.engine.timeline
+        try:
             layer, x, groups = routing.layer, routing.x, routing.groups
             tokens, top_k = routing.ids.shape
             tiers, bits = self.system.select(routing), self._bits
@@ -162,6 +150,10 @@ class MoERuntime:
                 return combine(out, routing.weights)
             skipped = tiers.keys() - wanted.keys()
             return combine(out, routing.weights, routing.ids, skipped, renormalize=self.system.renormalizes)
+        finally:  # whether it could be computed or not
+            if timeline is not None:
+                ended, what = time.perf_counter(), f"layer {routing.layer}"
+                timeline.add(Lane.HOST, what, "layer", begun, ended, tokens=len(routing.ids), phase=routing.phase.value)
 
     def _run_residents(
         self,

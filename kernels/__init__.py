@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.kernels.activation import Activation
+from vllm_dymoe.kernels.activation import Activation, Curve
 from vllm_dymoe.kernels.base import ExpertKernel, ExpertWork, Group, Groups, LayerWork
 from vllm_dymoe.kernels.combine import combine
 from vllm_dymoe.kernels.cpu import CpuKernel
@@ -19,6 +19,7 @@ from vllm_dymoe.kernels.torch_ops import TorchKernel
 __all__ = [
     "Activation",
     "CpuKernel",
+    "Curve",
     "ExpertKernel",
     "ExpertWork",
     "Group",

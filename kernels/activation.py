@@ -1,35 +1,120 @@
-"""The gated activations of MoE experts."""
+"""What MoE experts do between their projections."""
 
+import re
+from dataclasses import dataclass, fields
 from enum import Enum
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_OAI_ALPHA = 1.702
-_OAI_LIMIT = 7.0
 
+class Curve(Enum):
+    """How a gate g weighs an up projection u; L, a and b are the limit, alpha and beta of an :class:`Activation`.
 
-class Activation(Enum):
-    """What is done to the gate projection before it multiplies the up projection.
-
-    SWIGLU_OAI is GPT-OSS's: gate * sigmoid(1.702 gate) * (up + 1), after the gate was clamped to at most 7 and up to
-    -7 ... 7.
+    SWIGLU: c * sigmoid(a c) * (v + b), where c = min(g, L) and v = clamp(u, -L, L).
+    SWIGLU_STEP: min(silu(g), L) * clamp(u, -L, L), Step-3.5's.
+    SITU: b tanh(g / b) * sigmoid(g) * L tanh(u / L), Kimi-K3's; without a limit u counts as it is.
+    GELU, GELU_TANH: gelu(g) * u, exactly and with the approximation by tanh.
+    RELU2: relu(g)^2 * u.
     """
 
-    SILU = "silu"
+    SWIGLU = "swiglu"
+    SWIGLU_STEP = "swiglu_step"
+    SITU = "situ"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
-    SWIGLU_OAI = "swiglu_oai"
+    RELU2 = "relu2"
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A curve and its numbers.
+
+    Attributes:
+        curve: see there.
+        limit: L; infinite for none.
+        alpha: a.
+        beta: b.
+        has_gate: whether experts have a gate projection. Without one up is the gate, and multiplies nothing.
+    """
+
+    curve: Curve
+    limit: float = float("inf")
+    alpha: float = 1.0
+    beta: float = 0.0
+    has_gate: bool = True
+
+    SILU: ClassVar["Activation"]
+    GELU: ClassVar["Activation"]
+    GELU_TANH: ClassVar["Activation"]
+    SWIGLU_OAI: ClassVar["Activation"]
+    """GPT-OSS's."""
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """activation(gate) * up, elementwise; `gate` is overwritten.
+        """The curve of two projections, elementwise; `gate` is overwritten.
 
         The activation is rounded to the tensors' dtype before the product, as in vLLM's own native path.
         """
-        if self is Activation.SILU:
-            return F.silu(gate, inplace=True).mul_(up)
-        if self is Activation.SWIGLU_OAI:
-            gate.clamp_(max=_OAI_LIMIT)
-            return gate.mul_(torch.sigmoid(gate * _OAI_ALPHA)).mul_(up.clamp(-_OAI_LIMIT, _OAI_LIMIT).add_(1))
-        return F.gelu(gate, approximate="tanh" if self is Activation.GELU_TANH else "none").mul_(up)
+        bounded = self.limit != float("inf")
+        match self.curve:
+            case Curve.SWIGLU:
+                if bounded:
+                    gate.clamp_(max=self.limit)
+                    up = up.clamp(-self.limit, self.limit)
+                if self.beta:
+                    up = up + self.beta
+                if self.alpha == 1:
+                    return F.silu(gate, inplace=True).mul_(up)
+                return gate.mul_(torch.sigmoid(gate * self.alpha)).mul_(up)
+            case Curve.SWIGLU_STEP:
+                return F.silu(gate, inplace=True).clamp_(max=self.limit).mul_(up.clamp(-self.limit, self.limit))
+            case Curve.SITU:
+                gate.copy_((gate / self.beta).tanh_().mul_(self.beta).mul_(gate.sigmoid()))
+                return gate.mul_((up / self.limit).tanh_().mul_(self.limit) if bounded else up)
+            case Curve.RELU2:
+                return gate.relu_().square_().mul_(up)
+        return F.gelu(gate, approximate="tanh" if self.curve is Curve.GELU_TANH else "none").mul_(up)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """The curve of the one projection of experts without a gate, elementwise; `x` is overwritten."""
+        return self.gated(x, torch.ones_like(x))
+
+    def __str__(self) -> str:
+        name = next((name for name, known in NAMES.items() if known == self), None)
+        if name is not None:
+            return name
+        numbers = [f"{item.name}={getattr(self, item.name)}" for item in fields(self)[1:]]
+        return f"{self.curve.value}({', '.join(numbers)})"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Inverse of ``str``.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if text in NAMES:
+            known = NAMES[text]
+            assert isinstance(known, cls)
+            return known
+        match = re.fullmatch(r"(\w+)\(limit=(\S+), alpha=(\S+), beta=(\S+), has_gate=(True|False)\)", text)
+        if match is None:
+            raise ValueError(f"{text!r} is no activation")
+        curve, limit, alpha, beta, has_gate = match.groups()
+        return cls(Curve(curve), float(limit), float(alpha), float(beta), has_gate == "True")
+
+
+Activation.SILU = Activation(Curve.SWIGLU)
+Activation.GELU = Activation(Curve.GELU)
+Activation.GELU_TANH = Activation(Curve.GELU_TANH)
+Activation.SWIGLU_OAI = Activation(Curve.SWIGLU, limit=7.0, alpha=1.702, beta=1.0)
+
+NAMES = {
+    "silu": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_tanh": Activation.GELU_TANH,
+    "swiglu_oai": Activation.SWIGLU_OAI,
+}
+"""Of the commonest."""

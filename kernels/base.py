@@ -17,7 +17,7 @@ Choose = Callable[[MatrixFormat, int], Linear]
 """The linear operation for a format and a number of tokens."""
 
 Packed = tuple[PackedMatrix, PackedMatrix, PackedMatrix]
-"""An expert's gate, up and down."""
+"""An expert's gate, up and down; a gate of no rows is none."""
 
 Receive = Callable[[int], None]
 """Called with n = 1, 2, 3 before the first n projections (gate, up, down) of any of the experts are read."""
@@ -32,7 +32,7 @@ class ExpertWork(NamedTuple):
     """One expert's share of one layer's step.
 
     Attributes:
-        gate: [intermediate, hidden].
+        gate: [intermediate, hidden], or [0, hidden] for none.
         up: [intermediate, hidden].
         down: [hidden, intermediate].
         tokens: int64 [n], rows of x that are routed to the expert.
@@ -119,7 +119,7 @@ class ExpertKernel(Protocol):
         activation: Activation,
         receive: Receive | None = None,
     ) -> None:
-        """Write unweighted expert outputs: out[pairs] = down(activation(gate x) * up x), all experts in one call.
+        """Write unweighted expert outputs: out[pairs] = down(activation(gate x, up x)), all experts in one call.
 
         A projection that has a bias adds it. Rows of `out` that no work names keep what they held.
 
@@ -183,16 +183,16 @@ def forward_experts(
     """
     receive = receive or _there
     check_activations(x, out)
-    for batch, counts in _batches(work, x):
+    for batch, counts in _batches(work, x, activation):
         if x.shape[0] == 1:  # each of them has this token
             rows: Sequence[Tensor] = [x] * len(batch)
         else:
             rows = _parts(x.index_select(0, _joined([expert.tokens for expert in batch])), counts)
         receive(1)
-        gates = _products(choose, rows, [expert.gate for expert in batch])
+        gates = _products(choose, rows, [expert.gate for expert in batch]) if activation.has_gate else None
         receive(2)
         ups = _products(choose, rows, [expert.up for expert in batch])
-        hidden = _parts(activation.gated(gates, ups), counts)
+        hidden = _parts(activation.alone(ups) if gates is None else activation.gated(gates, ups), counts)
         receive(3)
         outputs = _products(choose, hidden, [expert.down for expert in batch])
         out.index_copy_(0, _joined([expert.pairs for expert in batch]), outputs)
@@ -215,7 +215,9 @@ def _products(choose: Choose, inputs: Sequence[Tensor], packed: Sequence[PackedM
     return _joined(products)
 
 
-def _batches(work: Sequence[ExpertWork], x: Tensor) -> Iterator[tuple[list[ExpertWork], list[int]]]:
+def _batches(
+    work: Sequence[ExpertWork], x: Tensor, activation: Activation
+) -> Iterator[tuple[list[ExpertWork], list[int]]]:
     """Experts that are computed together, with the number of tokens of each; those without tokens are left out."""
     batch: list[ExpertWork] = []
     counts: list[int] = []
@@ -224,13 +226,13 @@ def _batches(work: Sequence[ExpertWork], x: Tensor) -> Iterator[tuple[list[Exper
     for expert in work:
         if formats != (these := (expert.gate.format, expert.up.format, expert.down.format)):
             formats = these
-            check_formats(*formats, x)
+            check_formats(*formats, x, activation)
         count = check_tokens(expert)
         if count == 0:
             continue
-        width = expert.gate.format.rows
+        width = expert.up.format.rows
         elements += count * width
-        if batch and (elements > _ELEMENTS_AT_ONCE or width % BLOCK_ROWS or width != batch[0].gate.format.rows):
+        if batch and (elements > _ELEMENTS_AT_ONCE or width % BLOCK_ROWS or width != batch[0].up.format.rows):
             yield batch, counts
             batch, counts, elements = [], [], count * width
         batch.append(expert)
@@ -261,15 +263,18 @@ def check_activations(x: Tensor, out: Tensor) -> None:
     check_tensor("out", out, shape=(None, x.shape[1]), dtype=x.dtype)
 
 
-def check_formats(gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, x: Tensor) -> None:
+def check_formats(gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, x: Tensor, activation: Activation) -> None:
     """Refuse experts that do not fit the activations.
 
     Raises:
         TypeError: scales of another dtype than x.
-        ValueError: projections whose shapes do not fit together.
+        ValueError: projections whose shapes do not fit together, or a gate that the activation does not have.
     """
     hidden = x.shape[1]
-    if not (gate.columns == up.columns == down.rows == hidden and gate.rows == up.rows == down.columns):
+    if bool(gate.rows) != activation.has_gate:
+        raise ValueError(f"work holds a gate of {gate.rows} rows, but the activation is {activation}")
+    gate_rows = gate.rows or up.rows
+    if not (gate.columns == up.columns == down.rows == hidden and gate_rows == up.rows == down.columns):
         raise ValueError(
             f"work holds gate {gate.rows} x {gate.columns}, up {up.rows} x {up.columns} and "
             f"down {down.rows} x {down.columns}, expected I x {hidden}, I x {hidden} and {hidden} x I"

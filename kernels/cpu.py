@@ -108,13 +108,13 @@ class CpuKernel:
         for expert in work:
             if formats != (these := (expert.gate.format, expert.up.format, expert.down.format)):
                 formats = these
-                check_formats(*formats, x)
+                check_formats(*formats, x, activation)
                 most = self._small.most_tokens(*formats, _INT4_TOKENS // 2 if formats[0].bits == 8 else _INT4_TOKENS)
             count = check_tokens(expert)
             if count > most:
                 others.append(expert)
             elif count > 0:
-                small.add(expert, formats[0], count)
+                small.add(expert, formats[1], count)
         if len(others) < len(work):
             small.run(x, out, activation, receive)
         if others:

@@ -34,7 +34,7 @@ class MatrixFormat:
     """How one logical weight is packed.
 
     Attributes:
-        rows: outputs N of the projection.
+        rows: outputs N of the projection; 0, and no bytes, for the gate of experts that have none.
         columns: inputs K.
         bits: 16, 8, 4 or 2 per weight.
         group_size: neighbouring columns of one row that share a scale and a zero; without meaning at 16 bits.
@@ -62,8 +62,8 @@ class MatrixFormat:
     act_order: bool = False
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.columns < 1:
-            raise ValueError(f"a matrix needs at least one row and one column, got {self.rows} x {self.columns}")
+        if self.rows < 0 or self.columns < 1:
+            raise ValueError(f"a matrix needs no fewer than 0 rows and 1 column, got {self.rows} x {self.columns}")
         if self.bits not in BIT_WIDTHS:
             raise ValueError(f"bits is {self.bits}, expected one of {', '.join(map(str, BIT_WIDTHS))}")
         if self.bits < 16 and self.group_size not in GROUP_SIZES:
@@ -141,7 +141,7 @@ class MatrixFormat:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the section; a multiple of 256."""
-        order_bytes = _round_up(self.padded_columns * 2, _SECTION_ALIGNMENT) if self.act_order else 0
+        order_bytes = _round_up(self.padded_columns * 2, _SECTION_ALIGNMENT) if self.act_order and self.rows else 0
         return self.order_offset + order_bytes
 
     def view(self, section: Tensor) -> "PackedMatrix":
@@ -165,7 +165,7 @@ class MatrixFormat:
         if not self.quantized:
             return PackedMatrix(self, stored.view(self.dtype).view(self.weight_shape), None, bias)
         scales_zeros = section[self.scales_offset : self.bias_offset].view(self.dtype)
-        order = section[self.order_offset :].view(torch.int16)[: self.columns] if self.act_order else None
+        order = section[self.order_offset :].view(torch.int16)[: self.columns] if self.act_order and self.rows else None
         return PackedMatrix(
             self, stored.view(self.weight_shape), scales_zeros.view(self.groups, self.padded_rows, 2), bias, order
         )

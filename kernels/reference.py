@@ -16,11 +16,11 @@ def expert_reference(
     activation: Activation,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """One expert: down(activation(gate x) * up x), each projection with its bias if it has one.
+    """One expert: down(activation(gate x, up x)), each projection with its bias if it has one.
 
     Args:
         x: [tokens, hidden].
-        gate: [intermediate, hidden].
+        gate: [intermediate, hidden], or [0, hidden] for none.
         up: [intermediate, hidden].
         down: [hidden, intermediate].
         activation: of the gate.
@@ -30,10 +30,8 @@ def expert_reference(
         [tokens, hidden].
     """
     precise = x.to(dtype)
-    activations = activation.gated(
-        _linear(precise, gate),
-        _linear(precise, up),
-    )
+    ups = _linear(precise, up)
+    activations = activation.gated(_linear(precise, gate), ups) if activation.has_gate else activation.alone(ups)
     return _linear(activations, down)
 
 

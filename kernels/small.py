@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from vllm_dymoe.kernels.activation import Activation
+from vllm_dymoe.kernels.activation import Activation, Curve
 from vllm_dymoe.kernels.base import ExpertWork, Receive
 from vllm_dymoe.kernels.packed import MatrixFormat
 
@@ -41,8 +41,8 @@ type(ffi.lib).__getattr__ = _no_magic
 
 
 _ALL = 7
-_ACTIVATIONS = {Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2, Activation.SWIGLU_OAI: 3}
-_GELU, _GELU_TANH, _OAI = 1, 2, 3
+_CURVES = {curve: number for number, curve in enumerate(Curve)}
+_SWIGLU, _SWIGLU_STEP, _SITU, _GELU, _GELU_TANH, _RELU2 = _CURVES.values()
 
 # What a row of the table holds; behind that the addresses of weight, scales, bias and order for gate, up and down, 0
 # for those that a matrix has not.
@@ -65,12 +65,12 @@ def most_tokens(gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, quanti
         down: its format.
         quantized: most tokens of the path that few tokens of its quantized matrices would take otherwise.
     """
-    if gate.dtype is not torch.bfloat16 or gate != up or (down.bits, down.group_size) != (gate.bits, gate.group_size):
+    if up.dtype is not torch.bfloat16 or (gate.rows and gate != up):
         return 0
-    if down.integer_zeros != gate.integer_zeros:
+    if (down.bits, down.group_size, down.integer_zeros) != (up.bits, up.group_size, up.integer_zeros):
         return 0
-    weights = gate.rows * gate.columns
-    if gate.bits == 16:
+    weights = up.rows * up.columns
+    if up.bits == 16:
         return _PLAIN_PRODUCTS // weights
     return quantized if weights <= _QUANTIZED_WEIGHTS else 0
 
@@ -88,7 +88,7 @@ class Call:
 
         Args:
             expert: what it is, and where.
-            format: of its gate.
+            format: of its up projection.
             count: its number of tokens.
         """
         gate, up, down, tokens, pairs = expert
@@ -123,7 +123,9 @@ class Call:
                 hidden,
                 inner,
                 wide,
-                _ACTIVATIONS[activation],
+                _CURVES[activation.curve],
+                (activation.limit, activation.alpha, activation.beta),
+                activation.has_gate,
                 out.data_ptr(),
                 out.shape[0],
                 _ALL if receive is None else 1 << projection,
@@ -344,25 +346,39 @@ def _linear(x, row, matrix, out):  # type: ignore[no-untyped-def]
 
 
 @_in_order
-def _gate(gates, ups, activation):  # type: ignore[no-untyped-def]
-    """gates = activation(gates) * ups, in float32."""
-    one, half = np.float32(1), np.float32(0.5)
+def _gate(gates, ups, curve, numbers, has_gate):  # type: ignore[no-untyped-def]
+    """gates = activation(gates, ups), or without a gate of ups alone, in float32."""
+    one, half, two = np.float32(1), np.float32(0.5), np.float32(2)
+    limit, alpha, beta = np.float32(numbers[0]), np.float32(numbers[1]), np.float32(numbers[2])
+    bounded = limit < np.inf
     for i in np.ndindex(gates.shape):
-        gate, up = gates[i], ups[i]
-        if activation == _GELU:
+        gate, up = (gates[i], ups[i]) if has_gate else (ups[i], one)
+        if curve == _GELU:
             gates[i] = half * gate * (one + np.float32(math.erf(gate * np.float32(0.7071067811865476)))) * up
+        elif curve == _RELU2:
+            gates[i] = max(gate, np.float32(0)) * max(gate, np.float32(0)) * up
+        elif curve == _SITU:  # tanh(y) is 2 sigmoid(2 y) - 1
+            if bounded:
+                up = limit * (two / (one + np.exp(-two * up / limit)) - one)
+            gates[i] = beta * (two / (one + np.exp(-two * gate / beta)) - one) / (one + np.exp(-gate)) * up
         else:
-            slope = np.float32(1)
-            if activation == _GELU_TANH:  # (1 + tanh(y)) / 2 is sigmoid(2 y)
+            slope = alpha
+            if curve == _GELU_TANH:  # (1 + tanh(y)) / 2 is sigmoid(2 y)
                 slope = np.float32(1.5957691216057308) * (one + np.float32(0.044715) * gate * gate)
-            elif activation == _OAI:
-                gate, up = min(gate, np.float32(7)), min(max(up, np.float32(-7)), np.float32(7)) + one
-                slope = np.float32(1.702)
-            gates[i] = gate / (one + np.exp(-slope * gate)) * up
+            elif bounded:
+                up = min(max(up, -limit), limit)
+                if curve == _SWIGLU:
+                    gate = min(gate, limit)
+            if curve == _SWIGLU:
+                up += beta
+            gate = gate / (one + np.exp(-slope * gate))
+            if curve == _SWIGLU_STEP:
+                gate = min(gate, limit)
+            gates[i] = gate * up
 
 
 @_in_order
-def _experts(table_at, number, x_at, tokens, hidden, inner_at, wide_at, activation, out_at, rows, stages):  # type: ignore[no-untyped-def]
+def _experts(table_at, number, x_at, tokens, hidden, inner_at, wide_at, curve, numbers, has_gate, out_at, rows, stages):  # type: ignore[no-untyped-def]
     """Some stages of some experts, each at its own bit-width.
 
     Args:
@@ -373,7 +389,9 @@ def _experts(table_at, number, x_at, tokens, hidden, inner_at, wide_at, activati
         hidden: width of x and out.
         inner_at: address of float32 [sum over experts of 2 * count * intermediate], kept from stage to stage.
         wide_at: address of float32 [largest count, hidden].
-        activation: its number.
+        curve: number of the activation's.
+        numbers: its limit, alpha and beta.
+        has_gate: whether experts have a gate.
         out_at: address of bfloat16 [rows, hidden], written in the stage DOWN where a pair is named.
         rows: of out.
         stages: sum of GATE, UP, DOWN.
@@ -399,14 +417,14 @@ def _experts(table_at, number, x_at, tokens, hidden, inner_at, wide_at, activati
         up = carray(_pointer(inner_at + 4 * count * width), (count, width), np.float32)
         inner_at += 8 * count * width
         for matrix in range(3):
-            if not stages >> matrix & 1:
+            if not stages >> matrix & 1 or (matrix == 0 and not has_gate):
                 continue
             if matrix < 2:
                 for i in range(count):
                     _widened(x[named[i]], wide_bits[i])
                 inputs, result = wide, up if matrix else gate
             else:
-                _gate(gate, up, activation)
+                _gate(gate, up, curve, numbers, has_gate)
                 inputs, result = gate, wide
             _linear(inputs, row, matrix, result)
             if matrix == 2:
@@ -448,5 +466,5 @@ def _combine(out_at, weights_at, tokens, top_k, hidden, into_at):  # type: ignor
 
 def compile_everything() -> None:
     """Compile now, or read what an earlier process has compiled, and not in the first request."""
-    _experts(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, _ALL)
+    _experts(0, 0, 0, 0, 0, 0, 0, 0, (0.0, 0.0, 0.0), True, 0, 0, _ALL)
     _combine(0, 0, 0, 0, 0, 0)

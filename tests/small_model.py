@@ -38,7 +38,7 @@ def fill(packer: ExpertPacker) -> None:
     """Put every projection of a random model."""
     for layer in range(len(packer.experts.layers)):
         for expert in range(packer.experts.num_experts):
-            for projection in Projection:
+            for projection in packer.experts.projections:
                 packer.put(layer, expert, projection, random_weight(packer.experts, layer, expert, projection))
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels import Activation
+from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.kernels.combine import Pairs
 from vllm_dymoe.kernels.triton import (
     DOWN,
@@ -148,7 +148,7 @@ class Case:
     def shape(self) -> ExpertShape:
         """As launches want it."""
         flags = frozenset(self.steps), frozenset(self.ordered)
-        return ExpertShape(*self.sizes, self.group, self.dtype, self.bias, *flags)
+        return ExpertShape(*self.sizes, self.group, self.dtype, self.bias, *flags, self.activation.has_gate)
 
 
 _ODD = {"sizes": (2000, 700), "dtype": torch.float16, "bias": True, "activation": Activation.SWIGLU_OAI}
@@ -162,8 +162,13 @@ _BOTH_CLASSES = (
     Case("zeros in steps", steps=(4,)),
     Case("ordered", ordered=(4,)),
 )
-_GATE = tuple(
-    Case(str(activation.value), activation=activation) for activation in Activation if activation is not Activation.SILU
+_GATE = (
+    Case("gelu", activation=Activation.GELU),
+    Case("gelu_tanh", activation=Activation.GELU_TANH),
+    Case("swiglu_oai", activation=Activation.SWIGLU_OAI),
+    Case("swiglu_step", activation=Activation(Curve.SWIGLU_STEP, limit=7.0)),
+    Case("situ", activation=Activation(Curve.SITU, beta=4.0, limit=25.0)),
+    Case("no gate", activation=Activation(Curve.RELU2, has_gate=False)),
 )
 _AT_ONCE = tuple(Case("fp16, bias, swiglu_oai, off tile", bits=bits, **_ODD) for bits in ((16, 8), (4, 2)))
 _FETCHED = tuple(

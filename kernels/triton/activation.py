@@ -1,29 +1,59 @@
-"""The gated activations, for the epilogues of kernels; their plain twin is Activation.gated."""
+"""What experts do between their projections, for the epilogues of kernels; the plain twin is Activation.gated."""
 
 import triton
 import triton.language as tl
 
-from vllm_dymoe.kernels.activation import Activation
+from vllm_dymoe.kernels.activation import Activation, Curve
 
-ACTIVATIONS = {
-    Activation.SILU: 0,
-    Activation.GELU: 1,
-    Activation.GELU_TANH: 2,
-    Activation.SWIGLU_OAI: 3,
+_CURVES = {
+    Curve.SWIGLU: 0,
+    Curve.GELU: 1,
+    Curve.GELU_TANH: 2,
+    Curve.SWIGLU_STEP: 3,
+    Curve.SITU: 4,
+    Curve.RELU2: 5,
 }
-"""What a kernel's ACTIVATION constant means."""
+_NO_LIMIT = 3e38
+
+
+def constants(activation: Activation) -> tuple[int, float, float, float, bool]:
+    """What a kernel's ACTIVATION holds: the curve's number, limit, alpha, beta, and whether there is a gate."""
+    limit = min(activation.limit, _NO_LIMIT)
+    return _CURVES[activation.curve], limit, activation.alpha, activation.beta, activation.has_gate
 
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
-    """activation(gate) * up in float32, elementwise, whatever the shape."""
-    if ACTIVATION == 0:
-        return gate * tl.sigmoid(gate) * up
-    elif ACTIVATION == 1:
+    """The curve of gate and up in float32, elementwise, whatever the shape; without a gate, of up alone."""
+    CURVE: tl.constexpr = ACTIVATION[0]
+    LIMIT: tl.constexpr = ACTIVATION[1]
+    ALPHA: tl.constexpr = ACTIVATION[2]
+    BETA: tl.constexpr = ACTIVATION[3]
+    BOUNDED: tl.constexpr = LIMIT < 1e38
+    if not ACTIVATION[4]:
+        gate = up
+        up = tl.full(gate.shape, 1.0, tl.float32)
+    if CURVE == 0:
+        if BOUNDED:
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        if BETA != 0.0:
+            up = up + BETA
+        if ALPHA == 1.0:
+            return gate * tl.sigmoid(gate) * up
+        else:
+            return gate * tl.sigmoid(ALPHA * gate) * up
+    elif CURVE == 1:
         return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    elif ACTIVATION == 2:
+    elif CURVE == 2:
         # (1 + tanh(y)) / 2 is sigmoid(2 y).
         return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    elif CURVE == 3:
+        return tl.minimum(gate * tl.sigmoid(gate), LIMIT) * tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    elif CURVE == 4:
+        if BOUNDED:
+            up = LIMIT * (2.0 * tl.sigmoid(2.0 * up / LIMIT) - 1.0)
+        return BETA * (2.0 * tl.sigmoid(2.0 * gate / BETA) - 1.0) * tl.sigmoid(gate) * up
     else:
-        clamped = tl.minimum(gate, 7.0)
-        return clamped * tl.sigmoid(1.702 * clamped) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
+        positive = tl.maximum(gate, 0.0)
+        return positive * positive * up

@@ -67,7 +67,7 @@ def gate_up_kernel(
         STEPS: sum of the bits whose zeros count steps of their scale.
         ORDERED: sum of the bits whose columns are stored in an order of their own.
         BIAS: whether sections have biases.
-        ACTIVATION: see ACTIVATIONS.
+        ACTIVATION: see activation.constants.
         SPLIT: parts of the columns.
         FETCH: whether destinations holds addresses.
         WARPS: the launch's num_warps.
@@ -80,7 +80,7 @@ def gate_up_kernel(
     if FETCH:
         source = _fetch_two(
             source, destinations + 3 * expert, bits + 3 * expert,
-            ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS,
+            ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS, 0 if ACTIVATION[4] else 1,
         )  # fmt: skip
     if last - first == 1:
         _gate_up(
@@ -97,12 +97,16 @@ def gate_up_kernel(
 
 @triton.jit
 def _fetch_two(
-    source, destination, bits, ROWS, COLUMNS, GROUP, TIERS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr
-):
-    """Fetch this program's shares of gate and up, if they have a destination; where to read the two addresses then."""
-    if tl.load(destination) != 0:
+    source, destination, bits, ROWS, COLUMNS, GROUP, TIERS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr,
+    FIRST: tl.constexpr,
+):  # fmt: skip
+    """Fetch this program's shares of gate and up, if they have a destination; where to read the two addresses then.
+
+    FIRST is 1 for experts without a gate.
+    """
+    if tl.load(destination if FIRST == 0 else destination + 1) != 0:
         block = tl.program_id(0)
-        for number in range(2):
+        for number in range(FIRST, 2):
             fetch_share(
                 tl.load(source + number), tl.load(destination + number), tl.load(bits + number), block,
                 ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS,
@@ -127,7 +131,7 @@ def _gate_up(
     x_first, apart = _two_rows(x, rows, first, last, COLUMNS, TOKENS)
     gate = tl.zeros([TOKENS, 64], tl.float32)
     up = gate
-    for number in range(2):  # a loop, for the products to be compiled once
+    for number in range(0 if ACTIVATION[4] else 1, 2):  # a loop, for the products to be compiled once
         gate = up
         if PROGRAMS == SPLIT:
             up = row_products(

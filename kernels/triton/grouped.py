@@ -57,7 +57,7 @@ def grouped_gate_up_kernel(
         STEPS: sum of the bits whose zeros count steps of their scale.
         ORDERED: sum of the bits whose columns are stored in an order of their own.
         BIAS: whether sections have biases.
-        ACTIVATION: see ACTIVATIONS.
+        ACTIVATION: see activation.constants.
         BLOCK_M: positions of a tile.
         BLOCK_N: rows of a tile, a multiple of 64.
         BLOCK_K: columns of a step.
@@ -73,10 +73,11 @@ def grouped_gate_up_kernel(
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     address = addresses + 3 * expert
     width = bits + 3 * expert
-    gate = tile_products(
-        gate, tl.load(address), tl.load(width), tile, x_rows, inside,
-        ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+    if ACTIVATION[4]:
+        gate = tile_products(
+            gate, tl.load(address), tl.load(width), tile, x_rows, inside,
+            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     up = tile_products(
         up, tl.load(address + 1), tl.load(width + 1), tile, x_rows, inside,
         ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,

@@ -112,7 +112,7 @@ class TritonKernel:
         """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
         _check_activations(x, out)
         for expert in work:
-            check_formats(*_formats(expert[:3]), x)
+            check_formats(*_formats(expert[:3]), x, activation)
         prepared = self.prepare(work)
         if prepared is not None:
             self.compile(prepared.table, activation)
@@ -238,7 +238,7 @@ def common_shape(formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> Expe
     """
     every = [fmt for three in formats for fmt in three]
     groups = {fmt.group_size for fmt in every if fmt.quantized}
-    inner = {gate.rows for gate, _, _ in formats}
+    inner = {up.rows for _, up, _ in formats}
     biases = {fmt.bias for fmt in every}
     for name, values in (("group sizes", groups), ("intermediate sizes", inner)):
         if len(values) > 1:
@@ -250,9 +250,10 @@ def common_shape(formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> Expe
         raise ValueError("work holds matrices of the same bits with and without integer zeros or an order of columns")
     steps = frozenset(kind.bits for kind in found if kind.integer_zeros)
     act_order = frozenset(kind.bits for kind in found if kind.act_order)
-    first = every[0]
+    first = every[1]
     group = groups.pop() if groups else first.group_size
-    return ExpertShape(first.columns, first.rows, group, first.dtype, first.bias, steps, act_order)
+    shape = first.columns, first.rows, group, first.dtype, first.bias, steps, act_order
+    return ExpertShape(*shape, has_gate=every[0].rows > 0)
 
 
 def _formats(packed: Packed) -> Formats:
@@ -310,7 +311,7 @@ class TritonWork:
         """See LayerWork."""
         formats = _formats(packed)
         if formats not in self._formats:
-            check_formats(*formats, self._x)
+            check_formats(*formats, self._x, self._activation)
             self._formats.append(formats)
             self._table = None
         self._fresh[expert] = packed

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.checks import check_tensor
-from vllm_dymoe.kernels.triton.activation import ACTIVATIONS
+from vllm_dymoe.kernels.triton.activation import constants
 from vllm_dymoe.kernels.triton.decode import down_kernel, gate_up_kernel
 from vllm_dymoe.kernels.triton.grouped import grouped_gate_up_kernel, grouped_linear_kernel
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
@@ -101,7 +101,7 @@ def decode_gate_up(
             "ROWS": shape.intermediate,
             "COLUMNS": shape.hidden,
             **_sections(table),
-            "ACTIVATION": ACTIVATIONS[activation],
+            "ACTIVATION": constants(activation),
             "SPLIT": tile.split,
             "FETCH": table.destinations is not None,
             "WARPS": tile.warps,
@@ -235,7 +235,7 @@ def grouped_gate_up(
             "ROWS": shape.intermediate,
             "COLUMNS": shape.hidden,
             **_sections(table),
-            "ACTIVATION": ACTIVATIONS[activation],
+            "ACTIVATION": constants(activation),
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "BLOCK_K": min(tile.block_k, shape.group_size),

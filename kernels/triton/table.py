@@ -1,7 +1,7 @@
 """What a launch is told: which sections experts have, and which tokens go to which expert. Device tensors only."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class ExpertShape:
         bias: whether every projection has one.
         integer_zeros: bit-widths whose zeros count steps of their scale.
         act_order: bit-widths whose columns are stored in an order of their own.
+        has_gate: whether experts have one.
 
     Raises:
         ValueError: a size, a group size or a bit-width that the format does not have, or 16 bits with integer zeros or
@@ -38,6 +39,7 @@ class ExpertShape:
     bias: bool = False
     integer_zeros: frozenset[int] = frozenset()
     act_order: frozenset[int] = frozenset()
+    has_gate: bool = True
 
     def __post_init__(self) -> None:
         if self.hidden < 1 or self.intermediate < 1:
@@ -50,10 +52,10 @@ class ExpertShape:
             self.formats(bits)
 
     def formats(self, bits: int) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
-        """Gate [I, H], up [I, H] and down [H, I] at some bits."""
+        """Gate [I, H] or [0, H], up [I, H] and down [H, I] at some bits."""
         rest = (bits, self.group_size, self.dtype, self.bias, bits in self.integer_zeros, bits in self.act_order)
-        wide = MatrixFormat(self.intermediate, self.hidden, *rest)
-        return wide, wide, MatrixFormat(self.hidden, self.intermediate, *rest)
+        up = MatrixFormat(self.intermediate, self.hidden, *rest)
+        return up if self.has_gate else replace(up, rows=0), up, MatrixFormat(self.hidden, self.intermediate, *rest)
 
 
 @dataclass(frozen=True, eq=False)

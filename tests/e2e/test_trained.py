@@ -78,7 +78,7 @@ def test_a_start_with_another_models_predictor_is_refused(llm, traces, tmp_path)
 
     file = tmp_path / "predictor.safetensors"
     assert CliRunner().invoke(app, ["train", str(traces), "--out", str(file), "--epochs", "1"]).exit_code == 0
-    model: RankStore = llm.llm_engine.vllm_config.quant_config.loading._source
+    model: RankStore = llm.llm_engine.vllm_config.quant_config.loading._model.source
     fingerprint, model.__dict__["model_fingerprint"] = model.model_fingerprint, "f" * 16
     try:
         with pytest.raises(Exception, match=f"was trained for {MODEL} with the weights {fingerprint}"):

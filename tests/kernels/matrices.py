@@ -1,10 +1,27 @@
 """Random packed matrices and experts for kernel tests."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_dymoe.kernels import ExpertWork, MatrixFormat, PackedMatrix, pack
+from vllm_dymoe.kernels import Activation, Curve, ExpertWork, MatrixFormat, PackedMatrix, pack
+
+ACTIVATIONS = (
+    Activation.SILU,
+    Activation.GELU,
+    Activation.GELU_TANH,
+    Activation.SWIGLU_OAI,
+    Activation(Curve.SWIGLU, limit=0.75),
+    Activation(Curve.SWIGLU, limit=0.75, alpha=1.5, beta=0.5),
+    Activation(Curve.SWIGLU_STEP, limit=0.5),
+    Activation(Curve.SITU, beta=2.0),
+    Activation(Curve.SITU, limit=0.75, beta=0.5),
+    Activation(Curve.SWIGLU, has_gate=False),
+    Activation(Curve.GELU, has_gate=False),
+    Activation(Curve.GELU_TANH, has_gate=False),
+    Activation(Curve.RELU2, has_gate=False),
+)
+"""Every curve, with limits that the products of random weights exceed."""
 
 
 def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
@@ -12,6 +29,8 @@ def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
     generator = torch.Generator().manual_seed(seed)
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     size = format.columns**-0.5
+    if not format.rows:
+        return format.view(section)
     if not format.quantized:
         packed = format.view(section)
         packed.weight.copy_(torch.randn(format.rows, format.columns, generator=generator) * size)
@@ -59,8 +78,10 @@ def random_expert(
     bias=False,
     steps=False,
     act_order=False,
+    gate=True,
 ) -> Expert:
     """An expert of [hidden] -> [intermediate] -> [hidden]; at 16 bits its columns have no order."""
     rest = bits, group_size, dtype, bias, steps, act_order and bits < 16
     wide, narrow = MatrixFormat(intermediate, hidden, *rest), MatrixFormat(hidden, intermediate, *rest)
-    return Expert(random_packed(wide, seed), random_packed(wide, seed + 1), random_packed(narrow, seed + 2))
+    first = wide if gate else replace(wide, rows=0)
+    return Expert(random_packed(first, seed), random_packed(wide, seed + 1), random_packed(narrow, seed + 2))

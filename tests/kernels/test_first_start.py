@@ -62,7 +62,7 @@ for activation, bits, counts in (("silu", 2, (1,)), ("silu", 4, (3, 10, 40, 200)
     out = torch.zeros(200, 100, dtype=torch.bfloat16)
     rows = [torch.arange(count) for count in counts]
     work = [ExpertWork(expert.gate, expert.up, expert.down, index, index) for index in rows]
-    kernel.forward(x, work, out, Activation(activation))
+    kernel.forward(x, work, out, Activation.parse(activation))
     calls.append(list(events))
     events.clear()
 print(json.dumps(calls))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.matrices import random_expert
+from tests.kernels.matrices import ACTIVATIONS, random_expert
 from tests.operations import Operations
 from vllm_dymoe.kernels import (
     Activation,
@@ -56,7 +56,7 @@ def compute(kernel, x, work, pairs, activation=Activation.SILU):
     intermediate=st.integers(30, 150),
     group_size=st.sampled_from([32, 64, 128]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
-    activation=st.sampled_from(Activation),
+    activation=st.sampled_from(ACTIVATIONS),
     bias=st.booleans(),
     act_order=st.booleans(),
     seed=st.integers(0, 1000),
@@ -67,14 +67,24 @@ def test_every_kernel_agrees_with_the_reference(
     """Any mix of bit-widths in one call, sizes off every tile, experts with no token at all."""
     x = random_tokens(tokens, hidden, dtype, seed)
     experts = [
-        random_expert(hidden, intermediate, b, group_size, dtype, seed + i, bias=bias, act_order=act_order)
+        random_expert(
+            hidden,
+            intermediate,
+            b,
+            group_size,
+            dtype,
+            seed + i,
+            bias=bias,
+            act_order=act_order,
+            gate=activation.has_gate,
+        )
         for i, b in enumerate(bits)
     ]
     chosen = [[t for t in range(tokens) if (t + i) % (i + 1) == 0] for i in range(len(bits))]
     work = [
         e.work(rows, [t * len(bits) + i for t in rows]) for i, (e, rows) in enumerate(zip(experts, chosen, strict=True))
     ]
-    work.append(random_expert(hidden, intermediate, 4, group_size, dtype).work([], []))
+    work.append(random_expert(hidden, intermediate, 4, group_size, dtype, gate=activation.has_gate).work([], []))
     out = compute(KERNELS[kernel](), x, work, tokens * len(bits), activation)
     for i, (expert, rows) in enumerate(zip(experts, chosen, strict=True)):
         want = expert_reference(x[rows], expert.gate, expert.up, expert.down, activation)
@@ -117,7 +127,7 @@ def test_where_the_weights_lie_changes_no_bit(bits, tokens, small):
 
 
 @pytest.mark.parametrize("width", [64, 90, 192])
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("small", [True, False])
 def test_experts_computed_together_get_the_bits_they_get_alone(width, activation, small):
     """Which experts share a call is a matter of residency: 192 x 40 x 12 is more than one call takes."""
@@ -125,7 +135,9 @@ def test_experts_computed_together_get_the_bits_they_get_alone(width, activation
     for tokens in (1, 3, 40):
         chosen = [list(range(i % 2, tokens, 1 + i % 3)) for i in range(12)]
         work = [
-            random_expert(128, width, (16, 8, 4, 2)[i % 4], seed=i).work(rows, [12 * t + i for t in rows])
+            random_expert(128, width, (16, 8, 4, 2)[i % 4], seed=i, gate=activation.has_gate).work(
+                rows, [12 * t + i for t in rows]
+            )
             for i, rows in enumerate(chosen)
         ]
         together = compute(kernel, x[:tokens], work, 12 * tokens, activation)

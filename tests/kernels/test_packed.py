@@ -113,7 +113,7 @@ def test_the_view_is_no_copy():
     [
         ({"bits": 3}, ValueError, "bits is 3, expected one of 16, 8, 4, 2"),
         ({"group_size": 48}, ValueError, "group_size is 48"),
-        ({"rows": 0}, ValueError, "at least one row"),
+        ({"rows": -1}, ValueError, "no fewer than 0 rows"),
         ({"dtype": torch.float32}, TypeError, r"dtype is torch\.float32"),
         ({"act_order": True, "bits": 16}, ValueError, "act_order is set for 16 bits, which have no groups"),
         (

@@ -1,6 +1,7 @@
 """A checkpoint that cannot be served: the start ends with a sentence, and nothing half-written stays."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from tests.small_model import fill, make_experts, random_weight
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.layout import Projection
+from vllm_dymoe.experts.layout import BlobKey, Projection
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.store import Manifest, StoreError
@@ -23,8 +24,9 @@ SPEC = LayerSpec("layers.1.mlp.experts", 6, 2, 64, 32, torch.bfloat16, False, 0,
 def loading(packer):
     """A rank that has found no store and packs one."""
     loading = Loading(SimpleNamespace(), Options(system="on-demand"), None)
-    loading.add_layer(SPEC)
-    loading._packer, loading._source = packer, SimpleNamespace(placed=lambda files: files)
+    for number in (1, 2):
+        loading.add_layer(replace(SPEC, name=f"layers.{number}.mlp.experts"))
+    loading._model._packer, loading._model.source = packer, SimpleNamespace(placed=lambda files: files)
     return loading
 
 
@@ -49,5 +51,40 @@ def test_a_missing_expert_ends_the_start_and_leaves_nothing(tmp_path):
     fill(packer)
     model = loading(packer)
     with pytest.raises(StoreError, match=r"vllm-dymoe: .* lacks 3 .* gate projection of expert 5 in layer 1"):
-        model.layer_loaded(0, None)
+        for layer in range(2):
+            model.layer_loaded(layer, None)
     assert not os.listdir(tmp_path)
+
+
+def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
+    """A layer half as wide, and one with fewer experts: the same weights, and zeros behind them."""
+    narrow, few = replace(SPEC, name="layers.2.x", intermediate=16), replace(SPEC, name="layers.3.x", num_experts=4)
+    biased = [replace(spec, bias=True) for spec in (SPEC, narrow, few)]
+    loading = Loading(SimpleNamespace(), Options(hi=16, system="on-demand"), None)
+    for spec in biased:
+        loading.add_layer(spec)
+    experts = loading.experts
+    packer = ExpertPacker(experts, make_quantizer("rtn"), StoreWriter(tmp_path / "s", Manifest(experts, "rtn", "m")))
+    model = loading._model
+    model._packer, model.source = packer, SimpleNamespace(placed=lambda files: files)
+    given = {}
+    for layer, spec in enumerate(biased):
+        for expert in range(spec.num_experts):
+            for projection in Projection:
+                whole = random_weight(experts, layer, expert, projection)
+                rows, columns = (64, spec.intermediate) if projection is Projection.DOWN else (spec.intermediate, 64)
+                given[layer, expert, projection] = whole[:rows, :columns] + 1
+                loading.put(layer, expert, projection, given[layer, expert, projection])
+                loading.put_bias(layer, expert, projection, torch.ones(rows))
+        assert model.layer_loaded(layer) == (layer == 2)
+    blob = torch.empty(experts.formats[16].nbytes, dtype=torch.uint8)
+    for layer in range(3):
+        for expert in range(6):
+            model.store.read_into(BlobKey(layer, expert, 16), blob)
+            for projection, packed in zip(Projection, experts.formats[16].view(blob), strict=True):
+                want = given.get((layer, expert, projection), torch.zeros(0, 0, dtype=torch.bfloat16))
+                rows, columns = want.shape
+                assert torch.equal(packed.weight[:rows, :columns], want)
+                assert not packed.weight[rows:].any()
+                assert not packed.weight[:, columns:].any()
+                assert packed.bias.sum() == rows

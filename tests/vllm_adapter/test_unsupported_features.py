@@ -32,7 +32,7 @@ def parallel(**changes):
 
 def engine_config(**changes):
     """As much of a VllmConfig as is looked at, with everything off."""
-    model = SimpleNamespace(get_num_experts=lambda: 32, enable_sleep_mode=False)
+    model = SimpleNamespace(model="the model", get_num_experts=lambda: 32, enable_sleep_mode=False)
     config = {
         "model_config": model,
         "lora_config": None,
@@ -49,8 +49,9 @@ def refusal_of(**changes):
     return str(caught.value)
 
 
-def draft(experts):
-    return SimpleNamespace(draft_model_config=SimpleNamespace(get_num_experts=lambda: experts))
+def draft(experts, model="another", method="mtp"):
+    config = SimpleNamespace(model=model, get_num_experts=lambda: experts)
+    return SimpleNamespace(draft_model_config=config, method=method)
 
 
 def test_nothing_is_refused_where_nothing_is_on():
@@ -106,8 +107,9 @@ def test_drafts_of_which_some_are_left_out_are_refused():
     assert "adaptive verification of drafts is not supported" in refusal_of(speculative_config=adaptive)
 
 
-def test_a_draft_model_with_experts_is_refused():
+def test_a_draft_model_with_experts_is_refused_and_the_models_own_draft_is_not():
     assert "a speculative draft model with experts" in refusal_of(speculative_config=draft(8))
+    refuse_unsupported_features(engine_config(speculative_config=draft(8, "the model")))
 
 
 def test_a_dense_draft_model_and_ngram_are_accepted():

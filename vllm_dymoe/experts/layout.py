@@ -5,7 +5,7 @@ a kernel needs that address and the format. Byte offsets: docs/format.md.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from vllm_dymoe.kernels import MatrixFormat, PackedMatrix
 
 
 class Projection(IntEnum):
-    """The three matrices of a gated expert, in the order they lie in a blob."""
+    """The matrices of an expert, in the order they lie in a blob; the gate may have no bytes."""
 
     GATE = 0
     UP = 1
@@ -56,6 +56,7 @@ class ExpertFormat:
         bias: whether every projection has one.
         integer_zeros: whether zeros count steps of their scale, see :class:`vllm_dymoe.kernels.MatrixFormat`.
         act_order: whether columns are stored in another order than that of the inputs, see there.
+        has_gate: whether there is one; otherwise it has no rows, and its section no bytes.
     """
 
     hidden: int
@@ -66,13 +67,19 @@ class ExpertFormat:
     bias: bool = False
     integer_zeros: bool = False
     act_order: bool = False
+    has_gate: bool = True
+
+    @cached_property
+    def projections(self) -> tuple[Projection, ...]:
+        """Those that there are."""
+        return tuple(Projection)[not self.has_gate :]
 
     @cached_property
     def matrices(self) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
-        """Formats of gate [I, H], up [I, H] and down [H, I]."""
+        """Formats of gate [I, H] or [0, H], up [I, H] and down [H, I]."""
         rest = (self.bits, self.group_size, self.dtype, self.bias, self.integer_zeros, self.act_order)
-        wide = MatrixFormat(self.intermediate, self.hidden, *rest)
-        return wide, wide, MatrixFormat(self.hidden, self.intermediate, *rest)
+        up = MatrixFormat(self.intermediate, self.hidden, *rest)
+        return up if self.has_gate else replace(up, rows=0), up, MatrixFormat(self.hidden, self.intermediate, *rest)
 
     @cached_property
     def sections(self) -> tuple[slice, slice, slice]:
@@ -108,12 +115,19 @@ class ModelExperts:
         num_experts: experts per layer on this rank.
         top_k: experts that one token uses in one layer.
         formats: one per stored bit-width.
+        draft_layers: how many of the layers, the last ones, are those of a draft that proposes the model's tokens.
     """
 
     layers: tuple[int, ...]
     num_experts: int
     top_k: int
     formats: Mapping[int, ExpertFormat]
+    draft_layers: int = 0
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Of every expert."""
+        return next(iter(self.formats.values())).projections
 
     def nbytes(self, bits: int) -> int:
         """Bytes of every expert of every layer at one bit-width."""

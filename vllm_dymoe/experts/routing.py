@@ -50,6 +50,7 @@ class Routing:
         phase: of the whole step.
         prompt: which tokens are prompts'; None in a step that only decodes, or where nobody asks.
         global_ids: [tokens, top_k] int, as the router numbers experts; None where a rank has all of them, as ``ids``.
+        weights_on_input: weights multiply what experts read, and not what they give (Llama 4, Laguna).
     """
 
     layer: int
@@ -60,6 +61,7 @@ class Routing:
     phase: Phase = Phase.DECODE
     prompt: PromptTokens | None = None
     global_ids: torch.Tensor | None = None
+    weights_on_input: bool = False
 
     @cached_property
     def host_ids(self) -> NDArray[np.int64]:
@@ -75,6 +77,15 @@ class Routing:
     def groups(self) -> Groups:
         """This rank's experts in ascending order, each with its rows in ascending order."""
         return group_by_expert(self.host_ids)
+
+    def work(self) -> tuple[torch.Tensor, Groups, torch.Tensor]:
+        """What experts read, which of its rows each reads, and what multiplies what they give."""
+        if not self.weights_on_input:
+            return self.x, self.groups, self.weights
+        # A row for each pair, in the order of the pairs.
+        x = (self.x.unsqueeze(1) * self.weights.unsqueeze(2).to(self.x.dtype)).flatten(0, 1)
+        groups = {expert: Group(group.pairs, group.pairs, group.size) for expert, group in self.groups.items()}
+        return x, groups, torch.ones_like(self.weights)
 
     @cached_property
     def counts(self) -> dict[int, int]:

@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm_dymoe.experts.layout import ModelExperts, Projection
-from vllm_dymoe.kernels import Activation
 from vllm_dymoe.quantize.gptq import Curvature
 from vllm_dymoe.quantize.prequantized import Matrix, PrequantizedMatrix
 from vllm_dymoe.quantize.recording import CalibrationError, Recording
@@ -96,13 +95,15 @@ class Calibration:
         Raises:
             CalibrationError: the inputs are not finite.
         """
-        function = Activation(self.recording.activation)
-        gate, up = (_linear(*matrices[projection]) for projection in (Projection.GATE, Projection.UP))
-        width = matrices[Projection.GATE][0].shape[0]
+        function = self.recording.activation_of(layer)
+        up = _linear(*matrices[Projection.UP])
+        gate = _linear(*matrices[Projection.GATE]) if function.has_gate else None
+        width = matrices[Projection.UP][0].shape[0]
         outer = torch.zeros(self.recording.hidden_size, self.recording.hidden_size)
         inner = torch.zeros(width, width)
         for inputs, weights in self.inputs(layer, expert):
-            activation = function.gated(gate(inputs), up(inputs)).mul_(weights)
+            ups = up(inputs)
+            activation = (function.alone(ups) if gate is None else function.gated(gate(inputs), ups)).mul_(weights)
             inner.addmm_(activation.t(), activation)
             inputs.mul_(weights)
             outer.addmm_(inputs.t(), inputs)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_dymoe.experts.layout import BlobKey, ModelExperts, Projection
+from vllm_dymoe.experts.layout import BlobKey, ModelExperts
 from vllm_dymoe.kernels import MatrixFormat
 from vllm_dymoe.store import FileStore
 from vllm_dymoe.store.writer import StoreWriter
@@ -33,7 +33,7 @@ def random_store(
     try:
         for layer in range(len(experts.layers)):
             for expert in range(experts.num_experts):
-                for projection in Projection:
+                for projection in experts.projections:
                     for bits, fmt in experts.formats.items():
                         matrix = fmt.matrices[projection]
                         section = torch.empty(matrix.nbytes, dtype=torch.uint8)

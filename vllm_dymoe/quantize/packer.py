@@ -93,7 +93,7 @@ class ExpertPacker:
             (layer, expert, projection)
             for layer in range(len(experts.layers))
             for expert in range(experts.num_experts)
-            for projection in Projection
+            for projection in experts.projections
         }
         self._missing_biases = set(self._missing) if any(fmt.bias for fmt in experts.formats.values()) else set()
         self._early_biases: dict[Place, Tensor] = {}

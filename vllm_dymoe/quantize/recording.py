@@ -21,6 +21,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from vllm_dymoe.kernels import Activation
 from vllm_dymoe.store.durable import write_at
 from vllm_dymoe.store.header import make_header
 from vllm_dymoe.units import too_small
@@ -48,7 +49,8 @@ class Recording:
         top_k: experts of a token.
         hidden_size: numbers of an input.
         dtype: of the inputs, ``"bfloat16"`` or ``"float16"``.
-        activation: between the projections, by the name of :class:`~vllm_dymoe.kernels.Activation`.
+        activation: between the projections of each layer, by the name of :class:`~vllm_dymoe.kernels.Activation`; one
+            name stands for all layers.
     """
 
     model: str
@@ -59,7 +61,7 @@ class Recording:
     top_k: int
     hidden_size: int
     dtype: str
-    activation: str
+    activation: str | tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +72,10 @@ class Recording:
     def bytes_per_token(self) -> int:
         """Of one layer: the input, and for each expert its number and its weight."""
         return 2 * self.hidden_size + 6 * self.top_k
+
+    def activation_of(self, layer: int) -> Activation:
+        """Of the layer at a position."""
+        return Activation.parse(self.activation if isinstance(self.activation, str) else self.activation[layer])
 
     def part(self, folder: Path, number: int) -> Path:
         """Where a complete part is."""
@@ -97,6 +103,8 @@ class Recording:
             data = json.loads(path.read_text())
             if data.pop("format") != _FORMAT or data.pop("version") != VERSION:
                 raise ValueError("another format or version")
+            if not isinstance(activation := data["activation"], str):
+                data["activation"] = tuple(activation)
             return cls(**{**data, "parts": tuple(data["parts"]), "layers": tuple(data["layers"])})
         except OSError as error:
             raise CalibrationError(

@@ -115,7 +115,7 @@ class MoERuntime:
             return torch.empty_like(routing.x)
         begun, timeline = time.perf_counter(), self.engine.timeline
         try:
-            layer, x, groups = routing.layer, routing.x, routing.groups
+            layer, (x, groups, weights) = routing.layer, routing.work()
             tokens, top_k = routing.ids.shape
             tiers, bits = self.system.select(routing), self._bits
             wanted = {expert: tier for expert in groups if bits[tier := tiers[expert]] > 0}  # low at 0 bits is skipped
@@ -129,7 +129,9 @@ class MoERuntime:
             places = self.memory.table.begin_step(layer, active, codes)
             out = x.new_empty((tokens * top_k, x.shape[1]))
             begin = partial(self.kernel.begin, x, groups, out=out, activation=activation)
-            look_ahead = None if self.predictor is None else partial(self._look_ahead, self.predictor, routing)
+            look_ahead = None
+            if self.predictor is not None and layer < routing.num_layers:  # nobody foresees a draft's layers
+                look_ahead = partial(self._look_ahead, self.predictor, routing)
             if timeline is None and (places == HIT).all():  # a timeline shows computation piece by piece
                 self._run_residents(layer, wanted, begin, look_ahead)
             else:
@@ -147,9 +149,9 @@ class MoERuntime:
                 )
                 step.run(begin, look_ahead)
             if sum(groups[expert].size for expert in wanted) == tokens * top_k:
-                return combine(out, routing.weights)
+                return combine(out, weights)
             skipped = tiers.keys() - wanted.keys()
-            return combine(out, routing.weights, routing.ids, skipped, renormalize=self.system.renormalizes)
+            return combine(out, weights, routing.ids, skipped, renormalize=self.system.renormalizes)
         finally:  # whether it could be computed or not
             if timeline is not None:
                 ended, what = time.perf_counter(), f"layer {routing.layer}"
@@ -315,7 +317,7 @@ class MoERuntime:
         return limit_in_bytes(self._expert_budget, self.experts, options, self._beside_experts, self._automatic_budget)
 
     def _plan(self, limit: int, options: Options, system: System) -> SlotPlan:
-        shares = system.shares(len(self.experts.layers), self.experts.top_k)
+        shares = system.all_shares(self.experts)
         return plan_slots(self.experts, options, system, limit, self._beside_experts, shares)
 
     def _serve_with(self, options: Options, system: System) -> None:
@@ -364,8 +366,8 @@ class MoERuntime:
 
     def precision(self) -> dict[str, Any]:
         """What decides precision at the moment, and what it means for a single token, as JSON-serialisable data."""
-        options, layers, top_k = self.options, len(self.experts.layers), self.experts.top_k
-        shares = self.system.shares(layers, top_k)
+        options, layers = self.options, len(self.experts.layers)
+        shares = self.system.all_shares(self.experts)
         return {
             "system": self.system.name,
             "system_options": dict(options.system_options),
@@ -392,6 +394,12 @@ class MoERuntime:
         self._prefetch_stats.reset()
         if self.predictor is not None:
             self.predictor.stats, self.predictor.seconds = PredictionStats(), 0.0
+
+    def release(self) -> HostStore:
+        """End the transfer threads and give the slots' memory back; the store stays open, for a runtime after this."""
+        self.engine.close()
+        self.memory.free()
+        return self.store
 
     def close(self) -> None:
         """End the transfer threads and close the store."""

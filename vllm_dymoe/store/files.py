@@ -116,7 +116,8 @@ class FileStore:
         begin = sections[projections.start].start
         for projection in projections:
             section = sections[projection]
-            if checksum(read[section.start - begin : section.stop - begin]) != expected[projection]:
+            there = read[section.start - begin : section.stop - begin]
+            if there and checksum(there) != expected[projection]:
                 raise StoreError(
                     f"{self._path(key.layer)} is corrupted: the {Projection(projection).name.lower()} projection of "
                     f"expert {key.expert} at {key.bits} bits does not match its checksum; {_again(self.folder)}."

@@ -93,6 +93,7 @@ class Manifest:
             "group_size": fmt.group_size,
             "dtype": str(fmt.dtype).removeprefix("torch."),
             "bias": fmt.bias,
+            "has_gate": fmt.has_gate,
             **{
                 key: [bits for bits, version in self.experts.formats.items() if getattr(version, field)]
                 for field, key in FORMAT_KEYS.items()
@@ -128,6 +129,7 @@ class Manifest:
                     data["group_size"],
                     dtype,
                     data["bias"],
+                    has_gate=data.get("has_gate", True),
                     **{field: bits in data[key] for field, key in FORMAT_KEYS.items()},
                 )
                 for bits in data["bits"]

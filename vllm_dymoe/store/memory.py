@@ -70,6 +70,18 @@ class MemoryStore:
         """See :class:`vllm_dymoe.store.HostStore`; never waits."""
         destination.copy_(self.blob(key, projections))
 
+    def take(self, other: "MemoryStore", experts: ModelExperts) -> None:
+        """Hold the layers of another store, too, behind one's own; the other has none then.
+
+        Args:
+            other: in the same formats.
+            experts: what both hold.
+        """
+        self.experts = experts
+        self._arenas += other._arenas
+        self._blobs += other._blobs
+        other._arenas, other._blobs = [], []
+
     def close(self) -> None:
         """Unlock the memory and let it go."""
         self._blobs.clear()

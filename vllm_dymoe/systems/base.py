@@ -11,7 +11,7 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from vllm_dymoe.config import ExpertBudget
-from vllm_dymoe.experts.layout import EVERY_PROJECTION
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, ModelExperts
 from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import Predictor, RoutedModel
@@ -66,6 +66,12 @@ class System(BaseModel):
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
         """What share of a layer's active experts gets each tier when one token is decoded, for every layer."""
         return {Tier.HI: [1.0] * num_layers}
+
+    def all_shares(self, experts: ModelExperts) -> Mapping[Tier, Sequence[float]]:
+        """``shares`` of a model and its draft, whose layers get what the model's last one gets."""
+        own = len(experts.layers) - experts.draft_layers
+        shares = self.shares(own, experts.top_k)
+        return {tier: [*layers, *[layers[-1]] * experts.draft_layers] for tier, layers in shares.items()}
 
     def select(self, routing: Routing) -> Mapping[int, Tier]:
         """A tier for each active expert of a layer; called once for every MoE layer of every step."""

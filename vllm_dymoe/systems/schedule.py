@@ -45,7 +45,8 @@ class Schedule:
         """r(l), Eq. 4: the share of critical experts at a depth. A single layer has r itself."""
         if num_layers == 1:
             return self.retention
-        curve = (math.cos(math.pi * layer / (num_layers - 1)) + 1) / 2
+        depth = min(1.0, layer / (num_layers - 1))  # a draft's layers lie behind the last
+        curve = (math.cos(math.pi * depth) + 1) / 2
         floor = max(0.0, 2 * self.retention - 1)  # lambda
         return min(1.0, 2 * self.retention) * ((1 - floor) * curve + floor)
 

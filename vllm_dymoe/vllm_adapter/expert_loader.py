@@ -1,12 +1,13 @@
 """From vLLM's weight loaders to the store: which expert, which projection, which slice of it.
 
-vLLM's models hand 16-bit experts over in four ways, and all of them end here:
+vLLM's models hand 16-bit experts over in five ways, and all of them end here:
 
 - one projection of one expert, [rows, columns], through ``param.weight_loader``: most models; vLLM itself cuts stacks
   of all experts into such pieces;
 - one projection of all local experts, [experts, rows, columns], the same way: Llama 4;
 - gate and up of one expert as GPT-OSS's checkpoints have them, transposed and interleaved, the same way (vLLM 0.32);
-- gate and up, or down, of all local experts, sliced already, through ``param.copy_``: GPT-OSS.
+- gate and up, or down, of all local experts, sliced already, through ``param.copy_``: GPT-OSS;
+- one projection of all experts, [experts * intermediate, hidden], without an expert's number: DBRX.
 
 Only views are taken of what vLLM hands over, so nothing bigger than one projection is ever copied. Of experts that are
 quantized in the checkpoint, codes, scales and zero points wait for each other, then go on.
@@ -33,6 +34,8 @@ PutBias = Callable[[int, Projection, Tensor], None]
 """(local expert, projection, bias of this rank)."""
 
 _PROJECTIONS = {"w1": Projection.GATE, "w3": Projection.UP, "w2": Projection.DOWN}
+_DBRX = {"w1": Projection.GATE, "v1": Projection.UP, "w2": Projection.DOWN}
+_WITHOUT_GATE = {"w1": Projection.UP, "w2": Projection.DOWN}
 # The dimension of a projection that tensor parallelism slices: rows of gate and up, columns of down.
 _SLICED_DIMENSION = {Projection.GATE: 0, Projection.UP: 0, Projection.DOWN: 1}
 
@@ -51,9 +54,11 @@ class ExpertLoader:
 
     def __init__(self, layer: Any, put_weight: PutWeight, put_bias: PutBias) -> None:
         parallel = layer.moe_config.moe_parallel_config
+        self._moe = layer.moe_config
         self._local = layer._map_global_expert_id_to_local_expert_id
         self._rank, self._ranks = parallel.tp_rank, parallel.tp_size
         self._interleaved = layer.moe_config.activation is MoEActivation.SWIGLUOAI
+        self._projections = _PROJECTIONS if layer.moe_config.activation.is_gated else _WITHOUT_GATE
         self._put_weight, self._put_bias = put_weight, put_bias
 
     def register(self, layer: Any, dtype: torch.dtype, *, bias: bool) -> None:
@@ -70,7 +75,7 @@ class ExpertLoader:
         loaded_weight: Tensor,
         weight_name: str,
         shard_id: str,
-        expert_id: int,
+        expert_id: int | None = None,
         return_success: bool = False,
     ) -> bool | None:
         """Take what belongs to one shard, as RoutedExperts.weight_loader does.
@@ -78,10 +83,13 @@ class ExpertLoader:
         Raises:
             ConfigError: it is neither a weight nor a bias.
         """
+        if expert_id is None:
+            self._take_dbrx(weight_name.rpartition(".")[2], loaded_weight)
+            return True if return_success else None
         is_bias = weight_name.endswith("bias")
         if loaded_weight.dim() == 3 and not is_bias:
             for expert, weight in enumerate(loaded_weight):
-                self._take(expert, _PROJECTIONS[shard_id], weight)
+                self._take(expert, self._projections[shard_id], weight)
             return True if return_success else None
         expert = self._local(expert_id)
         if expert == -1:
@@ -92,8 +100,8 @@ class ExpertLoader:
                 f"{list(loaded_weight.shape)}; expected the 16-bit weight or bias of one expert's projection."
             )
         take = self._take_bias if is_bias else self._take
-        if shard_id in _PROJECTIONS:
-            take(expert, _PROJECTIONS[shard_id], loaded_weight)
+        if shard_id in self._projections:
+            take(expert, self._projections[shard_id], loaded_weight)
         else:  # "gpt_oss_w13" and "gpt_oss_w2"
             rows = loaded_weight if is_bias else loaded_weight.t()
             for projection, part in _split(shard_id.removeprefix("gpt_oss_"), rows, interleaved=self._interleaved):
@@ -112,6 +120,12 @@ class ExpertLoader:
         for expert, rows in enumerate(stack):
             for projection, part in _split(stem, rows, interleaved=self._interleaved):
                 put(expert, projection, part)
+
+    def _take_dbrx(self, name: str, stack: Tensor) -> None:
+        """Take a projection of all experts, [experts * intermediate, hidden]; down lies transposed."""
+        for number, matrix in enumerate(stack.view(self._moe.num_experts, -1, stack.shape[-1])):
+            if (expert := self._local(number)) != -1:
+                self._take(expert, _DBRX[name], matrix.t() if name == "w2" else matrix)
 
     def _take(self, expert: int, projection: Projection, weight: Tensor | PrequantizedMatrix) -> None:
         dimension = _SLICED_DIMENSION[projection]
@@ -178,7 +192,7 @@ class PrequantizedExpertLoader(ExpertLoader):
         kind = param.stack_name.partition("_")[2]  # type: ignore[attr-defined]
         if kind == "bias":
             return super().__call__(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
-        expert, projection = self._local(expert_id), _PROJECTIONS[shard_id]
+        expert, projection = self._local(expert_id), self._projections[shard_id]
         if expert == -1:
             return False if return_success else None
         down = projection is Projection.DOWN

@@ -1,44 +1,43 @@
-"""The MoE layers of one rank while vLLM loads them: collected, packed unless they are already, and then running."""
+"""The MoE layers of one rank while vLLM loads them, and then running."""
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from vllm.config import VllmConfig
-from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
+from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict import RoutedModel
-from vllm_dymoe.quantize import make_quantizer
-from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.quantize.readers import Reader
-from vllm_dymoe.quantize.readers.compatibility import describe, format_fields, quantizer_name
+from vllm_dymoe.quantize.readers.compatibility import describe
 from vllm_dymoe.runtime import MoERuntime, minimum_budget
 from vllm_dymoe.runtime.sizing import workspace_bytes
-from vllm_dymoe.store import HostStore, StoreError
+from vllm_dymoe.store import HostStore
+from vllm_dymoe.store.joined import join
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.traces import TraceHeader
 from vllm_dymoe.vllm_adapter.failures import make_step_failures
 from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.memory import automatic_budget
+from vllm_dymoe.vllm_adapter.model_store import ModelStore
 from vllm_dymoe.vllm_adapter.observers import Observation, observe_trace
-from vllm_dymoe.vllm_adapter.report import announce, logger
+from vllm_dymoe.vllm_adapter.report import announce
 from vllm_dymoe.vllm_adapter.running import Running
 from vllm_dymoe.vllm_adapter.step import RunningStep
 from vllm_dymoe.vllm_adapter.store import LayerSpec, RankStore
 
 
 class Loading:
-    """Collects the MoE layers that vLLM creates, and fills or opens their store; the last one makes the rank run.
+    """The models with MoE layers that vLLM loads on one rank: one, and with it a draft that proposes its tokens.
+
+    The rank runs once the first is loaded. A draft's layers come later: they are further layers of the same runtime,
+    with slots out of the same budget, and its experts lie in a store of their own, so that the first one's is the same
+    with and without it.
 
     Args:
         vllm_config: vLLM's configuration of this engine.
@@ -47,7 +46,7 @@ class Loading:
         reader: of the checkpoint's experts, if another tool has quantized them.
 
     Attributes:
-        running: the rank, once its last layer is loaded.
+        running: the rank, once the last layer of the first model is loaded.
     """
 
     def __init__(
@@ -60,87 +59,64 @@ class Loading:
         self.options = options
         self.reader = reader
         self.running: Running | None = None
-        self._checkpoint_is_ours = checkpoint is not None
-        self._format_fields = format_fields(reader, checkpoint or {})
         self._vllm_config = vllm_config
-        self._layers: list[LayerSpec] = []
-        self._loaded = 0
         self._foresight = Foresight(options)
-        self._source: RankStore | None = None
-        self._packer: ExpertPacker | None = None
-        self._store: HostStore | None = None
         # Asked for before any rank of this machine fills its share.
         self._host_memory = available_host_memory()
-        self._progress: tqdm[Any] | None = None
+        self._model = ModelStore(vllm_config, options, checkpoint, reader, self._host_memory)
+        self._draft: ModelStore | None = None
         self._begin = time.perf_counter()
 
     def add_layer(self, spec: LayerSpec) -> int:
         """Enter one MoE layer and return its position.
 
         Raises:
-            ConfigError: it differs from the layers before it, or comes after loading began.
+            ConfigError: it differs from the layers before it, or belongs to a third model.
         """
-        if self._source is not None:
+        if self.running is None:
+            self._model.add(spec)
+            return len(self._model.layers) - 1
+        if self._draft is None:
+            self._begin = time.perf_counter()
+            self._draft = ModelStore(self._vllm_config, self.options, None, self.reader, self._host_memory)
+        if self._draft.source is not None:
+            raise ConfigError(f"vllm-dymoe: {spec.name} belongs to a third model with MoE layers; two are supported.")
+        self._draft.add(spec)
+        draft, model = self._draft.experts, self._model.experts
+        if (draft.formats, draft.num_experts, draft.top_k) != (model.formats, model.num_experts, model.top_k):
             raise ConfigError(
-                f"vllm-dymoe: {spec.name} belongs to a second model with MoE layers (a speculative draft?), "
-                "which is not supported yet; serve without speculative decoding."
+                f"vllm-dymoe: the experts of {spec.name}, a draft's, have another shape than the model's, which is not "
+                "supported yet; leave --speculative-config out."
             )
-        if self._layers and replace(spec, name="") != replace(self._layers[0], name=""):
-            raise ConfigError(
-                f"vllm-dymoe: the experts of {spec.name} have another shape than those of {self._layers[0].name}, "
-                "which is not supported yet; serve this model without --quantization dymoe."
-            )
-        self._layers.append(spec)
-        return len(self._layers) - 1
+        return len(self._model.layers) + len(self._draft.layers) - 1
 
     @property
     def experts(self) -> ModelExperts:
-        """The rank's experts, as the model's configuration describes them."""
-        spec = self._layers[0]
-        formats = {
-            bits: ExpertFormat(
-                spec.hidden, spec.intermediate, bits, self.options.group_size, spec.dtype, spec.bias,
-                **{field: bits in widths for field, widths in self._format_fields.items()},
-            )
-            for bits in self.options.stored_bits
-        }  # fmt: skip
-        layers = tuple(extract_layer_index(layer.name) for layer in self._layers)
-        return ModelExperts(layers, spec.num_experts, spec.top_k, formats)
+        """The rank's experts, without a draft's."""
+        return self._model.experts
 
-    def wants_experts(self) -> bool:
-        """Whether the checkpoint's experts are needed: not where a complete store exists.
+    def of_draft(self, position: int) -> bool:
+        """Whether a layer is a draft's."""
+        return position >= len(self._model.layers)
 
-        Raises:
-            StoreError: the store cannot be written.
-        """
-        with self._loading():
-            self._prepare()
-        return self._packer is not None
+    def wants_experts(self, position: int) -> bool:
+        """Whether the checkpoint's experts are needed; see :class:`ModelStore`."""
+        return self._of(position)[0].wants_experts()
 
-    def put(self, layer: int, expert: int, projection: Projection, weight: torch.Tensor | PrequantizedMatrix) -> None:
-        """Take one projection from the checkpoint; nothing to do where a complete store exists.
+    def put(
+        self, position: int, expert: int, projection: Projection, weight: torch.Tensor | PrequantizedMatrix
+    ) -> None:
+        """Take one projection from the checkpoint; see :class:`ModelStore`."""
+        model, layer = self._of(position)
+        model.put(layer, expert, projection, weight)
 
-        Raises:
-            StoreError: the store cannot be written, or the weights cannot be quantized.
-        """
-        with self._loading():
-            self._prepare()
-            if self._packer is not None:
-                self._packer.put(layer, expert, projection, weight)
-
-    def put_bias(self, layer: int, expert: int, projection: Projection, bias: torch.Tensor) -> None:
-        """Take one projection's bias; otherwise as ``put``.
-
-        Raises:
-            StoreError: the store cannot be written, or the bias not be stored.
-        """
-        with self._loading():
-            self._prepare()
-            if self._packer is not None:
-                self._packer.put_bias(layer, expert, projection, bias)
+    def put_bias(self, position: int, expert: int, projection: Projection, bias: torch.Tensor) -> None:
+        """Take one projection's bias; see :class:`ModelStore`."""
+        model, layer = self._of(position)
+        model.put_bias(layer, expert, projection, bias)
 
     def layer_loaded(self, position: int, routed_experts: Any) -> None:
-        """Note that vLLM has loaded one more layer; with the last one the rank runs.
+        """Note that vLLM has loaded one more layer; with the last one of the model the rank runs.
 
         Args:
             position: of the layer.
@@ -150,36 +126,37 @@ class Loading:
             StoreError: the checkpoint lacks an expert, or the store cannot be written.
             ConfigError: the budget cannot work.
         """
-        with self._loading():
-            source = self._prepare()
-        self._foresight.layer_loaded(position, routed_experts)
-        self._loaded += 1
-        if self._loaded < len(self._layers):
+        model, layer = self._of(position)
+        complete = model.layer_loaded(layer)
+        if not self.of_draft(position):
+            self._foresight.layer_loaded(position, routed_experts)
+        if not complete:
             return
-        if self._packer is not None:
-            with self._loading():
-                self._store = source.placed(self._packer.finish())
-            self._packer = None
-        if self._progress is not None:
-            self._progress.close()
-        assert self._store is not None
-        self._run(source, self._store, routed_experts.moe_config.num_experts)
+        assert model.store is not None
+        assert model.source is not None
+        if self.running is None:
+            self._run(model.source, model.store, routed_experts.moe_config.num_experts)
+        else:
+            self._extend(self.running, model.source, model.store)
+
+    def _of(self, position: int) -> tuple[ModelStore, int]:
+        """The model of a layer, and the layer's place in it."""
+        if self._draft is None or not self.of_draft(position):
+            return self._model, position
+        return self._draft, position - len(self._model.layers)
 
     def _run(self, rank_store: RankStore, store: HostStore, num_experts: int) -> None:
         """Make the rank run that has these experts, of ``num_experts`` on all ranks."""
-        options, config, spec = self.options, self._vllm_config, self._layers[0]
+        options, config, spec = self.options, self._vllm_config, self._model.layers[0]
         device = torch.device(config.device_config.device)
-        automatic = self._automatic_budget(device)
+        automatic = self._automatic_budget(device, self.experts)
         predictor = self._foresight.predictor(self._routed_model(options.predictor))
         runtime = MoERuntime(store, options, device, automatic, predictor=predictor)
-        origin = ""
-        if self.reader is not None and not rank_store.dummy:
-            origin = f" Experts: {describe(self.reader, options.stored_bits, options.quantizer)}."
-        announce(runtime, self._rank_name, time.perf_counter() - self._begin, origin, rank_store.place.reason)
+        self._announce(runtime, rank_store)
 
         def header() -> TraceHeader:
             model = config.model_config.model, rank_store.model_fingerprint
-            return TraceHeader(*model, len(self._layers), num_experts, spec.top_k, spec.hidden)
+            return TraceHeader(*model, len(self._model.layers), num_experts, spec.top_k, spec.hidden)
 
         observation = Observation(self._recordable())
         observation.trace = observe_trace(options, header, lambda: self._foresight.gates)
@@ -190,8 +167,23 @@ class Loading:
         failures = make_step_failures(step)
         self.running = Running(runtime, step, failures, self._foresight, observation, self._routed_model, drafted)
 
-    def _automatic_budget(self, device: torch.device) -> int:
-        experts, options = self.experts, self.options
+    def _extend(self, running: Running, rank: RankStore, draft: HostStore) -> None:
+        """Go on with a draft's layers behind the model's: the slots are shared out again, among all of them."""
+        before = running.runtime
+        store = join(before.release(), draft)  # two arenas at a time would exceed the budget
+        automatic = self._automatic_budget(before.device, store.experts)
+        predictor = None if before.predictor is None else before.predictor.predictor
+        running.runtime = MoERuntime(store, self.options, before.device, automatic, predictor=predictor)
+        self._announce(running.runtime, rank)
+
+    def _announce(self, runtime: MoERuntime, rank: RankStore) -> None:
+        source = ""
+        if self.reader is not None and not rank.dummy:
+            source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
+        announce(runtime, self._rank_name, time.perf_counter() - self._begin, source, rank.place.reason)
+
+    def _automatic_budget(self, device: torch.device, experts: ModelExperts) -> int:
+        options = self.options
         tiers = make_system(options).tiers
         least = minimum_budget(experts, options, tiers, workspace_bytes(experts, device.type))
         try:
@@ -202,7 +194,7 @@ class Loading:
             return 0  # whoever asks for it while the model is served is refused then
 
     def _routed_model(self, predictor: Path | None) -> RoutedModel:
-        experts, source = self.experts, self._source
+        experts, source = self.experts, self._model.source
         assert source is not None
 
         def hits() -> int:
@@ -214,7 +206,7 @@ class Loading:
             experts.num_experts,
             experts.top_k,
             hits=hits,
-            hidden=self._layers[0].hidden,
+            hidden=self._model.layers[0].hidden,
             fingerprint="" if predictor is None else source.model_fingerprint,
             device=torch.device(self._vllm_config.device_config.device),
             predictor=predictor,
@@ -222,7 +214,7 @@ class Loading:
 
     def _recordable(self) -> dict[str, Any] | None:
         """What a calibration of this rank's inputs holds; None on ranks that see what another one records."""
-        spec = self._layers[0]
+        spec = self._model.layers[0]
         if spec.rank or spec.expert_rank:
             return None
         return {
@@ -230,7 +222,7 @@ class Loading:
             "top_k": spec.top_k,
             "hidden_size": spec.hidden,
             "dtype": str(spec.dtype).removeprefix("torch."),
-            "activation": spec.activation.value,
+            "activation": [str(layer.activation) for layer in self._model.layers],
         }
 
     @property
@@ -239,43 +231,3 @@ class Loading:
         parallel = self._vllm_config.parallel_config
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         return f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""
-
-    @contextlib.contextmanager
-    def _loading(self) -> Iterator[None]:
-        """After an error nothing half-written stays, and the user reads whose error it is."""
-        try:
-            yield
-        except StoreError as error:
-            if self._packer is not None:
-                self._packer.discard()
-            raise StoreError(f"vllm-dymoe: {error}") from error
-
-    def _prepare(self) -> RankStore:
-        """Open the store or the way into it, once, before the first weight.
-
-        Raises:
-            StoreError: it cannot be opened or written.
-        """
-        if self._source is not None:
-            return self._source
-        experts, options = self.experts, self.options
-        quantizer = quantizer_name(self.reader, options.stored_bits, options.quantizer)
-        source = RankStore(
-            self._vllm_config, options, self._layers[0], experts, quantizer,
-            packed=self._checkpoint_is_ours, host_memory=self._host_memory,
-        )  # fmt: skip
-        existing = source.existing()
-        if existing is not None:
-            logger.info("vllm-dymoe: the experts are packed already; reading them from %s", existing.folder)
-            self._store = source.placed(existing)
-        else:
-            writer = source.writer()
-            total = len(experts.layers) * experts.num_experts * len(Projection)
-            what = "Making random experts" if source.dummy else "Quantizing experts"
-            self._progress = tqdm(total=total, desc=what, unit=" projections", dynamic_ncols=True)
-            if source.dummy:
-                self._store = source.placed(random_store(experts, writer, source.seed, self._progress.update))
-            else:
-                self._packer = ExpertPacker(experts, make_quantizer(options.quantizer), writer, self._progress.update)
-        self._source = source
-        return source

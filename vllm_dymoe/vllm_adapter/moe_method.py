@@ -18,7 +18,6 @@ import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture, is_breakable_cudagraph_enabled
 from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import (
@@ -31,17 +30,11 @@ from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.vllm_adapter.activations import activation_of
 from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader, PrequantizedExpertLoader
 from vllm_dymoe.vllm_adapter.loading import Loading
 from vllm_dymoe.vllm_adapter.running import RankLayer
 from vllm_dymoe.vllm_adapter.store import LayerSpec
-
-_ACTIVATIONS = {
-    MoEActivation.SILU: Activation.SILU,
-    MoEActivation.GELU: Activation.GELU,
-    MoEActivation.GELU_TANH: Activation.GELU_TANH,
-    MoEActivation.SWIGLUOAI: Activation.SWIGLU_OAI,
-}
 
 
 class DymoeMoEMethod(FusedMoEMethodBase):
@@ -72,8 +65,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         Raises:
             ConfigError: the layer needs something that is not supported.
         """
-        _refuse_unsupported(layer, self.moe)
-        parallel, activation = self.moe.moe_parallel_config, _ACTIVATIONS[self.moe.activation]
+        parallel, activation = self.moe.moe_parallel_config, supported_activation(layer)
         position = self.loading.add_layer(
             LayerSpec(
                 name=layer.layer_name,
@@ -90,13 +82,16 @@ class DymoeMoEMethod(FusedMoEMethodBase):
                 activation=activation,
             )
         )
-        self.layer = RankLayer(layer.layer_name, position, activation, None)
-        self._weights_on_input = layer.apply_router_weight_on_input
+        weights_on_input = layer.apply_router_weight_on_input
+        self.layer = RankLayer(layer.layer_name, position, activation, None, weights_on_input)
         put = functools.partial(self.loading.put, position)
         put_bias = functools.partial(self.loading.put_bias, position)
         self._loader = ExpertLoader(layer, put, put_bias)
         if self.loading.reader is not None:
-            whole, wanted = intermediate_size_per_partition * parallel.tp_size, self.loading.wants_experts
+            whole, wanted = (
+                intermediate_size_per_partition * parallel.tp_size,
+                functools.partial(self.loading.wants_experts, position),
+            )
             self._loader = PrequantizedExpertLoader(
                 layer, put, put_bias, self.loading.reader, wanted, hidden_size, whole
             )
@@ -123,8 +118,6 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the routed experts: x [tokens, hidden] -> [tokens, hidden]."""
-        if self._weights_on_input:  # one expert for each token
-            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         if torch.compiler.is_compiling():
             return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, layer.layer_name)
         running = self.loading.running
@@ -132,19 +125,20 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         return running.forward(self.layer, x, topk_weights, topk_ids)
 
 
-def _refuse_unsupported(layer: Any, moe: FusedMoEConfig) -> None:
-    problem = None
-    if moe.activation not in _ACTIVATIONS:
-        problem = f"the expert activation {moe.activation.value}"
-    elif getattr(moe, "swiglu_limit", None) is not None:
-        problem = "a clamped SwiGLU in the experts"
-    elif layer.apply_router_weight_on_input and moe.experts_per_token != 1:
-        problem = "router weights on the input of several experts for each token"
-    if problem is not None:
+def supported_activation(layer: Any) -> Activation:
+    """The activation of a layer.
+
+    Raises:
+        ConfigError: it is one that no kernel of ours has.
+    """
+    activation = activation_of(layer)
+    if activation is None:
         raise ConfigError(
-            f"vllm-dymoe: {layer.layer_name} needs {problem}, which is not supported yet; "
-            "serve this model without --quantization dymoe."
+            f"vllm-dymoe: {layer.layer_name} needs the expert activation {layer.moe_config.activation.value} with "
+            f"limit {layer.moe_config.swiglu_limit}, which is not supported yet; serve this model without "
+            "--quantization dymoe."
         )
+    return activation
 
 
 def _context_key(layer_name: str) -> str:

@@ -115,6 +115,11 @@ def _pieces(tokenizer: Any, texts: Iterable[str], tokens: int, length: int) -> l
     return [pieces[place * len(pieces) // wanted] for place in range(wanted)]
 
 
+def _activation(layers: Sequence[str]) -> str | tuple[str, ...]:
+    """One name where all layers have it."""
+    return layers[0] if len(set(layers)) == 1 else tuple(layers)
+
+
 def _parts(pieces: Sequence[list[int]]) -> list[list[list[int]]]:
     """Pieces in groups of about PART_TOKENS; the same texts always give the same groups."""
     ends = itertools.accumulate(map(len, pieces))
@@ -145,7 +150,7 @@ def _describe(llm: LLM, checkpoint: Checkpoint, parts: list[list[list[int]]]) ->
         top_k=seen["top_k"],
         hidden_size=seen["hidden_size"],
         dtype=seen["dtype"],
-        activation=seen["activation"],
+        activation=_activation(seen["activation"]),
     )
 
 

@@ -145,8 +145,12 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
     experts = model.get_num_experts()
     if parallel.enable_expert_parallel:
         experts = -(-experts // parallel.tensor_parallel_size)
+    # Latent experts read fewer numbers than the model is wide (Nemotron-H, Kimi-K3).
+    narrow = (getattr(text, name, None) for name in ("moe_latent_size", "routed_expert_hidden_size"))
+    hidden = next((size for size in narrow if size), model.get_hidden_size())
+    has_gate = not str(getattr(text, "model_type", "")).startswith("nemotron_h")
     formats = {
-        bits: ExpertFormat(model.get_hidden_size(), width, bits, options.group_size, model.dtype)
+        bits: ExpertFormat(hidden, width, bits, options.group_size, model.dtype, has_gate=has_gate)
         for bits in options.stored_bits
     }
     layers = tuple(range(model.get_num_layers(parallel)))
@@ -189,7 +193,10 @@ def _adapts_experts(config: VllmConfig) -> bool:
 def _drafts_with_experts(config: VllmConfig) -> bool:
     draft = getattr(config.speculative_config, "draft_model_config", None)
     # Methods without a draft model, such as ngram, have the target's own config there.
-    return draft is not None and draft is not config.model_config and draft.get_num_experts() > 0
+    if draft is None or draft is config.model_config or draft.get_num_experts() == 0:
+        return False
+    # That of multi-token prediction is in the checkpoint itself.
+    return config.speculative_config.method != "mtp" or str(draft.model) != str(config.model_config.model)
 
 
 def _bypasses_the_worker(config: VllmConfig) -> bool:
@@ -235,8 +242,8 @@ _UNSUPPORTED: tuple[tuple[Callable[[VllmConfig], bool], str], ...] = (
     ),
     (
         _drafts_with_experts,
-        "a speculative draft model with experts of its own is not supported; use a dense draft model or the method "
-        "ngram in --speculative-config.",
+        "a speculative draft model with experts that is a checkpoint of its own is not supported; use a dense draft "
+        "model, the model's own multi-token prediction (method mtp), or the method ngram in --speculative-config.",
     ),
     (
         lambda config: bool(getattr(config.model_config, "enable_sleep_mode", False)),

@@ -243,7 +243,8 @@ class DymoeConfig(QuantizationConfig):
 def expert_width(config: VllmConfig) -> int | None:
     """Width of one expert on one rank, as config.json says; None where it names none."""
     text = config.model_config.hf_text_config
-    width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    names = "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"
+    width = next((width for name in names if (width := getattr(text, name, None))), None)
     return width // _ranks_of_an_expert(config) if isinstance(width, int) else None
 
 

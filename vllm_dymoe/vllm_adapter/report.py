@@ -73,7 +73,7 @@ def _prefetch(runtime: MoERuntime) -> str:
 def warnings(runtime: MoERuntime) -> list[str]:
     """Sentences about settings that work, but badly."""
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
-    shares = runtime.system.shares(len(experts.layers), experts.top_k)
+    shares = runtime.system.all_shares(experts)
     found = []
     asked = options.model_fields_set & {"system", "system_options", "predictor"}
     if asked and runtime.system.foresight is not None and runtime.device.type == "cpu" and options.link_gbps is None:

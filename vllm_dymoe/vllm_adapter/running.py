@@ -30,12 +30,14 @@ class RankLayer:
         activation: of its experts.
         expert_map: int [experts of all ranks + 1], this rank's number of each, -1 for another rank's, and at the end -1
             for rows whose expert is -1; None where the rank has all experts.
+        weights_on_input: the router's weights multiply what experts read, and not what they give.
     """
 
     name: str
     position: int
     activation: Activation
     expert_map: torch.Tensor | None
+    weights_on_input: bool = False
 
 
 class Running:
@@ -73,7 +75,7 @@ class Running:
         if runtime.system.heavy_hitters is not None:
             self.prompts = PromptTap(lambda: self.runtime.system, step, drafted)
         self._model = model
-        self._num_layers = len(runtime.experts.layers)
+        self._num_layers = len(runtime.experts.layers)  # without a draft's, which come later
         failures.on_failure = observation.forget
         foresight.listen(observation, self._stop_foreseeing)
 
@@ -103,15 +105,17 @@ class Running:
         if tokens < rows:
             x, weights, ids = x[:tokens], weights[:tokens], ids[:tokens]
         here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
-        prompt = None if self.prompts is None else self.prompts.tokens(tokens, x.device)
+        draft = layer.position >= self._num_layers
+        prompt = None if self.prompts is None or draft else self.prompts.tokens(tokens, x.device)
         everywhere = None if here is ids else ids
         routing = Routing(layer.position, self._num_layers, x, here, weights, step.phase, prompt, everywhere)
+        routing.weights_on_input = layer.weights_on_input
         try:
             if step.warming_up:
                 with runtime.unobserved():
                     out = runtime.forward(routing, layer.activation)
             elif self.failures.sentence is None:
-                for observer in self.observation.observers:
+                for observer in () if draft else self.observation.observers:
                     observer.see(routing)
                 out = runtime.forward(routing, layer.activation)
             else:  # the step has failed already

@@ -1,0 +1,142 @@
+"""Experts and layers that are not the usual: without a gate, weighted before they compute, of a draft model."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.runtime.steps import BUDGETS, STEPS, ByNumber, make_runtime, random_step, with_budget
+from tests.small_model import make_experts, make_store
+from tests.store.stores import damage, write
+from vllm_dymoe.experts.layout import BlobKey, ModelExperts, Projection
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.kernels import Activation, Curve, expert_reference
+from vllm_dymoe.store import FileStore, StoreError
+from vllm_dymoe.store.joined import join
+from vllm_dymoe.systems.dymoe import Dymoe
+
+RELU2 = Activation(Curve.RELU2, has_gate=False)
+
+
+def without_gate(experts: ModelExperts) -> ModelExperts:
+    """The same without a gate."""
+    return replace(experts, formats={bits: replace(fmt, has_gate=False) for bits, fmt in experts.formats.items()})
+
+
+def reference(store, routing, activation):
+    """The sum over each token's experts, in float64."""
+    fmt, want = store.experts.formats[4], torch.zeros(routing.x.shape, dtype=torch.float64)
+    for token, (x, ids, weights) in enumerate(zip(routing.x, routing.ids, routing.weights, strict=True)):
+        for expert, weight in zip(ids.tolist(), weights.double(), strict=True):
+            packed = fmt.view(read(store, BlobKey(routing.layer, expert, 4)))
+            before, after = (weight, 1) if routing.weights_on_input else (1, weight)
+            want[token] += after * expert_reference((x.double() * before)[None], *packed, activation)[0]
+    return want
+
+
+def read(store, key):
+    blob = torch.empty(store.experts.formats[key.bits].nbytes, dtype=torch.uint8)
+    store.read_into(key, blob)
+    return blob
+
+
+def outputs(runtime, activation, steps=STEPS, **told):
+    found = []
+    for seed, layer, tokens in steps:
+        x, weights, ids = random_step(seed, tokens, runtime.experts)
+        found.append(runtime.forward(Routing(layer, 2, x, ids, weights, **told), activation))
+    runtime.check_integrity()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("activation", "told"),
+    [(RELU2, {}), (Activation.SILU, {"weights_on_input": True}), (Activation(Curve.SWIGLU, limit=0.5), {})],
+    ids=["without a gate", "weights on the input", "clamped"],
+)
+def test_no_budget_changes_a_bit_and_the_sum_is_right(activation, told):
+    experts = make_experts()
+    store = make_store(experts if activation.has_gate else without_gate(experts))
+    want = outputs(with_budget(store, "100%"), activation, **told)
+    for budget in BUDGETS[1:]:
+        runtime = with_budget(store, budget, ByNumber(low=frozenset({0, 3})) if budget == "50%" else None)
+        got = outputs(runtime, activation, **told)
+        if budget == "50%":  # another precision
+            continue
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), budget
+    for (seed, layer, tokens), got in zip(STEPS, want, strict=True):
+        x, weights, ids = random_step(seed, tokens, experts)
+        right = reference(store, Routing(layer, 2, x, ids, weights, **told), activation)
+        # bf16: rounding the input's product, the inner activation, each expert's output and the sum.
+        assert (got.double() - right).norm() / right.norm() < 1e-2
+
+
+def test_an_expert_without_a_gate_takes_two_thirds_of_the_bytes_and_is_checked_in_files(tmp_path):
+    experts = without_gate(make_experts(intermediate=64))
+    sizes = [make_experts(intermediate=64).formats[4].nbytes, experts.formats[4].nbytes]
+    assert sizes[1] * 3 == sizes[0] * 2
+    store = write(tmp_path / "store", experts)
+    assert store.manifest.experts == experts
+    last = read(store, BlobKey(1, 5, 4))
+    store.close()
+    damage(
+        next((tmp_path / "store").glob("*-00002.safetensors")), 4096 + 5 * experts.formats[4].nbytes + 7, b"\xff\x01"
+    )
+    store = FileStore(tmp_path / "store")
+    with pytest.raises(StoreError, match="the up projection of expert 5 at 4 bits does not match its checksum"):
+        assert torch.equal(read(store, BlobKey(1, 5, 4)), last)
+    store.close()
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_drafts_layers_lie_behind_the_models_and_change_none_of_its_bits(tmp_path, in_files):
+    """Draft layers of the same index as the model's get numbers of their own; experts stay whose they were."""
+    model, draft = make_experts(), make_experts(layers=1)
+    parts = [write(tmp_path / name, e) for name, e in (("model", model), ("draft", draft))] if in_files else None
+    alone = outputs(make_runtime(make_store(model)), Activation.SILU)
+    store = join(*(parts or (make_store(model), different(draft))))
+    assert (store.experts.layers, store.experts.draft_layers) == ((1, 2, 4), 1)
+    runtime = with_budget(store, "30%")
+    together = []
+    for seed, layer, tokens in STEPS:
+        x, weights, ids = random_step(seed, tokens, runtime.experts)
+        together.append(runtime.forward(Routing(layer, 2, x, ids, weights), Activation.SILU))
+        drafted = Routing(2, 2, x, ids, weights)
+        got = runtime.forward(drafted, Activation.SILU)
+        right = reference(store, drafted, Activation.SILU)
+        assert (got.double() - right).norm() / right.norm() < 1e-2
+    runtime.check_integrity()
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    runtime.close()
+
+
+def different(experts):
+    """Other weights than the model's layer of the same position."""
+    store = make_store(experts)
+    blob = store.blob(BlobKey(0, 0, 4))
+    blob.copy_(store.blob(BlobKey(0, 1, 4)).clone())
+    return store
+
+
+def test_a_draft_changes_no_tier_of_the_model():
+    system, experts = Dymoe(), make_experts(layers=5)
+    want = system.shares(4, experts.top_k)
+    shares = system.all_shares(replace(experts, draft_layers=1))
+    assert set(want) == {Tier.HI, Tier.LO}
+    for tier in want:
+        assert shares[tier] == [*want[tier], want[tier][-1]]
+    assert system.schedule.ratio(4, 4) == system.schedule.ratio(3, 4)
+
+
+def test_a_runtime_makes_room_for_one_with_more_layers():
+    first = make_runtime(make_store(make_experts()))
+    held = first.memory
+    store = first.release()
+    assert not held.pools
+    assert outputs(make_runtime(store), Activation.SILU)
+
+
+def test_projections_without_a_gate():
+    assert make_experts().projections == tuple(Projection)
+    assert without_gate(make_experts()).projections == (Projection.UP, Projection.DOWN)

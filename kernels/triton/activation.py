@@ -36,13 +36,12 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
     if CURVE == 0:
         if BOUNDED:
             gate = tl.minimum(gate, LIMIT)
+        gate = gate * tl.sigmoid(gate if ALPHA == 1.0 else ALPHA * gate)
+        if BOUNDED:
             up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
         if BETA != 0.0:
             up = up + BETA
-        if ALPHA == 1.0:
-            return gate * tl.sigmoid(gate) * up
-        else:
-            return gate * tl.sigmoid(ALPHA * gate) * up
+        return gate * up
     elif CURVE == 1:
         return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
     elif CURVE == 2:

@@ -84,6 +84,25 @@ def test_16_bits_are_exact(tmp_path, out, style):
         assert packed.bias is None if not model.biases else torch.equal(packed.bias, model.biases[place]), place
 
 
+def test_experts_without_a_gate_are_quantized(tmp_path, out):
+    model = make_model(tmp_path / "model")
+    model.config["model_type"] = "nemotron_h"
+    model.tensors = {n: t for n, t in model.tensors.items() if ".experts." not in n or ".gate_proj." not in n}
+    model.save()
+    quantized(model, out, "--hi", 16)
+    seen = set()
+    for place, matrix, section in sections(out, 16):
+        if place[2] is Projection.GATE:
+            assert not len(section)
+            continue
+        assert torch.equal(matrix.view(section.clone()).weight, model.experts[place]), place
+        seen.add(place[2])
+    assert seen == {Projection.UP, Projection.DOWN}
+    model.config["model_type"] = "qwen3_moe"
+    model.save()
+    assert "the gate projection of expert 0" in refused("quantize", model.folder, "-o", tmp_path / "other")
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("shard_bytes", [5 * 10**9, 10_000])
 def test_dense_tensors_are_copied_bit_for_bit(model, out, shards, shard_bytes, monkeypatch):

@@ -152,3 +152,37 @@ def test_what_is_no_weight_or_bias_is_refused_by_name(name, shape):
     layer = Layer()
     with pytest.raises(ConfigError, match=f"cannot take the checkpoint's tensor model.{name} with shape"):
         layer.w13_weight.weight_loader(layer.w13_weight, torch.zeros(shape), f"model.{name}", "w1", 0)
+
+
+def dbrx_stacks(layer, weights):
+    """As DbrxForCausalLM.load_weights does: all experts one below the other, down as its transpose, and no number."""
+    for projection, name in ((Projection.GATE, "w1"), (Projection.UP, "v1"), (Projection.DOWN, "w2")):
+        stack = stacked(weights, projection)
+        matrix = (stack.transpose(1, 2) if projection is Projection.DOWN else stack).flatten(0, 1)
+        param = getattr(layer, "w2_weight" if name == "w2" else "w13_weight")
+        param.weight_loader(param, matrix, f"transformer.blocks.0.ffn.experts.mlp.{name}", "ffn.experts.w13_weight")
+
+
+@pytest.mark.parametrize("parallel", [(0, 1, 0, 1), (1, 2, 0, 1), (0, 1, 1, 2)])
+def test_dbrx_stacks_arrive_sliced(parallel):
+    rank, ranks, expert_rank, expert_ranks = parallel
+    layer = Layer(rank=rank, ranks=ranks, expert_rank=expert_rank, expert_ranks=expert_ranks, bias=False)
+    layer.moe_config.num_experts = EXPERTS
+    weights, biases = random_model()
+    dbrx_stacks(layer, weights)
+    want = {p: t for p, t in expected(layer, weights, biases, rank, ranks).items() if p[0] == "weight"}
+    assert layer.got.keys() == want.keys()
+    assert all(torch.equal(layer.got[place], tensor) for place, tensor in want.items())
+
+
+def test_the_first_matrix_of_experts_without_a_gate_is_up():
+    layer = Layer(activation=MoEActivation.RELU2_NO_MUL, bias=False)
+    weights, _ = random_model()
+    for expert in range(EXPERTS):
+        for shard, projection in (("w1", Projection.UP), ("w2", Projection.DOWN)):
+            param = getattr(layer, "w2_weight" if shard == "w2" else "w13_weight")
+            assert param.weight_loader(
+                param, weights[expert, projection], "model.weight", shard, expert, return_success=True
+            )
+    assert {place[2] for place in layer.got} == {Projection.UP, Projection.DOWN}
+    assert len(layer.got) == 2 * EXPERTS

@@ -27,7 +27,9 @@ from vllm_dymoe.store.header import TensorPlace
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_k")
+_HIDDEN = ("moe_latent_size", "hidden_size")
 _INTERMEDIATE = ("moe_intermediate_size", "intermediate_size")
+_WITHOUT_GATE = frozenset(("nemotron_h",))
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _SAMPLE_BYTES = 512
 
@@ -129,6 +131,11 @@ class Checkpoint:
         """Indices of the MoE layers."""
         return tuple(sorted({tensors.layer for tensors in self.experts}))
 
+    @cached_property
+    def projections(self) -> tuple[Projection, ...]:
+        """Of every expert; some models' have no gate."""
+        return tuple(Projection)[self.config.model_type in _WITHOUT_GATE :]
+
     @property
     def num_experts(self) -> int:
         """Experts in each layer."""
@@ -145,12 +152,12 @@ class Checkpoint:
         Raises:
             CheckpointError: config.json lacks a size, or the format cannot hold this model.
         """
-        hidden, intermediate = self.config.size("hidden_size"), self.config.size(*_INTERMEDIATE)
+        hidden, intermediate = self.config.size(*_HIDDEN), self.config.size(*_INTERMEDIATE)
         biased = any("bias" in tensors.parts for tensors in self.experts)
         fields = format_fields(self.reader, {})
         formats = {
             width: ExpertFormat(
-                hidden, intermediate, width, group_size, dtype, biased,
+                hidden, intermediate, width, group_size, dtype, biased, has_gate=Projection.GATE in self.projections,
                 **{field: width in widths for field, widths in fields.items()},
             )
             for width in bits
@@ -172,7 +179,7 @@ class Checkpoint:
         Raises:
             CheckpointError: a file cannot be read, or a tensor is not what config.json says.
         """
-        return {projection: self._matrix(position, expert, projection) for projection in Projection}
+        return {projection: self._matrix(position, expert, projection) for projection in self.projections}
 
     def _matrix(self, position: int, expert: int, projection: Projection) -> Matrix:
         tensors = self._matrices[self.layers[position], expert, projection]
@@ -279,7 +286,7 @@ class Checkpoint:
                         raise CheckpointError(f"expert {expert} of {there} in {self.folder} {why}.")
                     if not lacking:
                         found[tensors.layer, expert, projection] = tensors
-        wanted = {(layer, expert, of) for layer in self.layers for expert in range(count) for of in Projection}
+        wanted = {(layer, expert, of) for layer in self.layers for expert in range(count) for of in self.projections}
         missing = sorted(wanted - found.keys())
         if missing:
             layer, expert, projection = missing[0]

@@ -24,6 +24,10 @@ from vllm_dymoe.vllm_adapter.report import logger
 from vllm_dymoe.vllm_adapter.store import check_ranks
 
 WORKER_EXTENSION = "vllm_dymoe.vllm_adapter.worker.DymoeWorkerExtension"
+WITHOUT_DRAFT = (
+    "vllm-dymoe: this checkpoint was written by `vllm-dymoe quantize`, which leaves out the layers of multi-token "
+    "prediction; serve the checkpoint that it was made from, or leave --speculative-config out."
+)
 RELOADING = (
     "vllm-dymoe: weights cannot be replaced while the model is served, because its experts are packed in a store; "
     "nothing was changed: start again with the new checkpoint."
@@ -41,6 +45,8 @@ def prepare(config: VllmConfig) -> None:
     try:
         _refuse_model(config)
         refuse_unsupported_features(config)
+        if ours is not None and _drafted_by_experts(config):
+            raise ConfigError(WITHOUT_DRAFT)
         if ours is not None and config.load_config.load_format != "dummy":
             check_ranks(Path(config.model_config.model), config.parallel_config.tensor_parallel_size)
         _refuse_pipeline(config, options)
@@ -190,11 +196,16 @@ def _adapts_experts(config: VllmConfig) -> bool:
     return lora.target_modules is None or any("experts" in name.split(".") for name in lora.target_modules)
 
 
-def _drafts_with_experts(config: VllmConfig) -> bool:
+def _drafted_by_experts(config: VllmConfig) -> bool:
     draft = getattr(config.speculative_config, "draft_model_config", None)
     # Methods without a draft model, such as ngram, have the target's own config there.
-    if draft is None or draft is config.model_config or draft.get_num_experts() == 0:
+    return draft is not None and draft is not config.model_config and draft.get_num_experts() > 0
+
+
+def _drafts_with_experts(config: VllmConfig) -> bool:
+    if not _drafted_by_experts(config):
         return False
+    draft = config.speculative_config.draft_model_config
     # That of multi-token prediction is in the checkpoint itself.
     return config.speculative_config.method != "mtp" or str(draft.model) != str(config.model_config.model)
 

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
@@ -20,7 +22,9 @@ from vllm_dymoe.quantize.readers.compatibility import (
 )
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.store.manifest import FORMAT_KEYS
+from vllm_dymoe.vllm_adapter import quant_config
 from vllm_dymoe.vllm_adapter.loading import Loading
+from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig, read_options
 from vllm_dymoe.vllm_adapter.store import LayerSpec
 
@@ -204,3 +208,21 @@ def test_a_converted_checkpoint_has_the_dense_configuration_with_it():
     assert isinstance(config._dense, AutoAWQConfig)
     assert config.reader is None
     assert config.checkpoint == ours
+
+
+def test_a_draft_with_a_config_of_its_own_joins_the_models_experts(monkeypatch):
+    """Step-3.5's and Nemotron-H's drafts are given another quantization config than the model's."""
+    mine = SimpleNamespace(loading=object())
+    model = DymoeMoEMethod.__new__(DymoeMoEMethod)
+    model.loading = mine.loading
+    others = {"model.layers.0.attn": SimpleNamespace(loading=None), "model.layers.0.experts.dymoe": model}
+    compilation = SimpleNamespace(static_forward_context=others)
+    monkeypatch.setattr(
+        quant_config, "get_current_vllm_config", lambda: SimpleNamespace(compilation_config=compilation)
+    )
+    layer = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(layer)
+    layer.moe_config = FusedMoEConfig.__new__(FusedMoEConfig)
+    draft = DymoeConfig()
+    assert draft.get_quant_method(layer, "model.layers.2.experts").loading is mine.loading
+    assert draft.loading is mine.loading

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture, is_breakable_cudagraph_enabled
-from vllm.config import CUDAGraphMode, get_current_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -139,6 +139,12 @@ def supported_activation(layer: Any) -> Activation:
             "--quantization dymoe."
         )
     return activation
+
+
+def loading_of(config: VllmConfig) -> Loading | None:
+    """Whose layers an engine has already: some drafts (Step-3.5's) get a quantization config of their own."""
+    layers = config.compilation_config.static_forward_context.values()
+    return next((layer.loading for layer in layers if isinstance(layer, DymoeMoEMethod)), None)
 
 
 def _context_key(layer_name: str) -> str:

@@ -177,11 +177,13 @@ class DymoeConfig(QuantizationConfig):
         Raises:
             ConfigError: the layer is quantized in a way that this vLLM does not run.
         """
-        from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
+        from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod, loading_of
 
         if isinstance(layer, RoutedExperts):
             if self.loading is None:
                 config = get_current_vllm_config()
+                self.loading = loading_of(config)
+            if self.loading is None:
                 options = read_options(config, self.checkpoint, self.reader)
                 self.loading = Loading(config, options, self.checkpoint, self.reader)
             return DymoeMoEMethod(layer.moe_config, self.loading)

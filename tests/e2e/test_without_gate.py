@@ -48,11 +48,15 @@ def test_experts_without_a_gate_agree_with_transformers_at_every_budget(tmp_path
             runtime.check_integrity()
             layers.append(outputs)
     assert all(torch.equal(a, b) for a, b in zip(*layers, strict=True))
+    behind = []
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for prompt, ours in zip(prompts(), answers, strict=True):
         read = prompt["prompt_token_ids"]
         with torch.no_grad():
             logits = model(torch.tensor([read + ours.tokens])).logits[0, len(read) - 1 : -1]
-        best, chosen = logits.max(1).values, logits.gather(1, torch.tensor(ours.tokens)[:, None])[:, 0]
-        # bf16 against float32; an expert left out, or the wrong one, costs units.
-        assert (best - chosen).max() < 0.3, (best - chosen).tolist()
+        chosen = logits.gather(1, torch.tensor(ours.tokens)[:, None])[:, 0]
+        behind.append(logits.max(1).values - chosen)
+    # bf16 against float32: now and then a router chooses otherwise. Without experts nearly all would differ.
+    missed = torch.cat(behind)
+    assert (missed == 0).float().mean() > 0.9, missed.tolist()
+    assert missed.max() < 1, missed.tolist()

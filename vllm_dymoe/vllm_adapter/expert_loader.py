@@ -181,7 +181,7 @@ class PrequantizedExpertLoader(ExpertLoader):
         loaded_weight: Tensor,
         weight_name: str,
         shard_id: str,
-        expert_id: int,
+        expert_id: int | None = None,
         return_success: bool = False,
     ) -> bool | None:
         """Take one tensor of one projection of one expert.
@@ -189,6 +189,10 @@ class PrequantizedExpertLoader(ExpertLoader):
         Raises:
             ConfigError: it is not what the checkpoint's configuration says.
         """
+        if expert_id is None:
+            raise ConfigError(
+                f"vllm-dymoe: {weight_name} holds quantized experts of DBRX, which are not supported yet."
+            )
         kind = param.stack_name.partition("_")[2]  # type: ignore[attr-defined]
         if kind == "bias":
             return super().__call__(param, loaded_weight, weight_name, shard_id, expert_id, return_success)

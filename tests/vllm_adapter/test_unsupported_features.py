@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.vllm_adapter.test_prepare import MODEL, configure, refusal
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.store import MANIFEST, Manifest
+from vllm_dymoe.vllm_adapter import prepare
 from vllm_dymoe.vllm_adapter.patches import apply_patches
 from vllm_dymoe.vllm_adapter.prepare import experts_of, refuse_unsupported_features
 from vllm_dymoe.vllm_adapter.quant_config import read_options
@@ -170,3 +171,11 @@ def test_a_store_of_another_tensor_parallel_size_is_refused_before_anything_star
     configure(model=folder, quantization=None)
     message = refusal(model=folder, quantization=None, tensor_parallel_size=2)
     assert f"the experts in {folder} are packed for --tensor-parallel-size 1, not 2; " in message
+
+
+def test_a_checkpoint_that_we_have_written_has_no_draft(tmp_path, monkeypatch):
+    """It would be served with weights that nobody has loaded."""
+    folder = packed_for(tmp_path, ranks=1)
+    monkeypatch.setattr(prepare, "_drafted_by_experts", lambda config: True)
+    monkeypatch.setattr(prepare, "refuse_unsupported_features", lambda config: None)
+    assert "leaves out the layers of multi-token prediction" in refusal(model=folder, quantization=None)

@@ -10,14 +10,16 @@ import torch
 
 from vllm_dymoe.kernels.activation import Activation, Curve
 from vllm_dymoe.kernels.base import ExpertKernel, ExpertWork, Group, Groups, LayerWork
+from vllm_dymoe.kernels.codebook import Codebook
 from vllm_dymoe.kernels.combine import combine
 from vllm_dymoe.kernels.cpu import CpuKernel
-from vllm_dymoe.kernels.packed import MatrixFormat, PackedMatrix, dequantize, pack, unpack
+from vllm_dymoe.kernels.packed import MatrixFormat, PackedMatrix, dequantize, pack, pack_floats, unpack
 from vllm_dymoe.kernels.reference import expert_reference
 from vllm_dymoe.kernels.torch_ops import TorchKernel
 
 __all__ = [
     "Activation",
+    "Codebook",
     "CpuKernel",
     "Curve",
     "ExpertKernel",
@@ -33,6 +35,7 @@ __all__ = [
     "expert_reference",
     "make_kernel",
     "pack",
+    "pack_floats",
     "unpack",
 ]
 

@@ -48,9 +48,10 @@ class Int4Linear:
 
     def supports(self, format: MatrixFormat) -> bool:
         """Whether a format can be computed here: a matter of the format and the workspace."""
-        # In float16 torch's kernel is scalar code, a hundred times slower. Integer zeros would have to be rounded.
+        # In float16 torch's kernel is scalar code, a hundred times slower. Integer zeros would have to be rounded, and
+        # floats are no steps of a grid.
         fast = format.quantized and format.dtype is torch.bfloat16 and not format.integer_zeros
-        return fast and _block_bytes(format) <= self._workspace.numel()
+        return fast and format.codebook is None and _block_bytes(format) <= self._workspace.numel()
 
     def linear(self, format: MatrixFormat) -> Linear:
         """The operation for matrices of one format: bfloat16 [n, columns] to [n, rows], accumulated in float32."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.checks import check_tensor
+from vllm_dymoe.kernels.codebook import Codebook
 
 BLOCK_ROWS = 64
 """Rows that are interleaved; quantized matrices are padded to whole blocks."""
@@ -45,10 +46,12 @@ class MatrixFormat:
         act_order: whether columns are stored in another order than that of the inputs, which lies behind the bias. GPTQ
             quantizes columns in the order of their activations (desc_act), and its groups lie scattered over a row;
             columns are stored so that groups are neighbours again.
+        codebook: what codes stand for where they are floats, see :class:`vllm_dymoe.kernels.Codebook`; such a matrix
+            has scales without zeros, in the codebook's own dtype. None for codes that are steps of a grid.
 
     Raises:
         ValueError: a size, bit-width or group size that the format does not have, integer zeros or an order of columns
-            at 16 bits, or an order of more than 32768 columns.
+            at 16 bits or with a codebook, or an order of more than 32768 columns.
         TypeError: another dtype.
     """
 
@@ -60,13 +63,16 @@ class MatrixFormat:
     bias: bool = False
     integer_zeros: bool = False
     act_order: bool = False
+    codebook: Codebook | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 0 or self.columns < 1:
             raise ValueError(f"a matrix needs no fewer than 0 rows and 1 column, got {self.rows} x {self.columns}")
         if self.bits not in BIT_WIDTHS:
             raise ValueError(f"bits is {self.bits}, expected one of {', '.join(map(str, BIT_WIDTHS))}")
-        if self.bits < 16 and self.group_size not in GROUP_SIZES:
+        if self.codebook is not None:
+            self._check_codebook(self.codebook)
+        elif self.bits < 16 and self.group_size not in GROUP_SIZES:
             raise ValueError(f"group_size is {self.group_size}, expected one of {', '.join(map(str, GROUP_SIZES))}")
         if self.dtype not in DTYPES:
             raise TypeError(f"dtype is {self.dtype}, expected torch.bfloat16 or torch.float16")
@@ -76,6 +82,20 @@ class MatrixFormat:
             raise ValueError("act_order is set for 16 bits, which have no groups")
         if self.act_order and self.columns > _MOST_ACT_ORDER_COLUMNS:
             raise ValueError(f"act_order is set for {self.columns} columns, expected at most {_MOST_ACT_ORDER_COLUMNS}")
+
+    def _check_codebook(self, codebook: Codebook) -> None:
+        if self.bits != codebook.bits:
+            raise ValueError(f"bits is {self.bits}, but codes of {codebook.name} have {codebook.bits}")
+        sizes = GROUP_SIZES if codebook.group_size is None else (codebook.group_size,)
+        if self.group_size not in sizes:
+            raise ValueError(f"group_size is {self.group_size}, expected {' or '.join(map(str, sizes))}")
+        if self.integer_zeros or self.act_order:
+            raise ValueError(f"{codebook.name} has neither zeros nor an order of columns")
+
+    @property
+    def tag(self) -> int:
+        """What stands for the format in kernels' tables: its bits, or its codebook's tag."""
+        return self.bits if self.codebook is None else self.codebook.tag
 
     @property
     def quantized(self) -> bool:
@@ -129,8 +149,16 @@ class MatrixFormat:
     @cached_property
     def bias_offset(self) -> int:
         """Byte of the section where the bias begins, or would begin; a multiple of 256."""
+        if self.codebook is not None:
+            scale_bytes = self.groups * self.padded_rows * self.codebook.scale_dtype.itemsize
+            return _round_up(self.scales_offset + scale_bytes, _SECTION_ALIGNMENT) + self._factor_bytes
         # Scales and zeros of one group of one block are 256 bytes: nothing is left to round up.
         return self.scales_offset + self.groups * self.padded_rows * 2 * self.dtype.itemsize
+
+    @property
+    def _factor_bytes(self) -> int:
+        """Bytes in front of the bias that hold the factor, padded."""
+        return _SECTION_ALIGNMENT if self.codebook is not None and self.codebook.has_factor else 0
 
     @cached_property
     def order_offset(self) -> int:
@@ -164,11 +192,23 @@ class MatrixFormat:
         bias = section[self.bias_offset :].view(self.dtype)[: self.rows] if self.bias else None
         if not self.quantized:
             return PackedMatrix(self, stored.view(self.dtype).view(self.weight_shape), None, bias)
+        if self.codebook is not None:
+            return self._view_codebook(self.codebook, section, bias)
         scales_zeros = section[self.scales_offset : self.bias_offset].view(self.dtype)
         order = section[self.order_offset :].view(torch.int16)[: self.columns] if self.act_order and self.rows else None
         return PackedMatrix(
             self, stored.view(self.weight_shape), scales_zeros.view(self.groups, self.padded_rows, 2), bias, order
         )
+
+    def _view_codebook(self, codebook: Codebook, section: Tensor, bias: Tensor | None) -> "PackedMatrix":
+        shape = self.blocks, self.groups, BLOCK_ROWS
+        scales_end = self.scales_offset + self.groups * self.padded_rows * codebook.scale_dtype.itemsize
+        scales = section[self.scales_offset : scales_end].view(codebook.scale_dtype).view(shape)
+        factor = None
+        if codebook.has_factor:
+            factor = section[self.bias_offset - self._factor_bytes :].view(torch.float32)[:2]
+        weight = section[: self.weight_bytes].view(self.weight_shape)
+        return PackedMatrix(self, weight, None, bias, scales=scales, factor=factor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,9 +219,12 @@ class PackedMatrix:
         format: what the bytes mean.
         weight: uint8 [blocks, columns, 32] at 4 bits, [blocks, columns / 2, 32] at 2, [blocks, 2, columns, 32] at 8
             (columns padded to whole groups); `dtype` [rows, columns] at 16.
-        scales_zeros: `dtype` [groups, padded_rows, 2], scale then zero; None at 16 bits.
+        scales_zeros: `dtype` [groups, padded_rows, 2], scale then zero; None at 16 bits and with a codebook.
         bias: `dtype` [rows]; None where the format has none.
         order: int16 [columns], the input that each stored column multiplies; None where that is its own place.
+        scales: with a codebook, in its dtype [blocks, groups, 64]; None without one.
+        factor: float32 [2], what all scales are multiplied with and then divided by; None where the codebook has none.
+            Published tools do either of both, and a reciprocal would not be exact.
     """
 
     format: MatrixFormat
@@ -189,11 +232,13 @@ class PackedMatrix:
     scales_zeros: Tensor | None
     bias: Tensor | None = None
     order: Tensor | None = None
+    scales: Tensor | None = None
+    factor: Tensor | None = None
 
     @cached_property
     def addresses(self) -> tuple[int, int, int, int]:
         """Where weight, scales, bias and order lie; 0 for those that there are not."""
-        parts = self.weight, self.scales_zeros, self.bias, self.order
+        parts = self.weight, self.scales_zeros if self.scales is None else self.scales, self.bias, self.order
         weight, scales, bias, order = (0 if part is None else part.data_ptr() for part in parts)
         return weight, scales, bias, order
 
@@ -247,6 +292,8 @@ def pack(
     """
     if not format.quantized:
         raise ValueError("format has 16 bits: such a matrix has no codes, copy its weights into view(section).weight")
+    if format.codebook is not None:
+        raise ValueError(f"format is {format.codebook.name}, which has no zeros: use pack_floats")
     check_tensor("codes", codes, dtype=torch.uint8, shape=(format.rows, format.columns), contiguous=False)
     check_tensor("scales", scales, shape=(format.rows, format.groups), contiguous=False)
     check_tensor("zeros", zeros, shape=(format.rows, format.groups), contiguous=False)
@@ -264,6 +311,53 @@ def pack(
         packed.order.copy_(order)
         codes = codes[:, order]
 
+    _store_codes(packed, codes)
+    packed.scales_zeros[:, : format.rows, 0].copy_(scales.t())
+    packed.scales_zeros[:, : format.rows, 1].copy_(zeros.t())
+
+
+def pack_floats(
+    format: MatrixFormat, codes: Tensor, scales: Tensor, section: Tensor, factor: tuple[float, float] = (1.0, 1.0)
+) -> None:
+    """Write a matrix with a codebook into a section; bytes that pad are zero, and so is a bias.
+
+    Args:
+        format: with a codebook.
+        codes: uint8 [rows, columns], as published.
+        scales: [rows, groups] in the codebook's dtype.
+        section: uint8 [nbytes], overwritten.
+        factor: what scales are multiplied with, and then divided by; (1, 1) for a codebook without one.
+
+    Raises:
+        TypeError: codes, scales or section have another dtype.
+        ValueError: a format without a codebook, a wrong shape, a code that does not fit, or a factor too many.
+    """
+    if format.codebook is None:
+        raise ValueError("format has no codebook: use pack")
+    check_tensor("codes", codes, dtype=torch.uint8, shape=(format.rows, format.columns), contiguous=False)
+    shape, dtype = (format.rows, format.groups), format.codebook.scale_dtype
+    check_tensor("scales", scales, dtype=dtype, shape=shape, contiguous=False)
+    highest = int(codes.max())
+    if highest >> format.bits:
+        raise ValueError(f"codes holds {highest}, which does not fit {format.bits} bits")
+    packed = format.view(section)
+    assert packed.scales is not None
+    section.zero_()
+    if packed.factor is not None:
+        packed.factor.copy_(torch.tensor(factor))
+    elif factor != (1.0, 1.0):
+        raise ValueError(f"factor is {factor}, and {format.codebook.name} has none")
+    _store_codes(packed, codes)
+    # As bytes, of which a pad is 0: not every dtype of scales can be padded.
+    raw = scales.contiguous().view(torch.uint8).view(format.rows, format.groups, -1)
+    raw = torch.nn.functional.pad(raw, (0, 0, 0, 0, 0, format.padded_rows - format.rows))
+    raw = raw.view(format.blocks, BLOCK_ROWS, format.groups, -1).transpose(1, 2)
+    packed.scales.view(torch.uint8).view(raw.shape).copy_(raw)
+
+
+def _store_codes(packed: PackedMatrix, codes: Tensor) -> None:
+    """Write codes uint8 [rows, columns], in the order in which they are stored, and zeros behind them."""
+    format = packed.format
     padding = (0, format.padded_columns - format.columns, 0, format.padded_rows - format.rows)
     padded = torch.nn.functional.pad(codes, padding)
     if format.bits == 8:
@@ -274,8 +368,6 @@ def pack(
     else:
         halves = _pairs(padded).reshape(format.blocks * format.groups, 2, -1)
         packed.weight.copy_((halves[:, 0] | halves[:, 1] << 2).view(format.weight_shape))
-    packed.scales_zeros[:, : format.rows, 0].copy_(scales.t())
-    packed.scales_zeros[:, : format.rows, 1].copy_(zeros.t())
 
 
 def unpack(packed: PackedMatrix) -> Tensor:
@@ -306,12 +398,20 @@ def _stored_codes(packed: PackedMatrix) -> Tensor:
 def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weights that a packed matrix stands for: `dtype` [rows, columns], columns in the order of the inputs.
 
-    The arithmetic is float32, or float64 if that is asked for; narrower dtypes are rounded to at the end.
+    The arithmetic is float32, or float64 if that is asked for; narrower dtypes are rounded to at the end. With a
+    codebook it is that of the tools that publish such codes: scale times factor first, then level times that.
     """
     format = packed.format
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    if packed.scales is not None and format.codebook is not None:
+        by_row = packed.scales.to(precise).transpose(1, 2).reshape(format.padded_rows, format.groups)[: format.rows]
+        if packed.factor is not None:
+            multiplier, divisor = packed.factor.to(precise)
+            by_row = by_row * multiplier / divisor
+        levels = format.codebook.levels(_stored_codes(packed)).to(precise)
+        return (levels * by_row.repeat_interleave(format.group_size, dim=1)[:, : format.columns]).to(dtype)
     if packed.scales_zeros is None:
         return packed.weight.to(dtype)
-    precise = torch.float64 if dtype == torch.float64 else torch.float32
     scales, zeros = (
         packed.scales_zeros.to(precise)
         .permute(2, 1, 0)[:, : format.rows]

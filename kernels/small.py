@@ -69,6 +69,8 @@ def most_tokens(gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, quanti
         return 0
     if (down.bits, down.group_size, down.integer_zeros) != (up.bits, up.group_size, up.integer_zeros):
         return 0
+    if up.codebook is not None or down.codebook is not None:
+        return 0
     weights = up.rows * up.columns
     if up.bits == 16:
         return _PLAIN_PRODUCTS // weights

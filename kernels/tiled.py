@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_dymoe.kernels.codebook import E2M1_OF_E4M3
 from vllm_dymoe.kernels.packed import BLOCK_ROWS, PAIR_BYTES, MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.unfold import SCALE_FACTOR, unfold
 
@@ -32,6 +33,9 @@ MINIMUM_WORKSPACE_BYTES = _COLUMNS * BLOCK_ROWS * _BYTES_PER_WEIGHT
 _LOW_HALF = torch.tensor(0x0F, dtype=torch.uint8)
 _HIGH_HALF = torch.tensor(0xF0, dtype=torch.uint8)
 _FOUR = torch.tensor(4, dtype=torch.uint8)
+_TWO = torch.tensor(2, dtype=torch.uint8)
+_SIGN = torch.tensor(0x80, dtype=torch.uint8)
+_MAGNITUDE = torch.tensor(0x1C, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +68,10 @@ class _Tile:
     parts: tuple[Tensor, ...]
     pairs: Tensor
 
-    def store(self, floats: tuple[Tensor, ...]) -> None:
-        """Codes as floats, to low or high."""
+    def store(self, floats: tuple[Tensor, ...], dtype: torch.dtype = torch.uint8) -> None:
+        """Codes, numbers of some dtype of a byte, as floats, to low or high."""
         for source, destination in zip(self.parts, floats, strict=True):
-            destination.copy_(source)
+            destination.copy_(source.view(dtype))
 
 
 class TiledLinear:
@@ -97,7 +101,10 @@ class TiledLinear:
         if format.quantized:
             if format.padded_columns != format.columns:
                 precise = F.pad(precise, (0, format.padded_columns - format.columns))
-            self._add_quantized(precise, packed, sums)
+            if packed.scales is None:
+                self._add_quantized(precise, packed, sums)
+            else:
+                self._add_floats(precise, packed, packed.scales, sums)
         else:
             self._add_plain(precise, packed, sums)
         result = sums[:, : format.rows]
@@ -134,6 +141,20 @@ class TiledLinear:
                 _load_pairs(tile, packed)
             torch.addcmul(zeros[tile.groups], tile.grouped, scales[tile.groups], out=tile.grouped)
             _multiply(x[:, tile.columns], tile.floats, sums[:, tile.rows], first=tile.columns.start == 0)
+
+    def _add_floats(self, x: Tensor, packed: PackedMatrix, scales: Tensor, sums: Tensor) -> None:
+        """Codes with a codebook: level times scale is exact at 4 bits, where the factor follows behind the sum."""
+        four_bits = packed.format.bits == 4
+        for tile in self._tiling(packed.format):
+            if tile.columns.start == 0:
+                some = scales[tile.blocks].float().transpose(0, 1).reshape(packed.format.groups, 1, -1)
+                if four_bits:
+                    some *= E2M1_OF_E4M3
+            _load_floats(tile, packed) if four_bits else _load_bytes(tile, packed, torch.float8_e4m3fn)
+            tile.grouped.mul_(some[tile.groups])
+            _multiply(x[:, tile.columns], tile.floats, sums[:, tile.rows], first=tile.columns.start == 0)
+        if packed.factor is not None:
+            sums *= packed.factor[0] / packed.factor[1]
 
     def _tiling(self, format: MatrixFormat) -> list[_Tile]:
         """The tiles of a format, prepared once; those of the same rows in ascending columns."""
@@ -185,15 +206,29 @@ def _load_pairs(tile: _Tile, packed: PackedMatrix) -> None:
     tile.store(tile.high)
 
 
-def _load_bytes(tile: _Tile, packed: PackedMatrix) -> None:
-    """8-bit codes of a tile as floats."""
+def _load_bytes(tile: _Tile, packed: PackedMatrix, dtype: torch.dtype = torch.uint8) -> None:
+    """8-bit codes of a tile, numbers of some dtype, as floats."""
     above, below = packed.weight[tile.blocks, :, tile.columns].unbind(1)
     torch.bitwise_left_shift(above, _FOUR, out=tile.codes)
     tile.codes.bitwise_or_(torch.bitwise_and(below, _LOW_HALF, out=tile.pairs))
-    tile.store(tile.low)
+    tile.store(tile.low, dtype)
     torch.bitwise_and(above, _HIGH_HALF, out=tile.codes)
     tile.codes.bitwise_or_(torch.bitwise_right_shift(below, _FOUR, out=tile.pairs))
-    tile.store(tile.high)
+    tile.store(tile.high, dtype)
+
+
+def _load_floats(tile: _Tile, packed: PackedMatrix) -> None:
+    """e2m1 codes of a tile as floats, each a 64th of what it stands for: see codebook.as_e4m3."""
+    pairs = packed.weight[tile.blocks, tile.columns]
+    torch.bitwise_left_shift(pairs, _TWO, out=tile.codes)
+    tile.codes.bitwise_and_(_MAGNITUDE)
+    torch.bitwise_left_shift(pairs, _FOUR, out=tile.pairs)
+    tile.codes.bitwise_or_(tile.pairs.bitwise_and_(_SIGN))
+    tile.store(tile.low, torch.float8_e4m3fn)
+    torch.bitwise_right_shift(pairs, _TWO, out=tile.codes)
+    tile.codes.bitwise_and_(_MAGNITUDE)
+    tile.codes.bitwise_or_(torch.bitwise_and(pairs, _SIGN, out=tile.pairs))
+    tile.store(tile.high, torch.float8_e4m3fn)
 
 
 def _multiply(x: Tensor, tile: Tensor, sums: Tensor, *, first: bool) -> None:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_dymoe.kernels import Activation, Curve, ExpertWork, MatrixFormat, PackedMatrix, pack
+from vllm_dymoe.kernels import Activation, Curve, ExpertWork, MatrixFormat, PackedMatrix, pack, pack_floats
+from vllm_dymoe.kernels.codebook import MXFP4, Codebook
 
 ACTIVATIONS = (
     Activation.SILU,
@@ -36,6 +37,9 @@ def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
         packed.weight.copy_(torch.randn(format.rows, format.columns, generator=generator) * size)
         return _with_bias(packed, generator)
     shape = (format.rows, format.columns)
+    if format.codebook is not None:
+        _pack_random_floats(format, size, section, generator)
+        return _with_bias(format.view(section), generator)
     codes = torch.randint(0, 1 << format.bits, shape, generator=generator, dtype=torch.uint8)
     scales = (torch.rand(format.rows, format.groups, generator=generator) + 0.5) * size * 4 / (1 << format.bits)
     if format.integer_zeros:
@@ -45,6 +49,21 @@ def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
     order = torch.randperm(format.columns, generator=generator) if format.act_order else None
     pack(format, codes, scales.to(format.dtype), zeros.to(format.dtype), section, order)
     return _with_bias(format.view(section), generator)
+
+
+def _pack_random_floats(format: MatrixFormat, size: float, section: torch.Tensor, generator: torch.Generator) -> None:
+    codes = torch.randint(0, 1 << format.bits, (format.rows, format.columns), generator=generator, dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 1  # NaN in e4m3
+    scales = torch.rand(format.rows, format.groups, generator=generator) + 0.5
+    factor = (1.0, 1.0)
+    if format.codebook is MXFP4:
+        exponents = 124 + scales.mul(4).to(torch.int32) - format.columns.bit_length() // 2
+        scales = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+    elif format.codebook.has_factor:
+        scales, factor = (scales * 200).to(torch.float8_e4m3fn), (size, 800.0)
+    else:
+        scales = scales * size / 100
+    pack_floats(format, codes, scales, section, factor)
 
 
 def _with_bias(packed: PackedMatrix, generator: torch.Generator) -> PackedMatrix:
@@ -79,9 +98,15 @@ def random_expert(
     steps=False,
     act_order=False,
     gate=True,
+    codebook: Codebook | None = None,
 ) -> Expert:
-    """An expert of [hidden] -> [intermediate] -> [hidden]; at 16 bits its columns have no order."""
-    rest = bits, group_size, dtype, bias, steps, act_order and bits < 16
+    """An expert of [hidden] -> [intermediate] -> [hidden]; at 16 bits its columns have no order.
+
+    A codebook decides about bits, and about the group size if it has one.
+    """
+    if codebook is not None:
+        bits, group_size = codebook.bits, codebook.group_size or group_size
+    rest = bits, group_size, dtype, bias, steps, act_order and bits < 16, codebook
     wide, narrow = MatrixFormat(intermediate, hidden, *rest), MatrixFormat(hidden, intermediate, *rest)
     first = wide if gate else replace(wide, rows=0)
     return Expert(random_packed(first, seed), random_packed(wide, seed + 1), random_packed(narrow, seed + 2))

@@ -60,10 +60,10 @@ _TYPES = {
     torch.int64: "*i64",
 }
 _MODULES = {
-    "gate_up": ("activation", "decode", "fetch", "rows", "section"),
-    "down": ("activation", "decode", "fetch", "rows", "section"),
-    "grouped_gate_up": ("activation", "grouped", "section"),
-    "grouped_linear": ("activation", "grouped", "section"),
+    "gate_up": ("activation", "decode", "fetch", "float_rows", "rows", "section"),
+    "down": ("activation", "decode", "fetch", "float_rows", "rows", "section"),
+    "grouped_gate_up": ("activation", "float_rows", "float_tiles", "grouped", "section"),
+    "grouped_linear": ("activation", "float_rows", "float_tiles", "grouped", "section"),
     "combine": ("combine",),
     "place": ("place",),
 }

@@ -179,4 +179,4 @@ def place_of(row: int, packed: Packed) -> Place:
     gate, up, down = packed
     sections = gate.weight.data_ptr(), up.weight.data_ptr(), down.weight.data_ptr()
     check_addresses("work", sections)
-    return Place(row, sections, (gate.format.bits, up.format.bits, down.format.bits))
+    return Place(row, sections, (gate.format.tag, up.format.tag, down.format.tag))

@@ -7,14 +7,23 @@ bit for bit, and no second copy is needed.
 
 A share is what belongs to one block of 64 rows: its weights, its scales and zeros, its
 part of the bias, and for the last block the bytes that pad. All shares together
-are the section. An order of columns belongs to every block: each fetches it, before it
-computes, and stores the same bytes as the others.
+are the section. An order of columns, or a factor, belongs to every block: each fetches it,
+before it computes, and stores the same bytes as the others.
 """
 
 import triton
 import triton.language as tl
 
-from vllm_dymoe.kernels.triton.section import bias_offset, order_offset, weight_bytes
+from vllm_dymoe.kernels.triton.section import (
+    bias_offset,
+    code_bits,
+    factor_bytes,
+    group_size,
+    order_offset,
+    padded_columns,
+    scale_bytes,
+    weight_bytes,
+)
 
 
 @triton.jit
@@ -38,7 +47,7 @@ def fetch_share(
         bits: int32, one of the widths whose sum is TIERS.
         block: which 64 rows.
     """
-    for width in tl.static_range(1, 5):
+    for width in tl.static_range(1, 8):
         if TIERS & (1 << width):
             if bits == (1 << width):
                 _fetch(source, destination, block, ROWS, COLUMNS, GROUP, 1 << width, ORDERED >> width & 1, BIAS)
@@ -57,9 +66,9 @@ def _fetch(
     BIAS: tl.constexpr,
 ):
     PADDED_ROWS: tl.constexpr = (ROWS + 63) // 64 * 64
-    PADDED_COLUMNS: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP * GROUP
+    PADDED_COLUMNS: tl.constexpr = padded_columns(COLUMNS, GROUP, BITS)
     BLOCKS: tl.constexpr = PADDED_ROWS // 64
-    block_bytes = 128 * COLUMNS if BITS == 16 else 8 * PADDED_COLUMNS * BITS
+    block_bytes = 128 * COLUMNS if BITS == 16 else 8 * PADDED_COLUMNS * code_bits(BITS)
     begin = block.to(tl.int64) * block_bytes
     # The last block of 16 bits has fewer rows, and the padding behind them.
     end = tl.where(block == BLOCKS - 1, weight_bytes(ROWS, COLUMNS, GROUP, BITS), begin + block_bytes)
@@ -77,6 +86,16 @@ def _fetch(
             inside = first + words // 64 < GROUPS
             values = tl.load(source_words + offset, mask=inside)
             tl.store(destination_words + offset, values, mask=inside)
+    if BITS > 16:
+        # Scales of a block lie together; the last one's padding, and the factor, behind them.
+        SHARE: tl.constexpr = PADDED_COLUMNS // group_size(BITS, GROUP) * 64 * scale_bytes(BITS)
+        FACTOR: tl.constexpr = factor_bytes(BITS)
+        FACTOR_AT: tl.constexpr = bias_offset(ROWS, COLUMNS, GROUP, BITS) - FACTOR
+        begin = weight_bytes(ROWS, COLUMNS, GROUP, BITS) + block.to(tl.int64) * SHARE
+        end = tl.where(block == BLOCKS - 1, FACTOR_AT, begin + SHARE)
+        _copy(source + begin, destination + begin, (end - begin) // 4)
+        if FACTOR > 0:
+            _copy(source + FACTOR_AT, destination + FACTOR_AT, FACTOR // 4)
     if BIAS:
         stored: tl.constexpr = ROWS if BITS == 16 else PADDED_ROWS
         BIAS_BYTES: tl.constexpr = (2 * stored + 255) // 256 * 256

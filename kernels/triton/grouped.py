@@ -4,6 +4,9 @@ A program owns BLOCK_M positions of one expert and BLOCK_N rows of a projection.
 become float32 by being written into the mantissa of 2^23, are scaled there, and
 rounded once to the dtype that the tensor core multiplies; the sum is float32.
 
+Published floats become their levels, times scales where that is exact (4 bits, in both dtypes); scales of FP8
+are applied to the sums of a step, and a matrix's factor at the end.
+
 At 2 bits each word is loaded for both halves of its group, a column after the
 other: the second time it comes out of the cache, and x keeps its order.
 
@@ -15,7 +18,16 @@ import triton.language as tl
 from triton import knobs
 
 from vllm_dymoe.kernels.triton.activation import gated
-from vllm_dymoe.kernels.triton.section import DESCRIPTIONS, load_bias, order_offset, unpack_scales, weight_bytes
+from vllm_dymoe.kernels.triton.float_rows import load_factor
+from vllm_dymoe.kernels.triton.float_tiles import load_floats, load_row_scales
+from vllm_dymoe.kernels.triton.section import (
+    DESCRIPTIONS,
+    factor_bytes,
+    load_bias,
+    order_offset,
+    unpack_scales,
+    weight_bytes,
+)
 
 # Triton's interpreter keeps a bfloat16 as 16 bits and multiplies them as integers in tl.dot.
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
@@ -171,7 +183,7 @@ def tile_products(
     """
     FLOAT16: tl.constexpr = x_rows.dtype.element_ty == tl.float16
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    for width in tl.static_range(1, 5):
+    for width in tl.static_range(1, 8):
         if TIERS & (1 << width):
             if bits == (1 << width):
                 for start in range(0, COLUMNS, BLOCK_K):
@@ -185,14 +197,25 @@ def tile_products(
                         x = tl.load(x_rows + place[None, :], mask=x_inside, other=0.0)
                     else:
                         x = tl.load(x_rows + column[None, :], mask=x_inside, other=0.0)
-                    weights = load_weights(
-                        section, tile, start,
-                        ROWS, COLUMNS, GROUP, 1 << width, STEPS >> width & 1, BLOCK_N, BLOCK_K, FLOAT16,
-                    )  # fmt: skip
+                    if width > 4:
+                        weights = load_floats(
+                            section, tile, start, ROWS, COLUMNS, GROUP, 1 << width, BLOCK_N, BLOCK_K, FLOAT16
+                        )
+                    else:
+                        weights = load_weights(
+                            section, tile, start,
+                            ROWS, COLUMNS, GROUP, 1 << width, STEPS >> width & 1, BLOCK_N, BLOCK_K, FLOAT16,
+                        )  # fmt: skip
                     if _INTERPRETED:
-                        sums = tl.dot(x.to(tl.float32), weights.to(tl.float32), sums)
+                        x = x.to(tl.float32)
+                        weights = weights.to(tl.float32)
+                    if width == 7:
+                        scale = load_row_scales(section, tile, start, ROWS, COLUMNS, GROUP, 1 << width, BLOCK_N)
+                        sums += tl.dot(x, weights) * scale[None, :]
                     else:
                         sums = tl.dot(x, weights, sums)
+                if factor_bytes(1 << width) > 0:
+                    sums *= load_factor(section, ROWS, COLUMNS, GROUP, 1 << width)
                 if BIAS:
                     sums += load_bias(section, row, ROWS, COLUMNS, GROUP, 1 << width, FLOAT16)[None, :]
     return sums

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.base import ExpertWork, Groups, Packed, Receive, check_formats, check_tokens
 from vllm_dymoe.kernels.checks import check_tensor
-from vllm_dymoe.kernels.packed import DTYPES, MatrixFormat
+from vllm_dymoe.kernels.packed import DTYPES, GROUP_SIZES, MatrixFormat
 from vllm_dymoe.kernels.triton.description import DECODE, Description, Plan, plan
 from vllm_dymoe.kernels.triton.launch import (
     DOWN,
@@ -83,7 +83,7 @@ class TritonKernel:
         if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
         self.workspace_bytes = workspace_bytes
-        self._kinds = frozenset(Kind(fmt.bits, fmt.integer_zeros, fmt.act_order) for fmt in formats)
+        self._kinds = frozenset(Kind(fmt.tag, fmt.integer_zeros, fmt.act_order) for fmt in formats)
         self.device = torch.device(device)
         self._semaphores = torch.zeros(_SEMAPHORES, dtype=torch.int32, device=device)
         self._memory = torch.empty(workspace_bytes - 4 * _SEMAPHORES, dtype=torch.uint8, device=device)
@@ -200,7 +200,7 @@ class TritonKernel:
         Raises:
             ValueError: they cannot share a launch.
         """
-        tiers = frozenset(fmt.bits for three in formats for fmt in three)
+        tiers = frozenset(fmt.tag for three in formats for fmt in three)
         return common_shape(formats, self._kinds), tiers.union(kind.bits for kind in self._kinds)
 
     def plan(self, shape: ExpertShape, counts: Sequence[int]) -> tuple[Tiles, Plan]:
@@ -237,7 +237,7 @@ def common_shape(formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> Expe
         ValueError: they do not have it in common.
     """
     every = [fmt for three in formats for fmt in three]
-    groups = {fmt.group_size for fmt in every if fmt.quantized}
+    groups = {fmt.group_size for fmt in every if fmt.quantized and not _own_groups(fmt)}
     inner = {up.rows for _, up, _ in formats}
     biases = {fmt.bias for fmt in every}
     for name, values in (("group sizes", groups), ("intermediate sizes", inner)):
@@ -245,15 +245,19 @@ def common_shape(formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> Expe
             raise ValueError(f"work holds experts of different {name}: {', '.join(map(str, sorted(values)))}")
     if len(biases) > 1:
         raise ValueError("work holds projections with a bias and projections without one")
-    found = {Kind(fmt.bits, fmt.integer_zeros, fmt.act_order) for fmt in every}.union(kinds)
+    found = {Kind(fmt.tag, fmt.integer_zeros, fmt.act_order) for fmt in every}.union(kinds)
     if len({kind.bits for kind in found}) < len(found):
         raise ValueError("work holds matrices of the same bits with and without integer zeros or an order of columns")
     steps = frozenset(kind.bits for kind in found if kind.integer_zeros)
     act_order = frozenset(kind.bits for kind in found if kind.act_order)
     first = every[1]
-    group = groups.pop() if groups else first.group_size
+    group = groups.pop() if groups else GROUP_SIZES[0] if _own_groups(first) else first.group_size
     shape = first.columns, first.rows, group, first.dtype, first.bias, steps, act_order
     return ExpertShape(*shape, has_gate=every[0].rows > 0)
+
+
+def _own_groups(format: MatrixFormat) -> bool:
+    return format.codebook is not None and format.codebook.group_size is not None
 
 
 def _formats(packed: Packed) -> Formats:

@@ -22,6 +22,7 @@ Every sum is taken in one order that depends on the shape alone, never on where 
 import triton
 import triton.language as tl
 
+from vllm_dymoe.kernels.triton.float_rows import float_rows
 from vllm_dymoe.kernels.triton.section import load_bias, order_offset, unpack_scales, weight_bytes
 
 
@@ -259,7 +260,8 @@ def row_products(
 
     Args:
         section: int64 address.
-        bits: int32, one of the widths whose sum is TIERS; for any other the products are zero.
+        bits: int32, one of the widths whose sum is TIERS, or a codebook's tag among them; for any other the
+            products are zero.
         block: as in quantized_rows, like the others.
         x: pointer to a row.
         apart: int64, elements from there to the second token's row.
@@ -272,11 +274,15 @@ def row_products(
     """
     sums = tl.zeros([TOKENS, 64], tl.float32)
     row = block * 64 + tl.arange(0, 64)
-    for width in tl.static_range(1, 5):
+    for width in tl.static_range(1, 8):
         if TIERS & (1 << width):
             if bits == (1 << width):
                 if width == 4:
                     sums = plain_rows(section, block, x, apart, split, ROWS, COLUMNS, TOKENS, SPLIT, WARPS, FLOAT16)
+                elif width > 4:
+                    sums = float_rows(
+                        section, block, x, apart, split, ROWS, COLUMNS, GROUP, 1 << width, TOKENS, SPLIT, WARPS
+                    )
                 else:
                     sums = quantized_rows(
                         section, block, x, apart, split,

@@ -11,13 +11,47 @@ DESCRIPTIONS = [
 ]  # fmt: skip
 """Arguments that may begin anywhere: no kernel is compiled again because one of them is a slice of a tensor."""
 
+# What stands in the place of bits for a codebook: codebook.Codebook.tag.
+_MXFP4, _NVFP4, _FP8 = 32, 64, 128
+
+
+@triton.constexpr_function
+def code_bits(bits):
+    """Bits of a code; what is below 32 is no tag and stands for itself."""
+    return bits if bits < _MXFP4 else 8 if bits == _FP8 else 4
+
+
+@triton.constexpr_function
+def group_size(bits, group):
+    """Columns that share a scale: a codebook's own, or the table's."""
+    return 32 if bits == _MXFP4 else 16 if bits == _NVFP4 else group
+
+
+@triton.constexpr_function
+def scale_bytes(bits):
+    """Bytes of what a group of a row has: scale and zero, or a codebook's scale."""
+    return 1 if bits in (_MXFP4, _NVFP4) else 4
+
+
+@triton.constexpr_function
+def factor_bytes(bits):
+    """Bytes in front of the bias that hold a matrix's factor."""
+    return 256 if bits == _NVFP4 else 0
+
+
+@triton.constexpr_function
+def padded_columns(columns, group, bits):
+    """Columns that are stored."""
+    size = bits if bits == 32 else 16 if bits == _NVFP4 else group
+    return -(-columns // size) * size
+
 
 @triton.jit
 def weight_bytes(ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
     """Bytes of a section in front of its scales: a multiple of 256."""
     if BITS == 16:
         return (2 * ROWS * COLUMNS + 255) // 256 * 256
-    return (ROWS + 63) // 64 * 64 * ((COLUMNS + GROUP - 1) // GROUP * GROUP) * BITS // 8
+    return (ROWS + 63) // 64 * 64 * padded_columns(COLUMNS, GROUP, BITS) * code_bits(BITS) // 8
 
 
 @triton.jit
@@ -25,8 +59,9 @@ def bias_offset(ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, 
     """Byte of a section where its bias begins, or where it ends without one."""
     if BITS == 16:
         return (2 * ROWS * COLUMNS + 255) // 256 * 256
-    padded: tl.constexpr = (ROWS + 63) // 64 * 64 * ((COLUMNS + GROUP - 1) // GROUP * GROUP)
-    return padded * BITS // 8 + padded // GROUP * 4
+    padded: tl.constexpr = (ROWS + 63) // 64 * 64 * padded_columns(COLUMNS, GROUP, BITS)
+    scales: tl.constexpr = padded // group_size(BITS, GROUP) * scale_bytes(BITS)
+    return padded * code_bits(BITS) // 8 + (scales + 255) // 256 * 256 + factor_bytes(BITS)
 
 
 @triton.jit

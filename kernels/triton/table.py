@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.checks import check_tensor
+from vllm_dymoe.kernels.codebook import CODEBOOKS
 from vllm_dymoe.kernels.packed import BIT_WIDTHS, DTYPES, GROUP_SIZES, MatrixFormat
 
 ADDRESS_ALIGNMENT = 16
+BOOKS = {book.tag: book for book in CODEBOOKS.values()}
+"""By what stands in tables for matrices with a codebook, where others have their bits."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,13 @@ class ExpertShape:
             self.formats(bits)
 
     def formats(self, bits: int) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
-        """Gate [I, H] or [0, H], up [I, H] and down [H, I] at some bits."""
+        """Gate [I, H] or [0, H], up [I, H] and down [H, I] at some bits, or with the codebook of a tag."""
+        if bits in BOOKS:
+            book = BOOKS[bits]
+            floats = (book.bits, book.group_size or self.group_size, self.dtype, self.bias, False, False, book)
+            up = MatrixFormat(self.intermediate, self.hidden, *floats)
+            gate = up if self.has_gate else replace(up, rows=0)
+            return gate, up, MatrixFormat(self.hidden, self.intermediate, *floats)
         rest = (bits, self.group_size, self.dtype, self.bias, bits in self.integer_zeros, bits in self.act_order)
         up = MatrixFormat(self.intermediate, self.hidden, *rest)
         return up if self.has_gate else replace(up, rows=0), up, MatrixFormat(self.hidden, self.intermediate, *rest)
@@ -64,7 +73,7 @@ class ExpertTable:
 
     Attributes:
         shape: of every expert.
-        tiers: bit-widths that `bits` may hold.
+        tiers: bit-widths, or codebooks' tags, that `bits` may hold.
         addresses: int64 [experts, 3], sections of gate, up and down, each a multiple of 16.
         bits: int32 [experts, 3].
         destinations: int64 [experts, 3], where decode stores the sections too, 0 for nowhere; None to fetch nothing.
@@ -182,7 +191,7 @@ def check_tiers(tiers: frozenset[int]) -> None:
     Raises:
         ValueError: there is one.
     """
-    wrong = sorted(tiers - set(BIT_WIDTHS))
+    wrong = sorted(tiers - set(BIT_WIDTHS) - BOOKS.keys())
     if wrong:
         raise ValueError(f"tiers holds {wrong[0]} bits, expected some of {', '.join(map(str, BIT_WIDTHS))}")
 

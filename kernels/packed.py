@@ -344,7 +344,7 @@ def pack_floats(
     assert packed.scales is not None
     section.zero_()
     if packed.factor is not None:
-        packed.factor.copy_(torch.tensor(factor))
+        packed.factor.copy_(torch.tensor(factor, dtype=torch.float32))
     elif factor != (1.0, 1.0):
         raise ValueError(f"factor is {factor}, and {format.codebook.name} has none")
     _store_codes(packed, codes)

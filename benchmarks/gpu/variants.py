@@ -9,6 +9,7 @@ All combinations of tiers, tiles, dtype, bias, activation, group size and way of
   the weighted sum, tiles of large layers, zeros in steps, an order of columns, one projection at a time;
 - on every architecture what checkpoints of other tools have: float16 and zeros in steps, without and with an order of
   columns, at 4/2 and 8/4 with neither at the lower bits;
+- on every architecture each kind of published floats: in decode, fetched through with a bias, and grouped;
 - on every architecture the weighted sum, plain and with absent pairs, and what places experts.
 """
 
@@ -45,6 +46,7 @@ from vllm_dymoe.kernels.triton import (
     launch,
     place,
 )
+from vllm_dymoe.kernels.triton.table import BOOKS
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 BITS = (16, 8, 4, 2)
@@ -181,6 +183,11 @@ _INTEGERS = tuple(
     for bits in ((4, 2), (8, 4))
     for note, ordered in (("fp16, zeros in steps", ()), ("fp16, zeros in steps, ordered", bits[:1]))
 )
+_FLOATS = tuple(Case(bits=(tag,)) for tag in BOOKS)
+_FLOATS_FETCHED = tuple(
+    Case("bias, swiglu_oai, fetch", bits=(tag,), bias=True, activation=Activation.SWIGLU_OAI, fetch=True)
+    for tag in BOOKS
+)
 # Hidden size, top_k, dtype, and whether pairs can be absent: DeepSeek-V3's, gpt-oss's, and an odd one of 22.
 _SUMS = (
     (7168, 8, torch.bfloat16, False),
@@ -201,7 +208,7 @@ def variants(architecture: int) -> Iterator[Variant]:
     mixes = [Case(bits=bits) for bits in MIXES if every or len(bits) == 1 or bits in ((4, 2), (16, 4))]
     options = [replace(case, bits=(4,)) for case in (*_BOTH_CLASSES, Case("fetch", fetch=True))]
     fetched = Case("bias, off tile, fetch, ordered", sizes=(2000, 700), bias=True, fetch=True, ordered=(4, 2))
-    for case in [*mixes, *options, *_INTEGERS, *_FETCHED, fetched]:
+    for case in [*mixes, *options, *_INTEGERS, *_FETCHED, fetched, *_FLOATS, *_FLOATS_FETCHED]:
         yield from (_gate_up(architecture, case), _down(architecture, case))
     for case in _GATE:
         yield _gate_up(architecture, replace(case, bits=(4,)))
@@ -210,7 +217,7 @@ def variants(architecture: int) -> Iterator[Variant]:
         for number in range(len(_tiles(architecture, case).grouped_linear)):
             yield _grouped_gate_up(architecture, case, number)
             yield _grouped_linear(architecture, case, number)
-    for case in [*_BOTH_CLASSES, *_INTEGERS, *_AT_ONCE]:
+    for case in [*_BOTH_CLASSES, *_INTEGERS, *_AT_ONCE, *_FLOATS]:
         yield from (_grouped_gate_up(architecture, case), _grouped_linear(architecture, case))
     for case in _GATE:
         yield _grouped_gate_up(architecture, case)
@@ -301,7 +308,10 @@ class _Note:
         note, tiers = detail, ""
         if case is not None:
             note = ", ".join(part for part in (case.note, detail) if part)
-            shape, tiers = "x".join(map(str, case.sizes)), "/".join(map(str, case.bits))
+            shape, tiers = (
+                "x".join(map(str, case.sizes)),
+                "/".join(BOOKS[bits].name if bits in BOOKS else str(bits) for bits in case.bits),
+            )
         self._key = architecture, kernel, shape, tiers, note
 
     def __call__(

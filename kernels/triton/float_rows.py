@@ -35,7 +35,7 @@ def float_rows(
     THREADS: tl.constexpr = 32 * WARPS
     BITS: tl.constexpr = code_bits(TAG)
     SIZE: tl.constexpr = group_size(TAG, GROUP)
-    STRIP: tl.constexpr = 64 if SIZE > 64 else SIZE
+    STRIP: tl.constexpr = 32 if SIZE > 32 else SIZE
     PADDED_COLUMNS: tl.constexpr = padded_columns(COLUMNS, GROUP, TAG)
     GROUPS: tl.constexpr = PADDED_COLUMNS // SIZE
     STRIPS: tl.constexpr = PADDED_COLUMNS // STRIP
@@ -102,8 +102,12 @@ def _scales(scales_at, group, word, byte, half, valid, TAG: tl.constexpr):
         group: which 64 scales.
     """
     if TAG == 128:
-        pointers = scales_at.to(tl.pointer_type(tl.float32)) + group * 64 + (4 * word + byte + 32 * half)
-        return tl.load(pointers, mask=valid, other=0)
+        # One byte of the words at a time: neighbours in one load would be spread over threads, and have to come back.
+        pointers = scales_at.to(tl.pointer_type(tl.float32)) + group * 64 + (4 * word + 32 * half)
+        scales = tl.where(byte == 0, tl.load(pointers, mask=valid, other=0), 0.0)
+        for number in tl.static_range(1, 4):
+            scales += tl.where(byte == number, tl.load(pointers + number, mask=valid, other=0), 0.0)
+        return scales
     else:
         # Four scales in a word.
         pointers = scales_at.to(tl.pointer_type(tl.int32)) + group * 16 + (word + 8 * half)

@@ -20,7 +20,7 @@ from vllm_dymoe.systems import SystemOptionError, make_system
 
 ENVIRONMENT_PREFIX = "DYMOE_"
 # Keys of a checkpoint's quantization_config that describe the checkpoint, not an option.
-_CHECKPOINT_ONLY_KEYS = frozenset({"quant_method", "format_version", "zeros_in_steps", "ordered", "dense"})
+_CHECKPOINT_ONLY_KEYS = frozenset({"quant_method", "format_version", "zeros_in_steps", "ordered", "codebooks", "dense"})
 
 
 class Source(Enum):

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 
 from tests.vllm_adapter.test_prepare import configure, refusal, with_quantization_config
 from vllm_dymoe.config import ConfigError
+from vllm_dymoe.experts.layout import ExpertFormat
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.readers.compatibility import (
     check_compatible,
@@ -21,7 +22,7 @@ from vllm_dymoe.quantize.readers.compatibility import (
     store_group_sizes,
 )
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.store.manifest import FORMAT_KEYS
+from vllm_dymoe.store.manifest import describe_codes
 from vllm_dymoe.vllm_adapter import quant_config
 from vllm_dymoe.vllm_adapter.loading import Loading
 from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
@@ -142,9 +143,11 @@ def test_what_the_formats_of_a_checkpoint_are(config):
     """Of a checkpoint as it is, and of what was converted from it."""
     ordered = (4,) if config in (GPTQ, COMPRESSED) else ()
     reader = None if config is None else make_reader(config)
-    assert format_fields(reader, {}) == {"integer_zeros": (4,) if config is AWQ else (), "act_order": ordered}
+    own = {"integer_zeros": config is AWQ, "act_order": bool(ordered), "codebook": None}
+    assert format_fields(reader, {}, 4) == own
+    assert not any(format_fields(reader, {}, 2).values())
     ours = {"quant_method": "dymoe", "format_version": 4, "hi": 16, "lo": 4, "group_size": 32, "quantizer": "rtn"}
-    ours |= {FORMAT_KEYS[field]: list(widths) for field, widths in format_fields(reader, {}).items()}
+    ours |= describe_codes({4: ExpertFormat(64, 64, 4, 32, torch.bfloat16, **own)})
     load, dymoe = SimpleNamespace(load_format="auto"), {"hi": 16, "lo": 4, "group_size": 32}
     served = SimpleNamespace(
         additional_config={"dymoe": dymoe},

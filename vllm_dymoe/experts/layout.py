@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_dymoe.kernels import MatrixFormat, PackedMatrix
+from vllm_dymoe.kernels import Codebook, MatrixFormat, PackedMatrix
 
 
 class Projection(IntEnum):
@@ -57,6 +57,7 @@ class ExpertFormat:
         integer_zeros: whether zeros count steps of their scale, see :class:`vllm_dymoe.kernels.MatrixFormat`.
         act_order: whether columns are stored in another order than that of the inputs, see there.
         has_gate: whether there is one; otherwise it has no rows, and its section no bytes.
+        codebook: what codes stand for where they are floats, see there; one with groups of its own ignores group_size.
     """
 
     hidden: int
@@ -68,6 +69,7 @@ class ExpertFormat:
     integer_zeros: bool = False
     act_order: bool = False
     has_gate: bool = True
+    codebook: Codebook | None = None
 
     @cached_property
     def projections(self) -> tuple[Projection, ...]:
@@ -77,7 +79,8 @@ class ExpertFormat:
     @cached_property
     def matrices(self) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
         """Formats of gate [I, H] or [0, H], up [I, H] and down [H, I]."""
-        rest = (self.bits, self.group_size, self.dtype, self.bias, self.integer_zeros, self.act_order)
+        group_size = (self.codebook and self.codebook.group_size) or self.group_size
+        rest = (self.bits, group_size, self.dtype, self.bias, self.integer_zeros, self.act_order, self.codebook)
         up = MatrixFormat(self.intermediate, self.hidden, *rest)
         return up if self.has_gate else replace(up, rows=0), up, MatrixFormat(self.hidden, self.intermediate, *rest)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.quantize.gptq import Curvature
-from vllm_dymoe.quantize.prequantized import Matrix, PrequantizedMatrix
+from vllm_dymoe.quantize.prequantized import Held, Matrix
 from vllm_dymoe.quantize.recording import CalibrationError, Recording
 
 # Tokens of an expert that are in memory at a time, as float32.
@@ -118,6 +118,6 @@ class Calibration:
         return found
 
 
-def _linear(weight: Tensor | PrequantizedMatrix, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _linear(weight: Tensor | Held, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     assert isinstance(weight, Tensor), "calibrations are for 16-bit checkpoints"
     return partial(F.linear, weight=weight.float(), bias=None if bias is None else bias.float())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.quantize.model_config import ModelConfig
-from vllm_dymoe.quantize.prequantized import Matrix, PrequantizedMatrix
+from vllm_dymoe.quantize.prequantized import Held, Matrix
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.readers.compatibility import format_fields
 from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
@@ -154,11 +154,10 @@ class Checkpoint:
         """
         hidden, intermediate = self.config.size(*_HIDDEN), self.config.size(*_INTERMEDIATE)
         biased = any("bias" in tensors.parts for tensors in self.experts)
-        fields = format_fields(self.reader, {})
         formats = {
             width: ExpertFormat(
                 hidden, intermediate, width, group_size, dtype, biased, has_gate=Projection.GATE in self.projections,
-                **{field: width in widths for field, widths in fields.items()},
+                **format_fields(self.reader, {}, width),
             )
             for width in bits
         }  # fmt: skip
@@ -183,25 +182,29 @@ class Checkpoint:
 
     def _matrix(self, position: int, expert: int, projection: Projection) -> Matrix:
         tensors = self._matrices[self.layers[position], expert, projection]
-        parts = {part: self._read(tensors, place, expert, projection) for part, place in tensors.parts.items()}
+        parts = {part: self._read(tensors, part, expert, projection) for part in tensors.parts}
         bias = parts.pop("bias", None)
         return (parts["weight"] if self.reader is None else self._prequantized(tensors, projection, parts)), bias
 
-    def _prequantized(
-        self, tensors: ExpertTensors, projection: Projection, parts: Mapping[str, Tensor]
-    ) -> PrequantizedMatrix:
+    def _prequantized(self, tensors: ExpertTensors, projection: Projection, parts: Mapping[str, Tensor]) -> Held:
         assert self.reader is not None
         matrix = self._plain_format.matrices[projection]
+        rows = matrix.rows * len(tensors.projections)
         try:
             for part in self.reader.checked:
                 if part in parts:
-                    self.reader.check(part, parts[part], matrix.rows, matrix.columns)
-            return self.reader.read(parts, matrix.rows, matrix.columns)
+                    self.reader.check(part, parts[part], rows, matrix.columns)
+            held = self.reader.read(parts, rows, matrix.columns)
+            if len(tensors.projections) == 1:
+                return held
+            which = self._stacking.rows(rows, tensors.projections)[tensors.projections.index(projection)]
+            return held.rows(which)
         except ValueError as error:
             stem = tensors.parts[self.reader.parts[0]].name.rpartition(".")[0]
             raise CheckpointError(f"{stem} in {self.folder} is no {self.reader.method} matrix: {error}") from error
 
-    def _read(self, tensors: ExpertTensors, place: TensorPlace, expert: int, projection: Projection) -> Tensor:
+    def _read(self, tensors: ExpertTensors, part: str, expert: int, projection: Projection) -> Tensor:
+        place = tensors.parts[part]
         try:
             if place.path not in self._files:
                 self._files[place.path] = safe_open(place.path, framework="pt")
@@ -209,9 +212,11 @@ class Checkpoint:
             if tensors.expert is not None:
                 found: Tensor = file.get_tensor(place.name)
                 return found
-            stacked = file.get_slice(place.name)[expert]
+            stacked: Tensor = file.get_slice(place.name)[expert]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{place.path} cannot be read ({error}); download it again.") from error
+        if self.reader is not None and part in self.reader.parts:
+            return stacked  # its reader knows how it lies
         return self._stacking.split(stacked, tensors.projections)[tensors.projections.index(projection)]
 
     def fingerprint(self) -> str:
@@ -313,7 +318,8 @@ class Checkpoint:
             matrices = [self._plain_format.matrices[projection] for projection in tensors.projections]
             rows = sum(matrix.rows for matrix in matrices)
             for part, shape in (("weight", (rows, matrices[0].columns)), ("bias", (rows,))):
-                if part in tensors.parts:
+                read = self.reader is not None and part in self.reader.parts
+                if part in tensors.parts and not read:
                     self._check_shape(tensors.parts[part], shape, stacked=tensors.expert is None)
 
     def _check_shape(self, place: TensorPlace, matrix: tuple[int, ...], *, stacked: bool) -> None:

@@ -16,11 +16,11 @@ from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.journal import Journal, is_journal_of
 from vllm_dymoe.quantize.packing import pack
-from vllm_dymoe.quantize.readers.compatibility import check_compatible, format_fields, quantizer_name
+from vllm_dymoe.quantize.readers.compatibility import check_compatible, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError, copy_tensors
 from vllm_dymoe.store import MANIFEST, STORE_VERSION, Manifest
 from vllm_dymoe.store.durable import put_back, sync_folder, write_synced
-from vllm_dymoe.store.manifest import FORMAT_KEYS
+from vllm_dymoe.store.manifest import describe_codes
 from vllm_dymoe.store.writer import StoreWriter
 
 _WEIGHT_SUFFIXES = frozenset(
@@ -163,8 +163,7 @@ def _write_rest(
         sync_folder(target.parent)
     ours = recipe.to_json()
     if (quantization := checkpoint.config.quantization) is not None:
-        for field, widths in format_fields(checkpoint.reader, {}).items():
-            ours[FORMAT_KEYS[field]] = [bits for bits in recipe.stored_bits if bits in widths]
+        ours |= describe_codes(manifest.experts.formats)
         ours["dense"] = quantization  # how vLLM reads the layers that are no experts
     dtype = next(iter(manifest.experts.formats.values())).dtype
     config = checkpoint.config.with_dtype(dtype) | {"quantization_config": ours}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_dymoe.experts.layout import BlobKey, ModelExperts
-from vllm_dymoe.kernels import MatrixFormat
+from vllm_dymoe.kernels import MatrixFormat, PackedMatrix
 from vllm_dymoe.store import FileStore
 from vllm_dymoe.store.writer import StoreWriter
 
@@ -51,7 +51,9 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
     section.view(torch.int64).random_(-(2**63), None, generator=generator)
     section[matrix.weight_bytes :].zero_()
     packed = matrix.view(section)
-    if packed.scales_zeros is None:
+    if packed.scales is not None:
+        _scale_floats(packed, packed.scales)
+    elif packed.scales_zeros is None:
         sign_and_mantissa = round(1 / torch.finfo(matrix.dtype).eps) - 1 - 2**15
         exponent = int(torch.tensor(_SMALLEST, dtype=matrix.dtype).view(torch.int16))
         packed.weight.view(torch.int16).bitwise_and_(sign_and_mantissa).bitwise_or_(exponent)
@@ -64,3 +66,19 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
         packed.bias.copy_(torch.randn(matrix.rows, generator=generator) * _SPREAD)
     if packed.order is not None:
         packed.order.copy_(torch.randperm(matrix.columns, generator=generator))
+
+
+def _scale_floats(packed: PackedMatrix, scales: torch.Tensor) -> None:
+    """Scales for random codes with a codebook, none of which is NaN then."""
+    book = packed.format.codebook
+    assert book is not None
+    if book.bits == 8:
+        packed.weight[:, 1].bitwise_and_(0xEE)  # NaN has every bit set but the sign
+    every = torch.arange(1 << book.bits, dtype=torch.uint8)
+    size = float(book.levels(every).nan_to_num(0).square().mean().sqrt())
+    if packed.factor is not None:
+        packed.factor.copy_(torch.tensor([_SPREAD, size], dtype=torch.float32))
+        size = _SPREAD
+    scales.view(torch.uint8).view(*scales.shape, -1).copy_(
+        torch.tensor([_SPREAD / size], dtype=torch.float32).to(scales.dtype).view(torch.uint8)
+    )

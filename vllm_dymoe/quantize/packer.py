@@ -14,7 +14,7 @@ from vllm_dymoe.kernels import MatrixFormat
 from vllm_dymoe.quantize.base import Codes, Quantizer, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
-from vllm_dymoe.quantize.prequantized import Matrix, PrequantizedMatrix, check_held
+from vllm_dymoe.quantize.prequantized import Held, Matrix, PrequantizedMatrix, check_held
 from vllm_dymoe.store import FileStore, StoreError
 from vllm_dymoe.store.writer import StoreWriter
 
@@ -59,7 +59,7 @@ def pack_projection(
         try:
             plain, codes = _pack(weight, form, quantizer, section)
         except ValueError as error:
-            taken = isinstance(weight, PrequantizedMatrix) and bits == weight.bits
+            taken = isinstance(weight, Held) and bits == weight.bits
             what = f"{'taken as it is at' if taken else 'quantized to'} {bits} bits"
             raise StoreError(f"the {_name(experts, place)} cannot be {what}: {error}") from error
         if bias is not None:
@@ -98,7 +98,7 @@ class ExpertPacker:
         self._missing_biases = set(self._missing) if any(fmt.bias for fmt in experts.formats.values()) else set()
         self._early_biases: dict[Place, Tensor] = {}
 
-    def put(self, layer: int, expert: int, projection: Projection, weight: Tensor | PrequantizedMatrix) -> None:
+    def put(self, layer: int, expert: int, projection: Projection, weight: Tensor | Held) -> None:
         """Pack one weight, [rows, columns] on any device.
 
         Raises:
@@ -106,7 +106,7 @@ class ExpertPacker:
         """
         place = (layer, expert, projection)
         bias = self._early_biases.pop(place, None)
-        matrix = weight if isinstance(weight, PrequantizedMatrix) else weight.cpu(), bias
+        matrix = weight if isinstance(weight, Held) else weight.cpu(), bias
         pack_projection(self.experts, place, matrix, self._quantizer, self._writer, self._errors)
         self._missing.discard(place)
         if bias is not None:
@@ -150,14 +150,15 @@ class ExpertPacker:
 
 
 def _pack(
-    weight: Tensor | PrequantizedMatrix, form: MatrixFormat, quantizer: Quantizer, section: Tensor
+    weight: Tensor | Held, form: MatrixFormat, quantizer: Quantizer, section: Tensor
 ) -> tuple[Tensor | None, Codes | None]:
     """Write one section; what was quantized and to which codes, or None where nothing was."""
-    if isinstance(weight, PrequantizedMatrix):
+    if isinstance(weight, Held):
         if form.bits == weight.bits:
             weight.pack(form, section)
             return None, None
-        check_held(weight.scales, form.dtype)
+        if isinstance(weight, PrequantizedMatrix):
+            check_held(weight.scales, form.dtype)
         weight = weight.dequantize()
     return weight, quantize_matrix(weight, form, quantizer, section)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels import MatrixFormat, pack
+from vllm_dymoe.quantize.floats import FloatMatrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,10 @@ class PrequantizedMatrix:
             scales, zero_points = self.scales.narrow(0, start, length), self.zero_points.narrow(0, start, length)
             return replace(self, codes=codes, scales=scales, zero_points=zero_points)
         return replace(self, codes=codes, column_groups=self.column_groups.narrow(0, start, length))
+
+    def rows(self, which: slice) -> "PrequantizedMatrix":
+        """Some rows, with strides."""
+        return replace(self, codes=self.codes[which], scales=self.scales[which], zero_points=self.zero_points[which])
 
     def dequantize(self) -> Tensor:
         """The weights, [rows, columns] in the scales' dtype: one product each, rounded once, as the formats say."""
@@ -74,7 +79,10 @@ class PrequantizedMatrix:
         pack(format, self.codes, self.scales[:, first], zeros, section, order)
 
 
-Matrix = tuple[Tensor | PrequantizedMatrix, Tensor | None]
+Held = PrequantizedMatrix | FloatMatrix
+"""A matrix whose numbers are taken as they are."""
+
+Matrix = tuple[Tensor | Held, Tensor | None]
 """A projection's weight [rows, columns], and its bias [rows] if it has one."""
 
 

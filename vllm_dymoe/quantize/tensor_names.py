@@ -4,7 +4,8 @@ Fused and separate experts both load: a tensor for each projection of each exper
 Mixtral's ``w1``, ``w3``, ``w2``), or one for all experts of a layer, a stack: ``experts.gate_up_proj`` [E, 2 I, H] and
 ``experts.down_proj`` [E, H, I]; Granite's are named ``input_linear`` and ``output_linear``. GPT-OSS's and Llama 4's
 stacks are transposed, [E, H, 2 I] and [E, I, H], and GPT-OSS has gate and up in turns, row by row. A bias is a tensor
-beside its weight, without the columns.
+beside its weight, without the columns. Quantized stacks have the name of a part behind that of the weight, as in
+``gate_up_proj_blocks``, and are not transposed.
 """
 
 import re
@@ -24,6 +25,8 @@ _STACKED = {
     "down_proj": _DOWN,
     "output_linear": _DOWN,
 }
+
+_STACK_PARTS = {"scale_inv": "weight_scale_inv", "scale": "weight_scale"}  # beside a weight that has no ".weight"
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,11 @@ def read_name(name: str) -> ExpertName | None:
     if number.isdecimal():
         matrix, _, part = tail.partition(".")
         return ExpertName(layers, layer, int(number), _SEPARATE.get(matrix, ()), part)
-    matrix = rest.removesuffix("_bias")
-    return ExpertName(layers, layer, None, _STACKED.get(matrix, ()), "weight" if rest == matrix else "bias")
+    for matrix, projections in _STACKED.items():
+        if rest.startswith(matrix):
+            part = rest[len(matrix) :].lstrip("_.") or "weight"
+            return ExpertName(layers, layer, None, projections, _STACK_PARTS.get(part, part))
+    return ExpertName(layers, layer, None, (), "weight")
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,15 @@ class Stacking:
     def split(self, matrix: Tensor, projections: tuple[Projection, ...]) -> tuple[Tensor, ...]:
         """One expert of a stack, or its bias [rows], as a view for each projection: [rows, columns], or [rows]."""
         rows = matrix.t() if self.transposed else matrix  # t() leaves a bias as it is
+        return tuple(rows[part] for part in self.rows(rows.shape[0], projections))
+
+    def rows(self, count: int, projections: tuple[Projection, ...]) -> tuple[slice, ...]:
+        """Rows of each projection among so many in one matrix of a stack."""
         if len(projections) == 1:
-            return (rows,)
-        return (rows[0::2], rows[1::2]) if self.interleaved else rows.chunk(2)
+            return (slice(0, count),)
+        if self.interleaved:
+            return slice(0, count, 2), slice(1, count, 2)
+        return slice(0, count // 2), slice(count // 2, count)
 
 
 _STACKINGS: dict[object, Stacking] = {

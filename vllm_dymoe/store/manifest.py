@@ -9,13 +9,31 @@ from typing import Any, Self
 import torch
 
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.kernels.codebook import CODEBOOKS
 from vllm_dymoe.store.base import StoreError
 
 MANIFEST = "dymoe_experts.json"
 STORE_VERSION = 4
 
-FORMAT_KEYS = {"integer_zeros": "zeros_in_steps", "act_order": "ordered"}
-"""Fields of :class:`ExpertFormat` by their names on disk, here and in a checkpoint's quantization_config."""
+_FLAGS = {"integer_zeros": "zeros_in_steps", "act_order": "ordered"}
+_CODEBOOKS = "codebooks"
+
+
+def describe_codes(formats: Mapping[int, ExpertFormat]) -> dict[str, Any]:
+    """What codes of some bit-widths mean, as it stands in a manifest and in a checkpoint's quantization_config."""
+    flags = {key: [bits for bits, fmt in formats.items() if getattr(fmt, field)] for field, key in _FLAGS.items()}
+    return flags | {_CODEBOOKS: {str(bits): fmt.codebook.name for bits, fmt in formats.items() if fmt.codebook}}
+
+
+def read_codes(described: Mapping[str, Any], bits: int) -> dict[str, Any]:
+    """The same of one bit-width as arguments of :class:`ExpertFormat`.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is something else.
+    """
+    flags = {field: bits in described.get(key, ()) for field, key in _FLAGS.items()}
+    named = described.get(_CODEBOOKS, {}).get(str(bits))
+    return flags | {"codebook": None if named is None else CODEBOOKS[named]}
 
 
 @dataclass(frozen=True)
@@ -94,10 +112,7 @@ class Manifest:
             "dtype": str(fmt.dtype).removeprefix("torch."),
             "bias": fmt.bias,
             "has_gate": fmt.has_gate,
-            **{
-                key: [bits for bits, version in self.experts.formats.items() if getattr(version, field)]
-                for field, key in FORMAT_KEYS.items()
-            },
+            **describe_codes(self.experts.formats),
             "quantizer": self.quantizer,
             "model": self.model,
             "tensor_parallel": {"rank": rank, "size": size},
@@ -130,7 +145,7 @@ class Manifest:
                     dtype,
                     data["bias"],
                     has_gate=data.get("has_gate", True),
-                    **{field: bits in data[key] for field, key in FORMAT_KEYS.items()},
+                    **read_codes(data, bits),
                 )
                 for bits in data["bits"]
             }

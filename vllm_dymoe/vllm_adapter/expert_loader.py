@@ -24,10 +24,10 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import Projection
-from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
+from vllm_dymoe.quantize.prequantized import Held
 from vllm_dymoe.quantize.readers import Reader
 
-PutWeight = Callable[[int, Projection, Tensor | PrequantizedMatrix], None]
+PutWeight = Callable[[int, Projection, Tensor | Held], None]
 """(local expert, projection, weight of this rank)."""
 
 PutBias = Callable[[int, Projection, Tensor], None]
@@ -127,7 +127,7 @@ class ExpertLoader:
             if (expert := self._local(number)) != -1:
                 self._take(expert, _DBRX[name], matrix.t() if name == "w2" else matrix)
 
-    def _take(self, expert: int, projection: Projection, weight: Tensor | PrequantizedMatrix) -> None:
+    def _take(self, expert: int, projection: Projection, weight: Tensor | Held) -> None:
         dimension = _SLICED_DIMENSION[projection]
         self._put_weight(expert, projection, weight.narrow(dimension, *self._share(weight.shape[dimension])))
 
@@ -169,7 +169,7 @@ class PrequantizedExpertLoader(ExpertLoader):
     ) -> None:
         super().__init__(layer, put_weight, put_bias)
         self._wanted = wanted
-        self.kinds = ("weight", *reader.known_parts)
+        self.kinds = tuple(dict.fromkeys(("weight", *reader.known_parts)))
         self._name = layer.layer_name
         self._reader = reader
         self._hidden, self._intermediate = hidden, intermediate

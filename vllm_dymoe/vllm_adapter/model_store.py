@@ -18,7 +18,7 @@ from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
+from vllm_dymoe.quantize.prequantized import Held
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.compatibility import format_fields, quantizer_name
 from vllm_dymoe.store import HostStore, StoreError
@@ -59,7 +59,7 @@ class ModelStore:
         self._vllm_config, self._options = vllm_config, options
         self._packed = checkpoint is not None
         self._reader = reader
-        self._format_fields = format_fields(reader, checkpoint or {})
+        self._checkpoint = checkpoint or {}
         self._host_memory = host_memory
         self._loaded = 0
         self._packer: ExpertPacker | None = None
@@ -93,7 +93,7 @@ class ModelStore:
             bits: ExpertFormat(
                 spec.hidden, max(layer.intermediate for layer in self.layers), bits, self._options.group_size,
                 spec.dtype, spec.bias, has_gate=spec.activation.has_gate,
-                **{field: bits in widths for field, widths in self._format_fields.items()},
+                **format_fields(self._reader, self._checkpoint, bits),
             )
             for bits in self._options.stored_bits
         }  # fmt: skip
@@ -111,7 +111,7 @@ class ModelStore:
             self._prepare()
         return self._packer is not None
 
-    def put(self, layer: int, expert: int, projection: Projection, weight: Tensor | PrequantizedMatrix) -> None:
+    def put(self, layer: int, expert: int, projection: Projection, weight: Tensor | Held) -> None:
         """Take one projection from the checkpoint; nothing to do where a complete store exists.
 
         Raises:

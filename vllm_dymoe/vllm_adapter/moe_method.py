@@ -34,6 +34,7 @@ from vllm_dymoe.vllm_adapter.activations import activation_of
 from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader, PrequantizedExpertLoader
 from vllm_dymoe.vllm_adapter.loading import Loading
 from vllm_dymoe.vllm_adapter.running import RankLayer
+from vllm_dymoe.vllm_adapter.stack_loader import QuantizedStackLoader
 from vllm_dymoe.vllm_adapter.store import LayerSpec
 
 
@@ -50,6 +51,22 @@ class DymoeMoEMethod(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
         """None: vLLM's own kernels never see our weights."""
         return None
+
+    def maybe_roundup_sizes(
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: Any,
+    ) -> tuple[int, int]:
+        """Whole groups for each rank where vLLM's loader cuts a checkpoint so; otherwise the sizes as they are."""
+        reader = self.loading.reader
+        if reader is not None and reader.ranks_take_groups and reader.group_size is not None:
+            groups = -(-intermediate_size_per_partition // reader.group_size)
+            intermediate_size_per_partition = groups * reader.group_size
+        sizes = hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
+        rounded: tuple[int, int] = super().maybe_roundup_sizes(*sizes)
+        return rounded
 
     def create_weights(
         self,
@@ -87,14 +104,13 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         put = functools.partial(self.loading.put, position)
         put_bias = functools.partial(self.loading.put_bias, position)
         self._loader = ExpertLoader(layer, put, put_bias)
-        if self.loading.reader is not None:
-            whole, wanted = (
-                intermediate_size_per_partition * parallel.tp_size,
-                functools.partial(self.loading.wants_experts, position),
-            )
-            self._loader = PrequantizedExpertLoader(
-                layer, put, put_bias, self.loading.reader, wanted, hidden_size, whole
-            )
+        reader, wanted = self.loading.reader, functools.partial(self.loading.wants_experts, position)
+        if reader is not None and reader.ranks_take_groups:
+            sizes = hidden_size, intermediate_size_per_partition
+            self._loader = QuantizedStackLoader(layer, put, put_bias, reader, wanted, *sizes)
+        elif reader is not None:
+            whole = intermediate_size_per_partition * parallel.tp_size
+            self._loader = PrequantizedExpertLoader(layer, put, put_bias, reader, wanted, hidden_size, whole)
         self._loader.register(layer, params_dtype, bias=self.moe.has_bias)
         # The operator finds its layer by name in the forward context, as vLLM's own does.
         get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self
@@ -104,7 +120,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         local = layer.expert_map
         if local is not None:
             self.layer = replace(self.layer, expert_map=torch.cat((local, local.new_full((1,), -1))))
-        if isinstance(self._loader, PrequantizedExpertLoader):
+        if isinstance(self._loader, PrequantizedExpertLoader | QuantizedStackLoader):
             self._loader.check_complete()
         self.loading.layer_loaded(self.layer.position, layer)
 

@@ -50,7 +50,7 @@ class DenseLayers:
             ConfigError: vLLM does not run such layers.
         """
         method = str(config["quant_method"])
-        make = get_quantization_config(method).from_config
+        make = get_quantization_config(_name_in_vllm(config)).from_config
         try:
             return cls(make(dict(config)))
         except ValueError as error:
@@ -77,6 +77,13 @@ class DenseLayers:
         if self.refusal is not None and isinstance(layer, (LinearBase, ParallelLMHead)) and not unquantized:
             raise ConfigError(self.refusal)
         return method
+
+
+def _name_in_vllm(config: Mapping[str, Any]) -> str:
+    """The method that vLLM makes of a quantization_config; ModelOpt's algorithms are several of them."""
+    inner = config.get("quantization")
+    algorithm = (inner if isinstance(inner, Mapping) else config).get("quant_algo")
+    return "modelopt_fp4" if "NVFP4" in str(algorithm).upper() else str(config["quant_method"])
 
 
 def _without_order(config: Mapping[str, Any]) -> dict[str, Any]:

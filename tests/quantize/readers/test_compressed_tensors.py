@@ -104,7 +104,7 @@ GROUP4 = WEIGHTS[KINDS[0]]
         (config(GROUP4 | {"type": "float"}), 'float weights by "group"'),
         (config(GROUP4 | {"strategy": "tensor"}), 'int weights by "tensor"'),
         (config(GROUP4, input_activations={"num_bits": 8}), "quantized activations"),
-        (config(GROUP4) | {"format": "float-quantized"}, "the format float-quantized"),
+        (config(GROUP4) | {"format": "marlin-24"}, "the format marlin-24"),
         (config(GROUP4, format="int-quantized"), "the format int-quantized"),
         (config(GROUP4) | {"config_groups": {}}, "the format that it does not name"),
         (

@@ -5,18 +5,34 @@ from typing import Any
 
 from vllm_dymoe.quantize.readers.awq import AwqReader
 from vllm_dymoe.quantize.readers.base import Reader
-from vllm_dymoe.quantize.readers.compressed_tensors import CompressedTensorsReader
+from vllm_dymoe.quantize.readers.compressed_floats import CompressedFloatsReader
+from vllm_dymoe.quantize.readers.compressed_tensors import FLOAT_FORMATS, CompressedTensorsReader
+from vllm_dymoe.quantize.readers.fp8 import Fp8Reader
 from vllm_dymoe.quantize.readers.gptq import GptqReader
+from vllm_dymoe.quantize.readers.modelopt import make_modelopt_reader
+from vllm_dymoe.quantize.readers.mxfp4 import Mxfp4Reader
 from vllm_dymoe.quantize.tensors import CheckpointError
+
+
+def _make_compressed_tensors(config: Mapping[str, Any]) -> Reader:
+    groups = (config.get("config_groups") or {}).values()
+    floats = any((group.get("format") or config.get("format")) in FLOAT_FORMATS for group in groups)
+    return CompressedFloatsReader(config) if floats else CompressedTensorsReader(config)
+
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
     "awq": AwqReader,
     "gptq": GptqReader,
-    "compressed-tensors": CompressedTensorsReader,
+    "compressed-tensors": _make_compressed_tensors,
+    "fp8": Fp8Reader,
+    "mxfp4": Mxfp4Reader,
+    "modelopt": make_modelopt_reader,
 }
 
 METHODS = tuple(_READERS)
 """Values of ``quant_method`` that :func:`make_reader` knows."""
+
+_NAMES_OF_VLLM = {"gpt_oss_mxfp4": "mxfp4"}
 
 __all__ = ["METHODS", "Reader", "make_reader"]
 
@@ -31,6 +47,7 @@ def make_reader(config: Mapping[str, Any]) -> Reader:
         CheckpointError: a method, or a variant of it, that is not read.
     """
     method = config.get("quant_method", "a method it does not name")
+    method = _NAMES_OF_VLLM.get(method, method)
     if method not in _READERS:
         raise CheckpointError(
             f"the checkpoint is quantized with {method} already, and only {', '.join(METHODS)} and 16-bit weights can "

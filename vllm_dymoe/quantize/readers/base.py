@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_dymoe.kernels import Codebook
+from vllm_dymoe.quantize.floats import FloatMatrix
 from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.quantize.tensors import CheckpointError
 
@@ -26,6 +28,9 @@ class Reader(ABC):
         asymmetric: whether zero points may be another code than the middle one.
         act_order: whether columns may have been quantized in the order of their activations, so that the columns of a
             group lie anywhere in a row.
+        codebook: what codes stand for where they are floats.
+        ranks_take_groups: whether vLLM gives tensor-parallel ranks whole groups of the down projection's inputs, and
+            the last rank what is left.
         parts: ends of the names of the tensors that make one matrix.
         checked: ends of the names of tensors that may come beside them and must agree with the rest.
     """
@@ -35,11 +40,13 @@ class Reader(ABC):
     group_size: int | None
     asymmetric: bool = True
     act_order: bool = False
+    codebook: Codebook | None = None
+    ranks_take_groups: bool = False
     parts: tuple[str, ...]
     checked: tuple[str, ...] = ()
 
     @abstractmethod
-    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> PrequantizedMatrix:
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> PrequantizedMatrix | FloatMatrix:
         """One whole matrix [rows, columns] from its tensors, by the ends of their names.
 
         Raises:

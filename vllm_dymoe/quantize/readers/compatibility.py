@@ -3,33 +3,39 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_dymoe.config import Options
 from vllm_dymoe.quantize.readers.base import GROUP_SIZES, Reader
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.store.manifest import FORMAT_KEYS
+from vllm_dymoe.store.manifest import read_codes
 
 
-def format_fields(reader: Reader | None, ours: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Bit-widths whose format holds what a checkpoint has, by the field of :class:`ExpertFormat` that says so.
+def format_fields(reader: Reader | None, ours: Mapping[str, Any], bits: int) -> dict[str, Any]:
+    """What makes the format of one bit-width hold what a checkpoint has: arguments of :class:`ExpertFormat`.
 
-    Only the checkpoint's own numbers have integer zero points and an order of columns. Another tier is derived from the
-    weights, with groups of neighbours: an order would cost a gather for every product and make nothing more exact.
+    Only the checkpoint's own numbers have integer zero points, an order of columns or a codebook. Another tier is
+    derived from the weights, with groups of neighbours: an order would cost a gather for every product and make nothing
+    more exact.
 
     Args:
         reader: of the checkpoint; None for one of 16 bits.
         ours: quantization_config of a checkpoint that we wrote, which says it itself; empty for any other.
+        bits: of the version.
     """
-    own = {
-        "integer_zeros": (reader.bits,) if reader is not None and reader.asymmetric else (),
-        "act_order": (reader.bits,) if reader is not None and reader.act_order else (),
-    }
-    return {field: tuple(ours.get(FORMAT_KEYS[field], widths)) for field, widths in own.items()}
+    if reader is None or bits != reader.bits:
+        return read_codes(ours, bits)
+    return {"integer_zeros": reader.asymmetric, "act_order": reader.act_order, "codebook": reader.codebook}
 
 
 def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[int, ...]:
-    """Group sizes of a store in which no group would have two scales, the largest first.
+    """Group sizes of a store in which no group would have two scales, the best first; none if ranks cut groups.
 
-    Each of the ranks has ``rank_columns`` inputs of the down projection, which begin a group of their own.
+    Each of the ranks has ``rank_columns`` inputs of the down projection, which begin a group of their own. Where a
+    codebook has groups of its own, the store's are those of what is derived from it.
     """
+    fixed = reader.codebook.group_size if reader.codebook is not None else None
+    if fixed is not None:
+        whole = ranks == 1 or reader.ranks_take_groups or rank_columns % fixed == 0
+        return (Options().group_size, *GROUP_SIZES) if whole else ()
     return tuple(
         size
         for size in GROUP_SIZES

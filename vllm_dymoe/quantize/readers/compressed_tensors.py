@@ -12,11 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_dymoe.kernels.codebook import FP8, MXFP4, NVFP4
 from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.quantize.readers import base
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 _FORMAT = "pack-quantized"
+FLOAT_FORMATS = {
+    "nvfp4-pack-quantized": NVFP4,
+    "mxfp4-pack-quantized": MXFP4,
+    "float-quantized": FP8,
+    "naive-quantized": FP8,
+}
+"""Formats that :mod:`vllm_dymoe.quantize.readers.compressed_floats` reads."""
+
 _ACT_ORDERS = ("group", "dynamic")  # two names of the same
 
 
@@ -30,12 +39,12 @@ class CompressedTensorsReader(base.Reader):
     method = "compressed-tensors"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        group = _only_group(config)
+        group, _ = only_group(config, (_FORMAT,), activations=False)
         weights = group.get("weights") or {}
         self.bits = base.choose_bits(self.method, weights.get("num_bits"), (8, 4, 2))
         strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
         if weights.get("type", "int") != "int" or strategy not in ("group", "channel"):
-            raise _unreadable(f'{weights.get("type")} weights by "{strategy}"', 'integers by "group" or "channel"')
+            raise unreadable(f'{weights.get("type")} weights by "{strategy}"', 'integers by "group" or "channel"')
         self.group_size = base.choose_group_size(
             self.method, weights.get("group_size") if strategy == "group" else None
         )
@@ -76,27 +85,36 @@ class CompressedTensorsReader(base.Reader):
             raise ValueError(f"{part} says that its columns were reordered, although config.json has no such actorder.")
 
 
-def _only_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The one way in which linear layers are quantized.
+def only_group(
+    config: Mapping[str, Any], readable: tuple[str, ...], *, activations: bool
+) -> tuple[Mapping[str, Any], str]:
+    """The one way in which linear layers are quantized, and its format.
+
+    Args:
+        config: ``quantization_config`` of config.json.
+        readable: formats.
+        activations: whether activations may have a quantization of their own.
 
     Raises:
-        CheckpointError: there are several, or another one than weights alone.
+        CheckpointError: there are several, or another one.
     """
     groups = list((config.get("config_groups") or {}).values())
     formats = {str(group.get("format") or config.get("format")) for group in groups}
-    if formats != {_FORMAT}:
-        raise _unreadable(f"the format {' and '.join(sorted(formats)) or 'that it does not name'}", f'"{_FORMAT}"')
+    if len(formats) != 1 or not formats.issubset(readable):
+        found = f"the format {' and '.join(sorted(formats)) or 'that it does not name'}"
+        raise unreadable(found, " or ".join(f'"{name}"' for name in (_FORMAT, *FLOAT_FORMATS)))
     sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
-        raise _unreadable(f"the sparse format {sparsity}", "dense ones")
+        raise unreadable(f"the sparse format {sparsity}", "dense ones")
     if any(group.get("weights") != groups[0].get("weights") for group in groups):
-        raise _unreadable("several kinds of weights", "one kind everywhere")
-    if any(group.get("input_activations") for group in groups):
-        raise _unreadable("quantized activations", "16-bit activations")
-    return groups[0]
+        raise unreadable("several kinds of weights", "one kind everywhere")
+    if not activations and any(group.get("input_activations") for group in groups):
+        raise unreadable("quantized activations", "16-bit activations")
+    return groups[0], formats.pop()
 
 
-def _unreadable(found: str, readable: str) -> CheckpointError:
+def unreadable(found: str, readable: str) -> CheckpointError:
+    """What is said of a variant that no reader has."""
     return CheckpointError(
         f"the checkpoint is quantized with compressed-tensors, {found}, and only {readable} can be read; use such a "
         "one, or serve it without --quantization dymoe."

@@ -1,0 +1,180 @@
+"""Published floats: exactly the weights that each format's own tools make of their tensors."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.quantize.readers.float_packing import CONFIGS, FP8_WEIGHTS, compressed, parts, random_floats
+from vllm_dymoe.kernels import MatrixFormat, dequantize, unpack
+from vllm_dymoe.kernels.codebook import FP8, MXFP4, NVFP4
+from vllm_dymoe.quantize.floats import FloatMatrix, blocks
+from vllm_dymoe.quantize.readers import make_reader
+from vllm_dymoe.quantize.tensors import CheckpointError
+
+FOLDER = Path(__file__).parent / "golden"
+
+
+def golden(kind):
+    """Tensors of a kind, its reader, and the matrix that it reads."""
+    tensors, reader = load_file(FOLDER / f"{kind}.safetensors"), make_reader(CONFIGS[kind])
+    rows, columns = tensors["weights"].shape
+    return tensors, reader, reader.read({part: tensors[part] for part in reader.parts}, rows, columns)
+
+
+def packed(matrix, group_size=32):
+    book = matrix.codebook
+    format = MatrixFormat(*matrix.shape, book.bits, book.group_size or group_size, torch.bfloat16, codebook=book)
+    section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
+    matrix.pack(format, section)
+    return format.view(section)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_weight_is_the_one_that_the_tool_dequantizes(kind):
+    tensors, reader, matrix = golden(kind)
+    want = tensors["weights"]
+    assert want.count_nonzero() > want.numel() / 2
+    assert (matrix.bits, matrix.codebook) == (reader.bits, reader.codebook)
+    assert torch.equal(matrix.dequantize().to(want.dtype), want)
+    held = packed(matrix)
+    assert torch.equal(dequantize(held).to(want.dtype), want)
+    assert torch.equal(unpack(held), matrix.codes)
+
+
+def test_a_default_dtype_rounds_no_factor():
+    """vLLM loads models under the default dtype bfloat16."""
+    tensors, _, matrix = golden("nvfp4-modelopt")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        held = packed(matrix)
+        weights = matrix.dequantize()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(dequantize(held), tensors["weights"])
+    assert torch.equal(weights, tensors["weights"])
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_rank_has_its_part_of_every_weight(kind):
+    """Also where the boundary cuts a block of rows, or of columns into whole groups of the store."""
+    tensors, _, matrix = golden(kind)
+    half, column = matrix.shape[0] // 2, 96 if matrix.codebook is not FP8 else 32
+    part = matrix.narrow(0, half, half).narrow(1, column, 96)
+    want = tensors["weights"][half:, column : column + 96]
+    assert torch.equal(dequantize(packed(part)).to(want.dtype), want)
+    filled = part.filled(half + 5, 128)
+    weights = dequantize(packed(filled)).to(want.dtype)
+    assert torch.equal(weights[:half, :96], want)
+    assert weights.count_nonzero() == want.count_nonzero()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_packer_of_the_tests_packs_as_the_tool_does(kind):
+    tensors, reader, matrix = golden(kind)
+    for part, tensor in parts(kind, matrix).items():
+        assert (tensor.dtype, tensor.shape) == (tensors[part].dtype, tensors[part].shape), part
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), tensors[part].view(-1).view(torch.uint8)), part
+    made = random_floats(kind, 100, 192)
+    again = reader.read(parts(kind, made), 100, 192)
+    assert torch.equal(again.dequantize(), made.dequantize())
+    assert made.dequantize().std() == pytest.approx(192**-0.5, rel=0.8)
+
+
+def test_a_boundary_that_cuts_a_group_is_refused():
+    _, _, matrix = golden("mxfp4")
+    with pytest.raises(ValueError, match="do not lie in groups of 32 with one scale"):
+        packed(matrix.narrow(1, 16, 96))
+
+
+def test_rows_in_turns_are_two_matrices():
+    tensors, _, matrix = golden("mxfp4")
+    for first in (0, 1):
+        assert torch.equal(dequantize(packed(matrix.rows(slice(first, None, 2)))), tensors["weights"][first::2].float())
+
+
+def test_scales_of_one_number_for_a_row_or_of_exponents_are_read():
+    weight = torch.randn(6, 64).to(torch.float8_e4m3fn)
+    in_blocks = {"quant_method": "fp8", "weight_block_size": [4, 32]}  # of which the last has two rows
+    for config, scales, block in (
+        ({"quant_method": "fp8"}, torch.rand(6, 1), (1, 64)),
+        (in_blocks, torch.rand(2, 2).to(torch.float8_e8m0fnu), (4, 32)),
+    ):
+        reader = make_reader(config)
+        matrix = reader.read(dict(zip(reader.parts, (weight, scales), strict=True)), 6, 64)
+        spread = scales.float().repeat_interleave(block[0], 0)[:6].repeat_interleave(block[1], 1)
+        assert torch.equal(matrix.dequantize(), weight.float() * spread)
+
+
+def damaged(kind, part, change):
+    tensors, reader, _ = golden(kind)
+    parts = {name: tensors[name] for name in reader.parts}
+    parts[part] = change(parts[part].clone())
+    return reader.read(parts, *tensors["weights"].shape)
+
+
+def with_byte(byte):
+    def change(tensor):
+        tensor.view(torch.uint8).view(-1)[7] = byte
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "change", "sentence"),
+    [
+        ("mxfp4", "blocks", lambda t: t[:, :5], r"blocks has shape \[44, 5, 16\], expected \[44, 6, 16\]"),
+        ("mxfp4", "blocks", lambda t: t.float(), "blocks is torch.float32, expected torch.uint8"),
+        ("mxfp4", "scales", lambda t: t[:43], r"scales has shape \[43, 6\], expected \[44, 6\]"),
+        ("mxfp4", "scales", with_byte(255), "some of its scales are NaN or infinite"),
+        ("mxfp4", "scales", with_byte(254), "too large for a weight"),
+        ("nvfp4-modelopt", "weight_scale", with_byte(0x7F), "some of its scales are NaN or infinite"),
+        ("nvfp4-modelopt", "weight_scale_2", lambda t: t.expand(2), r"weight_scale_2 has shape \[2\], expected one"),
+        ("nvfp4-compressed-tensors", "weight_global_scale", torch.zeros_like, "too large for a weight"),
+        ("nvfp4-compressed-tensors", "weight_packed", lambda t: t.t(), r"weight_packed has shape \[96, 44\]"),
+        ("fp8-blocks", "weight", with_byte(0xFF), "some of its weights are NaN"),
+        ("fp8-blocks", "weight", lambda t: t.to(torch.float8_e5m2), "weight is torch.float8_e5m2, expected"),
+        (
+            "fp8-blocks",
+            "weight_scale_inv",
+            lambda t: t[:, :1],
+            r"weight_scale_inv has shape \[1, 1\], expected \[1, 2\]",
+        ),
+        ("fp8-blocks", "weight_scale_inv", lambda t: t * torch.inf, "some of its scales are NaN or infinite"),
+    ],
+)
+def test_damaged_tensors_are_a_sentence(kind, part, change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        damaged(kind, part, change)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8, e5m2, and only e4m3"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 100]}, "in groups of 100"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "algorithm MXFP8, and only NVFP4"),
+        ({"quant_method": "modelopt"}, "algorithm ONE IT DOES NOT NAME"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "NVFP4 has groups of 16"),
+        (compressed("nvfp4-pack-quantized", FP8_WEIGHTS), '8-bit float weights by "channel" in nvfp4-pack-quantized'),
+        (compressed("float-quantized", FP8_WEIGHTS | {"symmetric": False}), "only symmetric 8-bit floats"),
+        (compressed("float-quantized", FP8_WEIGHTS, format="mxfp8-quantized"), "the format mxfp8-quantized"),
+    ],
+)
+def test_variants_that_are_not_read(config, sentence):
+    with pytest.raises(CheckpointError, match=sentence):
+        make_reader(config)
+
+
+def test_sixteen_codes_are_all_read():
+    """The golden tensors have what quantizers choose; this has everything that a file can hold."""
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    for book in (MXFP4, NVFP4):
+        four = codes & 15
+        scales = torch.full((2, 128 // book.group_size), 0.5).to(book.scale_dtype)
+        factor = (1.0, 3.0) if book.has_factor else (1.0, 1.0)
+        matrix = FloatMatrix(book, four, scales, torch.arange(2), blocks(128, book.group_size), factor)
+        assert torch.equal(dequantize(packed(matrix)), matrix.dequantize())
+        assert matrix.dequantize().unique().numel() == 15

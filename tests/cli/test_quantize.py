@@ -445,8 +445,8 @@ SPOILED = {
     "ours": ("separate", lambda m: m.config.update(quantization_config={"quant_method": "dymoe"}), "dymoe checkpoint"),
     "quantized text": (
         "separate",
-        lambda m: m.config.update(text_config={"quantization_config": {"quant_method": "fp8"}}),
-        "with fp8 already",
+        lambda m: m.config.update(text_config={"quantization_config": {"quant_method": "quark"}}),
+        "with quark already",
     ),
     "infinite weights": (
         "separate",

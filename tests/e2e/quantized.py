@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.architectures import Architecture
-from tests.quantize.readers import packing
+from tests.quantize.readers import float_packing, packing
 
 # How each kind of checkpoint is made: its quantization_config, how a matrix is packed, and what is random about it.
 KINDS = {
@@ -84,6 +84,46 @@ def write_quantized(architecture: Architecture, kind: str, folder: Path, *, dens
     save(folder / "plain", described, plain)
     save(folder / "quantized", described | {"quantization_config": config}, quantized)
     return experts
+
+
+def write_floats(architecture: Architecture, kind: str, folder: Path) -> dict:
+    """The same as write_quantized for a kind of published floats; dense layers have 16 bits."""
+    architecture.save(folder / "plain")
+    plain = load_file(folder / "plain" / "model.safetensors")
+    quantized, experts = dict(plain), {}
+    for number, (name, tensor) in enumerate(plain.items()):
+        if ".experts." not in name or name.endswith("bias"):
+            continue
+        stem = name.removesuffix(".weight")
+        if tensor.dim() == 3:  # gpt-oss: all experts of a layer, transposed, but not when they are quantized
+            stack = [
+                float_packing.random_floats(kind, *tensor[0].t().shape, seed=100 * number + e)
+                for e in range(len(tensor))
+            ]
+            plain[name] = torch.stack([matrix.dequantize().t() for matrix in stack]).bfloat16()
+            packed = [float_packing.parts(kind, matrix) for matrix in stack]
+            made = {f"{stem}_{part}": torch.stack([each[part] for each in packed]) for part in packed[0]}
+            experts[name] = stack
+        else:
+            matrix = float_packing.random_floats(kind, *tensor.shape, seed=number)
+            plain[name] = matrix.dequantize().bfloat16()
+            made = {f"{stem}.{part}": each for part, each in float_packing.parts(kind, matrix).items()}
+            experts[name] = matrix
+        del quantized[name]
+        quantized |= made
+    described = json.loads((folder / "plain" / "config.json").read_text())
+    config = float_packing.CONFIGS[kind] | {
+        "modules_to_not_convert": dense_modules(plain),
+        "ignore": dense_modules(plain),
+    }
+    save(folder / "plain", described, plain)
+    save(folder / "quantized", described | {"quantization_config": config}, quantized)
+    return experts
+
+
+def dense_modules(tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the layers that are no experts."""
+    return [name.removesuffix(".weight") for name in tensors if name.endswith(".weight") and ".experts." not in name]
 
 
 def save(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> None:

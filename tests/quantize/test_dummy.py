@@ -7,6 +7,7 @@ from tests.small_model import make_experts
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.experts.layout import BlobKey, Projection, all_keys
 from vllm_dymoe.kernels import MatrixFormat, dequantize
+from vllm_dymoe.kernels.codebook import CODEBOOKS
 from vllm_dymoe.quantize.dummy import fill_randomly, random_store
 from vllm_dymoe.store import FileStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter
@@ -87,3 +88,14 @@ def test_a_store_in_files_passes_its_checksums_and_counts_its_progress(tmp_path)
         store.read_into(key, blob)
         assert torch.equal(blob, in_memory.blob(key))
     store.close()
+
+
+@pytest.mark.parametrize("book", CODEBOOKS.values(), ids=CODEBOOKS)
+def test_published_floats_are_finite_and_of_the_usual_size(book):
+    format = MatrixFormat(200, 512, book.bits, book.group_size or 64, torch.bfloat16, codebook=book)
+    section = torch.empty(format.nbytes, dtype=torch.uint8)
+    fill_randomly(format, section, torch.Generator().manual_seed(0))
+    weights = dequantize(format.view(section))
+    assert torch.isfinite(weights).all()
+    assert 0.01 < weights.std() < 0.04  # an exponent is a power of two
+    assert weights.unique().numel() >= 15

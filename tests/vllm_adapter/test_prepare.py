@@ -195,8 +195,8 @@ def test_an_option_that_contradicts_the_checkpoint_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "quantization",
     [
-        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
-        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+        {"quant_method": "quark", "export": {}},
+        {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]},
     ],
 )
 def test_a_checkpoint_of_another_method_is_refused(tmp_path, quantization):

@@ -186,3 +186,78 @@ def train(
     from vllm_dymoe.training import Recipe
 
     run(trace, out, architecture=architecture, recipe=Recipe(epochs, patience, batch, learning_rate, held_out, seed))
+
+
+@app.command()
+@one_sentence_errors
+def bench(
+    model: Annotated[str, typer.Argument(help="Model to serve, as for `vllm serve`.")],
+    system: Annotated[
+        list[str] | None,
+        typer.Option(help='A system\'s name, or options as JSON with a "label"; several times.'),
+    ] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Something else that serves the model; several times.")] = None,
+    budget: Annotated[list[str] | None, typer.Option(help="As the option expert_budget; several times.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; several times.")] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(help="Emulated on a CPU: 12MB/s, or a GPU whose link is as slow beside it; several times."),
+    ] = None,
+    prompts: Annotated[
+        str, typer.Option(help="File of prompts (ShareGPT, custom, spec_bench or lines), shipped, or random:LENGTH.")
+    ] = "shipped",
+    requests: Annotated[int, typer.Option(min=1, help="Requests that are measured for each row.")] = 16,
+    warm_up: Annotated[int, typer.Option(min=1, help="Requests before them that are not.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    options: Annotated[str, typer.Option(help="Options of every system, as JSON: '{\"hi\": 8}'.")] = "{}",
+    engine: Annotated[str, typer.Option(help="Arguments of vLLM's LLM, as JSON: '{\"max_model_len\": 4096}'.")] = "{}",
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of rows; the same one to go on.")] = Path("bench"),
+) -> None:
+    """Measure systems side by side: times, hits, bytes and memory, for each budget and batch size."""
+    from vllm_dymoe.cli.bench import json_object, run
+
+    run(
+        model,
+        systems=system or ["on-demand", "exact"],
+        peers=peer or [],
+        budgets=budget or ["25%", "50%"],
+        batches=batch or [1],
+        links=link or [],
+        prompts=prompts,
+        requests=requests,
+        warm_up=warm_up,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        options=json_object("--options", options),
+        engine=json_object("--engine", engine),
+        out=out,
+    )
+
+
+@app.command()
+@one_sentence_errors
+def plan(
+    model: Annotated[str, typer.Argument(help="Folder with a config.json, or a model of the Hugging Face hub.")],
+    gpu: Annotated[str | None, typer.Option(help="A GPU's name, or a folder that `vllm-dymoe bench` wrote.")] = None,
+    link: Annotated[str | None, typer.Option(help="Rate of the link: 25GB/s; else that of the data sheet.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="What routers chose; else a stated skew.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that decode at once.")] = 1,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
+    max_model_len: Annotated[int, typer.Option(min=1, help="As of `vllm serve`.")] = 8192,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="As of `vllm serve`.")] = 16,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.1, max=1, help="As of `vllm serve`.")] = 0.9,
+    check: Annotated[Path | None, typer.Option(help="Compare with the rows of a folder of `bench`.")] = None,
+) -> None:
+    """Say what fits on a device, how fast each system will be, and which options to take; nothing is loaded."""
+    from vllm_dymoe.cli import plan as planning
+    from vllm_dymoe.config import ConfigError
+    from vllm_dymoe.plan.advice import Serving
+
+    if check is not None:
+        planning.check(model, check, trace)
+        return
+    if gpu is None:
+        raise ConfigError("say for which device: --gpu rtx4090, or a folder of measured rows.")
+    serving = Serving(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
+    planning.run(model, gpu=gpu, link=link, trace=trace, batch=batch, prompt=prompt, serving=serving)

@@ -8,10 +8,14 @@ With x_m the router's input of layer m and W_g^(l) the gate of layer l:
 The first layers have fewer than P before them, and meet with those. An intersection names less than one layer would
 and is right more often: it saves transfers where the link is scarce. The paper's batch is one token; of several, the
 experts that most tokens' intersections hold come first.
+
+The paper compares it with votes (Figure 7): layer m has a weight, and S_l is every expert whose layers weigh at least a
+threshold. A union is the weight 1 and the threshold 1.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,6 +28,19 @@ from vllm_dymoe.predict.side_stream import Answer, Inline, SideStream
 from vllm_dymoe.predict.tuner import Heop
 
 
+@dataclass(frozen=True)
+class Votes:
+    """How layers vote where they need not all agree.
+
+    Attributes:
+        weights: of layers, that of the nearest one first; layers further away have the last one's.
+        threshold: votes that an expert needs.
+    """
+
+    weights: tuple[float, ...]
+    threshold: float
+
+
 class MeetingOfLayers(SideStreamPredictor):
     """Asks the next layer's gate about the inputs of the last P layers.
 
@@ -34,6 +51,7 @@ class MeetingOfLayers(SideStreamPredictor):
         tuner: chooses K and P while serving; they stay as they are if None.
         hits: how many experts layers have found on the device so far, for the tuner.
         side_stream: where the gate is asked.
+        votes: of the layers; None where all of them have to agree (Eq. 6).
     """
 
     def __init__(
@@ -44,9 +62,11 @@ class MeetingOfLayers(SideStreamPredictor):
         tuner: Heop | None = None,
         hits: Callable[[], int] = lambda: 0,
         side_stream: SideStream | None = None,
+        votes: Votes | None = None,
     ) -> None:
         super().__init__(side_stream or Inline())
         self._gates = gates
+        self._votes = votes
         self._setting = (k, p)
         self._tuner = tuner
         self._hits = hits
@@ -77,6 +97,8 @@ class MeetingOfLayers(SideStreamPredictor):
         k, p = self._tuner.setting(following) if self._tuner else self._setting
         meeting = list(self._inputs)[-p:]
         ask = partial(_meet if len(meeting[-1]) > 1 else _choose, self._gates[following], k)
+        if self._votes is not None:
+            ask = partial(_vote, self._gates[following], k, self._votes)
         self._read = self._side_stream.begin(ask, *meeting, lasting=self._inputs.maxlen != 1)
 
     def predict(self, layer: int) -> Sequence[Candidate]:
@@ -127,3 +149,16 @@ def _meet(gate: Gate, k: int, *meeting: torch.Tensor) -> Answer:
     named = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best.indices, True)
     experts = best.indices[-tokens:]
     return experts, best.values[-tokens:], named.view(layers, tokens, -1).all(0).gather(1, experts)
+
+
+def _vote(gate: Gate, k: int, votes: Votes, *meeting: torch.Tensor) -> Answer:
+    """Experts by their votes, the last layer's scores, and whether they have enough, [tokens, experts] each."""
+    layers, tokens = len(meeting), len(meeting[-1])
+    scores = gate.scores(torch.cat(meeting))
+    named = torch.zeros_like(scores).scatter_(1, scores.topk(min(k, scores.shape[1]), dim=-1).indices, 1.0)
+    weights = [votes.weights[min(layer, len(votes.weights) - 1)] for layer in range(layers)]
+    given = (named.view(layers, tokens, -1) * scores.new_tensor(weights[::-1])[:, None, None]).sum(0)
+    # Fewer layers than the threshold is for need all of their votes, as a meeting of fewer does.
+    enough = given >= min(votes.threshold, sum(weights)) - 1e-6
+    ranked = (given + scores[-tokens:].clamp(0, 1) * 1e-3).argsort(dim=-1, descending=True)
+    return ranked, scores[-tokens:].gather(1, ranked), enough.gather(1, ranked)

@@ -1,0 +1,126 @@
+"""Cases, their keys and groups, rows on disk, and what is refused."""
+
+import json
+
+import pytest
+
+from vllm_dymoe.bench import run
+from vllm_dymoe.bench.cases import Subject, Workload, grid, groups, subject_of
+from vllm_dymoe.bench.check import OutputsDifferError, check_outputs
+from vllm_dymoe.bench.prompts import PromptSet
+from vllm_dymoe.bench.rows import append_row, read_rows
+from vllm_dymoe.config import ConfigError
+
+WORKLOAD = Workload("digest", "prompts", False, 2, 1, 8)
+
+
+def cases(*systems, budgets=("25%", "50%"), batches=(1,)):
+    return grid("model", [subject_of(system, {}) for system in systems], budgets, batches, WORKLOAD, {})
+
+
+def test_a_grid_has_every_combination_once_and_full_load():
+    found = cases("exact", "on-demand", "exact", batches=(1, 4))
+    assert len(found) == len({case.key for case in found}) == 2 * 2 * 2 + 2
+    assert [case.batch for case in found if case.budget == "100%"] == [1, 4]
+
+
+def test_full_load_is_measured_first_and_an_engine_once():
+    found = [[case.budget for case in group] for group in groups(cases("on-demand", "exact"))]
+    assert found[0] == ["100%"]
+    assert sorted(found[1:]) == [["25%", "50%"], ["25%", "50%"]]
+
+
+def test_a_system_with_a_budget_of_its_own_is_measured_at_that():
+    assert {case.budget for case in cases("duoserve")} == {"top-k", "100%"}
+
+
+@pytest.mark.parametrize(
+    ("system", "fixed"),
+    [
+        ("exact", True),
+        ("firm", True),
+        ('{"system": "compared", "system_options": {"ahead": "union"}}', True),
+        ('{"system": "dymoe", "lo": 2}', False),
+        ('{"system": "one layer low", "lo": 2, "system_options": {"layer": 0}}', False),
+    ],
+)
+def test_only_what_serves_one_precision_has_to_answer_alike(system, fixed):
+    found = {case.fixed_precision for case in cases(system) if case.budget != "100%"}
+    full = {case.fixed_precision for case in cases(system) if case.budget == "100%"}
+    assert (found == full) is fixed
+
+
+@pytest.mark.parametrize("system", ["nothing", "{", '{"system": "exact", "expert_budget": 1}', '{"lo": 3}'])
+def test_systems_that_cannot_be_served_are_refused_before_anything_starts(system):
+    with pytest.raises(ConfigError):
+        subject_of(system, {})
+
+
+# -- rows on disk ---------------------------------------------------------------------------------
+
+
+def test_a_row_that_a_kill_has_cut_is_measured_again(tmp_path):
+    path = tmp_path / "rows"
+    append_row(path, {"key": "a"})
+    with path.open("a") as stream:
+        stream.write('{"key": "b", "measu')
+    assert [row["key"] for row in read_rows(path)] == ["a"]
+    append_row(path, {"key": "c"})
+    assert [row["key"] for row in read_rows(path)] == ["a", "c"]
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    (tmp_path / "rows").write_text("one\ntwo\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        read_rows(tmp_path / "rows")
+
+
+def test_a_run_goes_on_with_the_rows_that_are_missing(tmp_path, monkeypatch):
+    found = cases("exact", "on-demand")
+    started = []
+
+    def answer(job, folder):
+        started.append([case["key"] for case in job["cases"]])
+        for case in job["cases"][: 1 if len(started) == 2 else None]:
+            append_row(folder / run.ROWS, {"key": case["key"], **case["row"]})
+        if len(started) == 2:
+            raise ConfigError("killed")
+
+    monkeypatch.setattr(run, "run_job", answer)
+    monkeypatch.setattr(run, "machine", dict)
+    with pytest.raises(ConfigError, match="killed"):
+        run.measure(found, PromptSet("prompts"), tmp_path)
+    rows = run.measure(found, PromptSet("prompts"), tmp_path)
+    assert [row["key"] for row in rows] == [case.key for case in found]
+    assert started[2] == started[1][1:]
+    assert sum(map(len, started)) == len(found) + 1
+
+
+def test_an_engine_that_fails_shows_the_end_of_its_log(tmp_path):
+    job = {"label": "mine", "module": "no_such_module", "cases": [{"key": "k"}]}
+    with pytest.raises(ConfigError, match=r"(?s)mine failed with code 1.*No module named"):
+        run.run_job(job, tmp_path)
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+def row(label, outputs, precision="p"):
+    said = {"label": label, "budget": "25%", "batch": 1, "fixed_precision": precision}
+    return json.loads(json.dumps({**said, "measured": {"outputs": outputs}}))
+
+
+def test_answers_of_one_precision_are_compared():
+    rows = [row("a", ["x", "y"]), row("b", ["x", "y"]), row("other", ["z", "z"], "q"), row("peer", ["?"], None)]
+    assert check_outputs(rows) == 2
+
+
+@pytest.mark.parametrize("outputs", [["x", "z"], ["x"]])
+def test_nothing_is_reported_where_they_differ(outputs):
+    with pytest.raises(OutputsDifferError, match=r'"b" at 25% and "a".*request 2 of 2'):
+        check_outputs([row("a", ["x", "y"]), row("b", outputs)])
+
+
+def test_subjects_differ_by_what_is_served_and_not_by_their_label():
+    one, other = (Subject(label, {"system": "exact"}) for label in ("a", "b"))
+    assert len(grid("model", [one, other], ["25%"], [1], WORKLOAD, {})) == 2

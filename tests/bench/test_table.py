@@ -1,0 +1,74 @@
+"""From times of tokens to a table."""
+
+import pytest
+
+from vllm_dymoe.bench.summary import Answers, distribution, quantile, summarise
+from vllm_dymoe.bench.table import HEAD, Bounds, lines
+
+COUNTED = {
+    "hits": 30, "misses": 10, "bytes_moved": {"demand": 6e6, "prefetch": 2e6}, "resident_experts": {"hi": 3},
+    "peak_expert_bytes": 5_000_000, "budget_bytes": 6_000_000, "predictor_bytes": 0, "prefetch_interval": {},
+}  # fmt: skip
+
+
+def answers(**changes):
+    return Answers(**({
+        "first": [0.1, 0.2], "between": [0.01, 0.03, 0.02, 0.02], "seconds": 0.3, "prefill_seconds": 0.2,
+        "prompt_tokens": [5, 6], "lengths": [3, 3], "outputs": ["a", "b"], "prefill": COUNTED, "decode": COUNTED,
+    } | changes))  # fmt: skip
+
+
+def row(label, measured, **changes):
+    return {
+        "kind": "speed", "label": label, "budget": "25%", "batch": 2, "options": {"hi": 4}, "measured": measured,
+        "workload": {"random": False},
+    } | changes  # fmt: skip
+
+
+@pytest.mark.parametrize(("share", "value"), [(0, 1), (0.5, 2), (0.51, 3), (0.99, 4), (1, 4)])
+def test_quantiles_are_values_that_occur(share, value):
+    assert quantile([4, 2, 1, 3], share) == value
+
+
+def test_a_distribution_is_in_milliseconds():
+    found = distribution([0.001 * n for n in range(1, 101)])
+    assert (found["median"], found["p99"], found["count"]) == (pytest.approx(50.5), pytest.approx(99), 100)
+    assert found["cdf"][0] == 1
+    assert found["cdf"][-1] == 100
+
+
+def test_counts_add_up_and_sizes_do_not():
+    found = summarise([answers(), answers(outputs=["c", "d"])])
+    assert found["decode"]["bytes_moved"] == {"demand": 12e6, "prefetch": 4e6}
+    assert found["decode"]["hit_rate"] == 0.75
+    assert found["decode"]["resident_experts"] == {"hi": 3}
+    assert found["decode_tokens_per_second"] == pytest.approx(8 / 0.2)
+    assert found["outputs"] == ["a", "b", "c", "d"]
+
+
+def test_every_share_is_of_what_it_says():
+    measured = summarise([answers()]) | {"peak_device_bytes": 9e6}
+    fast = {**measured, "decode_tokens_per_second": 2 * measured["decode_tokens_per_second"]}
+    bounds = Bounds(link=1e9, memory=1e9, token_bytes={(4, 2): 1e7}, expert_bytes={4: 2_000_000})
+    found, _ = lines([row("exact", measured), row("full load, 4 bits", fast)], bounds)
+    cells = dict(zip(HEAD, found, strict=True))
+    assert cells["of full load"] == "50%"
+    assert cells["hits"] == "75.0%"
+    assert cells["resident MB"] == "6.0"
+    assert cells["MB/token: demand"] == "1.5"
+    assert cells["ahead"] == "0.5"
+    assert cells["link used"] == "8%"  # 8 MB in 0.1 s of 1 GB/s
+    assert cells["memory used"] == "50%"  # 10 MB in 20 ms
+
+
+def test_an_emulated_link_is_the_bound_and_random_prompts_have_no_hits():
+    measured = summarise([answers()]) | {"peak_device_bytes": 9e6}
+    said = {"options": {"hi": 4, "link_gbps": 0.1}, "workload": {"random": True}}
+    cells = dict(zip(HEAD, lines([row("exact", measured, **said)], Bounds(1e9, 1e9))[0], strict=True))
+    assert (cells["hits"], cells["link used"]) == ("random", "80%")
+
+
+def test_a_peer_has_no_counters():
+    measured = summarise([answers(prefill={}, decode={})]) | {"peak_device_bytes": 9e6}
+    cells = dict(zip(HEAD, lines([row("vllm", measured, options=None)], Bounds(1e9, 1e9))[0], strict=True))
+    assert (cells["hits"], cells["experts peak MB"], cells["device peak MB"]) == ("", "", "9")

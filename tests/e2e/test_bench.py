@@ -1,0 +1,33 @@
+"""``vllm-dymoe bench`` on the shipped model: rows through real engines, and a run that finds them done."""
+
+import json
+
+import pytest
+
+from tests.cli.checkpoints import command
+from tests.e2e.engines import MODEL
+from vllm_dymoe.bench import run
+from vllm_dymoe.bench.rows import read_rows
+
+pytestmark = pytest.mark.engine
+
+
+def test_a_table_of_two_systems(tmp_path, monkeypatch):
+    asked = ["bench", MODEL, "--system", "exact", "--system", '{"label": "4/0", "system": "dymoe"}', "--budget", "25%",
+             "--batch", 1, "--batch", 2, "--requests", 2, "--warm-up", 1, "--max-tokens", 6, "--out", tmp_path,
+             "--engine", '{"max_model_len": 256}']  # fmt: skip
+    result = command(*map(str, asked))
+    assert result.exit_code == 0, result.output
+    rows = {(row["label"], row["batch"]): row["measured"] for row in read_rows(tmp_path / "rows.jsonl")[1:]}
+    assert len(rows) == 6
+    for batch in (1, 2):
+        full, exact = rows["full load, 4 bits", batch], rows["exact", batch]
+        assert full["outputs"] == exact["outputs"]
+        assert full["decode"]["misses"] + full["prefill"]["misses"] == 0
+        assert exact["decode"]["bytes_moved"]["demand"] > 0
+        assert exact["decode_tokens"] == 2 * 5
+    table = (tmp_path / "table.md").read_text()
+    assert table.count("\n| ") == 2 + len(rows)
+    monkeypatch.setattr(run, "run_job", lambda job, folder: pytest.fail(json.dumps(job)[:200]))
+    assert command(*map(str, asked)).exit_code == 0
+    assert (tmp_path / "table.md").read_text() == table

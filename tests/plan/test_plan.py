@@ -1,0 +1,239 @@
+"""A plan: sizes of real models, the roofline, the rule replayed, and the options that are recommended."""
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.cli.checkpoints import command, refused
+from vllm_dymoe.config import ConfigError, ExpertBudget
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.plan import advice
+from vllm_dymoe.plan.advice import Serving, choices, recommended, room_for_experts
+from vllm_dymoe.plan.device import Device, find_device, parse_rate
+from vllm_dymoe.plan.errors import compare, median_error, reversed_rankings
+from vllm_dymoe.plan.model import shape_of
+from vllm_dymoe.plan.predict import predict, step_bytes
+from vllm_dymoe.plan.replay import LayerDemand, Routings, replay, stated_skew
+from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
+from vllm_dymoe.systems import make_system
+from vllm_dymoe.traces import TraceHeader, synthetic_trace
+
+QWEN3_30B = {
+    "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1,
+    "max_position_embeddings": 40960, "vocab_size": 151936, "intermediate_size": 6144,
+}  # fmt: skip
+MIXTRAL = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000,
+}  # fmt: skip
+DEEPSEEK_V2_LITE = {
+    "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": None,
+    "moe_intermediate_size": 1408, "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "intermediate_size": 10944, "vocab_size": 102400,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "layers"), [(QWEN3_30B, 30.53, 48), (MIXTRAL, 46.70, 32), (DEEPSEEK_V2_LITE, 15.71, 26)]
+)
+def test_sizes_add_up_to_what_the_model_is_named_after(config, billions, layers):
+    shape = shape_of(config, "config.json")
+    experts = shape.moe_layers * shape.experts * 3 * shape.hidden * shape.intermediate
+    assert shape.moe_layers == layers
+    assert (shape.dense_weights + experts) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_a_model_without_experts_is_refused():
+    dense = {key: value for key, value in MIXTRAL.items() if key != "num_local_experts"}
+    with pytest.raises(ConfigError, match="not one of a Mixture-of-Experts"):
+        shape_of(dense, "x/config.json")
+
+
+# -- devices --------------------------------------------------------------------------------------
+
+
+def test_devices_are_found_however_they_are_written():
+    assert find_device("NVIDIA GeForce RTX-4090", None).memory == find_device("rtx4090", None).memory == 24 * 2**30
+    assert find_device("rtx4090", "25 GB/s").link == parse_rate("25GB/s") == 25e9
+    for name, link in (("gtx970", None), ("rtx4090", "fast"), ("rtx4090", "0GB/s")):
+        with pytest.raises(ConfigError):
+            find_device(name, link)
+
+
+# -- the rule -------------------------------------------------------------------------------------
+
+HEADER = TraceHeader("m", "f", 8, 32, 4, 64)
+
+
+@pytest.fixture(scope="module")
+def routings():
+    return Routings(synthetic_trace(HEADER, requests=4, prompt=8, decode=64, skew=0.8, locality=0.4, correlation=0.2))
+
+
+def demand(routings, kept, critical=None, low=False, low_kept=0):
+    quotas = {Tier.HI: [kept] * 8} | ({Tier.LO: [low_kept] * 8} if low else {})
+    return replay(routings, quotas, critical, low)
+
+
+def test_more_slots_miss_less_and_all_of_them_nothing(routings):
+    missing = [demand(routings, kept).missing[Tier.HI] for kept in (0, 8, 16, 32)]
+    assert missing[0] == demand(routings, 0).active[Tier.HI] == 4
+    assert missing == sorted(missing, reverse=True)
+    assert missing[-1] < 0.2  # an expert that nobody has asked for yet
+
+
+def test_low_experts_are_moved_low_or_skipped(routings):
+    half = demand(routings, 8, lambda layer, active: 2, low=True, low_kept=8)
+    assert half.active == {Tier.HI: 2, Tier.LO: 2}
+    skipped = demand(routings, 8, lambda layer, active: 2)
+    assert (skipped.active[Tier.HI], skipped.active[Tier.LO], skipped.skipped) == (2, 0, 2)
+
+
+def test_tokens_of_a_batch_share_experts():
+    trace = synthetic_trace(HEADER, requests=8, prompt=1, decode=32)
+    alone, together = Routings(trace), Routings(trace, batch=8)
+    assert alone.active == 4
+    assert 12 < together.active < 32
+    assert alone.distinct(1) == pytest.approx(4)
+    assert 4 < alone.distinct(16) < 32
+
+
+# -- times ----------------------------------------------------------------------------------------
+
+DEVICE = Device("d", 24 * 2**30, bandwidth=8e11, compute=8e13, link=2e10, layer_seconds=0.0)
+QWEN = shape_of(QWEN3_30B, "config.json")
+
+
+def predicted(options, budget, routings, device=DEVICE):
+    settled = resolve_options(options, environment={})
+    experts, system = QWEN.packed(tuple(settled.stored_bits)), make_system(settled)
+    workspace = workspace_bytes(experts)
+    limit = limit_in_bytes(ExpertBudget.parse(budget), experts, settled, workspace, 0)
+    shares = system.shares(QWEN.moe_layers, QWEN.top_k)
+    plan = plan_slots(experts, settled, system, limit, workspace, shares)
+    return predict(QWEN, settled, plan, device, routings, 512)
+
+
+@pytest.fixture(scope="module")
+def skewed():
+    return stated_skew(TraceHeader("m", "f", 48, 128, 8, 2048), 1, 0.5, 0.3)
+
+
+def test_everything_moved_takes_the_link_and_the_computation(skewed):
+    found = predicted({"system": "on-demand"}, "25%", skewed)
+    experts = QWEN.packed((4,))
+    moved = 48 * 8 * experts.formats[4].nbytes
+    settled = resolve_options({}, environment={})
+    read = step_bytes(QWEN, experts, settled, LayerDemand({Tier.HI: 8}, {}))
+    assert found.moved == pytest.approx(moved)
+    assert found.tpot == pytest.approx(moved / DEVICE.link + read / DEVICE.bandwidth)
+    assert found.hit_rate == 0
+
+
+def test_a_guess_hides_at_most_the_computation_before_it(skewed):
+    cache = predicted({"system_options": {"look_ahead": 0}}, "25%", skewed)
+    ahead = predicted({}, "25%", skewed)
+    endless = predicted({}, "25%", skewed, replace(DEVICE, layer_seconds=1.0))
+    assert 0 < cache.tpot - ahead.tpot < 0.75 * 48 * QWEN.token_weights * 2 / DEVICE.bandwidth
+    assert endless.tpot - 48 > 0.25 * cache.moved / DEVICE.link * 0.9
+    assert predicted({}, "100%", skewed).tpot < cache.tpot
+
+
+def test_fewer_bytes_and_skipped_experts_are_faster(skewed):
+    tpot = {name: predicted(options, "25%", skewed).tpot for name, options in {
+        "16": {"hi": 16}, "8": {"hi": 8}, "4": {}, "4/0": {"system": "dymoe"}}.items()}  # fmt: skip
+    assert tpot["16"] > tpot["8"] > tpot["4"] > tpot["4/0"]
+
+
+# -- advice ---------------------------------------------------------------------------------------
+
+
+def test_every_choice_fits_beside_the_rest(skewed):
+    device, serving = find_device("rtx4090", None), Serving()
+    room = room_for_experts(QWEN, device, serving, 1)
+    found = list(choices(QWEN, device, skewed, serving, 512))
+    assert 10e9 < room < 24 * 2**30 - QWEN.dense_bytes
+    assert all(row.limit <= room for row in found)
+    assert {row.options.get("system", "exact") for row in found} == {"exact", "dymoe", "firm", "duoserve", "on-demand"}
+    best = recommended(found)
+    assert best.agreement >= advice.GOOD_ENOUGH
+    assert all(best.prediction.tpot <= 1.05 * row.prediction.tpot for row in found if row.agreement >= 0.95)
+
+
+def test_the_quality_of_the_package_is_that_of_the_benchmark():
+    root = Path(__file__).resolve().parents[2]
+    sections = json.loads((root / "benchmarks/quality/results.json").read_text())["sections"]
+    measured = {(f"{row['bits']}", row["quantizer"]): row["agreement"] for row in sections["uniform"]}
+    for row in sections["tiers"]:
+        if row["phase"] == "decode" and row["skipped_weights"] != "renormalize" and ", r = 0.75" in row["experts"]:
+            measured.setdefault((row["experts"].split(",")[0], row["quantizer"]), row["agreement"])
+    shipped = json.loads((root / "vllm_dymoe/plan/quality.json").read_text())
+    for tiers, of in shipped.items():
+        for quantizer, value in of.items():
+            assert value == pytest.approx(measured.get((tiers, quantizer), 1.0 if tiers == "16" else 0), abs=1e-4)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+    return tmp_path
+
+
+def test_the_command_ends_with_one_to_paste(folder):
+    result = command("plan", folder, "--gpu", "rtx4090", "--link", "25GB/s")
+    assert result.exit_code == 0, result.output
+    (line,) = re.findall(r"^vllm serve .*$", result.stdout, re.MULTILINE)
+    options = json.loads(re.search(r"--additional-config '(.*)'", line)[1])["dymoe"]
+    assert resolve_options(options, environment={}).expert_budget.bytes > 10e9
+    assert "its link 25.0 GB/s" in result.stdout
+
+
+def test_what_cannot_be_planned_is_a_sentence(folder):
+    assert "--gpu rtx4090" in refused("plan", folder)
+    assert "device memory" in refused("plan", folder, "--gpu", "rtx4090", "--max-num-seqs", 10**6)
+
+
+def test_a_plan_costs_little_more_than_importing_torch(folder):
+    def cpu_seconds(*arguments):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    # torch takes 1.5 to 2.5 s: twice that is below 5 s.
+    plan = ["-c", "from vllm_dymoe.cli import main; main()", "plan", str(folder), "--gpu", "rtx4090"]
+    assert cpu_seconds(*plan) < 2 * cpu_seconds("-c", "import torch")
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def measured_row(label, options, budget, tpot):
+    return {
+        "kind": "speed", "label": label, "options": options, "budget": budget, "batch": 1,
+        "measured": {"tpot_ms": {"mean": 1e3 * tpot}, "prompt_tokens": [32]},
+    }  # fmt: skip
+
+
+def test_errors_are_relative_and_rankings_are_compared_where_they_are_clear(skewed):
+    fast, slow = predicted({}, "25%", skewed).tpot, predicted({"system": "on-demand"}, "25%", skewed).tpot
+    rows = [measured_row("exact", {}, "25%", 1.1 * fast), measured_row("od", {"system": "on-demand"}, "25%", slow)]
+    found = compare(rows, QWEN, DEVICE, {1: skewed})
+    assert median_error(found) == pytest.approx((1 - 1 / 1.1) / 2, abs=0.01)
+    assert not reversed_rankings(found)
+    swapped = [measured_row("exact", {}, "25%", slow), measured_row("od", {"system": "on-demand"}, "25%", fast)]
+    assert len(reversed_rankings(compare(swapped, QWEN, DEVICE, {1: skewed}))) == 1
+    close = [measured_row("exact", {}, "25%", slow), measured_row("od", {"system": "on-demand"}, "25%", slow / 1.1)]
+    assert not reversed_rankings(compare(close, QWEN, DEVICE, {1: skewed}))

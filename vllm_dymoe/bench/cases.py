@@ -1,0 +1,158 @@
+"""What is measured: one case is one system at one budget and batch size; cases that an engine can share are a group."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.systems import SYSTEMS
+
+FULL = "100%"
+"""The budget with which nothing ever moves."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What serves: this plugin with options, or something else.
+
+    Attributes:
+        label: for people, and unique in a run.
+        options: of the plugin, without the budget; None for a peer.
+        peer: name of the peer; empty for the plugin.
+        budgets: that it is measured at; those of the run if None.
+    """
+
+    label: str
+    options: Mapping[str, Any] | None = None
+    peer: str = ""
+    budgets: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every case is asked.
+
+    Attributes:
+        prompts: digest of the set.
+        name: of the set.
+        random: whether it is random tokens.
+        requests: answers that are measured for each case.
+        warm_up: answers before them that are not.
+        max_tokens: of each answer.
+        temperature: 0 is greedy; otherwise each request has a seed of its own.
+    """
+
+    prompts: str
+    name: str
+    random: bool
+    requests: int
+    warm_up: int
+    max_tokens: int
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row.
+
+    Attributes:
+        model: as for ``vllm serve``.
+        subject: what serves.
+        budget: the option ``expert_budget``, or what a peer makes of it.
+        batch: requests at once.
+        workload: what is asked.
+        engine: arguments of vLLM's ``LLM``.
+    """
+
+    model: str
+    subject: Subject
+    budget: str
+    batch: int
+    workload: Workload
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The same for the same case in another run."""
+        return digest(asdict(self) | {"subject": {"options": self.subject.options, "peer": self.subject.peer}})
+
+    @property
+    def group(self) -> str:
+        """The same for cases that one engine can answer, one after the other."""
+        budget = self.budget if self.subject.options is None else ""
+        return digest([self.model, self.subject.options, self.subject.peer, budget, dict(self.engine)])
+
+    @property
+    def fixed_precision(self) -> str | None:
+        """Equal for cases whose answers must be the same, token by token; None where precision follows from chance."""
+        options = self.subject.options
+        if options is None:
+            return None
+        settled = Options.model_validate(options)
+        if SYSTEMS[settled.system](**settled.system_options).tiers != frozenset(SYSTEMS["exact"]().tiers):
+            return None
+        packed = [settled.hi, settled.group_size, settled.quantizer]
+        return digest([self.model, packed, self.batch, asdict(self.workload), dict(self.engine)])
+
+
+def digest(value: Any) -> str:
+    """A short name of JSON data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def grid(
+    model: str,
+    subjects: Sequence[Subject],
+    budgets: Sequence[str],
+    batches: Sequence[int],
+    workload: Workload,
+    engine: Mapping[str, Any],
+) -> list[Case]:
+    """Every combination, and for each precision and batch the full load that speeds are compared with; each once."""
+    cases = []
+    for subject, batch in itertools.product(subjects, batches):
+        for budget in subject.budgets or budgets:
+            cases.append(Case(model, subject, budget, batch, workload, engine))
+        if subject.options is not None:
+            cases.append(Case(model, full_load(subject.options), FULL, batch, workload, engine))
+    return list({case.key: case for case in cases}.values())
+
+
+def full_load(options: Mapping[str, Any]) -> Subject:
+    """The same precision with every expert on the device."""
+    kept = {name: options[name] for name in ("hi", "group_size", "quantizer") if name in options}
+    bits = Options.model_validate(options).hi
+    return Subject(f"full load, {bits} bits", {**kept, "system": "exact", "system_options": {"look_ahead": 0}})
+
+
+def groups(cases: Iterable[Case]) -> Iterator[list[Case]]:
+    """Cases by engine, the full load first, because others are measured by it."""
+    ordered = sorted(cases, key=lambda case: (not case.subject.label.startswith("full load"), case.group))
+    for _, group in itertools.groupby(ordered, key=lambda case: case.group):
+        yield list(group)
+
+
+def subject_of(text: str, common: Mapping[str, Any]) -> Subject:
+    """A subject as a user names it: a system, or options as JSON, with a ``label`` if they need one.
+
+    Raises:
+        ConfigError: it cannot be served.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            options = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"--system {text} is not JSON ({error}).") from error
+        label = options.pop("label", None) or ", ".join(f"{name} {value}" for name, value in options.items())
+    else:
+        options, label = {"system": text}, text
+    if "expert_budget" in options:
+        raise ConfigError("--system has an expert_budget; say it as --budget.")
+    options = {**common, **options}
+    settled = resolve_options(options, environment={})
+    default = settled.expert_budget.slots
+    return Subject(label, options, budgets=(default,) if default else None)

@@ -1,0 +1,107 @@
+"""From the times of single tokens to what a row says."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+QUANTILES = 20
+"""Steps of a distribution: every 5 %."""
+
+
+@dataclass
+class Answers:
+    """What requests that arrived together cost.
+
+    Attributes:
+        first: seconds from their arrival to each one's first token.
+        between: seconds from each later token's predecessor to it.
+        seconds: from arrival to the last token of all.
+        prefill_seconds: until every request had its first token.
+        prompt_tokens: of each request.
+        lengths: tokens of each answer.
+        outputs: a digest of each answer's tokens.
+        prefill: what the plugin counted until every request had its first token; empty for peers.
+        decode: what it counted behind that.
+    """
+
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    prompt_tokens: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    prefill: dict[str, Any] = field(default_factory=dict)
+    decode: dict[str, Any] = field(default_factory=dict)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, min(len(ordered) - 1, -(-int(share * 1e6 * len(ordered)) // 1_000_000) - 1))]
+
+
+def distribution(seconds: Sequence[float]) -> dict[str, Any]:
+    """Milliseconds: median, mean, the slowest hundredth, and every twentieth of them for a picture."""
+    ms = [1e3 * value for value in seconds]
+    return {
+        "median": statistics.median(ms),
+        "mean": statistics.fmean(ms),
+        "p99": quantile(ms, 0.99),
+        "cdf": [round(quantile(ms, step / QUANTILES), 4) for step in range(QUANTILES + 1)],
+        "count": len(ms),
+    }
+
+
+def summarise(answers: Sequence[Answers]) -> dict[str, Any]:
+    """One row's measurements over all groups of requests."""
+    between = [value for group in answers for value in group.between]
+    decoding = sum(group.seconds - max(group.first) for group in answers)
+    later = sum(len(group.between) for group in answers)
+    found: dict[str, Any] = {
+        "ttft_ms": distribution([value for group in answers for value in group.first]),
+        "tpot_ms": distribution(between) if between else None,
+        "request_ms": distribution([group.seconds for group in answers]),
+        "decode_tokens_per_second": later / decoding if later else None,
+        "tokens_per_second": sum(map(sum, (group.lengths for group in answers)))
+        / sum(group.seconds for group in answers),
+        "decode_seconds": decoding,
+        "decode_steps": sum(max(group.lengths) - 1 for group in answers),
+        "decode_tokens": later,
+        "prompt_tokens": [length for group in answers for length in group.prompt_tokens],
+        "outputs": [output for group in answers for output in group.outputs],
+    }
+    for phase in ("prefill", "decode"):
+        counted = [getattr(group, phase) for group in answers if getattr(group, phase)]
+        found[phase] = _total(counted) if counted else None
+    return found
+
+
+_AT_THE_END = ("budget_bytes", "peak_expert_bytes", "predictor_bytes", "resident_experts", "prefetch_interval")
+
+
+def _total(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Counts add up; sizes are those of the end."""
+    total = dict(counted[-1])
+    for name, value in total.items():
+        if name in _AT_THE_END:
+            continue
+        if isinstance(value, dict):
+            total[name] = {key: sum(part[name][key] for part in counted) for key in value}
+        else:
+            total[name] = sum(part[name] for part in counted)
+    total["peak_expert_bytes"] = max(part["peak_expert_bytes"] for part in counted)
+    needed = total["hits"] + total["misses"]
+    return total | {"hit_rate": total["hits"] / needed if needed else None}
+
+
+def peak_bytes() -> int:
+    """Device memory: the most that torch held on a GPU; on a CPU what the process has and nobody can take back."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))

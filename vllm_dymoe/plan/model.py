@@ -1,0 +1,161 @@
+"""A model's sizes, from config.json alone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.quantize.model_config import read_config
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk")
+_ITEM = 2  # bytes of a weight outside of experts
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What decides bytes and time.
+
+    Attributes:
+        layers: of the whole model.
+        moe_layers: those with experts.
+        experts: of each.
+        top_k: experts per token.
+        hidden: model width.
+        intermediate: expert width.
+        attention_weights: of one layer.
+        token_weights: outside of experts, that each token is multiplied with, the output head included.
+        dense_weights: those, and the embedding.
+        attention_width: of a token's queries, keys and values together.
+        kv_bytes: of KV cache that a token takes in all layers, at 16 bits.
+        vocabulary: logits of a token.
+        longest: max_position_embeddings.
+    """
+
+    layers: int
+    moe_layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    attention_weights: int
+    token_weights: int
+    dense_weights: int
+    attention_width: int
+    kv_bytes: int
+    vocabulary: int
+    longest: int
+
+    @property
+    def dense_bytes(self) -> int:
+        """Device memory of everything but experts."""
+        return self.dense_weights * _ITEM
+
+    def step_bytes(self, expert_bytes: float, batch: int) -> float:
+        """Bytes of device memory that a decode step reads if tokens choose independently of each other."""
+        active = self.experts * (1 - (1 - self.top_k / self.experts) ** batch)
+        return self.token_weights * _ITEM + self.moe_layers * active * expert_bytes
+
+    def packed(self, bits: tuple[int, ...], group_size: int = 64) -> ModelExperts:
+        """The experts as the plugin stores them."""
+        formats = {
+            width: ExpertFormat(self.hidden, self.intermediate, width, group_size, torch.bfloat16) for width in bits
+        }
+        return ModelExperts(tuple(range(self.moe_layers)), self.experts, self.top_k, formats)
+
+
+def read_shape(model: str) -> ModelShape:
+    """From a folder, or from the Hugging Face hub, of which config.json alone is fetched.
+
+    Raises:
+        ConfigError: there is no config.json to be had, or it is not one of a Mixture-of-Experts model.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        folder = _fetch(model)
+    config = read_config(folder)
+    return shape_of(config.get("text_config") or config, str(folder / "config.json"))
+
+
+def _fetch(model: str) -> Path:
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(model, "config.json")).parent
+    except Exception as error:
+        raise ConfigError(
+            f"{model} is not a folder, and its config.json cannot be fetched ({str(error).splitlines()[0]}); name a "
+            "folder that has it."
+        ) from error
+
+
+def shape_of(config: dict[str, Any], where: str) -> ModelShape:
+    """From what config.json says.
+
+    Raises:
+        ConfigError: a size is missing.
+    """
+
+    def size(*names: str, default: int | None = None) -> int:
+        for name in names:
+            value = config.get(name)
+            if isinstance(value, list) and value:
+                value = value[0]  # Ernie-4.5 has one for each modality
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        if default is None:
+            raise ConfigError(f"{where} has no {' or '.join(names)}, so it is not one of a Mixture-of-Experts model.")
+        return default
+
+    layers, hidden, heads = size("num_hidden_layers"), size("hidden_size"), size("num_attention_heads")
+    experts, top_k = size(*_NUM_EXPERTS), size(*_TOP_K)
+    intermediate = size("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
+    dense_width = size("intermediate_size_mlp", "intermediate_size", default=0)
+    moe = sum(_is_moe(config, layer) for layer in range(layers))
+    shared = size("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
+    shared = shared or size("n_shared_experts", "moe_num_shared_experts", default=0) * intermediate
+    attention, width, cached = _attention(config, hidden, heads, size)
+    vocabulary = size("vocab_size")
+    per_token = layers * attention + moe * hidden * (experts + 3 * shared) + (layers - moe) * 3 * hidden * dense_width
+    head = vocabulary * hidden
+    return ModelShape(
+        layers=layers,
+        moe_layers=moe,
+        experts=experts,
+        top_k=top_k,
+        hidden=hidden,
+        intermediate=intermediate,
+        attention_weights=attention,
+        token_weights=per_token + head,
+        dense_weights=per_token + head * (1 if config.get("tie_word_embeddings") else 2),
+        attention_width=width,
+        kv_bytes=_ITEM * layers * cached,
+        vocabulary=vocabulary,
+        longest=size("max_position_embeddings", default=1 << 15),
+    )
+
+
+def _attention(config: dict[str, Any], hidden: int, heads: int, size: Any) -> tuple[int, int, int]:
+    """Weights of a layer, width of queries, keys and values, and numbers that the KV cache keeps of a token."""
+    if config.get("kv_lora_rank"):  # MLA
+        latent, rope = size("kv_lora_rank"), size("qk_rope_head_dim")
+        nope, value, low = size("qk_nope_head_dim"), size("v_head_dim"), size("q_lora_rank", default=0)
+        query = heads * (nope + rope)
+        asked = hidden * low + low * query if low else hidden * query
+        weights = asked + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
+        return weights, query + heads * (nope + value), latent + rope
+    kv_heads = size("num_key_value_heads", default=heads)
+    head = size("head_dim", default=hidden // heads)
+    return 2 * hidden * head * (heads + kv_heads), head * (heads + 2 * kv_heads), 2 * kv_heads * head
+
+
+def _is_moe(config: dict[str, Any], layer: int) -> bool:
+    if layer in (config.get("mlp_only_layers") or ()) or layer < (config.get("first_k_dense_replace") or 0):
+        return False
+    if isinstance(chosen := config.get("moe_layers"), list):  # Llama 4
+        return layer in chosen
+    step = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1
+    return (layer + 1) % step == 0 and layer >= (config.get("moe_layer_start_index") or 0)

@@ -1,0 +1,204 @@
+"""What requests cost in one engine: the child process of ``vllm-dymoe bench``, ``python -m`` this module with a job.
+
+A job is a file: the model, options and engine arguments, the cases that this engine answers one after the other, and
+the file of rows that each of them is added to.
+"""
+
+import hashlib
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
+
+from vllm_dymoe.bench.cases import FULL
+from vllm_dymoe.bench.rows import append_row
+from vllm_dymoe.bench.summary import Answers, peak_bytes, summarise
+from vllm_dymoe.bench.systems import make_known
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.experts.tier import Tier
+
+Request = tuple[list[int], int]
+"""Token numbers of a prompt, and tokens of its answer."""
+
+_FIRST_TOKEN = 2  # of random prompts: what is below is often special
+
+
+def run(job: Mapping[str, Any]) -> None:
+    """Answer every case of a job."""
+    make_known()
+    llm = start(job)
+    out = Path(job["out"])
+    prompts = token_ids(llm, job)
+    for case in job["cases"]:
+        if job["options"] is not None:
+            llm.collective_rpc("dymoe_resize", args=(case["budget"],))
+            if case["budget"] == FULL:
+                llm.collective_rpc(_fill)
+        measured = measure(llm, prompts, case["batch"], job, case["key"])
+        append_row(out, {"key": case["key"], "kind": "speed", **case["row"], "measured": measured})
+
+
+def start(job: Mapping[str, Any]) -> LLM:
+    """The engine of a job; without options of the plugin it is vLLM's own."""
+    workload, options = job["workload"], job["options"]
+    settings: dict[str, Any] = {
+        "max_num_seqs": max(case["batch"] for case in job["cases"]),
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": workload["random"],
+        "disable_log_stats": True,
+    }
+    if current_platform.is_cpu():
+        settings["enforce_eager"] = True  # compiling takes a minute and gains little there
+    if options is not None:
+        plugin = {**options, "expert_budget": job["cases"][0]["budget"]}
+        settings |= {"quantization": "dymoe", "additional_config": {"dymoe": plugin}}
+    return LLM(model=job["model"], **(settings | job["engine"]))
+
+
+def token_ids(llm: LLM, job: Mapping[str, Any]) -> list[Request]:
+    """Prompts as numbers, each with the length of its answer; those that do not fit into the model are left out.
+
+    Raises:
+        SystemExit: too few are left.
+    """
+    workload, config = job["workload"], llm.llm_engine.vllm_config.model_config
+    wanted = workload["requests"] + workload["warm_up"]
+    if workload["random"]:
+        chance = random.Random(0)
+        vocabulary, length = config.get_vocab_size(), job["random_length"]
+        return [
+            ([chance.randrange(_FIRST_TOKEN, vocabulary) for _ in range(length)], workload["max_tokens"])
+            for _ in range(wanted)
+        ]
+    tokenizer, found = llm.get_tokenizer(), []
+    for text, tokens in job["prompts"]:
+        ids, tokens = tokenizer.encode(text), tokens or workload["max_tokens"]
+        if len(ids) + tokens <= config.max_model_len:
+            found.append((ids, tokens))
+        if len(found) == wanted:
+            return found
+    if len(found) <= workload["warm_up"]:
+        raise SystemExit(
+            f"{len(found)} of {len(job['prompts'])} prompts fit into {config.max_model_len} tokens with their answers, "
+            f"but {wanted} are needed."
+        )
+    return found
+
+
+def measure(llm: LLM, prompts: Sequence[Request], batch: int, job: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """One case: warm up with the first prompts, then answer the others, ``batch`` at a time."""
+    workload, ours = job["workload"], job["options"] is not None
+    cold, warm = prompts[: workload["warm_up"]], prompts[workload["warm_up"] :]
+    for number, together in enumerate(_chunks(cold, batch)):
+        answer(llm, together, f"{label}-warm-{number}", workload["temperature"], ours=False)
+    if ours:
+        llm.collective_rpc("dymoe_reset_stats")
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    answers, peak = [], peak_bytes()
+    for number, together in enumerate(_chunks(warm, batch)):
+        answers.append(answer(llm, together, f"{label}-{number}", workload["temperature"], ours=ours))
+        peak = max(peak, peak_bytes())
+    if ours:
+        llm.collective_rpc("dymoe_check_integrity")
+    return summarise(answers) | {"peak_device_bytes": peak, "warm_up_requests": len(cold)}
+
+
+def answer(llm: LLM, requests: Sequence[Request], label: str, temperature: float, *, ours: bool) -> Answers:
+    """Answer requests that arrive together, step by step.
+
+    Counters of the plugin are read between steps, when every request has its first token and when all are answered.
+    """
+    engine, found = llm.llm_engine, Answers()
+    before = _counters(llm) if ours else []
+    begin = time.perf_counter()
+    for number, (prompt, tokens) in enumerate(requests):
+        sampling = SamplingParams(
+            temperature=temperature, seed=number if temperature else None, max_tokens=tokens, ignore_eos=True,
+            detokenize=False,
+        )  # fmt: skip
+        engine.add_request(f"{label}-{number}", {"prompt_token_ids": prompt}, sampling)
+    tokens_of: dict[str, list[int]] = {f"{label}-{number}": [] for number in range(len(requests))}
+    last: dict[str, float] = {}
+    paused = 0.0
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter() - begin - paused
+        for output in outputs:
+            name, tokens = output.request_id, list(output.outputs[0].token_ids)
+            if output.outputs[0].finish_reason == "error":
+                raise SystemExit(str(output.outputs[0].stop_reason))
+            if len(tokens) == len(tokens_of[name]):
+                continue
+            (found.between if name in last else found.first).append(now - last.get(name, 0.0))
+            last[name], tokens_of[name] = now, tokens
+        if ours and len(last) == len(requests) and not found.prefill:
+            pause = time.perf_counter()
+            found.prefill = _difference(middle := _counters(llm), before)
+            found.prefill_seconds, before = now, middle
+            paused += time.perf_counter() - pause
+    found.seconds = time.perf_counter() - begin - paused
+    found.prompt_tokens = [len(prompt) for prompt, _ in requests]
+    found.lengths = [len(tokens) for tokens in tokens_of.values()]
+    found.outputs = [hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12] for tokens in tokens_of.values()]
+    if ours:
+        found.decode = _difference(_counters(llm), before)
+    return found
+
+
+def _fill(worker: Any) -> None:
+    """Bring every expert to the device: what prompts alone leave out would be fetched while full load is measured."""
+    runtime = worker.vllm_config.quant_config.loaded_model().runtime
+    if Tier.HI not in runtime.system.tiers or not runtime.system.keeps_experts:
+        return
+    experts, top_k = runtime.experts, runtime.experts.top_k
+    fmt = next(iter(experts.formats.values()))
+    x = torch.zeros(experts.num_experts, fmt.hidden, dtype=fmt.dtype, device=runtime.device)
+    ids = (torch.arange(experts.num_experts)[:, None] + torch.arange(top_k)) % experts.num_experts
+    weights = torch.full(ids.shape, 1 / top_k, device=runtime.device)
+    with runtime.unobserved():
+        for layer in range(len(experts.layers)):
+            runtime.forward(Routing(layer, len(experts.layers), x, ids.int().to(runtime.device), weights))
+
+
+def _counters(llm: LLM) -> list[dict[str, Any]]:
+    answers: list[dict[str, Any]] = llm.collective_rpc("dymoe_stats")
+    return answers
+
+
+def _difference(after: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all ranks counted in between; sizes and shares are those of the end."""
+    counted = ("hits", "misses", "promotions", "reuses", "evictions", "exposed_wait_seconds", "prediction_seconds")
+    by_name = ("planned", "bytes_moved", "transfers", "prefetches", "predictions")
+    found: dict[str, Any] = {
+        name: sum(new[name] - old[name] for new, old in zip(after, before, strict=True)) for name in counted
+    }
+    for name in by_name:
+        keys = after[0][name]
+        found[name] = {
+            key: sum(new[name][key] - old[name][key] for new, old in zip(after, before, strict=True)) for key in keys
+        }
+    for name in ("budget_bytes", "peak_expert_bytes", "predictor_bytes"):
+        found[name] = sum(rank[name] for rank in after)
+    found["resident_experts"] = {
+        tier: sum(rank["resident_experts"][tier] for rank in after) for tier in after[0]["resident_experts"]
+    }
+    found["prefetch_interval"] = after[0]["prefetch_interval"]
+    return found
+
+
+def _chunks(requests: Sequence[Request], batch: int) -> Iterator[Sequence[Request]]:
+    """Groups of ``batch``; what is left over has none, because a smaller batch is another measurement."""
+    ends = range(batch, len(requests) + 1, batch)
+    return (requests[end - batch : end] for end in ends) if len(requests) >= batch else iter([requests])
+
+
+if __name__ == "__main__":
+    run(json.loads(Path(sys.argv[1]).read_text()))

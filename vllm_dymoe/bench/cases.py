@@ -13,6 +13,8 @@ from vllm_dymoe.systems import SYSTEMS
 
 FULL = "100%"
 """The budget with which nothing ever moves."""
+EVERYTHING = "its own"
+"""In place of a budget, for a peer that takes none."""
 
 
 @dataclass(frozen=True)

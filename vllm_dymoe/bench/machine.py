@@ -23,7 +23,11 @@ def measure() -> dict[str, float | str]:
     device, other = torch.empty(4 * _BYTES, dtype=torch.uint8, device="cuda"), host.cuda()
 
     def run(action: Callable[[], object]) -> Callable[[], object]:
-        return lambda: (action(), torch.cuda.synchronize())
+        def finished() -> None:
+            action()
+            torch.cuda.synchronize()
+
+        return finished
 
     return {
         "device": torch.cuda.get_device_name(),

@@ -44,7 +44,7 @@ def _series(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _over_budget(axes: Any, rows: Sequence[Row]) -> None:
     for label, points in _series(rows).items():
-        memory = [(row["measured"]["decode"] or {}).get("peak_expert_bytes") for row in points]
+        memory = [(row["measured"]["decode"] or {}).get("peak_expert_bytes", 0) for row in points]
         times = [row["measured"]["tpot_ms"]["median"] for row in points]
         if all(memory):
             pairs = sorted(zip(memory, times, strict=True))

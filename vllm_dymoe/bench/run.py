@@ -13,9 +13,10 @@ from typing import Any
 
 from vllm_dymoe import __version__
 from vllm_dymoe.bench.cases import Case, groups
+from vllm_dymoe.bench.peers import find_peer
 from vllm_dymoe.bench.prompts import PromptSet, by_turns
 from vllm_dymoe.bench.rows import Row, append_row, read_rows
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.config import ConfigError, ExpertBudget
 
 ROWS = "rows.jsonl"
 _LOG_LINES = 20
@@ -26,6 +27,7 @@ def measure(
     prompts: PromptSet,
     folder: Path,
     *,
+    expert_bytes: int = 0,
     progress: Callable[[str, int, int], None] = lambda label, done, total: None,
 ) -> list[Row]:
     """Rows of all cases, in their order; those that ``folder`` has are not measured again.
@@ -34,6 +36,7 @@ def measure(
         cases: all of one workload.
         prompts: that they ask.
         folder: for rows and logs.
+        expert_bytes: of all experts at 16 bits, for peers that are told how many bytes to offload.
         progress: called with what comes next, rows that are done, and rows in all.
 
     Raises:
@@ -47,14 +50,14 @@ def measure(
     done = sum(case.key in known for case in cases)
     for group in groups(case for case in cases if case.key not in known):
         progress(group[0].subject.label, done, len(cases))
-        run_job(job_of(group, prompts, path), folder)
+        run_job(job_of(group, prompts, path, expert_bytes), folder)
         done += len(group)
     progress("", done, len(cases))
     rows = {row["key"]: row for row in read_rows(path)}
     return [rows[case.key] for case in cases]
 
 
-def job_of(group: Sequence[Case], prompts: PromptSet, out: Path) -> dict[str, Any]:
+def job_of(group: Sequence[Case], prompts: PromptSet, out: Path, expert_bytes: int = 0) -> dict[str, Any]:
     """What the process of a group needs to know."""
     first = group[0]
     workload = first.workload
@@ -64,7 +67,7 @@ def job_of(group: Sequence[Case], prompts: PromptSet, out: Path) -> dict[str, An
         "model": first.model,
         "options": first.subject.options,
         "peer": first.subject.peer,
-        "engine": dict(first.engine),
+        "engine": {**dict(first.engine), **_offloaded(first, expert_bytes)},
         "workload": asdict(workload),
         "prompts": [(prompt.text, prompt.output_tokens) for prompt in by_turns(prompts.prompts)],
         "random_length": prompts.random_length,
@@ -75,8 +78,18 @@ def job_of(group: Sequence[Case], prompts: PromptSet, out: Path) -> dict[str, An
     }
 
 
+def _offloaded(case: Case, expert_bytes: int) -> dict[str, Any]:
+    """Arguments of vLLM that leave a share of the experts on the device."""
+    peer = find_peer(case.subject.peer)
+    share = ExpertBudget.parse(case.budget).share if peer and peer.takes_budgets else None
+    if peer is None or share is None:
+        return {}
+    return dict(peer.engine(share, expert_bytes))
+
+
 def _module(peer: str) -> str:
-    return f"vllm_dymoe.bench.peers.{peer}" if peer else "vllm_dymoe.vllm_adapter.measure"
+    found = find_peer(peer)
+    return found.module if found else "vllm_dymoe.vllm_adapter.measure"
 
 
 def _described(case: Case) -> dict[str, Any]:

@@ -261,3 +261,14 @@ def plan(
         raise ConfigError("say for which device: --gpu rtx4090, or a folder of measured rows.")
     serving = Serving(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
     planning.run(model, gpu=gpu, link=link, trace=trace, batch=batch, prompt=prompt, serving=serving)
+
+
+@app.command()
+@one_sentence_errors
+def served(
+    results: Annotated[Path, typer.Argument(help="Folder that `vllm bench serve --save-result` wrote to.")],
+) -> None:
+    """Show what `vllm bench serve` has measured at several concurrencies as one table."""
+    from vllm_dymoe.cli.served import run
+
+    run(results)

@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_dymoe.bench.cases import FULL, Subject, Workload, grid, subject_of
+from vllm_dymoe.bench.cases import EVERYTHING, FULL, Subject, Workload, grid, subject_of
 from vllm_dymoe.bench.check import check_outputs
+from vllm_dymoe.bench.peers import PEERS, find_peer
 from vllm_dymoe.bench.plots import draw
 from vllm_dymoe.bench.prompts import read_prompts
 from vllm_dymoe.bench.rows import Row, read_rows
@@ -54,7 +55,8 @@ def run(
         )
     if requests < max(batches):
         raise ConfigError(f"{requests} requests are no batch of {max(batches)}; raise --requests or lower --batch.")
-    subjects = [subject_of(system, options) for system in systems] + [Subject(peer, peer=peer) for peer in peers]
+    console = Console()
+    subjects = [subject_of(system, options) for system in systems] + list(_peers(peers, console))
     workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens, temperature)
     shape = read_shape(model)
     with _progress() as advance:
@@ -64,8 +66,24 @@ def run(
             seconds = found["measured"]["tpot_ms"]["mean"] / 1e3 / shape.layers
             subjects = [over for link in links for over in _over(link, subjects, shape, seconds)]
         cases = grid(model, subjects, budgets, batches, workload, engine)
-        rows = measure(cases, asked, out, progress=advance)
-    report(rows, out, Console(), shape, title=_title(model, workload))
+        rows = measure(cases, asked, out, expert_bytes=shape.packed((16,)).nbytes(16), progress=advance)
+    report(rows, out, console, shape, title=_title(model, workload))
+
+
+def _peers(names: Sequence[str], console: Console) -> Iterator[Subject]:
+    """Those that can run here; of the others a sentence says why not.
+
+    Raises:
+        ConfigError: nothing of the name is known.
+    """
+    for name in names:
+        peer = find_peer(name)
+        if peer is None:
+            raise ConfigError(f"{name} is no peer; known are {', '.join(PEERS)}, and servers by their address.")
+        if (why := peer.missing()) is not None:
+            console.print(why, soft_wrap=True, highlight=False)
+            continue
+        yield Subject(name, peer=name, budgets=None if peer.takes_budgets else (EVERYTHING,))
 
 
 def _over(link: str, subjects: Sequence[Subject], shape: ModelShape, layer_seconds: float) -> Iterator[Subject]:

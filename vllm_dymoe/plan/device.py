@@ -138,7 +138,7 @@ def measured_device(rows: list[Row], name: str) -> Device:
     Raises:
         ConfigError: the run has no full load.
     """
-    (machine,) = [row for row in rows if row["kind"] == "machine"] or [None]
+    machine = next((row for row in rows if row["kind"] == "machine"), None)
     full = FullLoad()
     for row in rows:
         if row["kind"] == "speed" and row["label"].startswith("full load"):

@@ -146,7 +146,7 @@ def _wanted(
 def _uses(experts: NDArray[np.int64], weights: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Distinct experts of a step [tokens, top_k], ascending, and the sum of each one's weights."""
     uses, inverse = np.unique(experts.astype(np.int64), return_inverse=True)
-    return uses, np.bincount(inverse.ravel(), weights.ravel(), len(uses))
+    return uses, np.bincount(inverse.ravel(), weights.ravel(), len(uses)).astype(np.float64)
 
 
 def _in_steps(trace: Trace, batch: int) -> NDArray[np.int64]:

@@ -119,9 +119,9 @@ def answer(llm: LLM, requests: Sequence[Request], label: str, temperature: float
     engine, found = llm.llm_engine, Answers()
     before = _counters(llm) if ours else []
     begin = time.perf_counter()
-    for number, (prompt, tokens) in enumerate(requests):
+    for number, (prompt, length) in enumerate(requests):
         sampling = SamplingParams(
-            temperature=temperature, seed=number if temperature else None, max_tokens=tokens, ignore_eos=True,
+            temperature=temperature, seed=number if temperature else None, max_tokens=length, ignore_eos=True,
             detokenize=False,
         )  # fmt: skip
         engine.add_request(f"{label}-{number}", {"prompt_token_ids": prompt}, sampling)

@@ -1,0 +1,92 @@
+"""Peers: which can run here, what they are told, and what is read from them."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from tests.cli.checkpoints import command, refused
+from vllm_dymoe.bench import run
+from vllm_dymoe.bench.cases import Subject, Workload, grid
+from vllm_dymoe.bench.peers import PEERS, find_peer
+from vllm_dymoe.bench.peers.llama_cpp import layers_on_cpu, parsed
+from vllm_dymoe.bench.peers.server import stream
+from vllm_dymoe.bench.prompts import PromptSet
+
+WORKLOAD = Workload("digest", "prompts", False, 2, 1, 8)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_runs_or_says_in_a_sentence_what_is_missing(name):
+    why = PEERS[name].missing()
+    assert why is None or why.endswith((".", "it.")), why
+    assert why is not None or PEERS[name].module
+
+
+def test_a_missing_peer_is_left_out_and_an_unknown_one_refused(tmp_path, monkeypatch):
+    measured = []
+
+    def measure(cases, *_, **__):
+        measured.extend(case.subject.label for case in cases)
+        raise SystemExit(7)
+
+    monkeypatch.setattr("vllm_dymoe.cli.bench.measure", measure)
+    asked = ["bench", "benchmarks/tiny_moe/model", "--out", tmp_path, "--budget", "25%", "--system", "exact"]
+    result = command(*asked, "--peer", "ktransformers", "--peer", "vllm")
+    assert "ktransformers is left out" in result.stdout
+    assert measured == ["exact", "full load, 4 bits", "vllm"]
+    assert "no peer" in refused(*asked, "--peer", "nothing")
+
+
+def test_vllm_is_told_to_offload_what_the_budget_leaves():
+    (case,) = grid("m", [Subject("vllm-offload", peer="vllm-offload")], ["25%"], [1], WORKLOAD, {"seed": 3})
+    job = run.job_of([case], PromptSet("p"), run.Path("out"), expert_bytes=8 * 2**30)
+    assert job["engine"] == {"seed": 3, "cpu_offload_gb": 6.0, "cpu_offload_params": ["experts"]}
+    json.dumps(job)
+    assert job["module"] == find_peer("vllm").module
+    assert find_peer("http://localhost:1").module.endswith("server")
+
+
+def test_llama_cpp_gets_equal_bytes():
+    assert [layers_on_cpu(budget, 48) for budget in ("100%", "25%", "1%")] == [0, 36, 48]
+    with pytest.raises(SystemExit, match="give it a share"):
+        layers_on_cpu("4GiB", 48)
+
+
+def test_what_llama_bench_says():
+    tests = [
+        {"n_prompt": 64, "n_gen": 0, "samples_ns": [2e8, 4e8]},
+        {"n_prompt": 0, "n_gen": 10, "samples_ns": [1e9, 3e9]},
+    ]
+    found = parsed(tests, 1)
+    assert found["ttft_ms"]["median"] == pytest.approx(300)
+    assert found["tpot_ms"]["median"] == pytest.approx(200)
+    assert found["decode_tokens_per_second"] == pytest.approx(5)
+
+
+def test_a_server_is_timed_token_by_token():
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+            for word in [*asked["prompt"].split(), ""]:
+                self.wfile.write(b"data: " + json.dumps({"choices": [{"text": word}]}).encode() + b"\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        one, other = (stream(f"http://127.0.0.1:{server.server_port}", "m", 8, text) for text in ("a b c", "a b d"))
+        assert (len(one.first), len(one.between), one.lengths) == (1, 2, [3])
+        assert one.seconds == pytest.approx(sum(one.first + one.between))
+        assert one.outputs != other.outputs
+        with pytest.raises(SystemExit, match="nothing"):
+            stream(f"http://127.0.0.1:{server.server_port}", "m", 8, "")
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -116,18 +116,22 @@ def run_job(job: dict[str, Any], folder: Path) -> None:
     """
     log = folder / "logs" / f"{job['cases'][0]['key']}.log"
     log.parent.mkdir(exist_ok=True)
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_COLOR": "0"}
-    environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
     with tempfile.TemporaryDirectory() as work, log.open("w") as output:
         file = Path(work) / "job.json"
         file.write_text(json.dumps(job))
         code = subprocess.run(
             [sys.executable, "-m", job["module"], str(file)],
-            stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment, check=False,
+            stdout=output, stderr=subprocess.STDOUT, env=environment(), check=False,
         ).returncode  # fmt: skip
     if code:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
         raise ConfigError(f"{job['label']} failed with code {code}; the end of {log}:\n{end}")
+
+
+def environment() -> dict[str, str]:
+    """Of a process with an engine: one process, no colours, and on a CPU a KV cache that leaves room for experts."""
+    found = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
+    return found | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_COLOR": "0"}
 
 
 def machine() -> dict[str, Any]:

@@ -212,11 +212,40 @@ def bench(
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     options: Annotated[str, typer.Option(help="Options of every system, as JSON: '{\"hi\": 8}'.")] = "{}",
     engine: Annotated[str, typer.Option(help="Arguments of vLLM's LLM, as JSON: '{\"max_model_len\": 4096}'.")] = "{}",
+    paper: Annotated[
+        str | None, typer.Option(help="The tables of a paper in place of --system: dymoe, duoserve, firm or dynaexq.")
+    ] = None,
+    tasks: Annotated[
+        str, typer.Option(help="With --paper: tasks of lm-eval for quality, or `paper` for its own.")
+    ] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task.")] = None,
+    include: Annotated[Path | None, typer.Option(help="Folder of tasks that lm-eval does not know.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of rows; the same one to go on.")] = Path("bench"),
 ) -> None:
     """Measure systems side by side: times, hits, bytes and memory, for each budget and batch size."""
-    from vllm_dymoe.cli.bench import json_object, run
+    from vllm_dymoe.bench.cases import Workload
+    from vllm_dymoe.bench.prompts import read_prompts
+    from vllm_dymoe.cli.bench import run
+    from vllm_dymoe.cli.trace import json_object
 
+    if paper is not None:
+        from vllm_dymoe.cli import paper as papers
+
+        asked = read_prompts(prompts)
+        workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens, temperature)
+        papers.run(
+            paper,
+            model,
+            asked,
+            workload,
+            link=link[0] if link else None,
+            tasks=tasks.split(",") if tasks else [],
+            limit=limit,
+            include=include,
+            engine=json_object("--engine", engine),
+            out=out,
+        )
+        return
     run(
         model,
         systems=system or ["on-demand", "exact"],

@@ -1,6 +1,5 @@
 """``vllm-dymoe bench``: systems, budgets and batches on one model, measured and put side by side."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,12 +58,12 @@ def run(
     subjects = [subject_of(system, options) for system in systems] + list(_peers(peers, console))
     workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens, temperature)
     shape = read_shape(model)
-    with _progress() as advance:
+    with progress() as advance:
         if links:
             full = grid(model, [Subject("", options)], [FULL], [1], workload, engine)[-1:]
             (found,) = measure(full, asked, out, progress=advance)
             seconds = found["measured"]["tpot_ms"]["mean"] / 1e3 / shape.layers
-            subjects = [over for link in links for over in _over(link, subjects, shape, seconds)]
+            subjects = [over for link in links for over in over(link, subjects, shape, seconds)]
         cases = grid(model, subjects, budgets, batches, workload, engine)
         rows = measure(cases, asked, out, expert_bytes=shape.packed((16,)).nbytes(16), progress=advance)
     report(rows, out, console, shape, title=_title(model, workload))
@@ -86,7 +85,7 @@ def _peers(names: Sequence[str], console: Console) -> Iterator[Subject]:
         yield Subject(name, peer=name, budgets=None if peer.takes_budgets else (EVERYTHING,))
 
 
-def _over(link: str, subjects: Sequence[Subject], shape: ModelShape, layer_seconds: float) -> Iterator[Subject]:
+def over(link: str, subjects: Sequence[Subject], shape: ModelShape, layer_seconds: float) -> Iterator[Subject]:
     """Subjects behind an emulated link; a peer has none."""
     for subject in subjects:
         if subject.options is None:
@@ -129,23 +128,8 @@ def _title(model: str, workload: Workload) -> str:
     return f"{model}: {said}{workload.warm_up} requests{random}"
 
 
-def json_object(option: str, text: str) -> dict[str, Any]:
-    """An option that is a JSON object.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{option} is not JSON ({error}).") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{option} has to be a JSON object, such as '{{\"hi\": 16}}'.")
-    return value
-
-
 @contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
+def progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr if that is a terminal, lines otherwise: a row may take minutes."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

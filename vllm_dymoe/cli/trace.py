@@ -1,6 +1,7 @@
 """``vllm-dymoe trace``: prompts through a model, and what its routers chose into a folder."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ def run(
         max_tokens=max_tokens,
         limit=limit,
         inputs=inputs,
-        options=_json_object("--options", options),
-        engine=_json_object("--engine", engine),
+        options=json_object("--options", options),
+        engine=json_object("--engine", engine),
     )
     console = Console()
     console.print(
@@ -82,7 +83,17 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
     return prompts
 
 
-def _json_object(option: str, text: str) -> dict[str, Any]:
+def write_prompts(path: Path, prompts: Sequence[tuple[str, str]]) -> None:
+    """The opposite of :func:`read_prompts`, as objects."""
+    path.write_text("".join(json.dumps({"prompt": text, "domain": domain}) + "\n" for text, domain in prompts))
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """An option that is a JSON object.
+
+    Raises:
+        ConfigError: it is none.
+    """
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -98,7 +98,7 @@ class MeetingOfLayers(SideStreamPredictor):
         meeting = list(self._inputs)[-p:]
         ask = partial(_meet if len(meeting[-1]) > 1 else _choose, self._gates[following], k)
         if self._votes is not None:
-            ask = partial(_vote, self._gates[following], k, self._votes)
+            ask = partial(vote, self._gates[following], k, self._votes)
         self._read = self._side_stream.begin(ask, *meeting, lasting=self._inputs.maxlen != 1)
 
     def predict(self, layer: int) -> Sequence[Candidate]:
@@ -151,7 +151,7 @@ def _meet(gate: Gate, k: int, *meeting: torch.Tensor) -> Answer:
     return experts, best.values[-tokens:], named.view(layers, tokens, -1).all(0).gather(1, experts)
 
 
-def _vote(gate: Gate, k: int, votes: Votes, *meeting: torch.Tensor) -> Answer:
+def vote(gate: Gate, k: int, votes: Votes, *meeting: torch.Tensor) -> Answer:
     """Experts by their votes, the last layer's scores, and whether they have enough, [tokens, experts] each."""
     layers, tokens = len(meeting), len(meeting[-1])
     scores = gate.scores(torch.cat(meeting))

@@ -1,0 +1,172 @@
+"""The papers' tables: every row has a source, what can be computed is, and what cannot says why."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from tests.cli.checkpoints import command
+from vllm_dymoe.bench import quality
+from vllm_dymoe.bench.cases import Workload
+from vllm_dymoe.bench.papers import PAPERS
+from vllm_dymoe.bench.papers.base import Line, Missing, Quality, Recorded, Routed, Speed
+from vllm_dymoe.bench.papers.compare import cases_of, fill, lines
+from vllm_dymoe.bench.papers.routers import activated, best_setting, cost_map, strategy
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.plan.errors import compare  # noqa: F401 - rows of papers are rows of plans
+from vllm_dymoe.predict.meeting_of_layers import Votes
+from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.traces import Trace, TraceHeader, expert_dtype
+
+WORKLOAD = Workload("digest", "prompts", False, 2, 1, 8)
+EXPECTED = {
+    "dymoe": {"Table 1", "Table 2", "Table 3", *(f"Figure {n}" for n in (3, 4, 5, 6, 10, 11))},
+    "duoserve": {"Table 2", "Table 3", "Figure 2", "Figure 5", "Figure 6"},
+    "firm": {"Table 1", "Table 2", *(f"Figure {n}" for n in (4, 5, 6, 7))},
+    "dynaexq": {f"Table {n}" for n in (1, 2, 3, 4)} | {f"Figure {n}" for n in (1, 2, 3, 6, 7, 8, 9, 10)},
+}
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_preset_has_every_table_and_its_options_can_be_served(paper):
+    tables = list(PAPERS[paper]())
+    assert {table.name for table in tables} == EXPECTED[paper]
+    for line in (line for table in tables for line in table.lines):
+        assert set(line.paper) <= {name for table in tables for name in table.columns}
+        if isinstance(line.ours, Missing):
+            assert line.ours.why.endswith((".", "http://...")), line
+        elif isinstance(line.ours, Quality):
+            resolve_options(line.ours.options, environment={})
+        elif isinstance(line.ours, Speed):
+            assert line.ours.subject.options is not None
+    for case in cases_of(tables, "m", WORKLOAD, {}, lambda subject: subject):
+        resolve_options({**case.subject.options, "expert_budget": case.budget}, environment={})
+
+
+def test_figures_that_repeat_a_tables_rows_measure_nothing_twice():
+    cases = cases_of(list(PAPERS["firm"]()), "m", WORKLOAD, {}, lambda subject: subject)
+    served = {(json.dumps(case.subject.options, sort_keys=True), case.budget) for case in cases}
+    assert len(cases) == len(served) == 6 * 4 + 1
+
+
+# -- routers --------------------------------------------------------------------------------------
+
+HEADER = TraceHeader("m", "f", 5, 8, 2, 16)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """Routers whose inputs change a little from layer to layer, and which choose what their gates say."""
+    random = torch.Generator().manual_seed(0)
+    gates = [torch.randn(8, 16, generator=random) for _ in range(5)]
+    inputs = torch.randn(60, 1, 16, generator=random) + 0.3 * torch.randn(60, 5, 16, generator=random).cumsum(1)
+    inputs = inputs.half()
+    chosen = torch.stack([(inputs[:, m].float() @ gates[m].T).topk(2).indices for m in range(5)], 1)
+    trace = Trace(
+        HEADER, chosen.to(expert_dtype(8)), torch.full((60, 5, 2), 0.5).half(),
+        request=torch.arange(60).int() // 10, position=torch.arange(60).int() % 10,
+        prefill=torch.arange(60) % 10 < 4, router_inputs=inputs,
+    )  # fmt: skip
+    return Recorded(trace, gates, {"layers": 5})
+
+
+def test_agreement_names_less_and_is_right_more_often_than_a_union(recorded):
+    meet = strategy(recorded, 3, 3, Votes((1.0,) * 3, 3.0))
+    strict = strategy(recorded, 3, 3, Votes((1.5, 1.0, 0.5), 3.0))
+    union = strategy(recorded, 3, 3, Votes((1.0,) * 3, 1.0))
+    assert meet == strict  # the paper: weighted votes match only at the strictest threshold
+    assert meet["utilisation %"] > union["utilisation %"]
+    assert meet["accuracy %"] < union["accuracy %"]
+    certain = strategy(recorded, 8, 1, Votes((1.0,), 1.0))
+    assert (certain["utilisation %"], certain["accuracy %"]) == (25, 100)
+
+
+def test_costs_are_those_of_equation_11(recorded):
+    found = cost_map(recorded, 8, 2)
+    assert found["shallow", 8, 1] == pytest.approx(0.5 * 6)  # all eight named, two wanted
+    best = best_setting(recorded, "middle")
+    assert best["cost"] == min(cost for key, cost in found.items() if key[0] == "middle" and key[1] <= 4)
+
+
+def test_experts_of_a_batch(recorded):
+    assert activated(recorded, 1, prefill=False) == 25
+    assert 25 < activated(recorded, 4, prefill=False) < 100
+    assert activated(recorded, 1, prefill=True) > 25
+    assert activated(recorded, 8, prefill=False) is None
+
+
+# -- filling --------------------------------------------------------------------------------------
+
+
+def filled(source, **paper):
+    row = {"measured": {"ttft_ms": {"median": 250.0}}}
+    return fill(Line("x", source, paper), lambda subject, budget: row, lambda: None, lambda source: "no lm-eval.")
+
+
+def test_numbers_stand_beside_the_papers_and_missing_ones_say_why():
+    table = next(table for table in PAPERS["dymoe"]() if table.name == "Table 3")
+    found = [
+        fill(line, lambda subject, budget: {"measured": {"ttft_ms": {"median": 250.0}, "tpot_ms": {"mean": 50.0}}},
+             lambda: None, lambda source: "") for line in table.lines
+    ]  # fmt: skip
+    head, body, notes = lines(table, found)
+    assert head[1:3] == ["16 GB TTFT s, paper", "16 GB TTFT s, ours"]
+    assert body[0][1:5] == ["1.019", "0.25", "0.2795", "0.05"]
+    assert notes == []
+    assert filled(Missing("not here.")).why == "not here."
+    assert filled(Quality({}, {"MMLU": "mmlu"})).why == "no lm-eval."
+
+    def broken(recorded):
+        raise ValueError("no gates")
+
+    assert filled(Routed(broken)).why == "no gates."
+
+
+# -- lm-eval --------------------------------------------------------------------------------------
+
+FAKE = """
+import json, os, pathlib, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+tasks = given["--tasks"].split(",")
+assert os.environ["DYMOE_HI"] == "4", os.environ
+if "broken" in tasks: sys.exit("no such task")
+out = pathlib.Path(given["--output_path"]) / "m"; out.mkdir()
+(out / "results_1.json").write_text(json.dumps({"results": {task: {"acc,none": 0.25} for task in tasks}}))
+with open(os.environ["COUNT"], "a") as file: file.write("x")
+"""
+
+
+@pytest.fixture
+def lm_eval(tmp_path, monkeypatch):
+    (tmp_path / "lm_eval.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("COUNT", str(tmp_path / "count"))
+    return tmp_path
+
+
+def test_a_cell_is_scored_once(lm_eval):
+    for _ in range(2):
+        row = quality.score("m", {"hi": 4, "system": "dymoe"}, ["a", "b"], lm_eval / "out", limit=3)
+        assert row["scores"] == {"a": 0.25, "b": 0.25}
+    quality.score("m", {"hi": 4}, ["a"], lm_eval / "out")
+    assert (lm_eval / "count").read_text() == "xx"
+
+
+def test_a_task_that_fails_shows_its_log(lm_eval):
+    with pytest.raises(ConfigError, match="no such task"):
+        quality.score("m", {"hi": 4}, ["broken"], lm_eval / "out")
+    with pytest.raises(ConfigError, match="says of a only"):
+        quality.read_scores({"results": {"a": {"bleu,none": 1}}}, ["a"])
+
+
+def test_without_lm_eval_a_sentence_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "lm-eval" in quality.available()
+
+
+def test_an_unknown_paper_is_refused(tmp_path):
+    result = command("bench", "m", "--paper", "nothing", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "none of the papers" in result.stderr

@@ -1,0 +1,15 @@
+"""The papers' tables and figures, each with its rows, its numbers and ours."""
+
+from collections.abc import Callable, Iterator
+
+from vllm_dymoe.bench.papers import duoserve, dymoe, dynaexq, firm
+from vllm_dymoe.bench.papers.base import PaperTable
+
+PAPERS: dict[str, Callable[[], Iterator[PaperTable]]] = {
+    "dymoe": dymoe.tables,
+    "duoserve": duoserve.tables,
+    "firm": firm.tables,
+    "dynaexq": dynaexq.tables,
+}
+
+__all__ = ["PAPERS", "PaperTable"]

@@ -1,0 +1,102 @@
+"""DyMoE: Tables 1 to 3, Figures 3 to 6, 10 and 11."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vllm_dymoe.bench.cases import Subject
+from vllm_dymoe.bench.papers.base import Line, Missing, PaperTable, Quality, Routed, Speed, tpot, ttft
+from vllm_dymoe.bench.papers.routers import similarity
+
+_TASKS = {"MMLU": "mmlu", "CMMLU": "cmmlu", "GSM8K": "gsm8k"}
+_PLACES = {"16 GB": "25%", "24 GB": "50%"}
+_COLUMNS = {f"{memory} {name}": (share, of) for memory, share in _PLACES.items() for name, of in
+            (("TTFT s", ttft), ("TPOT s", tpot))}  # fmt: skip
+_NOTHING_AHEAD: Mapping[str, Any] = {"system_options": {"look_ahead": 0}}
+
+# The paper does not name the precision of the first three rows; it is that of the others' high tier here, so that rows
+# differ in one thing at a time.
+_ABLATION: Mapping[str, tuple[Mapping[str, Any], tuple[float, float, float, float]]] = {
+    "1. load on demand": ({"system": "on-demand"}, (1.0193, 0.2795, 1.0193, 0.2795)),
+    "2. cache": ({"system": "exact", **_NOTHING_AHEAD}, (0.5922, 0.1489, 0.4893, 0.1273)),
+    "3. cache, prefetch": ({"system": "exact"}, (0.5159, 0.1315, 0.3954, 0.1108)),
+    "4. cache, 4/2": ({"system": "dymoe", "lo": 2, **_NOTHING_AHEAD}, (0.5431, 0.1307, 0.2423, 0.0796)),
+    "5. cache, 4/2, prefetch": ({"system": "dymoe", "lo": 2}, (0.4269, 0.1150, 0.2121, 0.0754)),
+    "6. cache, 4/0, prefetch": ({"system": "dymoe"}, (0.3921, 0.1048, 0.1877, 0.0656)),
+}
+_UNIFORM = {
+    "Int2": ({"hi": 2}, (0.4979, 0.3048, 0.0781), (0.4950, 0.4300, 0.5292)),
+    "Int4": ({"hi": 4}, (0.6795, 0.5044, 0.6467), (0.7705, 0.8044, 0.8908)),
+    "BF16": ({"hi": 16}, (0.6889, 0.5108, 0.6467), (0.7800, 0.8063, 0.8954)),
+}
+_DYNAMIC = {
+    ("4/0", 0.75): ((0.6714, 0.4822, 0.6209), (0.7698, 0.7960, 0.9151)),
+    ("4/0", 0.9): ((0.6807, 0.4940, 0.6558), (0.7737, 0.8019, 0.9174)),
+    ("4/0", 1.0): ((0.6795, 0.5044, 0.6467), (0.7705, 0.8044, 0.8908)),
+    ("4/2", 0.75): ((0.6782, 0.4947, 0.6293), (0.7632, 0.7894, 0.9090)),
+    ("4/2", 0.9): ((0.6821, 0.5053, 0.6475), (0.7704, 0.8015, 0.9052)),
+    ("4/2", 1.0): ((0.6795, 0.5044, 0.6467), (0.7705, 0.8044, 0.8908)),
+}
+_ELSEWHERE = "a system of its own, not built on this plugin; measure its server with --peer http://..."
+
+
+def tables() -> Iterator[PaperTable]:
+    """All of them."""
+    yield PaperTable("Table 1", "uniform quantization", tuple(_TASKS), [*_quality_of_uniform()])
+    yield PaperTable("Table 2", "4/0 and 4/2 at three retentions", tuple(_TASKS), [*_quality_of_dymoe()])
+    yield PaperTable("Table 3", f"Mixtral-8x7B on an RTX 3090 and PCIe 3; here {_PLACES}", tuple(_COLUMNS), [
+        Line(label, Speed(Subject(label, options), _COLUMNS), dict(zip(_COLUMNS, numbers, strict=True)))
+        for label, (options, numbers) in _ABLATION.items()
+    ])  # fmt: skip
+    yield PaperTable("Figure 3", "which experts are kept; the paper has C-Eval", ("C-Eval",), [*_choices()])
+    yield PaperTable("Figure 4", "where heavy hitters go", ("share",), [
+        Line("heavy hitters of each expert", Missing("a trace does not hold which tokens were heavy hitters."))
+    ])  # fmt: skip
+    yield PaperTable("Figure 5", "one layer at 2 bits; the first, the middle and the last of eight", ("C-Eval",), [
+        Line(f"layer {layer}", Quality({"hi": 16, "lo": 2, "system": "one layer low",
+                                        "system_options": {"layer": layer}}, {"C-Eval": "ceval-valid"}))
+        for layer in (0, 4, 7)
+    ])  # fmt: skip
+    yield PaperTable("Figure 6", "cosine of neighbouring layers' inputs; the paper draws 0.8 to 1", (
+        "lowest", "mean", "highest"), [Line("router inputs", Routed(similarity))])  # fmt: skip
+    yield PaperTable("Figure 10", f"systems; here {_PLACES}", tuple(_COLUMNS), [*_systems()])
+    yield PaperTable("Figure 11", "quality over retention: Table 2 has its numbers", tuple(_TASKS), [
+        Line(f"4/2, r = {r}", Quality(_dymoe("4/2", r), _TASKS)) for r in (0.5, 0.6, 0.7, 0.8)
+    ])  # fmt: skip
+
+
+def _dymoe(tiers: str, retention: float, **options: Any) -> dict[str, Any]:
+    return {"hi": 4, "lo": int(tiers[2:]), "system": "dymoe", "system_options": {"retention": retention}} | options
+
+
+def _quality_of_uniform() -> Iterator[Line]:
+    for label, (options, *both) in _UNIFORM.items():
+        for model, numbers in zip(("Mixtral", "Qwen3"), both, strict=True):
+            yield Line(f"{label} ({model})", Quality(options, _TASKS), dict(zip(_TASKS, numbers, strict=True)))
+
+
+def _quality_of_dymoe() -> Iterator[Line]:
+    for (tiers, retention), both in _DYNAMIC.items():
+        for model, numbers in zip(("Mixtral", "Qwen3"), both, strict=True):
+            ours = Quality(_dymoe(tiers, retention), _TASKS)
+            yield Line(f"{tiers}, r = {retention} ({model})", ours, dict(zip(_TASKS, numbers, strict=True)))
+
+
+def _choices() -> Iterator[Line]:
+    for label, by_importance, by_depth in (
+        ("random", False, False), ("token-based, equal", True, False), ("token-based, depth-based", True, True),
+    ):  # fmt: skip
+        chosen = {"retention": 0.75, "by_importance": by_importance, "by_depth": by_depth}
+        options = {"hi": 4, "system": "chosen", "system_options": chosen}
+        yield Line(label, Quality(options, {"C-Eval": "ceval-valid"}))
+
+
+def _systems() -> Iterator[Line]:
+    ours = {
+        "Accelerate": {"system": "on-demand", "system_options": {"overlap": False}},
+        "DyMoE (4/2)": {"system": "dymoe", "lo": 2},
+        "DyMoE (4/0)": {"system": "dymoe"},
+    }
+    for label, options in ours.items():
+        yield Line(label, Speed(Subject(label, options), _COLUMNS))
+    for label in ("Mixtral-Offloading", "MoE-Infinity", "Fiddler"):
+        yield Line(label, Missing(_ELSEWHERE))

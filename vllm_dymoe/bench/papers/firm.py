@@ -1,0 +1,83 @@
+"""FIRM-MoE: Tables 1 and 2, Figures 4 to 7."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from vllm_dymoe.bench.cases import Subject
+from vllm_dymoe.bench.papers.base import Line, Missing, PaperTable, Routed, Speed, rate, tpot
+from vllm_dymoe.bench.papers.routers import best_setting, strategy
+from vllm_dymoe.predict.meeting_of_layers import Votes
+
+# Slots of the paper's caches as shares of Qwen1.5-MoE's 1440 experts.
+_CACHES = {"128": "9%", "256": "18%", "512": "36%", "768": "53%"}
+_K, _P, _TOP_K = 3, 3, 4
+
+
+def _parts(ahead: str, projections: int, **parameters: Any) -> Mapping[str, Any]:
+    return {"system": "compared", "system_options": {"ahead": ahead, "projections": projections, **parameters}}
+
+
+_TABLE_1: Mapping[str, tuple[Mapping[str, Any], tuple[float, ...]]] = {
+    "Baseline": (_parts("next gate", 3), (0.483, 0.452, 0.339, 0.328)),
+    "+ FG": (_parts("next gate", 1), (0.365, 0.345, 0.273, 0.233)),
+    "+ MoL": (_parts("meeting of layers", 3, k=_K, p=_P), (0.400, 0.370, 0.281, 0.259)),
+    "+ FG + MoL": (_parts("meeting of layers", 1, k=_K, p=_P), (0.337, 0.317, 0.284, 0.230)),
+    "All": ({"system": "firm", "system_options": {"projections": 1}}, (0.292, 0.277, 0.263, 0.212)),
+}
+_TABLE_2 = {1: (3.51, 3.6, 3.8, 4.71), 2: (3.75, 3.87, 4.32, 4.92)}
+
+
+def tables() -> Iterator[PaperTable]:
+    """All of them."""
+    seconds = {cache: (share, tpot) for cache, share in _CACHES.items()}
+    rates = {cache: (share, rate) for cache, share in _CACHES.items()}
+    about = f"s per token of Qwen1.5-MoE-A2.7B on an RTX 3090 and PCIe 4; caches of {_CACHES}"
+    yield PaperTable("Table 1", about, tuple(_CACHES), [
+        Line(label, Speed(Subject(label, options), seconds), dict(zip(_CACHES, numbers, strict=True)))
+        for label, (options, numbers) in _TABLE_1.items()
+    ])  # fmt: skip
+    about = "tokens per second of Qwen1.5-MoE-A2.7B, by projections that are fetched ahead"
+    yield PaperTable("Table 2", about, tuple(_CACHES), [
+        Line(f"n = {n}", Speed(_firm(n), rates), dict(zip(_CACHES, numbers, strict=True)))
+        for n, numbers in _TABLE_2.items()
+    ])  # fmt: skip
+    yield PaperTable("Figure 4", "s per token of systems", tuple(_CACHES), [
+        Line("FIRM-MoE", Speed(_firm(1), seconds)),
+        Line("BB", Speed(Subject("Baseline", _TABLE_1["Baseline"][0]), seconds)),
+        *(Line(name, Missing("a system of its own; measure its server with --peer http://..."))
+          for name in ("AP", "MI", "DP", "Fiddler")),
+    ])  # fmt: skip
+    yield PaperTable("Figure 5", "tokens per second over lengths of prompts and answers", ("tokens/s",), [
+        Line("15 pairs of lengths", Missing("a run has one length; repeat it with several --max-tokens."))
+    ])  # fmt: skip
+    yield PaperTable("Figure 6", "K and P of the lowest cost (Eq. 11), without a cache here", ("K", "P", "cost"), [
+        Line(group, Routed(partial(_best, group)), {"K": k, "P": 3})
+        for group, k in (("shallow", 4), ("middle", 8), ("deep", 8))
+    ])  # fmt: skip
+    yield PaperTable(
+        "Figure 7", "what layers name, Qwen1.5-MoE-A2.7B", ("utilisation %", "accuracy %"), [*_strategies()]
+    )
+
+
+def _firm(projections: int) -> Subject:
+    return Subject(f"firm, n = {projections}", {"system": "firm", "system_options": {"projections": projections}})
+
+
+def _best(group: str, recorded: Any) -> Mapping[str, Any]:
+    return best_setting(recorded, group)
+
+
+def _strategies() -> Iterator[Line]:
+    agree = Votes((1.0,) * _P, float(_P))
+    paper = {"MoL": (90.5, 59.8), "Top4": (78.8, None)}
+    ways: dict[str, tuple[int, int, Votes]] = {
+        "MoL": (_K, _P, agree),
+        "Top4": (_TOP_K, 1, Votes((1.0,), 1.0)),
+        "Union": (_K, _P, Votes((1.0,) * _P, 1.0)),
+        **{f"Weighted Voting, at least {least}": (_K, _P, Votes((1.5, 1.0, 0.5), least)) for least in (1.5, 2.5, 3.0)},
+    }
+    for name, (k, p, votes) in ways.items():
+        numbers = paper.get(name)
+        said = {} if numbers is None else {"utilisation %": numbers[0], "accuracy %": numbers[1]}
+        yield Line(name, Routed(partial(strategy, k=k, p=p, votes=votes)), said)

@@ -1,0 +1,128 @@
+"""What papers show of routers, from one trace: similarity, popularity, agreement of layers, experts of a batch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+
+import torch
+
+from vllm_dymoe.bench.papers.base import Number, Recorded
+from vllm_dymoe.predict.gate import Gate
+from vllm_dymoe.predict.meeting_of_layers import Votes, vote
+from vllm_dymoe.traces import Trace
+from vllm_dymoe.traces.statistics import activation_similarity, affinity, popularity
+
+_ALPHA = _BETA = 0.5  # of Eq. 11
+_TOKENS = 2000  # as FIRM-MoE counts (section "Impact of Fine-Grained Pre-fetching")
+
+
+def similarity(recorded: Recorded) -> Mapping[str, Number]:
+    """Cosine between the router inputs of neighbouring layers (DyMoE Figure 6)."""
+    found = activation_similarity(recorded.trace)
+    if found is None:
+        return {}
+    return {"lowest": float(found.min()), "mean": float(found.mean()), "highest": float(found.max())}
+
+
+def patterns(recorded: Recorded) -> Mapping[str, Number]:
+    """How uneven experts are used, and follow each other, in multiples of chance (DuoServe-MoE Figure 2)."""
+    experts = recorded.trace.header.num_experts
+    return {
+        "most popular expert": float(popularity(recorded.trace).max(-1).values.mean()) * experts,
+        "strongest affinity": float(affinity(recorded.trace).max(-1).values.mean()) * experts,
+    }
+
+
+def activated(recorded: Recorded, batch: int, *, prefill: bool) -> float | None:
+    """Percent of a layer's experts that a step uses (DynaExq Tables 1 and 2), or None for too few requests.
+
+    Args:
+        recorded: of single requests, which are put together here.
+        batch: requests in a step: a token of each, or their whole prompts.
+        prefill: whether it is their prompts.
+    """
+    trace: Trace = recorded.trace
+    part = trace.select(trace.prefill == prefill)
+    requests = [tokens for tokens in part.by_request() if len(tokens)]
+    if len(requests) < batch:
+        return None
+    steps: list[torch.Tensor] = []
+    for first in range(0, len(requests) - batch + 1, batch):
+        together = requests[first : first + batch]
+        if prefill:
+            steps.append(torch.cat(together))
+        else:
+            length = min(map(len, together))
+            steps += [torch.stack([tokens[place] for tokens in together]) for place in range(length)]
+    layers = range(trace.header.num_layers)
+    shares = [
+        len(part.experts[step, layer].unique()) / trace.header.num_experts for step in steps[:256] for layer in layers
+    ]
+    return 100 * sum(shares) / len(shares)
+
+
+def _inputs(recorded: Recorded) -> Trace:
+    """Decoded tokens with the routers' inputs.
+
+    Raises:
+        ValueError: they, or the gates, are not known.
+    """
+    trace: Trace = recorded.trace
+    if trace.router_inputs is None or not recorded.gates:
+        raise ValueError("the model's gates could not be read from its checkpoint")
+    decoded = trace.select(~trace.prefill)
+    return decoded.select(torch.arange(min(_TOKENS, decoded.num_tokens)))
+
+
+def _meetings(
+    trace: Trace, gates: Sequence[torch.Tensor], k: int, p: int, votes: Votes
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """For each layer: which experts are named, and which are wanted, bool [tokens, experts] each."""
+    assert trace.router_inputs is not None
+    experts = trace.header.num_experts
+    for layer in range(1, trace.header.num_layers):
+        weight = gates[layer].float()
+        gate = Gate(lambda x, weight=weight: x @ weight.T)
+        inputs = [trace.router_inputs[:, m].float() for m in range(max(0, layer - p), layer)]
+        ranked, _, enough = vote(gate, k, votes, *inputs)
+        named = torch.zeros(trace.num_tokens, experts, dtype=torch.bool).scatter_(1, ranked, enough)
+        wanted = torch.zeros_like(named).scatter_(1, trace.experts[:, layer].long(), True)
+        yield layer, named, wanted
+
+
+def strategy(recorded: Recorded, k: int, p: int, votes: Votes) -> Mapping[str, Number]:
+    """Expert utilisation and prediction accuracy of a way to name experts (FIRM-MoE Figure 7, Eqs. 7 and 8)."""
+    right = named = wanted = 0
+    for _, said, asked in _meetings(_inputs(recorded), recorded.gates, k, p, votes):
+        right += int((said & asked).sum())
+        named += int(said.sum())
+        wanted += int(asked.sum())
+    return {"utilisation %": 100 * right / max(1, named), "accuracy %": 100 * right / wanted}
+
+
+def cost_map(recorded: Recorded, largest_k: int, largest_p: int) -> Mapping[tuple[str, int, int], float]:
+    """Eq. 11 for each K and P and each third of the layers, where nothing is cached (FIRM-MoE Figure 6).
+
+    Returns:
+        By group, K and P: the mean cost of a layer and token.
+    """
+    trace, found = _inputs(recorded), {}
+    layers = trace.header.num_layers
+    shallow, deep = -(-layers * 3 // 10), layers - layers // 4
+    for k, p in product(range(1, largest_k + 1), range(1, largest_p + 1)):
+        costs: dict[str, list[float]] = {}
+        for layer, said, asked in _meetings(trace, recorded.gates, k, p, Votes((1.0,) * p, float(p))):
+            cost = _ALPHA * (said & ~asked).sum() + _BETA * (asked & ~said).sum()
+            group = "shallow" if layer < shallow else "deep" if layer >= deep else "middle"
+            costs.setdefault(group, []).append(float(cost) / trace.num_tokens)
+        found |= {(group, k, p): sum(values) / len(values) for group, values in costs.items()}
+    return found
+
+
+def best_setting(recorded: Recorded, group: str) -> Mapping[str, Number]:
+    """The K and P of the lowest cost for a third of the layers."""
+    top_k = recorded.trace.header.top_k
+    found = {key: cost for key, cost in cost_map(recorded, 2 * top_k, 4).items() if key[0] == group}
+    if not found:
+        return {}
+    _, k, p = min(found, key=found.__getitem__)
+    return {"K": k, "P": p, "cost": found[group, k, p]}

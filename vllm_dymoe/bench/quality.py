@@ -1,0 +1,110 @@
+"""Quality cells through lm-eval: tasks and options as a grid, each cell a process of its own and a row on disk."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_dymoe.bench.cases import digest
+from vllm_dymoe.bench.rows import Row, append_row, read_rows
+from vllm_dymoe.bench.run import ROWS
+from vllm_dymoe.config import ConfigError
+
+_METRICS = ("acc,none", "exact_match,strict-match", "exact_match,number", "exact_match,none", "pass@1,create_test")
+
+
+def available() -> str | None:
+    """Why quality cannot be measured here; None if it can."""
+    found = importlib.util.find_spec("lm_eval") is not None
+    return None if found else "quality needs lm-eval: pip install 'vllm-dymoe[eval]'."
+
+
+def score(
+    model: str,
+    options: Mapping[str, Any],
+    tasks: Sequence[str],
+    folder: Path,
+    *,
+    limit: int | None = None,
+    include: Path | None = None,
+    engine: Mapping[str, Any] | None = None,
+) -> Row:
+    """Scores of some tasks, 0 to 1, by name; a cell that the folder has is not measured again.
+
+    Args:
+        model: as for ``vllm serve``.
+        options: of the plugin.
+        tasks: of lm-eval.
+        folder: for rows and logs.
+        limit: questions of each task; all of them if None.
+        include: folder of tasks that lm-eval does not know.
+        engine: arguments of vLLM.
+
+    Raises:
+        ConfigError: lm-eval failed.
+    """
+    asked = {
+        "model": model,
+        "options": dict(options),
+        "tasks": list(tasks),
+        "limit": limit,
+        "engine": dict(engine or {}),
+    }
+    key = "quality-" + digest(asked)
+    for row in read_rows(folder / ROWS):
+        if row["key"] == key:
+            return row
+    with tempfile.TemporaryDirectory() as work:
+        command = [sys.executable, "-m", "lm_eval", "--model", "vllm", "--batch_size", "1", "--tasks", ",".join(tasks)]
+        command += ["--model_args", arguments(model, engine or {}), "--output_path", work]
+        command += ["--limit", str(limit)] if limit else []
+        command += ["--include_path", str(include)] if include else []
+        log = folder / "logs" / f"{key}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as output:
+            environment = os.environ | variables(options)
+            code = subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False
+            ).returncode
+        files = sorted(Path(work).rglob("results*.json"))
+        if code or not files:
+            end = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+            raise ConfigError(f"lm-eval failed with code {code}; the end of {log}:\n{end}")
+        scores = read_scores(json.loads(files[-1].read_text()), tasks)
+    row = {"key": key, "kind": "quality", **asked, "scores": scores}
+    append_row(folder / ROWS, row)
+    return row
+
+
+def variables(options: Mapping[str, Any]) -> dict[str, str]:
+    """Options as the environment has them, which is how they reach lm-eval's engine."""
+    found = {f"DYMOE_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
+             for name, value in options.items()}  # fmt: skip
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **found}
+
+
+def arguments(model: str, engine: Mapping[str, Any]) -> str:
+    """As lm-eval takes them."""
+    settings = {"pretrained": model, "quantization": "dymoe", "enable_prefix_caching": False, **engine}
+    return ",".join(f"{name}={value}" for name, value in settings.items())
+
+
+def read_scores(results: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, float]:
+    """The one number of each task.
+
+    Raises:
+        ConfigError: a task has none that is known.
+    """
+    found = {}
+    for task in tasks:
+        metrics = results.get("results", {}).get(task, {})
+        name = next((name for name in _METRICS if name in metrics), None)
+        if name is None:
+            raise ConfigError(f"lm-eval says of {task} only {', '.join(metrics) or 'nothing'}, and none of {_METRICS}.")
+        found[task] = float(metrics[name])
+    return found

@@ -118,6 +118,12 @@ def test_a_budget_that_nobody_sets_is_the_systems():
     assert load().expert_budget.is_auto
 
 
+def test_a_host_store_that_nobody_sets_is_the_systems():
+    assert load({"system": "duoserve"}).host_store == "pinned"
+    assert load({"system": "duoserve", "host_store": "auto"}).host_store == "auto"
+    assert load().host_store == "auto"
+
+
 def test_a_predictor_stands_in_for_what_a_system_would_ask():
     for name in ("exact", "dymoe", "duoserve"):
         assert load({"system": name, "predictor": "a/file"}).predictor is not None

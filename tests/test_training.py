@@ -35,6 +35,14 @@ def test_it_learns_what_there_is_to_learn_and_more_than_counting_does(kind):
     assert trained.metrics["trained"]["all_k"] > 0.45
 
 
+def test_only_answers_are_learnt_from():
+    trace = made_up()
+    prompts = replace(trace, prefill=trace.position < 30)
+    assert train(prompts, KINDS["linear"], Recipe(epochs=1)).tokens == (18 * 10, 2 * 10)
+    with pytest.raises(TrainingError, match="0 requests with answers"):
+        train(replace(trace, prefill=torch.ones_like(trace.prefill)), KINDS["linear"])
+
+
 def test_the_routers_input_is_used_where_it_is_seen():
     trace = made_up(noise=0.6, inputs=True)
     blind = train(trace, Architecture((), history=1), QUICK).metrics["trained"]["accuracy"]
@@ -91,7 +99,11 @@ def test_hit_rates_of_a_table():
 @pytest.mark.parametrize(
     ("trace", "architecture", "words"),
     [
-        (made_up(requests=FEWEST_REQUESTS - 1), Architecture(()), "holds 7 requests, but 8 are the fewest"),
+        (
+            made_up(requests=FEWEST_REQUESTS - 1),
+            Architecture(()),
+            "8 are the fewest",
+        ),
         (made_up(), Architecture((), router_input=True), "the trace has no router inputs"),
         (made_up(sizes=replace(SIZES, num_layers=1)), Architecture(()), "has one MoE layer"),
     ],

@@ -52,7 +52,7 @@ def resolve_options(
         environment: process environment; ``os.environ`` if None.
 
     Returns:
-        Options whose system exists and can be served; a budget that nobody has set is the system's.
+        Options whose system exists and can be served; a budget or host store that nobody has set is the system's.
 
     Raises:
         ConfigError: an unknown key, an impossible value, or a combination that cannot work.
@@ -87,6 +87,8 @@ def resolve_options(
         raise ConfigError(f"vllm-dymoe: {place}: {error}.") from None
     if "expert_budget" not in options.model_fields_set and system.default_budget is not None:
         options = options.model_copy(update={"expert_budget": system.default_budget})
+    if "host_store" not in options.model_fields_set and system.default_host_store is not None:
+        options = options.model_copy(update={"host_store": system.default_host_store})
     return options
 
 

@@ -112,8 +112,8 @@ def split_by_request(trace: Trace, share: float, seed: int) -> tuple[torch.Tenso
     requests = trace.request.unique()
     if len(requests) < FEWEST_REQUESTS:
         raise TrainingError(
-            f"the trace holds {len(requests)} requests, but {FEWEST_REQUESTS} are the fewest of which some can be held "
-            "out to see what a predictor is worth; record more."
+            f"the trace holds {len(requests)} requests with answers, but {FEWEST_REQUESTS} are the fewest of which "
+            "some can be held out to see what a predictor is worth; record more."
         )
     order = requests[torch.randperm(len(requests), generator=torch.Generator().manual_seed(seed))]
     held_out = torch.isin(trace.request, order[: max(1, round(share * len(requests)))])
@@ -125,8 +125,11 @@ def train(
     architecture: Architecture,
     recipe: Recipe | None = None,
     progress: Callable[[Epoch], None] = lambda epoch: None,
+    device: str = "cpu",
 ) -> Trained:
     """Train on most requests, and stop when the others are foreseen no better.
+
+    Only tokens of answers count: a predictor is asked in decode (5.3), and a prompt's tokens are routed otherwise.
 
     Raises:
         TrainingError: there are too few requests, or no router inputs where the architecture sees them.
@@ -139,6 +142,7 @@ def train(
             "the trace has no router inputs, which this architecture sees; record them, or choose another architecture."
         )
     trace = trace.select(trace.in_order())  # a token that was computed twice is one
+    trace = trace.select(~trace.prefill)
     mask, held_out = split_by_request(trace, recipe.held_out, recipe.seed)
     seen, unseen = trace.select(mask), trace.select(held_out)
     if seen.num_tokens < 2:
@@ -147,7 +151,8 @@ def train(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         states = States(trace.header, architecture, popularity(seen).float(), affinity(seen).float())
-        model, epochs = _descend(ExpertMLP(states), seen, unseen, recipe, progress)
+        model, epochs = _descend(ExpertMLP(states).to(device), seen, unseen, recipe, progress)
+    model = model.to("cpu")
     metrics = {
         "trained": _hit_rates(unseen, lambda layer: _logits(model, layer, unseen)),
         "affinity": _hit_rates(
@@ -196,7 +201,8 @@ def _descend(
 def _loss(model: ExpertMLP, batch: Trace) -> torch.Tensor:
     """Eq. 6, its mean over tokens, layers and experts."""
     layers = range(1, batch.header.num_layers)
-    wanted = [chosen(batch.experts[:, layer], batch.header.num_experts) for layer in layers]
+    experts = batch.experts.to(model.states.popularity.device)
+    wanted = [chosen(experts[:, layer], batch.header.num_experts) for layer in layers]
     if model.states.architecture.shared:  # normalised over all layers together, since it runs for any of them
         states = torch.cat([_states(model, layer, batch) for layer in layers])
         return nn.functional.binary_cross_entropy_with_logits(model.network(1)(states), torch.cat(wanted))
@@ -208,8 +214,9 @@ def _loss(model: ExpertMLP, batch: Trace) -> torch.Tensor:
 
 
 def _states(model: ExpertMLP, layer: int, batch: Trace) -> torch.Tensor:
-    inputs = None if batch.router_inputs is None else batch.router_inputs[:, layer - 1]
-    return model.states(layer, batch.experts, inputs)
+    device = model.states.popularity.device
+    inputs = None if batch.router_inputs is None else batch.router_inputs[:, layer - 1].to(device)
+    return model.states(layer, batch.experts.to(device), inputs)
 
 
 def _logits(model: ExpertMLP, layer: int, batch: Trace) -> torch.Tensor:

@@ -85,6 +85,20 @@ def test_a_linear_network_begins_with_affinity():
         assert torch.equal(model(layer, TRACE.experts).argsort(stable=True), rows.argsort(stable=True))
 
 
+@pytest.mark.parametrize(
+    ("layers", "experts", "top_k", "weights"), [(32, 8, 2, 3.3e6), (48, 128, 8, 15.7e6)], ids=["Mixtral", "Qwen3-30B"]
+)
+def test_the_shared_network_has_the_papers_size_and_stays_so_when_folded(layers, experts, top_k, weights):
+    sizes = replace(SIZES, num_layers=layers, num_experts=experts, top_k=top_k)
+    states = States(
+        sizes, ARCHITECTURES["paper-shared"], torch.rand(layers, experts), torch.zeros(layers - 1, experts, experts)
+    )
+    model = ExpertMLP(states)
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(weights, rel=0.02)
+    # One table for all layers, and one small one for each: the paper's predictor takes about 300 MB.
+    assert fold(model.eval()).nbytes < 4 * weights + 4 * layers * experts * 2100 < 300e6
+
+
 def test_what_it_takes_is_what_its_tensors_have():
     folded = fold(make_model(Architecture((), history=2)))
     # A table of 2 x 8 rows for each of three layers, and the popularity of four; half of that in float16.

@@ -85,6 +85,15 @@ def test_a_prefill_gets_the_most_popular_and_no_network_is_asked():
         assert [candidate.expert for candidate in candidates] == order
 
 
+def test_before_a_step_the_first_layers_most_popular_are_named():
+    network = fold(MODELS["linear"])
+    predictor = TrainedPredictor(network, SIZES.top_k)
+    for _ in range(2):  # also behind a step of decode
+        order = network.popularity[0].argsort(descending=True).tolist()
+        assert [candidate.expert for candidate in predictor.predict(-1)] == order
+        step(predictor, slice(9, 10))
+
+
 def test_an_answer_that_nobody_asked_for_is_not_the_next_steps():
     predictor = TrainedPredictor(fold(MODELS["linear"]), SIZES.top_k)
     ids, x = TRACE.experts[5:6, 0].int(), TRACE.router_inputs[5:6, 0]

@@ -1,6 +1,7 @@
 """In which order a layer's experts are fetched and computed, on an engine whose arrivals the test decides."""
 
 import itertools
+from typing import ClassVar
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from tests.runtime.steps import ByNumber, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.experts.layout import BlobKey
+from vllm_dymoe.experts.routing import Phase
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.predict import Candidate
 from vllm_dymoe.runtime.fetcher import Fetcher
@@ -238,6 +240,60 @@ def test_the_next_layer_takes_the_slots_that_this_one_leaves():
         *("compute 0", "compute 1", "compute 2"),
         *("ahead 4", "compute 3", "ahead 5"),  # once every expert of this layer has had its slot
     ]
+
+
+class KeepsNothing(ByNumber):
+    """As many slots as the budget has, and guesses may have any of them."""
+
+    keeps_experts: ClassVar[bool] = False
+
+    @property
+    def foresees_first_layer(self):
+        return True
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_layer_that_keeps_nothing_hands_its_first_slot_to_the_next_layer_at_once(asynchronous):
+    """DuoServe-MoE 5.3: prefetching begins behind the first expert, also where all have arrived."""
+    engine = Script({0: 0, 1: 0, 2: 0})
+    runtime = make_runtime(STORE, 4 / 12, KeepsNothing(), lo=0, engine=engine, predictor=Next())
+    engine.listen(runtime.kernel)
+    runtime.kernel.asynchronous = asynchronous
+    step(runtime, [0, 1, 2])
+    assert engine.log == ["ask 0", "ask 1", "ask 2", "ahead 4", "compute 2", "ahead 5", "compute 0 1"]
+
+
+class First:
+    """Names two experts of the first layer."""
+
+    nbytes = 0
+
+    def observe(self, routing):
+        pass
+
+    def predict(self, layer):
+        return [Candidate(0, 3, 1.0), Candidate(0, 4, 0.5)] if layer == -1 else []
+
+
+@pytest.mark.parametrize(
+    ("system", "phase", "log"),
+    [
+        (KeepsNothing(), Phase.PREFILL, ["ahead 3", "ahead 4"]),
+        (KeepsNothing(), Phase.DECODE, []),
+        (ByNumber(), Phase.PREFILL, []),
+    ],
+)
+def test_a_prompts_first_layer_is_fetched_ahead_of_it(system, phase, log):
+    """DuoServe-MoE 5.2: the first experts travel while what is before the layer computes."""
+    engine = Script({3: 0, 4: 0, 5: 0})
+    runtime = make_runtime(STORE, 4 / 12, system, lo=0, engine=engine, predictor=First())
+    runtime.begin_step(phase)
+    assert engine.log == log
+    step(runtime, [3, 5])
+    assert engine.log.count("ask 3") == (not log)
+    guesses = runtime.stats().prefetches
+    assert guesses["useful"] + guesses["late"] == bool(log)
+    runtime.check_integrity()
 
 
 def test_the_bytes_of_a_step_are_right():

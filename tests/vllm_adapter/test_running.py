@@ -33,6 +33,9 @@ class Runtime:
     system = SimpleNamespace(heavy_hitters=None)
     unobserved = contextlib.nullcontext
 
+    def begin_step(self, phase):
+        pass
+
 
 class FailingRuntime(Runtime):
     def __init__(self):

@@ -168,7 +168,7 @@ def train(
     trace: Annotated[Path, typer.Argument(help="A trace, or the folder of one that is still being recorded.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write, for the option `predictor`.")],
     architecture: Annotated[
-        Literal["auto", "paper", "paper+input", "shared", "shared+input", "linear", "linear+input"],
+        Literal["auto", "paper", "paper+input", "paper-shared", "shared", "shared+input", "linear", "linear+input"],
         typer.Option(
             help="Kind of network; those with +input need a trace with router inputs. "
             "auto is linear+input for such a trace, else linear."
@@ -180,12 +180,14 @@ def train(
     learning_rate: Annotated[float, typer.Option(min=0, help="Where it begins.")] = 3e-3,
     held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the requests to test on.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Of the split, the first weights, and the order of tokens.")] = 0,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where it is trained.")] = "cpu",
 ) -> None:
     """Train a predictor of the next layer's experts on a trace."""
     from vllm_dymoe.cli.train import run
     from vllm_dymoe.training import Recipe
 
-    run(trace, out, architecture=architecture, recipe=Recipe(epochs, patience, batch, learning_rate, held_out, seed))
+    recipe = Recipe(epochs, patience, batch, learning_rate, held_out, seed)
+    run(trace, out, architecture=architecture, recipe=recipe, device=device)
 
 
 @app.command()

@@ -4,6 +4,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,11 +15,11 @@ from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.predict.folded import FoldedMLP, fold
 from vllm_dymoe.traces import Trace
-from vllm_dymoe.training import Epoch, Recipe, Trained, train
+from vllm_dymoe.training import Epoch, Recipe, Trained, TrainingError, train
 from vllm_dymoe.units import size
 
 
-def run(trace_path: Path, out: Path, *, architecture: str, recipe: Recipe) -> None:
+def run(trace_path: Path, out: Path, *, architecture: str, recipe: Recipe, device: str = "cpu") -> None:
     """Train on a trace, and write ``out``.
 
     The architecture "auto" is the one that measured best for what the trace holds (benchmarks/predictors).
@@ -28,12 +29,14 @@ def run(trace_path: Path, out: Path, *, architecture: str, recipe: Recipe) -> No
         TrainingError: it is not enough, or not what the architecture sees.
         PredictorError: the file cannot be written.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise TrainingError("there is no CUDA device to train on; leave --device out.")
     begin = time.perf_counter()
     trace = Trace.load(trace_path)
     if architecture == "auto":
         architecture = "linear" if trace.router_inputs is None else "linear+input"
     with _Epochs(f"Training on {escape(trace_path.name)}", recipe.epochs) as progress:
-        trained = train(trace, ARCHITECTURES[architecture], recipe, progress.show)
+        trained = train(trace, ARCHITECTURES[architecture], recipe, progress.show, device)
     network = fold(trained.model)
     card = PredictorCard(
         header=trace.header,

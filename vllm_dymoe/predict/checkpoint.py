@@ -112,9 +112,14 @@ def load_predictor(path: Path) -> tuple[PredictorCard, FoldedMLP]:
     try:
         network = FoldedMLP.of(tensors)
         width = network.tables.shape[2]
-        found = [network.num_layers, network.num_experts, *network.tables.shape[:2]]
-        expected = [sizes.num_layers, sizes.num_experts, sizes.num_layers - 1, network.history * sizes.num_experts]
         one_or_all = (1, sizes.num_layers - 1)
+        found = [network.num_layers, network.num_experts, len(network.tables) in one_or_all, network.tables.shape[1]]
+        expected = [sizes.num_layers, sizes.num_experts, True, network.history * sizes.num_experts]
+        if network.recent is not None:
+            found += list(network.recent.shape)
+            expected += [sizes.num_layers - 1, sizes.num_experts, width]
+        elif len(network.tables) != sizes.num_layers - 1:
+            raise ValueError("one table serves all layers, and none says what each adds")
         if network.gates is not None:
             found += list(network.gates.shape[1:])
             expected += [sizes.hidden, width]

@@ -8,7 +8,8 @@ Everything but the experts is known beforehand. With k experts in each E_m it is
 
     T_l[m, e] = W_h[m, e] + (m = l-1) (W_a A_l-1,l[e] + W_p p_l + b) / k
 
-so that the first layer costs k rows for each layer of history, however wide the state is.
+so that the first layer costs k rows for each layer of history, however wide the state is. A network that serves all
+layers has one W_h: there the second term is a table of its own, of E rows for each l.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,12 @@ class FoldedMLP:
     """A network for every layer but the first.
 
     Args:
-        tables: [layers - 1, history * experts, width]; the layer that was chosen last comes first.
+        tables: [layers - 1 or 1, history * experts, width]; the layer that was chosen last comes first.
         gates: [layers - 1 or 1, hidden, width], what the router's input is multiplied with; None if it is not seen.
         matrices: for each later linear layer, [layers - 1 or 1, width, next width].
         biases: of these, [layers - 1 or 1, next width].
         popularity: [layers, experts], Eq. 2, for steps in which the network is not asked.
+        recent: [layers - 1, experts, width], added for the layer that was chosen last; None where it is in ``tables``.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class FoldedMLP:
         matrices: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor],
         popularity: torch.Tensor,
+        recent: torch.Tensor | None = None,
     ) -> None:
+        self.recent = recent
         self.tables, self.gates, self.matrices, self.biases = tables, gates, tuple(matrices), tuple(biases)
         self.popularity = popularity
         self.num_layers, self.num_experts = popularity.shape
@@ -54,13 +58,16 @@ class FoldedMLP:
         later = range(sum(name.startswith("matrix.") for name in tensors))
         matrices = [tensors[f"matrix.{number}"] for number in later]
         biases = [tensors[f"bias.{number}"] for number in later]
-        return cls(tensors["tables"], tensors.get("gates"), matrices, biases, tensors["popularity"])
+        recent = tensors.get("recent")
+        return cls(tensors["tables"], tensors.get("gates"), matrices, biases, tensors["popularity"], recent)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name, for a file."""
         found = {"tables": self.tables, "popularity": self.popularity}
         if self.gates is not None:
             found["gates"] = self.gates
+        if self.recent is not None:
+            found["recent"] = self.recent
         for number, (matrix, bias) in enumerate(zip(self.matrices, self.biases, strict=True)):
             found |= {f"matrix.{number}": matrix, f"bias.{number}": bias}
         return found
@@ -103,8 +110,9 @@ class FoldedMLP:
         Returns:
             [tokens, num_experts] in the network's dtype.
         """
-        x = self._tables[layer - 1].index_select(0, rows.flatten())
-        x = x.sum(0, keepdim=True) if len(rows) == 1 else x.view(*rows.shape, -1).sum(1)
+        x = _sum_of_rows(self._tables[layer - 1 if len(self._tables) > 1 else 0], rows)
+        if self.recent is not None:
+            x += _sum_of_rows(self.recent[layer - 1], rows[:, : rows.shape[1] // min(self.history, layer)])
         if self.gates is not None:
             assert router_input is not None
             x = torch.addmm(x, router_input.to(x.dtype), self.gates[layer - 1 if len(self.gates) > 1 else 0])
@@ -119,21 +127,30 @@ def fold(model: ExpertMLP) -> FoldedMLP:
     """A model as it runs, in float32; the model stays as it is."""
     states = model.states
     top_k = states.sizes.top_k
-    tables, gates, later = [], [], []
+    tables, recents, gates, later = [], [], [], []
     for layer in range(1, states.sizes.num_layers):
         (first, bias), *others = _without_normalisation(model.network(layer))
         past, popular, related, name, x = first.split(list(states.parts), dim=1)
         constant = bias + popular @ states.popularity[layer] + (name[:, layer] if name.numel() else 0)
-        table = past.T.clone()
-        table[: states.sizes.num_experts] += (states.affinity[layer - 1] @ related.T + constant) / top_k
-        tables.append(table)
+        tables.append(past.T)
+        recents.append((states.affinity[layer - 1] @ related.T + constant) / top_k)
         gates.append(x.T)
         later.append(others)
     networks = 1 if states.architecture.shared else len(tables)
+    table, recent = torch.stack(tables[:networks]), torch.stack(recents)
+    if networks == len(tables):
+        table[:, : states.sizes.num_experts] += recent
     matrices = [torch.stack([layers[i][0].T for layers in later[:networks]]) for i in range(len(later[0]))]
     biases = [torch.stack([layers[i][1] for layers in later[:networks]]) for i in range(len(later[0]))]
     seen = torch.stack(gates[:networks]) if states.architecture.router_input else None
-    return FoldedMLP(torch.stack(tables), seen, matrices, biases, states.popularity)
+    separate = None if networks == len(tables) else recent
+    return FoldedMLP(table, seen, matrices, biases, states.popularity, separate)
+
+
+def _sum_of_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Of [entries, width], for each token's rows [tokens, n]: [tokens, width]."""
+    found = table.index_select(0, rows.flatten())
+    return found.sum(0, keepdim=True) if len(rows) == 1 else found.view(*rows.shape, -1).sum(1)
 
 
 def _without_normalisation(network: nn.Sequential) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -85,7 +85,7 @@ class TrainedPredictor(SideStreamPredictor):
         following = layer + 1
         if following >= self.network.num_layers:
             return []
-        if not self._has_network_for(following):
+        if following == 0 or not self._has_network_for(following):
             return self._favourites[following]
         if self._read is None:
             self.begin(layer)

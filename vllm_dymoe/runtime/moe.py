@@ -18,7 +18,7 @@ import torch
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.budget import BudgetTracker
 from vllm_dymoe.experts.residency import HIT
-from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.experts.table import CODES
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, ExpertKernel, LayerWork, combine, make_kernel
@@ -97,6 +97,16 @@ class MoERuntime:
         return self._counts.hits
 
     # -- one step ---------------------------------------------------------------------------------
+
+    def begin_step(self, phase: Phase) -> None:
+        """A step of requests begins, and its first MoE layer is some way off.
+
+        Args:
+            phase: of the step.
+        """
+        asked = phase is Phase.PREFILL and self.system.foresees_first_layer
+        if asked and self.predictor is not None and self._prefetcher is not None:
+            self._prefetcher.foresee_first_layer(phase, self.predictor)
 
     def forward(self, routing: Routing, activation: Activation = Activation.SILU) -> torch.Tensor:
         """Run one MoE layer.

@@ -101,6 +101,18 @@ class Prefetcher:
         self._spend(self.clock() - begin)
         return partial(self._ask, layer, predictor)
 
+    def foresee_first_layer(self, phase: Phase, predictor: Measured) -> None:
+        """A step begins: fetch for its first MoE layer what is most often wanted there, if this is one to act on."""
+        self._pace = self._paces[phase]
+        if not self._engine.occupies_cores and self._pace.acts():
+            self._ask(-1, predictor)
+            self.fill()
+
+    @property
+    def frees_slots_early(self) -> bool:
+        """Whether guesses wait for slots of a layer that keeps none: its first expert is then computed by itself."""
+        return bool(self._candidates) and not self._system.keeps_experts
+
     def offer(self, layer: int, candidates: Iterable[Candidate]) -> None:
         """Consider experts of the layers after ``layer``, best first, in place of those that were offered before."""
         self._candidates = deque(candidate for candidate in candidates if candidate.layer > layer)

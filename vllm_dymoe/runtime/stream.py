@@ -196,7 +196,9 @@ class LayerStep:
         while self._arriving and (in_turn or self._has_arrived(self._arriving[0])):
             self._complete(self._arriving[0])
             self._ready.append(self._arriving.popleft())
-        if self._enqueues:
+        if self._first_frees_a_slot():
+            self._compute_ready(1)
+        elif self._enqueues:
             self._enqueue_next(arrived=len(self._ready) - before)
         elif not self._ready:
             self._compute_arriving(1)
@@ -204,6 +206,15 @@ class LayerStep:
             self._compute_ready(1)  # the one that arrived last, if any did: its slot is wanted
         else:
             self._compute_ready(len(self._ready))
+
+    def _first_frees_a_slot(self) -> bool:
+        """Whether one expert is best computed by itself, because guesses wait for its slot (DuoServe-MoE 5.3)."""
+        if self._in_turn or self._missing or self._arriving or len(self._ready) < 2:
+            return False
+        last = self._ready[-1].fetch
+        return (
+            last is not None and not last.kept and self._prefetcher is not None and self._prefetcher.frees_slots_early
+        )
 
     def _enqueue_next(self, arrived: int) -> None:
         """One launch: what has just arrived and a share of the residents, or half of what is on its way.

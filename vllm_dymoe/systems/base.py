@@ -6,7 +6,7 @@ nothing; a system says where it differs.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -36,6 +36,8 @@ class System(BaseModel):
     """What it does and where it comes from, in a line for people."""
     default_budget: ClassVar[ExpertBudget | None] = None
     """The budget if the user sets none; None for an automatic one."""
+    default_host_store: ClassVar[Literal["file", "pinned"] | None] = None
+    """Where packed experts live if the user does not say; None for what there is room for."""
     keeps_experts: ClassVar[bool] = True
     """Whether layers keep experts for later steps."""
     precision_parameters: ClassVar[tuple[str, ...]] = ()
@@ -104,6 +106,11 @@ class System(BaseModel):
     def foresight(self) -> str | None:
         """What names experts ahead, in two or three words for people; None if nothing does."""
         return None
+
+    @property
+    def foresees_first_layer(self) -> bool:
+        """Whether experts of a prompt's first MoE layer are named before it is reached, by the predictor."""
+        return False
 
     @property
     def needs_gates(self) -> bool:

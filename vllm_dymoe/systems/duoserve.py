@@ -1,6 +1,6 @@
 """DuoServe-MoE: as many slots as a token uses experts, and a trained network that fills them ahead (4.2, 5.1, 5.3)."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from vllm_dymoe.config import ExpertBudget
 from vllm_dymoe.predict import Predictor, RoutedModel, TrainedPredictor
@@ -15,12 +15,18 @@ class DuoServe(System):
     name: ClassVar[str] = "duoserve"
     summary: ClassVar[str] = "DuoServe-MoE: slots for one token's experts, nothing stays"
     default_budget: ClassVar[ExpertBudget | None] = ExpertBudget(slots="top-k")
+    default_host_store: ClassVar[Literal["file", "pinned"] | None] = "pinned"  # 6.1: CUDA pinned memory
     keeps_experts: ClassVar[bool] = False
 
     @property
     def foresight(self) -> str | None:
         """Popularity (Eq. 2), an input of the network, stands in until one is trained."""
         return "popularity"
+
+    @property
+    def foresees_first_layer(self) -> bool:
+        """The first experts of a prefill come while what is before them computes (5.2), in every layer."""
+        return True
 
     @property
     def takes_predictor(self) -> bool:

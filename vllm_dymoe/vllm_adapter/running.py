@@ -136,6 +136,7 @@ class Running:
         if scheduler_output.total_num_scheduled_tokens == 0:
             return False
         self.step.begin(scheduler_output)
+        self.runtime.begin_step(self.step.phase)
         return True
 
     def end_model(self, runner: Any, scheduler_output: Any, output: Any) -> Any:

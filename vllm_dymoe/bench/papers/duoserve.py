@@ -46,7 +46,7 @@ def tables() -> Iterator[PaperTable]:
         Line("8x7B, SQuAD", Missing(_OTHER_MODEL), {columns[0]: 60.23, columns[1]: 92.31}),
         Line("8x22B, Orca", Missing(_OTHER_MODEL), {columns[0]: 56.21, columns[1]: 90.45}),
         Line("8x22B, SQuAD", Missing(_OTHER_MODEL), {columns[0]: 54.16, columns[1]: 90.31}),
-        Line("this model, the paper's network", Routed(partial(_trained, "paper"))),
+        Line("this model, the paper's network", Routed(partial(_trained, "paper-shared"))),
         Line("this model, the default network", Routed(partial(_trained, "linear+input"))),
     ])  # fmt: skip
     yield PaperTable("Figure 2", "popularity and affinity, in multiples of chance", (

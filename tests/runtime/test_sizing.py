@@ -12,6 +12,7 @@ from vllm_dymoe.runtime import minimum_budget, plan_slots
 from vllm_dymoe.runtime.sizing import limit_in_bytes, workspace_bytes
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.systems.firm import Firm
 from vllm_dymoe.systems.on_demand import OnDemand
 
 EXPERTS = make_experts(layers=3, num_experts=8, bits=(4, 2))
@@ -97,6 +98,16 @@ def test_staging_grows_with_the_slots_and_starves_nobody(slots, staging):
 
 
 SHARES = {Tier.HI: [1.0, 0.75, 0.5], Tier.LO: [0.0, 0.25, 0.5]}
+
+
+@pytest.mark.parametrize(("slots", "staging"), [(8, 2), (24, 6), (80, 10), (120, 10)])
+def test_firm_has_room_for_the_largest_k_within_a_quarter(slots, staging):
+    """K and P of FIRM-MoE are to decide what is fetched ahead, and not how many slots there are (Eqs. 9 and 10)."""
+    experts = make_experts(layers=4, num_experts=32, top_k=4, bits=(4,))
+    nbytes = slots * experts.formats[4].nbytes + WORKSPACE
+    plan = plan_slots(experts, Options(hi=4, lo=0, group_size=32), Firm(), nbytes, WORKSPACE)
+    assert plan.staging == {Tier.HI: staging}
+    assert sum(plan.quotas[Tier.HI]) == slots - staging
 
 
 def plan_with(nbytes, shares=None, staging=0):

@@ -50,6 +50,10 @@ class Compared(Exact):
         """As the parameter says."""
         return self.projections
 
+    def named_ahead(self, top_k: int) -> int:
+        """As many as a meeting may name, so that K decides what is fetched, and not the slots."""
+        return 0 if self.ahead == "next gate" else 2 * top_k if self.tune else self.k or top_k
+
     def make_predictor(self, model: RoutedModel) -> Predictor | None:
         """The one that is asked for; a trained one stands in for any."""
         side_stream = make_side_stream(model.device)

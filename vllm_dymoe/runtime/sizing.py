@@ -129,7 +129,10 @@ def plan_slots(
     quotas = {}
     for tier, count in slots.items():
         # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
-        staging = 0 if count == every_expert and system.keeps_experts else system.staging_slots(count)
+        # C of Eq. 10 bounds what is fetched ahead: a quarter of the slots at most, or layers would keep too little.
+        ahead = min(FEWEST_STAGING + system.named_ahead(experts.top_k), count // 4)
+        staging = max(system.staging_slots(count), ahead if system.named_ahead(experts.top_k) else 0)
+        staging = 0 if count == every_expert and system.keeps_experts else staging
         quotas[tier] = layer_shares(count, weights[tier], staging, experts.num_experts)
     return SlotPlan(limit, workspace_bytes, slots, quotas)
 

@@ -100,6 +100,10 @@ class System(BaseModel):
         usual = max(FEWEST_STAGING, min(_USUAL_STAGING, slots // 8))
         return min(max(usual, slots // 64), _MOST_STAGING, slots)
 
+    def named_ahead(self, top_k: int) -> int:
+        """Experts that are to be on their way at once before a router asks, beyond what is usual."""
+        return 0
+
     # -- foresight --------------------------------------------------------------------------------
 
     @property

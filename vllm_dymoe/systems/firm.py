@@ -12,6 +12,7 @@ from vllm_dymoe.systems.base import System
 
 # P to begin with and the largest that is tried. K begins with the model's experts per token and goes up to twice that.
 _START_P, _LARGEST_P = 3, 6
+_LARGEST_K = 2  # times the experts per token
 
 
 class Firm(System):
@@ -28,6 +29,10 @@ class Firm(System):
         """As the parameter says."""
         return self.projections
 
+    def named_ahead(self, top_k: int) -> int:
+        """The largest K: with fewer slots these would decide what is fetched, and K and P nothing (Eq. 9)."""
+        return _LARGEST_K * top_k
+
     @property
     def foresight(self) -> str | None:
         """Meeting of Layers (Eqs. 5 and 6)."""
@@ -41,6 +46,6 @@ class Firm(System):
     def make_predictor(self, model: RoutedModel) -> Predictor:
         """Meeting of Layers, with K and P from HEOP."""
         start = Setting(min(model.top_k, model.num_experts), _START_P)
-        largest = Setting(max(start.k, min(2 * model.top_k, model.num_experts)), _LARGEST_P)
+        largest = Setting(max(start.k, min(_LARGEST_K * model.top_k, model.num_experts)), _LARGEST_P)
         tuner = Heop(model.num_layers, start, largest)
         return MeetingOfLayers(model.gates, *start, tuner, model.hits, make_side_stream(model.device))

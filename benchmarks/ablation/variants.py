@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import systems  # noqa: F401, which makes them known
+from vllm_dymoe.bench.systems import make_known
 
 CACHE = "cache"
+make_known()
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ REQUESTS = 2  # of each domain
 RATIO_OF = {"hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "top_k": 8, "expert_bytes": 2_654_208}
 SLOTS = "one token's experts"
 SCARCE, CACHES = "25%", ("25%", "50%", "75%")
-SYSTEM = "compared alone"  # in ../ablation/systems.py
+SYSTEM = "compared alone"  # in vllm_dymoe/bench/systems.py
 
 
 def _alone(ahead: str) -> dict[str, Any]:
@@ -110,7 +110,6 @@ def run(llm: Any, name: str, plan: argparse.Namespace, gbps: float) -> tuple[dic
 def main() -> None:
     """Every variant of both settings."""
     import serve
-    import systems  # noqa: F401, which makes them known
     from hardware import Shape, ratio
     from record import pieces
 

@@ -18,9 +18,9 @@ from typing import Any
 import report
 import torch
 from bench import Bench, Variant
-from choices import Chosen, OneLayerLow
 from losses import Scores, losses
 
+from vllm_dymoe.bench.systems import Chosen, OneLayerLow
 from vllm_dymoe.vllm_adapter import step as prompt_tap
 
 HERE = Path(__file__).resolve().parent

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.benchmarks import modules_of
+from vllm_dymoe.bench.systems import Chosen, OneLayerLow
 from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.systems.dymoe import Dymoe
@@ -31,8 +32,6 @@ def high_experts(system):
 
 @pytest.mark.parametrize("retention", [0.9, 0.75, 0.5])
 def test_every_choice_has_as_many_high_experts(retention):
-    from choices import Chosen
-
     options = {"retention": retention, "rounding": "nearest"}
     found = {
         (by_importance, by_depth): high_experts(Chosen(by_importance=by_importance, by_depth=by_depth, **options))
@@ -50,8 +49,6 @@ def test_every_choice_has_as_many_high_experts(retention):
 
 
 def test_one_layer_is_low():
-    from choices import OneLayerLow
-
     assert [len(high) for high in high_experts(OneLayerLow(layer=3))] == [32, 32, 32, 0, 32, 32, 32, 32]
     assert OneLayerLow(layer=3).shares(8, 4)[Tier.LO] == [0, 0, 0, 1, 0, 0, 0, 0]
 

@@ -71,8 +71,8 @@ def read_prompts(source: str) -> PromptSet:
         ConfigError: it cannot be read, has no prompt, or has something else among them.
     """
     if source == SHIPPED:
-        text = resources.files("vllm_dymoe.bench").joinpath("prompts.jsonl").read_text()
-        return PromptSet(SHIPPED, tuple(_lines(text.splitlines(), SHIPPED)))
+        text = resources.files("vllm_dymoe.bench").joinpath("prompts.json").read_text()
+        return PromptSet(SHIPPED, tuple(_conversations(text, SHIPPED)))
     if (found := _RANDOM.fullmatch(source)) and int(found[1]):
         return PromptSet(source, random_length=int(found[1]))
     path = Path(source)

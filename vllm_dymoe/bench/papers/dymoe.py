@@ -91,7 +91,7 @@ def _choices() -> Iterator[Line]:
 
 
 def _systems() -> Iterator[Line]:
-    ours = {
+    ours: dict[str, Mapping[str, Any]] = {
         "Accelerate": {"system": "on-demand", "system_options": {"overlap": False}},
         "DyMoE (4/2)": {"system": "dymoe", "lo": 2},
         "DyMoE (4/0)": {"system": "dymoe"},

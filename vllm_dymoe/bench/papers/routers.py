@@ -1,6 +1,7 @@
 """What papers show of routers, from one trace: similarity, popularity, agreement of layers, experts of a batch."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 
 import torch
@@ -80,8 +81,7 @@ def _meetings(
     assert trace.router_inputs is not None
     experts = trace.header.num_experts
     for layer in range(1, trace.header.num_layers):
-        weight = gates[layer].float()
-        gate = Gate(lambda x, weight=weight: x @ weight.T)
+        gate = Gate(partial(torch.nn.functional.linear, weight=gates[layer].float()))
         inputs = [trace.router_inputs[:, m].float() for m in range(max(0, layer - p), layer)]
         ranked, _, enough = vote(gate, k, votes, *inputs)
         named = torch.zeros(trace.num_tokens, experts, dtype=torch.bool).scatter_(1, ranked, enough)
@@ -105,7 +105,7 @@ def cost_map(recorded: Recorded, largest_k: int, largest_p: int) -> Mapping[tupl
     Returns:
         By group, K and P: the mean cost of a layer and token.
     """
-    trace, found = _inputs(recorded), {}
+    trace, found = _inputs(recorded), dict[tuple[str, int, int], float]()
     layers = trace.header.num_layers
     shallow, deep = -(-layers * 3 // 10), layers - layers // 4
     for k, p in product(range(1, largest_k + 1), range(1, largest_p + 1)):

@@ -15,7 +15,8 @@ from vllm_dymoe.bench.papers.compare import cases_of, fill, lines
 from vllm_dymoe.bench.papers.routers import activated, best_setting, cost_map, strategy
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.plan.errors import compare  # noqa: F401 - rows of papers are rows of plans
-from vllm_dymoe.predict.meeting_of_layers import Votes
+from vllm_dymoe.predict.gate import Gate
+from vllm_dymoe.predict.meeting_of_layers import Votes, vote
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.traces import Trace, TraceHeader, expert_dtype
 
@@ -80,6 +81,13 @@ def test_agreement_names_less_and_is_right_more_often_than_a_union(recorded):
     assert meet["accuracy %"] < union["accuracy %"]
     certain = strategy(recorded, 8, 1, Votes((1.0,), 1.0))
     assert (certain["utilisation %"], certain["accuracy %"]) == (25, 100)
+
+
+def test_the_nearest_layers_vote_weighs_most():
+    gate = Gate(lambda x: x)
+    far, near = torch.eye(3)[:1], torch.eye(3)[1:2]  # each names one expert
+    ranked, _, enough = vote(gate, 1, Votes((1.5, 0.5), 1.0), far, near)
+    assert ranked[enough].tolist() == [1]
 
 
 def test_costs_are_those_of_equation_11(recorded):

@@ -121,6 +121,11 @@ def test_nothing_is_reported_where_they_differ(outputs):
         check_outputs([row("a", ["x", "y"]), row("b", outputs)])
 
 
+def test_two_peers_are_two_rows():
+    found = [grid("m", [Subject(name, peer=name)], ["its own"], [1], WORKLOAD, {})[0] for name in ("a", "b")]
+    assert found[0].key != found[1].key
+
+
 def test_subjects_differ_by_what_is_served_and_not_by_their_label():
     one, other = (Subject(label, {"system": "exact"}) for label in ("a", "b"))
     assert len(grid("model", [one, other], ["25%"], [1], WORKLOAD, {})) == 2

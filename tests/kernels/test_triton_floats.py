@@ -88,6 +88,6 @@ def test_every_code_is_its_level(book):
     work = work_list([[(t, 0) for t in range(256)]], 1, 16)
     out = poisoned(256, 64, dtype=torch.bfloat16)
     grouped_linear(x, out, experts.table(), work, DOWN, GroupedTile(16, 64, 64, 4, 2), scatter=True)
-    # A factor is multiplied with at another place: its product may round to the neighbour.
-    tolerance = 2**-7 if book.has_factor else 0
+    # MXFP4's weights are bfloat16 numbers. The others are rounded, and the interpreter may take the other neighbour.
+    tolerance = 0 if book is MXFP4 else 2**-7
     assert torch.allclose(out.t().cpu(), dequantize(down, torch.bfloat16), rtol=tolerance, atol=0)

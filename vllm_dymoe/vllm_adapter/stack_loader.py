@@ -61,7 +61,7 @@ class QuantizedStackLoader(ExpertLoader):
         loaded_weight: Tensor,
         weight_name: str,
         shard_id: str | None,
-        expert_id: int | None,
+        expert_id: int | None = None,
         return_success: bool = False,
     ) -> bool | None:
         """Take one tensor of all local experts.

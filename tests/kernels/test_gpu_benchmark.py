@@ -16,6 +16,7 @@ import torch
 from tests.kernels.on_the_host import OnTheHost
 from tests.support.benchmarks import modules_of
 from vllm_dymoe.experts.layout import ExpertFormat
+from vllm_dymoe.kernels import Curve
 from vllm_dymoe.kernels.triton.tiles import TABLE as TILES
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
 
@@ -258,13 +259,15 @@ def test_the_plan_has_every_option_on_every_architecture(variants):
             mine = [variant for variant in planned if variant.kernel == kernel]
             assert {v.types["hidden" if "gate" in kernel else "out"] for v in mine} == {"*bf16", "*fp16"}
             wanted = {"BIAS": {False, True}, "GROUP": {32, 64, 128}, "STEPS": {0, 4, 8}, "ORDERED": {0, 4, 8}}
-            mixes = {16, 8, 4, 2, 6, 12, 20, 24} | ({18, 10} if architecture in (80, 120) else set())
+            mixes = {16, 8, 4, 2, 6, 12, 20, 24, 32, 64, 128} | ({18, 10} if architecture in (80, 120) else set())
             wanted |= {"TIERS": mixes}
             if kernel in ("gate_up", "down"):
                 wanted |= {"ORDERED": {0, 4, 6, 8}}
                 wanted |= {"FETCH": {False, True}, "WARPS": {4, 8}}
             if "gate" in kernel:
-                wanted |= {"ACTIVATION": {0, 1, 2, 3}}
+                curves = {variant.constants["ACTIVATION"][0] for variant in mine}
+                assert curves == set(range(len(Curve))), (architecture, kernel)
+                assert {variant.constants["ACTIVATION"][-1] for variant in mine} == {False, True}
             if kernel == "down":
                 wanted |= {"WEIGHTED": {False, True}}
             if "grouped" in kernel:

@@ -69,7 +69,9 @@ class Runner:
 
 def rank_of(step):
     """A rank whose steps these are, without anything to compute."""
-    runtime = SimpleNamespace(system=SimpleNamespace(heavy_hitters=None), experts=SimpleNamespace(layers=()))
+    runtime = SimpleNamespace(
+        begin_step=lambda phase: None, system=SimpleNamespace(heavy_hitters=None), experts=SimpleNamespace(layers=())
+    )
     foresight = Foresight(Options(system="on-demand"))
     return Running(runtime, step, StepFailures(step), foresight, Observation(), lambda path: None)
 

@@ -28,6 +28,7 @@ class ResidencyTable:
         heat: int64 [layers, experts].
         used_at: int64 [layers, experts], the layer's step in which an expert was last used.
         shares: int64 [layers, 3], experts that a layer may keep, by code of the tier.
+        steps: of each layer, the number of its last one.
     """
 
     def __init__(self, num_experts: int, shares: Mapping[Tier, Sequence[int]], *, reuse_high: bool = True) -> None:
@@ -40,14 +41,14 @@ class ResidencyTable:
         for tier, share in shares.items():
             self.shares[:, CODES[tier]] = share
         self.reuse_high = reuse_high
-        self._steps = [0] * layers
+        self.steps = [0] * layers
         self._shares: list[list[int]] = self.shares.tolist()
 
     def begin_step(self, layer: int, active: NDArray[np.int64], wanted: NDArray[np.int8]) -> NDArray[np.int64]:
         """Count what a layer's step uses, and decide what it keeps; see :func:`~.residency.decide`."""
-        self._steps[layer] += 1
+        self.steps[layer] += 1
         heat, used_at = self.heat[layer], self.used_at[layer]
-        record_uses(heat, used_at, active, self._steps[layer])
+        record_uses(heat, used_at, active, self.steps[layer])
         return decide(active, wanted, self.tier[layer], heat, used_at, self._shares[layer], reuse_high=self.reuse_high)
 
     def holds(self, layer: int, expert: int) -> bool:

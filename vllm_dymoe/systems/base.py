@@ -8,6 +8,8 @@ nothing; a system says where it differs.
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from vllm_dymoe.config import ExpertBudget
@@ -78,6 +80,11 @@ class System(BaseModel):
     def select(self, routing: Routing) -> Mapping[int, Tier]:
         """A tier for each active expert of a layer; called once for every MoE layer of every step."""
         return dict.fromkeys(routing.active, Tier.HI)
+
+    def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
+        """Where devices decide: how many experts of a decode step are high, int32 [num_layers, experts + 1], by layer
+        and number of active experts. The most important by :func:`~.importance.step_importance` are."""
+        return np.tile(np.arange(experts + 1, dtype=np.int32), (num_layers, 1))
 
     # -- residency and transfers ------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from vllm_dymoe.experts.routing import Routing
@@ -85,6 +87,11 @@ class Dymoe(Exact):
             high = most_important(load, critical(len(load)))
             high |= most_important(gate, critical(len(gate)))
         return {expert: Tier.HI if expert in high else Tier.LO for expert in routing.active}
+
+    def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
+        """Eq. 5 for every layer and number of active experts."""
+        counts = [[self._critical(layer, num_layers, n) for n in range(experts + 1)] for layer in range(num_layers)]
+        return np.array(counts, np.int32)
 
     def _critical(self, layer: int, num_layers: int, active: int) -> int:
         return self.schedule.critical(layer, num_layers, active)

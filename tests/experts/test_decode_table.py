@@ -1,0 +1,254 @@
+"""The decision of a whole step, with NumPy: against the host's table, expert by expert."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_dymoe.experts.decode_rule import decide_plain
+from vllm_dymoe.experts.decode_table import KEPT, PASSED, STAYED, Counter, Decision, DecodeTable
+from vllm_dymoe.experts.layout import ExpertFormat
+from vllm_dymoe.experts.residency import FREE, HIGH, HIT, LOW, NOWHERE, STREAM
+from vllm_dymoe.experts.routing import Phase, Routing, group_by_expert
+from vllm_dymoe.experts.table import ResidencyTable
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.systems.dymoe import Dymoe
+
+LAYERS, EXPERTS, TOP_K, TOKENS, SLOTS = 2, 12, 3, 6, 24
+FORMATS = {HIGH: ExpertFormat(64, 32, 4, 32, torch.bfloat16), LOW: ExpertFormat(64, 32, 2, 32, torch.bfloat16)}
+POOL, SOURCE = {LOW: 1 << 20, HIGH: 1 << 24}, {LOW: 1 << 30, HIGH: 1 << 34}
+
+
+def make_table(shares, *, system=None, skip_low=False, staging=0, experts=EXPERTS, top_k=TOP_K, depth=2):
+    """A table whose addresses say which slot or which expert they belong to."""
+    table = DecodeTable.allocate(LAYERS, experts, rows=TOKENS, top_k=top_k, depth=depth, device="cpu")
+    formats = FORMATS | ({LOW: None} if skip_low else {})
+    system = system or Dymoe(retention=0.5)
+    table.set_precision(formats, system.critical_counts(LAYERS, experts))
+    pools = {code: (POOL[code], 1 << 12, sum(shares[code]) + staging) for code in (LOW, HIGH)}
+    table.set_pools(pools, shares)
+    table.reuse_high.fill_(system.reuses_high)
+    for code, base in SOURCE.items():
+        table.source[:, :, code] = base + (torch.arange(LAYERS * experts).view(LAYERS, experts) << 12)
+    return table
+
+
+def random_step(seed, tokens=TOKENS, top_k=TOP_K, experts=EXPERTS, absent=0.1):
+    """Ids without repetition within a row, some of another rank, and weights that tie now and then."""
+    rng = np.random.default_rng(seed)
+    popular = rng.permutation(experts)[: rng.integers(top_k, experts + 1)]
+    ids = np.stack([rng.permutation(popular)[:top_k] for _ in range(tokens)])
+    ids[rng.random(ids.shape) < absent] = -1
+    weights = rng.choice([0.125, 0.25, 0.5, 1e-7, 0.3], ids.shape).astype(np.float32)
+    return torch.from_numpy(ids), torch.from_numpy(weights)
+
+
+def rows(count):
+    return torch.tensor([count], dtype=torch.int32)
+
+
+def decide(table, layer, ids, weights, real=None):
+    decision = Decision.allocate(len(ids), ids.shape[1], table.experts, "cpu")
+    decide_plain(table, layer, ids, weights, rows(len(ids) if real is None else real), decision)
+    return decision
+
+
+class Host:
+    """The rule as the host applies it: ``System.select``, ``ResidencyTable.begin_step``, evictions, publications."""
+
+    def __init__(self, shares, system, skip_low):
+        tiers = {Tier.LO: shares[LOW], Tier.HI: shares[HIGH]}
+        self.table = ResidencyTable(EXPERTS, tiers, reuse_high=system.reuses_high)
+        self.system, self.skip_low, self.slots = system, skip_low, iter(range(1 << 30))
+        self.counts = np.zeros((LAYERS, len(Counter)), np.int64)
+
+    def step(self, layer, ids, weights):
+        plan = self.system.select(Routing(layer, LAYERS, torch.empty(len(ids), 1), ids, weights, Phase.DECODE))
+        wanted = {expert: tier for expert, tier in plan.items() if not (self.skip_low and tier is Tier.LO)}
+        codes = {Tier.LO: LOW, Tier.HI: HIGH}
+        counts = self.counts[layer]
+        counts[Counter.STEPS] += 1
+        counts[Counter.WANTED_HIGH] += sum(tier is Tier.HI for tier in plan.values())
+        counts[Counter.WANTED_LOW] += sum(tier is Tier.LO for tier in plan.values())
+        counts[Counter.SKIPPED] += len(plan) - len(wanted)
+        active, tiers = np.array([*wanted], np.int64), np.array([codes[t] for t in wanted.values()], np.int8)
+        before = self.table.tier[layer].copy()
+        places = self.table.begin_step(layer, active, tiers)
+        kept = [(*pair, place) for *pair, place in zip(active, wanted.values(), places, strict=True) if place >= FREE]
+        for expert, tier, place in zip(active, tiers, places, strict=True):
+            counts[Counter.HITS] += place == HIT
+            counts[Counter.REUSES] += place == HIT and before[expert] != tier
+            counts[Counter.FETCHED_HIGH if tier == HIGH else Counter.FETCHED_LOW] += place != HIT
+            counts[Counter.PASSED] += place == STREAM
+            counts[Counter.PROMOTIONS] += place != HIT and tier == HIGH and before[expert] != NOWHERE
+        for expert, _, place in kept:
+            self.table.remove(layer, expert)
+            if place >= 0:
+                counts[Counter.EVICTIONS] += self.table.remove(layer, int(place)) is not None
+        for expert, tier, _ in kept:
+            self.table.publish(layer, int(expert), tier, next(self.slots))
+        self.table.check_integrity()
+        computed = np.where(places == HIT, before[active], tiers)
+        fate = [STAYED if place == HIT else PASSED if place == STREAM else KEPT for place in places]
+        return active.tolist(), computed.tolist(), fate
+
+
+def check_items(decision, ids, active, computed, fate):
+    """Items are the host's experts in its order, with the host's groups of positions."""
+    count = int(decision.count)
+    assert decision.experts[:count].tolist() == active
+    assert decision.tiers[:count].tolist() == computed
+    assert decision.fate[:count].tolist() == fate
+    assert (decision.experts[count:] == -1).all()
+    assert not decision.work[count:].any()
+    groups = group_by_expert(ids.numpy())
+    for item, expert in enumerate(active):
+        number, first, last = decision.work[item].tolist()
+        assert number == item
+        assert decision.pairs[first:last].tolist() == groups[expert].pairs.tolist()
+        assert decision.rows[first:last].tolist() == groups[expert].tokens.tolist()
+    named = torch.isin(ids, torch.tensor(active))
+    assert torch.equal(decision.computed.bool(), named)
+
+
+share = st.integers(0, EXPERTS)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(1, TOKENS), st.integers(0, 1 << 30)), max_size=30),
+    st.lists(share, min_size=LAYERS, max_size=LAYERS),
+    st.lists(share, min_size=LAYERS, max_size=LAYERS),
+    st.sampled_from([0.0, 0.3, 0.75, 1.0]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_steps_give_the_rows_that_the_host_keeps(steps, low, high, retention, reuse_high, skip_low):
+    shares, system = {LOW: low, HIGH: high}, Dymoe(retention=retention, reuse_high=reuse_high)
+    table, host = make_table(shares, system=system, skip_low=skip_low), Host(shares, system, skip_low)
+    for layer, tokens, seed in steps:
+        ids, weights = random_step(seed, tokens)
+        decision = decide(table, layer, ids, weights)
+        check_items(decision, ids, *host.step(layer, ids, weights))
+        table.check_integrity()
+        for name in ("tier", "heat", "used_at"):
+            assert np.array_equal(getattr(table, name).numpy(), getattr(host.table, name))
+    assert table.counters.tolist() == host.counts.tolist()
+
+
+def check_addresses(table, layer, decision, held):
+    """What stayed is read where it was, what is kept goes where its row says, nothing is written where it is read."""
+    tier, slot = held
+    for item in range(int(decision.count)):
+        expert, code, fate = (int(values[item]) for values in (decision.experts, decision.tiers, decision.fate))
+        offsets = [section.start for section in FORMATS[code].sections]
+        source = SOURCE[code] + (layer * table.experts + expert << 12)
+        assert decision.bits[item].tolist() == [FORMATS[code].bits] * 3
+        if fate == STAYED:
+            source, destination = POOL[code] + (int(slot[layer, expert]) << 12), None
+            assert tier[layer, expert] == code
+        else:
+            destination = int(decision.slots[item]) if decision.slots[item] >= 0 else None
+        assert (decision.addresses[item] - source).tolist() == offsets
+        if fate == KEPT:
+            assert (table.tier[layer, expert], table.slot[layer, expert]) == (code, destination)
+        target = [0] * 3 if destination is None else [POOL[code] + (destination << 12) + start for start in offsets]
+        assert decision.destinations[item].tolist() == target
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 1 << 30), min_size=1, max_size=12), st.integers(0, 4), st.integers(0, 3))
+def test_addresses_are_those_of_the_rows(seeds, share, staging):
+    table = make_table({LOW: [share] * LAYERS, HIGH: [share] * LAYERS}, staging=staging)
+    for seed in seeds:
+        layer = seed % LAYERS
+        held = table.tier.clone(), table.slot.clone()
+        decision = decide(table, layer, *random_step(seed))
+        check_addresses(table, layer, decision, held)
+        places = [*zip(decision.fate.tolist(), decision.tiers.tolist(), decision.slots.tolist(), strict=True)]
+        written = [place for fate, *place in places if fate != STAYED and place[1] >= 0]
+        read = [place for fate, *place in places if fate == STAYED]
+        assert all(written.count(place) == 1 and place not in read for place in written)
+
+
+def test_an_expert_with_more_positions_than_are_multiplied_at_once_passes_through_a_staging_slot():
+    table = make_table({LOW: [0] * LAYERS, HIGH: [0] * LAYERS}, system=Dymoe(retention=1), staging=1)
+    ids = torch.tensor([[0, 1, 2], [0, 1, 3], [0, 1, 4]])
+    decision = decide(table, 0, ids, torch.ones(3, 3))
+    assert decision.slots[:5].tolist() == [0, -1, -1, -1, -1]
+    assert decision.fate[:5].tolist() == [PASSED] * 5
+    assert not table.tier.any()
+
+
+def test_budgets_that_change_keep_what_still_has_its_place():
+    system = Dymoe(retention=1)
+    table = make_table({LOW: [0, 0], HIGH: [6, 6]}, system=system)
+    for seed in range(8):
+        decide(table, seed % 2, *random_step(seed))
+    assert (table.tier == HIGH).sum() == 12
+    pools = {HIGH: (POOL[HIGH], 1 << 12, 12)}
+    table.set_pools(pools, {HIGH: [4, 8]})
+    assert (table.tier == HIGH).sum() == 10  # layer 1's range begins two slots before its old one, and covers it
+    for seed in range(8):
+        decide(table, seed % 2, *random_step(seed))
+        table.check_integrity()
+    table.set_pools(pools, {HIGH: [0, 0]})
+    table.check_integrity()
+    assert not table.tier.any()
+    with pytest.raises(ValueError, match="shares sum to 13 slots of tier 2, but the pool has 12"):
+        table.set_pools(pools, {HIGH: [6, 7]})
+
+
+def test_a_step_without_rows_changes_nothing():
+    """Graphs are warmed up and captured with steps of no one's tokens."""
+    table = make_table({LOW: [2, 2], HIGH: [2, 2]})
+    decide(table, 0, *random_step(1))
+    before = {name: value.clone() for name, value in vars(table).items()}
+    decision = decide(table, 0, *random_step(2), real=0)
+    assert all(torch.equal(value, before[name]) for name, value in vars(table).items())
+    assert not any(decision.count.item() or values.any() for values in (decision.work, decision.computed))
+
+
+def test_padding_is_nobodys():
+    ids, weights = random_step(3)
+    table, same = (make_table({LOW: [2, 2], HIGH: [3, 3]}) for _ in range(2))
+    padded, exact = decide(table, 0, ids, weights, real=2), decide(same, 0, ids[:2], weights[:2])
+    for name, values in vars(exact).items():
+        found = getattr(padded, name)
+        assert torch.equal(found[: len(values)], values), name
+    assert not padded.computed[2:].any()
+
+
+def test_the_ring_holds_the_last_decisions():
+    table = make_table({LOW: [0, 0], HIGH: [1, 1]}, depth=2)
+    decide(table, 1, *random_step(0))
+    assert not table.ring_rows.any()
+    table.recording.fill_(1)
+    for step in (2, 3):
+        ids, weights = random_step(step)
+        decide(table, 1, ids, weights, real=step)
+        at = step % 2
+        assert table.ring_rows[at].tolist() == [0, step]
+        assert torch.equal(table.ring_ids[at, 1, :step].long(), ids[:step])
+        assert torch.equal(table.ring_weights[at, 1, :step], weights[:step])
+
+
+def test_the_hosts_table_and_back():
+    system = Dymoe(retention=1)
+    table = make_table({LOW: [0, 0], HIGH: [3, 3]}, system=system)
+    for seed in range(6):
+        decide(table, seed % 2, *random_step(seed))
+    host = ResidencyTable(EXPERTS, {Tier.HI: [3, 3]})
+    table.give(host)
+    host.check_integrity()
+    other = make_table({LOW: [0, 0], HIGH: [3, 3]}, system=system)
+    other.take(host)
+    for name in ("tier", "slot", "heat", "used_at", "step"):
+        assert torch.equal(getattr(other, name), getattr(table, name))
+    host.slot[host.tier == HIGH] = 0  # a slot of layer 0, whoever names it
+    other.take(host)
+    assert not other.tier[1].any()
+    other.clear()
+    assert not other.tier.any()
+    assert not other.heat.any()

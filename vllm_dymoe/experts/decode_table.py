@@ -1,0 +1,314 @@
+"""The residency table where a device decides: tensors that a captured graph reads and writes, and what it decided.
+
+A layer's step is decided by one program on the device, or by its plain twin on a CPU (``decode_rule``). Budgets,
+shares, tiers, retention and pools are values here, so that a graph stays when they change between two steps.
+
+Each layer has a range of slots of its own in each tier's pool: a free slot is the lowest of the range that no row
+names, and no list has to be kept. Tiers are written as in ``residency``: NOWHERE, LOW and HIGH index what has size 3.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum, auto
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_dymoe.experts.layout import ExpertFormat
+from vllm_dymoe.experts.residency import HIGH, LOW, NOWHERE
+from vllm_dymoe.experts.table import ResidencyTable
+
+STAYED, KEPT, PASSED = 0, 1, 2
+"""What becomes of an expert's bytes: they are there; fetched to be kept; fetched for this step alone."""
+
+
+class Counter(IntEnum):
+    """Columns of :attr:`DecodeTable.counters`; experts unless said otherwise."""
+
+    STEPS = 0
+    """Steps with at least one row."""
+    WANTED_HIGH = auto()
+    WANTED_LOW = auto()
+    SKIPPED = auto()
+    HITS = auto()
+    REUSES = auto()
+    """Hits of a high version where a low one was wanted."""
+    FETCHED_HIGH = auto()
+    FETCHED_LOW = auto()
+    PASSED = auto()
+    """Those among the fetched that are not kept."""
+    PROMOTIONS = auto()
+    """Fetches of a high version where the low one was there."""
+    EVICTIONS = auto()
+    """Experts whose place another one took."""
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeTable:
+    """What is where, for every layer; integers, all on the device that decides.
+
+    Attributes:
+        tier: int8 [layers, experts], which version a row names.
+        slot: int32 [layers, experts], index in the tier's pool, -1 for none.
+        heat: int64 [layers, experts].
+        used_at: int64 [layers, experts].
+        step: int64 [layers], the layer's last step.
+        shares: int32 [layers, 3], experts that a layer may keep.
+        first_slot: int32 [layers, 3], where the layer's range in the tier's pool begins.
+        staging: int32 [3, 2], first and number of the slots that no layer keeps.
+        critical: int32 [layers, experts + 1], how many of a step's active experts are high.
+        bits: int32 [3], of each tier; 0 for one that is skipped.
+        offsets: int64 [3, 3], bytes from a blob's beginning to gate, up and down.
+        pool: int64 [3], address of slot 0.
+        slot_bytes: int64 [3], from one slot to the next.
+        source: int64 [layers, experts, 3], address of each version in the host store, which the device can read.
+        reuse_high: int32 [1], whether a high version serves where a low one is wanted.
+        counters: int64 [layers, Counter], counted up.
+        recording: int32 [1], whether routing decisions go into the ring.
+        ring_ids: int32 [depth, layers, rows, top_k], the decisions of step s at s % depth.
+        ring_weights: float32 [depth, layers, rows, top_k].
+        ring_rows: int32 [depth, layers], how many of the rows are real.
+    """
+
+    tier: Tensor
+    slot: Tensor
+    heat: Tensor
+    used_at: Tensor
+    step: Tensor
+    shares: Tensor
+    first_slot: Tensor
+    staging: Tensor
+    critical: Tensor
+    bits: Tensor
+    offsets: Tensor
+    pool: Tensor
+    slot_bytes: Tensor
+    source: Tensor
+    reuse_high: Tensor
+    counters: Tensor
+    recording: Tensor
+    ring_ids: Tensor
+    ring_weights: Tensor
+    ring_rows: Tensor
+
+    @classmethod
+    def allocate(
+        cls, layers: int, experts: int, *, rows: int, top_k: int, depth: int, device: torch.device | str
+    ) -> Self:
+        """A table that names nothing, keeps nothing and wants every expert high.
+
+        Args:
+            layers: of the model.
+            experts: of each layer.
+            rows: that a step may have at most.
+            top_k: experts of a row.
+            depth: steps that the ring holds.
+            device: where it is.
+        """
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        table = cls(
+            tier=zeros(layers, experts, dtype=torch.int8),
+            slot=zeros(layers, experts, dtype=torch.int32).fill_(-1),
+            heat=zeros(layers, experts),
+            used_at=zeros(layers, experts),
+            step=zeros(layers),
+            shares=zeros(layers, 3, dtype=torch.int32),
+            first_slot=zeros(layers, 3, dtype=torch.int32),
+            staging=zeros(3, 2, dtype=torch.int32),
+            critical=zeros(layers, experts + 1, dtype=torch.int32),
+            bits=zeros(3, dtype=torch.int32),
+            offsets=zeros(3, 3),
+            pool=zeros(3),
+            slot_bytes=zeros(3),
+            source=zeros(layers, experts, 3),
+            reuse_high=zeros(1, dtype=torch.int32).fill_(1),
+            counters=zeros(layers, len(Counter)),
+            recording=zeros(1, dtype=torch.int32),
+            ring_ids=zeros(depth, layers, rows, top_k, dtype=torch.int32),
+            ring_weights=zeros(depth, layers, rows, top_k, dtype=torch.float32),
+            ring_rows=zeros(depth, layers, dtype=torch.int32),
+        )
+        table.critical.copy_(torch.arange(experts + 1))
+        return table
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return self.tier.shape[0]
+
+    @property
+    def experts(self) -> int:
+        """Of each layer."""
+        return self.tier.shape[1]
+
+    # -- values that the host sets between two steps ----------------------------------------------
+
+    def set_precision(self, formats: Mapping[int, ExpertFormat | None], critical: NDArray[np.int32]) -> None:
+        """What tiers mean, and how many experts of a step are high.
+
+        Args:
+            formats: by LOW and HIGH, those in use; None for one that is skipped.
+            critical: int32 [layers, experts + 1], by the number of active experts.
+        """
+        bits, offsets = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int64)
+        for code, fmt in formats.items():
+            if fmt is not None:
+                bits[code] = fmt.bits
+                offsets[code] = torch.tensor([section.start for section in fmt.sections])
+        self.bits.copy_(bits)
+        self.offsets.copy_(offsets)
+        self.critical.copy_(torch.from_numpy(critical))
+
+    def set_pools(self, pools: Mapping[int, tuple[int, int, int]], shares: Mapping[int, Sequence[int]]) -> None:
+        """Where slots are and how layers share them; rows whose slot is no longer their layer's own are emptied.
+
+        Args:
+            pools: address of slot 0, bytes of a slot and number of slots, by LOW and HIGH.
+            shares: experts that each layer may keep, by LOW and HIGH.
+
+        Raises:
+            ValueError: layers would keep more than a pool has.
+        """
+        first, counts = np.zeros((self.layers, 3), np.int32), np.zeros((self.layers, 3), np.int32)
+        staging, address, nbytes = np.zeros((3, 2), np.int32), np.zeros(3, np.int64), np.zeros(3, np.int64)
+        for code, (base, slot_bytes, count) in pools.items():
+            counts[:, code] = shares[code]
+            stops = counts[:, code].cumsum()
+            if stops[-1] > count:
+                raise ValueError(f"shares sum to {stops[-1]} slots of tier {code}, but the pool has {count}")
+            first[:, code] = stops - counts[:, code]
+            staging[code] = stops[-1], count - stops[-1]
+            address[code], nbytes[code] = base, slot_bytes
+        for tensor, values in (
+            (self.first_slot, first),
+            (self.shares, counts),
+            (self.staging, staging),
+            (self.pool, address),
+            (self.slot_bytes, nbytes),
+        ):
+            tensor.copy_(torch.from_numpy(values))
+        named = self.tier.long()
+        begin = self.first_slot.gather(1, named)
+        outside = (self.slot < begin) | (self.slot >= begin + self.shares.gather(1, named))
+        self.tier.masked_fill_(outside, NOWHERE)
+        self.slot.masked_fill_(outside, -1)
+
+    def clear(self) -> None:
+        """Nobody is there, and nobody was ever used."""
+        self.tier.zero_()
+        self.slot.fill_(-1)
+        for tensor in (self.heat, self.used_at, self.step):
+            tensor.zero_()
+
+    # -- to and from the host's table -------------------------------------------------------------
+
+    def take(self, table: ResidencyTable) -> None:
+        """Go on from what the host knows; rows whose slot is not their layer's own are left out."""
+        self.step.copy_(torch.tensor(table.steps))
+        self.heat.copy_(torch.from_numpy(table.heat))
+        self.used_at.copy_(torch.from_numpy(table.used_at))
+        begin = self.first_slot.cpu().numpy()
+        share = self.shares.cpu().numpy()
+        code = table.tier.astype(np.int64)
+        first = np.take_along_axis(begin, code, 1)
+        own = (table.slot >= first) & (table.slot < first + np.take_along_axis(share, code, 1)) & (code != NOWHERE)
+        self.tier.copy_(torch.from_numpy(np.where(own, table.tier, NOWHERE)))
+        self.slot.copy_(torch.from_numpy(np.where(own, table.slot, -1)))
+
+    def give(self, table: ResidencyTable) -> None:
+        """Write a snapshot into the host's table; waits for the device."""
+        table.tier[:] = self.tier.cpu().numpy()
+        table.slot[:] = self.slot.cpu().numpy()
+        table.heat[:] = self.heat.cpu().numpy()
+        table.used_at[:] = self.used_at.cpu().numpy()
+        table.steps[:] = self.step.tolist()
+
+    def check_integrity(self) -> None:
+        """No layer keeps more than its share, every slot is its layer's own and is named once; waits for the device.
+
+        Raises:
+            AssertionError: it is not so.
+        """
+        tier, slot = self.tier.cpu().numpy(), self.slot.cpu().numpy()
+        first, shares = self.first_slot.cpu().numpy(), self.shares.cpu().numpy()
+        assert (slot[tier == NOWHERE] == -1).all(), "an empty row names a slot"
+        for code in (LOW, HIGH):
+            for layer in range(self.layers):
+                named = slot[layer][tier[layer] == code] - first[layer, code]
+                share = shares[layer, code]
+                assert len(named) <= share, f"layer {layer} keeps {len(named)} experts, more than {share}"
+                assert ((named >= 0) & (named < share)).all(), f"layer {layer} names a slot of another layer"
+                assert len(np.unique(named)) == len(named), f"two rows of layer {layer} name one slot"
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What a layer's step does: one item for each expert that is computed, ascending, and nothing behind them.
+
+    Rows behind the last item are empty: expert and slot -1, everything else 0. One decision serves all layers, which
+    are decided and computed in turn.
+
+    Attributes:
+        count: int32 [1], number of items.
+        experts: int32 [items].
+        tiers: int32 [items], the version that is computed.
+        slots: int32 [items], of that tier's pool: where the bytes are, or come to; -1 if they come to none.
+        fate: int32 [items], STAYED, KEPT or PASSED.
+        bits: int32 [items, 3], of gate, up and down.
+        addresses: int64 [items, 3], where their bytes are read.
+        destinations: int64 [items, 3], where they are stored as well; 0 for nowhere.
+        work: int32 [items, 3], the item's own number, first and last + 1 of its positions.
+        rows: int32 [positions], row of the input of each (token, expert) pair, by item.
+        pairs: int32 [positions], row of the output, token * top_k + k; ascending within an item.
+        computed: int32 [tokens, top_k], 1 for the pairs that some item has.
+    """
+
+    count: Tensor
+    experts: Tensor
+    tiers: Tensor
+    slots: Tensor
+    fate: Tensor
+    bits: Tensor
+    addresses: Tensor
+    destinations: Tensor
+    work: Tensor
+    rows: Tensor
+    pairs: Tensor
+    computed: Tensor
+
+    @classmethod
+    def allocate(cls, tokens: int, top_k: int, experts: int, device: torch.device | str) -> Self:
+        """For steps of up to so many tokens, padding included."""
+        positions, items = tokens * top_k, min(experts, tokens * top_k)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            count=zeros(1),
+            experts=zeros(items),
+            tiers=zeros(items),
+            slots=zeros(items),
+            fate=zeros(items),
+            bits=zeros(items, 3),
+            addresses=zeros(items, 3, dtype=torch.int64),
+            destinations=zeros(items, 3, dtype=torch.int64),
+            work=zeros(items, 3),
+            rows=zeros(positions),
+            pairs=zeros(positions),
+            computed=zeros(tokens, top_k),
+        )
+
+    def of(self, tokens: int, experts: int) -> Self:
+        """The same memory for steps of fewer tokens."""
+        top_k = self.computed.shape[1]
+        positions, items = tokens * top_k, min(experts, tokens * top_k)
+        sizes = {"count": 1, "rows": positions, "pairs": positions, "computed": tokens}
+        names = [field.name for field in fields(self)]
+        return type(self)(**{name: getattr(self, name)[: sizes.get(name, items)] for name in names})

@@ -1,4 +1,4 @@
-"""What decode on a device and its plain twin agree on."""
+"""What decode on a device and its plain twins agree on."""
 
 POSITIONS_AT_ONCE = 2
 """Positions of an expert that are multiplied with each weight that is read."""
@@ -6,3 +6,18 @@ POSITIONS_AT_ONCE = 2
 WEIGHT_UNIT = 1 << 40
 """Routing weights are summed as multiples of 1 / WEIGHT_UNIT, which all float32 from 2 ** -16 on are. Sums of 256 stay
 below 2 ** 63 as long as weights stay below 2 ** 15."""
+
+AGING = 4
+"""Heat loses a share of 2 ** -AGING with each step: 16 steps are what it remembers."""
+USE = 1 << 16
+"""Heat of one use; at most USE << AGING adds up."""
+
+
+def experts_width(experts: int) -> int:
+    """Elements of the vectors that the program has of a layer's experts: a power of two."""
+    return max(32, 1 << (experts - 1).bit_length())
+
+
+def scratch_size(tokens: int, top_k: int, experts: int) -> int:
+    """Elements of a decision's scratch."""
+    return 3 * experts_width(experts) + tokens * top_k

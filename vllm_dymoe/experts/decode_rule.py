@@ -5,6 +5,7 @@ and the work list.
 """
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -71,6 +72,7 @@ def _empty(decision: Decision) -> None:
         tensor.zero_()
     decision.experts.fill_(-1)
     decision.slots.fill_(-1)
+    decision.work[-1] = torch.tensor([-1, 0, len(decision.computed)])
 
 
 def _record(table: DecodeTable, layer: int, ids: Tensor, weights: Tensor) -> None:

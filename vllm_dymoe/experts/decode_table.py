@@ -20,6 +20,7 @@ from torch import Tensor
 from vllm_dymoe.experts.layout import ExpertFormat
 from vllm_dymoe.experts.residency import HIGH, LOW, NOWHERE
 from vllm_dymoe.experts.table import ResidencyTable
+from vllm_dymoe.kernels.decode import scratch_size
 
 STAYED, KEPT, PASSED = 0, 1, 2
 """What becomes of an expert's bytes: they are there; fetched to be kept; fetched for this step alone."""
@@ -173,13 +174,15 @@ class DecodeTable:
             shares: experts that each layer may keep, by LOW and HIGH.
 
         Raises:
-            ValueError: layers would keep more than a pool has.
+            ValueError: layers would keep more than a pool has, or one more than it has experts.
         """
         first, counts = np.zeros((self.layers, 3), np.int32), np.zeros((self.layers, 3), np.int32)
         staging, address, nbytes = np.zeros((3, 2), np.int32), np.zeros(3, np.int64), np.zeros(3, np.int64)
         for code, (base, slot_bytes, count) in pools.items():
             counts[:, code] = shares[code]
             stops = counts[:, code].cumsum()
+            if counts[:, code].max() > self.experts:
+                raise ValueError(f"a layer would keep {counts[:, code].max()} of its {self.experts} experts")
             if stops[-1] > count:
                 raise ValueError(f"shares sum to {stops[-1]} slots of tier {code}, but the pool has {count}")
             first[:, code] = stops - counts[:, code]
@@ -263,10 +266,12 @@ class Decision:
         bits: int32 [items, 3], of gate, up and down.
         addresses: int64 [items, 3], where their bytes are read.
         destinations: int64 [items, 3], where they are stored as well; 0 for nowhere.
-        work: int32 [items, 3], the item's own number, first and last + 1 of its positions.
+        work: int32 [items + 1, 3], the item's own number, first and last + 1 of its positions. The last row, (-1, 0,
+            tokens), asks for zeros where a token has no pair that is computed.
         rows: int32 [positions], row of the input of each (token, expert) pair, by item.
         pairs: int32 [positions], row of the output, token * top_k + k; ascending within an item.
         computed: int32 [tokens, top_k], 1 for the pairs that some item has.
+        scratch: int32, for the program.
     """
 
     count: Tensor
@@ -281,6 +286,7 @@ class Decision:
     rows: Tensor
     pairs: Tensor
     computed: Tensor
+    scratch: Tensor
 
     @classmethod
     def allocate(cls, tokens: int, top_k: int, experts: int, device: torch.device | str) -> Self:
@@ -299,16 +305,18 @@ class Decision:
             bits=zeros(items, 3),
             addresses=zeros(items, 3, dtype=torch.int64),
             destinations=zeros(items, 3, dtype=torch.int64),
-            work=zeros(items, 3),
+            work=zeros(items + 1, 3),
             rows=zeros(positions),
             pairs=zeros(positions),
             computed=zeros(tokens, top_k),
+            scratch=zeros(scratch_size(tokens, top_k, experts)),
         )
 
     def of(self, tokens: int, experts: int) -> Self:
         """The same memory for steps of fewer tokens."""
         top_k = self.computed.shape[1]
         positions, items = tokens * top_k, min(experts, tokens * top_k)
-        sizes = {"count": 1, "rows": positions, "pairs": positions, "computed": tokens}
+        sizes = {"count": 1, "work": items + 1, "rows": positions, "pairs": positions, "computed": tokens}
+        sizes["scratch"] = len(self.scratch)
         names = [field.name for field in fields(self)]
         return type(self)(**{name: getattr(self, name)[: sizes.get(name, items)] for name in names})

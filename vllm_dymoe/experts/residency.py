@@ -16,16 +16,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_dymoe.kernels.decode import AGING, USE
+
 NOWHERE, LOW, HIGH = 0, 1, 2
 """In which version an expert is held, or wanted."""
 
 HIT, STREAM, FREE = -3, -2, -1
 """An expert is there; comes and goes; takes a slot that its layer has left. From 0 on: takes that expert's place."""
 
-AGING = 4
-"""Heat loses a share of 2 ** -AGING with each step: 16 steps are what it remembers."""
-USE = 1 << 16
-"""Heat of one use; at most USE << AGING adds up."""
 _STEPS = 1 << 40  # more than a server can run: heat and step fit into one int64 that orders by both
 
 

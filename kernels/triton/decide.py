@@ -1,0 +1,402 @@
+"""A layer's step decided on the device, in one program: which experts, at which tier, from where, to where.
+
+The plain twin, bit for bit, is ``vllm_dymoe.experts.decode_rule.decide_plain``; names are those of ``DecodeTable`` and
+``Decision`` beside it. All that is compared is an integer, or one rounded to float32: no order of additions decides.
+
+One program of four warps is enough. Everything about experts is a vector of WIDTH of them, and pairs go by in chunks.
+What takes a turn for each expert (its slot, its victim) takes it for misses only, each of which occupies the link for
+a hundred times as long.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_dymoe.kernels.checks import check_tensor
+from vllm_dymoe.kernels.decode import AGING, POSITIONS_AT_ONCE, USE, WEIGHT_UNIT, experts_width
+from vllm_dymoe.kernels.triton.start import Start, run_kernel
+
+MOST_EXPERTS = 512
+# Of a chunk of pairs times experts: 16 for each thread, and twice as many registers where they are int64.
+_ELEMENTS_AT_ONCE = 2048
+_WARPS = 4
+
+_AGING = tl.constexpr(AGING)
+_AT_ONCE = tl.constexpr(POSITIONS_AT_ONCE)
+_NOBODY = tl.constexpr((1 << 63) - 1)
+_STEP_BITS = tl.constexpr(40)
+_UNIT = tl.constexpr(float(WEIGHT_UNIT))
+_USE = tl.constexpr(USE)
+
+_OF_TABLE = (
+    "tier", "slot", "heat", "used_at", "step", "shares", "first_slot", "staging", "critical", "bits", "offsets", "pool",
+    "slot_bytes", "source", "reuse_high", "counters", "recording", "ring_ids", "ring_weights", "ring_rows",
+)  # fmt: skip
+_OF_DECISION = (
+    "count", "experts", "tiers", "slots", "fate", "bits", "addresses", "destinations", "work", "rows", "pairs",
+    "computed", "scratch",
+)  # fmt: skip
+
+
+def decide(
+    table: Mapping[str, Tensor],
+    layer: int,
+    ids: Tensor,
+    weights: Tensor,
+    rows: Tensor,
+    decision: Mapping[str, Tensor],
+    *,
+    start: Start = run_kernel,
+) -> None:
+    """What ``decide_plain`` does, in one launch.
+
+    Args:
+        table: the tensors of a DecodeTable, by name.
+        layer: which of its layers.
+        ids: int32 or int64 [tokens, top_k].
+        weights: float32 [tokens, top_k].
+        rows: int32 [1], how many tokens are real.
+        decision: the tensors of a Decision for so many tokens, by name.
+        start: launch, or only compile.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: more experts than the program holds, or sizes that disagree.
+    """
+    (layers, experts), (depth, _, ring_tokens, top_k) = table["tier"].shape, table["ring_ids"].shape
+    tokens = ids.shape[0]
+    if experts > MOST_EXPERTS:
+        raise ValueError(f"a layer has {experts} experts, but a device decides for at most {MOST_EXPERTS}")
+    check_tensor("ids", ids, shape=(tokens, top_k))
+    check_tensor("weights", weights, shape=(tokens, top_k), dtype=torch.float32)
+    check_tensor("rows", rows, shape=(1,), dtype=torch.int32)
+    check_tensor("computed", decision["computed"], shape=(tokens, top_k))
+    if tokens > ring_tokens:
+        raise ValueError(f"a step has {tokens} tokens, but the table was made for at most {ring_tokens}")
+    width = experts_width(experts)
+    start(
+        decide_kernel,
+        (1,),
+        (
+            ids,
+            weights,
+            rows,
+            *(table[name] for name in _OF_TABLE),
+            *(decision[name] for name in _OF_DECISION),
+            layer,
+            layers,
+            tokens,
+            depth,
+            ring_tokens,
+        ),
+        {
+            "EXPERTS": experts,
+            "TOP_K": top_k,
+            "COUNTERS": table["counters"].shape[1],
+            "WIDTH": width,
+            "CHUNK": min(width, _ELEMENTS_AT_ONCE // width),
+        },
+        {"num_warps": _WARPS},
+    )
+
+
+_ANY_ALIGNMENT = ["ids", "weights", "rows", *_OF_TABLE, *(f"item_{name}" for name in _OF_DECISION)]
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=_ANY_ALIGNMENT,
+    do_not_specialize=["layer", "layers", "tokens", "depth", "ring_tokens"],
+)
+def decide_kernel(
+    ids,
+    weights,
+    rows,
+    tier,
+    slot,
+    heat,
+    used_at,
+    step,
+    shares,
+    first_slot,
+    staging,
+    critical,
+    bits,
+    offsets,
+    pool,
+    slot_bytes,
+    source,
+    reuse_high,
+    counters,
+    recording,
+    ring_ids,
+    ring_weights,
+    ring_rows,
+    item_count,
+    item_experts,
+    item_tiers,
+    item_slots,
+    item_fate,
+    item_bits,
+    item_addresses,
+    item_destinations,
+    item_work,
+    item_rows,
+    item_pairs,
+    item_computed,
+    item_scratch,
+    layer: tl.int32,
+    layers: tl.int32,
+    tokens: tl.int32,
+    depth: tl.int32,
+    ring_tokens: tl.int32,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """See ``decide`` and, for every tensor, DecodeTable and Decision; grid [1].
+
+    Args:
+        item_scratch: int32 [3 * WIDTH + tokens * TOP_K], contents do not matter.
+        layers: of the table.
+        tokens: padding included.
+        depth: of the ring.
+        ring_tokens: rows of its entries.
+        EXPERTS: of a layer.
+        TOP_K: of a token.
+        COUNTERS: columns.
+        WIDTH: a power of two, at least EXPERTS.
+        CHUNK: pairs at a time, a power of two.
+    """
+    real = tl.load(rows)
+    expert = tl.arange(0, WIDTH)
+    known = expert < EXPERTS
+    ranks = item_scratch + 3 * WIDTH
+    number = tl.load(step + layer) + tl.where(real > 0, 1, 0).to(tl.int64)
+    if (tl.load(recording) != 0) & (real > 0):
+        at = (number % depth) * layers + layer
+        _record(ids, weights, ring_ids, ring_weights, at * ring_tokens * TOP_K, real * TOP_K, WIDTH)
+        tl.store(ring_rows + at, real)
+
+    sizes, sums = _count(ids, weights, ranks, real * TOP_K, expert, EXPERTS, WIDTH, CHUNK)
+    active = sizes > 0
+    wanted = _tiers(active, sums, critical + layer * (EXPERTS + 1), item_scratch + 2 * WIDTH, expert, WIDTH, CHUNK)
+    width = tl.where(wanted == 2, tl.load(bits + 2), tl.load(bits + 1))
+    uses = active & (width != 0)
+
+    row = layer * EXPERTS + expert
+    held = tl.load(tier + row, mask=known, other=0).to(tl.int32)
+    own_slot = tl.load(slot + row, mask=known, other=-1)
+    warmth = tl.load(heat + row, mask=known, other=0)
+    warmth = warmth - (warmth >> _AGING) + tl.where(uses, _USE, 0)
+    last_use = tl.where(uses, number, tl.load(used_at + row, mask=known, other=0))
+    hit = uses & tl.where(tl.load(reuse_high) != 0, held >= wanted, held == wanted)
+    key = (warmth << _STEP_BITS) + last_use
+
+    kept = uses & (expert < 0)  # nobody
+    now, now_slot = held, own_slot
+    evictions = 0
+    for turn in tl.static_range(2):
+        code: tl.constexpr = 2 - turn
+        missing = uses & (wanted == code) & (hit == 0)
+        misses = _number_of(missing)
+        if misses > 0:
+            share = tl.load(shares + layer * 3 + code)
+            first = tl.load(first_slot + layer * 3 + code)
+            here = held == code
+            free = share - _number_of(here) + _number_of(here & uses & (hit == 0) & kept)
+            room = _number_of(uses & (wanted == code)) <= share
+            vacant = _vacant(now == code, now_slot - first, share, item_scratch + WIDTH, expert)
+            victims = tl.where(here & (uses == 0), key, _NOBODY)
+            for turn_number in range(misses):
+                one = tl.min(tl.where(missing, expert, WIDTH), 0)
+                missing = missing & (expert != one)
+                coldest = tl.min(victims, 0)
+                victim = tl.min(tl.where(victims == coldest, expert, WIDTH), 0)
+                own_warmth = tl.sum(tl.where(expert == one, warmth, 0), 0)
+                takes_free = turn_number < free
+                takes_place = (turn_number >= free) & room & (coldest != _NOBODY)
+                takes_place = takes_place & (own_warmth >= (coldest >> _STEP_BITS))
+                free_slot = tl.min(tl.where(vacant, expert, WIDTH), 0)
+                taken = tl.sum(tl.where(expert == victim, now_slot, 0), 0)
+                taken = tl.where(takes_free, free_slot + first, taken)
+                vacant = vacant & ((expert != free_slot) | (takes_free == 0))
+                gone = (expert == victim) & takes_place
+                victims = tl.where(gone, _NOBODY, victims)
+                comes = (expert == one) & (takes_free | takes_place)
+                now = tl.where(gone, 0, tl.where(comes, code, now))
+                now_slot = tl.where(gone, -1, tl.where(comes, taken, now_slot))
+                kept = kept | comes
+                evictions += tl.where(takes_place, 1, 0)
+
+    if real > 0:
+        tl.store(step + layer, number)
+        tl.store(heat + row, warmth, mask=known)
+        tl.store(used_at + row, last_use, mask=known)
+        tl.store(tier + row, now.to(tl.int8), mask=known)
+        tl.store(slot + row, now_slot, mask=known)
+        misses = uses & (hit == 0)
+        counts = counters + layer * COUNTERS
+        _add(counts, 0, 1)
+        _add(counts, 1, _number_of(active & (wanted == 2)))
+        _add(counts, 2, _number_of(active & (wanted == 1)))
+        _add(counts, 3, _number_of(active & (uses == 0)))
+        _add(counts, 4, _number_of(hit))
+        _add(counts, 5, _number_of(hit & (held != wanted)))
+        _add(counts, 6, _number_of(misses & (wanted == 2)))
+        _add(counts, 7, _number_of(misses & (wanted == 1)))
+        _add(counts, 8, _number_of(misses & (kept == 0)))
+        _add(counts, 9, _number_of(misses & (wanted == 2) & (held == 1)))
+        _add(counts, 10, evictions)
+
+    # The items.
+    positions = tl.where(uses, sizes, 0)
+    begins = tl.cumsum(positions, 0) - positions
+    item = tl.cumsum(uses.to(tl.int32), 0) - 1
+    items = _number_of(uses)
+    most = tl.minimum(EXPERTS, tokens * TOP_K)
+    computed_tier = tl.where(hit, held, wanted)
+    fate = tl.where(hit, 0, tl.where(kept, 1, 2))
+    staged = tl.zeros([WIDTH], tl.int32) - 1
+    for code in tl.static_range(1, 3):
+        passes = (uses & (fate == 2)) & ((wanted == code) & (sizes > _AT_ONCE))
+        place = tl.cumsum(passes.to(tl.int32), 0) - 1
+        has = passes & (place < tl.load(staging + 2 * code + 1))
+        staged = tl.where(has, tl.load(staging + 2 * code) + place, staged)
+    to = tl.where(fate == 2, staged, now_slot)
+    tl.store(item_count, items)
+    tl.store(item_experts + item, expert, mask=uses)
+    tl.store(item_tiers + item, computed_tier, mask=uses)
+    tl.store(item_slots + item, to, mask=uses)
+    tl.store(item_fate + item, fate, mask=uses)
+    tl.store(item_work + 3 * item, item, mask=uses)
+    tl.store(item_work + 3 * item + 1, begins, mask=uses)
+    tl.store(item_work + 3 * item + 2, begins + positions, mask=uses)
+    high = computed_tier == 2
+    width = tl.where(high, tl.load(bits + 2), tl.load(bits + 1))
+    there = tl.where(high, tl.load(pool + 2), tl.load(pool + 1))
+    there += to * tl.where(high, tl.load(slot_bytes + 2), tl.load(slot_bytes + 1))
+    begin = tl.load(source + row.to(tl.int64) * 3 + computed_tier, mask=uses, other=0)
+    begin = tl.where(hit, there, begin)
+    empty = (expert >= items) & (expert < most)
+    tl.store(item_experts + expert, -1, mask=empty)
+    tl.store(item_tiers + expert, 0, mask=empty)
+    tl.store(item_slots + expert, -1, mask=empty)
+    tl.store(item_fate + expert, 0, mask=empty)
+    for column in tl.static_range(3):
+        offset = tl.where(high, tl.load(offsets + 6 + column), tl.load(offsets + 3 + column))
+        tl.store(item_bits + 3 * item + column, width, mask=uses)
+        tl.store(item_addresses + 3 * item + column, begin + offset, mask=uses)
+        stored = (fate != 0) & (to >= 0)
+        tl.store(item_destinations + 3 * item + column, tl.where(stored, there + offset, 0), mask=uses)
+        tl.store(item_bits + 3 * expert + column, 0, mask=empty)
+        tl.store(item_addresses + 3 * expert + column, 0, mask=empty)
+        tl.store(item_destinations + 3 * expert + column, 0, mask=empty)
+        tl.store(item_work + 3 * expert + column, 0, mask=empty)
+    tl.store(item_work + 3 * most, -1)
+    tl.store(item_work + 3 * most + 1, 0)
+    tl.store(item_work + 3 * most + 2, tokens)
+
+    # The positions.
+    tl.store(item_scratch + expert, tl.where(uses, begins, -1))
+    tl.debug_barrier()
+    total = tl.sum(positions, 0)
+    for first_pair in range(0, tokens * TOP_K, WIDTH):
+        pair = first_pair + expert
+        one_id, inside = _ids(ids, pair, real * TOP_K, EXPERTS)
+        begin_at = tl.load(item_scratch + one_id, mask=inside, other=-1)
+        inside = inside & (begin_at >= 0)
+        position = begin_at + tl.load(ranks + pair, mask=inside, other=0)
+        tl.store(item_pairs + position, pair, mask=inside)
+        tl.store(item_rows + position, pair // TOP_K, mask=inside)
+        beyond = (pair >= total) & (pair < tokens * TOP_K)
+        tl.store(item_pairs + pair, 0, mask=beyond)
+        tl.store(item_rows + pair, 0, mask=beyond)
+        tl.store(item_computed + pair, inside.to(tl.int32), mask=pair < tokens * TOP_K)
+
+
+@triton.jit
+def _number_of(those):
+    return tl.sum(those.to(tl.int32), 0)
+
+
+@triton.jit
+def _add(counts, which, value):
+    tl.store(counts + which, tl.load(counts + which) + value)
+
+
+@triton.jit
+def _ids(ids, pair, count, EXPERTS: tl.constexpr):
+    """Experts of some pairs, and which of them this rank has; numbers that are none are nobody's."""
+    one_id = tl.load(ids + pair, mask=pair < count, other=-1).to(tl.int32)
+    return one_id, (one_id >= 0) & (one_id < EXPERTS)
+
+
+@triton.jit
+def _record(ids, weights, ring_ids, ring_weights, at, count, WIDTH: tl.constexpr):
+    for first in range(0, count, WIDTH):
+        pair = first + tl.arange(0, WIDTH)
+        inside = pair < count
+        tl.store(ring_ids + at + pair, tl.load(ids + pair, mask=inside).to(tl.int32), mask=inside)
+        tl.store(ring_weights + at + pair, tl.load(weights + pair, mask=inside), mask=inside)
+
+
+@triton.jit
+def _count(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Each expert's positions and sum of weights, int32 and int64 [WIDTH]; a pair's number among its expert's to ranks.
+
+    Weights are summed as whole multiples of 1 / _UNIT.
+    """
+    sizes = tl.zeros([WIDTH], tl.int32)
+    sums = tl.zeros([WIDTH], tl.int64)
+    lane = tl.arange(0, CHUNK)
+    for first in range(0, count, CHUNK):
+        one_id, inside = _ids(ids, first + lane, count, EXPERTS)
+        one_id = tl.where(inside, one_id, -1)
+        units = (tl.load(weights + first + lane, mask=inside, other=0.0) * _UNIT).to(tl.int64)
+        chosen = one_id[:, None] == expert[None, :]
+        other_id, others = _ids(ids, first + lane, count, EXPERTS)
+        before = (one_id[:, None] == tl.where(others, other_id, -1)[None, :]) & (lane[:, None] > lane[None, :])
+        rank = tl.sum(before.to(tl.int32), 1) + tl.sum(tl.where(chosen, sizes[None, :], 0), 1)
+        tl.store(ranks + first + lane, rank, mask=inside)
+        sizes += tl.sum(chosen.to(tl.int32), 0)
+        sums += tl.sum(tl.where(chosen, units[:, None], 0), 0)
+    return sizes, sums
+
+
+@triton.jit
+def _tiers(active, sums, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """int32 [WIDTH]: 2 for the most important, as many as are critical, of equal ones the first; 1 for other active."""
+    number = _number_of(active)
+    high = tl.load(critical + number)
+    wanted = tl.where(active, 2, 0)
+    if high < number:
+        importance = tl.where(active, sums.to(tl.float32), -float("inf"))
+        at = scratch.to(tl.pointer_type(tl.float32))
+        tl.store(at + expert, importance)
+        tl.debug_barrier()
+        rank = tl.zeros([WIDTH], tl.int32)
+        for first in range(0, WIDTH, CHUNK):
+            other = first + tl.arange(0, CHUNK)
+            others = tl.load(at + other)[:, None]
+            as_good = (others == importance[None, :]) & (other[:, None] < expert[None, :])
+            before = (others > importance[None, :]) | as_good
+            rank += tl.sum(before.to(tl.int32), 0)
+        wanted = tl.where(active & (rank >= high), 1, wanted)
+    return wanted
+
+
+@triton.jit
+def _vacant(named, place, share, scratch, expert):
+    """bool [WIDTH]: slots of a layer's range, counted from its beginning, that no row names."""
+    tl.store(scratch + expert, 0)
+    tl.debug_barrier()
+    tl.store(scratch + place, 1, mask=named & (place >= 0) & (place < share))
+    tl.debug_barrier()
+    taken = tl.load(scratch + expert)
+    tl.debug_barrier()  # the other tier clears it
+    return (taken == 0) & (expert < share)

@@ -1,0 +1,150 @@
+"""The program that decides a layer's step against its plain twin: every tensor, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.sections import DEVICE, at_the_edge
+from tests.support.decode_steps import EXPERTS, LAYERS, TOKENS, make_table, random_step, rows
+from vllm_dymoe.experts.decode_rule import decide_plain
+from vllm_dymoe.experts.decode_table import Decision
+from vllm_dymoe.experts.residency import HIGH, LOW
+from vllm_dymoe.kernels.triton.decide import decide
+from vllm_dymoe.systems.dymoe import Dymoe
+
+
+def moved(record, place):
+    """A table or a decision with every tensor elsewhere."""
+    return type(record)(**{name: place(values) for name, values in vars(record).items()})
+
+
+class Twins:
+    """Two tables in the same state, one for each writing."""
+
+    def __init__(self, shares, *, place=lambda values: values.to(DEVICE, copy=True), **options):
+        self.plain, self.place = make_table(shares, **options), place
+        self.table = moved(self.plain, place)
+
+    def step(self, layer, ids, weights, real=None):
+        """Decide with both; the plain decision, once everything was compared."""
+        tokens, top_k = ids.shape
+        count = rows(tokens if real is None else real)
+        expected = Decision.allocate(tokens, top_k, self.plain.experts, "cpu")
+        decide_plain(self.plain, layer, ids, weights, count, expected)
+        found = moved(Decision.allocate(tokens, top_k, self.plain.experts, "cpu"), self._soiled)
+        place = self.place
+        decide(vars(self.table), layer, place(ids), place(weights), place(count), vars(found))
+        for name, values in vars(expected).items():
+            if name != "scratch":
+                assert torch.equal(values, getattr(found, name).cpu()), name
+        self.compare()
+        return expected
+
+    def compare(self):
+        for name, values in vars(self.plain).items():
+            assert torch.equal(values, getattr(self.table, name).cpu()), name
+
+    def _soiled(self, values):
+        return self.place(values).fill_(77)
+
+
+shares = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, LAYERS - 1), st.integers(1, TOKENS), st.integers(0, 1 << 30)), min_size=1, max_size=6
+    ),
+    shares,
+    shares,
+    st.sampled_from([0.0, 0.3, 0.75, 1.0]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2),
+)
+def test_any_steps(steps, low, high, retention, reuse_high, skip_low, staging):
+    system = Dymoe(retention=retention, reuse_high=reuse_high)
+    twins = Twins({LOW: low, HIGH: high}, system=system, skip_low=skip_low, staging=staging)
+    for layer, tokens, seed in steps:
+        ids, weights = random_step(seed, tokens)
+        twins.step(layer, ids, weights, real=seed % (tokens + 1))
+
+
+@pytest.mark.parametrize("share", [0, 2, 3, 5, EXPERTS])
+def test_a_long_run_of_single_tokens(share):
+    """Shares of none, k - 1, k, more, and all."""
+    twins = Twins({LOW: [share] * LAYERS, HIGH: [share] * LAYERS}, system=Dymoe(retention=0.6))
+    for seed in range(20):
+        twins.step(seed % LAYERS, *random_step(seed, 1))
+    twins.plain.check_integrity()
+
+
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(512, 22, 5), (128, 8, 32), (33, 4, 70)])
+def test_sizes_of_models(experts, top_k, tokens):
+    shares = {LOW: [experts // 8] * LAYERS, HIGH: [experts // 4] * LAYERS}
+    options = {"experts": experts, "top_k": top_k, "tokens": tokens}
+    twins = Twins(shares, system=Dymoe(retention=0.5), staging=3, **options)
+    for seed in range(3):
+        ids, weights = random_step(seed, tokens if seed else 1, top_k, experts)
+        twins.step(0, ids.int() if seed == 1 else ids, weights)
+
+
+def test_precision_shares_and_records_change_between_steps():
+    """They are values: no launch is made in another way."""
+    twins = Twins({LOW: [3, 3], HIGH: [3, 3]})
+    for number, (low, high, retention) in enumerate([(3, 3, 0.5), (6, 0, 0.5), (1, 2, 0.9), (3, 3, 0.0)]):
+        critical = torch.from_numpy(Dymoe(retention=retention).critical_counts(LAYERS, EXPERTS))
+        for table in (twins.plain, twins.table):
+            pools = {code: (int(table.pool[code]), int(table.slot_bytes[code]), 12) for code in (LOW, HIGH)}
+            table.set_pools(pools, {LOW: [low] * LAYERS, HIGH: [high] * LAYERS})
+            table.critical.copy_(critical)
+            table.recording.fill_(number % 2)
+        for seed in range(5):
+            twins.step(seed % LAYERS, *random_step(10 * number + seed, 2))
+
+
+def test_routing_that_repeats_an_expert_or_names_none():
+    twins = Twins({LOW: [2, 2], HIGH: [2, 2]})
+    weights = torch.tensor([[0.5, 0.3, 0.2]] * 3)
+    twins.step(0, torch.tensor([[5, 5, 5], [-1, -1, -1], [5, 2, 2]]), weights)
+    twins.step(0, torch.full((3, 3), -1), weights)
+
+
+def test_recorded_routing():
+    """The distribution of a trained model's routers: popular experts, and steps that resemble their neighbours."""
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(LAYERS, EXPERTS))
+    twins = Twins({LOW: [2, 2], HIGH: [4, 4]}, system=Dymoe(retention=0.75))
+    for step in range(12):
+        scores = 0.9 * scores + 0.4 * rng.normal(size=scores.shape)
+        for layer in range(LAYERS):
+            ids = np.argsort(-scores[layer])[None, :3].copy()
+            weights = np.exp(scores[layer][ids]).astype(np.float32)
+            twins.step(layer, torch.from_numpy(ids), torch.from_numpy(weights / weights.sum()), real=min(1, step))
+    assert twins.plain.counters[:, 4].sum() > 0
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="compute-sanitizer looks for the same on a GPU")
+@pytest.mark.parametrize("real", [0, 1, TOKENS])
+def test_nothing_beside_the_tensors_is_touched(real):
+    twins = Twins({LOW: [3, 0], HIGH: [0, 5]}, place=at_the_edge, staging=1)
+    for layer in range(LAYERS):
+        twins.table.recording.fill_(1), twins.plain.recording.fill_(1)
+        twins.step(layer, *random_step(layer), real=real)
+
+
+def test_what_the_program_does_not_hold_is_refused():
+    table = make_table({LOW: [0, 0], HIGH: [0, 0]}, experts=600)
+    decision = Decision.allocate(1, 3, 600, "cpu")
+    ids, weights = random_step(0, 1)
+    with pytest.raises(ValueError, match="600 experts, but a device decides for at most 512"):
+        decide(vars(table), 0, ids, weights, rows(1), vars(decision))
+    table = make_table({LOW: [0, 0], HIGH: [0, 0]})
+    ids, weights = random_step(0, TOKENS + 1)
+    with pytest.raises(ValueError, match="7 tokens, but the table was made for at most 6"):
+        decide(vars(table), 0, ids, weights, rows(1), vars(Decision.allocate(TOKENS + 1, 3, EXPERTS, "cpu")))
+    with pytest.raises(TypeError, match=r"weights is torch.float64, expected torch.float32"):
+        decide(vars(table), 0, ids, weights.double(), rows(1), vars(decision))

@@ -1,0 +1,48 @@
+"""Tables whose addresses say whose they are, random steps, and decisions on a CPU."""
+
+import numpy as np
+import torch
+
+from vllm_dymoe.experts.decode_rule import decide_plain
+from vllm_dymoe.experts.decode_table import Decision, DecodeTable
+from vllm_dymoe.experts.layout import ExpertFormat
+from vllm_dymoe.experts.residency import HIGH, LOW
+from vllm_dymoe.systems.dymoe import Dymoe
+
+LAYERS, EXPERTS, TOP_K, TOKENS, SLOTS = 2, 12, 3, 6, 24
+FORMATS = {HIGH: ExpertFormat(64, 32, 4, 32, torch.bfloat16), LOW: ExpertFormat(64, 32, 2, 32, torch.bfloat16)}
+POOL, SOURCE = {LOW: 1 << 20, HIGH: 1 << 24}, {LOW: 1 << 30, HIGH: 1 << 34}
+
+
+def make_table(shares, *, system=None, skip_low=False, staging=0, experts=EXPERTS, top_k=TOP_K, depth=2, tokens=TOKENS):
+    """A table whose addresses say which slot or which expert they belong to."""
+    table = DecodeTable.allocate(LAYERS, experts, rows=tokens, top_k=top_k, depth=depth, device="cpu")
+    formats = FORMATS | ({LOW: None} if skip_low else {})
+    system = system or Dymoe(retention=0.5)
+    table.set_precision(formats, system.critical_counts(LAYERS, experts))
+    pools = {code: (POOL[code], 1 << 12, sum(shares[code]) + staging) for code in (LOW, HIGH)}
+    table.set_pools(pools, shares)
+    table.reuse_high.fill_(system.reuses_high)
+    for code, base in SOURCE.items():
+        table.source[:, :, code] = base + (torch.arange(LAYERS * experts).view(LAYERS, experts) << 12)
+    return table
+
+
+def random_step(seed, tokens=TOKENS, top_k=TOP_K, experts=EXPERTS, absent=0.1):
+    """Ids without repetition within a row, some of another rank, and weights that tie now and then."""
+    rng = np.random.default_rng(seed)
+    popular = rng.permutation(experts)[: rng.integers(top_k, experts + 1)]
+    ids = np.stack([rng.permutation(popular)[:top_k] for _ in range(tokens)])
+    ids[rng.random(ids.shape) < absent] = -1
+    weights = rng.choice([0.125, 0.25, 0.5, 1e-7, 0.3], ids.shape).astype(np.float32)
+    return torch.from_numpy(ids), torch.from_numpy(weights)
+
+
+def rows(count):
+    return torch.tensor([count], dtype=torch.int32)
+
+
+def decide(table, layer, ids, weights, real=None):
+    decision = Decision.allocate(len(ids), ids.shape[1], table.experts, "cpu")
+    decide_plain(table, layer, ids, weights, rows(len(ids) if real is None else real), decision)
+    return decision

@@ -201,7 +201,7 @@ def decide_kernel(
     now, now_slot = held, own_slot
     evictions = 0
     for turn in tl.static_range(2):
-        code: tl.constexpr = 2 - turn
+        code = 2 - turn
         missing = uses & (wanted == code) & (hit == 0)
         misses = _number_of(missing)
         if misses > 0:
@@ -233,13 +233,14 @@ def decide_kernel(
                 kept = kept | comes
                 evictions += tl.where(takes_place, 1, 0)
 
+    tl.debug_barrier()  # where warps hold the same experts, none may load what another has stored
     if real > 0:
         tl.store(step + layer, number)
         tl.store(heat + row, warmth, mask=known)
         tl.store(used_at + row, last_use, mask=known)
         tl.store(tier + row, now.to(tl.int8), mask=known)
         tl.store(slot + row, now_slot, mask=known)
-        misses = uses & (hit == 0)
+        fetched = uses & (hit == 0)
         counts = counters + layer * COUNTERS
         _add(counts, 0, 1)
         _add(counts, 1, _number_of(active & (wanted == 2)))
@@ -247,10 +248,10 @@ def decide_kernel(
         _add(counts, 3, _number_of(active & (uses == 0)))
         _add(counts, 4, _number_of(hit))
         _add(counts, 5, _number_of(hit & (held != wanted)))
-        _add(counts, 6, _number_of(misses & (wanted == 2)))
-        _add(counts, 7, _number_of(misses & (wanted == 1)))
-        _add(counts, 8, _number_of(misses & (kept == 0)))
-        _add(counts, 9, _number_of(misses & (wanted == 2) & (held == 1)))
+        _add(counts, 6, _number_of(fetched & (wanted == 2)))
+        _add(counts, 7, _number_of(fetched & (wanted == 1)))
+        _add(counts, 8, _number_of(fetched & (kept == 0)))
+        _add(counts, 9, _number_of(fetched & (wanted == 2) & (held == 1)))
         _add(counts, 10, evictions)
 
     # The items.

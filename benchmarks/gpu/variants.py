@@ -10,7 +10,7 @@ All combinations of tiers, tiles, dtype, bias, activation, group size and way of
 - on every architecture what checkpoints of other tools have: float16 and zeros in steps, without and with an order of
   columns, at 4/2 and 8/4 with neither at the lower bits;
 - on every architecture each kind of published floats: in decode, fetched through with a bias, and grouped;
-- on every architecture the weighted sum, plain and with absent pairs, and what places experts.
+- on every architecture the weighted sum, plain and with absent pairs, what places experts, and what decides a step.
 """
 
 import ast
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.decode_table import Decision, DecodeTable
 from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.kernels.combine import Pairs
 from vllm_dymoe.kernels.triton import (
@@ -39,6 +40,7 @@ from vllm_dymoe.kernels.triton import (
     WorkList,
     choose_tiles,
     combine,
+    decide,
     decode_down,
     decode_gate_up,
     grouped_gate_up,
@@ -60,14 +62,16 @@ _TYPES = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int8: "*i8",
 }
 _MODULES = {
-    "gate_up": ("activation", "decode", "fetch", "float_rows", "rows", "section"),
-    "down": ("activation", "decode", "fetch", "float_rows", "rows", "section"),
+    "gate_up": ("activation", "combine", "decode", "fetch", "float_rows", "rows", "section"),
+    "down": ("activation", "combine", "decode", "fetch", "float_rows", "rows", "section"),
     "grouped_gate_up": ("activation", "float_rows", "float_tiles", "grouped", "section"),
     "grouped_linear": ("activation", "float_rows", "float_tiles", "grouped", "section"),
     "combine": ("combine",),
     "place": ("place",),
+    "decide": ("decide",),
 }
 """Where a kernel's code comes from."""
 
@@ -78,8 +82,8 @@ class Variant:
 
     Attributes:
         architecture: such as 90.
-        kernel: gate_up, down, grouped_gate_up, grouped_linear, combine or place.
-        shape: hidden x intermediate; of combine, hidden; of place, none.
+        kernel: gate_up, down, grouped_gate_up, grouped_linear, combine, place or decide.
+        shape: hidden x intermediate; of combine, hidden; of place, none; of decide, experts.
         tiers: bit-widths of a launch, if it reads experts.
         note: what is special about it.
         types: of its tensors, by argument.
@@ -99,7 +103,8 @@ class Variant:
     @property
     def code(self) -> Any:
         """The kernel itself; by name, because Triton's functions cannot travel to another process."""
-        return getattr({"combine": combine, "place": place}.get(self.kernel, launch), f"{self.kernel}_kernel")
+        module = {"combine": combine, "place": place, "decide": decide}.get(self.kernel, launch)
+        return getattr(module, f"{self.kernel}_kernel")
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -195,6 +200,9 @@ _SUMS = (
     (1001, 22, torch.bfloat16, True),
 )
 
+# Experts and top_k: gpt-oss-20b's, Qwen3-30B-A3B's, and the most there are.
+_ROUTERS = ((32, 4), (128, 8), (512, 22))
+
 
 def all_variants() -> Iterator[Variant]:
     """Every variant of every architecture."""
@@ -225,6 +233,8 @@ def variants(architecture: int) -> Iterator[Variant]:
     for hidden, top_k, dtype, absent in _SUMS:
         yield _combine(architecture, hidden, top_k, dtype, absent)
     yield _place(architecture)
+    for experts, top_k in _ROUTERS:
+        yield _decide(architecture, experts, top_k)
 
 
 def _gate_up(architecture: int, case: Case) -> Variant:
@@ -282,6 +292,15 @@ def _place(architecture: int) -> Variant:
     return note.variant
 
 
+def _decide(architecture: int, experts: int, top_k: int) -> Variant:
+    note = _Note(architecture, "decide", None, f"top {top_k}", f"{experts} experts")
+    table = DecodeTable.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu")
+    decision = Decision.allocate(1, top_k, experts, "cpu")
+    ids, weights = torch.zeros(1, top_k, dtype=torch.int32), torch.zeros(1, top_k)
+    decide.decide(vars(table), 0, ids, weights, ids[0, :1], vars(decision), start=note)
+    return note.variant
+
+
 def _tiles(architecture: int, case: Case) -> Tiles:
     return choose_tiles(architecture, *case.sizes)
 
@@ -323,8 +342,8 @@ class _Note:
         options: dict[str, int],
     ) -> None:
         types = {
-            name: "i64" if isinstance(tensor, int) else _TYPES[tensor.dtype]
-            for name, tensor in zip(code.arg_names, tensors, strict=False)
+            parameter.name: parameter.annotation_type or "i64" if isinstance(tensor, int) else _TYPES[tensor.dtype]
+            for parameter, tensor in zip(code.params, tensors, strict=False)
         }
         self.variant = Variant(*self._key, types, constants, options)
 

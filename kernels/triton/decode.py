@@ -4,14 +4,16 @@ A program owns 64 rows of one expert's projection, or one of SPLIT parts of thei
 columns. Partial sums go to memory in float32, and the program that a semaphore counts
 as the last one adds them in ascending order, so that the result does not depend on which
 one that was: integers are counted atomically, floats never. A program that fetches
-takes all parts itself, in the same order: whether bytes are fetched changes no bit.
+copies what it computes from and nothing else, so that it shares sums as all others do:
+whether bytes are fetched changes no bit.
 
 Launches are described by device tensors; `int` is int32 or int64, as the launch has it.
 
     addresses     int64 [experts, 3]     sections of gate, up and down
     destinations  int64 [experts, 3]     where to store them too, 0 for nowhere (FETCH)
-    bits          int32 [experts, 3]     16, 8, 4 or 2
-    items         int32 [items, 3]       expert, first and last + 1 of its positions
+    bits          int32 [experts, 3]     16, 8, 4 or 2, or a codebook's tag
+    items         int32 [items, 3]       expert, first and last + 1 of its positions; expert -1 asks for zeros in the
+                                         tokens first to last that have nothing computed (WEIGHTED)
     rows          int [positions]        row of x of each (token, expert) pair, sorted by expert
     pairs         int [positions]        row of the output, token * top_k + k
 """
@@ -20,6 +22,7 @@ import triton
 import triton.language as tl
 
 from vllm_dymoe.kernels.triton.activation import gated
+from vllm_dymoe.kernels.triton.combine import rounded, widened
 from vllm_dymoe.kernels.triton.fetch import fetch_share
 from vllm_dymoe.kernels.triton.rows import row_products
 from vllm_dymoe.kernels.triton.section import DESCRIPTIONS
@@ -48,7 +51,7 @@ def gate_up_kernel(
     FETCH: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """hidden[position] = activation(gate x[row]) * up x[row]; grid [blocks of 64 rows, items, 1 if FETCH else SPLIT].
+    """hidden[position] = activation(gate x[row]) * up x[row]; grid [blocks of 64 rows, items, SPLIT].
 
     Args:
         x: [tokens, COLUMNS] bfloat16 or float16.
@@ -78,38 +81,51 @@ def gate_up_kernel(
     last = tl.load(items + 3 * item + 2)
     source = addresses + 3 * expert
     if FETCH:
-        source = _fetch_two(
-            source, destinations + 3 * expert, bits + 3 * expert,
-            ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS, 0 if ACTIVATION[4] else 1,
-        )  # fmt: skip
-    if last - first == 1:
+        if last > first:
+            source = _fetch_two(
+                source, destinations + 3 * expert, bits + 3 * expert,
+                ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS, 0 if ACTIVATION[4] else 1, SPLIT, WARPS,
+            )  # fmt: skip
+        # An expert has one item however many positions it has, and is computed as if it had one for every two.
+        if (last - first) % 2 == 1:
+            _gate_up(
+                x, hidden, source, bits + 3 * expert, rows, partials, semaphores, last - 1, last,
+                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, ACTIVATION, 1, SPLIT, WARPS,
+            )  # fmt: skip
+        for number in range((last - first) // 2):
+            _gate_up(
+                x, hidden, source, bits + 3 * expert, rows, partials, semaphores, first + 2 * number, last,
+                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, ACTIVATION, 2, SPLIT, WARPS,
+            )  # fmt: skip
+    elif last - first == 1:
         _gate_up(
             x, hidden, source, bits + 3 * expert, rows, partials, semaphores, first, last,
-            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, ACTIVATION, 1, SPLIT, FETCH, WARPS,
+            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, ACTIVATION, 1, SPLIT, WARPS,
         )  # fmt: skip
     else:
         for number in range((last - first + 1) // 2):
             _gate_up(
                 x, hidden, source, bits + 3 * expert, rows, partials, semaphores, first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, ACTIVATION, 2, SPLIT, FETCH, WARPS,
+                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, ACTIVATION, 2, SPLIT, WARPS,
             )  # fmt: skip
 
 
 @triton.jit
 def _fetch_two(
-    source, destination, bits, ROWS, COLUMNS, GROUP, TIERS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr,
-    FIRST: tl.constexpr,
+    source, destination, bits,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, ORDERED: tl.constexpr,
+    BIAS: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Fetch this program's shares of gate and up, if they have a destination; where to read the two addresses then.
 
     FIRST is 1 for experts without a gate.
     """
-    if tl.load(destination if FIRST == 0 else destination + 1) != 0:
-        block = tl.program_id(0)
+    if tl.load(destination + FIRST) != 0:
         for number in range(FIRST, 2):
             fetch_share(
-                tl.load(source + number), tl.load(destination + number), tl.load(bits + number), block,
-                ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS,
+                tl.load(source + number), tl.load(destination + number), tl.load(bits + number),
+                tl.program_id(0), tl.program_id(2),
+                ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS, SPLIT, WARPS,
             )  # fmt: skip
         tl.debug_barrier()
         source = destination
@@ -121,10 +137,9 @@ def _gate_up(
     x, hidden, source, bits, rows, partials, semaphores, first, last,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
     ORDERED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
-    FETCH: tl.constexpr, WARPS: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """One or two positions from `first` on."""
-    PROGRAMS: tl.constexpr = 1 if FETCH else SPLIT
     FLOAT16: tl.constexpr = x.dtype.element_ty == tl.float16
     block = tl.program_id(0)
     split = tl.program_id(2)
@@ -133,52 +148,29 @@ def _gate_up(
     up = gate
     for number in range(0 if ACTIVATION[4] else 1, 2):  # a loop, for the products to be compiled once
         gate = up
-        if PROGRAMS == SPLIT:
-            up = row_products(
-                tl.load(source + number), tl.load(bits + number), block, x_first, apart, split,
-                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
-            )  # fmt: skip
-        else:
-            up = _products_of_all_parts(
-                tl.load(source + number), tl.load(bits + number), block, x_first, apart,
-                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
-            )  # fmt: skip
+        up = row_products(
+            tl.load(source + number), tl.load(bits + number), block, x_first, apart, split,
+            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+        )  # fmt: skip
     position = first + tl.arange(0, TOKENS)[:, None]
     row = block * 64 + tl.arange(0, 64)[None, :]
     inside = (position < last) & (row < ROWS)
     hidden_at = hidden + position.to(tl.int64) * ROWS + row
-    if PROGRAMS == 1:
+    if SPLIT == 1:
         tl.store(hidden_at, gated(gate, up, ACTIVATION).to(hidden.dtype.element_ty), mask=inside)
     else:
         BLOCKS: tl.constexpr = (ROWS + 63) // 64
         PADDED: tl.constexpr = BLOCKS * 64
-        partials_at = partials + position.to(tl.int64) * (PROGRAMS * 2 * PADDED) + row
+        partials_at = partials + position.to(tl.int64) * (SPLIT * 2 * PADDED) + row
         tl.store(partials_at + split * 2 * PADDED, gate, mask=position < last)
         tl.store(partials_at + split * 2 * PADDED + PADDED, up, mask=position < last)
-        if arrives_last(semaphores + first * BLOCKS + block, PROGRAMS):
+        if arrives_last(semaphores + first * BLOCKS + block, SPLIT):
             gate = tl.zeros([TOKENS, 64], tl.float32)
             up = tl.zeros([TOKENS, 64], tl.float32)
-            for part in tl.static_range(PROGRAMS):
+            for part in tl.static_range(SPLIT):
                 gate += tl.load(partials_at + part * 2 * PADDED, mask=inside, other=0.0, cache_modifier=".cg")
                 up += tl.load(partials_at + part * 2 * PADDED + PADDED, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(hidden_at, gated(gate, up, ACTIVATION).to(hidden.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _products_of_all_parts(
-    section, bits, block, x, apart,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
-    ORDERED: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
-    FLOAT16: tl.constexpr,
-):  # fmt: skip
-    """What the last of SPLIT programs makes of their parts, to the last bit."""
-    sums = tl.zeros([TOKENS, 64], tl.float32)
-    for part in range(SPLIT):  # a loop, for the products to be compiled once
-        sums += row_products(
-            section, bits, block, x, apart, part,
-            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
-        )  # fmt: skip
-    return sums
 
 
 @triton.jit
@@ -231,10 +223,11 @@ def down_kernel(
     FETCH: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Down projections; grid [blocks of 64 rows, items, 1 if FETCH else SPLIT].
+    """Down projections; grid [blocks of 64 rows, items, SPLIT].
 
-    WEIGHTED: out[token] = sum over its computed k, ascending, of weights[token, k] * down(hidden of the pair), where
-    every other row of `out` keeps what it held. Otherwise out[pair] = down(hidden of the pair).
+    WEIGHTED: out[token] = sum over its computed k, ascending, of weights[token, k] * down(hidden of the pair); every
+    other row of `out` keeps what it held, or becomes zero if an item asks for it. Otherwise out[pair] = down(hidden of
+    the pair).
 
     Args:
         hidden: [positions, COLUMNS] as gate_up_kernel left it.
@@ -246,7 +239,7 @@ def down_kernel(
         pairs: rows of the output.
         weights: float32 [tokens, TOP_K], of the router, if WEIGHTED.
         computed: int32 [tokens, TOP_K], 1 for the pairs that this launch computes and 0 for the others, if WEIGHTED.
-        partials: float32 [pairs, programs, 64 * blocks], scratch if WEIGHTED; [positions, ...] if only programs share.
+        partials: float32 [pairs, SPLIT, 64 * blocks], scratch if WEIGHTED; [positions, ...] if only programs share.
         semaphores: int32 [positions or tokens, blocks], zeros before and after, under the same conditions.
         ROWS: H, rows of down.
         COLUMNS: I.
@@ -265,25 +258,56 @@ def down_kernel(
     expert = tl.load(items + 3 * item)
     first = tl.load(items + 3 * item + 1)
     last = tl.load(items + 3 * item + 2)
+    if WEIGHTED:
+        if expert < 0:
+            _write_zeros(out, computed, first, last, ROWS, TOP_K)
+        last = tl.where(expert < 0, first, last)
+        expert = tl.maximum(expert, 0)
     section = tl.load(addresses + 3 * expert + 2)
     width = tl.load(bits + 3 * expert + 2)
     if FETCH:
         destination = tl.load(destinations + 3 * expert + 2)
-        if destination != 0:
-            fetch_share(section, destination, width, tl.program_id(0), ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS)
+        if (destination != 0) & (last > first):
+            fetch_share(
+                section, destination, width, tl.program_id(0), tl.program_id(2),
+                ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS, SPLIT, WARPS,
+            )  # fmt: skip
             tl.debug_barrier()
             section = destination
-    if last - first == 1:
+        if (last - first) % 2 == 1:
+            _down(
+                hidden, out, section, width, pairs, weights, computed, partials, semaphores, last - 1, last,
+                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 1, SPLIT, WARPS,
+            )  # fmt: skip
+        for number in range((last - first) // 2):
+            _down(
+                hidden, out, section, width, pairs, weights, computed, partials, semaphores, first + 2 * number, last,
+                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 2, SPLIT, WARPS,
+            )  # fmt: skip
+    elif last - first == 1:
         _down(
             hidden, out, section, width, pairs, weights, computed, partials, semaphores, first, last,
-            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 1, SPLIT, FETCH, WARPS,
+            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 1, SPLIT, WARPS,
         )  # fmt: skip
     else:
         for number in range((last - first + 1) // 2):
             _down(
                 hidden, out, section, width, pairs, weights, computed, partials, semaphores, first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 2, SPLIT, FETCH, WARPS,
+                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 2, SPLIT, WARPS,
             )  # fmt: skip
+
+
+@triton.jit
+def _write_zeros(out, computed, first, last, ROWS: tl.constexpr, TOP_K: tl.constexpr):
+    """64 rows of the output of every token whose sum nobody writes."""
+    row = tl.program_id(0) * 64 + tl.arange(0, 64)
+    if tl.program_id(2) == 0:
+        for token in range(first, last):
+            count = 0
+            for k in tl.static_range(TOP_K):
+                count += tl.load(computed + token * TOP_K + k)
+            at = out + tl.cast(token, tl.int64) * ROWS + row
+            tl.store(at, tl.zeros([64], out.dtype.element_ty), mask=row < tl.where(count == 0, ROWS, 0))
 
 
 @triton.jit
@@ -291,10 +315,9 @@ def _down(
     hidden, out, section, width, pairs, weights, computed, partials, semaphores, first, last,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
     ORDERED: tl.constexpr, BIAS: tl.constexpr, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr,
-    SPLIT: tl.constexpr, FETCH: tl.constexpr, WARPS: tl.constexpr,
+    SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One or two positions from `first` on."""
-    PROGRAMS: tl.constexpr = 1 if FETCH else SPLIT
     FLOAT16: tl.constexpr = hidden.dtype.element_ty == tl.float16
     BLOCKS: tl.constexpr = (ROWS + 63) // 64
     PADDED: tl.constexpr = BLOCKS * 64
@@ -302,39 +325,33 @@ def _down(
     split = tl.program_id(2)
     h_first = hidden + first.to(tl.int64) * COLUMNS
     apart = (tl.minimum(first + 1, last - 1) - first).to(tl.int64) * COLUMNS
-    if PROGRAMS == SPLIT:
-        sums = row_products(
-            section, width, block, h_first, apart, split,
-            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
-        )  # fmt: skip
-    else:
-        sums = _products_of_all_parts(
-            section, width, block, h_first, apart,
-            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
-        )  # fmt: skip
+    sums = row_products(
+        section, width, block, h_first, apart, split,
+        ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+    )  # fmt: skip
     position = first + tl.arange(0, TOKENS)[:, None]
     pair = tl.load(pairs + position, mask=position < last, other=0)
     row = block * 64 + tl.arange(0, 64)[None, :]
     inside = (position < last) & (row < ROWS)
     if WEIGHTED:
-        tl.store(partials + (pair.to(tl.int64) * PROGRAMS + split) * PADDED + row, sums, mask=position < last)
+        tl.store(partials + (pair.to(tl.int64) * SPLIT + split) * PADDED + row, sums, mask=position < last)
         for token_number in tl.static_range(TOKENS):
             if first + token_number < last:
                 token = tl.load(pairs + first + token_number) // TOP_K
                 add_experts(
                     out, weights, computed, partials, semaphores + token * BLOCKS + block, token, block,
-                    ROWS, TOP_K, PROGRAMS,
+                    ROWS, TOP_K, SPLIT,
                 )  # fmt: skip
     else:
         out_at = out + pair.to(tl.int64) * ROWS + row
-        if PROGRAMS == 1:
+        if SPLIT == 1:
             tl.store(out_at, sums.to(out.dtype.element_ty), mask=inside)
         else:
-            partials_at = partials + position.to(tl.int64) * (PROGRAMS * PADDED) + row
+            partials_at = partials + position.to(tl.int64) * (SPLIT * PADDED) + row
             tl.store(partials_at + split * PADDED, sums, mask=position < last)
-            if arrives_last(semaphores + first * BLOCKS + block, PROGRAMS):
+            if arrives_last(semaphores + first * BLOCKS + block, SPLIT):
                 sums = tl.zeros([TOKENS, 64], tl.float32)
-                for part in tl.static_range(PROGRAMS):
+                for part in tl.static_range(SPLIT):
                     sums += tl.load(partials_at + part * PADDED, mask=inside, other=0.0, cache_modifier=".cg")
                 tl.store(out_at, sums.to(out.dtype.element_ty), mask=inside)
 
@@ -342,22 +359,28 @@ def _down(
 @triton.jit
 def add_experts(
     out, weights, computed, partials, semaphore, token, block,
-    ROWS: tl.constexpr, TOP_K: tl.constexpr, PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """If all experts of a token have come, write 64 rows of its output: the sum in ascending k, parts ascending."""
+    """If all experts of a token have come, write 64 rows of its output: the sum in ascending k, parts ascending.
+
+    The bits are those of unweighted outputs that ``combine`` sums.
+    """
     PADDED: tl.constexpr = (ROWS + 63) // 64 * 64
     count = 0
     for k in tl.static_range(TOP_K):
         count += tl.load(computed + token * TOP_K + k)
-    if arrives_last(semaphore, count * PROGRAMS):
+    if arrives_last(semaphore, count * SPLIT):
         row = block * 64 + tl.arange(0, 64)
         total = tl.zeros([64], tl.float32)
         for k in tl.static_range(TOP_K):
             pair = token * TOP_K + k
-            if tl.load(computed + pair) != 0:
-                sums = tl.zeros([64], tl.float32)
-                for part in tl.static_range(PROGRAMS):
-                    at = partials + (pair.to(tl.int64) * PROGRAMS + part) * PADDED + row
-                    sums += tl.load(at, cache_modifier=".cg")
-                total += tl.load(weights + pair) * sums
-        tl.store(out + token.to(tl.int64) * ROWS + row, total.to(out.dtype.element_ty), mask=row < ROWS)
+            counts = tl.load(computed + pair) != 0
+            sums = tl.zeros([64], tl.float32)
+            for part in tl.static_range(SPLIT):
+                at = partials + (pair.to(tl.int64) * SPLIT + part) * PADDED + row
+                sums += tl.load(at, mask=row < tl.where(counts, PADDED, 0), other=0.0, cache_modifier=".cg")
+            # As where each expert's output is stored and then combined: rounded, weighted, and rounded again. Between
+            # product and sum there is a choice, so that no compiler makes one instruction with one rounding of them.
+            weighted = widened(rounded(sums, out.dtype.element_ty)) * tl.load(weights + pair)
+            total += tl.where(row < tl.where(counts, PADDED, 0), weighted, 0.0)
+        tl.store(out + token.to(tl.int64) * ROWS + row, rounded(total, out.dtype.element_ty), mask=row < ROWS)

@@ -5,10 +5,11 @@ loads of 16 bytes for each thread; the products then read them from the slot, ou
 of the cache where they just went. So the result is that of a launch from the slot,
 bit for bit, and no second copy is needed.
 
-A share is what belongs to one block of 64 rows: its weights, its scales and zeros, its
-part of the bias, and for the last block the bytes that pad. All shares together
-are the section. An order of columns, or a factor, belongs to every block: each fetches it,
-before it computes, and stores the same bytes as the others.
+A share is what one program computes from: of a block of 64 rows one of SPLIT parts of the
+columns (``rows`` cuts them), their weights, scales and zeros. The first part has the
+bias, and what pads a section. All shares together are the section. An order of columns, or
+a factor, belongs to every block: each fetches its part, before it computes, and stores
+the same bytes as the others.
 """
 
 import triton
@@ -32,80 +33,162 @@ def fetch_share(
     destination,
     bits,
     block,
+    split,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
     ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
-    """Copy one block's share of a section. A barrier has to follow before another thread reads it.
+    """Copy one program's share of a section. A barrier has to follow before another thread reads it.
 
     Args:
         source: int64 address of the section.
         destination: int64 address of its copy, a multiple of 16.
-        bits: int32, one of the widths whose sum is TIERS.
+        bits: int32, one of the widths whose sum is TIERS, or a codebook's tag among them.
         block: which 64 rows.
+        split: which part of the columns.
     """
     for width in tl.static_range(1, 8):
         if TIERS & (1 << width):
             if bits == (1 << width):
-                _fetch(source, destination, block, ROWS, COLUMNS, GROUP, 1 << width, ORDERED >> width & 1, BIAS)
+                if width == 4:
+                    _fetch_plain(source, destination, block, split, ROWS, COLUMNS, SPLIT, WARPS)
+                elif width > 4:
+                    _fetch_floats(source, destination, block, split, ROWS, COLUMNS, GROUP, 1 << width, SPLIT, WARPS)
+                else:
+                    _fetch_quantized(
+                        source, destination, block, split,
+                        ROWS, COLUMNS, GROUP, 1 << width, ORDERED >> width & 1, BIAS, SPLIT, WARPS,
+                    )  # fmt: skip
+                if BIAS:
+                    if split == 0:
+                        _fetch_bias(source, destination, block, ROWS, COLUMNS, GROUP, 1 << width)
 
 
 @triton.jit
-def _fetch(
-    source,
-    destination,
-    block,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    ORDERED: tl.constexpr,
-    BIAS: tl.constexpr,
-):
+def _fetch_plain(
+    source, destination, block, split,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Rows of 16-bit weights are columns behind one another; a part is a piece of each."""
+    WIDTH: tl.constexpr = 32 * WARPS
+    SHARE: tl.constexpr = (COLUMNS + WIDTH * SPLIT - 1) // (WIDTH * SPLIT) * WIDTH
+    source_halves = source.to(tl.pointer_type(tl.int16))
+    destination_halves = destination.to(tl.pointer_type(tl.int16))
+    row = tl.arange(0, 32)[:, None]
+    for number in range(split * SHARE // 128, (tl.minimum((split + 1) * SHARE, COLUMNS) + 127) // 128):
+        column = number * 128 + tl.arange(0, 128)[None, :]
+        for half in range(2):
+            at_row = block * 64 + half * 32 + row
+            offset = at_row.to(tl.int64) * COLUMNS + column
+            if COLUMNS % 8 == 0:
+                offset = tl.multiple_of(offset, [1, 8])
+            inside = (at_row < ROWS) & (column < COLUMNS)
+            values = tl.load(tl.multiple_of(source_halves, 16) + offset, mask=inside)
+            tl.store(tl.multiple_of(destination_halves, 16) + offset, values, mask=inside)
+    if (split == 0) & (block == (ROWS + 63) // 64 - 1):
+        padding = ROWS * COLUMNS + tl.arange(0, 128)
+        inside = padding < weight_bytes(ROWS, COLUMNS, 64, 16) // 2
+        tl.store(destination_halves + padding, tl.load(source_halves + padding, mask=inside), mask=inside)
+
+
+@triton.jit
+def _fetch_quantized(
+    source, destination, block, split,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr,
+    BIAS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Codes of 32 bytes for each column (at 2 bits for two, at 8 bits twice), whole strips of whole groups."""
     PADDED_ROWS: tl.constexpr = (ROWS + 63) // 64 * 64
-    PADDED_COLUMNS: tl.constexpr = padded_columns(COLUMNS, GROUP, BITS)
-    BLOCKS: tl.constexpr = PADDED_ROWS // 64
-    block_bytes = 128 * COLUMNS if BITS == 16 else 8 * PADDED_COLUMNS * code_bits(BITS)
-    begin = block.to(tl.int64) * block_bytes
-    # The last block of 16 bits has fewer rows, and the padding behind them.
-    end = tl.where(block == BLOCKS - 1, weight_bytes(ROWS, COLUMNS, GROUP, BITS), begin + block_bytes)
-    _copy(source + begin, destination + begin, (end - begin) // 4)
-    if BITS < 16:
-        # 256 bytes for each group.
-        begin = weight_bytes(ROWS, COLUMNS, GROUP, BITS) + block.to(tl.int64) * 256
-        words = tl.arange(0, 1024)
-        at = words // 64 * PADDED_ROWS + words % 64
-        GROUPS: tl.constexpr = PADDED_COLUMNS // GROUP
-        source_words = tl.multiple_of((source + begin).to(tl.pointer_type(tl.int32)), 16)
-        destination_words = tl.multiple_of((destination + begin).to(tl.pointer_type(tl.int32)), 16)
-        for first in range(0, GROUPS, 16):
-            offset = first * PADDED_ROWS + at
-            inside = first + words // 64 < GROUPS
-            values = tl.load(source_words + offset, mask=inside)
-            tl.store(destination_words + offset, values, mask=inside)
-    if BITS > 16:
-        # Scales of a block lie together; the last one's padding, and the factor, behind them.
-        SHARE: tl.constexpr = PADDED_COLUMNS // group_size(BITS, GROUP) * 64 * scale_bytes(BITS)
-        FACTOR: tl.constexpr = factor_bytes(BITS)
-        FACTOR_AT: tl.constexpr = bias_offset(ROWS, COLUMNS, GROUP, BITS) - FACTOR
-        begin = weight_bytes(ROWS, COLUMNS, GROUP, BITS) + block.to(tl.int64) * SHARE
-        end = tl.where(block == BLOCKS - 1, FACTOR_AT, begin + SHARE)
-        _copy(source + begin, destination + begin, (end - begin) // 4)
-        if FACTOR > 0:
-            _copy(source + FACTOR_AT, destination + FACTOR_AT, FACTOR // 4)
-    if BIAS:
-        stored: tl.constexpr = ROWS if BITS == 16 else PADDED_ROWS
-        BIAS_BYTES: tl.constexpr = (2 * stored + 255) // 256 * 256
-        begin = bias_offset(ROWS, COLUMNS, GROUP, BITS) + block.to(tl.int64) * 128
-        end = tl.where(block == BLOCKS - 1, bias_offset(ROWS, COLUMNS, GROUP, BITS) + BIAS_BYTES, begin + 128)
-        _copy(source + begin, destination + begin, (end - begin) // 4)
+    PADDED_COLUMNS: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP * GROUP
+    FOLD: tl.constexpr = 2 if BITS == 2 else 1
+    SPAN: tl.constexpr = GROUP // FOLD
+    STRIP: tl.constexpr = 64 if SPAN > 64 else SPAN
+    STRIPS: tl.constexpr = PADDED_COLUMNS // FOLD // STRIP
+    SHARE: tl.constexpr = (STRIPS + SPLIT * WARPS - 1) // (SPLIT * WARPS) * WARPS
+    begin = split * SHARE
+    end = tl.minimum(begin + SHARE, STRIPS)
+    _copy_codes(source, destination, block, begin * STRIP, end * STRIP, PADDED_COLUMNS, BITS)
+    # 256 bytes for each group.
+    first_group = begin * STRIP // SPAN
+    last_group = end * STRIP // SPAN
+    first = weight_bytes(ROWS, COLUMNS, GROUP, BITS) + block.to(tl.int64) * 256
+    source_words = tl.multiple_of((source + first).to(tl.pointer_type(tl.int32)), 16)
+    destination_words = tl.multiple_of((destination + first).to(tl.pointer_type(tl.int32)), 16)
+    words = tl.arange(0, 1024)
+    at = words // 64 * PADDED_ROWS + words % 64
+    for group in range(first_group, last_group, 16):
+        offset = group * PADDED_ROWS + at
+        inside = group + words // 64 < last_group
+        tl.store(destination_words + offset, tl.load(source_words + offset, mask=inside), mask=inside)
     if ORDERED:
-        ORDER_BYTES: tl.constexpr = (2 * PADDED_COLUMNS + 255) // 256 * 256
-        begin = order_offset(ROWS, COLUMNS, GROUP, BITS, BIAS)
-        _copy(source + begin, destination + begin, ORDER_BYTES // 4)
+        first = order_offset(ROWS, COLUMNS, GROUP, BITS, BIAS)
+        part = first + first_group.to(tl.int64) * (2 * GROUP)
+        _copy(source + part, destination + part, (last_group - first_group) * (GROUP // 2))
+        if split == 0:
+            BYTES: tl.constexpr = (2 * PADDED_COLUMNS + 255) // 256 * 256
+            _copy(
+                source + first + 2 * PADDED_COLUMNS,
+                destination + first + 2 * PADDED_COLUMNS,
+                (BYTES - 2 * PADDED_COLUMNS) // 4,
+            )
+
+
+@triton.jit
+def _fetch_floats(
+    source, destination, block, split,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAG: tl.constexpr,
+    SPLIT: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Published floats: the strips of ``float_rows``, every scale that one of them needs, and the factor."""
+    SIZE: tl.constexpr = group_size(TAG, GROUP)
+    STRIP: tl.constexpr = 32 if SIZE > 32 else SIZE
+    PADDED_COLUMNS: tl.constexpr = padded_columns(COLUMNS, GROUP, TAG)
+    STRIPS: tl.constexpr = PADDED_COLUMNS // STRIP
+    SHARE: tl.constexpr = (STRIPS + SPLIT * WARPS - 1) // (SPLIT * WARPS) * WARPS
+    begin = split * SHARE
+    end = tl.minimum(begin + SHARE, STRIPS)
+    _copy_codes(source, destination, block, begin * STRIP, end * STRIP, PADDED_COLUMNS, code_bits(TAG))
+    # Scales of a block lie together. Two parts may meet inside a group: both fetch its scales.
+    BYTES: tl.constexpr = 64 * scale_bytes(TAG)
+    SCALES: tl.constexpr = weight_bytes(ROWS, COLUMNS, GROUP, TAG)
+    GROUPS: tl.constexpr = PADDED_COLUMNS // SIZE
+    first_group = begin * STRIP // SIZE
+    last_group = (end * STRIP + SIZE - 1) // SIZE
+    first = SCALES + (block.to(tl.int64) * GROUPS + first_group) * BYTES
+    _copy(source + first, destination + first, (last_group - first_group) * (BYTES // 4))
+    FACTOR: tl.constexpr = factor_bytes(TAG)
+    FACTOR_AT: tl.constexpr = bias_offset(ROWS, COLUMNS, GROUP, TAG) - FACTOR
+    if FACTOR > 0:
+        _copy(source + FACTOR_AT, destination + FACTOR_AT, FACTOR // 4)
+    BLOCKS: tl.constexpr = (ROWS + 63) // 64
+    if (split == 0) & (block == BLOCKS - 1):
+        PADDING: tl.constexpr = SCALES + BLOCKS * GROUPS * BYTES
+        _copy(source + PADDING, destination + PADDING, (FACTOR_AT - PADDING) // 4)
+
+
+@triton.jit
+def _copy_codes(source, destination, block, begin, end, PADDED_COLUMNS: tl.constexpr, BITS: tl.constexpr):
+    """Codes of some columns of words, 32 bytes each, in both planes at 8 bits."""
+    for plane in tl.static_range(2 if BITS == 8 else 1):
+        first = block.to(tl.int64) * (8 * PADDED_COLUMNS * BITS) + plane * 32 * PADDED_COLUMNS + begin * 32
+        _copy(source + first, destination + first, (end - begin) * 8)
+
+
+@triton.jit
+def _fetch_bias(
+    source, destination, block, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
+):
+    stored: tl.constexpr = ROWS if BITS == 16 else (ROWS + 63) // 64 * 64
+    BYTES: tl.constexpr = (2 * stored + 255) // 256 * 256
+    first = bias_offset(ROWS, COLUMNS, GROUP, BITS)
+    begin = block.to(tl.int64) * 128
+    end = tl.where(block == (ROWS + 63) // 64 - 1, BYTES, begin + 128)
+    _copy(source + first + begin, destination + first + begin, (end - begin) // 4)
 
 
 @triton.jit

@@ -62,12 +62,11 @@ def decode_gate_up(
         x: [tokens, hidden] in the experts' dtype.
         hidden: [positions, intermediate] like x, overwritten.
         table: the experts. With destinations, gate and up are stored there too, all bytes of their sections.
-        work: an item may have any number of positions, two are computed at a time; with destinations an expert is in
-            one item only, so that its bytes are read once. At 16 bits an odd position by itself is summed in another
-            order than two: who fetches an expert through gives it one item when it is there, too.
+        work: an item has one or two positions; with destinations any number, because an expert is in one item only, so
+            that its bytes are read once.
         activation: of the gate.
         tile: size of a program; its split decides the order of sums, with and without destinations.
-        scratch: if the tile's split is above 1 and there are no destinations.
+        scratch: if the tile's split is above 1.
         start: launch, or only compile.
 
     Raises:
@@ -80,7 +79,7 @@ def decode_gate_up(
     if not len(work.items):
         return
     blocks = _blocks(shape.intermediate)
-    programs = 1 if table.destinations is not None else tile.split
+    programs = tile.split
     if programs > 1:
         _check_scratch(scratch, work.positions * programs * 2 * 64 * blocks, work.positions * blocks)
     start(
@@ -106,8 +105,7 @@ def decode_gate_up(
             "FETCH": table.destinations is not None,
             "WARPS": tile.warps,
         },
-        # Who fetches waits for the link, and holds more: what the compiler likes is right there.
-        tile.options if table.destinations is None else {"num_warps": tile.warps},
+        tile.options,
     )
 
 
@@ -125,7 +123,8 @@ def decode_down(
     """Down projections of what decode_gate_up left, for all experts in one launch.
 
     Without a weighting out[pair] = down(hidden[position]). With one, out[token] is the weighted sum over the token's
-    computed pairs, in ascending k and float32, rounded once; tokens with no computed pair keep what they held.
+    computed pairs, in ascending k, bit for bit what combine makes of unweighted outputs; tokens with no computed pair
+    keep what they held, or become zero if the work's last item is (-1, 0, tokens).
 
     Args:
         hidden: [positions, intermediate] in the experts' dtype.
@@ -154,7 +153,7 @@ def decode_down(
     if not len(work.items):
         return
     blocks = _blocks(shape.hidden)
-    programs = 1 if table.destinations is not None else tile.split
+    programs = tile.split
     if weighting is not None:
         _check_scratch(scratch, weighting.weights.numel() * programs * 64 * blocks, out.shape[0] * blocks)
     elif programs > 1:
@@ -185,7 +184,7 @@ def decode_down(
             "FETCH": table.destinations is not None,
             "WARPS": tile.warps,
         },
-        tile.options if table.destinations is None else {"num_warps": tile.warps},
+        tile.options,
     )
 
 

@@ -200,7 +200,8 @@ def plain_rows(
     # 64 sums for each thread: with 8 warps and one token a lane has eight columns, which are one load.
     WIDTH: tl.constexpr = 32 * WARPS // TOKENS
     STRIPS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
-    SHARE: tl.constexpr = (STRIPS + SPLIT - 1) // SPLIT
+    # The same columns for one token as for two: who fetches a part computes from it with both.
+    SHARE: tl.constexpr = (COLUMNS + 32 * WARPS * SPLIT - 1) // (32 * WARPS * SPLIT) * TOKENS
     HEIGHT: tl.constexpr = 64 // WARPS
     WHOLE_X: tl.constexpr = COLUMNS % WIDTH == 0
     dtype: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16

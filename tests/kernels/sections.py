@@ -103,6 +103,16 @@ def sections_at_the_edge(experts, copies):
     return ExpertTable(experts.shape, frozenset(experts.bits), torch.tensor(rows), bits)
 
 
+def run_backwards(monkeypatch):
+    """From now on the interpreter runs a launch's last program first."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    def mirrored(*place):
+        builder.grid_idx = tuple(size - 1 - at for size, at in zip(builder.grid_dim, place, strict=True))
+
+    monkeypatch.setattr(builder, "set_grid_idx", mirrored)
+
+
 def count_loads(monkeypatch, memory):
     """From now on, how often kernels load each byte of a tensor: int [nbytes], for the interpreter."""
     from triton.runtime import interpreter

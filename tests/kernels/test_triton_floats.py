@@ -5,7 +5,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.sections import DEVICE, TOLERANCE, Experts, poisoned, random_x, relative_error, work_list
+from tests.kernels.sections import (
+    DEVICE,
+    TOLERANCE,
+    Experts,
+    poisoned,
+    random_x,
+    relative_error,
+    run_backwards,
+    work_list,
+)
 from tests.kernels.test_triton_decode import run
 from vllm_dymoe.kernels import Activation, dequantize
 from vllm_dymoe.kernels.codebook import CODEBOOKS, FP8, MXFP4, NVFP4
@@ -64,15 +73,30 @@ def test_grouped_agrees_with_the_reference(kinds, hidden, intermediate, group_si
         assert relative_error(got, want) < TOLERANCE[dtype], kinds[expert]
 
 
-@pytest.mark.parametrize("book", [MXFP4, NVFP4, FP8], ids=lambda book: book.name)
-@pytest.mark.parametrize("bias", [False, True])
-def test_what_is_fetched_is_the_source_and_changes_no_bit(book, bias):
-    experts = Experts(ExpertShape(200, 136, 32, torch.bfloat16, bias), [book.tag])
-    x = random_x(2, 200, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("book", "hidden", "group_size", "bias"),
+    [
+        (MXFP4, 200, 32, False),
+        (MXFP4, 200, 32, True),
+        (NVFP4, 200, 32, False),
+        (NVFP4, 200, 32, True),
+        (FP8, 200, 32, True),
+        # The first part has 384 of 768 columns, one group and a half.
+        (FP8, 520, 256, False),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+@pytest.mark.parametrize("backwards", [False, True])
+def test_what_is_fetched_is_the_source_and_changes_no_bit(monkeypatch, book, hidden, group_size, bias, backwards):
+    """Also where programs run in the other order: none reads what only another one has fetched."""
+    experts = Experts(ExpertShape(hidden, 70, group_size, torch.bfloat16, bias), [book.tag])
+    x = random_x(2, hidden, torch.bfloat16)
     work = work_list([[(0, 0), (1, 0)]], 1)
     tile = DecodeTile(4, 2)
     want = run(x, experts.table(), work, tile, rows=2)
     slot = torch.full_like(experts.blobs[0], 0xEE)
+    if backwards:
+        run_backwards(monkeypatch)
     got = run(x, experts.table([slot.data_ptr()]), work, tile, rows=2)
     assert torch.equal(slot, experts.blobs[0])
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -61,7 +61,7 @@ class DecodeTable:
         first_slot: int32 [layers, 3], where the layer's range in the tier's pool begins.
         staging: int32 [3, 2], first and number of the slots that no layer keeps.
         critical: int32 [layers, experts + 1], how many of a step's active experts are high.
-        bits: int32 [3], of each tier; 0 for one that is skipped.
+        bits: int32 [3], of each tier, or its codebook's tag; 0 for one that is skipped.
         offsets: int64 [3, 3], bytes from a blob's beginning to gate, up and down.
         pool: int64 [3], address of slot 0.
         slot_bytes: int64 [3], from one slot to the next.
@@ -160,7 +160,7 @@ class DecodeTable:
         bits, offsets = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int64)
         for code, fmt in formats.items():
             if fmt is not None:
-                bits[code] = fmt.bits
+                bits[code] = fmt.matrices[2].tag
                 offsets[code] = torch.tensor([section.start for section in fmt.sections])
         self.bits.copy_(bits)
         self.offsets.copy_(offsets)
@@ -263,7 +263,7 @@ class Decision:
         tiers: int32 [items], the version that is computed.
         slots: int32 [items], of that tier's pool: where the bytes are, or come to; -1 if they come to none.
         fate: int32 [items], STAYED, KEPT or PASSED.
-        bits: int32 [items, 3], of gate, up and down.
+        bits: int32 [items, 3], of gate, up and down, or a codebook's tag.
         addresses: int64 [items, 3], where their bytes are read.
         destinations: int64 [items, 3], where they are stored as well; 0 for nowhere.
         work: int32 [items + 1, 3], the item's own number, first and last + 1 of its positions. The last row, (-1, 0,

@@ -1,0 +1,107 @@
+"""A decode step of one MoE layer in three launches, with no host in it: decide, gate and up, down.
+
+Everything that changes from step to step is in tensors that stay where they are, so that a CUDA graph can hold it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.kernels.activation import Activation
+from vllm_dymoe.kernels.triton.decide import decide
+from vllm_dymoe.kernels.triton.launch import Scratch, Weighting, decode_down, decode_gate_up
+from vllm_dymoe.kernels.triton.start import Start, compile_kernel, run_kernel
+from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList
+from vllm_dymoe.kernels.triton.tiles import Tiles
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeStep:
+    """What all layers have in common.
+
+    Attributes:
+        shape: of every expert.
+        tiers: bit-widths, or codebooks' tags, that may occur.
+        tiles: sizes of programs.
+        activation: of the gate.
+        memory: uint8, at least :meth:`nbytes`; one layer at a time uses it.
+        semaphores: int32, zeros before and after every step, at least :meth:`counted`.
+    """
+
+    shape: ExpertShape
+    tiers: frozenset[int]
+    tiles: Tiles
+    activation: Activation
+    memory: Tensor
+    semaphores: Tensor
+
+    def nbytes(self, tokens: int, top_k: int) -> int:
+        """Bytes of memory for hidden states and partial sums."""
+        positions, (inner, outer) = tokens * top_k, self._blocks
+        gate_up = 2 * self.tiles.gate_up.split * inner if self.tiles.gate_up.split > 1 else 0
+        return self._hidden_bytes(positions) + 256 * positions * max(gate_up, self.tiles.down.split * outer)
+
+    def counted(self, tokens: int, top_k: int) -> int:
+        """Semaphores that a step needs."""
+        inner, outer = self._blocks
+        return max(tokens * top_k * inner, tokens * outer)
+
+    def run(
+        self,
+        table: Mapping[str, Tensor],
+        layer: int,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        rows: Tensor,
+        decision: Mapping[str, Tensor],
+        out: Tensor,
+        *,
+        start: Start = run_kernel,
+    ) -> None:
+        """out[token] = weighted sum of the token's experts, zero where it has none; misses are fetched on the way.
+
+        Args:
+            table: the tensors of a DecodeTable, by name.
+            layer: which of its layers.
+            x: [tokens, hidden] in the experts' dtype.
+            ids: int32 or int64 [tokens, top_k], negative where another rank has the expert.
+            weights: float32 [tokens, top_k].
+            rows: int32 [1], how many tokens are real, the first ones.
+            decision: the tensors of a Decision for so many tokens, by name.
+            out: [tokens, hidden] like x, overwritten.
+            start: launch, or only compile.
+
+        Raises:
+            TypeError: a wrong dtype.
+            ValueError: sizes that disagree, or too little memory.
+        """
+        tokens, top_k = ids.shape
+        needed, held = self.nbytes(tokens, top_k), self.memory.numel()
+        if held < needed:
+            raise ValueError(f"{tokens} tokens of {top_k} experts need {needed} bytes, but {held} are held")
+        decide(table, layer, ids, weights, rows, decision, start=start)
+        positions, inner = tokens * top_k, self.shape.intermediate
+        hidden = self.memory[: 2 * positions * inner].view(x.dtype).view(positions, inner)
+        scratch = Scratch(self.memory[self._hidden_bytes(positions) : needed].view(torch.float32), self.semaphores)
+        experts = ExpertTable(self.shape, self.tiers, decision["addresses"], decision["bits"], decision["destinations"])
+        work, at = decision["work"], (decision["rows"], decision["pairs"])
+        decode_gate_up(
+            x, hidden, experts, WorkList(work[:-1], *at), self.activation, self.tiles.gate_up, scratch, start=start
+        )
+        weighting = Weighting(weights, decision["computed"])
+        decode_down(hidden, out, experts, WorkList(work, *at), self.tiles.down, scratch, weighting, start=start)
+
+    def compile(self, table: Mapping[str, Tensor], x: Tensor, ids: Tensor, decision: Mapping[str, Tensor]) -> None:
+        """Compile what any step of such tensors will launch."""
+        weights, rows = ids.new_empty(ids.shape, dtype=torch.float32), ids.new_zeros(1, dtype=torch.int32)
+        self.run(table, 0, x, ids, weights, rows, decision, torch.empty_like(x), start=compile_kernel)
+
+    @property
+    def _blocks(self) -> tuple[int, int]:
+        return -(-self.shape.intermediate // 64), -(-self.shape.hidden // 64)
+
+    def _hidden_bytes(self, positions: int) -> int:
+        return -(-2 * positions * self.shape.intermediate // 256) * 256

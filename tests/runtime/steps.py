@@ -42,10 +42,10 @@ class ByNumber(Exact):
 
 
 def make_runtime(
-    store, budget="100%", system=None, lo=2, predictor=None, engine=None, make=MoERuntime, threads=None, **options
+    store, budget="100%", system=None, lo=2, predictor=None, engine=None, make=MoERuntime, threads=None, hi=4, **options
 ):
     """A runtime; with threads that many read ahead."""
-    options = Options(hi=4, lo=lo, group_size=32, expert_budget=budget, **options)
+    options = Options(hi=hi, lo=lo, group_size=32, expert_budget=budget, **options)
     if threads is not None:
         engine = make_engine(store, CPU, threads, largest_blob=0)
     return make(store, options, CPU, system=system, predictor=predictor, engine=engine)
@@ -61,7 +61,8 @@ def random_step(seed, tokens, experts):
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(tokens, experts.num_experts, generator=generator)
     weights, ids = scores.topk(experts.top_k, dim=1)
-    x = torch.randn(tokens, next(iter(experts.formats.values())).hidden, generator=generator).bfloat16()
+    fmt = next(iter(experts.formats.values()))
+    x = torch.randn(tokens, fmt.hidden, generator=generator).to(fmt.dtype)
     return x, weights / weights.sum(1, keepdim=True), ids.int()
 
 
@@ -70,9 +71,12 @@ def forward(runtime, layer, x, weights, ids, activation=Activation.SILU, **told)
     return runtime.forward(Routing(layer, len(runtime.experts.layers), x, ids, weights, **told), activation)
 
 
-def run(runtime, steps):
+def run(runtime, steps, activation=Activation.SILU):
     """Run (seed, layer, tokens) and return the outputs."""
-    outputs = [forward(runtime, layer, *random_step(seed, tokens, runtime.experts)) for seed, layer, tokens in steps]
+    outputs = [
+        forward(runtime, layer, *random_step(seed, tokens, runtime.experts), activation)
+        for seed, layer, tokens in steps
+    ]
     runtime.check_integrity()
     return outputs
 

@@ -35,6 +35,7 @@ class ExpertMemory:
     plan: SlotPlan
     budget: BudgetTracker
     table: ResidencyTable
+    make_table = ResidencyTable
 
     def __init__(self, experts: ModelExperts, device: torch.device, device_memory: DeviceMemory) -> None:
         self._experts, self._device, self._device_memory = experts, device, device_memory
@@ -51,7 +52,7 @@ class ExpertMemory:
         self.budget = BudgetTracker(plan.limit)
         if plan.workspace_bytes:
             self.budget.reserve("the kernel's workspace and the predictor", plan.workspace_bytes)
-        self.table = ResidencyTable(self._experts.num_experts, plan.quotas, reuse_high=reuse_high)
+        self.table = self.make_table(self._experts.num_experts, plan.quotas, reuse_high=reuse_high)
         for tier, count in plan.slots.items():
             fmt = self._experts.formats[bits[tier]]
             self.budget.reserve(f"{count} slots of tier {tier.value}", count * fmt.nbytes)

@@ -25,6 +25,10 @@ from vllm_dymoe.kernels import Activation, ExpertKernel, LayerWork, combine, mak
 from vllm_dymoe.observe.timeline import CudaClock, HostClock, Lane, Timeline
 from vllm_dymoe.predict import Measured, PredictionStats, Predictor
 from vllm_dymoe.runtime.counters import ResidencyCounts
+from vllm_dymoe.runtime.decided_memory import DecidedMemory
+from vllm_dymoe.runtime.decisions import device_decides
+from vllm_dymoe.runtime.decode_path import DecodeKernel, DecodePath
+from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.device_memory import make_device_memory
 from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
@@ -33,7 +37,7 @@ from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
 from vllm_dymoe.runtime.sizing import SlotPlan, limit_in_bytes, minimum_budget, plan_slots, tier_bits, workspace_bytes
 from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.runtime.stream import LayerStep
-from vllm_dymoe.store import HostStore
+from vllm_dymoe.store import HostStore, ReadableStore
 from vllm_dymoe.systems import System, make_system
 from vllm_dymoe.transfer import TransferEngine, TransferStats, make_engine
 
@@ -51,6 +55,7 @@ class MoERuntime:
         system: in place of the one that the options name.
         engine: in place of the one that fits the device.
         predictor: names experts to fetch ahead; None for none.
+        weights_on_input: of some layer the router's weights multiply what experts read.
 
     Raises:
         ConfigError: the budget cannot hold one expert of each tier that the system uses.
@@ -65,6 +70,8 @@ class MoERuntime:
         system: System | None = None,
         engine: TransferEngine | None = None,
         predictor: Predictor | None = None,
+        *,
+        weights_on_input: bool = False,
     ) -> None:
         self.store = store
         self.experts = store.experts
@@ -83,13 +90,36 @@ class MoERuntime:
         self.predictor = None if predictor is None else Measured(predictor)
         self._automatic_budget = automatic_budget
         self._counts, self._prefetch_stats = ResidencyCounts(), PrefetchStats()
-        self.memory = self.make_memory()
+        decides, self.host_decides_because = device_decides(
+            options,
+            system,
+            self.experts,
+            device.type,
+            readable=isinstance(store, ReadableStore),
+            weights_on_input=weights_on_input,
+        )
+        self.memory = self.make_decided_memory() if decides else self.make_memory()
+        self.decode = self._make_decode_path()
         self._expert_budget = options.expert_budget
         self._allocate(options, system, self._plan(self._limit(options), options, system))
 
     def make_memory(self) -> ExpertMemory:
         """Where this runtime keeps experts."""
         return ExpertMemory(self.experts, self.device, self._device_memory)
+
+    def make_decided_memory(self) -> DecidedMemory:
+        """The same where the device decides."""
+        assert isinstance(self.store, ReadableStore)
+        return DecidedMemory(self.store, self.device, self._device_memory)
+
+    def make_decode_kernel(self) -> DecodeKernel:
+        """What decides and computes a decode step without the host."""
+        return PlainDecode(self.kernel, self.experts.formats)
+
+    def _make_decode_path(self) -> DecodePath | None:
+        if not isinstance(self.memory, DecidedMemory):
+            return None
+        return DecodePath(self.experts, self.memory.decisions, self.make_decode_kernel(), self.device)
 
     @property
     def hits(self) -> int:
@@ -123,6 +153,7 @@ class MoERuntime:
         """
         if len(routing.ids) == 0:
             return torch.empty_like(routing.x)
+        self._enter_stream()
         begun, timeline = time.perf_counter(), self.engine.timeline
         try:
             layer, (x, groups, weights) = routing.layer, routing.work()
@@ -212,6 +243,22 @@ class MoERuntime:
             timeline.add(Lane.HOST, f"predict after layer {routing.layer}", "predict", begin, time.perf_counter())
         return act
 
+    # -- whose steps run --------------------------------------------------------------------------
+
+    def enter_decode(self) -> None:
+        """Steps without the host begin: nothing of the host's may still write into a slot."""
+        memory = self.memory
+        if isinstance(memory, DecidedMemory) and memory.enter_decode():
+            if self._prefetcher is not None:
+                self._prefetcher.clear()
+            ended = self._fetcher.settle_all()
+            assert ended, "a copy from host memory has not ended"
+
+    def _enter_stream(self) -> None:
+        memory = self.memory
+        if isinstance(memory, DecidedMemory) and not memory.streaming:
+            memory.enter_stream(self.engine.fence())
+
     # -- memory -----------------------------------------------------------------------------------
 
     def resize(self, budget: Any) -> None:
@@ -249,6 +296,12 @@ class MoERuntime:
         """
         options = changed_precision(self.options, self.experts.formats, changes)
         system = make_system(options)
+        if self.decode is not None and not system.decides_on_device:
+            raise ConfigError(
+                "vllm-dymoe: the precision stays as it was: the device decides about experts in decode, and this needs "
+                'the host; start with decisions "host".'
+            )
+        self._take_decode_counts()  # of the bit-widths that they had
         plan = self._plan(self.plan.limit, options, system)
         if plan == self.plan and all(tier_bits(options, tier) == self._bits[tier] for tier in plan.slots):
             self._serve_with(options, system)
@@ -328,16 +381,20 @@ class MoERuntime:
 
     def _plan(self, limit: int, options: Options, system: System) -> SlotPlan:
         shares = system.all_shares(self.experts)
-        return plan_slots(self.experts, options, system, limit, self._beside_experts, shares)
+        filled = isinstance(self.memory, DecidedMemory)
+        return plan_slots(self.experts, options, system, limit, self._beside_experts, shares, filled=filled)
 
     def _serve_with(self, options: Options, system: System) -> None:
         self.options, self.system = options, system
         self._bits = {tier: tier_bits(options, tier) for tier in Tier}
+        if isinstance(self.memory, DecidedMemory):
+            self.memory.serve(system, self._bits)
 
     def _allocate(self, options: Options, system: System, plan: SlotPlan) -> None:
         """Serve with other slots; the old ones are gone, so that there is one arena at a time."""
+        bits = {tier: tier_bits(options, tier) for tier in Tier}
+        self.memory.allocate(plan, bits, reuse_high=system.reuses_high)
         self._serve_with(options, system)
-        self.memory.allocate(plan, self._bits, reuse_high=system.reuses_high)
         self.memory.fence(self.engine.fence())
         self._fetcher = Fetcher(self.memory, self.engine, overlaps=system.overlaps)
         self._prefetcher = None if self.predictor is None else self._make_prefetcher()
@@ -371,8 +428,13 @@ class MoERuntime:
     def stats(self) -> RuntimeStats:
         """Counts since the start or the last ``reset_stats``."""
         intervals = self._prefetcher.intervals if self._prefetcher else {}
+        self._take_decode_counts()
         transfers, guesses = self.engine.stats, self._prefetch_stats
         return RuntimeStats.collect(self._counts, self.memory, transfers, guesses, intervals, self.predictor)
+
+    def _take_decode_counts(self) -> None:
+        if isinstance(self.memory, DecidedMemory):
+            self.memory.take_counts(self._counts, self.engine.stats)
 
     def precision(self) -> dict[str, Any]:
         """What decides precision at the moment, and what it means for a single token, as JSON-serialisable data."""
@@ -400,6 +462,7 @@ class MoERuntime:
 
     def reset_stats(self) -> None:
         """Count from zero."""
+        self._take_decode_counts()
         self._counts, self.engine.stats = ResidencyCounts(), TransferStats()
         self._prefetch_stats.reset()
         if self.predictor is not None:

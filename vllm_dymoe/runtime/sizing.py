@@ -86,6 +86,8 @@ def plan_slots(
     limit: int,
     workspace_bytes: int,
     shares: Mapping[Tier, Sequence[float]] | None = None,
+    *,
+    filled: bool = False,
 ) -> SlotPlan:
     """Spend ``limit`` bytes on slots.
 
@@ -100,6 +102,7 @@ def plan_slots(
         limit: the budget in bytes.
         workspace_bytes: what the kernel and the predictor take of it.
         shares: for each tier, what share of a layer's active experts is wanted in it; equal ones if None.
+        filled: slots for every expert are filled at start, and others not before a device decides: the host streams.
 
     Raises:
         ConfigError: the budget cannot hold one expert of each tier.
@@ -127,12 +130,15 @@ def plan_slots(
     elif used:
         slots[used[0]] = min(every_expert, spare // sizes[used[0]])
     quotas = {}
+    # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
+    everyone_stays = system.keeps_experts
+    if filled:
+        everyone_stays &= slots.get(used[0]) == every_expert and (len(used) == 1 or system.reuses_high)
     for tier, count in slots.items():
-        # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
         # C of Eq. 10 bounds what is fetched ahead: a quarter of the slots at most, or layers would keep too little.
         ahead = min(FEWEST_STAGING + system.named_ahead(experts.top_k), count // 4)
         staging = max(system.staging_slots(count), ahead if system.named_ahead(experts.top_k) else 0)
-        staging = 0 if count == every_expert and system.keeps_experts else staging
+        staging = 0 if count == every_expert and everyone_stays else staging
         quotas[tier] = layer_shares(count, weights[tier], staging, experts.num_experts)
     return SlotPlan(limit, workspace_bytes, slots, quotas)
 

@@ -1,6 +1,6 @@
 """What every store of packed experts is asked for, and how it fails."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -44,6 +44,15 @@ class HostStore(Protocol):
 
     def close(self) -> None:
         """Give files and memory back."""
+        ...
+
+
+@runtime_checkable
+class ReadableStore(HostStore, Protocol):
+    """Whose bytes lie in memory that the experts' device can read by itself, complete and checked from the start on."""
+
+    def blob(self, key: BlobKey, projections: range = EVERY_PROJECTION) -> torch.Tensor:
+        """The bytes themselves: uint8 [bytes of the projections]."""
         ...
 
 

@@ -111,6 +111,11 @@ class System(BaseModel):
         """Experts that are to be on their way at once before a router asks, beyond what is usual."""
         return 0
 
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether a device can decide a decode step by itself: ``critical_counts`` says all that ``select`` would."""
+        return False
+
     # -- foresight --------------------------------------------------------------------------------
 
     @property

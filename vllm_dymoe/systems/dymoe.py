@@ -66,6 +66,11 @@ class Dymoe(Exact):
         """As the parameter says."""
         return self.skipped_weights == "renormalize"
 
+    @property
+    def decides_on_device(self) -> bool:
+        """Unless the weights of skipped experts are handed on."""
+        return not self.renormalizes
+
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
         """Of ``top_k`` active experts: what rounding makes of r(l)."""
         high = [self._critical(layer, num_layers, top_k) / top_k for layer in range(num_layers)]

@@ -21,6 +21,11 @@ class Exact(System):
     """How many layers ahead gates are asked, or a predictor is: 0 fetches nothing before its router names it."""
 
     @property
+    def decides_on_device(self) -> bool:
+        """Everything is high."""
+        return True
+
+    @property
     def foresight(self) -> str | None:
         """The next layer's gate on this layer's input (DyMoE 4.4.1)."""
         return "next gate" if self.look_ahead else None

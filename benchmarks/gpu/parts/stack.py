@@ -156,7 +156,7 @@ class Stack:
         gates = [Gate(lambda x, layer=layer: x @ self._gates[layer].T) for layer in range(self.model.layers)]
         m = self.model
         routed = RoutedModel(m.layers, m.experts, m.top_k, gates, hidden=m.hidden, device=DEVICE)
-        chosen = Options(hi=hi, lo=lo, group_size=m.group, expert_budget="100%", **options)
+        chosen = Options(hi=hi, lo=lo, group_size=m.group, expert_budget="100%", **({"decisions": "host"} | options))
         foresight = FORESIGHT[prefetch]
         engine = None
         if threads is not None:

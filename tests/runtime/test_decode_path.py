@@ -1,0 +1,188 @@
+"""Steps without the host: the same bits as with it, at every budget and on either path."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runtime.decided import check_decided, decided_runtime, decode, run_decided
+from tests.runtime.steps import BUDGETS, CPU, STEPS, forward, make_runtime, random_step, run
+from tests.small_model import make_experts, make_store
+from tests.support.memory_writer import MemoryWriter
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.experts.residency import HIGH, LOW
+from vllm_dymoe.kernels import Activation, Curve
+from vllm_dymoe.kernels.codebook import CODEBOOKS
+from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime.decisions import device_decides
+from vllm_dymoe.store.joined import join
+from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.systems.exact import Exact
+
+MIXED = Dymoe(retention=0.5, reuse_high=False)
+SYSTEMS = {"exact": (Exact(), 2), "tiers": (MIXED, 2), "skips": (MIXED, 0), "low": (Dymoe(retention=0), 2)}
+
+
+def equal(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_no_budget_and_no_path_changes_a_bit(memory_store, system, budget):
+    system, lo = SYSTEMS[system]
+    want = run(make_runtime(memory_store, "100%", system, lo=lo), STEPS)
+    runtime = decided_runtime(memory_store, budget, system, lo=lo)
+    assert equal(run_decided(runtime, STEPS), want)
+    assert runtime.budget.peak <= runtime.budget.limit
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4", "fp8", "without a gate"])
+def test_every_kind_of_experts_is_decided_and_computed(kind):
+    """Published floats beside a tier of steps, and experts without a gate, whose section of it has no bytes."""
+    activation, experts = Activation.SILU, make_experts(bits=(8, 2) if kind == "fp8" else (4, 2))
+    high, low = experts.formats
+    if kind == "without a gate":
+        activation = Activation(Curve.RELU2, has_gate=False)
+        formats = {bits: replace(fmt, has_gate=False) for bits, fmt in experts.formats.items()}
+    else:
+        formats = experts.formats | {high: replace(experts.formats[high], codebook=CODEBOOKS[kind])}
+    experts = replace(experts, formats=formats)
+    store = random_store(experts, MemoryWriter(experts), seed=3)
+    want = run(make_runtime(store, system=MIXED, hi=high), STEPS, activation)
+    runtime = decided_runtime(store, "50%", MIXED, hi=high)
+    assert equal(run_decided(runtime, STEPS, activation), want)
+    assert {code: int(runtime.memory.decisions.bits[code]) for code in (LOW, HIGH)} == {
+        LOW: low, HIGH: formats[high].matrices[2].tag
+    }  # fmt: skip
+
+
+def test_what_is_decoded_is_kept_and_prompts_only_look(memory_store):
+    runtime = decided_runtime(memory_store, "50%", lo=0)
+    table = runtime.memory.decisions
+    for number, tokens in enumerate((40, 1, 40, 1, 40)):
+        before = [tensor.clone() for tensor in (table.tier, table.slot, table.heat, table.step)]
+        run_decided(runtime, [(number, 0, tokens)])
+        after = [table.tier, table.slot, table.heat, table.step]
+        assert equal(before, after) == (tokens == 40)
+    assert int(table.tier.count_nonzero()) > 0
+    hits = runtime.stats().hits
+    run_decided(runtime, [(4, 0, 40)])
+    assert runtime.stats().hits - hits == int(table.tier[0].count_nonzero())
+
+
+def test_rows_that_fill_up_a_batch_are_zeros_and_change_nothing(memory_store):
+    x, weights, ids = random_step(1, 8, memory_store.experts)
+    x[5:] = torch.nan
+    runtime, other = (decided_runtime(memory_store, "50%") for _ in range(2))
+    filled_up = decode(runtime, 0, x, weights, ids, rows=5)
+    assert torch.equal(filled_up[:5], decode(other, 0, x[:5], weights[:5], ids[:5]))
+    assert not filled_up[5:].any()
+    for name in ("tier", "slot", "heat", "counters"):
+        assert torch.equal(getattr(runtime.memory.decisions, name), getattr(other.memory.decisions, name))
+
+
+def test_nobodys_rows_change_nothing(memory_store):
+    runtime = decided_runtime(memory_store, "50%")
+    before = runtime.stats()
+    runtime.decode.warm_up(Activation.SILU)
+    assert not decode(runtime, 0, *random_step(1, 4, memory_store.experts), rows=0).any()
+    assert runtime.stats() == before
+    assert not runtime.memory.decisions.heat.any()
+
+
+def test_experts_of_another_rank_add_nothing(memory_store):
+    x, weights, ids = random_step(3, 8, memory_store.experts)
+    mine = torch.where(ids < 3, ids, -1)
+    runtime = decided_runtime(memory_store, "50%")
+    assert torch.equal(decode(runtime, 0, x, weights, mine), forward(make_runtime(memory_store), 0, x, weights, mine))
+    assert not decode(runtime, 0, x, weights, torch.full_like(ids, -1)).any()
+    assert runtime.stats().planned["hi"] == len(np.unique(mine[mine >= 0]))
+
+
+def test_where_every_expert_has_a_slot_all_are_there_from_the_start(memory_store):
+    runtime = decided_runtime(memory_store, "100%", lo=0)
+    run_decided(runtime, STEPS)
+    assert runtime.plan.staging == dict.fromkeys(runtime.plan.staging, 0)
+    assert runtime.stats().misses == 0
+    runtime.memory.clear()
+    run_decided(runtime, STEPS[:5])
+
+
+def test_counts_of_both_kinds_of_steps_add_up(memory_store):
+    runtime = decided_runtime(memory_store, "50%", MIXED)
+    host = make_runtime(memory_store, "50%", MIXED)
+    run_decided(runtime, STEPS)
+    run(host, STEPS)
+    stats = runtime.stats()
+    assert stats.planned == host.stats().planned
+    assert stats.hits + stats.misses == sum(stats.planned.values())
+    assert stats.misses == stats.transfers["demand"]
+    assert runtime.stats() == stats
+    residents = {tier.value: len(runtime.memory.table.residents(tier)) for tier in runtime.memory.pools}
+    assert stats.resident_experts == residents
+    runtime.reset_stats()
+    assert runtime.stats().hits == runtime.stats().bytes_moved["demand"] == 0
+
+
+def test_bytes_are_counted_at_the_precision_that_they_had(memory_store):
+    runtime = decided_runtime(memory_store, "minimum", "dymoe", system_options={"retention": 1})
+    sizes = {bits: fmt.nbytes for bits, fmt in memory_store.experts.formats.items()}
+    run_decided(runtime, [(1, 0, 1)])
+    runtime.set_precision(hi=2, lo=0)
+    run_decided(runtime, [(1, 0, 1)])
+    assert runtime.stats().bytes_moved["demand"] == 2 * sizes[4] + 2 * sizes[2]
+
+
+@pytest.mark.parametrize("change", ["budget", "retention"])
+def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, change):
+    """A captured graph goes on reading where it has read."""
+    runtime = decided_runtime(memory_store, "50%", "dymoe", system_options={"retention": 0.5, "reuse_high": False})
+    path, addresses = runtime.decode, [tensor.data_ptr() for tensor in vars(runtime.memory.decisions).values()]
+    for value in (0.25, 0.75, 0.5):
+        if change == "budget":
+            runtime.resize(f"{value:.0%}")
+        else:
+            runtime.set_precision(retention=value)
+        assert equal(run_decided(runtime, STEPS), run(make_runtime(memory_store, system=runtime.system), STEPS))
+    assert runtime.decode is path
+    assert [tensor.data_ptr() for tensor in vars(runtime.memory.decisions).values()] == addresses
+
+
+def test_who_decides_is_checked(memory_store, tmp_path):
+    for system, options, problem in (
+        ("firm", {}, "needs the host"),
+        ("dymoe", {"system_options": {"skipped_weights": "renormalize"}, "lo": 0}, "needs the host"),
+        ("exact", {"trace": {"folder": tmp_path, "inputs": True}}, "inputs of routers"),
+        ("exact", {"link_gbps": 1}, "emulated link"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            decided_runtime(memory_store, "50%", system, **options)
+    with pytest.raises(ConfigError, match="a draft with experts"):
+        decided_runtime(join(make_store(make_experts()), make_store(make_experts(layers=1))))
+    options = Options(group_size=32, decisions="device")
+    with pytest.raises(ConfigError, match="multiply what experts read"):
+        MoERuntime(memory_store, options, CPU, weights_on_input=True)
+    decides, because = device_decides(
+        Options(), Exact(), memory_store.experts, "cuda", readable=True, weights_on_input=True
+    )
+    assert not decides
+    assert "multiply what experts read" in because, (
+        "where nobody asked for the device the host takes over, and says why"
+    )
+    with pytest.raises(ConfigError, match="host_store"):
+        make_runtime(SimpleNamespace(experts=memory_store.experts), decisions="device")
+    for decisions in ("auto", "host"):
+        assert make_runtime(memory_store, decisions=decisions).decode is None
+    assert decided_runtime(memory_store).decode is not None
+
+
+def test_a_precision_that_needs_the_host_is_refused_while_serving(memory_store):
+    runtime = decided_runtime(memory_store, "50%", "dymoe", lo=0, system_options={"retention": 0.5})
+    with pytest.raises(ConfigError, match="decisions"):
+        runtime.set_precision(skipped_weights="renormalize")
+    run_decided(runtime, STEPS[:3])
+    check_decided(runtime)

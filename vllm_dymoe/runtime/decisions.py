@@ -1,0 +1,67 @@
+"""Who decides about experts in decode: the host for every layer, or the device in a step without a host.
+
+There is one writer of what layers keep. Where the device decides it writes, in decode steps alone; the host reads a
+snapshot for the other steps, and streams past it.
+"""
+
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.experts.layout import ModelExperts
+from vllm_dymoe.systems import System
+
+
+def device_decides(
+    options: Options,
+    system: System,
+    experts: ModelExperts,
+    device_type: str,
+    *,
+    readable: bool,
+    weights_on_input: bool = False,
+) -> tuple[bool, str]:
+    """Whether the device decides, and why not, if it was to.
+
+    Args:
+        options: validated options.
+        system: that they name.
+        experts: of the rank.
+        device_type: "cuda", or "cpu", where the device is only played.
+        readable: the device can read the host store by itself.
+        weights_on_input: of some layer the router's weights multiply what experts read.
+
+    Raises:
+        ConfigError: it was asked for, and cannot be.
+    """
+    if options.decisions == "host" or (options.decisions == "auto" and device_type != "cuda"):
+        return False, ""
+    reason = _obstacle(options, system, experts, readable, weights_on_input)
+    if reason and options.decisions == "device":
+        raise ConfigError(f'vllm-dymoe: decisions = "device" is impossible, because {reason}; use "auto" or "host".')
+    return not reason, reason
+
+
+def _obstacle(options: Options, system: System, experts: ModelExperts, readable: bool, weights_on_input: bool) -> str:
+    if not system.decides_on_device:
+        return f'what the system "{system.name}" chooses with its options needs the host'
+    if experts.draft_layers:
+        return "a draft with experts proposes the model's tokens"
+    if weights_on_input:
+        return "the router's weights multiply what experts read, and a step on the device has them multiply the outputs"
+    if not readable:
+        return 'the device cannot read experts from files by itself (host_store "pinned" puts them into memory)'
+    if options.trace is not None and options.trace.inputs:
+        return "the inputs of routers are recorded"
+    return "an emulated link is the host's" if options.link_gbps is not None else ""
+
+
+def without_device(options: Options) -> Options:
+    """For a trace where ranks share the experts of a layer: the device knows its own, and the host what routers chose.
+
+    Raises:
+        ConfigError: the device was to decide.
+    """
+    if options.decisions == "device":
+        raise ConfigError(
+            'vllm-dymoe: decisions = "device" is impossible, because a trace records the experts of all ranks; use '
+            '"auto" or "host", or leave trace out.'
+        )
+    return options.model_copy(update={"decisions": "host"})

@@ -1,0 +1,99 @@
+"""The decode path: a layer's step in three launches over fixed memory, with no host in it.
+
+``decide`` finds the active experts and their tiers, applies the residency rule to the table, and writes down what is to
+be read from where; two launches compute from these addresses, and store on the way what is to be kept. Nothing depends
+on a value that the host would have to know, so that a whole step can be captured in a CUDA graph and replayed for ever:
+budget, shares, tiers and retention are values in the table.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.experts.decode_table import Decision, DecodeTable
+from vllm_dymoe.experts.layout import ModelExperts
+from vllm_dymoe.kernels import Activation
+
+DECODE_ROWS = 16
+"""Most rows of a step that take this path; with more of them tensor cores are worth a step without a graph."""
+
+
+class DecodeKernel(Protocol):
+    """Decides and computes one layer's step.
+
+    Attributes:
+        name: which implementation, for logs and reports.
+    """
+
+    name: str
+
+    def forward(
+        self,
+        table: DecodeTable,
+        layer: int,
+        rows: Tensor,
+        decision: Decision,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        activation: Activation,
+    ) -> Tensor:
+        """Decide, fetch and compute, without waiting for the device.
+
+        Args:
+            table: who is where; rewritten.
+            layer: position among the MoE layers.
+            rows: int32 [1], how many of the rows are tokens; the others come out as zeros.
+            decision: scratch for as many rows as x has.
+            x: [rows, hidden] bfloat16 or float16.
+            weights: float32 [rows, top_k].
+            ids: int [rows, top_k], negative where another rank has the expert.
+            activation: of the gated expert.
+
+        Returns:
+            [rows, hidden], the weighted sum over each token's experts on this rank.
+        """
+        ...
+
+
+class DecodePath:
+    """Every MoE layer of one rank, in steps that need no host.
+
+    Args:
+        experts: of the rank.
+        table: who is where.
+        kernel: decides and computes.
+        device: of all.
+
+    Attributes:
+        table: who is where, and what was counted.
+        kernel: decides and computes.
+    """
+
+    def __init__(self, experts: ModelExperts, table: DecodeTable, kernel: DecodeKernel, device: torch.device) -> None:
+        self.table, self.kernel = table, kernel
+        self._experts, self._device = experts, device
+        scratch = Decision.allocate(DECODE_ROWS, experts.top_k, experts.num_experts, device)
+        # One for each number of rows, made once: slices are host work, too.
+        self._decisions = [scratch.of(rows, experts.num_experts) for rows in range(DECODE_ROWS + 1)]
+        self._rows = torch.zeros(1, dtype=torch.int32, device=device)
+        self._told = 0
+
+    def warm_up(self, activation: Activation) -> None:
+        """Compile and load what layers will launch, by a step without tokens: neither requests nor captures wait."""
+        fmt, top_k = next(iter(self._experts.formats.values())), self._experts.top_k
+        x = torch.zeros(1, fmt.hidden, dtype=fmt.dtype, device=self._device)
+        weights, ids = (torch.zeros(1, top_k, dtype=t, device=self._device) for t in (torch.float32, torch.int32))
+        self.forward(0, x, weights, ids, activation)
+
+    def tell(self, rows: int) -> None:
+        """How many rows are tokens in what is launched or replayed from now on; 0 for what nobody has asked for."""
+        if rows != self._told:
+            self._rows.fill_(rows)
+            self._told = rows
+
+    def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
+        """One layer; see :meth:`DecodeKernel.forward`."""
+        decision = self._decisions[len(x)]
+        return self.kernel.forward(self.table, layer, self._rows, decision, x, weights, ids, activation)

@@ -1,0 +1,73 @@
+"""The decode path as a CPU plays it: the plain rule decides, and kernels read and fill the addresses that it wrote."""
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.experts.decode_rule import decide_plain
+from vllm_dymoe.experts.decode_table import Decision, DecodeTable
+from vllm_dymoe.experts.layout import ExpertFormat
+from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork, combine
+
+
+class PlainDecode:
+    """A layer's decode step on a CPU, for tests of everything around it.
+
+    Args:
+        kernel: computes.
+        formats: of experts, by bit-width.
+    """
+
+    name = "decided and fetched as a device would, by the host"
+
+    def __init__(self, kernel: ExpertKernel, formats: Mapping[int, ExpertFormat]) -> None:
+        self._kernel, self._formats = kernel, {fmt.matrices[2].tag: fmt for fmt in formats.values()}
+
+    def forward(
+        self,
+        table: DecodeTable,
+        layer: int,
+        rows: Tensor,
+        decision: Decision,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        activation: Activation,
+    ) -> Tensor:
+        """See :class:`vllm_dymoe.runtime.decode_path.DecodeKernel`."""
+        self.decide(table, layer, ids, weights, rows, decision)
+        out = x.new_empty((ids.numel(), x.shape[1]))
+        work = [self._work(decision, item) for item in range(int(decision.count))]
+        self._kernel.forward(x, work, out, activation)
+        if int(decision.computed.sum()) == ids.numel():
+            return combine(out, weights)
+        return combine(out, weights, torch.where(decision.computed > 0, ids, -1))
+
+    decide = staticmethod(decide_plain)
+
+    def _work(self, decision: Decision, item: int) -> ExpertWork:
+        """One item, once its bytes are where they are to be kept."""
+        packed = []
+        for projection in range(3):
+            matrix = self._formats[int(decision.bits[item, projection])].matrices[projection]
+            section = memory_at(int(decision.addresses[item, projection]), matrix.nbytes)
+            destination = int(decision.destinations[item, projection])
+            if destination:
+                section = self.fetch(section, memory_at(destination, matrix.nbytes))
+            packed.append(matrix.view(section))
+        gate, up, down = packed
+        _, first, last = decision.work[item].tolist()
+        return ExpertWork(gate, up, down, decision.rows[first:last].long(), decision.pairs[first:last].long())
+
+    def fetch(self, source: Tensor, destination: Tensor) -> Tensor:
+        """Copy a section to where it is kept; returns the copy."""
+        return destination.copy_(source)
+
+
+def memory_at(address: int, nbytes: int) -> Tensor:
+    """uint8 [nbytes]: memory of this process, which somebody else keeps alive."""
+    if nbytes == 0:  # a gate that experts do not have
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

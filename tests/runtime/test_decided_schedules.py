@@ -1,0 +1,185 @@
+"""No schedule of steps with and without the host corrupts a slot, on a recorded device.
+
+A step without the host, replayed from a graph or launched, is one operation of the computing stream for each of its
+layers: it reads slots, and fills slots that layers keep and slots that no layer keeps. The host's steps between them
+stream through the latter, guess into them, and read what layers keep; budgets change in the middle.
+"""
+
+import contextlib
+import random
+import threading
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.runtime.decided import decode
+from tests.runtime.schedules import EXPERTS, LAYERS, STORE, Guesses, Program, RecordedMemory, make_engine, plain_runtime
+from tests.runtime.steps import forward, make_runtime, random_step
+from tests.support.deterministic_threads import DeterministicThreads
+from tests.support.happens_before import History
+from tests.support.recorded_device import COMPUTATION, RecordedStore, record_reads
+from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime.decided_memory import DecidedMemory
+from vllm_dymoe.runtime.decode_path import DECODE_ROWS
+from vllm_dymoe.runtime.decode_plain import PlainDecode
+from vllm_dymoe.systems.exact import Exact
+
+PROMPT = DECODE_ROWS + 4
+
+
+class RecordedDecidedMemory(RecordedMemory, DecidedMemory):
+    """Tells of what computation writes."""
+
+
+class RecordedDecode(PlainDecode):
+    """Tells of the slots that a decode step fills."""
+
+    def __init__(self, history, *arguments):
+        super().__init__(*arguments)
+        self._history = history
+
+    def fetch(self, source, destination):
+        self._history.follow(COMPUTATION, self._history.now(threading.current_thread()))  # that launches it
+        self._history.write(COMPUTATION, destination)
+        return super().fetch(source, destination)
+
+
+class DecidedRuntime(MoERuntime):
+    """A runtime whose device decides, on recorded memory."""
+
+    def __init__(self, history, *arguments, **options):
+        self._history = history
+        super().__init__(*arguments, **options)
+
+    def make_decided_memory(self):
+        return RecordedDecidedMemory(self._history, COMPUTATION, self.store, self.device, self._device_memory)
+
+    def make_decode_kernel(self):
+        return RecordedDecode(self._history, self.kernel, self.experts.formats)
+
+
+def execute(program, turns, history):
+    """Run a program: steps of few tokens without the host."""
+    store = RecordedStore(STORE, history, turns.pause)
+    engine = make_engine("pinned", store, history, turns, None, program)
+    runtime = make_runtime(
+        store,
+        program.budget or plain_runtime(False).minimum_budget,
+        Exact(),
+        predictor=Guesses(program.guesses),
+        engine=engine,
+        make=partial(DecidedRuntime, history),
+        decisions="device",
+    )
+    runtime.kernel.asynchronous = True
+    record_reads(runtime.kernel, history, COMPUTATION, turns.pause)
+    outputs = []
+    for number, (seed, layer, tokens) in enumerate(program.steps):
+        if number in program.resizes:
+            runtime.resize(program.resizes[number])
+        run = decode if tokens <= DECODE_ROWS else forward
+        outputs.append(run(runtime, layer, *random_step(seed, tokens, STORE.experts)))
+        runtime.memory.decisions.check_integrity()
+    runtime.check_integrity()
+    engine.close()
+    return outputs
+
+
+def expected(program):
+    runtime = plain_runtime(False)
+    return [forward(runtime, layer, *random_step(seed, tokens, STORE.experts)) for seed, layer, tokens in program.steps]
+
+
+guesses = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)), max_size=4).map(tuple)
+programs = st.builds(
+    Program,
+    steps=st.lists(
+        st.tuples(st.integers(0, 50), st.integers(0, LAYERS - 1), st.sampled_from((1, 2, 5, PROMPT))),
+        min_size=1,
+        max_size=8,
+    ).map(tuple),
+    budget=st.sampled_from((0, 0.2, 0.4, 0.6, 1.0)),
+    guesses=st.lists(guesses, max_size=8).map(tuple),
+    pieces=st.booleans(),
+    resizes=st.dictionaries(st.integers(0, 7), st.sampled_from((0.4, 0.7)), max_size=2),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs, st.integers(0, 2**32), st.sampled_from((0.1, 0.5, 1.0)))
+def test_no_schedule_corrupts_a_slot(program, seed, restless):
+    history = History()
+    outputs = execute(program, DeterministicThreads(history, seed, restless), history)
+    assert history.races == []
+    assert all(torch.equal(got, want) for got, want in zip(outputs, expected(program), strict=True))
+
+
+# -- planted faults -------------------------------------------------------------------------------
+
+
+def random_program(seed):
+    """Prompts and decode steps in turn, which guess and stream through the same slots."""
+    chosen = random.Random(seed)
+    layers = [number % LAYERS for number in range(12)]
+    return Program(
+        steps=tuple((chosen.randrange(50), layer, chosen.choice((1, 5, 5, PROMPT, PROMPT))) for layer in layers),
+        budget=chosen.choice((0.2, 0.4)),
+        guesses=tuple(
+            tuple((min(layer + 1, LAYERS - 1), chosen.randrange(EXPERTS)) for _ in range(4)) for layer in layers
+        ),
+    )
+
+
+def faults(seeds=range(40)):
+    """What the first seed shows that shows something: a race, or a wrong answer; None if none of them does."""
+    for seed in seeds:
+        history, outputs = History(), None
+        with contextlib.suppress(AssertionError):
+            outputs = execute(random_program(seed), DeterministicThreads(history, seed), history)
+        if history.races:
+            return history.races[0]
+        if outputs and not all(map(torch.equal, outputs, expected(random_program(seed)))):
+            return "wrong"
+    return None
+
+
+def elsewhere(self, source, destination):
+    self._history.write("another", destination)
+    return PlainDecode.fetch(self, source, destination)
+
+
+def forget_copies(self):
+    self.memory.enter_decode()
+
+
+def look_once(self, last_read):
+    if not vars(self).setdefault("looked", False):
+        self.looked = True
+        self.decisions.give(self.table)
+    self.fence(last_read)
+    self.streaming = True
+
+
+PLANTED = {
+    "a row is published before another stream has filled its slot": (RecordedDecode, "fetch", elsewhere, "writes"),
+    "a slot is filled before the decode step that reads it": (DecidedMemory, "fence", lambda *_: None, "writes"),
+    "a decode step fills slots that guesses still fill": (DecidedRuntime, "enter_decode", forget_copies, ""),
+    "the host goes by a snapshot from before a decode step": (DecidedMemory, "enter_stream", look_once, "wrong"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found(fault):
+    owner, name, replacement, shows = PLANTED[fault]
+    with mock.patch.object(owner, name, replacement):
+        found = faults()
+    assert found is not None
+    assert shows in found
+
+
+def test_without_a_fault_nothing_is_found():
+    assert faults(range(10)) is None

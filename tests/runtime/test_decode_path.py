@@ -22,6 +22,7 @@ from vllm_dymoe.store.joined import join
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
 
+ON_INPUT = "the router's weights multiply what experts read"
 MIXED = Dymoe(retention=0.5, reuse_high=False)
 SYSTEMS = {"exact": (Exact(), 2), "tiers": (MIXED, 2), "skips": (MIXED, 0), "low": (Dymoe(retention=0), 2)}
 
@@ -164,15 +165,10 @@ def test_who_decides_is_checked(memory_store, tmp_path):
     with pytest.raises(ConfigError, match="a draft with experts"):
         decided_runtime(join(make_store(make_experts()), make_store(make_experts(layers=1))))
     options = Options(group_size=32, decisions="device")
-    with pytest.raises(ConfigError, match="multiply what experts read"):
-        MoERuntime(memory_store, options, CPU, weights_on_input=True)
-    decides, because = device_decides(
-        Options(), Exact(), memory_store.experts, "cuda", readable=True, weights_on_input=True
-    )
-    assert not decides
-    assert "multiply what experts read" in because, (
-        "where nobody asked for the device the host takes over, and says why"
-    )
+    with pytest.raises(ConfigError, match=ON_INPUT):
+        MoERuntime(memory_store, options, CPU, obstacle=ON_INPUT)
+    said = device_decides(Options(), Exact(), "cuda", readable=True, obstacle=ON_INPUT)
+    assert said == (False, ON_INPUT), "where nobody asked for the device the host takes over, and says why"
     with pytest.raises(ConfigError, match="host_store"):
         make_runtime(SimpleNamespace(experts=memory_store.experts), decisions="device")
     for decisions in ("auto", "host"):

@@ -13,11 +13,14 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from tests.e2e.replays import platform_with_graphs
 from tests.vllm_adapter.test_prepare import configure
 from vllm_dymoe.config import ConfigError
+from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.vllm_adapter import graphs
-from vllm_dymoe.vllm_adapter.graphs import OPERATOR, Compilation, choose_graphs, settle_graphs
+from vllm_dymoe.vllm_adapter.graphs import OPERATOR, Compilation, choose_graphs, leave_layers_out, settle_graphs
 from vllm_dymoe.vllm_adapter.running import Running
+from vllm_dymoe.vllm_adapter.step import RunningStep
 
 MODES = list(CUDAGraphMode)
+DEVICE = {"decisions": "device", "host_store": "pinned"}
 FLAGS = [dict(zip(("breakable", "cut_at_attention", "cut_by_inductor", "transformers_model"), values, strict=True))
          for values in itertools.product((False, True), repeat=4)]  # fmt: skip
 
@@ -26,6 +29,7 @@ FLAGS = [dict(zip(("breakable", "cut_at_attention", "cut_by_inductor", "transfor
 def said(monkeypatch):
     lines = []
     monkeypatch.setattr(graphs.logger, "log", lambda level, text, *values: lines.append((level, text % values)))
+    monkeypatch.setattr(graphs.logger, "info", lambda text, *values: lines.append((logging.INFO, text % values)))
     monkeypatch.setattr(graphs.logger, "warning", lambda text, *values: lines.append((logging.WARNING, text % values)))
     return lines
 
@@ -40,14 +44,18 @@ def test_a_layer_is_between_graphs_or_there_are_none(asked, flags):
     wanted = CUDAGraphMode.PIECEWISE if asked != CUDAGraphMode.NONE and between else CUDAGraphMode.NONE
     assert mode == wanted
     assert bool(reason) == (asked != CUDAGraphMode.NONE and not between)
+    with_device, _ = choose_graphs(Compilation(asked, **flags, decode_sizes=(1, 2)))
+    full = asked not in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE)
+    full &= not (flags["transformers_model"] or flags["cut_by_inductor"])
+    assert with_device == (CUDAGraphMode.FULL_DECODE_ONLY if full else mode)
 
 
-def configured(monkeypatch, *, breakable=False, **settings):
+def configured(monkeypatch, *, breakable=False, dymoe=None, **settings):
     """What vLLM makes of settings where graphs can be captured, with and without our part in it."""
     # Set here and not by the test: vLLM writes it into the environment itself for some architectures.
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(breakable)))
     with platform_with_graphs():
-        ours = configure(**settings)
+        ours = configure(dymoe, **settings)
         plain = configure(quantization=None, **settings)
     return ours, plain
 
@@ -84,6 +92,65 @@ def test_the_graphs_of_a_configuration(settings, asked, after, monkeypatch, said
         assert text.startswith("vllm-dymoe: ")
         assert ("no CUDA graphs" in text) == (after == "NONE")
         assert (f"cudagraph_mode {asked} becomes {after}" in text) == (asked != after)
+
+
+@pytest.mark.parametrize("drafted", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("settings", "asked", "after"),
+    [
+        ({}, "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"),
+        ({"cudagraph_mode": "FULL"}, "FULL", "FULL_DECODE_ONLY"),
+        ({"cudagraph_capture_sizes": [16, 3, 40]}, "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"),
+        ({"splitting_ops": []}, "FULL", "FULL_DECODE_ONLY"),
+        ({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, "FULL_DECODE_ONLY", "FULL_DECODE_ONLY"),
+        ({"cudagraph_mode": "PIECEWISE"}, "PIECEWISE", "PIECEWISE"),
+        ({"cudagraph_capture_sizes": [32, 64]}, "FULL_AND_PIECEWISE", "PIECEWISE"),
+        ({"use_inductor_graph_partition": True}, "FULL_AND_PIECEWISE", "NONE"),
+    ],
+    ids=lambda value: str(value)[:80],
+)
+def test_a_decode_step_is_one_graph_where_the_device_decides(settings, asked, after, drafted, monkeypatch, said):
+    speculation = {"method": "ngram", "num_speculative_tokens": drafted, "prompt_lookup_max": 3}
+    ours, plain = configured(
+        monkeypatch,
+        dymoe=DEVICE,
+        compilation_config=dict(settings),
+        **({"speculative_config": speculation} if drafted else {}),
+    )
+    ours_now, query = ours.compilation_config, 1 + drafted
+    assert plain.compilation_config.cudagraph_mode.name == asked
+    assert ours_now.cudagraph_mode.name == after
+    assert len(said) == 1
+    if after != "NONE":
+        piecewise = "vllm::unified_attention_with_output" in ours_now.splitting_ops
+        assert (OPERATOR in ours_now.splitting_ops) == piecewise, "vLLM's workers may fall back to pieces"
+    if after != "FULL_DECODE_ONLY":
+        return
+    ours_now.adjust_cudagraph_sizes_for_spec_decode(query)  # as a worker does
+    dispatcher = CudagraphDispatcher(ours)
+    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY, query)
+    assert not dispatcher.cudagraph_keys[CUDAGraphMode.PIECEWISE]
+    sizes = [key.num_tokens for key in dispatcher.cudagraph_keys[CUDAGraphMode.FULL]]
+    assert 0 < max(sizes) <= DECODE_ROWS
+    assert all(size % query == 0 for size in sizes)
+
+
+def test_drafts_that_a_device_takes_off_and_drafts_too_long_are_left_to_the_host(monkeypatch, said):
+    for method, drafted in (("ngram_gpu", 2), ("ngram", DECODE_ROWS)):
+        speculation = {"method": method, "num_speculative_tokens": drafted, "prompt_lookup_max": 3}
+        ours, _ = configured(monkeypatch, dymoe=DEVICE, speculative_config=speculation)
+        assert ours.compilation_config.cudagraph_mode == CUDAGraphMode.PIECEWISE
+
+
+def test_a_worker_whose_device_does_not_decide_leaves_layers_out(monkeypatch, said):
+    ours, _ = configured(monkeypatch, dymoe=DEVICE)
+    leave_layers_out(ours, "of a test")
+    assert ours.compilation_config.cudagraph_mode == CUDAGraphMode.PIECEWISE
+    assert said[-1] == (logging.WARNING, said[-1][1])
+    assert "of a test" in said[-1][1]
+    lines = len(said)
+    leave_layers_out(ours, "of a test")
+    assert len(said) == lines
 
 
 def test_an_eager_engine_has_no_graphs_and_nothing_to_say(monkeypatch, said):
@@ -149,9 +216,14 @@ def test_a_cpu_has_none(said):
     assert said == []
 
 
+class Captured(list):
+    is_cuda = True
+
+
 def test_a_capture_of_a_layer_is_refused(monkeypatch):
     """Before anything else happens: a layer that runs has a rank, and this one has none."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     layer = SimpleNamespace(name="model.layers.0.mlp.experts")
+    rank = SimpleNamespace(runtime=None, step=RunningStep(), _decode=None)
     with pytest.raises(ConfigError, match=r"captures model\.layers\.0\.mlp\.experts in .*\"cudagraph_mode\": \"NONE\""):
-        Running.forward(None, layer, SimpleNamespace(is_cuda=True), None, None)
+        Running.forward(rank, layer, Captured(), None, None)

@@ -56,6 +56,20 @@ def test_a_missing_expert_ends_the_start_and_leaves_nothing(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("on_input", "drafting", "why"),
+    [(False, None, ""), (True, None, "multiply what experts read"), (False, 4, "a draft with experts"), (False, 0, "")],
+)
+def test_models_whose_decode_steps_need_the_host(on_input, drafting, why):
+    draft = None if drafting is None else SimpleNamespace(get_num_experts=lambda: drafting)
+    config = SimpleNamespace(model_config=object(), speculative_config=SimpleNamespace(draft_model_config=draft))
+    model = Loading(config, Options(system="on-demand"), None)
+    model.add_layer(SPEC)
+    model.add_layer(replace(SPEC, name="layers.2.x", weights_on_input=on_input))
+    assert why in model._obstacle
+    assert bool(model._obstacle) == bool(why)
+
+
 def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
     """A layer half as wide, and one with fewer experts: the same weights, and zeros behind them."""
     narrow, few = replace(SPEC, name="layers.2.x", intermediate=16), replace(SPEC, name="layers.3.x", num_experts=4)

@@ -80,6 +80,14 @@ def test_the_first_line_says_what_is_active(store):
         assert part in line, part
 
 
+def test_who_decides_in_decode_is_said(memory_store):
+    host, device = (runtime_with(memory_store, slots=6, decisions=who) for who in ("host", "device"))
+    assert "decode is decided by the host; " in describe(host)
+    assert "decode is decided by the device (" in describe(device)
+    host.host_decides_because = "of a test"
+    assert "decode is decided by the host, because of a test; " in describe(host)
+
+
 def test_why_experts_are_where_they_are_is_said_unless_it_was_asked_for(store):
     runtime = runtime_with(store, slots=7)
     assert describe(runtime, place="auto: for a reason").endswith("no CUDA device) (auto: for a reason).")

@@ -31,6 +31,7 @@ class Runtime:
 
     experts = SimpleNamespace(layers=(0,))
     system = SimpleNamespace(heavy_hitters=None)
+    decode = None
     unobserved = contextlib.nullcontext
 
     def begin_step(self, phase):

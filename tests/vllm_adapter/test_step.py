@@ -69,9 +69,8 @@ class Runner:
 
 def rank_of(step):
     """A rank whose steps these are, without anything to compute."""
-    runtime = SimpleNamespace(
-        begin_step=lambda phase: None, system=SimpleNamespace(heavy_hitters=None), experts=SimpleNamespace(layers=())
-    )
+    system, experts = SimpleNamespace(heavy_hitters=None), SimpleNamespace(layers=())
+    runtime = SimpleNamespace(system=system, experts=experts, decode=None, begin_step=lambda phase: None)
     foresight = Foresight(Options(system="on-demand"))
     return Running(runtime, step, StepFailures(step), foresight, Observation(), lambda path: None)
 

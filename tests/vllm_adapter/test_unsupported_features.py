@@ -10,7 +10,7 @@ from vllm.config import LoRAConfig
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.vllm_adapter.test_prepare import MODEL, configure, refusal
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.store import MANIFEST, Manifest
 from vllm_dymoe.vllm_adapter import prepare
 from vllm_dymoe.vllm_adapter.patches import apply_patches
@@ -108,6 +108,12 @@ def test_drafts_of_which_some_are_left_out_are_refused():
     assert "adaptive verification of drafts is not supported" in refusal_of(speculative_config=adaptive)
 
 
+def test_beside_a_draft_with_experts_the_device_cannot_decide():
+    config = SimpleNamespace(model_config=object(), speculative_config=draft(4))
+    with pytest.raises(ConfigError, match='"device" is impossible, because a draft with experts'):
+        prepare._device_decides(config, None, Options(decisions="device", host_store="pinned"))
+
+
 def test_a_draft_model_with_experts_is_refused_and_the_models_own_draft_is_not():
     assert "a speculative draft model with experts" in refusal_of(speculative_config=draft(8))
     refuse_unsupported_features(engine_config(speculative_config=draft(8, "the model")))
@@ -176,6 +182,6 @@ def test_a_store_of_another_tensor_parallel_size_is_refused_before_anything_star
 def test_a_checkpoint_that_we_have_written_has_no_draft(tmp_path, monkeypatch):
     """It would be served with weights that nobody has loaded."""
     folder = packed_for(tmp_path, ranks=1)
-    monkeypatch.setattr(prepare, "_drafted_by_experts", lambda config: True)
+    monkeypatch.setattr(prepare, "drafted_by_experts", lambda config: True)
     monkeypatch.setattr(prepare, "refuse_unsupported_features", lambda config: None)
     assert "leaves out the layers of multi-token prediction" in refusal(model=folder, quantization=None)

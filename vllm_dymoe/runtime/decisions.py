@@ -5,47 +5,38 @@ snapshot for the other steps, and streams past it.
 """
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.systems import System
+
+DRAFTED = "a draft with experts proposes the model's tokens"
+"""What is in the way then: its layers run several times in a step, and lie behind those that a system knows."""
 
 
 def device_decides(
-    options: Options,
-    system: System,
-    experts: ModelExperts,
-    device_type: str,
-    *,
-    readable: bool,
-    weights_on_input: bool = False,
+    options: Options, system: System, device_type: str, *, readable: bool, obstacle: str = ""
 ) -> tuple[bool, str]:
     """Whether the device decides, and why not, if it was to.
 
     Args:
         options: validated options.
         system: that they name.
-        experts: of the rank.
         device_type: "cuda", or "cpu", where the device is only played.
         readable: the device can read the host store by itself.
-        weights_on_input: of some layer the router's weights multiply what experts read.
+        obstacle: why the model needs the host, if it does.
 
     Raises:
         ConfigError: it was asked for, and cannot be.
     """
     if options.decisions == "host" or (options.decisions == "auto" and device_type != "cuda"):
         return False, ""
-    reason = _obstacle(options, system, experts, readable, weights_on_input)
+    reason = obstacle or _obstacle(options, system, readable)
     if reason and options.decisions == "device":
         raise ConfigError(f'vllm-dymoe: decisions = "device" is impossible, because {reason}; use "auto" or "host".')
     return not reason, reason
 
 
-def _obstacle(options: Options, system: System, experts: ModelExperts, readable: bool, weights_on_input: bool) -> str:
+def _obstacle(options: Options, system: System, readable: bool) -> str:
     if not system.decides_on_device:
         return f'what the system "{system.name}" chooses with its options needs the host'
-    if experts.draft_layers:
-        return "a draft with experts proposes the model's tokens"
-    if weights_on_input:
-        return "the router's weights multiply what experts read, and a step on the device has them multiply the outputs"
     if not readable:
         return 'the device cannot read experts from files by itself (host_store "pinned" puts them into memory)'
     if options.trace is not None and options.trace.inputs:

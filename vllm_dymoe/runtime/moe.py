@@ -26,7 +26,7 @@ from vllm_dymoe.observe.timeline import CudaClock, HostClock, Lane, Timeline
 from vllm_dymoe.predict import Measured, PredictionStats, Predictor
 from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.decided_memory import DecidedMemory
-from vllm_dymoe.runtime.decisions import device_decides
+from vllm_dymoe.runtime.decisions import DRAFTED, device_decides
 from vllm_dymoe.runtime.decode_path import DecodeKernel, DecodePath
 from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.device_memory import make_device_memory
@@ -55,7 +55,7 @@ class MoERuntime:
         system: in place of the one that the options name.
         engine: in place of the one that fits the device.
         predictor: names experts to fetch ahead; None for none.
-        weights_on_input: of some layer the router's weights multiply what experts read.
+        obstacle: why the host has to decide in decode, if the model is such a one.
 
     Raises:
         ConfigError: the budget cannot hold one expert of each tier that the system uses.
@@ -71,7 +71,7 @@ class MoERuntime:
         engine: TransferEngine | None = None,
         predictor: Predictor | None = None,
         *,
-        weights_on_input: bool = False,
+        obstacle: str = "",
     ) -> None:
         self.store = store
         self.experts = store.experts
@@ -93,10 +93,9 @@ class MoERuntime:
         decides, self.host_decides_because = device_decides(
             options,
             system,
-            self.experts,
             device.type,
             readable=isinstance(store, ReadableStore),
-            weights_on_input=weights_on_input,
+            obstacle=DRAFTED if self.experts.draft_layers else obstacle,
         )
         self.memory = self.make_decided_memory() if decides else self.make_memory()
         self.decode = self._make_decode_path()

@@ -177,6 +177,8 @@ class Foresight(Observer):
         trained: file and card of the predictor that is in force, if one was trained.
     """
 
+    needs_inputs = True
+
     def __init__(self, options: Options) -> None:
         self._system = make_system(options)
         # A trained predictor asks no gate; they are still checked for the trace.

@@ -16,6 +16,7 @@ from vllm_dymoe.quantize.prequantized import Held
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.compatibility import describe
 from vllm_dymoe.runtime import MoERuntime, minimum_budget
+from vllm_dymoe.runtime.decisions import DRAFTED, without_device
 from vllm_dymoe.runtime.sizing import workspace_bytes
 from vllm_dymoe.store import HostStore
 from vllm_dymoe.store.joined import join
@@ -23,13 +24,14 @@ from vllm_dymoe.systems import make_system
 from vllm_dymoe.traces import TraceHeader
 from vllm_dymoe.vllm_adapter.failures import make_step_failures
 from vllm_dymoe.vllm_adapter.gates import Foresight
+from vllm_dymoe.vllm_adapter.graphs import leave_layers_out
 from vllm_dymoe.vllm_adapter.memory import automatic_budget
 from vllm_dymoe.vllm_adapter.model_store import ModelStore
 from vllm_dymoe.vllm_adapter.observers import Observation, observe_trace
 from vllm_dymoe.vllm_adapter.report import announce
 from vllm_dymoe.vllm_adapter.running import Running
 from vllm_dymoe.vllm_adapter.step import RunningStep
-from vllm_dymoe.vllm_adapter.store import LayerSpec, RankStore
+from vllm_dymoe.vllm_adapter.store import LayerSpec, RankStore, drafted_by_experts
 
 
 class Loading:
@@ -149,7 +151,14 @@ class Loading:
         device = torch.device(config.device_config.device)
         automatic = self._automatic_budget(device, self.experts)
         predictor = self._foresight.predictor(self._routed_model(options.predictor))
-        runtime = MoERuntime(store, options, device, automatic, predictor=predictor)
+        if options.trace is not None and config.parallel_config.enable_expert_parallel:
+            options = without_device(options)
+        runtime = MoERuntime(store, options, device, automatic, predictor=predictor, obstacle=self._obstacle)
+        if runtime.decode is not None:
+            for activation in dict.fromkeys(layer.activation for layer in self._model.layers):
+                runtime.decode.warm_up(activation)
+        else:
+            leave_layers_out(config, runtime.host_decides_because or "the host decides about experts")
         self._announce(runtime, rank_store)
 
         def header() -> TraceHeader:
@@ -171,8 +180,18 @@ class Loading:
         store = join(before.release(), draft)  # two arenas at a time would exceed the budget
         automatic = self._automatic_budget(before.device, store.experts)
         predictor = None if before.predictor is None else before.predictor.predictor
-        running.runtime = MoERuntime(store, self.options, before.device, automatic, predictor=predictor)
-        self._announce(running.runtime, rank)
+        runtime = MoERuntime(store, self.options, before.device, automatic, predictor=predictor, obstacle=DRAFTED)
+        leave_layers_out(self._vllm_config, DRAFTED)
+        running.extend(runtime)
+        self._announce(runtime, rank)
+
+    @property
+    def _obstacle(self) -> str:
+        """Why the host has to decide in decode, as far as the model says; empty if it says nothing."""
+        if drafted_by_experts(self._vllm_config):
+            return DRAFTED
+        on_input = any(layer.weights_on_input for layer in self._model.layers)
+        return "the router's weights multiply what experts read" if on_input else ""
 
     def _announce(self, runtime: MoERuntime, rank: RankStore) -> None:
         source = ""

@@ -220,7 +220,10 @@ class ModelStore:
 def _kind(spec: LayerSpec) -> LayerSpec:
     """What all layers of a model have in common."""
     gate = replace(spec.activation, has_gate=True) == spec.activation
-    return replace(spec, name=str(gate), activation=type(spec.activation).SILU, intermediate=0, num_experts=0, top_k=0)
+    silu = type(spec.activation).SILU
+    return replace(
+        spec, name=str(gate), activation=silu, intermediate=0, num_experts=0, top_k=0, weights_on_input=False
+    )
 
 
 def layer_numbers(names: list[str]) -> tuple[int, ...]:

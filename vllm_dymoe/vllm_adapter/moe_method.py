@@ -83,6 +83,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
             ConfigError: the layer needs something that is not supported.
         """
         parallel, activation = self.moe.moe_parallel_config, supported_activation(layer)
+        weights_on_input = layer.apply_router_weight_on_input
         position = self.loading.add_layer(
             LayerSpec(
                 name=layer.layer_name,
@@ -97,9 +98,9 @@ class DymoeMoEMethod(FusedMoEMethodBase):
                 expert_rank=parallel.ep_rank,
                 expert_ranks=parallel.ep_size,
                 activation=activation,
+                weights_on_input=weights_on_input,
             )
         )
-        weights_on_input = layer.apply_router_weight_on_input
         self.layer = RankLayer(layer.layer_name, position, activation, None, weights_on_input)
         put = functools.partial(self.loading.put, position)
         put_bias = functools.partial(self.loading.put_bias, position)

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
@@ -28,13 +28,20 @@ DOMAIN = "dymoe_domain"
 
 
 class Observer:
-    """Hears what the routers of a rank say in the steps of requests; never in a warm-up, and nothing of padding."""
+    """Hears what the routers of a rank say in the steps of requests; never in a warm-up, and nothing of padding.
+
+    Attributes:
+        needs_inputs: it looks at routers' inputs, which a step that the device decides does not keep: of such a step it
+            hears nothing. Others hear of all its layers when the model has run.
+    """
+
+    needs_inputs: ClassVar[bool] = False
 
     def begin_step(self, scheduler_output: Any) -> None:
         """A step begins, or, without tokens, only ends some requests."""
 
     def see(self, routing: Routing) -> None:
-        """One layer is about to run; not called any more in a step that has failed."""
+        """One layer is about to run, or has run; not called any more in a step that has failed."""
         raise NotImplementedError
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
@@ -120,6 +127,8 @@ class CalibrationObserver(Observer):
     Raises:
         CalibrationError: the part cannot be written.
     """
+
+    needs_inputs = True
 
     def __init__(self, path: Path, tokens: int, model: Mapping[str, Any]) -> None:
         dtype: torch.dtype = getattr(torch, model["dtype"])

@@ -37,7 +37,7 @@ def start(model: str, length: int, options: Mapping[str, Any]) -> LLM:
     return LLM(
         model=model,
         quantization="dymoe",
-        additional_config={"dymoe": {"hi": 16, **options}},
+        additional_config={"dymoe": {"hi": 16, "decisions": "host", **options}},
         max_model_len=None if longest is not None and longest <= length else length + 1,
         max_num_batched_tokens=max(PART_TOKENS, length + 1),
         enforce_eager=True,

@@ -14,6 +14,7 @@ from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict.checkpoint import PredictorError, read_card
 from vllm_dymoe.quantize.tensors import CheckpointError, check_files
+from vllm_dymoe.runtime.decisions import DRAFTED, device_decides, without_device
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.store.placement import choose_host_place
@@ -21,7 +22,7 @@ from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs
 from vllm_dymoe.vllm_adapter.quant_config import expert_width, read_options
 from vllm_dymoe.vllm_adapter.report import logger
-from vllm_dymoe.vllm_adapter.store import check_ranks
+from vllm_dymoe.vllm_adapter.store import check_ranks, drafted_by_experts
 
 WORKER_EXTENSION = "vllm_dymoe.vllm_adapter.worker.DymoeWorkerExtension"
 WITHOUT_DRAFT = (
@@ -45,7 +46,7 @@ def prepare(config: VllmConfig) -> None:
     try:
         _refuse_model(config)
         refuse_unsupported_features(config)
-        if ours is not None and _drafted_by_experts(config):
+        if ours is not None and drafted_by_experts(config):
             raise ConfigError(WITHOUT_DRAFT)
         if ours is not None and config.load_config.load_format != "dummy":
             check_ranks(Path(config.model_config.model), config.parallel_config.tensor_parallel_size)
@@ -63,7 +64,7 @@ def prepare(config: VllmConfig) -> None:
     except (StoreError, PredictorError, CheckpointError) as error:
         raise ConfigError(f"vllm-dymoe: {error}") from error
     if current_platform.support_static_graph_mode():
-        settle_graphs(config)
+        settle_graphs(config, device_decides=_device_decides(config, experts, options))
     _add_worker_methods(config)
 
 
@@ -127,6 +128,24 @@ def _check_host_memory(config: VllmConfig, experts: ModelExperts, options: Optio
         surely = replace(experts, layers=experts.layers[: _layers_with_experts(config, len(experts.layers))])
         ranks = config.parallel_config.local_world_size
         choose_host_place(options.host_store, current_platform.device_type, surely, available_host_memory(), ranks)
+
+
+def _device_decides(config: VllmConfig, experts: ModelExperts | None, options: Options) -> bool:
+    """Whether decode steps will need no host, as far as is known here; workers see their stores.
+
+    Raises:
+        ConfigError: it was asked for, and is impossible.
+    """
+    if options.trace is not None and config.parallel_config.enable_expert_parallel:
+        options = without_device(options)
+    pinned = options.host_store == "pinned"
+    if options.host_store == "auto" and experts is not None:
+        ranks = config.parallel_config.local_world_size
+        device_type = current_platform.device_type
+        pinned = choose_host_place("auto", device_type, experts, available_host_memory(), ranks).pinned
+    obstacle = DRAFTED if drafted_by_experts(config) else ""
+    system, device_type = make_system(options), current_platform.device_type
+    return device_decides(options, system, device_type, readable=pinned, obstacle=obstacle)[0]
 
 
 def _layers_with_experts(config: VllmConfig, layers: int) -> int:
@@ -196,14 +215,8 @@ def _adapts_experts(config: VllmConfig) -> bool:
     return lora.target_modules is None or any("experts" in name.split(".") for name in lora.target_modules)
 
 
-def _drafted_by_experts(config: VllmConfig) -> bool:
-    draft = getattr(config.speculative_config, "draft_model_config", None)
-    # Methods without a draft model, such as ngram, have the target's own config there.
-    return draft is not None and draft is not config.model_config and draft.get_num_experts() > 0
-
-
 def _drafts_with_experts(config: VllmConfig) -> bool:
-    if not _drafted_by_experts(config):
+    if not drafted_by_experts(config):
         return False
     draft = config.speculative_config.draft_model_config
     # That of multi-token prediction is in the checkpoint itself.

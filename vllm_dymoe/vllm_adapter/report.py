@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 
 from vllm_dymoe.config import Options
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.runtime.sizing import tier_bits
 from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.units import size
@@ -49,9 +50,17 @@ def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
         f"vllm-dymoe {version('vllm-dymoe')} is active: {layers} MoE layers x {experts.num_experts} experts, "
         f"top {experts.top_k}; system {_system(options)}; prefetch {_prefetch(runtime)}; {'; '.join(tiers)}; "
         f"budget {size(plan.limit)} of {size(experts.nbytes(options.hi))}{f' on {rank} alone' if rank else ''}; "
+        f"decode is decided by {_who_decides(runtime)}; "
         f"kernel {runtime.kernel.name}; host store: {runtime.store.description}"
         f"{f' ({place})' if place else ''}."
     )
+
+
+def _who_decides(runtime: MoERuntime) -> str:
+    """The one writer of what layers keep, and why it is the host."""
+    if runtime.decode is None:
+        return f"the host{f', because {runtime.host_decides_because}' if runtime.host_decides_because else ''}"
+    return f"the device ({runtime.decode.kernel.name}), in steps of up to {DECODE_ROWS} tokens"
 
 
 def _system(options: Options) -> str:

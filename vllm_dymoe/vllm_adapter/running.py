@@ -1,4 +1,8 @@
-"""One rank that serves: the forward of its MoE layers, in the steps of requests and while vLLM warms up."""
+"""One rank that serves: the forward of its MoE layers, in the steps of requests and while vLLM warms up.
+
+Where the device decides, steps in which every request decodes need no host: a captured graph may hold them. Then
+nothing here runs in them but what stands around the model, and that is all they may rely on.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +16,10 @@ from vllm_dymoe.kernels import Activation
 from vllm_dymoe.predict import RoutedModel
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.transfer import TransferError
+from vllm_dymoe.vllm_adapter.decode_steps import DecodeSteps
 from vllm_dymoe.vllm_adapter.failures import StepFailures
 from vllm_dymoe.vllm_adapter.gates import Foresight
-from vllm_dymoe.vllm_adapter.graphs import refuse_capture
+from vllm_dymoe.vllm_adapter.graphs import is_captured, refused_capture
 from vllm_dymoe.vllm_adapter.observers import Observation
 from vllm_dymoe.vllm_adapter.report import logger
 from vllm_dymoe.vllm_adapter.step import PromptTap, RunningStep
@@ -75,6 +80,9 @@ class Running:
         if runtime.system.heavy_hitters is not None:
             self.prompts = PromptTap(lambda: self.runtime.system, step, drafted)
         self._model = model
+        self._decode: DecodeSteps | None = None
+        if runtime.decode is not None:
+            self._decode = DecodeSteps(runtime, runtime.decode, step, observation, 1 + drafted)
         self._num_layers = len(runtime.experts.layers)  # without a draft's, which come later
         failures.on_failure = observation.forget
         foresight.listen(observation, self._stop_foreseeing)
@@ -99,9 +107,13 @@ class Running:
             ConfigError: vLLM captures the layer in a CUDA graph.
             TransferError: an expert cannot be had while vLLM warms up, and no other rank waits for this one.
         """
-        refuse_capture(x, layer.name)
         runtime, step, rows = self.runtime, self.step, len(x)
-        tokens = step.real(rows)
+        tokens, capturing = step.real(rows), is_captured(x)
+        if self._decode is not None and self._decode.take(rows, capturing=capturing):
+            here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
+            return self._decode.forward(layer.position, x, weights, here, layer.activation, capturing=capturing)
+        if capturing:
+            raise refused_capture(layer.name)
         if tokens < rows:
             x, weights, ids = x[:tokens], weights[:tokens], ids[:tokens]
         here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
@@ -137,11 +149,15 @@ class Running:
             return False
         self.step.begin(scheduler_output)
         self.runtime.begin_step(self.step.phase)
+        if self._decode is not None:
+            self._decode.begin()
         return True
 
     def end_model(self, runner: Any, scheduler_output: Any, output: Any) -> Any:
         """The model of a step has run; returns its output, declared failed if the step is."""
         failed = self.failures.sentence is not None
+        if self._decode is not None:
+            self._decode.end()
         for observer in self.observation.observers:
             observer.end_step(runner, scheduler_output, self.step.number, failed=failed)
         return None if output is None else self.failures.finish(output)  # without one, sample_tokens comes next
@@ -149,6 +165,11 @@ class Running:
     def end_step(self, output: Any) -> Any:
         """A step has sampled its tokens; returns its output as ``end_model`` does. Observers were told there."""
         return output if self.step.warming_up else self.failures.finish(output)
+
+    def extend(self, runtime: MoERuntime) -> None:
+        """Go on with a draft's layers behind the model's; the host decides in all of them."""
+        assert runtime.decode is None
+        self.runtime, self._decode = runtime, None
 
     def take_predictor(self, path: Path) -> None:
         """Foresee with a trained predictor from the next step on; if it is refused, with the old one.

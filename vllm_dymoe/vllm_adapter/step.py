@@ -37,10 +37,12 @@ class RunningStep:
     Attributes:
         number: of the last step that began; all ranks see the same steps, so they count alike.
         phase: of the step; decode while vLLM warms up.
+        longest: most tokens of one request in the step; 0 while vLLM warms up.
     """
 
     def __init__(self) -> None:
         self.number = 0
+        self.longest = 0
         self.phase = Phase.DECODE
         self._scheduled: Any = None
 
@@ -66,12 +68,13 @@ class RunningStep:
         counts = scheduler_output.num_scheduled_tokens.items()
         prefill = any(count - len(drafted.get(request, ())) > 1 for request, count in counts)
         self.number += 1
+        self.longest = max(scheduler_output.num_scheduled_tokens.values())
         self._scheduled = scheduler_output
         self.phase = Phase.PREFILL if prefill else Phase.DECODE
 
     def end(self) -> None:
         """The step has computed everything."""
-        self._scheduled, self.phase = None, Phase.DECODE
+        self._scheduled, self.phase, self.longest = None, Phase.DECODE, 0
 
     def real(self, rows: int) -> int:
         """How many of a layer's rows are tokens; the others, behind them, fill up a captured graph's batch."""

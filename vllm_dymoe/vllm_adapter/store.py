@@ -51,6 +51,7 @@ class LayerSpec:
         rank: tensor-parallel rank, of ``ranks``.
         expert_rank: expert-parallel rank, of ``expert_ranks``.
         activation: of the gate.
+        weights_on_input: the router's weights multiply what experts read, and not what they give.
     """
 
     name: str
@@ -65,6 +66,7 @@ class LayerSpec:
     expert_rank: int
     expert_ranks: int
     activation: Activation = Activation.SILU
+    weights_on_input: bool = False
 
 
 class RankStore:
@@ -293,3 +295,11 @@ def _check_belongs(store: FileStore, experts: ModelExperts, spec: LayerSpec, fol
                 f"the experts in {folder} do not fit this model: the store has {what} {has}, the model needs {needs}; "
                 "write the checkpoint again with `vllm-dymoe quantize` for this model, dtype and parallel size."
             )
+
+
+def drafted_by_experts(config: VllmConfig) -> bool:
+    """Whether a model with experts of its own proposes tokens."""
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    # Methods without a draft model, such as ngram, have the target's own config there.
+    with_experts: bool = draft is not None and draft is not config.model_config and draft.get_num_experts() > 0
+    return with_experts

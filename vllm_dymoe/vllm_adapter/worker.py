@@ -98,7 +98,10 @@ class DymoeWorkerExtension:
         Returns:
             What went wrong, because an exception would reach the caller as another one.
         """
-        return _problem(lambda: _rank(self).observation.record(Path(path), tokens))
+        rank = _rank(self)
+        if rank.runtime.decode is not None:
+            return 'the device decides about experts in decode, and keeps no inputs; start with decisions "host"'
+        return _problem(lambda: rank.observation.record(Path(path), tokens))
 
     def dymoe_record_end(self) -> str | None:
         """Complete the part; returns what went wrong."""

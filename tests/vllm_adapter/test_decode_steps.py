@@ -1,0 +1,224 @@
+"""What stands around a step that needs no host, and that nothing of it stands inside."""
+
+import pytest
+import torch
+
+from tests.runtime.decided import decided_runtime
+from tests.runtime.steps import make_runtime, random_step
+from tests.support.no_host import HostInStepError, NoHost
+from tests.vllm_adapter.steps import scheduled
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.experts.decode_table import DecodeTable
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
+from vllm_dymoe.vllm_adapter import running as module
+from vllm_dymoe.vllm_adapter.failures import StepFailures
+from vllm_dymoe.vllm_adapter.gates import Foresight
+from vllm_dymoe.vllm_adapter.observers import Observation, Observer
+from vllm_dymoe.vllm_adapter.running import RankLayer, Running
+from vllm_dymoe.vllm_adapter.step import RunningStep
+
+LAYERS = [RankLayer(f"layers.{number}", number, Activation.SILU, None) for number in range(2)]
+
+
+class Listener(Observer):
+    def __init__(self, *, needs_inputs=False):
+        self.needs_inputs = needs_inputs
+        self.heard = []
+
+    def see(self, routing):
+        self.heard.append((routing.layer, routing.ids.clone(), routing.weights.clone(), len(routing.x)))
+
+
+def rank(runtime, drafted=0):
+    step = RunningStep()
+    foresight = Foresight(Options(system="on-demand"))
+    return Running(runtime, step, StepFailures(step), foresight, Observation(), lambda path: None, drafted)
+
+
+@pytest.fixture
+def runtime(memory_store):
+    return decided_runtime(memory_store, "50%")
+
+
+def run(rank, seed, rows, tokens=None):
+    """One step of requests of one token each; returns what its layers were given, and gave."""
+    output = scheduled(*[1] * (rows if tokens is None else tokens))
+    assert rank.begin_step(output)
+    given = random_step(seed, rows, rank.runtime.experts)
+    outputs = [rank.forward(layer, *given) for layer in LAYERS]
+    rank.end_model(None, output, None)
+    return given, outputs
+
+
+def steps_of(runtime):
+    return runtime.memory.decisions.step.tolist()
+
+
+def test_which_steps_need_the_host(runtime):
+    """Those of prompts, and of more rows than decode kernels are for; drafted tokens are no prompt."""
+    speculating = rank(runtime, drafted=2)
+    for counts, drafted, decided in (
+        ((1, 1, 1), {}, True),
+        ((3, 1, 3), {"a": 2, "c": 2}, True),
+        ((4, 1), {}, False),
+        ((1,) * (DECODE_ROWS + 1), {}, False),
+        ((1,) * DECODE_ROWS, {}, True),
+    ):
+        before = steps_of(runtime)
+        output = scheduled(*counts, drafted=drafted)
+        speculating.begin_step(output)
+        for layer in LAYERS:
+            speculating.forward(layer, *random_step(1, sum(counts), runtime.experts))
+        speculating.end_model(None, output, None)
+        assert steps_of(runtime) == [number + decided for number in before]
+        runtime.check_integrity()
+
+
+def test_a_warm_up_changes_nothing(runtime):
+    warming_up = rank(runtime)
+    for served in (False, True):
+        if served:
+            run(warming_up, 2, 3)
+            warming_up.step.end()
+        stats, table = runtime.stats(), vars(runtime.memory.decisions)
+        before = {name: tensor.clone() for name, tensor in table.items()}
+        for rows in (1, DECODE_ROWS):
+            assert not warming_up.forward(LAYERS[0], *random_step(1, rows, runtime.experts)).any()
+        assert all(torch.equal(before[name], table[name]) for name in before)
+        assert runtime.stats() == stats
+
+
+def test_rows_that_fill_up_a_batch_are_left_out(runtime):
+    filled = rank(runtime)
+    _, outputs = run(filled, 1, 8, tokens=5)
+    assert not outputs[0][5:].any()
+    assert outputs[0][:5].any(1).all()
+
+
+def test_observers_hear_of_a_step_when_it_has_run_unless_they_need_inputs(runtime):
+    observed, hears, looks = rank(runtime), Listener(), Listener(needs_inputs=True)
+    observed.observation.join(hears)
+    observed.observation.join(looks)
+    (_, weights, ids), _ = run(observed, 1, 4)
+    assert [layer for layer, *_ in hears.heard] == [0, 1]
+    for _, heard_ids, heard_weights, rows in hears.heard:
+        assert torch.equal(heard_ids, ids)
+        assert torch.equal(heard_weights, weights)
+        assert rows == 4
+    assert looks.heard == []
+    observed.step.end()
+    output = scheduled(5)
+    observed.begin_step(output)
+    observed.forward(LAYERS[0], *random_step(2, 5, runtime.experts))
+    assert len(hears.heard) == 3
+    assert len(looks.heard) == 1
+    observed.end_model(None, output, None)
+    assert len(hears.heard) == 3, "a step of the host is heard of once"
+    observed.observation.leave(hears)
+    observed.step.end()
+    run(observed, 3, 4)
+    assert not runtime.memory.decisions.recording.any()
+
+
+def test_behind_a_draft_with_experts_the_host_decides(runtime, memory_store):
+    extended = rank(runtime)
+    run(extended, 1, 3)
+    extended.extend(make_runtime(memory_store))
+    before = steps_of(runtime)
+    run(extended, 2, 3)
+    assert steps_of(runtime) == before
+    assert sum(extended.runtime.stats().planned.values())
+
+
+def test_a_timeline_has_the_step(runtime):
+    timed = rank(runtime)
+    runtime.start_timeline()
+    run(timed, 1, 3)
+    events = runtime.stop_timeline()
+    (span,) = [event for event in events if event.get("cat") == "step"]
+    assert (span["name"], span["args"]["tokens"]) == ("decode step 1", 3)
+
+
+# -- captures -------------------------------------------------------------------------------------
+
+
+class Launches:
+    """Three launches that look at no value."""
+
+    name = "launches"
+
+    def forward(self, table, layer, rows, decision, x, weights, ids, activation):
+        assert decision.computed.shape == ids.shape
+        return torch.empty_like(x)
+
+
+class Looks(Launches):
+    """A fault: the host asks how many rows are tokens."""
+
+    def forward(self, table, layer, rows, *arguments):
+        assert rows.item() >= 0
+        return super().forward(table, layer, rows, *arguments)
+
+
+class Counts(Launches):
+    """A fault: the host asks which experts are active."""
+
+    def forward(self, table, layer, rows, decision, x, weights, ids, activation):
+        ids.unique()
+        return super().forward(table, layer, rows, decision, x, weights, ids, activation)
+
+
+class Copies(Launches):
+    """A fault: ids are copied to the host."""
+
+    def forward(self, table, layer, rows, decision, x, weights, ids, activation):
+        ids.to("cpu")
+        return super().forward(table, layer, rows, decision, x, weights, ids, activation)
+
+
+class Operations(NoHost):
+    """Names of what is captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def captured(runtime, kernel, monkeypatch, expert_map=None):
+    """The operations of a layer's capture, traced with tensors that have no values."""
+    monkeypatch.setattr(module, "is_captured", lambda x: True)
+    experts, rows = runtime.experts, 8
+    capturing = rank(runtime)
+    with torch.device("meta"):
+        table = DecodeTable.allocate(2, 6, rows=DECODE_ROWS, top_k=2, depth=1, device="meta")
+        capturing._decode._path = DecodePath(experts, table, kernel, torch.device("meta"))
+        x = torch.empty(rows, 64, dtype=torch.bfloat16)
+        weights, ids = torch.empty(rows, 2), torch.empty(rows, 2, dtype=torch.int32)
+        local = None if expert_map is None else torch.empty(len(expert_map), dtype=torch.int64)
+    with Operations() as operations:
+        out = capturing.forward(RankLayer("layers.1", 1, Activation.SILU, local), x, weights, ids)
+    assert (out.shape, out.device.type) == (x.shape, "meta")
+    return operations.names
+
+
+def test_nothing_of_ours_stands_beside_the_launches_of_a_captured_layer(runtime, monkeypatch):
+    assert captured(runtime, Launches(), monkeypatch) == ["aten::empty_like"]
+    shared = captured(runtime, Launches(), monkeypatch, expert_map=range(13))
+    assert shared == ["aten::_to_copy", "aten::index.Tensor", "aten::empty_like"]
+
+
+@pytest.mark.parametrize("fault", [Looks, Counts, Copies])
+def test_a_planted_fault_is_found(fault, runtime, monkeypatch):
+    with pytest.raises(HostInStepError):
+        captured(runtime, fault(), monkeypatch)
+
+
+def test_more_rows_than_the_path_takes_are_not_captured(runtime, monkeypatch):
+    monkeypatch.setattr(module, "is_captured", lambda x: True)
+    with pytest.raises(ConfigError, match="captures"):
+        rank(runtime).forward(LAYERS[0], *random_step(1, DECODE_ROWS + 1, runtime.experts))

@@ -22,6 +22,7 @@ from vllm_dymoe.kernels.triton.launch import (
 )
 from vllm_dymoe.kernels.triton.place import Place, place_experts
 from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_together, run_kernel
+from vllm_dymoe.kernels.triton.step import DecodeStep
 from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
 
@@ -193,6 +194,16 @@ class TritonKernel:
             if receive is not None:
                 receive(3)
             grouped_linear(hidden, out, table, work, DOWN, tiles.grouped_linear[grouped], scatter=True, start=start)
+
+    def decode_step(self, formats: Sequence[Formats], activation: Activation) -> DecodeStep:
+        """A whole decode step of experts of some formats, in this kernel's scratch.
+
+        Raises:
+            ValueError: they cannot share a launch.
+        """
+        shape, tiers = self.shape_of(formats)
+        tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
+        return DecodeStep(shape, tiers, tiles, activation, self._memory, self._semaphores)
 
     def shape_of(self, formats: Sequence[Formats]) -> tuple[ExpertShape, frozenset[int]]:
         """What experts of some formats have in common, and the bit-widths that launches are compiled for.

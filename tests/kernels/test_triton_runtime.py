@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from tests.kernels.sections import DEVICE, TOLERANCE, relative_error
-from tests.runtime.steps import ByNumber, run, with_budget
-from tests.small_model import make_experts
+from tests.runtime.decided import KINDS, decided_runtime, run_decided, store_of
+from tests.runtime.steps import ByNumber, make_runtime, run, with_budget
+from tests.small_model import make_experts, make_store
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.runtime import moe
+from vllm_dymoe.runtime.decode_triton import TritonDecode
+from vllm_dymoe.systems.dymoe import Dymoe
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the runtime's own device is the CPU here")
 
@@ -57,3 +60,35 @@ def test_the_integers_of_a_checkpoint_beside_a_tier_derived_from_them(monkeypatc
     assert runtime.kernel._kinds == {(4, True, True), (2, False, False)}, "what is compiled once, for all calls"
     for got, one in zip(run(runtime, STEPS), want, strict=True):
         assert relative_error(got, one.double()) < TOLERANCE[torch.bfloat16]
+
+
+def test_steps_without_the_host_have_the_bits_of_steps_with_it(on_triton):
+    """Decided by the program and fetched by the kernels that compute: at every budget, and by the host's path.
+
+    In float16, because the interpreter does not round to bfloat16 as a GPU does.
+    """
+    store = make_store(make_experts(dtype=torch.float16))
+    steps = [(0, 0, 1), (1, 1, 3), (2, 0, 3), (3, 1, 1), (4, 0, 40), (5, 0, 2)]
+    system = Dymoe(retention=0.5, reuse_high=False)
+    want = run(with_budget(store, "100%", system), steps)
+    for budget in ("50%", "minimum"):
+        runtime = decided_runtime(store, budget, system)
+        assert isinstance(runtime.decode.kernel, TritonDecode)
+        assert all(torch.equal(a, b) for a, b in zip(run_decided(runtime, steps), want, strict=True)), budget
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_have_those_of_every_kind_of_experts(on_triton, kind):
+    store, activation = store_of(kind, dtype=torch.float16, hidden=96)
+    high, steps, system = max(store.experts.formats), [(0, 0, 1), (2, 0, 3)], Dymoe(retention=0.5, reuse_high=False)
+    want = run(make_runtime(store, "100%", system, hi=high), steps, activation)
+    runtime = decided_runtime(store, "50%", system, hi=high)
+    assert isinstance(runtime.decode.kernel, TritonDecode)
+    got = run_decided(runtime, steps, activation)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert any(one.any() for one in want)
+
+
+def test_a_step_that_the_scratch_has_no_room_for_is_refused(memory_store):
+    with pytest.raises(ValueError, match=r"a decode step of 9000 rows needs \d+ bytes"):
+        TritonDecode(TritonKernel("cpu"), memory_store.experts, 9000)

@@ -1,13 +1,34 @@
 """Runtimes whose device decides, played by a CPU."""
 
+from dataclasses import replace
+
 import torch
 
 from tests.runtime.steps import CPU, forward, make_runtime, random_step
+from tests.small_model import make_experts
+from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import BlobKey
-from vllm_dymoe.kernels import Activation
+from vllm_dymoe.kernels import Activation, Curve
+from vllm_dymoe.kernels.codebook import CODEBOOKS
+from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
+
+KINDS = ("mxfp4", "nvfp4", "fp8", "without a gate")
+
+
+def store_of(kind, **sizes):
+    """Random experts of a kind, beside a tier of 2 bits, and their activation."""
+    activation, experts = Activation.SILU, make_experts(bits=(8, 2) if kind == "fp8" else (4, 2), **sizes)
+    high = next(iter(experts.formats))
+    if kind == "without a gate":
+        activation = Activation(Curve.RELU2, has_gate=False)
+        formats = {bits: replace(fmt, has_gate=False) for bits, fmt in experts.formats.items()}
+    else:
+        formats = experts.formats | {high: replace(experts.formats[high], codebook=CODEBOOKS[kind])}
+    experts = replace(experts, formats=formats)
+    return random_store(experts, MemoryWriter(experts), seed=3), activation
 
 
 def decided_runtime(store, budget="50%", system=None, **options):

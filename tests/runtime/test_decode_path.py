@@ -1,21 +1,17 @@
 """Steps without the host: the same bits as with it, at every budget and on either path."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.runtime.decided import check_decided, decided_runtime, decode, run_decided
+from tests.runtime.decided import KINDS, check_decided, decided_runtime, decode, run_decided, store_of
 from tests.runtime.steps import BUDGETS, CPU, STEPS, forward, make_runtime, random_step, run
 from tests.small_model import make_experts, make_store
-from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.residency import HIGH, LOW
-from vllm_dymoe.kernels import Activation, Curve
-from vllm_dymoe.kernels.codebook import CODEBOOKS
-from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.kernels import Activation
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decisions import device_decides
 from vllm_dymoe.store.joined import join
@@ -41,24 +37,16 @@ def test_no_budget_and_no_path_changes_a_bit(memory_store, system, budget):
     assert runtime.budget.peak <= runtime.budget.limit
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4", "fp8", "without a gate"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_experts_is_decided_and_computed(kind):
     """Published floats beside a tier of steps, and experts without a gate, whose section of it has no bytes."""
-    activation, experts = Activation.SILU, make_experts(bits=(8, 2) if kind == "fp8" else (4, 2))
-    high, low = experts.formats
-    if kind == "without a gate":
-        activation = Activation(Curve.RELU2, has_gate=False)
-        formats = {bits: replace(fmt, has_gate=False) for bits, fmt in experts.formats.items()}
-    else:
-        formats = experts.formats | {high: replace(experts.formats[high], codebook=CODEBOOKS[kind])}
-    experts = replace(experts, formats=formats)
-    store = random_store(experts, MemoryWriter(experts), seed=3)
+    store, activation = store_of(kind)
+    formats = store.experts.formats
+    high, low = formats
     want = run(make_runtime(store, system=MIXED, hi=high), STEPS, activation)
     runtime = decided_runtime(store, "50%", MIXED, hi=high)
     assert equal(run_decided(runtime, STEPS, activation), want)
-    assert {code: int(runtime.memory.decisions.bits[code]) for code in (LOW, HIGH)} == {
-        LOW: low, HIGH: formats[high].matrices[2].tag
-    }  # fmt: skip
+    assert runtime.memory.decisions.bits[[LOW, HIGH]].tolist() == [low, formats[high].matrices[2].tag]
 
 
 def test_what_is_decoded_is_kept_and_prompts_only_look(memory_store):

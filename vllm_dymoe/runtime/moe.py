@@ -21,13 +21,13 @@ from vllm_dymoe.experts.residency import HIT
 from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.experts.table import CODES
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.kernels import Activation, ExpertKernel, LayerWork, combine, make_kernel
+from vllm_dymoe.kernels import Activation, CpuKernel, ExpertKernel, LayerWork, combine, make_kernel
 from vllm_dymoe.observe.timeline import CudaClock, HostClock, Lane, Timeline
 from vllm_dymoe.predict import Measured, PredictionStats, Predictor
 from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.decided_memory import DecidedMemory
 from vllm_dymoe.runtime.decisions import DRAFTED, device_decides
-from vllm_dymoe.runtime.decode_path import DecodeKernel, DecodePath
+from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodeKernel, DecodePath
 from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.device_memory import make_device_memory
 from vllm_dymoe.runtime.fetcher import Fetcher
@@ -113,7 +113,12 @@ class MoERuntime:
 
     def make_decode_kernel(self) -> DecodeKernel:
         """What decides and computes a decode step without the host."""
-        return PlainDecode(self.kernel, self.experts.formats)
+        if isinstance(self.kernel, CpuKernel):
+            return PlainDecode(self.kernel, self.experts.formats)
+        # Here and not above: importing triton takes a second, and nobody without a GPU needs it.
+        from vllm_dymoe.runtime.decode_triton import TritonDecode
+
+        return TritonDecode(self.kernel, self.experts, DECODE_ROWS)
 
     def _make_decode_path(self) -> DecodePath | None:
         if not isinstance(self.memory, DecidedMemory):

@@ -1,0 +1,64 @@
+"""The decode path on a GPU: three launches of Triton kernels for each layer, compiled before the first request."""
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.experts.decode_table import Decision, DecodeTable
+from vllm_dymoe.experts.layout import ModelExperts
+from vllm_dymoe.kernels import Activation, ExpertKernel
+from vllm_dymoe.kernels.triton import TritonKernel
+from vllm_dymoe.kernels.triton.step import DecodeStep
+
+
+class TritonDecode:
+    """A layer's decode step where the experts' memory is a GPU's; on a CPU only in Triton's interpreter.
+
+    Args:
+        kernel: of the host's steps, whose scratch serves these steps too: both run on one stream.
+        experts: of the rank.
+        rows: of the largest step.
+
+    Raises:
+        ValueError: the kernel has too little scratch.
+    """
+
+    name = "triton"
+
+    def __init__(self, kernel: ExpertKernel, experts: ModelExperts, rows: int) -> None:
+        assert isinstance(kernel, TritonKernel)
+        self._kernel, self._formats = kernel, [fmt.matrices for fmt in experts.formats.values()]
+        self._steps: dict[Activation, DecodeStep] = {}
+        self._check(self._step(Activation.SILU), rows, experts.top_k)
+
+    def forward(
+        self,
+        table: DecodeTable,
+        layer: int,
+        rows: Tensor,
+        decision: Decision,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        activation: Activation,
+    ) -> Tensor:
+        """See :class:`vllm_dymoe.runtime.decode_path.DecodeKernel`."""
+        out = torch.empty_like(x)
+        step = self._step(activation)
+        step.run(vars(table), layer, x, ids, weights, rows, vars(decision), out)
+        return out
+
+    def _step(self, activation: Activation) -> DecodeStep:
+        step = self._steps.get(activation)
+        if step is None:
+            step = self._steps[activation] = self._kernel.decode_step(self._formats, activation)
+        return step
+
+    def _check(self, step: DecodeStep, rows: int, top_k: int) -> None:
+        """Refuse a workspace that the largest step does not fit into."""
+        held, needed, there = step.memory.numel(), step.nbytes(rows, top_k), step.semaphores.numel()
+        counted = step.counted(rows, top_k)
+        if held < needed or there < counted:
+            raise ValueError(
+                f"a decode step of {rows} rows needs {needed} bytes and {counted} semaphores, but the kernel "
+                f"has {held} and {there}"
+            )

@@ -13,7 +13,7 @@ from vllm_dymoe.kernels.base import ExpertKernel, ExpertWork, Group, Groups, Lay
 from vllm_dymoe.kernels.codebook import Codebook
 from vllm_dymoe.kernels.combine import combine
 from vllm_dymoe.kernels.cpu import CpuKernel
-from vllm_dymoe.kernels.packed import MatrixFormat, PackedMatrix, dequantize, pack, pack_floats, unpack
+from vllm_dymoe.kernels.packed import MatrixFormat, PackedMatrix, dequantize, pack, pack_floats, pack_nested, unpack
 from vllm_dymoe.kernels.reference import expert_reference
 from vllm_dymoe.kernels.torch_ops import TorchKernel
 
@@ -36,6 +36,7 @@ __all__ = [
     "make_kernel",
     "pack",
     "pack_floats",
+    "pack_nested",
     "unpack",
 ]
 

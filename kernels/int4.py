@@ -10,7 +10,11 @@ on the address of the weights nor on the other tokens of the batch. It computes
 
 so a block whose high codes are followed by its low codes is a block of twice the
 columns, and x beside itself meets it in one call, with one rounding at the end.
-All factors are powers of two: the scales stay exact.
+All factors are powers of two: the scales stay exact. Nested codes are put together
+in the workspace, and then read as those of one section, to the last bit.
+
+The upper half h of a code is (4 h - 6.5) * scale + zero at 2 bits, and (16 h - 120.5) * scale + zero
+at 4: of what the kernel takes only the zeros, zero + 1.5 scale and zero + 7.5 scale, are rounded to bfloat16.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_dymoe.kernels.combine import compiled_operations
 from vllm_dymoe.kernels.packed import BLOCK_ROWS, PAIR_BYTES, MatrixFormat, PackedMatrix
-from vllm_dymoe.kernels.unfold import SCALE_FACTOR, unfold_groups
+from vllm_dymoe.kernels.unfold import SCALE_FACTOR, add_lower_halves, unfold_groups
 
 Linear = Callable[[Tensor, PackedMatrix], Tensor]
 _int4_linear = torch._weight_int4pack_mm_for_cpu
@@ -44,7 +49,7 @@ class Int4Linear:
 
     def __init__(self, workspace: Tensor) -> None:
         self._workspace = workspace
-        self._plans: dict[MatrixFormat, Sequence[_Unfolding | _Planes]] = {}
+        self._plans: dict[MatrixFormat, Sequence[Linear]] = {}
 
     def supports(self, format: MatrixFormat) -> bool:
         """Whether a format can be computed here: a matter of the format and the workspace."""
@@ -56,7 +61,8 @@ class Int4Linear:
     def linear(self, format: MatrixFormat) -> Linear:
         """The operation for matrices of one format: bfloat16 [n, columns] to [n, rows], accumulated in float32."""
         padded = format.padded_rows != format.rows or format.padded_columns != format.columns
-        return self if format.bits != 4 or padded or format.bias or format.act_order else _four_bits
+        direct = _read_as_they_are(format) and not (padded or format.bias or format.act_order)
+        return _four_bits if direct else self
 
     def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
         """x bfloat16 [n, columns] times the weight: bfloat16 [n, rows], accumulated in float32; then plus the bias."""
@@ -64,7 +70,7 @@ class Int4Linear:
         x = packed.in_stored_order(x)
         if format.padded_columns != format.columns:
             x = F.pad(x, (0, format.padded_columns - format.columns))
-        if format.bits == 4:
+        if _read_as_they_are(format):
             result = _four_bits(x, packed)
         else:
             if format not in self._plans:
@@ -84,34 +90,83 @@ def _four_bits(x: Tensor, packed: PackedMatrix) -> Tensor:
     return _int4_linear(x.contiguous(), packed.byte_rows, packed.format.group_size, packed.scales_zeros)
 
 
+def _read_as_they_are(format: MatrixFormat) -> bool:
+    """Whether codes, scales and zeros are what the kernel takes."""
+    return format.bits == 4 and not format.nested and not format.upper_of
+
+
 class _Unfolding:
-    """Some blocks of a 2-bit format on their way to 4 bits: views prepared once.
+    """Some blocks of a format of 2 bits, or of upper halves, on their way to 4 bits: views prepared once.
 
     Args:
-        format: 2 bits.
+        format: 2 bits, or upper halves of 4.
         blocks: which.
         workspace: uint8, at least _block_bytes(format) for each of them.
     """
 
     def __init__(self, format: MatrixFormat, blocks: slice, workspace: Tensor) -> None:
         self._group_size = format.group_size
-        self._groups = _part(blocks, format.groups, format)
+        self._parts = _part(blocks, format.padded_columns // format.fold, format)
+        self._rows = _part(blocks, BLOCK_ROWS, format)
         self._words = _part(blocks, 2 * BLOCK_ROWS, format)
         rows = (blocks.stop - blocks.start) * BLOCK_ROWS
-        pairs, scales = _split(workspace, rows * format.padded_columns // 2, format.groups * rows * 4)
-        self._weight = pairs.view(rows, -1)
-        self._halves = pairs.view(-1, 2, format.group_size // 2 * PAIR_BYTES).unbind(1)
+        scales, pairs = _split(workspace, format.groups * rows * 4, rows * format.padded_columns // 2)
         self._scales_zeros = scales.view(format.dtype).view(format.groups, rows, 2)
         self._scales_zeros_rows = self._scales_zeros.view(format.groups, -1)
-        self._factors = _alternating(SCALE_FACTOR, 1, rows)
+        self._unfolds = format.bits == 2
+        if self._unfolds:
+            self._weight = pairs.view(rows, -1)
+            self._halves = pairs.view(-1, 2, format.fold // 2 * PAIR_BYTES).unbind(1)
+        self._factors = _alternating(format.step * (SCALE_FACTOR if self._unfolds else 1), 1, rows)
+        self._halfway = _alternating(0, (format.step - 1) / 2, rows) if format.upper_of else None
 
     def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
         """x [n, padded_columns] times these blocks: [n, rows]."""
-        whole = self._groups is None
-        unfold_groups(packed.folded_groups if whole else packed.folded_groups[self._groups], *self._halves)
+        whole = self._parts is None
+        if self._unfolds:
+            unfold_groups(packed.folded if whole else packed.folded[self._parts], *self._halves)
+            weight = self._weight
+        else:
+            weight = packed.byte_rows if whole else packed.byte_rows[self._rows]
         scales_zeros = packed.scales_zeros_rows if whole else packed.scales_zeros_rows[:, self._words]
         torch.mul(scales_zeros, self._factors, out=self._scales_zeros_rows)
-        return _int4_linear(x, self._weight, self._group_size, self._scales_zeros)
+        if self._halfway is not None:
+            self._scales_zeros_rows.addcmul_(_scale_twice(scales_zeros), self._halfway)
+        return _int4_linear(x, weight, self._group_size, self._scales_zeros)
+
+
+class _Merging:
+    """Some blocks of a nested 4-bit format on their way to one section: views prepared once.
+
+    Args:
+        format: 4 bits, nested.
+        blocks: which.
+        workspace: uint8, at least _block_bytes(format) for each of them.
+    """
+
+    def __init__(self, format: MatrixFormat, blocks: slice, workspace: Tensor) -> None:
+        self._group_size = format.group_size
+        self._parts = _part(blocks, format.padded_columns // format.fold, format)
+        self._rows = _part(blocks, BLOCK_ROWS, format)
+        rows = (blocks.stop - blocks.start) * BLOCK_ROWS
+        self._weight = workspace[: rows * format.padded_columns // 2].view(rows, -1)
+        self._merged = self._weight.view(-1, format.fold * PAIR_BYTES)
+        self._halves = self._merged.view(-1, 2, format.fold // 2 * PAIR_BYTES).unbind(1)
+        self._compiled = compiled_operations()
+
+    def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
+        """x [n, padded_columns] times these blocks: [n, rows]."""
+        assert packed.fine is not None
+        assert packed.scales_zeros is not None
+        base, fine, scales_zeros = packed.folded, packed.fine.view(packed.folded.shape), packed.scales_zeros
+        if self._parts is not None:
+            base, fine, scales_zeros = base[self._parts], fine[self._parts], scales_zeros[:, self._rows].contiguous()
+        if self._compiled is not None:
+            self._compiled.merge(base, fine, self._merged)
+        else:
+            unfold_groups(base, *self._halves)
+            add_lower_halves(fine, *self._halves)
+        return _int4_linear(x, self._weight, self._group_size, scales_zeros)
 
 
 class _Planes:
@@ -124,47 +179,62 @@ class _Planes:
     """
 
     def __init__(self, format: MatrixFormat, blocks: slice, workspace: Tensor) -> None:
-        self._group_size = format.group_size
+        self._group_size, self._blocks = format.group_size, blocks
         self._rows = _part(blocks, BLOCK_ROWS, format)
         self._words = _part(blocks, 2 * BLOCK_ROWS, format)
         rows = (blocks.stop - blocks.start) * BLOCK_ROWS
         plane_bytes = format.groups * rows * 4
-        planes, twice = _split(workspace, 2 * plane_bytes, plane_bytes)
+        planes, rest = _split(workspace, 2 * plane_bytes, len(workspace) - 2 * plane_bytes)
         self._scales_zeros = planes.view(format.dtype).view(2 * format.groups, rows, 2)
         self._high, self._low = self._scales_zeros.view(2, format.groups, -1).unbind(0)
-        self._twice_words = twice.view(torch.int32).view(format.groups, -1)
-        self._twice = twice.view(format.dtype).view(format.groups, -1)
         self._high_factors = _alternating(16, 1, rows)
         self._low_factors = _alternating(1, 8, rows)
+        if format.nested:
+            both = rest[: rows * format.padded_columns]
+            self._weight = both.view(rows, -1)
+            self._above, self._below = both.view(-1, 2, format.padded_columns, PAIR_BYTES).unbind(1)
 
     def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
         """x beside itself [n, 2 * padded_columns] times these blocks: [n, rows]."""
         whole = self._rows is None
-        weight = packed.byte_rows if whole else packed.byte_rows[self._rows]
+        if packed.fine is not None:
+            self._above.copy_(packed.weight[self._blocks])
+            self._below.copy_(packed.fine[self._blocks])
+            weight = self._weight
+        else:
+            weight = packed.byte_rows if whole else packed.byte_rows[self._rows]
         scales_zeros = packed.scales_zeros_rows if whole else packed.scales_zeros_rows[:, self._words]
         torch.mul(scales_zeros, self._high_factors, out=self._high)
-        # (scale, zero) is one 32-bit word on a little-endian CPU: this puts the scale in both halves.
-        torch.bitwise_and(scales_zeros.view(torch.int32), _LOW_WORD, out=self._twice_words)
-        self._twice_words.mul_(_IN_BOTH_WORDS)
-        torch.mul(self._twice, self._low_factors, out=self._low)
+        torch.mul(_scale_twice(scales_zeros), self._low_factors, out=self._low)
         return _int4_linear(x, weight, self._group_size, self._scales_zeros)
 
 
-def _plan(format: MatrixFormat, workspace: Tensor) -> Sequence[_Unfolding | _Planes]:
+def _scale_twice(scales_zeros: Tensor) -> Tensor:
+    """The scale in place of the zero, too: a new tensor."""
+    # (scale, zero) is one 32-bit word on a little-endian CPU: this puts the scale in both halves.
+    words = torch.bitwise_and(scales_zeros.view(torch.int32), _LOW_WORD)
+    return words.mul_(_IN_BOTH_WORDS).view(scales_zeros.dtype)
+
+
+def _plan(format: MatrixFormat, workspace: Tensor) -> Sequence[Linear]:
     """As many blocks at a time as the workspace holds."""
     step = workspace.numel() // _block_bytes(format)
     parts = [slice(start, min(start + step, format.blocks)) for start in range(0, format.blocks, step)]
-    if format.bits == 2:
-        return [_Unfolding(format, blocks, workspace) for blocks in parts]
-    return [_Planes(format, blocks, workspace) for blocks in parts]
+    if format.bits == 8:
+        return [_Planes(format, blocks, workspace) for blocks in parts]
+    if format.nested:
+        return [_Merging(format, blocks, workspace) for blocks in parts]
+    return [_Unfolding(format, blocks, workspace) for blocks in parts]
 
 
 def _block_bytes(format: MatrixFormat) -> int:
     """Workspace that one block needs."""
     scales_bytes = format.groups * BLOCK_ROWS * 2 * format.dtype.itemsize
-    if format.bits == 2:
-        return format.padded_columns * PAIR_BYTES + scales_bytes
-    return 3 * scales_bytes if format.bits == 8 else 0
+    if format.bits == 8:
+        return 2 * scales_bytes + (2 * format.padded_columns * PAIR_BYTES if format.nested else 0)
+    if _read_as_they_are(format):
+        return 0
+    return scales_bytes + format.padded_columns * PAIR_BYTES
 
 
 def _part(blocks: slice, per_block: int, format: MatrixFormat) -> slice | None:

@@ -6,7 +6,7 @@ byte operations or none, and a GPU program that owns 64 rows reads whole cache
 lines. Byte offsets and a worked example: docs/format.md.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -20,6 +20,9 @@ BLOCK_ROWS = 64
 
 PAIR_BYTES = 32
 """Bytes that hold the 4-bit codes of one block's column: row e in the low half of byte e, row e + 32 in the high."""
+
+FOLD_COLUMNS = 64
+"""Columns that share the bytes of a half, at most; those that one warp's strip of 4-bit codes has."""
 
 GROUP_SIZES = (32, 64, 128, 256)
 BIT_WIDTHS = (16, 8, 4, 2)
@@ -48,10 +51,13 @@ class MatrixFormat:
             columns are stored so that groups are neighbours again.
         codebook: what codes stand for where they are floats, see :class:`vllm_dymoe.kernels.Codebook`; such a matrix
             has scales without zeros, in the codebook's own dtype. None for codes that are steps of a grid.
+        nested: whether the section holds the lower halves of codes only; everything else is in a section of `base`.
+        upper_of: bits of the codes whose upper halves these are, 0 for whole codes. Scale and zero are those of the
+            whole code, which is taken to be in the middle of those with this half.
 
     Raises:
         ValueError: a size, bit-width or group size that the format does not have, integer zeros or an order of columns
-            at 16 bits or with a codebook, or an order of more than 32768 columns.
+            at 16 bits or with a codebook, an order of more than 32768 columns, or halves of codes that have none.
         TypeError: another dtype.
     """
 
@@ -64,6 +70,8 @@ class MatrixFormat:
     integer_zeros: bool = False
     act_order: bool = False
     codebook: Codebook | None = None
+    nested: bool = False
+    upper_of: int = 0
 
     def __post_init__(self) -> None:
         if self.rows < 0 or self.columns < 1:
@@ -80,6 +88,10 @@ class MatrixFormat:
             raise ValueError("integer_zeros is set for 16 bits, which have no zeros")
         if self.act_order and not self.quantized:
             raise ValueError("act_order is set for 16 bits, which have no groups")
+        if self.nested and self.bits not in (8, 4):
+            raise ValueError(f"nested is set for {self.bits} bits, expected 8 or 4")
+        if self.upper_of and (self.nested or self.bits not in (4, 2) or self.upper_of != 2 * self.bits):
+            raise ValueError(f"upper_of is {self.upper_of} for {self.bits} bits, expected 8 for 4 or 4 for 2")
         if self.act_order and self.columns > _MOST_ACT_ORDER_COLUMNS:
             raise ValueError(f"act_order is set for {self.columns} columns, expected at most {_MOST_ACT_ORDER_COLUMNS}")
 
@@ -91,6 +103,8 @@ class MatrixFormat:
             raise ValueError(f"group_size is {self.group_size}, expected {' or '.join(map(str, sizes))}")
         if self.integer_zeros or self.act_order:
             raise ValueError(f"{codebook.name} has neither zeros nor an order of columns")
+        if self.nested or self.upper_of:
+            raise ValueError(f"{codebook.name} has no halves: the upper half of a float is no float of its own")
 
     @property
     def tag(self) -> int:
@@ -106,6 +120,31 @@ class MatrixFormat:
     def midpoint(self) -> int:
         """The code whose weight is the group's zero: weight = (code - midpoint) * scale + zero (see integer_zeros)."""
         return 1 << (self.bits - 1)
+
+    @cached_property
+    def step(self) -> int:
+        """Whole codes between two neighbouring ones: 1, or 4 or 16 for upper halves."""
+        return 1 << (self.upper_of - self.bits) if self.upper_of else 1
+
+    @cached_property
+    def center(self) -> float:
+        """weight = (step * code - center) * scale + zero: the midpoint, or 6.5 or 120.5 for upper halves."""
+        return (1 << (self.upper_of or self.bits) - 1) - (self.step - 1) / 2
+
+    @cached_property
+    def base(self) -> "MatrixFormat":
+        """The format of the section with the upper halves, if this one is nested."""
+        return replace(self, bits=self.bits // 2, nested=False, upper_of=self.bits)
+
+    @cached_property
+    def fold(self) -> int:
+        """Neighbouring columns whose 2-bit codes share bytes, the first half of them with the second."""
+        return min(self.group_size, FOLD_COLUMNS) if self.nested or self.upper_of else self.group_size
+
+    @cached_property
+    def stored_bits(self) -> int:
+        """Bits of each code that the section holds."""
+        return self.bits // 2 if self.nested else self.bits
 
     @cached_property
     def padded_rows(self) -> int:
@@ -132,14 +171,14 @@ class MatrixFormat:
         """Shape of the weight view: of bytes below 16 bits, of `dtype` at 16."""
         if self.bits == 16:
             return self.rows, self.columns
-        if self.bits == 8:
+        if self.stored_bits == 8:
             return self.blocks, 2, self.padded_columns, PAIR_BYTES
-        return self.blocks, self.padded_columns * self.bits // 4, PAIR_BYTES
+        return self.blocks, self.padded_columns * self.stored_bits // 4, PAIR_BYTES
 
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the weights, without the padding behind them."""
-        return self.padded_rows * self.padded_columns * self.bits // 8
+        return self.padded_rows * self.padded_columns * self.stored_bits // 8
 
     @cached_property
     def scales_offset(self) -> int:
@@ -169,18 +208,21 @@ class MatrixFormat:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the section; a multiple of 256."""
+        if self.nested:
+            return self.weight_bytes
         order_bytes = _round_up(self.padded_columns * 2, _SECTION_ALIGNMENT) if self.act_order and self.rows else 0
         return self.order_offset + order_bytes
 
-    def view(self, section: Tensor) -> "PackedMatrix":
+    def view(self, section: Tensor, base: "PackedMatrix | None" = None) -> "PackedMatrix":
         """See a section's bytes as a packed matrix, without copying.
 
         Args:
             section: uint8 [nbytes], contiguous, at an address that is a multiple of 16.
+            base: the upper halves, of the format `base`, if this one is nested.
 
         Raises:
             TypeError: not uint8.
-            ValueError: another size, not contiguous, or not aligned.
+            ValueError: another size, not contiguous, not aligned, or a base that is missing or another one.
         """
         check_tensor("section", section, dtype=torch.uint8, shape=(self.nbytes,))
         if section.data_ptr() % _ADDRESS_ALIGNMENT or section.storage_offset() % _ADDRESS_ALIGNMENT:
@@ -189,6 +231,10 @@ class MatrixFormat:
                 f"both must be multiples of {_ADDRESS_ALIGNMENT}"
             )
         stored = section[: self.weight_bytes]
+        if (base.format if base else None) != (self.base if self.nested else None):
+            raise ValueError(f"base is {base and base.format}, expected {self.base if self.nested else None}")
+        if base is not None:
+            return replace(base, format=self, fine=stored.view(self.weight_shape))
         bias = section[self.bias_offset :].view(self.dtype)[: self.rows] if self.bias else None
         if not self.quantized:
             return PackedMatrix(self, stored.view(self.dtype).view(self.weight_shape), None, bias)
@@ -225,6 +271,7 @@ class PackedMatrix:
         scales: with a codebook, in its dtype [blocks, groups, 64]; None without one.
         factor: float32 [2], what all scales are multiplied with and then divided by; None where the codebook has none.
             Published tools do either of both, and a reciprocal would not be exact.
+        fine: the lower halves of codes whose upper halves are in weight, and of its shape; None if it has whole codes.
     """
 
     format: MatrixFormat
@@ -234,13 +281,15 @@ class PackedMatrix:
     order: Tensor | None = None
     scales: Tensor | None = None
     factor: Tensor | None = None
+    fine: Tensor | None = None
 
     @cached_property
-    def addresses(self) -> tuple[int, int, int, int]:
-        """Where weight, scales, bias and order lie; 0 for those that there are not."""
-        parts = self.weight, self.scales_zeros if self.scales is None else self.scales, self.bias, self.order
-        weight, scales, bias, order = (0 if part is None else part.data_ptr() for part in parts)
-        return weight, scales, bias, order
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        """Where weight, scales, bias, order and the fine part lie; 0 for those that there are not."""
+        scales = self.scales_zeros if self.scales is None else self.scales
+        parts = self.weight, scales, self.bias, self.order, self.fine
+        weight, scales_at, bias, order, fine = (0 if part is None else part.data_ptr() for part in parts)
+        return weight, scales_at, bias, order, fine
 
     @cached_property
     def byte_rows(self) -> Tensor:
@@ -248,9 +297,9 @@ class PackedMatrix:
         return self.weight.view(self.format.padded_rows, -1)
 
     @cached_property
-    def folded_groups(self) -> Tensor:
-        """Weight of a 2-bit matrix, a group of a block in each row: uint8 [blocks * groups, group_size / 2 * 32]."""
-        return self.weight.view(self.format.blocks * self.format.groups, -1)
+    def folded(self) -> Tensor:
+        """2-bit codes, those that fold onto one another in each row: uint8 [any, fold / 2 * 32]."""
+        return self.weight.view(-1, self.format.fold // 2 * PAIR_BYTES)
 
     @cached_property
     def scales_zeros_rows(self) -> Tensor:
@@ -287,13 +336,15 @@ def pack(
 
     Raises:
         TypeError: codes or section is not uint8.
-        ValueError: a 16-bit format, a wrong shape, a code that does not fit, or an order that is missing, not a
-            permutation, or not the format's to hold.
+        ValueError: a 16-bit or nested format, a wrong shape, a code that does not fit, or an order that is missing, not
+            a permutation, or not the format's to hold.
     """
     if not format.quantized:
         raise ValueError("format has 16 bits: such a matrix has no codes, copy its weights into view(section).weight")
     if format.codebook is not None:
         raise ValueError(f"format is {format.codebook.name}, which has no zeros: use pack_floats")
+    if format.nested:
+        raise ValueError("format is nested: pack_nested writes its two sections")
     check_tensor("codes", codes, dtype=torch.uint8, shape=(format.rows, format.columns), contiguous=False)
     check_tensor("scales", scales, shape=(format.rows, format.groups), contiguous=False)
     check_tensor("zeros", zeros, shape=(format.rows, format.groups), contiguous=False)
@@ -311,7 +362,7 @@ def pack(
         packed.order.copy_(order)
         codes = codes[:, order]
 
-    _store_codes(packed, codes)
+    packed.weight.copy_(_stored(codes, format))
     packed.scales_zeros[:, : format.rows, 0].copy_(scales.t())
     packed.scales_zeros[:, : format.rows, 1].copy_(zeros.t())
 
@@ -347,7 +398,7 @@ def pack_floats(
         packed.factor.copy_(torch.tensor(factor, dtype=torch.float32))
     elif factor != (1.0, 1.0):
         raise ValueError(f"factor is {factor}, and {format.codebook.name} has none")
-    _store_codes(packed, codes)
+    packed.weight.copy_(_stored(codes, format))
     # As bytes, of which a pad is 0: not every dtype of scales can be padded.
     raw = scales.contiguous().view(torch.uint8).view(format.rows, format.groups, -1)
     raw = torch.nn.functional.pad(raw, (0, 0, 0, 0, 0, format.padded_rows - format.rows))
@@ -355,19 +406,42 @@ def pack_floats(
     packed.scales.view(torch.uint8).view(raw.shape).copy_(raw)
 
 
-def _store_codes(packed: PackedMatrix, codes: Tensor) -> None:
-    """Write codes uint8 [rows, columns], in the order in which they are stored, and zeros behind them."""
-    format = packed.format
+def pack_nested(
+    format: MatrixFormat,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    base: Tensor,
+    fine: Tensor,
+    order: Tensor | None = None,
+) -> None:
+    """Write a matrix of a nested format into the sections of its upper and its lower halves; otherwise as `pack`.
+
+    Args:
+        base: uint8 [format.base.nbytes], overwritten.
+        fine: uint8 [format.nbytes], overwritten.
+
+    Raises:
+        TypeError: codes or a section is not uint8.
+        ValueError: as `pack`.
+    """
+    half = format.bits // 2
+    check_tensor("fine", fine, dtype=torch.uint8, shape=(format.nbytes,))
+    pack(format.base, codes >> half, scales, zeros, base, order)
+    lower = codes & (1 << half) - 1
+    fine.view(format.weight_shape).copy_(_stored(lower if order is None else lower[:, order], format))
+
+
+def _stored(codes: Tensor, format: MatrixFormat) -> Tensor:
+    """Codes [rows, columns], or halves of them, in stored order, as a section has them: uint8 [format.weight_shape]."""
     padding = (0, format.padded_columns - format.columns, 0, format.padded_rows - format.rows)
     padded = torch.nn.functional.pad(codes, padding)
-    if format.bits == 8:
-        packed.weight[:, 0].copy_(_pairs(padded >> 4))
-        packed.weight[:, 1].copy_(_pairs(padded & 15))
-    elif format.bits == 4:
-        packed.weight.copy_(_pairs(padded))
-    else:
-        halves = _pairs(padded).reshape(format.blocks * format.groups, 2, -1)
-        packed.weight.copy_((halves[:, 0] | halves[:, 1] << 2).view(format.weight_shape))
+    if format.stored_bits == 8:
+        return torch.stack((_pairs(padded >> 4), _pairs(padded & 15)), 1)
+    if format.stored_bits == 4:
+        return _pairs(padded)
+    halves = _pairs(padded).reshape(-1, 2, format.fold // 2 * PAIR_BYTES)
+    return (halves[:, 0] | halves[:, 1] << 2).view(format.weight_shape)
 
 
 def unpack(packed: PackedMatrix) -> Tensor:
@@ -384,15 +458,21 @@ def unpack(packed: PackedMatrix) -> Tensor:
 def _stored_codes(packed: PackedMatrix) -> Tensor:
     """uint8 [rows, columns] as they are stored."""
     format = packed.format
-    if format.bits == 8:
-        codes = _codes(packed.weight[:, 0]) << 4 | _codes(packed.weight[:, 1])
-    elif format.bits == 4:
-        codes = _codes(packed.weight)
-    else:
-        halves = packed.weight.view(format.blocks * format.groups, 1, -1)
-        pairs = torch.cat((halves & 0x33, halves >> 2 & 0x33), 1)
-        codes = _codes(pairs.view(format.blocks, format.padded_columns, PAIR_BYTES))
+    codes = _loaded(packed.weight, format)
+    if packed.fine is not None:
+        codes = codes << format.stored_bits | _loaded(packed.fine, format)
     return codes[: format.rows, : format.columns]
+
+
+def _loaded(stored: Tensor, format: MatrixFormat) -> Tensor:
+    """Inverse of :func:`_stored`: uint8 [padded_rows, padded_columns]."""
+    if format.stored_bits == 8:
+        return _codes(stored[:, 0]) << 4 | _codes(stored[:, 1])
+    if format.stored_bits == 4:
+        return _codes(stored)
+    halves = stored.view(-1, 1, format.fold // 2 * PAIR_BYTES)
+    pairs = torch.cat((halves & 0x33, halves >> 2 & 0x33), 1)
+    return _codes(pairs.view(format.blocks, format.padded_columns, PAIR_BYTES))
 
 
 def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -419,7 +499,7 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
     )
     if format.integer_zeros:
         zeros = zeros * scales
-    weights: Tensor = (_stored_codes(packed).to(precise) - format.midpoint) * scales + zeros
+    weights: Tensor = (_stored_codes(packed).to(precise) * format.step - format.center) * scales + zeros
     return _in_input_order(packed, weights.to(dtype))
 
 

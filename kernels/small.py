@@ -12,6 +12,7 @@ order, whatever else is in the call and wherever it lies.
 import math
 from array import array
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -44,16 +45,19 @@ _ALL = 7
 _CURVES = {curve: number for number, curve in enumerate(Curve)}
 _SWIGLU, _SWIGLU_STEP, _SITU, _GELU, _GELU_TANH, _RELU2 = _CURVES.values()
 
-# What a row of the table holds; behind that the addresses of weight, scales, bias and order for gate, up and down, 0
-# for those that a matrix has not.
-_COUNT, _TOKENS, _PAIRS, _INTERMEDIATE, _BITS, _GROUP_SIZE, _STEPS, _MATRICES = range(8)
-_ROW = _MATRICES + 12
+# What a row of the table holds; behind that the addresses of weight, scales, bias, order and the lower halves of codes
+# for gate, up and down, 0 for those that a matrix has not.
+_COUNT, _TOKENS, _PAIRS, _INTERMEDIATE, _BITS, _UPPER_OF, _FOLD, _GROUP_SIZE, _STEPS, _MATRICES = range(10)
+_ADDRESSES = 5
+_ROW = _MATRICES + 3 * _ADDRESSES
 
 # Measured with one thread, AVX512 and AMX. At 16 bits a product of oneDNN costs 40 microseconds up to 16 tokens of a
 # 256 x 64 matrix, and this 2 for one token and 1 more for each further one. At 4 bits torch's int4 kernel takes 8, and
 # this 3; at 512 x 128 it is 1.1 to 1.4 times as fast as this.
 _PLAIN_PRODUCTS = 1 << 18
 _QUANTIZED_WEIGHTS = 1 << 15
+
+_numbers = attrgetter("bits", "group_size", "integer_zeros", "nested", "upper_of")
 
 
 def most_tokens(gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, quantized: int) -> int:
@@ -67,7 +71,7 @@ def most_tokens(gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, quanti
     """
     if up.dtype is not torch.bfloat16 or (gate.rows and gate != up):
         return 0
-    if (down.bits, down.group_size, down.integer_zeros) != (up.bits, up.group_size, up.integer_zeros):
+    if _numbers(down) != _numbers(up):
         return 0
     if up.codebook is not None or down.codebook is not None:
         return 0
@@ -97,8 +101,10 @@ class Call:
         if not (tokens.is_contiguous() and pairs.is_contiguous()):
             tokens, pairs = tokens.contiguous(), pairs.contiguous()
             self._named += tokens, pairs
-        numbers = count, tokens.data_ptr(), pairs.data_ptr(), format.rows, format.bits, format.group_size
-        self._table.extend((*numbers, format.integer_zeros, *gate.addresses, *up.addresses, *down.addresses))
+        numbers = count, tokens.data_ptr(), pairs.data_ptr(), format.rows, format.bits, format.upper_of, format.fold
+        self._table.extend(
+            (*numbers, format.group_size, format.integer_zeros, *gate.addresses, *up.addresses, *down.addresses)
+        )
         self._experts += 1
         self._inner += 2 * count * format.rows
         self._most = max(self._most, count)
@@ -140,6 +146,17 @@ def combine(out: Tensor, weights: Tensor, into: Tensor) -> None:
     """kernels.combine, bit for bit, where every pair counts: bfloat16 and contiguous, all three."""
     tokens, top_k = weights.shape
     _combine(out.data_ptr(), weights.data_ptr(), tokens, top_k, out.shape[1], into.data_ptr())
+
+
+def merge(base: Tensor, fine: Tensor, merged: Tensor) -> None:
+    """4-bit codes of their upper and lower halves.
+
+    Args:
+        base: uint8 [any, fold / 2 * 32], contiguous, as PackedMatrix.folded.
+        fine: like base.
+        merged: uint8 [any, fold * 32], contiguous, overwritten with the first columns and then the second ones.
+    """
+    _merge(base.data_ptr(), fine.data_ptr(), merged.data_ptr(), len(base), base.shape[1] // 8)
 
 
 def _compiled(function: Callable[..., Any], fastmath: set[str]) -> Any:
@@ -261,6 +278,22 @@ def _unpack_two(packed, scales, zeros, tile):  # type: ignore[no-untyped-def]
 
 
 @_in_order
+def _merge(base_at, fine_at, merged_at, parts, words):  # type: ignore[no-untyped-def]
+    """Words of 64 bits: those of the first columns of each part, then those of the second."""
+    base, fine = (
+        carray(_pointer(base_at), (parts, words), np.uint64),
+        carray(_pointer(fine_at), (parts, words), np.uint64),
+    )
+    merged = carray(_pointer(merged_at), (parts, 2, words), np.uint64)
+    low, high, two = np.uint64(0x3333333333333333), np.uint64(0xCCCCCCCCCCCCCCCC), np.uint64(2)
+    for part in range(parts):
+        for word in range(words):
+            upper, lower = base[part, word], fine[part, word]
+            merged[part, 0, word] = (upper & low) << two | lower & low
+            merged[part, 1, word] = upper & high | lower >> two & low
+
+
+@_in_order
 def _unpack_eight(above, below, scales, zeros, tile):  # type: ignore[no-untyped-def]
     """The same at 8 bits: their upper and lower halves, [columns, 32] bytes each."""
     for c in range(len(tile)):
@@ -286,34 +319,47 @@ def _add_tile(x, s, t, start, tile, sums):  # type: ignore[no-untyped-def]
 
 
 @_in_order
-def _quantized(x, rows, columns, bits, group_size, in_steps, weight_at, scales_at, out):  # type: ignore[no-untyped-def]
+def _quantized(x, rows, columns, row, weight_at, scales_at, fine_at, out):  # type: ignore[no-untyped-def]
     """out [n, rows] = x [n, columns in whole groups] times a weight of 8, 4 or 2 bits: a block's group at a time."""
+    bits, upper_of, fold, group_size = row[_BITS], row[_UPPER_OF], row[_FOLD], row[_GROUP_SIZE]
     blocks, groups = (rows + 63) // 64, columns // group_size
     scales_zeros = carray(_pointer(scales_at), (groups, blocks * 64, 2), np.uint16)
     scales, zeros = np.empty(64, np.float32), np.empty(64, np.float32)
     tile, sums = np.empty((group_size, 64), np.float32), np.empty(((len(x) + 1) // 2, 2, 64), np.float32)
-    midpoint, nbytes = np.float32(1 << (bits - 1)), group_size * 32
+    step = np.float32(1 << (upper_of - bits) if upper_of else 1)
+    center = np.float32(1 << ((upper_of if upper_of else bits) - 1)) - (step - np.float32(1)) * np.float32(0.5)
+    nbytes = group_size * 32  # of 4 bits
+    merged = np.empty(nbytes, np.uint8)
+    merged_at = np.int64(merged.ctypes.data)
     for block in range(blocks):
         for pair in range(len(sums)):
             for r in range(64):
                 sums[pair, 0, r] = sums[pair, 1, r] = 0
         for group in range(groups):
             for r in range(64):
-                scales[r] = _wide(scales_zeros[group, block * 64 + r, 0])
+                scale = _wide(scales_zeros[group, block * 64 + r, 0])
                 zero = _wide(scales_zeros[group, block * 64 + r, 1])
-                zeros[r] = (zero * scales[r] if in_steps else zero) - midpoint * scales[r]
+                zeros[r] = (zero * scale if row[_STEPS] else zero) - center * scale
+                scales[r] = step * scale
             before = block * groups + group
-            if bits == 4:
-                packed = carray(_pointer(weight_at + before * nbytes), (group_size, 32), np.uint8)
-                _unpack_four(packed, scales, zeros, tile)
-            elif bits == 2:
-                packed = carray(_pointer(weight_at + before * nbytes // 2), (group_size // 2, 32), np.uint8)
-                _unpack_two(packed, scales, zeros, tile)
-            else:
-                first = weight_at + (before + block * groups) * nbytes
+            if bits == 8:
+                first = weight_at + before * nbytes if fine_at else weight_at + (before + block * groups) * nbytes
+                second = fine_at + before * nbytes if fine_at else first + groups * nbytes
                 above = carray(_pointer(first), (group_size, 32), np.uint8)
-                below = carray(_pointer(first + groups * nbytes), (group_size, 32), np.uint8)
+                below = carray(_pointer(second), (group_size, 32), np.uint8)
                 _unpack_eight(above, below, scales, zeros, tile)
+            elif bits == 4:
+                if fine_at:
+                    at = before * nbytes // 2
+                    _merge(weight_at + at, fine_at + at, merged_at, group_size // fold, fold * 2)
+                whole_at = merged_at if fine_at else weight_at + before * nbytes
+                packed = carray(_pointer(whole_at), (group_size, 32), np.uint8)
+                _unpack_four(packed, scales, zeros, tile)
+            else:
+                for start in range(0, group_size, fold):
+                    folded_at = weight_at + (before * nbytes + start * 32) // 2
+                    packed = carray(_pointer(folded_at), (fold // 2, 32), np.uint8)
+                    _unpack_two(packed, scales, zeros, tile[start : start + fold])
             for pair in range(len(sums)):  # the last of an odd number is computed twice, as all others are
                 _add_tile(x, 2 * pair, min(2 * pair + 1, len(x) - 1), group * group_size, tile, sums[pair])
         for token in range(len(x)):
@@ -325,7 +371,7 @@ def _quantized(x, rows, columns, bits, group_size, in_steps, weight_at, scales_a
 def _linear(x, row, matrix, out):  # type: ignore[no-untyped-def]
     """out [n, rows] = x [n, columns] times one matrix of an expert, plus its bias."""
     count, columns, rows = x.shape[0], x.shape[1], out.shape[1]
-    first = _MATRICES + 4 * matrix
+    first = _MATRICES + _ADDRESSES * matrix
     weight_at, scales_at, bias_at, order_at = row[first], row[first + 1], row[first + 2], row[first + 3]
     bits, group_size = row[_BITS], row[_GROUP_SIZE]
     stored = columns if bits == 16 else (columns + group_size - 1) // group_size * group_size
@@ -339,7 +385,7 @@ def _linear(x, row, matrix, out):  # type: ignore[no-untyped-def]
     if bits == 16:
         _plain(x, rows, columns, weight_at, out)
     else:
-        _quantized(x, rows, stored, bits, group_size, row[_STEPS] != 0, weight_at, scales_at, out)
+        _quantized(x, rows, stored, row, weight_at, scales_at, row[first + 4], out)
     if bias_at != 0:
         bias = carray(_pointer(bias_at), rows, np.uint16)
         for token in range(count):
@@ -470,3 +516,4 @@ def compile_everything() -> None:
     """Compile now, or read what an earlier process has compiled, and not in the first request."""
     _experts(0, 0, 0, 0, 0, 0, 0, 0, (0.0, 0.0, 0.0), True, 0, 0, _ALL)
     _combine(0, 0, 0, 0, 0, 0)
+    _merge(0, 0, 0, 0, 0)

@@ -124,18 +124,20 @@ class TiledLinear:
 
     def _add_quantized(self, x: Tensor, packed: PackedMatrix, sums: Tensor) -> None:
         assert packed.scales_zeros is not None
-        bits = packed.format.bits
+        format, whole_bytes = packed.format, packed.format.bits == 8
         for tile in self._tiling(packed.format):
             if tile.columns.start == 0:
                 # Separate and contiguous: with strides the use below takes five times as long.
                 scales, zeros = (part.float() for part in packed.scales_zeros[:, tile.rows].unbind(2))
-                if packed.format.integer_zeros:
+                if format.integer_zeros:
                     zeros.mul_(scales)
-                if bits == 2:
-                    scales.mul_(SCALE_FACTOR)
-                zeros = zeros.sub_(scales, alpha=128 if bits == 8 else 8).unsqueeze(1)
+                zeros = zeros.sub_(scales, alpha=format.center).unsqueeze(1)
+                if format.bits == 2:
+                    scales.mul_(format.step * SCALE_FACTOR)
+                elif format.upper_of:
+                    scales.mul_(format.step)
                 scales = scales.unsqueeze(1)
-            if bits == 8:
+            if whole_bytes:
                 _load_bytes(tile, packed)
             else:
                 _load_pairs(tile, packed)
@@ -195,8 +197,8 @@ class TiledLinear:
 
 
 def _load_pairs(tile: _Tile, packed: PackedMatrix) -> None:
-    """4-bit codes of a tile as floats; a 2-bit matrix's are unfolded to them."""
-    if packed.format.bits == 2:
+    """4-bit codes of a tile as floats; 2-bit codes are unfolded to them, and halves put together."""
+    if packed.format.stored_bits == 2:
         pairs = unfold(packed, tile.blocks, tile.columns, tile.pairs.view(-1))
     else:
         pairs = packed.weight[tile.blocks, tile.columns]
@@ -208,7 +210,10 @@ def _load_pairs(tile: _Tile, packed: PackedMatrix) -> None:
 
 def _load_bytes(tile: _Tile, packed: PackedMatrix, dtype: torch.dtype = torch.uint8) -> None:
     """8-bit codes of a tile, numbers of some dtype, as floats."""
-    above, below = packed.weight[tile.blocks, :, tile.columns].unbind(1)
+    if packed.fine is None:
+        above, below = packed.weight[tile.blocks, :, tile.columns].unbind(1)
+    else:
+        above, below = packed.weight[tile.blocks, tile.columns], packed.fine[tile.blocks, tile.columns]
     torch.bitwise_left_shift(above, _FOUR, out=tile.codes)
     tile.codes.bitwise_or_(torch.bitwise_and(below, _LOW_HALF, out=tile.pairs))
     tile.store(tile.low, dtype)

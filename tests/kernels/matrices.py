@@ -4,7 +4,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_dymoe.kernels import Activation, Curve, ExpertWork, MatrixFormat, PackedMatrix, pack, pack_floats
+from vllm_dymoe.kernels import (
+    Activation,
+    Curve,
+    ExpertWork,
+    MatrixFormat,
+    PackedMatrix,
+    pack,
+    pack_floats,
+    pack_nested,
+    unpack,
+)
 from vllm_dymoe.kernels.codebook import MXFP4, Codebook
 
 ACTIVATIONS = (
@@ -47,6 +57,10 @@ def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
     else:
         zeros = torch.randn(scales.shape, generator=generator) * size / 4
     order = torch.randperm(format.columns, generator=generator) if format.act_order else None
+    if format.nested:
+        base = torch.full((format.base.nbytes,), 0xEE, dtype=torch.uint8)
+        pack_nested(format, codes, scales.to(format.dtype), zeros.to(format.dtype), base, section, order)
+        return format.view(section, _with_bias(format.base.view(base), generator))
     pack(format, codes, scales.to(format.dtype), zeros.to(format.dtype), section, order)
     return _with_bias(format.view(section), generator)
 
@@ -66,10 +80,36 @@ def _pack_random_floats(format: MatrixFormat, size: float, section: torch.Tensor
     pack_floats(format, codes, scales, section, factor)
 
 
+def in_one_section(packed: PackedMatrix) -> PackedMatrix:
+    """A nested matrix as one that holds the same codes in a section of their own."""
+    format = replace(packed.format, nested=False)
+    section = torch.empty(format.nbytes, dtype=torch.uint8)
+    scales, zeros = packed.scales_zeros[:, : format.rows].permute(2, 1, 0)
+    order = None if packed.order is None else packed.order.long()
+    pack(format, unpack(packed), scales, zeros, section, order)
+    whole = format.view(section)
+    if packed.bias is not None:
+        whole.bias.copy_(packed.bias)
+    return whole
+
+
 def _with_bias(packed: PackedMatrix, generator: torch.Generator) -> PackedMatrix:
     if packed.bias is not None:
         packed.bias.copy_(torch.randn(packed.format.rows, generator=generator))
     return packed
+
+
+KINDS = {
+    "16": (16, {}),
+    "8": (8, {}),
+    "4": (4, {}),
+    "2": (2, {}),
+    "8 in two": (8, {"nested": True}),
+    "4 in two": (4, {"nested": True}),
+    "half of 8": (4, {"upper_of": 8}),
+    "half of 4": (2, {"upper_of": 4}),
+}
+"""Everything that a section can hold: bits, and what else of the format says so."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +139,8 @@ def random_expert(
     act_order=False,
     gate=True,
     codebook: Codebook | None = None,
+    nested=False,
+    upper_of=0,
 ) -> Expert:
     """An expert of [hidden] -> [intermediate] -> [hidden]; at 16 bits its columns have no order.
 
@@ -106,7 +148,7 @@ def random_expert(
     """
     if codebook is not None:
         bits, group_size = codebook.bits, codebook.group_size or group_size
-    rest = bits, group_size, dtype, bias, steps, act_order and bits < 16, codebook
+    rest = bits, group_size, dtype, bias, steps, act_order and bits < 16, codebook, nested, upper_of
     wide, narrow = MatrixFormat(intermediate, hidden, *rest), MatrixFormat(hidden, intermediate, *rest)
     first = wide if gate else replace(wide, rows=0)
     return Expert(random_packed(first, seed), random_packed(wide, seed + 1), random_packed(narrow, seed + 2))

@@ -108,6 +108,8 @@ def test_what_knows_no_floats_says_so():
         ({"group_size": 64}, "group_size is 64, expected 32"),
         ({"integer_zeros": True}, "mxfp4 has neither zeros nor an order"),
         ({"act_order": True}, "mxfp4 has neither zeros nor an order"),
+        ({"nested": True}, "mxfp4 has no halves"),
+        ({"bits": 4, "upper_of": 8}, "mxfp4 has no halves"),
     ],
 )
 def test_formats_that_do_not_exist(arguments, sentence):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.matrices import ACTIVATIONS, random_expert
+from tests.kernels.matrices import ACTIVATIONS, KINDS, Expert, in_one_section, random_expert
 from tests.operations import Operations
 from vllm_dymoe.kernels import (
     Activation,
@@ -49,7 +49,7 @@ def compute(kernel, x, work, pairs, activation=Activation.SILU):
 @pytest.mark.parametrize("kernel", KERNELS)
 @settings(max_examples=25, deadline=None)
 @given(
-    bits=st.lists(st.sampled_from([16, 8, 4, 2]), min_size=1, max_size=4),
+    kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4),
     tokens=st.sampled_from([1, 2, 7, 40, 130]),
     # In smaller ones a single rounding is the whole result: test_tiles.py has their matrices one at a time.
     hidden=st.integers(30, 150),
@@ -62,36 +62,51 @@ def compute(kernel, x, work, pairs, activation=Activation.SILU):
     seed=st.integers(0, 1000),
 )
 def test_every_kernel_agrees_with_the_reference(
-    kernel, bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, act_order, seed
+    kernel, kinds, tokens, hidden, intermediate, group_size, dtype, activation, bias, act_order, seed
 ):
-    """Any mix of bit-widths in one call, sizes off every tile, experts with no token at all."""
+    """Any mix of bit-widths and of halves in one call, sizes off every tile, experts with no token at all."""
     x = random_tokens(tokens, hidden, dtype, seed)
     experts = [
         random_expert(
             hidden,
             intermediate,
-            b,
+            bits,
             group_size,
             dtype,
             seed + i,
             bias=bias,
             act_order=act_order,
             gate=activation.has_gate,
+            **rest,
         )
-        for i, b in enumerate(bits)
+        for i, (bits, rest) in enumerate(map(KINDS.__getitem__, kinds))
     ]
-    chosen = [[t for t in range(tokens) if (t + i) % (i + 1) == 0] for i in range(len(bits))]
+    chosen = [[t for t in range(tokens) if (t + i) % (i + 1) == 0] for i in range(len(kinds))]
     work = [
-        e.work(rows, [t * len(bits) + i for t in rows]) for i, (e, rows) in enumerate(zip(experts, chosen, strict=True))
+        e.work(rows, [t * len(kinds) + i for t in rows])
+        for i, (e, rows) in enumerate(zip(experts, chosen, strict=True))
     ]
     work.append(random_expert(hidden, intermediate, 4, group_size, dtype, gate=activation.has_gate).work([], []))
-    out = compute(KERNELS[kernel](), x, work, tokens * len(bits), activation)
+    out = compute(KERNELS[kernel](), x, work, tokens * len(kinds), activation)
     for i, (expert, rows) in enumerate(zip(experts, chosen, strict=True)):
         want = expert_reference(x[rows], expert.gate, expert.up, expert.down, activation)
-        got = out.view(tokens, len(bits), hidden)[rows, i]
-        assert not rows or relative_error(got, want) < TOLERANCE[dtype], bits[i]
+        got = out.view(tokens, len(kinds), hidden)[rows, i]
+        assert not rows or relative_error(got, want) < TOLERANCE[dtype], kinds[i]
         others = [t for t in range(tokens) if t not in rows]
-        assert bool(out.view(tokens, len(bits), hidden)[others, i].isnan().all()), "rows of nobody were written"
+        assert bool(out.view(tokens, len(kinds), hidden)[others, i].isnan().all()), "rows of nobody were written"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("rest", [{}, {"bias": True, "act_order": True}, {"steps": True}], ids=str)
+def test_two_sections_give_the_bits_of_one(kernel, bits, group_size, tokens, rest):
+    nested = random_expert(150, 100, bits, group_size, nested=True, **rest)
+    whole = Expert(*map(in_one_section, (nested.gate, nested.up, nested.down)))
+    x, numbers = random_tokens(tokens, 150, torch.bfloat16), list(range(tokens))
+    got, want = (compute(KERNELS[kernel](), x, [e.work(numbers, numbers)], tokens) for e in (nested, whole))
+    assert torch.equal(got, want)
 
 
 def test_a_gpu_gets_tritons_kernel(monkeypatch):

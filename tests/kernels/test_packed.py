@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.matrices import random_packed
-from vllm_dymoe.kernels import MatrixFormat, dequantize, pack, unpack
+from vllm_dymoe.kernels import MatrixFormat, dequantize, pack, pack_nested, unpack
 from vllm_dymoe.kernels.int4 import int4_available
 
 formats = st.builds(
@@ -45,6 +45,61 @@ def test_codes_scales_and_zeros_survive(format, seed):
         assert torch.equal(dequantize(packed), want), "the bias lies on the weights"
         tail = section[format.bias_offset : format.order_offset].view(format.dtype)
         assert tail.nonzero().flatten().tolist() == list(range(format.rows))
+
+
+@settings(max_examples=80, deadline=None)
+@given(formats.filter(lambda format: format.bits > 2), st.booleans(), st.integers(0, 2**31))
+def test_the_low_version_is_inside_the_high_one(format, steps, seed):
+    """And is the middle of all codes that share its half."""
+    format = replace(format, nested=True, integer_zeros=steps)
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << format.bits, (format.rows, format.columns), generator=generator, dtype=torch.uint8)
+    scales, zeros = (torch.randn(2, format.rows, format.groups, generator=generator)).to(format.dtype)
+    zeros = zeros.mul(4).round() if steps else zeros
+    order = torch.randperm(format.columns, generator=generator) if format.act_order else None
+    base, fine = (torch.full((nbytes,), 0xEE, dtype=torch.uint8) for nbytes in (format.base.nbytes, format.nbytes))
+    pack_nested(format, codes, scales, zeros, base, fine, order)
+    low = format.base.view(base)
+    high = format.view(fine, low)
+    assert torch.equal(unpack(high), codes)
+    assert torch.equal(unpack(low), codes >> format.bits // 2)
+    assert base.numel() + fine.numel() == replace(format, nested=False).nbytes
+    assert fine.numel() % 256 == 0
+
+    def weights(codes):
+        groups = torch.arange(format.columns) // format.group_size
+        if order is not None:
+            groups[order] = groups.clone()
+        scale, zero = scales.double()[:, groups], zeros.double()[:, groups]
+        return (codes.double() - (1 << format.bits) // 2) * scale + (zero * scale if steps else zero)
+
+    assert torch.equal(dequantize(high, torch.float64), weights(codes))
+    step = 1 << format.bits // 2
+    middle = codes.double() // step * step + (1.5 if step == 4 else 7.5)
+    assert torch.equal(dequantize(low, torch.float64), weights(middle))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"bits": 2, "nested": True}, "nested is set for 2 bits"),
+        ({"bits": 4, "upper_of": 4}, "upper_of is 4 for 4 bits"),
+        ({"bits": 8, "upper_of": 16}, "upper_of is 16 for 8 bits"),
+    ],
+)
+def test_halves_that_there_are_not_are_refused(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        MatrixFormat(64, 64, group_size=64, dtype=torch.bfloat16, **changes)
+
+
+def test_a_fine_section_is_read_with_its_own_base_only():
+    format = MatrixFormat(64, 64, 4, 64, torch.bfloat16, nested=True)
+    fine = torch.zeros(format.nbytes, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="base is None"):
+        format.view(fine)
+    plain = replace(format.base, upper_of=0)
+    with pytest.raises(ValueError, match="upper_of=0"):
+        format.view(fine, plain.view(torch.zeros(plain.nbytes, dtype=torch.uint8)))
 
 
 @settings(max_examples=40, deadline=None)

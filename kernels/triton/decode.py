@@ -11,6 +11,8 @@ Launches are described by device tensors; `int` is int32 or int64, as the launch
 
     addresses     int64 [experts, 3]     sections of gate, up and down
     destinations  int64 [experts, 3]     where to store them too, 0 for nowhere (FETCH)
+    fine          int64 [experts, 3]     sections of lower halves, where bits are NESTED
+    fine_destinations  like destinations
     bits          int32 [experts, 3]     16, 8, 4 or 2, or a codebook's tag
     items         int32 [items, 3]       expert, first and last + 1 of its positions; expert -1 asks for zeros in the
                                          tokens first to last that have nothing computed (WEIGHTED)
@@ -23,7 +25,7 @@ import triton.language as tl
 
 from vllm_dymoe.kernels.triton.activation import gated
 from vllm_dymoe.kernels.triton.combine import rounded, widened
-from vllm_dymoe.kernels.triton.fetch import fetch_share
+from vllm_dymoe.kernels.triton.fetch import fetch_fine, fetch_share
 from vllm_dymoe.kernels.triton.rows import row_products
 from vllm_dymoe.kernels.triton.section import DESCRIPTIONS
 
@@ -34,6 +36,8 @@ def gate_up_kernel(
     hidden,
     addresses,
     destinations,
+    fine,
+    fine_destinations,
     bits,
     items,
     rows,
@@ -43,6 +47,7 @@ def gate_up_kernel(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
+    NESTED: tl.constexpr,
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -58,6 +63,8 @@ def gate_up_kernel(
         hidden: [positions, ROWS] like x, overwritten.
         addresses: see above, like the others.
         destinations: with FETCH.
+        fine: with NESTED.
+        fine_destinations: with FETCH and NESTED.
         bits: the tiers.
         items: the work.
         rows: of x.
@@ -67,6 +74,7 @@ def gate_up_kernel(
         COLUMNS: H.
         GROUP: columns that share a scale.
         TIERS: sum of the bits that may occur.
+        NESTED: those whose codes are two sections, or 0.
         STEPS: sum of the bits whose zeros count steps of their scale.
         ORDERED: sum of the bits whose columns are stored in an order of their own.
         BIAS: whether sections have biases.
@@ -80,43 +88,44 @@ def gate_up_kernel(
     first = tl.load(items + 3 * item + 1)
     last = tl.load(items + 3 * item + 2)
     source = addresses + 3 * expert
+    lower = fine + 3 * expert
     if FETCH:
         if last > first:
-            source = _fetch_two(
-                source, destinations + 3 * expert, bits + 3 * expert,
-                ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS, 0 if ACTIVATION[4] else 1, SPLIT, WARPS,
+            source, lower = _fetch_two(
+                source, destinations + 3 * expert, lower, fine_destinations + 3 * expert, bits + 3 * expert,
+                ROWS, COLUMNS, GROUP, TIERS, NESTED, ORDERED, BIAS, 0 if ACTIVATION[4] else 1, SPLIT, WARPS,
             )  # fmt: skip
         # An expert has one item however many positions it has, and is computed as if it had one for every two.
         if (last - first) % 2 == 1:
             _gate_up(
-                x, hidden, source, bits + 3 * expert, rows, partials, semaphores, last - 1, last,
-                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, ACTIVATION, 1, SPLIT, WARPS,
+                x, hidden, source, lower, bits + 3 * expert, rows, partials, semaphores, last - 1, last,
+                ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, ACTIVATION, 1, SPLIT, WARPS,
             )  # fmt: skip
         for number in range((last - first) // 2):
             _gate_up(
-                x, hidden, source, bits + 3 * expert, rows, partials, semaphores, first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, ACTIVATION, 2, SPLIT, WARPS,
+                x, hidden, source, lower, bits + 3 * expert, rows, partials, semaphores, first + 2 * number, last,
+                ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, ACTIVATION, 2, SPLIT, WARPS,
             )  # fmt: skip
     elif last - first == 1:
         _gate_up(
-            x, hidden, source, bits + 3 * expert, rows, partials, semaphores, first, last,
-            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, ACTIVATION, 1, SPLIT, WARPS,
+            x, hidden, source, lower, bits + 3 * expert, rows, partials, semaphores, first, last,
+            ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, ACTIVATION, 1, SPLIT, WARPS,
         )  # fmt: skip
     else:
         for number in range((last - first + 1) // 2):
             _gate_up(
-                x, hidden, source, bits + 3 * expert, rows, partials, semaphores, first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, ACTIVATION, 2, SPLIT, WARPS,
+                x, hidden, source, lower, bits + 3 * expert, rows, partials, semaphores, first + 2 * number, last,
+                ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, ACTIVATION, 2, SPLIT, WARPS,
             )  # fmt: skip
 
 
 @triton.jit
 def _fetch_two(
-    source, destination, bits,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, ORDERED: tl.constexpr,
-    BIAS: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
+    source, destination, lower, lower_destination, bits,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, NESTED: tl.constexpr,
+    ORDERED: tl.constexpr, BIAS: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Fetch this program's shares of gate and up, if they have a destination; where to read the two addresses then.
+    """Fetch this program's shares of gate and up that have a destination; where to read their addresses then.
 
     FIRST is 1 for experts without a gate.
     """
@@ -125,19 +134,28 @@ def _fetch_two(
             fetch_share(
                 tl.load(source + number), tl.load(destination + number), tl.load(bits + number),
                 tl.program_id(0), tl.program_id(2),
-                ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS, SPLIT, WARPS,
+                ROWS, COLUMNS, GROUP, TIERS, NESTED, ORDERED, BIAS, SPLIT, WARPS,
             )  # fmt: skip
         tl.debug_barrier()
         source = destination
-    return source
+    if NESTED > 0:
+        if tl.load(lower_destination + FIRST) != 0:
+            for number in range(FIRST, 2):
+                fetch_fine(
+                    tl.load(lower + number), tl.load(lower_destination + number), tl.program_id(0), tl.program_id(2),
+                    COLUMNS, GROUP, NESTED, SPLIT, WARPS,
+                )  # fmt: skip
+            tl.debug_barrier()
+            lower = lower_destination
+    return source, lower
 
 
 @triton.jit
 def _gate_up(
-    x, hidden, source, bits, rows, partials, semaphores, first, last,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
-    ORDERED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
-    WARPS: tl.constexpr,
+    x, hidden, source, lower, bits, rows, partials, semaphores, first, last,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, NESTED: tl.constexpr,
+    STEPS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One or two positions from `first` on."""
     FLOAT16: tl.constexpr = x.dtype.element_ty == tl.float16
@@ -149,8 +167,9 @@ def _gate_up(
     for number in range(0 if ACTIVATION[4] else 1, 2):  # a loop, for the products to be compiled once
         gate = up
         up = row_products(
-            tl.load(source + number), tl.load(bits + number), block, x_first, apart, split,
-            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+            tl.load(source + number), _lower(lower + number, NESTED), tl.load(bits + number),
+            block, x_first, apart, split,
+            ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
         )  # fmt: skip
     position = first + tl.arange(0, TOKENS)[:, None]
     row = block * 64 + tl.arange(0, 64)[None, :]
@@ -171,6 +190,15 @@ def _gate_up(
                 gate += tl.load(partials_at + part * 2 * PADDED, mask=inside, other=0.0, cache_modifier=".cg")
                 up += tl.load(partials_at + part * 2 * PADDED + PADDED, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(hidden_at, gated(gate, up, ACTIVATION).to(hidden.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _lower(at, NESTED: tl.constexpr):
+    """The address of a section of lower halves, if there are any."""
+    if NESTED > 0:
+        return tl.load(at)
+    else:
+        return tl.cast(0, tl.int64)
 
 
 @triton.jit
@@ -203,6 +231,8 @@ def down_kernel(
     out,
     addresses,
     destinations,
+    fine,
+    fine_destinations,
     bits,
     items,
     pairs,
@@ -214,6 +244,7 @@ def down_kernel(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
+    NESTED: tl.constexpr,
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -234,6 +265,8 @@ def down_kernel(
         out: [tokens, ROWS] if WEIGHTED, else [tokens * TOP_K, ROWS].
         addresses: see above, like the others.
         destinations: with FETCH.
+        fine: with NESTED.
+        fine_destinations: with FETCH and NESTED.
         bits: the tiers.
         items: the work.
         pairs: rows of the output.
@@ -245,6 +278,7 @@ def down_kernel(
         COLUMNS: I.
         GROUP: as in gate_up_kernel, like the others.
         TIERS: sum of the bits.
+        NESTED: of them, those whose codes are two sections, or 0.
         STEPS: of them, those whose zeros count steps.
         ORDERED: of them, those whose columns have an order.
         BIAS: whether there is one.
@@ -264,36 +298,47 @@ def down_kernel(
         last = tl.where(expert < 0, first, last)
         expert = tl.maximum(expert, 0)
     section = tl.load(addresses + 3 * expert + 2)
+    lower = _lower(fine + 3 * expert + 2, NESTED)
     width = tl.load(bits + 3 * expert + 2)
     if FETCH:
         destination = tl.load(destinations + 3 * expert + 2)
         if (destination != 0) & (last > first):
             fetch_share(
                 section, destination, width, tl.program_id(0), tl.program_id(2),
-                ROWS, COLUMNS, GROUP, TIERS, ORDERED, BIAS, SPLIT, WARPS,
+                ROWS, COLUMNS, GROUP, TIERS, NESTED, ORDERED, BIAS, SPLIT, WARPS,
             )  # fmt: skip
             tl.debug_barrier()
             section = destination
+        if NESTED > 0:
+            lower_destination = tl.load(fine_destinations + 3 * expert + 2)
+            if (lower_destination != 0) & (last > first):
+                fetch_fine(
+                    lower, lower_destination, tl.program_id(0), tl.program_id(2), COLUMNS, GROUP, NESTED, SPLIT, WARPS
+                )
+                tl.debug_barrier()
+                lower = lower_destination
         if (last - first) % 2 == 1:
             _down(
-                hidden, out, section, width, pairs, weights, computed, partials, semaphores, last - 1, last,
-                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 1, SPLIT, WARPS,
+                hidden, out, section, lower, width, pairs, weights, computed, partials, semaphores, last - 1, last,
+                ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 1, SPLIT, WARPS,
             )  # fmt: skip
         for number in range((last - first) // 2):
             _down(
-                hidden, out, section, width, pairs, weights, computed, partials, semaphores, first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 2, SPLIT, WARPS,
+                hidden, out, section, lower, width, pairs, weights, computed, partials, semaphores,
+                first + 2 * number, last,
+                ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 2, SPLIT, WARPS,
             )  # fmt: skip
     elif last - first == 1:
         _down(
-            hidden, out, section, width, pairs, weights, computed, partials, semaphores, first, last,
-            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 1, SPLIT, WARPS,
+            hidden, out, section, lower, width, pairs, weights, computed, partials, semaphores, first, last,
+            ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 1, SPLIT, WARPS,
         )  # fmt: skip
     else:
         for number in range((last - first + 1) // 2):
             _down(
-                hidden, out, section, width, pairs, weights, computed, partials, semaphores, first + 2 * number, last,
-                ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 2, SPLIT, WARPS,
+                hidden, out, section, lower, width, pairs, weights, computed, partials, semaphores,
+                first + 2 * number, last,
+                ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 2, SPLIT, WARPS,
             )  # fmt: skip
 
 
@@ -312,10 +357,10 @@ def _write_zeros(out, computed, first, last, ROWS: tl.constexpr, TOP_K: tl.const
 
 @triton.jit
 def _down(
-    hidden, out, section, width, pairs, weights, computed, partials, semaphores, first, last,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
-    ORDERED: tl.constexpr, BIAS: tl.constexpr, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr,
-    SPLIT: tl.constexpr, WARPS: tl.constexpr,
+    hidden, out, section, lower, width, pairs, weights, computed, partials, semaphores, first, last,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, NESTED: tl.constexpr,
+    STEPS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr,
+    TOKENS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One or two positions from `first` on."""
     FLOAT16: tl.constexpr = hidden.dtype.element_ty == tl.float16
@@ -326,8 +371,8 @@ def _down(
     h_first = hidden + first.to(tl.int64) * COLUMNS
     apart = (tl.minimum(first + 1, last - 1) - first).to(tl.int64) * COLUMNS
     sums = row_products(
-        section, width, block, h_first, apart, split,
-        ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
+        section, lower, width, block, h_first, apart, split,
+        ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, TOKENS, SPLIT, WARPS, FLOAT16,
     )  # fmt: skip
     position = first + tl.arange(0, TOKENS)[:, None]
     pair = tl.load(pairs + position, mask=position < last, other=0)

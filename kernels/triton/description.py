@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_dymoe.kernels.base import Packed
 from vllm_dymoe.kernels.triton.place import Place, place_experts
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
-from vllm_dymoe.kernels.triton.table import WorkList, check_addresses
+from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList, check_addresses
 from vllm_dymoe.kernels.triton.tiles import Tiles
 
 DECODE = -1
@@ -99,10 +99,11 @@ class Description:
         pairs: int64 [positions], rows of the output.
         placed: experts that have a place already, by row.
         device: where kernels run.
+        nested: whether experts may have a second section for each projection.
 
     Attributes:
-        addresses: int64 [experts, 3], by row.
-        bits: int32 [experts, 3].
+        addresses: int64 [experts, 3], by row; behind these, if nested, as many rows of second sections.
+        bits: int32, like addresses.
         runs: grouped tiles and the whole work list of each run.
 
     Raises:
@@ -110,13 +111,20 @@ class Description:
     """
 
     def __init__(
-        self, plan: Plan, rows: Tensor, pairs: Tensor, placed: Sequence[tuple[int, Packed]], device: torch.device
+        self,
+        plan: Plan,
+        rows: Tensor,
+        pairs: Tensor,
+        placed: Sequence[tuple[int, Packed]],
+        device: torch.device,
+        *,
+        nested: bool = False,
     ) -> None:
-        self._plan = plan
-        experts, items = len(plan.order), len(plan.items)
+        self._plan, self._nested = plan, nested
+        experts, items = len(plan.order) * (1 + nested), len(plan.items)
         addresses, bits = torch.zeros(experts, 3, dtype=torch.int64), torch.zeros(experts, 3, dtype=torch.int32)
         if placed:
-            places = [place_of(row, packed) for row, packed in placed]
+            places = self._places(placed)
             chosen = torch.tensor([place.row for place in places])
             addresses[chosen] = torch.tensor([place.sections for place in places])
             bits[chosen] = torch.tensor([place.widths for place in places], dtype=torch.int32)
@@ -143,7 +151,21 @@ class Description:
         Raises:
             ValueError: a misaligned address.
         """
-        place_experts(self.addresses, self.bits, [place_of(row, packed) for row, packed in placed], start=start)
+        place_experts(self.addresses, self.bits, self._places(placed), start=start)
+
+    def table(self, shape: ExpertShape, tiers: frozenset[int]) -> ExpertTable:
+        """All experts, as kernels want them."""
+        if not self._nested:
+            return ExpertTable(shape, tiers, self.addresses, self.bits)
+        (addresses, fine), (bits, _) = self.addresses.chunk(2), self.bits.chunk(2)
+        return ExpertTable(shape, tiers, addresses, bits, fine=fine)
+
+    def _places(self, placed: Sequence[tuple[int, Packed]]) -> list[Place]:
+        places = [place_of(row, packed) for row, packed in placed]
+        behind = len(self._plan.order)
+        return places + [
+            fine_place_of(behind + row, packed) for row, packed in placed if packed[0].fine is not None and self._nested
+        ]
 
     @property
     def runs(self) -> list[tuple[int, WorkList]]:
@@ -180,3 +202,14 @@ def place_of(row: int, packed: Packed) -> Place:
     sections = gate.weight.data_ptr(), up.weight.data_ptr(), down.weight.data_ptr()
     check_addresses("work", sections)
     return Place(row, sections, (gate.format.tag, up.format.tag, down.format.tag))
+
+
+def fine_place_of(row: int, packed: Packed) -> Place:
+    """Where the sections of an expert's lower halves are.
+
+    Raises:
+        ValueError: a misaligned address.
+    """
+    gate, up, down = (part.addresses[-1] for part in packed)
+    check_addresses("work", (gate, up, down))
+    return Place(row, (gate, up, down), (0, 0, 0))

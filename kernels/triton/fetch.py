@@ -23,6 +23,8 @@ from vllm_dymoe.kernels.triton.section import (
     order_offset,
     padded_columns,
     scale_bytes,
+    stored_bits,
+    strip_columns,
     weight_bytes,
 )
 
@@ -38,6 +40,7 @@ def fetch_share(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
+    NESTED: tl.constexpr,
     ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -51,6 +54,7 @@ def fetch_share(
         bits: int32, one of the widths whose sum is TIERS, or a codebook's tag among them.
         block: which 64 rows.
         split: which part of the columns.
+        NESTED: bits of the codes whose upper halves alone are the section; half as many are such halves.
     """
     for width in tl.static_range(1, 8):
         if TIERS & (1 << width):
@@ -62,11 +66,28 @@ def fetch_share(
                 else:
                     _fetch_quantized(
                         source, destination, block, split,
-                        ROWS, COLUMNS, GROUP, 1 << width, ORDERED >> width & 1, BIAS, SPLIT, WARPS,
+                        ROWS, COLUMNS, GROUP, 1 << width, NESTED, ORDERED >> width & 1, BIAS, SPLIT, WARPS,
                     )  # fmt: skip
                 if BIAS:
                     if split == 0:
-                        _fetch_bias(source, destination, block, ROWS, COLUMNS, GROUP, 1 << width)
+                        _fetch_bias(source, destination, block, ROWS, COLUMNS, GROUP, stored_bits(1 << width, NESTED))
+
+
+@triton.jit
+def fetch_fine(
+    source, destination, block, split,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, NESTED: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Copy one program's share of a section of lower halves, as fetch_share does of others."""
+    PADDED_COLUMNS: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP * GROUP
+    STRIP: tl.constexpr = strip_columns(NESTED, NESTED, GROUP)
+    STRIPS: tl.constexpr = PADDED_COLUMNS // STRIP
+    SHARE: tl.constexpr = (STRIPS + SPLIT * WARPS - 1) // (SPLIT * WARPS) * WARPS
+    begin = split * SHARE
+    end = tl.minimum(begin + SHARE, STRIPS)
+    BYTES: tl.constexpr = STRIP * NESTED * 4
+    first = block.to(tl.int64) * (STRIPS * BYTES) + begin * BYTES
+    _copy(source + first, destination + first, (end - begin) * (BYTES // 4))
 
 
 @triton.jit
@@ -99,24 +120,23 @@ def _fetch_plain(
 @triton.jit
 def _fetch_quantized(
     source, destination, block, split,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr,
-    BIAS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, NESTED: tl.constexpr,
+    ORDERED: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of 32 bytes for each column (at 2 bits for two, at 8 bits twice), whole strips of whole groups."""
+    """Codes of whole strips of whole groups, four bytes a bit for each column; at 8 bits half of them in each plane."""
     PADDED_ROWS: tl.constexpr = (ROWS + 63) // 64 * 64
     PADDED_COLUMNS: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP * GROUP
-    FOLD: tl.constexpr = 2 if BITS == 2 else 1
-    SPAN: tl.constexpr = GROUP // FOLD
-    STRIP: tl.constexpr = 64 if SPAN > 64 else SPAN
-    STRIPS: tl.constexpr = PADDED_COLUMNS // FOLD // STRIP
+    STORED: tl.constexpr = stored_bits(BITS, NESTED)
+    STRIP: tl.constexpr = strip_columns(BITS, NESTED, GROUP)
+    STRIPS: tl.constexpr = PADDED_COLUMNS // STRIP
     SHARE: tl.constexpr = (STRIPS + SPLIT * WARPS - 1) // (SPLIT * WARPS) * WARPS
     begin = split * SHARE
     end = tl.minimum(begin + SHARE, STRIPS)
-    _copy_codes(source, destination, block, begin * STRIP, end * STRIP, PADDED_COLUMNS, BITS)
+    _copy_codes(source, destination, block, begin * STRIP, end * STRIP, PADDED_COLUMNS, STORED)
     # 256 bytes for each group.
-    first_group = begin * STRIP // SPAN
-    last_group = end * STRIP // SPAN
-    first = weight_bytes(ROWS, COLUMNS, GROUP, BITS) + block.to(tl.int64) * 256
+    first_group = begin * STRIP // GROUP
+    last_group = end * STRIP // GROUP
+    first = weight_bytes(ROWS, COLUMNS, GROUP, STORED) + block.to(tl.int64) * 256
     source_words = tl.multiple_of((source + first).to(tl.pointer_type(tl.int32)), 16)
     destination_words = tl.multiple_of((destination + first).to(tl.pointer_type(tl.int32)), 16)
     words = tl.arange(0, 1024)
@@ -126,7 +146,7 @@ def _fetch_quantized(
         inside = group + words // 64 < last_group
         tl.store(destination_words + offset, tl.load(source_words + offset, mask=inside), mask=inside)
     if ORDERED:
-        first = order_offset(ROWS, COLUMNS, GROUP, BITS, BIAS)
+        first = order_offset(ROWS, COLUMNS, GROUP, STORED, BIAS)
         part = first + first_group.to(tl.int64) * (2 * GROUP)
         _copy(source + part, destination + part, (last_group - first_group) * (GROUP // 2))
         if split == 0:
@@ -173,10 +193,12 @@ def _fetch_floats(
 
 @triton.jit
 def _copy_codes(source, destination, block, begin, end, PADDED_COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """Codes of some columns of words, 32 bytes each, in both planes at 8 bits."""
-    for plane in tl.static_range(2 if BITS == 8 else 1):
-        first = block.to(tl.int64) * (8 * PADDED_COLUMNS * BITS) + plane * 32 * PADDED_COLUMNS + begin * 32
-        _copy(source + first, destination + first, (end - begin) * 8)
+    """Codes of some columns, whose number is a multiple of eight; in both planes at 8 bits."""
+    PLANES: tl.constexpr = 2 if BITS == 8 else 1
+    for plane in tl.static_range(PLANES):
+        first = block.to(tl.int64) * (8 * PADDED_COLUMNS * BITS) + plane * 32 * PADDED_COLUMNS
+        first += begin * (8 * BITS // PLANES)
+        _copy(source + first, destination + first, (end - begin) * (2 * BITS // PLANES))
 
 
 @triton.jit

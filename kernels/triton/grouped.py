@@ -25,6 +25,7 @@ from vllm_dymoe.kernels.triton.section import (
     factor_bytes,
     load_bias,
     order_offset,
+    stored_bits,
     unpack_scales,
     weight_bytes,
 )
@@ -38,6 +39,7 @@ def grouped_gate_up_kernel(
     x,
     hidden,
     addresses,
+    fine,
     bits,
     items,
     rows,
@@ -45,6 +47,7 @@ def grouped_gate_up_kernel(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
+    NESTED: tl.constexpr,
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -59,6 +62,7 @@ def grouped_gate_up_kernel(
         x: [tokens, COLUMNS] bfloat16 or float16.
         hidden: [positions, ROWS] like x, overwritten.
         addresses: int64 [experts, 3].
+        fine: the same, of lower halves, with NESTED.
         bits: int32 [experts, 3].
         items: int32 [items, 3]; an item has at most BLOCK_M positions.
         rows: int32 or int64 [positions], of x.
@@ -66,6 +70,7 @@ def grouped_gate_up_kernel(
         COLUMNS: H.
         GROUP: columns that share a scale, a multiple of BLOCK_K.
         TIERS: sum of the bits that may occur.
+        NESTED: those whose codes are two sections, or 0.
         STEPS: sum of the bits whose zeros count steps of their scale.
         ORDERED: sum of the bits whose columns are stored in an order of their own.
         BIAS: whether sections have biases.
@@ -84,15 +89,16 @@ def grouped_gate_up_kernel(
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     address = addresses + 3 * expert
+    lower = fine + 3 * expert
     width = bits + 3 * expert
     if ACTIVATION[4]:
         gate = tile_products(
-            gate, tl.load(address), tl.load(width), tile, x_rows, inside,
-            ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
+            gate, tl.load(address), lower, tl.load(width), tile, x_rows, inside,
+            ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     up = tile_products(
-        up, tl.load(address + 1), tl.load(width + 1), tile, x_rows, inside,
-        ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
+        up, tl.load(address + 1), lower + 1, tl.load(width + 1), tile, x_rows, inside,
+        ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     at = hidden + position.to(tl.int64)[:, None] * ROWS + row[None, :]
@@ -105,6 +111,7 @@ def grouped_linear_kernel(
     x,
     out,
     addresses,
+    fine,
     bits,
     items,
     sources,
@@ -114,6 +121,7 @@ def grouped_linear_kernel(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
+    NESTED: tl.constexpr,
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -129,6 +137,7 @@ def grouped_linear_kernel(
         x: [any, COLUMNS] bfloat16 or float16.
         out: [any, ROWS] like x, overwritten where targets are.
         addresses: int64 [experts, 3].
+        fine: the same, of lower halves, with NESTED.
         bits: int32 [experts, 3].
         items: int32 [items, 3]; an item has at most BLOCK_M positions.
         sources: int32 or int64 [positions], rows of x, if GATHER; otherwise position i is row i.
@@ -157,8 +166,9 @@ def grouped_linear_kernel(
     x_rows = x + source.to(tl.int64)[:, None] * COLUMNS
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     sums = tile_products(
-        sums, tl.load(addresses + 3 * expert + PROJECTION), tl.load(bits + 3 * expert + PROJECTION), tile, x_rows,
-        inside, ROWS, COLUMNS, GROUP, TIERS, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
+        sums, tl.load(addresses + 3 * expert + PROJECTION), fine + 3 * expert + PROJECTION,
+        tl.load(bits + 3 * expert + PROJECTION), tile, x_rows, inside,
+        ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     at = out + target.to(tl.int64)[:, None] * ROWS + row[None, :]
@@ -167,15 +177,16 @@ def grouped_linear_kernel(
 
 @triton.jit
 def tile_products(
-    sums, section, bits, tile, x_rows, inside,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, STEPS: tl.constexpr,
-    ORDERED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    sums, section, fine, bits, tile, x_rows, inside,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TIERS: tl.constexpr, NESTED: tl.constexpr,
+    STEPS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """sums + x rows times BLOCK_N rows of a section, and its bias.
 
     Args:
         sums: float32 [BLOCK_M, BLOCK_N].
         section: int64 address.
+        fine: pointer to the int64 address of lower halves, if the bits are NESTED.
         bits: int32, one of the widths whose sum is TIERS; for any other nothing is added.
         tile: which BLOCK_N rows.
         x_rows: pointers [BLOCK_M, 1].
@@ -192,7 +203,7 @@ def tile_products(
                     if COLUMNS % BLOCK_K != 0:
                         x_inside = x_inside & (column < COLUMNS)[None, :]
                     if ORDERED >> width & 1:
-                        order_at = section + order_offset(ROWS, COLUMNS, GROUP, 1 << width, BIAS)
+                        order_at = section + order_offset(ROWS, COLUMNS, GROUP, stored_bits(1 << width, NESTED), BIAS)
                         place = tl.load(order_at.to(tl.pointer_type(tl.int16)) + column).to(tl.int32)
                         x = tl.load(x_rows + place[None, :], mask=x_inside, other=0.0)
                     else:
@@ -203,8 +214,8 @@ def tile_products(
                         )
                     else:
                         weights = load_weights(
-                            section, tile, start,
-                            ROWS, COLUMNS, GROUP, 1 << width, STEPS >> width & 1, BLOCK_N, BLOCK_K, FLOAT16,
+                            section, fine, tile, start,
+                            ROWS, COLUMNS, GROUP, 1 << width, NESTED, STEPS >> width & 1, BLOCK_N, BLOCK_K, FLOAT16,
                         )  # fmt: skip
                     if _INTERPRETED:
                         x = x.to(tl.float32)
@@ -217,14 +228,17 @@ def tile_products(
                 if factor_bytes(1 << width) > 0:
                     sums *= load_factor(section, ROWS, COLUMNS, GROUP, 1 << width)
                 if BIAS:
-                    sums += load_bias(section, row, ROWS, COLUMNS, GROUP, 1 << width, FLOAT16)[None, :]
+                    sums += load_bias(section, row, ROWS, COLUMNS, GROUP, stored_bits(1 << width, NESTED), FLOAT16)[
+                        None, :
+                    ]
     return sums
 
 
 @triton.jit
 def load_weights(
-    section, tile, start,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr,
+    section, fine, tile, start,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, NESTED: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FLOAT16: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_K, BLOCK_N] of a transposed weight, dequantized; anything but NaN behind the last row or column."""
@@ -248,27 +262,38 @@ def load_weights(
         word = tl.arange(0, 8)[None, None, :]
         half = tl.arange(0, 2)[None, None, :, None, None]
         byte = tl.arange(0, 4)[None, None, None, None, :]
-        FOLDED: tl.constexpr = GROUP // 2
-        place = column // GROUP * FOLDED + column % FOLDED if BITS == 2 else column
-        base = tl.multiple_of(section.to(tl.pointer_type(tl.int32)), 16)
-        pointers = base + block * (PADDED_COLUMNS * BITS * 2) + place[:, None, None] * 8 + word
+        STORED: tl.constexpr = stored_bits(BITS, NESTED)
+        WHOLE_BITS: tl.constexpr = 2 * BITS if 2 * BITS == NESTED else BITS
+        HALVES: tl.constexpr = BITS == 8 or STORED < BITS
+        PART: tl.constexpr = 64 if GROUP > 64 and WHOLE_BITS == NESTED else GROUP
+        FOLDED: tl.constexpr = PART // 2
+        place = column // PART * FOLDED + column % FOLDED if STORED == 2 else column
+        at = block * (PADDED_COLUMNS * STORED * 2) + place[:, None, None] * 8 + word
+        pointers = tl.multiple_of(section.to(tl.pointer_type(tl.int32)), 16) + at
         WHOLE: tl.constexpr = PADDED_ROWS % BLOCK_N == 0
         valid = block < PADDED_ROWS // 64
         words = tl.load(pointers) if WHOLE else tl.load(pointers, mask=valid, other=0)
         words = words[:, :, None, :, None]  # [BLOCK_K, BLOCKS, half, word, byte] below: rows in their order
         shift = 8 * byte + 4 * half
-        if BITS == 2:
-            shift = shift + 2 * (column % GROUP // FOLDED)[:, None, None, None, None]
-        codes = (words >> shift) & (3 if BITS == 2 else 15)
-        if BITS == 8:
-            pointers += PADDED_COLUMNS * 8
+        if STORED == 2:
+            shift = shift + 2 * (column % PART // FOLDED)[:, None, None, None, None]
+        MASK: tl.constexpr = 3 if STORED == 2 else 15
+        codes = (words >> shift) & MASK
+        if HALVES:
+            if STORED == 8:
+                pointers += PADDED_COLUMNS * 8
+            else:
+                pointers = tl.multiple_of(tl.load(fine).to(tl.pointer_type(tl.int32)), 16) + at
             below = tl.load(pointers) if WHOLE else tl.load(pointers, mask=valid, other=0)
-            codes = codes * 16 + ((below[:, :, None, :, None] >> shift) & 15)
+            codes = codes * (MASK + 1) + ((below[:, :, None, :, None] >> shift) & MASK)
         codes = codes.reshape(BLOCK_K, BLOCK_N)
         # 2^23 with the code in its last bits is 2^23 + code: a conversion without a conversion instruction.
-        floats = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + (1 << (BITS - 1)))
+        STEP: tl.constexpr = 1 << (WHOLE_BITS - BITS)
+        CENTER: tl.constexpr = (1 << (WHOLE_BITS - 1)) - (STEP - 1) / 2
+        floats = (codes | 0x4B000000).to(tl.float32, bitcast=True)
+        floats = (floats - 8388608.0) * STEP - CENTER if STEP > 1 else floats - (8388608.0 + CENTER)
         row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        scales_at = (section + weight_bytes(ROWS, COLUMNS, GROUP, BITS)).to(tl.pointer_type(tl.int32))
+        scales_at = (section + weight_bytes(ROWS, COLUMNS, GROUP, STORED)).to(tl.pointer_type(tl.int32))
         scales_at = tl.multiple_of(scales_at, 16) + start // GROUP * PADDED_ROWS + row
         scales = tl.load(scales_at) if WHOLE else tl.load(scales_at, mask=row < PADDED_ROWS, other=0)
         scale, zero = unpack_scales(scales, STEPS, FLOAT16)

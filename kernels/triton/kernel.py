@@ -40,6 +40,13 @@ class Kind(NamedTuple):
     bits: int
     integer_zeros: bool
     act_order: bool
+    nested: int
+
+    @classmethod
+    def of(cls, format: MatrixFormat) -> "Kind":
+        """That of a format."""
+        nested = format.bits if format.nested else format.upper_of
+        return cls(format.tag, format.integer_zeros, format.act_order, nested)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +91,7 @@ class TritonKernel:
         if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
         self.workspace_bytes = workspace_bytes
-        self._kinds = frozenset(Kind(fmt.tag, fmt.integer_zeros, fmt.act_order) for fmt in formats)
+        self._kinds = frozenset(map(Kind.of, formats))
         self.device = torch.device(device)
         self._semaphores = torch.zeros(_SEMAPHORES, dtype=torch.int32, device=device)
         self._memory = torch.empty(workspace_bytes - 4 * _SEMAPHORES, dtype=torch.uint8, device=device)
@@ -135,8 +142,8 @@ class TritonKernel:
         rows = torch.cat([expert.tokens for expert in active])
         pairs = torch.cat([expert.pairs for expert in active])
         placed = [(row, expert[:3]) for row, expert in enumerate(active)]
-        description = Description(made, rows, pairs, placed, self.device)
-        return Prepared(ExpertTable(shape, tiers, description.addresses, description.bits), tiles, description.runs)
+        description = Description(made, rows, pairs, placed, self.device, nested=shape.nested > 0)
+        return Prepared(description.table(shape, tiers), tiles, description.runs)
 
     def launch(
         self, prepared: Prepared, x: Tensor, out: Tensor, activation: Activation, receive: Receive | None = None
@@ -256,15 +263,20 @@ def common_shape(formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> Expe
             raise ValueError(f"work holds experts of different {name}: {', '.join(map(str, sorted(values)))}")
     if len(biases) > 1:
         raise ValueError("work holds projections with a bias and projections without one")
-    found = {Kind(fmt.tag, fmt.integer_zeros, fmt.act_order) for fmt in every}.union(kinds)
-    if len({kind.bits for kind in found}) < len(found):
-        raise ValueError("work holds matrices of the same bits with and without integer zeros or an order of columns")
+    found = set(map(Kind.of, every)).union(kinds)
+    nested = {kind.nested for kind in found} - {0}
+    mixed = any({kind.bits, 2 * kind.bits} & nested for kind in found if not kind.nested)
+    if len({kind.bits for kind in found}) < len(found) or len(nested) > 1 or mixed:
+        raise ValueError(
+            "work holds matrices of the same bits with and without integer zeros or an order of columns, "
+            "or whole codes beside halves of codes"
+        )
     steps = frozenset(kind.bits for kind in found if kind.integer_zeros)
     act_order = frozenset(kind.bits for kind in found if kind.act_order)
     first = every[1]
     group = groups.pop() if groups else GROUP_SIZES[0] if _own_groups(first) else first.group_size
     shape = first.columns, first.rows, group, first.dtype, first.bias, steps, act_order
-    return ExpertShape(*shape, has_gate=every[0].rows > 0)
+    return ExpertShape(*shape, has_gate=every[0].rows > 0, nested=max(nested, default=0))
 
 
 def _own_groups(format: MatrixFormat) -> bool:
@@ -342,7 +354,7 @@ class TritonWork:
             self._fresh.clear()
         if self._table is None:
             shape, tiers = self._kernel.shape_of(self._formats)
-            self._table = ExpertTable(shape, tiers, self._description.addresses, self._description.bits)
+            self._table = self._description.table(shape, tiers)
             self._kernel.compile(self._table, self._activation)
         runs = list(self._description.launches(sorted(self._row[expert] for expert in experts)))
         self._kernel.launch(Prepared(self._table, self._tiles, runs), self._x, self._out, self._activation, receive)
@@ -357,4 +369,4 @@ class TritonWork:
         pairs = torch.cat([group.pairs for group in groups])
         placed = [(self._row[expert], packed) for expert, packed in self._fresh.items()]
         self._fresh.clear()
-        self._description = Description(made, rows, pairs, placed, self._kernel.device)
+        self._description = Description(made, rows, pairs, placed, self._kernel.device, nested=shape.nested > 0)

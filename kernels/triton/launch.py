@@ -88,8 +88,7 @@ def decode_gate_up(
         (
             x,
             hidden,
-            table.addresses,
-            table.addresses if table.destinations is None else table.destinations,
+            *_addresses(table),
             table.bits,
             work.items,
             work.rows,
@@ -164,8 +163,7 @@ def decode_down(
         (
             hidden,
             out,
-            table.addresses,
-            table.addresses if table.destinations is None else table.destinations,
+            *_addresses(table),
             table.bits,
             work.items,
             work.pairs,
@@ -226,6 +224,7 @@ def grouped_gate_up(
             x,
             hidden,
             table.addresses,
+            table.addresses if table.fine is None else table.fine,
             table.bits,
             work.items,
             work.rows,
@@ -293,6 +292,7 @@ def grouped_linear(
             x,
             out,
             table.addresses,
+            table.addresses if table.fine is None else table.fine,
             table.bits,
             work.items,
             work.rows,
@@ -313,12 +313,19 @@ def grouped_linear(
     )
 
 
+def _addresses(table: ExpertTable) -> tuple[Tensor, ...]:
+    """Where decode reads and stores; what the table has not stands for itself, and is not read."""
+    parts = table.addresses, table.destinations, table.fine, table.fine_destinations
+    return tuple(table.addresses if part is None else part for part in parts)
+
+
 def _sections(table: ExpertTable) -> dict[str, int]:
     """What every kernel is told of the sections that it reads."""
     shape = table.shape
     return {
         "GROUP": shape.group_size,
         "TIERS": table.mask,
+        "NESTED": shape.nested,
         "STEPS": sum(shape.integer_zeros),
         "ORDERED": sum(shape.act_order),
         "BIAS": shape.bias,

@@ -23,12 +23,20 @@ import triton
 import triton.language as tl
 
 from vllm_dymoe.kernels.triton.float_rows import float_rows
-from vllm_dymoe.kernels.triton.section import load_bias, order_offset, unpack_scales, weight_bytes
+from vllm_dymoe.kernels.triton.section import (
+    load_bias,
+    order_offset,
+    stored_bits,
+    strip_columns,
+    unpack_scales,
+    weight_bytes,
+)
 
 
 @triton.jit
 def quantized_rows(
     section,
+    fine,
     block,
     x,
     apart,
@@ -37,6 +45,7 @@ def quantized_rows(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
+    NESTED: tl.constexpr,
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -49,10 +58,12 @@ def quantized_rows(
 
     Args:
         section: int64 address.
+        fine: int64 address of the lower halves, if NESTED is BITS.
         block: which 64 rows.
         x: pointer to a row.
         apart: int64, elements from there to the second token's row, if TOKENS is 2.
         split: which of the SPLIT parts of the columns.
+        NESTED: bits of the codes that are two sections, or of which BITS is the upper half.
         STEPS: whether zeros count steps of their scale.
         ORDERED: whether stored columns have an order of their own.
         BIAS: whether there is one in front of that order.
@@ -61,17 +72,22 @@ def quantized_rows(
         float32 [TOKENS, 64].
     """
     THREADS: tl.constexpr = 32 * WARPS
+    STORED: tl.constexpr = stored_bits(BITS, NESTED)
+    WHOLE_BITS: tl.constexpr = 2 * BITS if 2 * BITS == NESTED else BITS
+    # Columns of words; at 2 bits a word serves two columns, half of a part apart. Two sections of 2 bits have a strip's
+    # 4-bit codes in as many words, and are read in the order of one.
     FOLD: tl.constexpr = 2 if BITS == 2 else 1
-    # Columns of words; at 2 bits a word serves two columns, half a group apart.
-    SPAN: tl.constexpr = GROUP // FOLD
-    STRIP: tl.constexpr = 64 if SPAN > 64 else SPAN
+    PART: tl.constexpr = 64 if GROUP > 64 and 2 * BITS == NESTED else GROUP
+    SPAN: tl.constexpr = PART // FOLD
+    STRIP: tl.constexpr = strip_columns(BITS, NESTED, GROUP) // FOLD
     PADDED_ROWS: tl.constexpr = (ROWS + 63) // 64 * 64
     PADDED_COLUMNS: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP * GROUP
     STRIPS: tl.constexpr = PADDED_COLUMNS // FOLD // STRIP
     # A share is a whole number of strips for each warp.
     SHARE: tl.constexpr = (STRIPS + SPLIT * WARPS - 1) // (SPLIT * WARPS) * WARPS
     EVEN: tl.constexpr = STRIPS % WARPS == 0 and COLUMNS == PADDED_COLUMNS
-    MIDPOINT: tl.constexpr = 1 << (BITS - 1)
+    STEP: tl.constexpr = 1 << (WHOLE_BITS - BITS)
+    CENTER: tl.constexpr = (1 << (WHOLE_BITS - 1)) - (STEP - 1) / 2
 
     # [TOKENS, 2, 4, THREADS]: token, half of the 64 rows, byte of a word, thread. All but the threads are registers:
     # the compiler then has one layout to choose from, and moves nothing between threads in the loop. One tensor of
@@ -87,29 +103,32 @@ def quantized_rows(
     right = tl.maximum(8 * byte - 15, 0)
     nibble = 4 * half
     # A code of the low half is that many times smaller than its place in the mantissa says, one of the high half less.
-    factor = tl.where(half == 0, 256.0, 256.0 if BITS == 8 else 16.0)
+    factor = tl.where(half == 0, 256.0 * STEP, (256.0 if BITS == 8 else 16.0) * STEP)
     # 0x3F800000, the bits of 1.0, but nothing that the compiler knows: of two constants in one instruction it would
     # load one anew each time.
     one = 0x3F800000 + (section >> 62).to(tl.int32)
 
-    words_at = section.to(tl.pointer_type(tl.int32)) + block * (PADDED_COLUMNS * BITS * 2) + (8 * beside + word)
-    scales_at = (section + weight_bytes(ROWS, COLUMNS, GROUP, BITS)).to(tl.pointer_type(tl.int32))
+    first_word = block * (PADDED_COLUMNS * STORED * 2) + (8 * beside + word)
+    words_at = section.to(tl.pointer_type(tl.int32)) + first_word
+    # At 8 bits in one section the lower halves of a block follow the upper ones.
+    fine_at = words_at + PADDED_COLUMNS * 8 if STORED == 8 else fine.to(tl.pointer_type(tl.int32)) + first_word
+    scales_at = (section + weight_bytes(ROWS, COLUMNS, GROUP, STORED)).to(tl.pointer_type(tl.int32))
     scales_at = tl.multiple_of(scales_at + block * 64, 16) + (4 * word + byte + 32 * half)
     if ORDERED:
-        order_at = (section + order_offset(ROWS, COLUMNS, GROUP, BITS, BIAS)).to(tl.pointer_type(tl.int16))
+        order_at = (section + order_offset(ROWS, COLUMNS, GROUP, STORED, BIAS)).to(tl.pointer_type(tl.int16))
     x_at = x + tl.where(tl.arange(0, TOKENS) == 0, 0, apart)[:, None, None, None]
     sums = tl.zeros([TOKENS, 2, 4, THREADS], tl.float32)
 
     last = tl.minimum((split + 1) * SHARE, STRIPS)
-    words = _load_words(words_at, split * SHARE + warp, last, STRIP, PADDED_COLUMNS, BITS)
+    words = _load_words(words_at, fine_at, split * SHARE + warp, last, STRIP, BITS, STORED)
     for chunk in range(split * SHARE, last, WARPS):
         strip = chunk + warp
         # On their way while this chunk is computed. What is not there stays undefined, and meets zeros.
-        next_words = _load_words(words_at, strip + WARPS, last, STRIP, PADDED_COLUMNS, BITS)
+        next_words = _load_words(words_at, fine_at, strip + WARPS, last, STRIP, BITS, STORED)
         valid = strip < last
         folded = strip * STRIP
-        group = folded // SPAN
-        column = beside + (folded if FOLD == 1 else group * GROUP + folded % SPAN)
+        group = folded * FOLD // GROUP
+        column = beside + (folded if FOLD == 1 else folded // SPAN * PART + folded % SPAN)
         products = tl.zeros([TOKENS, 2, 4, THREADS], tl.float32)
         total = tl.zeros([TOKENS, 1, 1, THREADS], tl.float32)
         ones = total
@@ -127,7 +146,14 @@ def quantized_rows(
                 high = (above & -0x0F0F0F10) | ((below >> 4) & 0x0F0F0F0F)
                 products += some_x * _factors((tl.where(half == 0, low, high) << left) >> right, 0x7F8000, one)
             elif BITS == 4:
-                products += some_x * _factors((words[step] << left) >> right, 0x078000 << nibble, one)
+                if STORED == 4:
+                    codes = words[step]
+                elif step < STRIP // 8:
+                    codes = ((words[2 * step] & 0x33333333) << 2) | (words[2 * step + 1] & 0x33333333)
+                else:
+                    above = words[2 * step - STRIP // 4]
+                    codes = (above & -0x33333334) | ((words[2 * step - STRIP // 4 + 1] >> 2) & 0x33333333)
+                products += some_x * _factors((codes << left) >> right, 0x078000 << nibble, one)
             else:
                 codes = (words[step] << left) >> right
                 products += some_x * _factors(codes, 0x018000 << nibble, one)
@@ -142,7 +168,7 @@ def quantized_rows(
                 ones += some_x
                 products += some_x * _factors(codes, 0x060000 << nibble, one)
         scale, zero = unpack_scales(_load(scales_at + group * PADDED_ROWS, valid, EVEN), STEPS, FLOAT16)
-        sums += scale * ((products - ones) * factor) + (zero - scale * MIDPOINT) * total
+        sums += scale * ((products - ones) * factor) + (zero - scale * CENTER) * total
         words = next_words
     # Row 32 half + 4 word + byte of [TOKENS, half, byte, word].
     rows = tl.sum(sums.reshape(TOKENS, 2, 4, 4 * WARPS, 8), 3)
@@ -150,14 +176,15 @@ def quantized_rows(
 
 
 @triton.jit
-def _load_words(words_at, strip, last, STRIP: tl.constexpr, PADDED_COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """A strip for each warp: a tuple of int32 like `strip`, one for each step; two for each at 8 bits, by plane."""
-    pointers = words_at + strip * (STRIP * 8)
+def _load_words(words_at, fine_at, strip, last, STRIP: tl.constexpr, BITS: tl.constexpr, STORED: tl.constexpr):
+    """A strip for each warp: a tuple of int32 like `strip`, one for each step; in pairs where codes are two halves."""
+    LOADS: tl.constexpr = STRIP // 8 if BITS == 4 and STORED == 2 else STRIP // 4
+    at = strip * (LOADS * 32)
     words = ()
-    for step in tl.static_range(STRIP // 4):
-        words = words + (tl.load(pointers + 32 * step, mask=strip < last),)
-        if BITS == 8:
-            words = words + (tl.load(pointers + 32 * step + PADDED_COLUMNS * 8, mask=strip < last),)
+    for step in tl.static_range(LOADS):
+        words = words + (tl.load(words_at + at + 32 * step, mask=strip < last),)
+        if BITS == 8 or STORED < BITS:
+            words = words + (tl.load(fine_at + at + 32 * step, mask=strip < last),)
     return words
 
 
@@ -240,6 +267,7 @@ def plain_rows(
 @triton.jit
 def row_products(
     section,
+    fine,
     bits,
     block,
     x,
@@ -249,6 +277,7 @@ def row_products(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     TIERS: tl.constexpr,
+    NESTED: tl.constexpr,
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -261,12 +290,14 @@ def row_products(
 
     Args:
         section: int64 address.
+        fine: int64 address of the lower halves, if the bits are NESTED.
         bits: int32, one of the widths whose sum is TIERS, or a codebook's tag among them; for any other the
             products are zero.
         block: as in quantized_rows, like the others.
         x: pointer to a row.
         apart: int64, elements from there to the second token's row.
         split: which part of the columns.
+        NESTED: bits of the codes that are two sections; half as many are the upper halves of such codes.
         STEPS: sum of the widths whose zeros count steps.
         ORDERED: sum of the widths whose columns have an order.
 
@@ -286,11 +317,13 @@ def row_products(
                     )
                 else:
                     sums = quantized_rows(
-                        section, block, x, apart, split,
-                        ROWS, COLUMNS, GROUP, 1 << width, STEPS >> width & 1, ORDERED >> width & 1, BIAS,
+                        section, fine, block, x, apart, split,
+                        ROWS, COLUMNS, GROUP, 1 << width, NESTED, STEPS >> width & 1, ORDERED >> width & 1, BIAS,
                         TOKENS, SPLIT, WARPS, FLOAT16,
                     )  # fmt: skip
                 if BIAS:
                     if split == 0:
-                        sums += load_bias(section, row, ROWS, COLUMNS, GROUP, 1 << width, FLOAT16)[None, :]
+                        sums += load_bias(section, row, ROWS, COLUMNS, GROUP, stored_bits(1 << width, NESTED), FLOAT16)[
+                            None, :
+                        ]
     return sums

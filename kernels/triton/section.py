@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 DESCRIPTIONS = [
-    "addresses", "destinations", "bits", "items", "rows", "pairs", "sources", "targets", "weights", "computed",
+    "addresses", "destinations", "fine", "fine_destinations", "bits", "items", "rows", "pairs", "sources", "targets",
+    "weights", "computed",
 ]  # fmt: skip
 """Arguments that may begin anywhere: no kernel is compiled again because one of them is a slice of a tensor."""
 
@@ -44,6 +45,18 @@ def padded_columns(columns, group, bits):
     """Columns that are stored."""
     size = bits if bits == 32 else 16 if bits == _NVFP4 else group
     return -(-columns // size) * size
+
+
+@triton.constexpr_function
+def stored_bits(bits, nested):
+    """Bits of each code in the first section of a matrix whose codes are two sections at `nested` bits."""
+    return bits // 2 if bits == nested else bits
+
+
+@triton.constexpr_function
+def strip_columns(bits, nested, group):
+    """Columns of one group that a warp owns at a time; the same for upper halves as for whole codes."""
+    return min(group, 128 if bits == 2 and nested != 4 else 64)
 
 
 @triton.jit

@@ -28,10 +28,12 @@ class ExpertShape:
         integer_zeros: bit-widths whose zeros count steps of their scale.
         act_order: bit-widths whose columns are stored in an order of their own.
         has_gate: whether experts have one.
+        nested: bits of the codes that are two sections, of upper and of lower halves; half as many bits are the upper
+            halves alone. 0 if there are none.
 
     Raises:
-        ValueError: a size, a group size or a bit-width that the format does not have, or 16 bits with integer zeros or
-            an order.
+        ValueError: a size, a group size or a bit-width that the format does not have, 16 bits with integer zeros or an
+            order, or codes that have no halves.
         TypeError: another dtype.
     """
 
@@ -43,6 +45,7 @@ class ExpertShape:
     integer_zeros: frozenset[int] = frozenset()
     act_order: frozenset[int] = frozenset()
     has_gate: bool = True
+    nested: int = 0
 
     def __post_init__(self) -> None:
         if self.hidden < 1 or self.intermediate < 1:
@@ -51,7 +54,7 @@ class ExpertShape:
             raise ValueError(f"group_size is {self.group_size}, expected one of {', '.join(map(str, GROUP_SIZES))}")
         if self.dtype not in DTYPES:
             raise TypeError(f"dtype is {self.dtype}, expected torch.bfloat16 or torch.float16")
-        for bits in self.integer_zeros | self.act_order:
+        for bits in self.integer_zeros | self.act_order | ({self.nested} - {0}):
             self.formats(bits)
 
     def formats(self, bits: int) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
@@ -63,8 +66,10 @@ class ExpertShape:
             gate = up if self.has_gate else replace(up, rows=0)
             return gate, up, MatrixFormat(self.hidden, self.intermediate, *floats)
         rest = (bits, self.group_size, self.dtype, self.bias, bits in self.integer_zeros, bits in self.act_order)
-        up = MatrixFormat(self.intermediate, self.hidden, *rest)
-        return up if self.has_gate else replace(up, rows=0), up, MatrixFormat(self.hidden, self.intermediate, *rest)
+        halves = bits == self.nested, self.nested if 2 * bits == self.nested else 0
+        up = MatrixFormat(self.intermediate, self.hidden, *rest, None, *halves)
+        gate = up if self.has_gate else replace(up, rows=0)
+        return gate, up, MatrixFormat(self.hidden, self.intermediate, *rest, None, *halves)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +82,8 @@ class ExpertTable:
         addresses: int64 [experts, 3], sections of gate, up and down, each a multiple of 16.
         bits: int32 [experts, 3].
         destinations: int64 [experts, 3], where decode stores the sections too, 0 for nowhere; None to fetch nothing.
+        fine: int64 [experts, 3], sections of lower halves where bits are the shape's nested ones; None if it has none.
+        fine_destinations: like destinations, if there are both.
 
     Raises:
         TypeError: a tensor of another dtype.
@@ -88,6 +95,8 @@ class ExpertTable:
     addresses: Tensor
     bits: Tensor
     destinations: Tensor | None = None
+    fine: Tensor | None = None
+    fine_destinations: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_tiers(self.tiers)
@@ -95,10 +104,17 @@ class ExpertTable:
         check_tensor("bits", self.bits, shape=(self.addresses.shape[0], 3), dtype=torch.int32)
         if self.bits.device != self.addresses.device:
             raise ValueError(f"bits is on {self.bits.device}, but addresses on {self.addresses.device}")
-        if self.destinations is not None:
-            check_tensor("destinations", self.destinations, shape=tuple(self.addresses.shape), dtype=torch.int64)
-            if self.destinations.device != self.addresses.device:
-                raise ValueError(f"destinations is on {self.destinations.device}, addresses on {self.addresses.device}")
+        for name in ("destinations", "fine", "fine_destinations"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                check_tensor(name, tensor, shape=tuple(self.addresses.shape), dtype=torch.int64)
+                if tensor.device != self.addresses.device:
+                    raise ValueError(f"{name} is on {tensor.device}, addresses on {self.addresses.device}")
+        if self.shape.nested:
+            if self.fine is None:
+                raise ValueError("fine is missing, but the shape has nested codes")
+            if (self.fine_destinations is None) != (self.destinations is None):
+                raise ValueError("destinations and fine_destinations go together where codes are nested")
 
     @property
     def mask(self) -> int:
@@ -113,6 +129,8 @@ class ExpertTable:
         bits: Sequence[int],
         device: torch.device | str,
         destinations: Sequence[int] | None = None,
+        fine: Sequence[int] | None = None,
+        fine_destinations: Sequence[int] | None = None,
     ) -> "ExpertTable":
         """The table of experts that are one blob each: gate, up and down behind one another.
 
@@ -122,19 +140,24 @@ class ExpertTable:
             bits: of each expert.
             device: where kernels run.
             destinations: addresses of slots that decode fills as it reads, 0 for none.
+            fine: addresses of the blobs' lower halves, 0 for none; only where the shape has nested codes.
+            fine_destinations: like destinations, for them.
 
         Raises:
             ValueError: an address that is no multiple of 16, bits that the format does not have, or unequal numbers.
         """
         if len(blobs) != len(bits):
             raise ValueError(f"blobs has {len(blobs)} addresses, but bits {len(bits)}")
-        if destinations is not None and len(destinations) != len(blobs):
-            raise ValueError(f"destinations has {len(destinations)} addresses, but blobs {len(blobs)}")
+        others = {"destinations": destinations, "fine": fine, "fine_destinations": fine_destinations}
+        for name, starts in others.items():
+            if starts is not None and len(starts) != len(blobs):
+                raise ValueError(f"{name} has {len(starts)} addresses, but blobs {len(blobs)}")
         check_tiers(frozenset(bits))
-        offsets = {width: section_offsets(shape, width) for width in set(bits)}
 
         def sections(name: str, starts: Sequence[int]) -> Tensor:
             check_addresses(name, starts)
+            of = fine_offsets if name.startswith("fine") else section_offsets
+            offsets = {width: of(shape, width) for width in set(bits)}
             rows = [
                 [start + offset if start else 0 for offset in offsets[width]]
                 for start, width in zip(starts, bits, strict=True)
@@ -142,8 +165,8 @@ class ExpertTable:
             return torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(device)
 
         widths = torch.tensor([[width] * 3 for width in bits], dtype=torch.int32).view(-1, 3).to(device)
-        targets = None if destinations is None else sections("destinations", destinations)
-        return cls(shape, frozenset(bits), sections("blobs", blobs), widths, targets)
+        optional = {name: None if starts is None else sections(name, starts) for name, starts in others.items()}
+        return cls(shape, frozenset(bits), sections("blobs", blobs), widths, **optional)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,9 +203,15 @@ class WorkList:
 
 
 def section_offsets(shape: ExpertShape, bits: int) -> tuple[int, int, int]:
-    """Bytes from a blob's beginning to gate, up and down."""
-    gate, up, _ = shape.formats(bits)
+    """Bytes from a blob's beginning to gate, up and down; to their upper halves where codes are nested."""
+    gate, up, _ = (fmt.base if fmt.nested else fmt for fmt in shape.formats(bits))
     return 0, gate.nbytes, gate.nbytes + up.nbytes
+
+
+def fine_offsets(shape: ExpertShape, bits: int) -> tuple[int, int, int]:
+    """The same for lower halves; zeros where there are none."""
+    gate, up, _ = shape.formats(bits)
+    return (0, gate.nbytes, gate.nbytes + up.nbytes) if gate.nested else (0, 0, 0)
 
 
 def check_tiers(tiers: frozenset[int]) -> None:

@@ -41,7 +41,7 @@ def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     size = format.columns**-0.5
     if not format.rows:
-        return format.view(section)
+        return format.view(section, format.base.view(section.clone()) if format.nested else None)
     if not format.quantized:
         packed = format.view(section)
         packed.weight.copy_(torch.randn(format.rows, format.columns, generator=generator) * size)

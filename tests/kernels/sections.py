@@ -47,23 +47,29 @@ class Experts:
 
     def __init__(self, shape, bits, seed=0):
         self.shape, self.bits = shape, list(bits)
-        self.matrices, self.blobs = [], []
+        self.matrices, self.blobs, self.fine = [], [], []
         for number, width in enumerate(self.bits):
             formats = shape.formats(width)
             three = [random_packed(fmt, seed + 3 * number + i) for i, fmt in enumerate(formats)]
             self.matrices.append(three)
-            sections = [torch.tensor([], dtype=torch.uint8).set_(packed.weight.untyped_storage()) for packed in three]
-            blob = torch.cat(sections).to(DEVICE)
-            assert section_offsets(shape, width)[2] + formats[2].nbytes == blob.numel()
-            assert blob.data_ptr() % 16 == 0
-            self.blobs.append(blob)
+            self.blobs.append(_joined([packed.weight for packed in three]))
+            self.fine.append(_joined([packed.fine for packed in three if packed.fine is not None]))
+            first = formats[2].base if formats[2].nested else formats[2]
+            assert section_offsets(shape, width)[2] + first.nbytes == self.blobs[-1].numel()
+            assert self.blobs[-1].data_ptr() % 16 == 0
 
-    def table(self, destinations=None):
+    def table(self, destinations=None, fine_destinations=None):
         starts = [blob.data_ptr() for blob in self.blobs]
-        return ExpertTable.of_blobs(self.shape, starts, self.bits, DEVICE, destinations)
+        fine = [blob.data_ptr() for blob in self.fine] if self.shape.nested else None
+        return ExpertTable.of_blobs(self.shape, starts, self.bits, DEVICE, destinations, fine, fine_destinations)
 
     def reference(self, expert, x, activation):
         return expert_reference(x.cpu(), *self.matrices[expert], activation)
+
+
+def _joined(parts):
+    sections = [torch.tensor([], dtype=torch.uint8).set_(part.untyped_storage()) for part in parts]
+    return torch.cat([torch.tensor([], dtype=torch.uint8), *sections]).to(DEVICE)
 
 
 def work_list(tokens_by_expert, top_k, step=2):
@@ -94,13 +100,18 @@ def at_the_edge(tensor):
 
 def sections_at_the_edge(experts, copies):
     """A table of experts whose every section ends where memory does; `copies` keeps the sections alive."""
-    rows = []
-    for matrices in experts.matrices:
-        sections = [torch.tensor([], dtype=torch.uint8).set_(packed.weight.untyped_storage()) for packed in matrices]
-        copies += [at_the_edge(section) for section in sections]
-        rows.append([section.data_ptr() for section in copies[-3:]])
+
+    def addresses(parts):
+        copies.extend(at_the_edge(_joined([part])) for part in parts)
+        return [section.data_ptr() for section in copies[-3:]]
+
+    rows = torch.tensor([addresses([packed.weight for packed in matrices]) for matrices in experts.matrices])
+    fine = None
+    if experts.shape.nested:
+        parts = [[packed.fine for packed in matrices] for matrices in experts.matrices]
+        fine = torch.tensor([[0] * 3 if three[0] is None else addresses(three) for three in parts])
     bits = torch.tensor([[width] * 3 for width in experts.bits], dtype=torch.int32)
-    return ExpertTable(experts.shape, frozenset(experts.bits), torch.tensor(rows), bits)
+    return ExpertTable(experts.shape, frozenset(experts.bits), rows, bits, fine=fine)
 
 
 def run_backwards(monkeypatch):

@@ -3,7 +3,7 @@
 import torch
 
 from tests.support.memory_writer import MemoryWriter
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.store import MemoryStore
@@ -20,9 +20,12 @@ def make_experts(
     group_size=32,
     dtype=torch.bfloat16,
     bias=False,
+    nested=False,
 ) -> ModelExperts:
-    """A small model's experts."""
+    """A small model's experts; with the low version inside the high one only if that is asked for."""
     formats = {b: ExpertFormat(hidden, intermediate, b, group_size, dtype, bias) for b in bits}
+    if nested:
+        formats = stored_formats(bits, formats.__getitem__)
     return ModelExperts(tuple(range(1, layers + 1)), num_experts, top_k, formats)
 
 

@@ -16,7 +16,7 @@ def load(additional=None, checkpoint=None, environment=None):
 
 
 def test_the_nearest_source_wins():
-    checkpoint = {"quant_method": "dymoe", "format_version": 4, "hi": 8, "group_size": 128, "store_dir": "a"}
+    checkpoint = {"quant_method": "dymoe", "format_version": 5, "hi": 8, "group_size": 128, "store_dir": "a"}
     environment = {"DYMOE_GROUP_SIZE": "32", "DYMOE_STORE_DIR": "b", "PATH": "/bin"}
     options = load({"store_dir": "c"}, checkpoint, environment)
     assert (options.hi, options.group_size, str(options.store_dir)) == (8, 32, "c")
@@ -96,7 +96,7 @@ def test_mistakes_are_one_sentence_that_names_the_place(additional, environment,
 
 
 def test_a_checkpoint_of_another_version_is_refused():
-    with pytest.raises(ConfigError, match="has format_version 1, but this vllm-dymoe reads version 4"):
+    with pytest.raises(ConfigError, match="has format_version 1, but this vllm-dymoe reads version 5"):
         load(checkpoint={"quant_method": "dymoe", "format_version": 1, "hi": 4})
 
 

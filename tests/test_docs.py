@@ -17,8 +17,8 @@ import torch
 import typer
 
 from vllm_dymoe.cli.app import app
-from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts, Projection
-from vllm_dymoe.kernels import MatrixFormat, dequantize, pack
+from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts, Projection, stored_formats
+from vllm_dymoe.kernels import MatrixFormat, dequantize, pack, pack_nested
 from vllm_dymoe.quantize.convert import Recipe
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.store import STORE_VERSION, Manifest
@@ -346,6 +346,48 @@ def blob_format(bits):
     return ExpertFormat(MODEL["hidden_size"], MODEL["moe_intermediate_size"], bits, 64, BFLOAT16)
 
 
+def halves(bits, **values):
+    """The example's base and fine section."""
+    format = replace(example_matrix(bits), nested=True)
+    base, fine = (torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (format.base.nbytes, format.nbytes))
+    matrix = torch.zeros(format.rows, format.columns, dtype=torch.uint8)
+    matrix[ROW, COLUMN] = values.get("codes", 0)
+    scales, zeros = torch.zeros(2, format.rows, format.base.groups)
+    scales[ROW, COLUMN // GROUP_SIZE] = values.get("scales", 0.0)
+    zeros[ROW, COLUMN // GROUP_SIZE] = values.get("zeros", 0.0)
+    pack_nested(format, matrix, scales, zeros, base, fine)
+    return format, base, fine
+
+
+def test_the_example_in_two_halves():
+    sizes, there = table(FORMAT, "example: halves"), table(FORMAT, "example: places of halves")
+    assert [int(row["bits"]) for row in sizes] == [int(row["bits"]) for row in there] == [8, 4]
+    for row, place in zip(sizes, there, strict=True):
+        bits = int(row["bits"])
+        format, base, fine = halves(bits, codes=(1 << bits) - 1)
+        low = format.base
+        want = [low.weight_bytes, low.scales_offset, low.bias_offset, low.nbytes, format.nbytes]
+        assert [int(cell) for cell in row.values()][1:] == want
+        assert [*places(base), *places(fine)] == [
+            int(place["byte of the base"]),
+            int(place["byte of the fine section"]),
+        ]
+        first, last = integers(place["bits of each byte"])
+        assert {int(base[places(base)[0]]), int(fine[places(fine)[0]])} == {(1 << (last + 1)) - (1 << first)}
+    format, base, fine = halves(4, codes=11, scales=0.5, zeros=-0.25)
+    low = format.base.view(base)
+    assert float(dequantize(low)[ROW, COLUMN]) == 0.5
+    assert float(dequantize(format.view(fine, low))[ROW, COLUMN]) == 1.25
+
+
+def test_slices_of_the_shipped_model():
+    (row,) = table(FORMAT, "example: slices")
+    formats = shipped_manifest().experts.formats
+    base, fine = formats[2], formats[4]
+    starts = [section.start for section in base.sections] + [base.nbytes + section.start for section in fine.sections]
+    assert [int(cell) for cell in row.values()] == [4, *starts, base.nbytes + fine.nbytes]
+
+
 def test_blobs_of_the_shipped_model():
     rows = table(FORMAT, "example: blobs")
     assert [int(row["bits"]) for row in rows] == [16, 8, 4, 2]
@@ -356,14 +398,14 @@ def test_blobs_of_the_shipped_model():
 
 
 def shipped_manifest():
-    formats = {bits: blob_format(bits) for bits in (4, 2)}
+    formats = stored_formats((4, 2), blob_format)
     experts = ModelExperts((0,), MODEL["num_experts"], MODEL["num_experts_per_tok"], formats)
     return Manifest(experts, "rtn", "0" * 16)
 
 
 def test_a_shard_of_the_shipped_model(tmp_path):
     shards = StoreWriter(tmp_path / "store", shipped_manifest())
-    section = torch.full((blob_format(4).matrices[1].nbytes,), 0xEE, dtype=torch.uint8)
+    section = torch.full((shipped_manifest().experts.formats[4].matrices[1].nbytes,), 0xEE, dtype=torch.uint8)
     shards.write(BlobKey(0, 5, 4), Projection.UP, section)
     shards.finish()
     path = tmp_path / "store" / file_name(0)

@@ -108,7 +108,9 @@ def count_parts(runtime: MoERuntime, clock: Clock) -> None:
 def bare_products(runtime: MoERuntime, layer: int, x: torch.Tensor, ids: torch.Tensor) -> float:
     """Seconds of the packed matrix products of a step alone; experts that are not there stand in for one another."""
     there = [
-        runtime.memory.resident(*row)[1] for row in sorted(runtime.memory.table.residents(Tier.HI)) if row[0] == layer
+        runtime.memory.resident(*row, Tier.HI)[1][0]
+        for row in sorted(runtime.memory.table.residents(Tier.HI))
+        if row[0] == layer
     ]
     counts = ids.flatten().unique(return_counts=True)[1].tolist()
     choose, rows = runtime.kernel._choose, {count: x[:count] for count in set(counts)}

@@ -61,19 +61,19 @@ def test_experts_are_what_gptq_makes_of_them_and_rare_ones_what_hqq_does(tmp_pat
     out = tmp_path / "out"
     quantized(model, out, "--hi", 4, "--lo", 2, "--quantizer", "gptq", "--calibration", calibration)
     found = Calibration(calibration)
-    for bits in (4, 2):
-        for place, matrix, section in sections(out, bits):
-            layer, expert, projection = place
-            matrices = {p: (model.experts[layer, expert, p], model.biases.get((layer, expert, p))) for p in Projection}
-            quantizer = make_quantizer("hqq")
-            if expert != RARE:
-                outer, inner = found.curvatures(layer, expert, matrices)
-                quantizer = Gptq(inner if projection is Projection.DOWN else outer)
-            expected = torch.full_like(section, 0xEE)
-            quantize_matrix(model.experts[place], matrix, quantizer, expected)
-            if model.biases:
-                pack_bias(model.biases[place], matrix, expected)
-            assert torch.equal(section, expected), place
+    for (place, matrix, fine), (_, _, base) in zip(sections(out, 4), sections(out, 2), strict=True):
+        layer, expert, projection = place
+        matrices = {p: (model.experts[layer, expert, p], model.biases.get((layer, expert, p))) for p in Projection}
+        quantizer = make_quantizer("hqq")
+        if expert != RARE:
+            outer, inner = found.curvatures(layer, expert, matrices)
+            quantizer = Gptq(inner if projection is Projection.DOWN else outer)
+        expected, below = torch.full_like(fine, 0xEE), torch.full_like(base, 0xEE)
+        quantize_matrix(model.experts[place], matrix, quantizer, expected, below)
+        if model.biases:
+            pack_bias(model.biases[place], matrix.base, below)
+        assert torch.equal(fine, expected), place
+        assert torch.equal(base, below), place
 
 
 def test_outputs_are_nearer_than_by_rounding(made, tmp_path):

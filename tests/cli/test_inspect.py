@@ -60,7 +60,11 @@ def test_a_checkpoint(checkpoint, model):
     assert found["tensor_parallel"] == {"rank": 0, "size": 1}
     assert found["dense_bytes"] == sum(tensor.nbytes for tensor in model.dense.values())
     assert found["versions"] == [
-        {"bits": bits, "expert_bytes": formats[bits].nbytes, "total_bytes": 2 * EXPERTS * formats[bits].nbytes}
+        {
+            "bits": bits,
+            "expert_bytes": formats[bits].whole_nbytes,
+            "total_bytes": 2 * EXPERTS * formats[bits].whole_nbytes,
+        }
         for bits in (4, 2)
     ]
 
@@ -144,12 +148,13 @@ def test_verify(checkpoint, store):
 @pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize(("expert", "byte"), [(0, 0), (EXPERTS - 1, -1)])
 def test_verify_finds_one_flipped_bit(checkpoint, bits, expert, byte):
-    fmt = FileStore(checkpoint).experts.formats[bits]
+    experts = FileStore(checkpoint).experts
+    fmt, place = experts.formats[bits], experts.places[bits]
     path = checkpoint / file_name(MOE_LAYERS[1])
     content = bytearray(path.read_bytes())
     header_end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:header_end])
-    begin = header_end + header[f"{bits}bit.blobs"]["data_offsets"][0] + expert * fmt.nbytes
+    begin = header_end + header["4bit.blobs"]["data_offsets"][0] + expert * place.stride + place.start
     content[begin + byte % fmt.nbytes] ^= 0x10
     path.write_bytes(content)
     assert command("inspect", checkpoint).exit_code == 0  # without --verify nobody reads the experts

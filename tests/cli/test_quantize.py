@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,15 +62,22 @@ def test_experts_are_what_quantizing_them_directly_gives(tmp_path, out, style, q
     model.save()
     quantized(model, out, "--hi", 4, "--lo", 2, "--group-size", 32, "--quantizer", quantizer)
     seen = set()
-    for bits in (4, 2):
-        for place, matrix, section in sections(out, bits):
-            expected = torch.full_like(section, 0xEE)
-            quantize_matrix(model.experts[place], matrix, make_quantizer(quantizer), expected)
-            if model.biases:
-                pack_bias(model.biases[place], matrix, expected)
-            assert torch.equal(section, expected), place
-            assert torch.equal(dequantize(matrix.view(section.clone())), dequantize(matrix.view(expected)))
-            seen.add(place)
+    bases = {place: (matrix, section.clone()) for place, matrix, section in sections(out, 2)}
+    for place, matrix, section in sections(out, 4):
+        low, base = bases[place]
+        expected, expected_base = torch.full_like(section, 0xEE), torch.full_like(base, 0xEE)
+        quantize_matrix(model.experts[place], matrix, make_quantizer(quantizer), expected, expected_base)
+        if model.biases:
+            pack_bias(model.biases[place], low, expected_base)
+        assert torch.equal(section, expected), place
+        assert torch.equal(base, expected_base), place
+        # The high version is what it would be by itself.
+        alone = replace(matrix, nested=False)
+        single = torch.empty(alone.nbytes, dtype=torch.uint8)
+        quantize_matrix(model.experts[place], alone, make_quantizer(quantizer), single)
+        high = matrix.view(section.clone(), low.view(base))
+        assert torch.equal(dequantize(high), dequantize(alone.view(single)))
+        seen.add(place)
     assert seen == model.experts.keys()
 
 
@@ -126,12 +134,12 @@ def test_dense_tensors_are_copied_bit_for_bit(model, out, shards, shard_bytes, m
 
 
 def test_the_safetensors_library_reads_every_shard(model, out):
-    quantized(model, out, "--hi", 8, "--lo", 4)
+    quantized(model, out, "--hi", 8, "--lo", 2)
     store = FileStore(out)
     for layer in MOE_LAYERS:
         with safe_open(out / f"dymoe-experts-{layer:05d}.safetensors", framework="pt") as file:
-            assert set(file.keys()) == {"8bit.blobs", "8bit.xxh3", "4bit.blobs", "4bit.xxh3"}
-            for bits in (8, 4):
+            assert set(file.keys()) == {"8bit.blobs", "8bit.xxh3", "2bit.blobs", "2bit.xxh3"}
+            for bits in (8, 2):
                 assert file.get_slice(f"{bits}bit.blobs").get_shape() == [EXPERTS, store.experts.formats[bits].nbytes]
     assert len(list(out.glob("*.safetensors"))) == len(MOE_LAYERS) + 1
     store.close()
@@ -159,7 +167,7 @@ def test_config_and_small_files(model, out):
     config = json.loads((out / "config.json").read_text())
     assert config.pop("quantization_config") == {
         "quant_method": "dymoe",
-        "format_version": 4,
+        "format_version": 5,
         "hi": 4,
         "lo": 2,
         "group_size": 32,

@@ -10,7 +10,6 @@ from tests.cli.checkpoints import MOE_LAYERS, NAMES, command, make_model, refuse
 from tests.quantize.readers import packing
 from vllm_dymoe.experts.layout import BlobKey, Projection
 from vllm_dymoe.kernels import dequantize, unpack
-from vllm_dymoe.quantize import make_quantizer, quantize_matrix
 from vllm_dymoe.quantize.tensors import read_tensors
 from vllm_dymoe.store import FileStore
 
@@ -64,33 +63,32 @@ def quantized_model(folder, method, dtype=torch.float16, **settings):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_numbers_are_taken_as_they_are_and_the_low_tier_is_made_from_them(tmp_path, method):
+def test_numbers_are_taken_as_they_are_and_the_low_tier_is_their_upper_halves(tmp_path, method):
     model, matrices = quantized_model(tmp_path / "model", method)
     model.save(shards=3)  # tensors of one matrix lie in several files
     result = command("quantize", model.folder, "-o", tmp_path / "out", "--lo", 2)
     assert result.exit_code == 0, result.output
     name, _, ordered = method.partition(" in ")
-    assert f"{name} checkpoint, 4 bits as they are, 2 bits derived with rtn" in result.stdout
+    assert f"{name} checkpoint, 4 bits as they are, 2 bits inside the 4" in result.stdout
     store = FileStore(tmp_path / "out")
-    assert store.manifest.quantizer == f"{name} checkpoint, rtn"
-    assert [fmt.act_order for fmt in store.experts.formats.values()] == [bool(ordered), False]
+    assert store.manifest.quantizer == f"{name} checkpoint"
+    assert [fmt.act_order for fmt in store.experts.formats.values()] == [bool(ordered)] * 2
     for place, matrix in matrices.items():
-        for bits, fmt in store.experts.formats.items():
+        experts, base = {}, None
+        for bits in (2, 4):
+            fmt = store.experts.formats[bits]
             blob = torch.empty(fmt.nbytes, dtype=torch.uint8)
             store.read_into(BlobKey(*place[:2], bits), blob)
-            packed = fmt.view(blob)[place[2]]
-            if bits == 4:
-                assert torch.equal(unpack(packed), matrix.codes)
-                assert torch.equal(dequantize(packed, torch.float16), matrix.weights())
-            else:
-                section = torch.empty(packed.format.nbytes, dtype=torch.uint8)
-                quantize_matrix(matrix.weights(), packed.format, make_quantizer("rtn"), section)
-                assert torch.equal(blob[fmt.sections[place[2]]], section)
+            experts[bits] = base = fmt.view(blob, base)
+        assert torch.equal(unpack(experts[2][place[2]]), matrix.codes >> 2)
+        packed = experts[4][place[2]]
+        assert torch.equal(unpack(packed), matrix.codes)
+        assert torch.equal(dequantize(packed, torch.float16), matrix.weights())
     store.close()
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["hi"], config["lo"], config["group_size"]) == ("dymoe", 4, 2, 32)
     assert config["dense"] == CONFIGS[method]
-    assert (config["zeros_in_steps"], config["ordered"]) == ([4], [4] if ordered else [])
+    assert (config["zeros_in_steps"], config["ordered"]) == ([4, 2], [4, 2] if ordered else [])
     dense = read_tensors(tmp_path / "out")
     assert sorted(name for name in dense if "4bit" not in name and "2bit" not in name) == sorted(model.dense)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm_dymoe.experts.layout import ExpertFormat
 from vllm_dymoe.experts.residency import FREE, HIGH, HIT, LOW, STREAM
 from vllm_dymoe.experts.slots import SlotPool
-from vllm_dymoe.experts.table import ResidencyTable, layer_shares
+from vllm_dymoe.experts.table import CODES, ResidencyTable, layer_shares
 from vllm_dymoe.experts.tier import Tier
 
 CPU = torch.device("cpu")
@@ -239,3 +239,74 @@ def test_integrity_finds_a_row_too_many():
     table.publish(0, 1, Tier.HI, 4)
     with pytest.raises(AssertionError, match="name one slot"):
         table.check_integrity()
+
+
+def as_a_person_would(wanted, held, heats, uses, shares):
+    """The rule for slices, expert by expert."""
+    base_share, fine_share = shares
+    bases, fines = dict.fromkeys((e for e in held), FREE), {e for e, code in held.items() if code == HIGH}
+
+    def find(expert, kept, share, wanting, kind):
+        if len(kept) < share:
+            return FREE
+        heat, used_at = heats[kind], uses[kind]
+        victims = sorted((heat[e], used_at[e], e) for e in kept if e not in wanted)
+        hot = victims and wanting <= share and heat[expert] >= victims[0][0]
+        return victims[0][2] if hot else STREAM
+
+    places = {}
+    for expert in sorted(wanted):
+        place = HIT if expert in bases else find(expert, bases, base_share, len(wanted), 0)
+        places[expert] = [place, HIT]
+        if place >= 0:
+            bases.pop(place)
+            fines.discard(place)
+        if place not in (HIT, STREAM):
+            bases[expert] = FREE
+    high = [expert for expert in sorted(wanted) if wanted[expert] is Tier.HI]
+    for expert in high:
+        if expert in fines:
+            continue
+        places[expert][1] = STREAM
+        if expert in bases:
+            places[expert][1] = place = find(expert, fines, fine_share, len(high), 1)
+            if place >= 0:
+                fines.discard(place)
+            if place != STREAM:
+                fines.add(expert)
+    return {expert: tuple(place) for expert, place in places.items()}, bases.keys(), fines
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS, st.tuples(st.integers(0, 3), st.integers(0, 3)), st.tuples(st.integers(0, 4), st.integers(0, 4)))
+def test_any_steps_of_slices_keep_every_invariant(steps, hi, lo):
+    table = ResidencyTable(6, {Tier.HI: hi, Tier.LO: lo}, nested=True)
+    for layer, wanted in steps:
+        held = {e: int(code) for e, code in enumerate(table.tier[layer]) if code}
+        active = np.array(sorted(wanted))
+        codes = np.array([CODES[wanted[expert]] for expert in sorted(wanted)], np.int8)
+        got = table.begin_step(layer, active, codes)
+        heats, uses = (table.heat[layer], table.fine_heat[layer]), (table.used_at[layer], table.fine_used_at[layer])
+        want, bases, fines = as_a_person_would(wanted, held, heats, uses, (lo[layer], hi[layer]))
+        assert dict(zip(active.tolist(), map(tuple, got.T.tolist()), strict=True)) == want
+        for expert in [e for e, code in held.items() if code == HIGH and e in bases and e not in fines]:
+            table.remove_fine(layer, expert)
+        for expert in held.keys() - bases:
+            table.remove(layer, expert)
+        for part, kept in ((Tier.LO, bases), (Tier.HI, fines)):
+            for expert in sorted(kept):
+                if table.tier[layer, expert] < CODES[part]:
+                    free = set(range(12)) - set(table.slots(part))
+                    table.publish(layer, expert, part, min(free))
+        table.check_integrity()
+
+
+def test_a_fine_slice_needs_its_base():
+    table = ResidencyTable(6, {Tier.HI: [1], Tier.LO: [2]}, nested=True)
+    with pytest.raises(AssertionError, match="base of expert 3"):
+        table.publish(0, 3, Tier.HI, 0)
+    table.publish(0, 3, Tier.LO, 1)
+    table.publish(0, 3, Tier.HI, 0)
+    assert (table.slots(Tier.LO), table.slots(Tier.HI)) == ([1], [0])
+    assert table.remove(0, 3) == [(Tier.HI, 0), (Tier.LO, 1)]
+    table.check_integrity()

@@ -11,6 +11,7 @@ from tests.small_model import fill, make_experts, random_weight
 from vllm_dymoe.experts.layout import BlobKey, Projection
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize.base import dequantized
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
 from vllm_dymoe.quantize.packer import ExpertPacker
@@ -54,7 +55,7 @@ def test_output_errors_are_those_of_the_outputs():
         weight = random_weight(experts, 0, expert, Projection.GATE)
         matrix = experts.formats[4].matrices[Projection.GATE]
         codes = Gptq(curvature).quantize(weight, matrix)
-        tally.add((0, expert, Projection.GATE), weight, codes, matrix, curvature)
+        tally.add((0, expert, Projection.GATE), weight, dequantized(codes, matrix), matrix.bits, curvature)
         centred = codes.codes.double() - 8
         scales, zeros = (part.double().repeat_interleave(32, 1)[:, :72] for part in (codes.scales, codes.zeros))
         for place, of in enumerate((centred * scales + zeros - weight.double(), weight.double())):
@@ -74,7 +75,7 @@ def test_the_order_of_the_work_changes_nothing():
             for fmt in experts.formats.values():
                 matrix = fmt.matrices[projection]
                 codes = make_quantizer("rtn").quantize(weight, matrix)
-                tally.add((layer, expert, projection), weight, codes, matrix, None)
+                tally.add((layer, expert, projection), weight, dequantized(codes, matrix), matrix.bits, None)
         tally.fell_back(1, random.Random(seed).sample(range(6), 6))
         records.append(tally.record())
     assert records[0] == records[1] == records[2]

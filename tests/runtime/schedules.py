@@ -22,8 +22,8 @@ from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.host import CpuDelivery
 
 LAYERS, EXPERTS = 3, 6
-STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS))
-LARGEST = max(fmt.nbytes for fmt in STORE.experts.formats.values())
+STORES = [make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, nested=nested)) for nested in (False, True)]
+LARGEST = max(fmt.nbytes for store in STORES for fmt in store.experts.formats.values())
 DEVICES = ("pinned", "staged")
 KINDS = ("cores", "disk", "link", *DEVICES)
 MIXED = {"low": frozenset({0, 3}), "skipped": frozenset({5})}
@@ -38,6 +38,7 @@ class Program:
         budget: share of the experts that have a slot; 0 for the smallest budget.
         staging: staging slots.
         mixed: whether experts have different tiers.
+        nested: whether the low version lies inside the high one.
         guesses: candidates after each step, by its number.
         projections: that are fetched ahead.
         captures: whether a graph is captured after each step, with transfers paused from the first to the last.
@@ -50,6 +51,7 @@ class Program:
     budget: float = 0.5
     staging: int = 2
     mixed: bool = False
+    nested: bool = False
     guesses: tuple[tuple[tuple[int, int], ...], ...] = ()
     projections: int = 3
     pieces: bool = True
@@ -76,8 +78,8 @@ class Guesses:
 class FaultyStore(RecordedStore):
     """Reads fail or do not end as a program says."""
 
-    def __init__(self, history, turns, faults):
-        super().__init__(STORE, history, turns.pause)
+    def __init__(self, store, history, turns, faults):
+        super().__init__(store, history, turns.pause)
         self._turns, self._faults, self._reads = turns, faults, 0
         self.hanging = False
 
@@ -198,13 +200,13 @@ def execute(program, kind, turns, history):
     Returns:
         Output of each step; None for one that failed.
     """
-    store = FaultyStore(history, turns, program.faults)
+    store = FaultyStore(STORES[program.nested], history, turns, program.faults)
     # Nobody can go on only if a read hangs: then time passes.
     engine = make_engine(kind, store, history, turns, 1.0 if program.faults else None, program)
     compute = COMPUTATION if kind in DEVICES else None
     runtime = make_runtime(
         store,
-        program.budget or smallest_budget(program.mixed),
+        program.budget or plain_runtime(program).minimum_budget,
         ByNumber(staging=program.staging, projections=program.projections, **(MIXED if program.mixed else {})),
         predictor=Guesses(program.guesses) if program.guesses else None,
         engine=engine,
@@ -218,7 +220,7 @@ def execute(program, kind, turns, history):
             if number in program.resizes:
                 runtime.resize_recorded(program.resizes[number])
             try:
-                outputs.append(forward(runtime, layer, *random_step(seed, tokens, STORE.experts)))
+                outputs.append(forward(runtime, layer, *random_step(seed, tokens, store.experts)))
             except TransferError:
                 outputs.append(None)
             runtime.check_integrity()
@@ -233,15 +235,14 @@ def execute(program, kind, turns, history):
     return outputs
 
 
-def smallest_budget(mixed):
-    return plain_runtime(mixed).minimum_budget
-
-
 def expected(program):
-    runtime = plain_runtime(program.mixed)
-    return [forward(runtime, layer, *random_step(seed, tokens, STORE.experts)) for seed, layer, tokens in program.steps]
+    runtime = plain_runtime(program)
+    return [
+        forward(runtime, layer, *random_step(seed, tokens, runtime.experts)) for seed, layer, tokens in program.steps
+    ]
 
 
-def plain_runtime(mixed):
+def plain_runtime(program):
     """Everything on the device, and no threads."""
-    return make_runtime(STORE, "100%", ByNumber(**(MIXED if mixed else {})), threads=0, transfer_timeout_s=0)
+    system = ByNumber(**(MIXED if program.mixed else {}))
+    return make_runtime(STORES[program.nested], "100%", system, threads=0, transfer_timeout_s=0)

@@ -221,7 +221,7 @@ def test_what_is_needed_is_claimed_and_the_rest_given_up():
     ahead.engine.move(moving, 1, State.RUNNING)
     ahead.engine.move(wrong, 3, State.DONE)
     claimed = ahead.prefetcher.claim(1, {2: Tier.HI, 3: Tier.HI})
-    assert [(expert, fetch.complete) for expert, fetch in claimed.items()] == [(2, True), (3, False)]
+    assert [(expert, fetch.complete) for (expert, _), fetch in claimed.items()] == [(2, True), (3, False)]
     assert ahead.engine.demanded == [moving]
     assert untouched.state is State.CANCELLED
     assert counts(ahead) == (1, 1, 1, 1)

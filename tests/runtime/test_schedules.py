@@ -41,6 +41,7 @@ programs = st.builds(
     budget=st.sampled_from((0, 0.2, 0.4, 0.6, 1.0)),
     staging=st.integers(1, 4),
     mixed=st.booleans(),
+    nested=st.booleans(),
     guesses=st.lists(guesses, max_size=8).map(tuple),
     projections=st.integers(1, 3),
     pieces=st.booleans(),
@@ -204,7 +205,7 @@ def a_failed_step_forgets_what_it_has_read(monkeypatch):
 
     def let_go(self):
         held = [*self._ready, *self._arriving]
-        self._fetcher.give_up((h.fetch for h in held if h.fetch is not None), wait=True)
+        self._fetcher.give_up((fetch for h in held for fetch in h.fetches), wait=True)
 
     monkeypatch.setattr(LayerStep, "_let_go", let_go)
 
@@ -240,7 +241,7 @@ def slots_are_freed_while_guesses_are_on_their_way(monkeypatch):
 def only_the_first_expert_of_a_launch_is_waited_for(monkeypatch):
     def compute_arriving(self, count):
         computing = [self._arriving.popleft() for _ in range(count)]
-        self._compute(computing, lambda projections: self._engine.wait(computing[0].fetch.ticket, projections))
+        self._compute(computing, lambda projections: self._engine.wait(computing[0].fetches[0].ticket, projections))
 
     monkeypatch.setattr(LayerStep, "_compute_arriving", compute_arriving)
 

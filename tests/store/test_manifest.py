@@ -19,8 +19,8 @@ def test_the_manifest_survives_the_round_trip(store):
         (None, "holds no expert store"),
         ("{", "is not a manifest"),
         ("[]", "is not a manifest"),
-        (json.dumps({"version": 99}), "has store version 99, but this vllm-dymoe reads version 4"),
-        (json.dumps({"version": 4}), "is not a manifest"),
+        (json.dumps({"version": 99}), "has store version 99, but this vllm-dymoe reads version 5"),
+        (json.dumps({"version": 5}), "is not a manifest"),
     ],
 )
 def test_a_wrong_manifest_is_named(tmp_path, content, sentence):
@@ -40,3 +40,10 @@ def test_a_manifest_says_what_its_formats_are(tmp_path, changes):
     (tmp_path / MANIFEST).write_text(json.dumps(manifest.to_json()))
     assert Manifest.read(tmp_path) == manifest
     assert manifest != Manifest(make_experts(), "rtn", "a model")
+
+
+@pytest.mark.parametrize("bits", [(4, 2), (8, 4)])
+def test_a_low_version_inside_the_high_one_survives_the_round_trip(tmp_path, bits):
+    manifest = Manifest(make_experts(bits=bits, nested=True), "rtn", "a model")
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest.to_json()))
+    assert Manifest.read(tmp_path) == manifest != Manifest(make_experts(bits=bits), "rtn", "a model")

@@ -189,7 +189,10 @@ def record_reads(kernel: ExpertKernel, history: History, stream: Agent | None, p
             if stream is not None:
                 history.follow(stream, history.now(threading.current_thread()))
             for expert in work:
-                history.read(agent, (expert.gate, expert.up, expert.down)[count - 1].weight)
+                matrix = (expert.gate, expert.up, expert.down)[count - 1]
+                for stored in (matrix.weight, matrix.fine):
+                    if stored is not None:
+                        history.read(agent, stored)
 
         forward(x, work, out, activation, read)
 

@@ -179,7 +179,7 @@ def test_other_models_and_methods_are_left_alone(tmp_path):
 
 
 def test_a_checkpoint_of_ours_needs_no_flag(tmp_path):
-    checkpoint = with_quantization_config(tmp_path, {"quant_method": "dymoe", "format_version": 4, "hi": 8, "lo": 2})
+    checkpoint = with_quantization_config(tmp_path, {"quant_method": "dymoe", "format_version": 5, "hi": 8, "lo": 2})
     config = configure(model=checkpoint, quantization=None)
     assert config.model_config.quantization == "dymoe"
     options = read_options(config, config.quant_config.checkpoint)
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_ours_needs_no_flag(tmp_path):
 
 
 def test_an_option_that_contradicts_the_checkpoint_is_refused(tmp_path):
-    checkpoint = with_quantization_config(tmp_path, {"quant_method": "dymoe", "format_version": 4, "hi": 8, "lo": 2})
+    checkpoint = with_quantization_config(tmp_path, {"quant_method": "dymoe", "format_version": 5, "hi": 8, "lo": 2})
     message = refusal({"hi": 4}, model=checkpoint, quantization=None)
     assert "hi = 4 was asked for, but this checkpoint was written with hi = 8" in message
 
@@ -239,4 +239,4 @@ def test_the_experts_are_those_of_the_models_configuration():
     assert (len(experts.layers), experts.num_experts, experts.top_k) == (8, 32, 4)
     assert experts.formats.keys() == {4, 2}
     assert (experts.formats[4].hidden, experts.formats[4].intermediate) == (256, 64)
-    assert experts.nbytes(4) == EXPERTS * experts.formats[4].nbytes
+    assert experts.nbytes(4) == EXPERTS * experts.formats[4].whole_nbytes

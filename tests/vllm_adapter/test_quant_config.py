@@ -102,11 +102,11 @@ def test_ranks_that_cut_groups_are_refused_unless_nothing_is_held_as_it_is():
 
 
 def test_what_is_said_of_the_numbers():
-    assert describe(reader(), (4, 2), "hqq") == "awq checkpoint, 4 bits as they are, 2 bits derived with hqq"
+    assert describe(reader(), (4, 2), "hqq") == "awq checkpoint, 4 bits as they are, 2 bits inside the 4"
     assert describe(reader(), (16,), "rtn") == "awq checkpoint, 16 bits dequantized"
     source = "awq checkpoint"
     names = [quantizer_name(reader(), bits, "rtn") for bits in ((4,), (4, 2), (16, 4), (16,), (16, 2))]
-    assert names == [source, f"{source}, rtn", source, source, f"{source}, rtn"]
+    assert names == [source, source, source, source, f"{source}, rtn"]
     assert quantizer_name(None, (4, 2), "hqq") == "hqq"
 
 
@@ -146,7 +146,7 @@ def test_what_the_formats_of_a_checkpoint_are(config):
     own = {"integer_zeros": config is AWQ, "act_order": bool(ordered), "codebook": None}
     assert format_fields(reader, {}, 4) == own
     assert not any(format_fields(reader, {}, 2).values())
-    ours = {"quant_method": "dymoe", "format_version": 4, "hi": 16, "lo": 4, "group_size": 32, "quantizer": "rtn"}
+    ours = {"quant_method": "dymoe", "format_version": 5, "hi": 16, "lo": 4, "group_size": 32, "quantizer": "rtn"}
     ours |= describe_codes({4: ExpertFormat(64, 64, 4, 32, torch.bfloat16, **own)})
     load, dymoe = SimpleNamespace(load_format="auto"), {"hi": 16, "lo": 4, "group_size": 32}
     served = SimpleNamespace(
@@ -170,7 +170,7 @@ def test_ordered_experts_are_served_beside_dense_layers_that_are_not_quantized(c
     answers = []
     layer, attention = torch.nn.Module(), torch.nn.Module()
     layer.__class__ = type("Dense", (LinearBase,), {"__init__": None})
-    ours = {"quant_method": "dymoe", "format_version": 4, "hi": 4, "ordered": [4], "dense": config}
+    ours = {"quant_method": "dymoe", "format_version": 5, "hi": 4, "ordered": [4], "dense": config}
     for asked in (config, ours):
         dymoe = DymoeConfig.from_config(asked)
         monkeypatch.setattr(dymoe._dense, "get_quant_method", lambda layer, prefix: answers[-1])
@@ -206,7 +206,7 @@ def test_dense_layers_are_left_to_vllms_own_configuration():
 
 
 def test_a_converted_checkpoint_has_the_dense_configuration_with_it():
-    ours = {"quant_method": "dymoe", "format_version": 4, "hi": 4, "zeros_in_steps": [4], "dense": AWQ}
+    ours = {"quant_method": "dymoe", "format_version": 5, "hi": 4, "zeros_in_steps": [4], "dense": AWQ}
     config = DymoeConfig.from_config(ours)
     assert isinstance(config._dense, AutoAWQConfig)
     assert config.reader is None

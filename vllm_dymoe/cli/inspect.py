@@ -16,7 +16,7 @@ from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.model_config import read_config
 from vllm_dymoe.quantize.readers.compatibility import store_group_sizes
 from vllm_dymoe.quantize.tensors import read_tensors
-from vllm_dymoe.runtime.sizing import limit_in_bytes, minimum_budget, plan_slots, workspace_bytes
+from vllm_dymoe.runtime.sizing import limit_in_bytes, minimum_budget, plan_slots, used_tiers, workspace_bytes
 from vllm_dymoe.store import MANIFEST, FileStore, Manifest
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.dymoe import Dymoe
@@ -108,7 +108,7 @@ def _describe_experts(experts: ModelExperts) -> dict[str, Any]:
         "group_size": fmt.group_size,
         "ordered": [bits for bits, version in experts.formats.items() if version.act_order],
         "versions": [
-            {"bits": bits, "expert_bytes": version.nbytes, "total_bytes": experts.nbytes(bits)}
+            {"bits": bits, "expert_bytes": version.whole_nbytes, "total_bytes": experts.nbytes(bits)}
             for bits, version in sorted(experts.formats.items(), reverse=True)
         ],
     }
@@ -146,8 +146,8 @@ def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
             if limit < limits["smallest"]:
                 continue
             plan = plan_slots(experts, options, system, limit, workspace)
-            kept = {tier.value: min(plan.quotas[tier]) for tier in plan.slots}
-            names = [tier.value for tier in plan.slots]
+            kept = {tier.value: min(plan.quotas[tier]) for tier in used_tiers(options, system.tiers)}
+            names = list(kept)
             rows.append({"tiers": names, "expert_budget": name, "bytes": limit, "experts_kept_per_layer": kept})
     return rows
 
@@ -160,7 +160,7 @@ def _verify(store: FileStore) -> None:
     """
     experts = store.experts
     buffers = {bits: torch.empty(fmt.nbytes, dtype=torch.uint8) for bits, fmt in experts.formats.items()}
-    total = sum(experts.nbytes(bits) for bits in experts.formats)
+    total = experts.stored_nbytes
     with byte_progress(f"Verifying {escape(store.folder.name)}", total) as advance:
         for key in all_keys(experts):
             store.read_into(key, buffers[key.bits])

@@ -100,8 +100,9 @@ def _print_summary(checkpoint: Checkpoint, folder: Path, manifest: Manifest, sec
     table.add_row("dense", size(dense), size(dense), "")
     for position, (bits, fmt) in enumerate(experts.formats.items()):
         name = f"{count} experts, {'low' if position else 'high'} tier, {bits} bits"
-        table.add_row(name, "" if position else size(before), size(experts.nbytes(bits)), size(fmt.nbytes))
-    after = dense + sum(experts.nbytes(bits) for bits in experts.formats)
+        packed = size(experts.nbytes(bits)) if not fmt.upper_of else "inside"
+        table.add_row(name, "" if position else size(before), packed, size(fmt.whole_nbytes))
+    after = dense + experts.stored_nbytes
     table.add_section()
     table.add_row("in all", size(dense + before), size(after), "")
     console = Console()

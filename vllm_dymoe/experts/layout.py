@@ -1,10 +1,12 @@
 """One version of one expert is one contiguous blob: gate | up | down, each packed weights and scales.
 
 A transfer is then one copy (or one for each projection), a slot is an address, and
-a kernel needs that address and the format. Byte offsets: docs/format.md.
+a kernel needs that address and the format. Where the low version has half the bits of the high one it lies inside it:
+a blob is two slices, the *base* with the upper halves of codes, which is the low version, and behind it the *fine*
+slice with the lower halves. Byte offsets: docs/format.md.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -28,7 +30,10 @@ EVERY_PROJECTION = range(len(Projection))
 
 @dataclass(frozen=True, slots=True)
 class BlobKey:
-    """One version of one expert: position of its layer, local index, bit-width."""
+    """One version of one expert: position of its layer, local index, bit-width.
+
+    Where that version is nested it names the fine slice alone; the base is the key of half the bits.
+    """
 
     layer: int
     expert: int
@@ -58,6 +63,8 @@ class ExpertFormat:
         act_order: whether columns are stored in another order than that of the inputs, see there.
         has_gate: whether there is one; otherwise it has no rows, and its section no bytes.
         codebook: what codes stand for where they are floats, see there; one with groups of its own ignores group_size.
+        nested: whether it is the fine slice, beside `base`.
+        upper_of: bits of the version whose base slice it is; 0 for a version of its own.
     """
 
     hidden: int
@@ -70,6 +77,18 @@ class ExpertFormat:
     act_order: bool = False
     has_gate: bool = True
     codebook: Codebook | None = None
+    nested: bool = False
+    upper_of: int = 0
+
+    @cached_property
+    def base(self) -> "ExpertFormat":
+        """The format of the base slice, if this one is nested."""
+        return replace(self, bits=self.bits // 2, nested=False, upper_of=self.bits)
+
+    @cached_property
+    def whole_nbytes(self) -> int:
+        """Bytes that an expert needs in this version: with its base slice, if it is nested."""
+        return self.nbytes + (self.base.nbytes if self.nested else 0)
 
     @cached_property
     def projections(self) -> tuple[Projection, ...]:
@@ -80,7 +99,8 @@ class ExpertFormat:
     def matrices(self) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
         """Formats of gate [I, H] or [0, H], up [I, H] and down [H, I]."""
         group_size = (self.codebook and self.codebook.group_size) or self.group_size
-        rest = (self.bits, group_size, self.dtype, self.bias, self.integer_zeros, self.act_order, self.codebook)
+        flags = (self.bias, self.integer_zeros, self.act_order, self.codebook, self.nested, self.upper_of)
+        rest = (self.bits, group_size, self.dtype, *flags)
         up = MatrixFormat(self.intermediate, self.hidden, *rest)
         return up if self.has_gate else replace(up, rows=0), up, MatrixFormat(self.hidden, self.intermediate, *rest)
 
@@ -101,10 +121,16 @@ class ExpertFormat:
         """Bytes of the whole blob."""
         return sum(matrix.nbytes for matrix in self.matrices)
 
-    def view(self, blob: torch.Tensor) -> PackedExpert:
-        """See a blob (uint8 [nbytes], contiguous) as packed matrices, without copying."""
+    def view(self, blob: torch.Tensor, base: PackedExpert | None = None) -> PackedExpert:
+        """See a blob or slice (uint8 [nbytes], contiguous) as packed matrices, without copying.
+
+        Args:
+            blob: the bytes.
+            base: the base slice, if this format is nested.
+        """
         gate, up, down = (
-            matrix.view(blob[section]) for matrix, section in zip(self.matrices, self.sections, strict=True)
+            matrix.view(blob[section], upper)
+            for matrix, section, upper in zip(self.matrices, self.sections, base or (None,) * 3, strict=True)
         )
         return PackedExpert(gate, up, down)
 
@@ -134,7 +160,68 @@ class ModelExperts:
 
     def nbytes(self, bits: int) -> int:
         """Bytes of every expert of every layer at one bit-width."""
-        return len(self.layers) * self.num_experts * self.formats[bits].nbytes
+        return len(self.layers) * self.num_experts * self.formats[bits].whole_nbytes
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of everything that a store holds."""
+        return len(self.layers) * self.num_experts * sum(fmt.nbytes for fmt in self.formats.values())
+
+    @cached_property
+    def places(self) -> Mapping[int, "SlicePlace"]:
+        """Where each version, or slice, lies in its blob."""
+        places = {}
+        for bits, fmt in self.formats.items():
+            if fmt.nested:
+                base = fmt.base.nbytes
+                places[bits] = SlicePlace(bits, fmt.whole_nbytes, base, 1, 2)
+                places[bits // 2] = SlicePlace(bits, fmt.whole_nbytes, 0, 0, 2)
+            elif not fmt.upper_of:
+                places[bits] = SlicePlace(bits, fmt.nbytes, 0, 0, 1)
+        return places
+
+
+class SlicePlace(NamedTuple):
+    """Where a slice lies among the blobs of a layer.
+
+    Attributes:
+        bits: of the blobs.
+        stride: bytes from one to the next.
+        start: first byte of the slice in its blob.
+        number: of the slice in its blob.
+        slices: of a blob.
+    """
+
+    bits: int
+    stride: int
+    start: int
+    number: int
+    slices: int
+
+
+def stored_formats(bits: Sequence[int], make: Callable[[int], ExpertFormat]) -> dict[int, ExpertFormat]:
+    """The formats of a store, the high tier first: one inside the other where one has half the bits of the other.
+
+    Args:
+        bits: of the tiers.
+        make: a version of its own at some bits. A version inside another one has everything else in common with it.
+    """
+    formats = {width: make(width) for width in bits}
+    high, low = max(bits), min(bits)
+    if nests(bits, formats[high].codebook):
+        fine = replace(formats[high], nested=True)
+        return {high: fine, low: fine.base}
+    return formats
+
+
+def nests(bits: Sequence[int], codebook: Codebook | None) -> bool:
+    """Whether the low one of two tiers lies inside the high one.
+
+    Args:
+        bits: of the tiers.
+        codebook: of the high one: the upper half of a float is no float of its own.
+    """
+    return codebook is None and set(bits) in ({4, 2}, {8, 4})
 
 
 def all_keys(experts: ModelExperts) -> Iterator[BlobKey]:

@@ -75,24 +75,94 @@ def decide(
         return place
     for tier in (HIGH, LOW):
         wanting = wanted == tier
-        missing = (wanting & ~hit).nonzero()[0]
-        if not len(missing):
-            continue
-        of_tier = held == tier
-        superseded = np.count_nonzero((has == tier) & ~hit & (place != STREAM))
-        free = max(0, shares[tier] - int(np.count_nonzero(of_tier)) + int(superseded))
-        place[missing[:free]] = FREE
-        if len(missing) <= free or np.count_nonzero(wanting) > shares[tier]:
-            continue
-        of_tier[active] = False
-        victims = of_tier.nonzero()[0]
-        victims = victims[np.argsort(heat[victims] * _STEPS + used_at[victims], kind="stable")].tolist()
-        for number in missing[free:].tolist():
-            if not victims:
-                break
-            if not admission or heat[active[number]] >= heat[victims[0]]:
-                place[number] = victims.pop(0)
+        kept = held == tier
+        kept[active[~hit & (place != STREAM)]] = False  # superseded by their other version
+        _find_places(place, active, wanting, wanting & ~hit, kept, heat, used_at, shares[tier], admission)
     return place
+
+
+def decide_slices(
+    active: NDArray[np.int64],
+    wanted: NDArray[np.int8],
+    held: NDArray[np.int8],
+    heat: Sequence[NDArray[np.int64]],
+    used_at: Sequence[NDArray[np.int64]],
+    shares: Sequence[int],
+    *,
+    admission: bool = True,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The same where the low version lies inside the high one: what becomes of each expert's base and fine slice.
+
+    A fine slice needs its base: it is kept only with it, and loses its place with it. An expert that is held low and
+    wanted high gets the fine slice alone.
+
+    Args:
+        active: as in :func:`decide`, like the others.
+        wanted: LOW needs the base, HIGH both slices.
+        held: LOW if the base is there, HIGH if both are.
+        heat: two int64 [experts]: of uses of the base, and of the fine slice.
+        used_at: the same.
+        shares: slices that the layer may keep: bases at LOW, fine ones at HIGH.
+        admission: as in :func:`decide`.
+
+    Returns:
+        Two int64 [n], for bases and fine slices: HIT, STREAM, FREE, or the expert whose place is taken. A fine slice
+        that is not wanted counts as HIT.
+    """
+    has = held[active]
+    base = np.where(has != NOWHERE, HIT, STREAM)
+    _find_places(
+        base, active, base == base, base == STREAM, held != NOWHERE, heat[0], used_at[0], shares[LOW], admission
+    )
+    whole = held == HIGH
+    whole[base[base >= 0]] = False
+    wanting = wanted == HIGH
+    fine = np.where(wanting & (has != HIGH), STREAM, HIT)
+    missing = (fine == STREAM) & (base != STREAM)
+    _find_places(fine, active, wanting, missing, whole, heat[1], used_at[1], shares[HIGH], admission)
+    return base, fine
+
+
+def _find_places(
+    place: NDArray[np.int64],
+    active: NDArray[np.int64],
+    wanting: NDArray[np.bool_],
+    missing: NDArray[np.bool_],
+    kept: NDArray[np.bool_],
+    heat: NDArray[np.int64],
+    used_at: NDArray[np.int64],
+    share: int,
+    admission: bool,
+) -> None:
+    """Give what is missing of one kind the places that are free, and then those of colder experts.
+
+    Args:
+        place: int64 [n], changed where one is found.
+        active: int64 [n], the experts.
+        wanting: bool [n], who uses this kind: if these are more than the share, the rest is streamed.
+        missing: bool [n], who looks for a place.
+        kept: bool [experts], who has one.
+        heat: int64 [experts].
+        used_at: int64 [experts].
+        share: places that the layer has.
+        admission: whether a colder expert than all that are kept finds none.
+    """
+    looking = missing.nonzero()[0]
+    if not len(looking):
+        return
+    free = max(0, share - int(np.count_nonzero(kept)))
+    place[looking[:free]] = FREE
+    if len(looking) <= free or np.count_nonzero(wanting) > share:
+        return
+    others = kept.copy()
+    others[active] = False
+    victims = others.nonzero()[0]
+    victims = victims[np.argsort(heat[victims] * _STEPS + used_at[victims], kind="stable")].tolist()
+    for number in looking[free:].tolist():
+        if not victims:
+            break
+        if not admission or heat[active[number]] >= heat[victims[0]]:
+            place[number] = victims.pop(0)
 
 
 def coldest(heat: NDArray[np.int64], used_at: NDArray[np.int64], among: NDArray[np.int64]) -> int:

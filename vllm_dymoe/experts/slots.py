@@ -16,15 +16,17 @@ class Slot:
     Attributes:
         index: position in its pool.
         blob: uint8 [format.nbytes].
-        expert: the blob seen as packed matrices; views, made once.
+        expert: the blob seen as packed matrices; views, made once. None for a fine slice, which is nothing by itself.
+        joined: the base slot that a fine slice was last seen with, and what they are together.
         last_read: fence of the last computation that reads the slot; whoever
             fills the slot next waits for it. None where computation is synchronous.
     """
 
     index: int
     blob: torch.Tensor
-    expert: PackedExpert
+    expert: PackedExpert | None
     last_read: Any = None
+    joined: "tuple[Slot, PackedExpert] | None" = None
 
 
 @dataclass
@@ -56,7 +58,8 @@ class SlotPool:
         self._arena = map_bytes(nbytes) if on_host else torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._arena.fill_(0)
         blobs = self._arena.view(self.count, self.format.nbytes)
-        self.slots = [Slot(i, blob, self.format.view(blob)) for i, blob in enumerate(blobs)]
+        view = (lambda _: None) if self.format.nested else self.format.view
+        self.slots = [Slot(i, blob, view(blob)) for i, blob in enumerate(blobs)]
         self._free = self.slots[::-1]
 
     def fence(self, filled: Any) -> None:
@@ -76,6 +79,8 @@ class SlotPool:
 
     def close(self) -> None:
         """Give the memory back at once, though a cancelled transfer may hold a view of its slot a moment longer."""
+        for slot in self.slots:
+            slot.joined = None
         self.slots.clear()
         self._free.clear()
         if self.device.type == "cpu":  # whose storage torch does not resize once NumPy has seen it

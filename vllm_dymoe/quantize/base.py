@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_dymoe.kernels import MatrixFormat, pack
+from vllm_dymoe.kernels import MatrixFormat, pack, pack_nested
 
 # Weights that are quantized together on a CPU: half a megabyte of floats.
 _CHUNK = 1 << 17
@@ -16,7 +16,7 @@ _CHUNK = 1 << 17
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """A quantized matrix before packing: weight = (code - 2**(bits - 1)) * scale + zero.
+    """A quantized matrix before packing: weight = (code - 2**(bits - 1)) * scale + zero, or as upper halves are read.
 
     Attributes:
         codes: uint8 [rows, columns].
@@ -51,7 +51,9 @@ class Quantizer(Protocol):
         ...
 
 
-def quantize_matrix(weight: Tensor, format: MatrixFormat, quantizer: Quantizer, section: Tensor) -> Codes | None:
+def quantize_matrix(
+    weight: Tensor, format: MatrixFormat, quantizer: Quantizer, section: Tensor, base: Tensor | None = None
+) -> Codes | None:
     """Quantize a matrix and pack it; at 16 bits just round it to the format's dtype.
 
     Args:
@@ -59,6 +61,7 @@ def quantize_matrix(weight: Tensor, format: MatrixFormat, quantizer: Quantizer, 
         format: of the section.
         quantizer: not used at 16 bits.
         section: uint8 [format.nbytes], overwritten.
+        base: uint8 [format.base.nbytes], overwritten, if the format is nested.
 
     Returns:
         What was packed; None at 16 bits.
@@ -68,7 +71,10 @@ def quantize_matrix(weight: Tensor, format: MatrixFormat, quantizer: Quantizer, 
     """
     if format.quantized:
         codes = quantizer.quantize(weight, format)
-        pack(format, codes.codes, codes.scales, codes.zeros, section)
+        if base is None:
+            pack(format, codes.codes, codes.scales, codes.zeros, section)
+        else:
+            pack_nested(format, codes.codes, codes.scales, codes.zeros, base, section)
         return codes
     _check_shape(weight, format)
     packed = format.view(section)
@@ -83,7 +89,7 @@ def dequantized(codes: Codes, format: MatrixFormat) -> Tensor:
     """The weights that codes stand for: a new float32 [rows, columns]."""
     missing = format.padded_columns - format.columns
     groups = F.pad(codes.codes, (0, missing)).view(format.rows, format.groups, format.group_size)
-    weights = (groups.float() - format.midpoint).mul_(codes.scales.float().unsqueeze(2))
+    weights = (groups.float() * format.step - format.center).mul_(codes.scales.float().unsqueeze(2))
     return weights.add_(codes.zeros.float().unsqueeze(2)).view(format.rows, -1)[:, : format.columns]
 
 

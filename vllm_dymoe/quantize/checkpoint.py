@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.quantize.model_config import ModelConfig
 from vllm_dymoe.quantize.prequantized import Held, Matrix
 from vllm_dymoe.quantize.readers import make_reader
@@ -154,13 +154,13 @@ class Checkpoint:
         """
         hidden, intermediate = self.config.size(*_HIDDEN), self.config.size(*_INTERMEDIATE)
         biased = any("bias" in tensors.parts for tensors in self.experts)
-        formats = {
-            width: ExpertFormat(
+        formats = stored_formats(
+            bits,
+            lambda width: ExpertFormat(
                 hidden, intermediate, width, group_size, dtype, biased, has_gate=Projection.GATE in self.projections,
                 **format_fields(self.reader, {}, width),
-            )
-            for width in bits
-        }  # fmt: skip
+            ),
+        )  # fmt: skip
         try:
             for fmt in formats.values():
                 _ = fmt.nbytes

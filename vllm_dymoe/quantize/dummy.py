@@ -49,6 +49,8 @@ def random_store(
 def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.Generator) -> None:
     """Overwrite a section (uint8 [matrix.nbytes]) with a random matrix of finite weights around zero."""
     section.view(torch.int64).random_(-(2**63), None, generator=generator)
+    if matrix.nested:  # everything else is in the base
+        return
     section[matrix.weight_bytes :].zero_()
     packed = matrix.view(section)
     if packed.scales is not None:
@@ -58,7 +60,7 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
         exponent = int(torch.tensor(_SMALLEST, dtype=matrix.dtype).view(torch.int16))
         packed.weight.view(torch.int16).bitwise_and_(sign_and_mantissa).bitwise_or_(exponent)
     else:
-        scale = _SPREAD * 12**0.5 / 2**matrix.bits  # codes are uniform
+        scale = _SPREAD * 12**0.5 / 2 ** (matrix.upper_of or matrix.bits)  # codes are uniform
         packed.scales_zeros[:, : matrix.rows, 0] = scale
         # The mean of the codes is half a step below the middle.
         packed.scales_zeros[:, : matrix.rows, 1] = 0.5 if matrix.integer_zeros else scale / 2

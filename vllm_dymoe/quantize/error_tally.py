@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from vllm_dymoe.experts.layout import ModelExperts, Projection
-from vllm_dymoe.kernels import MatrixFormat
-from vllm_dymoe.quantize.base import Codes, dequantized
 from vllm_dymoe.quantize.gptq import Curvature
 from vllm_dymoe.store import ErrorRecord
 
@@ -31,20 +29,28 @@ class ErrorTally:
         self,
         place: tuple[int, int, Projection],
         weight: Tensor,
-        codes: Codes,
-        format: MatrixFormat,
+        restored: Tensor,
+        bits: int,
         curvature: Curvature | None,
     ) -> None:
-        """Count one projection at one bit-width; with a curvature of its inputs also the errors of its outputs."""
+        """Count one projection at one bit-width; with a curvature of its inputs also the errors of its outputs.
+
+        Args:
+            place: layer, expert, and which projection.
+            weight: [rows, columns].
+            restored: float32 [rows, columns], what is read of it at these bits; overwritten.
+            bits: how many.
+            curvature: of the inputs; None where they are not known.
+        """
         layer, *matrix = place
         weight = weight.float()
-        difference = dequantized(codes, format).sub_(weight)
+        difference = restored.sub_(weight)
         squares = {_WEIGHT: (_square(difference), _square(weight))}
         if curvature is not None:
             squares[_OUTPUT] = curvature.output_norm(difference), curvature.output_norm(weight)
         with self._lock:
             for kind, found in squares.items():
-                self._squares[layer, kind, format.bits][tuple(matrix)] = found
+                self._squares[layer, kind, bits][tuple(matrix)] = found
 
     def fell_back(self, layer: int, experts: list[int]) -> None:
         """Note the experts of a layer for which the calibration was not used."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.experts.layout import BlobKey, ModelExperts, Projection
-from vllm_dymoe.kernels import MatrixFormat
-from vllm_dymoe.quantize.base import Codes, Quantizer, pack_bias, quantize_matrix
+from vllm_dymoe.kernels import MatrixFormat, dequantize
+from vllm_dymoe.quantize.base import Codes, Quantizer, dequantized, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
 from vllm_dymoe.quantize.prequantized import Held, Matrix, PrequantizedMatrix, check_held
@@ -50,22 +50,29 @@ def pack_projection(
     quantizer = quantizer if curvature is None else Gptq(curvature)
     for bits, fmt in experts.formats.items():
         form = fmt.matrices[place[2]]
+        if form.upper_of:  # written with the whole codes
+            continue
         if tuple(weight.shape) != (form.rows, form.columns):
             raise StoreError(
                 f"the {_name(experts, place)} has shape {list(weight.shape)} in the checkpoint, "
                 f"but the model's configuration says {[form.rows, form.columns]}."
             )
         section = torch.empty(form.nbytes, dtype=torch.uint8)
+        base = torch.empty(form.base.nbytes, dtype=torch.uint8) if form.nested else None
         try:
-            plain, codes = _pack(weight, form, quantizer, section)
+            plain, codes = _pack(weight, form, quantizer, section, base)
         except ValueError as error:
             taken = isinstance(weight, Held) and bits == weight.bits
             what = f"{'taken as it is at' if taken else 'quantized to'} {bits} bits"
             raise StoreError(f"the {_name(experts, place)} cannot be {what}: {error}") from error
         if bias is not None:
-            _pack_bias(experts, place, bias, form, section)
+            _pack_bias(experts, place, bias, form if base is None else form.base, section if base is None else base)
         if plain is not None and codes is not None:
-            errors.add(place, plain, codes, form, curvature)
+            errors.add(place, plain, dequantized(codes, form), bits, curvature)
+        if base is not None:
+            plain = weight.dequantize() if isinstance(weight, Held) else weight
+            errors.add(place, plain, dequantize(form.base.view(base)), form.base.bits, curvature)
+            writer.write(BlobKey(place[0], place[1], form.base.bits), place[2], base)
         writer.write(BlobKey(place[0], place[1], bits), place[2], section)
 
 
@@ -125,6 +132,8 @@ class ExpertPacker:
             return
         for bits, fmt in self.experts.formats.items():
             form = fmt.matrices[projection]
+            if form.nested:  # its bias is in the base
+                continue
             section = torch.empty(form.nbytes, dtype=torch.uint8)
             part = _pack_bias(self.experts, place, bias.cpu(), form, section)
             self._writer.write(BlobKey(layer, expert, bits), projection, part, form.bias_offset)
@@ -150,17 +159,20 @@ class ExpertPacker:
 
 
 def _pack(
-    weight: Tensor | Held, form: MatrixFormat, quantizer: Quantizer, section: Tensor
+    weight: Tensor | Held, form: MatrixFormat, quantizer: Quantizer, section: Tensor, base: Tensor | None
 ) -> tuple[Tensor | None, Codes | None]:
-    """Write one section; what was quantized and to which codes, or None where nothing was."""
+    """Write one section, or two; what was quantized and to which codes, or None where nothing was."""
     if isinstance(weight, Held):
         if form.bits == weight.bits:
-            weight.pack(form, section)
+            if isinstance(weight, PrequantizedMatrix):
+                weight.pack(form, section, base)
+            else:  # floats have no halves
+                weight.pack(form, section)
             return None, None
         if isinstance(weight, PrequantizedMatrix):
             check_held(weight.scales, form.dtype)
         weight = weight.dequantize()
-    return weight, quantize_matrix(weight, form, quantizer, section)
+    return weight, quantize_matrix(weight, form, quantizer, section, base)
 
 
 def _pack_bias(experts: ModelExperts, place: Place, bias: Tensor, form: MatrixFormat, section: Tensor) -> Tensor:

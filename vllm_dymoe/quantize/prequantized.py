@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels import MatrixFormat, pack
+from vllm_dymoe.kernels import MatrixFormat, pack, pack_nested
 from vllm_dymoe.quantize.floats import FloatMatrix
 
 
@@ -51,14 +51,15 @@ class PrequantizedMatrix:
         steps = self.codes.to(torch.int16) - self.zero_points.to(torch.int16)[:, groups]
         return steps.to(self.scales.dtype) * self.scales[:, groups]
 
-    def pack(self, format: MatrixFormat, section: Tensor) -> None:
-        """Write the same integers and scales into a section.
+    def pack(self, format: MatrixFormat, section: Tensor, base: Tensor | None = None) -> None:
+        """Write the same integers and scales into a section, or into two.
 
         Args:
             format: of the same bits. Its groups may be shorter than the checkpoint's: they share a scale then. With
                 integer zeros it holds every zero point exactly, without only the middle code. With an act order it has
                 the columns sorted by their groups, those of a group in their own order.
             section: uint8 [format.nbytes], overwritten.
+            base: uint8 [format.base.nbytes], overwritten, if the format is nested.
 
         Raises:
             ValueError: the format cannot hold the numbers as they are.
@@ -76,7 +77,10 @@ class PrequantizedMatrix:
         zeros = format.midpoint - self.zero_points[:, first].to(torch.int16)
         if not format.integer_zeros and bool(zeros.any()):
             raise ValueError("it has zero points, although its configuration says that it is symmetric.")
-        pack(format, self.codes, self.scales[:, first], zeros, section, order)
+        if base is None:
+            pack(format, self.codes, self.scales[:, first], zeros, section, order)
+        else:
+            pack_nested(format, self.codes, self.scales[:, first], zeros, base, section, order)
 
 
 Held = PrequantizedMatrix | FloatMatrix

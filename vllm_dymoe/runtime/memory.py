@@ -1,13 +1,13 @@
 """What a budget has become: the plan, the slots, and the table that says who is in them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.budget import BudgetTracker
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, PackedExpert
 from vllm_dymoe.experts.residency import HIGH
 from vllm_dymoe.experts.slots import Slot, SlotPool
 from vllm_dymoe.experts.table import ResidencyTable
@@ -29,12 +29,16 @@ class ExpertMemory:
         budget: counts every byte of it.
         pools: slots by tier, the high one first.
         table: who is in them.
-        bits: of each tier in use.
+        bits: of what the slots of each tier hold.
+        nested: whether slots of the low tier hold bases, and those of the high one fine slices.
+        parts: pools that an expert of a tier needs a slot of.
     """
 
     plan: SlotPlan
     budget: BudgetTracker
     table: ResidencyTable
+    nested: bool
+    parts: Mapping[Tier, tuple[Tier, ...]]
     make_table = ResidencyTable
 
     def __init__(self, experts: ModelExperts, device: torch.device, device_memory: DeviceMemory) -> None:
@@ -52,7 +56,10 @@ class ExpertMemory:
         self.budget = BudgetTracker(plan.limit)
         if plan.workspace_bytes:
             self.budget.reserve("the kernel's workspace and the predictor", plan.workspace_bytes)
-        self.table = self.make_table(self._experts.num_experts, plan.quotas, reuse_high=reuse_high)
+        high = self._experts.formats.get(self.bits.get(Tier.HI, 0))
+        self.nested = high is not None and high.nested
+        self.parts = {tier: (Tier.LO, Tier.HI) if self.nested and tier is Tier.HI else (tier,) for tier in Tier}
+        self.table = self.make_table(self._experts.num_experts, plan.quotas, reuse_high=reuse_high, nested=self.nested)
         for tier, count in plan.slots.items():
             fmt = self._experts.formats[bits[tier]]
             self.budget.reserve(f"{count} slots of tier {tier.value}", count * fmt.nbytes)
@@ -111,20 +118,52 @@ class ExpertMemory:
                 f"expert_budget to at most {room + plan.workspace_bytes} bytes."
             )
 
-    def resident(self, layer: int, expert: int) -> tuple[Tier, Slot]:
-        """The version of an expert that the table names, and its slot."""
+    def resident(self, layer: int, expert: int, wanted: Tier) -> tuple[Tier, tuple[Slot, ...]]:
+        """The version of an expert that serves where a tier is wanted, of what is there, and its slots."""
         tier = Tier.HI if self.table.tier[layer, expert] == HIGH else Tier.LO
-        return tier, self.pools[tier].slots[self.table.slot[layer, expert]]
+        if not self.nested:
+            return tier, (self.pools[tier].slots[self.table.slot[layer, expert]],)
+        base = self.pools[Tier.LO].slots[self.table.slot[layer, expert]]
+        if tier is Tier.LO or (wanted is Tier.LO and not self.table.reuse_high):
+            return Tier.LO, (base,)
+        return tier, (base, self.pools[Tier.HI].slots[self.table.fine[layer, expert]])
 
-    def evict(self, layer: int, expert: int) -> bool:
-        """Free an expert's slot, which the next copy may write once its last reader has ended; False if it has none."""
-        row = self.table.remove(layer, expert)
-        if row is None:
-            return False
-        tier, index = row
-        pool = self.pools[tier]
-        pool.give_back(pool.slots[index], kept=True)
-        return True
+    def lacking(self, layer: int, expert: int, tier: Tier) -> tuple[Tier, ...]:
+        """Pools that an expert needs a slot of before it can serve at a tier; none where another version is there."""
+        if not self.nested:
+            return () if self.table.holds(layer, expert) else (tier,)
+        return tuple(part for part in self.parts[tier] if self.slot_of(layer, expert, part) is None)
+
+    def slot_of(self, layer: int, expert: int, part: Tier) -> Slot | None:
+        """The slot in a tier's pool that an expert's row names, if it does, where the versions are nested."""
+        index = (self.table.fine if part is Tier.HI else self.table.slot)[layer, expert]
+        return self.pools[part].slots[index] if index >= 0 else None
+
+    def packed(self, slots: Sequence[Slot]) -> PackedExpert:
+        """What lies in the slots of an expert: in one, or in a base and a fine slice."""
+        base = slots[0].expert
+        assert base is not None
+        if len(slots) == 1:
+            return base
+        fine = slots[1]
+        if fine.joined is None or fine.joined[0] is not slots[0]:
+            fine.joined = slots[0], self.pools[Tier.HI].format.view(fine.blob, base)
+        return fine.joined[1]
+
+    def evict(self, layer: int, expert: int, part: Tier | None = None) -> bool:
+        """Free an expert's slots, which the next copy may write once their last reader has ended; False if it has none.
+
+        Args:
+            layer: of the expert.
+            expert: its number.
+            part: the pool that needs a slot. Where it is that of fine slices the expert keeps its base.
+        """
+        demoted = self.nested and part is Tier.HI
+        freed = (self.table.remove_fine if demoted else self.table.remove)(layer, expert)
+        for tier, index in freed:
+            pool = self.pools[tier]
+            pool.give_back(pool.slots[index], kept=True)
+        return bool(freed)
 
     def clear(self) -> None:
         """Keep nobody, and forget who was used; no step may be running."""

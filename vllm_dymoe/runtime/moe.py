@@ -19,6 +19,7 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.experts.budget import BudgetTracker
 from vllm_dymoe.experts.residency import HIT
 from vllm_dymoe.experts.routing import Phase, Routing
+from vllm_dymoe.experts.slots import Slot
 from vllm_dymoe.experts.table import CODES
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, CpuKernel, ExpertKernel, LayerWork, combine, make_kernel
@@ -26,7 +27,7 @@ from vllm_dymoe.observe.timeline import CudaClock, HostClock, Lane, Timeline
 from vllm_dymoe.predict import Measured, PredictionStats, Predictor
 from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.decided_memory import DecidedMemory
-from vllm_dymoe.runtime.decisions import DRAFTED, device_decides
+from vllm_dymoe.runtime.decisions import device_decides, obstacle_of
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodeKernel, DecodePath
 from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.device_memory import make_device_memory
@@ -34,7 +35,15 @@ from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.precision import changed_precision
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
-from vllm_dymoe.runtime.sizing import SlotPlan, limit_in_bytes, minimum_budget, plan_slots, tier_bits, workspace_bytes
+from vllm_dymoe.runtime.sizing import (
+    SlotPlan,
+    limit_in_bytes,
+    minimum_budget,
+    plan_slots,
+    slot_bits,
+    tier_bits,
+    workspace_bytes,
+)
 from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.runtime.stream import LayerStep
 from vllm_dymoe.store import HostStore, ReadableStore
@@ -95,7 +104,7 @@ class MoERuntime:
             system,
             device.type,
             readable=isinstance(store, ReadableStore),
-            obstacle=DRAFTED if self.experts.draft_layers else obstacle,
+            obstacle=obstacle_of(self.experts) or obstacle,
         )
         self.memory = self.make_decided_memory() if decides else self.make_memory()
         self.decode = self._make_decode_path()
@@ -183,7 +192,7 @@ class MoERuntime:
                 step = LayerStep(
                     layer,
                     wanted,
-                    places.tolist(),
+                    np.atleast_2d(places).T.tolist(),
                     self.memory,
                     self._fetcher,
                     self.engine,
@@ -215,12 +224,13 @@ class MoERuntime:
             prefetcher.claim(layer, {})
         act = None if look_ahead is None else look_ahead()
         order = list(wanted)
-        work, slots = begin(order), []
+        work = begin(order)
+        slots: list[Slot] = []
         for expert, tier in wanted.items():
-            held, slot = self.memory.resident(layer, expert)
+            held, parts = self.memory.resident(layer, expert, tier)
             counts.reuses += held is not tier
-            slots.append(slot)
-            work.place(expert, slot.expert)
+            slots += parts
+            work.place(expert, self.memory.packed(parts))
         counts.hits += len(order)
         if order:
             work.compute(order)
@@ -307,7 +317,7 @@ class MoERuntime:
             )
         self._take_decode_counts()  # of the bit-widths that they had
         plan = self._plan(self.plan.limit, options, system)
-        if plan == self.plan and all(tier_bits(options, tier) == self._bits[tier] for tier in plan.slots):
+        if plan == self.plan and slot_bits(self.experts, options, system.tiers) == self.memory.bits:
             self._serve_with(options, system)
         else:
             self._replace("the precision", options, system, plan)
@@ -345,7 +355,7 @@ class MoERuntime:
                 f"vllm-dymoe: {what} cannot change while reads that were given up have not ended "
                 f"({self.store.description}); try again later."
             )
-        self.memory.check_growth(plan, {tier: tier_bits(options, tier) for tier in Tier})
+        self.memory.check_growth(plan, slot_bits(self.experts, options, system.tiers))
         before = self.options, self.system, self.plan
         self.memory.free()
         try:
@@ -396,8 +406,7 @@ class MoERuntime:
 
     def _allocate(self, options: Options, system: System, plan: SlotPlan) -> None:
         """Serve with other slots; the old ones are gone, so that there is one arena at a time."""
-        bits = {tier: tier_bits(options, tier) for tier in Tier}
-        self.memory.allocate(plan, bits, reuse_high=system.reuses_high)
+        self.memory.allocate(plan, slot_bits(self.experts, options, system.tiers), reuse_high=system.reuses_high)
         self._serve_with(options, system)
         self.memory.fence(self.engine.fence())
         self._fetcher = Fetcher(self.memory, self.engine, overlaps=system.overlaps)

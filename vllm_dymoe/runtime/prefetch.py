@@ -130,33 +130,36 @@ class Prefetcher:
         while self._candidates:
             layer, expert, _ = self._candidates[0]
             ahead = self._ahead.setdefault(layer, [])
-            if not self._memory.table.holds(layer, expert) and all(fetch.expert != expert for fetch in ahead):
+            for part in self._memory.lacking(layer, expert, self._tier):
+                if any(fetch.expert == expert and fetch.tier is part for fetch in ahead):
+                    continue
                 fetch = self._fetcher.start(
-                    layer, expert, self._tier, Reason.PREFETCH, projections=self._system.projections_ahead
+                    layer, expert, part, Reason.PREFETCH, projections=self._system.projections_ahead
                 )
                 if fetch is None:
                     return
                 ahead.append(fetch)
             self._candidates.popleft()
 
-    def claim(self, layer: int, wanted: Mapping[int, Tier]) -> dict[int, Fetch]:
+    def claim(self, layer: int, wanted: Mapping[int, Tier]) -> dict[tuple[int, Tier], Fetch]:
         """A layer is routed: hand over what it needs, and give up the rest.
 
         What is complete is there, everything else is in demand from now on.
 
         Returns:
-            What was fetched ahead, by expert; the caller releases it.
+            What was fetched ahead, by expert and pool; the caller releases it.
         """
         self._charge()
         self._candidates = deque(candidate for candidate in self._candidates if candidate.layer > layer)
         claimed = {}
         for fetch in self._ahead.pop(layer, ()):
-            needed = wanted.get(fetch.expert) is fetch.tier
+            tier = wanted.get(fetch.expert)
+            needed = tier is not None and fetch.tier in self._memory.parts[tier]
             self._pace.judge(needed, fetch.ticket.link_seconds(self.clock()))
             if not needed:
                 self._give_up(fetch)
                 continue
-            claimed[fetch.expert] = fetch
+            claimed[fetch.expert, fetch.tier] = fetch
             in_time = fetch.ticket.state in (State.RESTING, State.DONE)
             self.stats.useful += in_time
             self.stats.late += not in_time
@@ -168,14 +171,15 @@ class Prefetcher:
 
     def give_way(self, tier: Tier) -> bool:
         """Free a slot for demand, if one can be freed at once: that of the guess that was made last."""
-        if tier is not self._tier:
+        if tier not in self._memory.parts[self._tier]:
             return False
         if self._fetcher.collect():
             return True
-        while any(self._ahead.values()):
-            last = max(layer for layer, fetches in self._ahead.items() if fetches)
-            if self._give_up(self._ahead[last].pop()):
-                return True
+        for fetches in (self._ahead[layer] for layer in sorted(self._ahead, reverse=True)):
+            for fetch in [fetch for fetch in reversed(fetches) if fetch.tier is tier]:
+                fetches.remove(fetch)
+                if self._give_up(fetch):
+                    return True
         return False
 
     def clear(self) -> None:

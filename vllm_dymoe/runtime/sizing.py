@@ -48,6 +48,13 @@ def tier_bits(options: Options, tier: Tier) -> int:
     return options.hi if tier is Tier.HI else options.lo if tier is Tier.LO else 0  # asked for each expert of each step
 
 
+def slot_bits(experts: ModelExperts, options: Options, tiers: frozenset[Tier]) -> dict[Tier, int]:
+    """What the slots of each tier hold, the high one first: versions, or fine slices and their bases."""
+    if Tier.HI in tiers and experts.formats[options.hi].nested:
+        return {Tier.HI: options.hi, Tier.LO: options.hi // 2}
+    return {tier: tier_bits(options, tier) for tier in used_tiers(options, tiers)}
+
+
 def used_tiers(options: Options, tiers: frozenset[Tier]) -> tuple[Tier, ...]:
     """Tiers that need slots, the high one first: that the system asks for, and that are stored."""
     return tuple(tier for tier in (Tier.HI, Tier.LO) if tier in tiers and tier_bits(options, tier) > 0)
@@ -55,8 +62,7 @@ def used_tiers(options: Options, tiers: frozenset[Tier]) -> tuple[Tier, ...]:
 
 def minimum_budget(experts: ModelExperts, options: Options, tiers: frozenset[Tier], workspace_bytes: int) -> int:
     """The smallest budget that can serve at all: one slot of each tier, and the workspace."""
-    blobs = sum(experts.formats[tier_bits(options, tier)].nbytes for tier in used_tiers(options, tiers))
-    return workspace_bytes + blobs
+    return workspace_bytes + sum(experts.formats[bits].nbytes for bits in slot_bits(experts, options, tiers).values())
 
 
 def limit_in_bytes(
@@ -75,7 +81,7 @@ def limit_in_bytes(
     if budget.is_auto:
         return min(automatic, everything + workspace_bytes)
     slots = experts.top_k if budget.slots == "top-k" else experts.num_experts
-    limit = budget.resolve(everything, slots * experts.formats[options.hi].nbytes)
+    limit = budget.resolve(everything, slots * experts.formats[options.hi].whole_nbytes)
     return limit if budget.bytes is not None else limit + workspace_bytes
 
 
@@ -113,14 +119,20 @@ def plan_slots(
             f"vllm-dymoe: expert_budget is {limit} bytes on each rank, but one expert of each tier and the kernel's "
             f"workspace need {least}; set expert_budget to at least {least} bytes."
         )
-    used = used_tiers(options, system.tiers)
+    bits = slot_bits(experts, options, system.tiers)
+    used = tuple(bits)
+    nested = Tier.HI in bits and experts.formats[bits[Tier.HI]].nested
     layers = len(experts.layers)
     every_expert = layers * experts.num_experts
-    weights = {tier: shares[tier] if shares else [1.0] * layers for tier in used}
-    sizes = {tier: experts.formats[tier_bits(options, tier)].nbytes for tier in used}
+    weights = {tier: shares[tier] if shares and tier in shares else [1.0] * layers for tier in used}
+    sizes = {tier: experts.formats[bits[tier]].nbytes for tier in used}
     spare = limit - workspace_bytes
     slots: dict[Tier, int] = {}
-    if len(used) == 2:
+    if nested:
+        high = sum(weights[Tier.HI]) / layers if Tier.LO in system.tiers and options.lo else 1.0
+        slots = _slice_slots(sizes, high, every_expert, spare)
+        weights[Tier.LO] = [1.0] * layers  # every expert needs a base
+    elif len(used) == 2:
         slots[Tier.LO] = _low_slots(sizes, weights, every_expert, spare)
         spare -= slots[Tier.LO] * sizes[Tier.LO]
         slots = {Tier.HI: min(every_expert, spare // sizes[Tier.HI])} | slots
@@ -141,6 +153,15 @@ def plan_slots(
         staging = 0 if count == every_expert and everyone_stays else staging
         quotas[tier] = layer_shares(count, weights[tier], staging, experts.num_experts)
     return SlotPlan(limit, workspace_bytes, slots, quotas)
+
+
+def _slice_slots(sizes: Mapping[Tier, int], high: float, every_expert: int, spare: int) -> dict[Tier, int]:
+    """Slots of fine slices and of bases, at least one of each: as many of the former as `high` of the latter need."""
+    fine, base = sizes[Tier.HI], sizes[Tier.LO]
+    bases = min(every_expert, max(1, min(int(spare / (base + high * fine)), (spare - fine) // base)))
+    fines = max(1, min(every_expert, (spare - bases * base) // fine))
+    bases = min(every_expert, (spare - fines * fine) // base)  # what fine slices have no use for
+    return {Tier.HI: fines, Tier.LO: bases}
 
 
 def _low_slots(

@@ -16,7 +16,7 @@ the two take turns.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from vllm_dymoe.experts.residency import HIT, STREAM
 from vllm_dymoe.experts.slots import Slot
@@ -34,18 +34,21 @@ LookAhead = Callable[[], Callable[[], None] | None]
 """Foresees; returns what is left to do of it once the first experts compute (DuoServe-MoE 5.3), or None."""
 
 
-class _Held(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Held:
     """An expert that this step computes.
 
     Attributes:
         expert: its number.
-        slot: where its bytes are, or arrive.
-        fetch: that brings them; None for one that was there.
+        slots: where its bytes are, or arrive: a base slice in front of its fine one.
+        fetches: that bring what was not there.
+        lacking: the pool that each slice still needs a slot of, and whether it is to be kept.
     """
 
     expert: int
-    slot: Slot
-    fetch: Fetch | None = None
+    slots: list[Slot] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
+    lacking: deque[tuple[Tier, bool]] = field(default_factory=deque)
 
 
 class LayerStep:
@@ -56,7 +59,7 @@ class LayerStep:
     Args:
         layer: position among the MoE layers.
         wanted: tier by expert, ascending.
-        places: what the residency rule makes of each of them.
+        places: what the residency rule makes of each of them: of each of its slices, where versions are nested.
         memory: who is where.
         fetcher: brings what is missing.
         engine: says what has arrived.
@@ -72,7 +75,7 @@ class LayerStep:
         self,
         layer: int,
         wanted: Mapping[int, Tier],
-        places: Iterable[int],
+        places: Iterable[Sequence[int]],
         memory: ExpertMemory,
         fetcher: Fetcher,
         engine: TransferEngine,
@@ -84,37 +87,65 @@ class LayerStep:
     ) -> None:
         self._layer, self._memory, self._fetcher, self._engine = layer, memory, fetcher, engine
         self._prefetcher, self._enqueues, self._in_turn = prefetcher, enqueues, in_turn
+        self._counts = counts
         self._shared = False  # whether residents have had their turn before what is on its way
         self._must_keep = False  # whether misses take slots from what the layer keeps: no staging slot comes back
         self._ready: list[_Held] = []  # whose bytes are there, those that have just arrived last
         self._arriving: deque[_Held] = deque()  # first asked first
-        keeping: list[tuple[int, Tier, bool]] = []
-        streaming: list[tuple[int, Tier, bool]] = []
+        keeping: list[_Held] = []
+        streaming: list[_Held] = []
         ahead = prefetcher.claim(layer, wanted) if prefetcher else {}
+        places = list(places)
         for (expert, tier), place in zip(wanted.items(), places, strict=True):
-            if place == HIT:
-                held, slot = memory.resident(layer, expert)
-                self._ready.append(_Held(expert, slot))
+            if all(there == HIT for there in place):
+                held, slots = memory.resident(layer, expert, tier)
+                self._ready.append(_Held(expert, list(slots)))
                 counts.hits += 1
                 counts.reuses += held is not tier
                 continue
-            kept = place != STREAM
             counts.promotions += tier is Tier.HI and memory.table.holds(layer, expert)
-            if kept:
-                memory.evict(layer, expert)  # in another version
-                if place >= 0:
-                    counts.evictions += memory.evict(layer, place)
-            fetch = ahead.get(expert)
-            if fetch is None:
-                counts.misses += 1
-                (keeping if kept else streaming).append((expert, tier, kept))
+            coming = self._acquire(expert, tier, place, ahead)
+            complete = not coming.lacking and all(fetch.complete for fetch in coming.fetches)
+            counts.hits += complete
+            counts.misses += not complete
+            if coming.lacking:
+                (keeping if any(kept for _, kept in coming.lacking) else streaming).append(coming)
+            else:
+                (self._ready if complete else self._arriving).append(coming)
+        # What has some of its slots goes first: a staging slot that waits for another one serves nobody.
+        self._missing = deque(sorted(keeping + streaming, key=lambda coming: not coming.fetches))
+
+    def _acquire(
+        self, expert: int, tier: Tier, places: Sequence[int], ahead: Mapping[tuple[int, Tier], Fetch]
+    ) -> _Held:
+        """Make room for what is to be kept of an expert, and take what is there or on its way."""
+        memory, coming = self._memory, _Held(expert)
+        for part, place in zip(memory.parts[tier], places, strict=False):
+            if place == HIT:
+                slot = memory.slot_of(self._layer, expert, part)
+                assert slot is not None
+                coming.slots.append(slot)
                 continue
+            kept = place != STREAM
             if kept:
-                fetcher.keep(fetch)
-            counts.hits += fetch.complete
-            counts.misses += not fetch.complete
-            (self._ready if fetch.complete else self._arriving).append(_Held(expert, fetch.slot, fetch))
-        self._missing = deque(keeping + streaming)
+                if not memory.nested:
+                    memory.evict(self._layer, expert)  # in another version
+                if place >= 0:
+                    self._counts.evictions += memory.evict(self._layer, place, part)
+            fetch = ahead.get((expert, part))
+            if fetch is not None and coming.lacking:  # a fine slice whose base has given way to demand
+                self._fetcher.give_up([fetch])
+                fetch = None
+            if fetch is None:
+                coming.lacking.append((part, kept))
+                continue
+            if not all(brought.complete for brought in coming.fetches):
+                fetch.complete = False  # a fine slice is published behind its base
+            if kept:
+                self._fetcher.keep(fetch)
+            coming.slots.append(fetch.slot)
+            coming.fetches.append(fetch)
+        return coming
 
     def run(self, begin: Callable[[Sequence[int]], LayerWork], look_ahead: LookAhead | None) -> None:
         """Until every wanted expert is computed.
@@ -128,9 +159,9 @@ class LayerStep:
         """
         try:
             there = [held.expert for held in (*self._ready, *self._arriving)]
-            self._work = begin([*there, *(expert for expert, _, _ in self._missing)])
+            self._work = begin([*there, *(held.expert for held in self._missing)])
             for held in (*self._ready, *self._arriving):
-                self._work.place(held.expert, held.slot.expert)
+                self._place(held)
             self._run(look_ahead)
         except BaseException:
             self._let_go()
@@ -138,12 +169,12 @@ class LayerStep:
 
     def _let_go(self) -> None:
         """After a failure in the middle of a step: no slot is lost, none is freed while it is accessed."""
-        held = [*self._ready, *self._arriving]
+        held = [*self._ready, *self._arriving, *self._missing]
         last_read = self._engine.fence()
         if last_read is not None:  # a computation that failed between two projections has read the first
-            for reading in held:
-                reading.slot.last_read = last_read
-        self._fetcher.give_up((h.fetch for h in held if h.fetch is not None), wait=True)
+            for slot in (slot for reading in held for slot in reading.slots):
+                slot.last_read = last_read
+        self._fetcher.give_up((fetch for reading in held for fetch in reading.fetches), wait=True)
 
     def _run(self, look_ahead: LookAhead | None) -> None:
         while self._missing or self._arriving or self._ready:
@@ -166,29 +197,47 @@ class LayerStep:
     def _fetch(self) -> None:
         """Start as many transfers as there are slots for."""
         while self._missing:
-            expert, tier, kept = self._missing[0]
-            fetch = self._fetcher.start(self._layer, expert, tier, Reason.DEMAND, kept=kept)
+            coming = self._missing[0]
+            tier, kept = coming.lacking[0]
+            fetch = self._fetcher.start(self._layer, coming.expert, tier, Reason.DEMAND, kept=kept)
             if fetch is None:
                 if self._prefetcher and self._prefetcher.give_way(tier):
                     continue
-                if not self._must_keep or not self._make_room(tier):
+                if not self._must_keep or not self._make_room(tier, coming):
                     return
-                self._missing[0] = expert, tier, True
+                coming.lacking[0] = tier, True
+                continue
+            coming.lacking.popleft()
+            coming.slots.append(fetch.slot)
+            coming.fetches.append(fetch)
+            if coming.lacking:
                 continue
             self._missing.popleft()
-            self._arriving.append(_Held(expert, fetch.slot, fetch))
-            self._work.place(expert, fetch.slot.expert)
+            self._arriving.append(coming)
+            self._place(coming)
+
+    def _place(self, held: _Held) -> None:
+        self._work.place(held.expert, self._memory.packed(held.slots))
 
     def _use_kept_slots(self) -> bool:
         """Orphaned copies have the staging slots: make do with what the layer keeps. False if that was done already."""
         done_already, self._must_keep = self._must_keep, True
         return not done_already
 
-    def _make_room(self, tier: Tier) -> bool:
-        """Give up the coldest expert of the layer that this step does not read any more."""
+    def _make_room(self, tier: Tier, coming: _Held) -> bool:
+        """Give up the coldest expert of the layer, or its fine slice, that this step does not read any more."""
         reading = {held.expert for held in (*self._ready, *self._arriving)}
-        victim = self._memory.table.coldest(self._layer, tier, reading)
-        return victim is not None and self._memory.evict(self._layer, victim)
+        reading |= {held.expert for held in self._missing if held.slots}
+        passing = [fetch for fetch in coming.fetches if not fetch.kept]
+        if passing:  # a fine slice is kept with its base only
+            if not self._evict_coldest(passing[0].tier, reading):
+                return False
+            self._fetcher.keep(passing[0])
+        return self._evict_coldest(tier, reading)
+
+    def _evict_coldest(self, tier: Tier, spared: set[int]) -> bool:
+        victim = self._memory.table.coldest(self._layer, tier, spared)
+        return victim is not None and self._memory.evict(self._layer, victim, tier)
 
     def _compute_next(self) -> None:
         """Compute what is best computed now, which is not nothing."""
@@ -211,10 +260,8 @@ class LayerStep:
         """Whether one expert is best computed by itself, because guesses wait for its slot (DuoServe-MoE 5.3)."""
         if self._in_turn or self._missing or self._arriving or len(self._ready) < 2:
             return False
-        last = self._ready[-1].fetch
-        return (
-            last is not None and not last.kept and self._prefetcher is not None and self._prefetcher.frees_slots_early
-        )
+        passing = any(not fetch.kept for fetch in self._ready[-1].fetches)
+        return passing and self._prefetcher is not None and self._prefetcher.frees_slots_early
 
     def _enqueue_next(self, arrived: int) -> None:
         """One launch: what has just arrived and a share of the residents, or half of what is on its way.
@@ -247,21 +294,20 @@ class LayerStep:
         computing = [self._arriving[number] for number in range(count)]
 
         def receive(projections: int) -> None:
-            for held in computing:
-                assert held.fetch is not None
-                self._engine.wait(held.fetch.ticket, projections)
+            for fetch in (fetch for held in computing for fetch in held.fetches):
+                self._engine.wait(fetch.ticket, projections)
 
         self._compute(computing, receive)
         for _ in range(count):
             self._arriving.popleft()
 
     def _has_arrived(self, held: _Held) -> bool:
-        assert held.fetch is not None
-        return self._engine.arrived(held.fetch.ticket)
+        return all(self._engine.arrived(fetch.ticket) for fetch in held.fetches)
 
     def _complete(self, held: _Held) -> None:
-        if held.fetch is not None and not held.fetch.complete:
-            self._fetcher.complete(held.fetch)
+        for fetch in held.fetches:
+            if not fetch.complete:
+                self._fetcher.complete(fetch)
 
     def _compute(self, computing: Sequence[_Held], receive: Receive | None = None) -> None:
         experts = [held.expert for held in computing]
@@ -275,10 +321,12 @@ class LayerStep:
             self._complete(held)
         last_read = self._engine.fence()
         for held in computing:
-            if held.fetch is not None:
-                self._fetcher.release(held.fetch, last_read)
-            elif last_read is not None:
-                held.slot.last_read = last_read
+            brought = [fetch.slot for fetch in held.fetches]
+            for slot in held.slots:
+                if slot not in brought and last_read is not None:
+                    slot.last_read = last_read
+            for fetch in held.fetches:
+                self._fetcher.release(fetch, last_read)
 
 
 def _compute_on(

@@ -1,6 +1,6 @@
 """A store in files: one safetensors file for each MoE layer.
 
-Each holds a ``uint8 [experts, blob bytes]`` tensor for each bit-width and, beside it, the checksum of every section.
+Each holds a ``uint8 [experts, blob bytes]`` tensor for each version and, beside it, the checksum of every section.
 The manifest ``dymoe_experts.json`` describes them and is written last, so a folder with a manifest is complete. Byte
 offsets: docs/format.md.
 """
@@ -84,7 +84,7 @@ class FileStore:
         fmt = self.experts.formats[key.bits]
         span = fmt.span(projections)
         view = destination.numpy().data
-        offset = self._blobs[key.layer][key.bits] + key.expert * fmt.nbytes + span.start
+        offset = self._blobs[key.layer][key.bits] + key.expert * self.experts.places[key.bits].stride + span.start
         done, nbytes = 0, span.stop - span.start
         while done < nbytes:
             try:
@@ -143,15 +143,13 @@ class FileStore:
                 f"{path} has {size} bytes where its header promises {promised}; "
                 f"the file was truncated: {_again(path.parent)}."
             )
-        count, formats = self.experts.num_experts, self.experts.formats.items()
-        self._blobs.append(
-            {bits: _locate(path, places, f"{bits}bit.blobs", count * fmt.nbytes).begin for bits, fmt in formats}
-        )
-        expected = {}
-        for bits, _ in formats:
-            place = _locate(path, places, f"{bits}bit.xxh3", count * len(Projection) * 8)
+        count, begins, expected = self.experts.num_experts, {}, {}
+        for bits, (blob, stride, start, number, slices) in self.experts.places.items():
+            begins[bits] = _locate(path, places, f"{blob}bit.blobs", count * stride).begin + start
+            place = _locate(path, places, f"{blob}bit.xxh3", count * slices * len(Projection) * 8)
             checks = bytearray(os.pread(file, place.nbytes, place.begin))
-            expected[bits] = torch.frombuffer(checks, dtype=torch.int64).view(count, len(Projection))
+            expected[bits] = torch.frombuffer(checks, dtype=torch.int64).view(count, slices, len(Projection))[:, number]
+        self._blobs.append(begins)
         self._expected.append(expected)
 
 

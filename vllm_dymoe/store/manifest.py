@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ from vllm_dymoe.kernels.codebook import CODEBOOKS
 from vllm_dymoe.store.base import StoreError
 
 MANIFEST = "dymoe_experts.json"
-STORE_VERSION = 4
+STORE_VERSION = 5
 
 _FLAGS = {"integer_zeros": "zeros_in_steps", "act_order": "ordered"}
 _CODEBOOKS = "codebooks"
@@ -112,11 +112,12 @@ class Manifest:
             "dtype": str(fmt.dtype).removeprefix("torch."),
             "bias": fmt.bias,
             "has_gate": fmt.has_gate,
+            "nested": [bits for bits, version in self.experts.formats.items() if version.nested],
             **describe_codes(self.experts.formats),
             "quantizer": self.quantizer,
             "model": self.model,
             "tensor_parallel": {"rank": rank, "size": size},
-            "blob_bytes": {str(bits): f.nbytes for bits, f in self.experts.formats.items()},
+            "blob_bytes": {str(bits): f.whole_nbytes for bits, f in self.experts.formats.items()},
             "errors": self.errors.to_json() if self.errors else None,
         }
 
@@ -149,10 +150,13 @@ class Manifest:
                 )
                 for bits in data["bits"]
             }
+            for bits in data["nested"]:
+                formats[bits] = replace(formats[bits], nested=True)
+                formats[bits // 2] = formats[bits].base
             experts = ModelExperts(tuple(data["layers"]), data["num_experts"], data["top_k"], formats)
             for bits, fmt in formats.items():
-                if (held := data["blob_bytes"][str(bits)]) != fmt.nbytes:
-                    raise ValueError(f"blobs of {held} bytes where {fmt.nbytes} are expected")
+                if (held := data["blob_bytes"][str(bits)]) != fmt.whole_nbytes:
+                    raise ValueError(f"blobs of {held} bytes where {fmt.whole_nbytes} are expected")
             parallel = data["tensor_parallel"]
             errors = ErrorRecord.from_json(data["errors"]) if data.get("errors") else None
             return cls(experts, data["quantizer"], data["model"], (parallel["rank"], parallel["size"]), errors)

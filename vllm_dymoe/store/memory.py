@@ -34,13 +34,19 @@ class MemoryStore:
         available = available_host_memory()
         if available < needed:
             raise HostMemoryError(f"the experts need {needed} bytes of host memory, but {available} are available")
-        sizes = [experts.num_experts * fmt.nbytes for fmt in experts.formats.values()]
+        blobs = [place for place in experts.places.values() if place.start == 0]
+        sizes = [experts.num_experts * blob.stride for blob in blobs]
         try:
             for _ in experts.layers:
                 self._arenas.append(Arena(sum(sizes), page_lock))
-                parts = self._arenas[-1].memory.split(sizes)
-                blobs = (part.view(experts.num_experts, -1) for part in parts)
-                self._blobs.append(dict(zip(experts.formats, blobs, strict=True)))
+                parts = zip(blobs, self._arenas[-1].memory.split(sizes), strict=True)
+                by_bits = {blob.bits: part.view(experts.num_experts, -1) for blob, part in parts}
+                self._blobs.append(
+                    {
+                        bits: by_bits[place.bits].narrow(1, place.start, experts.formats[bits].nbytes)
+                        for bits, place in experts.places.items()
+                    }
+                )
         except OSError as error:
             self.close()
             raise HostMemoryError(

@@ -65,7 +65,7 @@ def _fewer_bits(experts: ModelExperts, room: int) -> str:
     """The largest single version that fits, as a remark; nothing if none does."""
     stored = max(experts.formats)
     for bits in (8, 4, 2):
-        formats = {bits: replace(experts.formats[stored], bits=bits)}
+        formats = {bits: replace(experts.formats[stored], bits=bits, nested=False)}
         if bits < stored and (taken := memory_bytes(replace(experts, formats=formats))) <= room:
             return f", or hi = {bits} and lo = 0, which take {taken}"
     return ""

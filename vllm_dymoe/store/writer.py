@@ -59,11 +59,16 @@ class StoreWriter:
         self._files: list[int] = []
         experts = manifest.experts
         # All blobs come first: their sizes are multiples of 256, so that each of them is aligned to that.
-        count, formats = experts.num_experts, experts.formats.items()
-        tensors = [(f"{bits}bit.blobs", "U8", (count, fmt.nbytes), count * fmt.nbytes) for bits, fmt in formats]
-        tensors += [(f"{bits}bit.xxh3", "I64", (count, 3), count * 3 * 8) for bits, _ in formats]
+        count = experts.num_experts
+        blobs = [place for place in experts.places.values() if place.start == 0]
+        tensors: list[tuple[str, str, tuple[int, ...], int]] = [
+            (f"{blob.bits}bit.blobs", "U8", (count, blob.stride), count * blob.stride) for blob in blobs
+        ]
+        tensors += [
+            (f"{blob.bits}bit.xxh3", "I64", (count, blob.slices, 3), count * blob.slices * 3 * 8) for blob in blobs
+        ]
         header, self._begin, size = make_header(tensors, "vllm-dymoe experts", _DATA_ALIGNMENT)
-        needed = sum(map(experts.nbytes, experts.formats)) + others
+        needed = experts.stored_nbytes + others
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(folder.parent).free
@@ -94,14 +99,17 @@ class StoreWriter:
         Raises:
             StoreError: the disk refuses.
         """
-        file, fmt = self._files[key.layer], self._manifest.experts.formats[key.bits]
-        section, data = fmt.sections[projection], part.numpy().data
-        begin = self._begin[f"{key.bits}bit.blobs"] + key.expert * fmt.nbytes + section.start
+        experts, file = self._manifest.experts, self._files[key.layer]
+        slice_place = experts.places[key.bits]
+        section, data = experts.formats[key.bits].sections[projection], part.numpy().data
+        begin = self._begin[f"{slice_place.bits}bit.blobs"] + key.expert * slice_place.stride
+        begin += slice_place.start + section.start
         with self._refusals():
             write_at(file, data, begin + start)
             if len(data) < section.stop - section.start:
                 data = memoryview(os.pread(file, section.stop - section.start, begin))
-            place = self._begin[f"{key.bits}bit.xxh3"] + (key.expert * len(Projection) + projection) * 8
+            number = (key.expert * slice_place.slices + slice_place.number) * len(Projection) + projection
+            place = self._begin[f"{slice_place.bits}bit.xxh3"] + number * 8
             write_at(file, checksum(data).to_bytes(8, "little", signed=True), place)
 
     def sync(self, layer: int) -> None:

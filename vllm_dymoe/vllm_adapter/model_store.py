@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.packer import ExpertPacker
@@ -89,14 +89,14 @@ class ModelStore:
     def experts(self) -> ModelExperts:
         """The rank's experts, as the model's configuration describes them."""
         spec = self.layers[0]
-        formats = {
-            bits: ExpertFormat(
-                spec.hidden, max(layer.intermediate for layer in self.layers), bits, self._options.group_size,
-                spec.dtype, spec.bias, has_gate=spec.activation.has_gate,
-                **format_fields(self._reader, self._checkpoint, bits),
-            )
-            for bits in self._options.stored_bits
-        }  # fmt: skip
+        width = max(layer.intermediate for layer in self.layers)
+        formats = stored_formats(
+            self._options.stored_bits,
+            lambda bits: ExpertFormat(
+                spec.hidden, width, bits, self._options.group_size, spec.dtype, spec.bias,
+                has_gate=spec.activation.has_gate, **format_fields(self._reader, self._checkpoint, bits),
+            ),
+        )  # fmt: skip
         numbers = layer_numbers([layer.name for layer in self.layers])
         count, top_k = (max(sizes) for sizes in zip(*((s.num_experts, s.top_k) for s in self.layers), strict=True))
         return ModelExperts(numbers, count, top_k, formats)

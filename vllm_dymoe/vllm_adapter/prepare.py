@@ -10,11 +10,11 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, stored_formats
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict.checkpoint import PredictorError, read_card
 from vllm_dymoe.quantize.tensors import CheckpointError, check_files
-from vllm_dymoe.runtime.decisions import DRAFTED, device_decides, without_device
+from vllm_dymoe.runtime.decisions import DRAFTED, device_decides, obstacle_of, without_device
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.store.placement import choose_host_place
@@ -143,7 +143,7 @@ def _device_decides(config: VllmConfig, experts: ModelExperts | None, options: O
         ranks = config.parallel_config.local_world_size
         device_type = current_platform.device_type
         pinned = choose_host_place("auto", device_type, experts, available_host_memory(), ranks).pinned
-    obstacle = DRAFTED if drafted_by_experts(config) else ""
+    obstacle = DRAFTED if drafted_by_experts(config) else "" if experts is None else obstacle_of(experts)
     system, device_type = make_system(options), current_platform.device_type
     return device_decides(options, system, device_type, readable=pinned, obstacle=obstacle)[0]
 
@@ -174,10 +174,10 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
     narrow = (getattr(text, name, None) for name in ("moe_latent_size", "routed_expert_hidden_size"))
     hidden = next((size for size in narrow if size), model.get_hidden_size())
     has_gate = not str(getattr(text, "model_type", "")).startswith("nemotron_h")
-    formats = {
-        bits: ExpertFormat(hidden, width, bits, options.group_size, model.dtype, has_gate=has_gate)
-        for bits in options.stored_bits
-    }
+    formats = stored_formats(
+        options.stored_bits,
+        lambda bits: ExpertFormat(hidden, width, bits, options.group_size, model.dtype, has_gate=has_gate),
+    )
     layers = tuple(range(model.get_num_layers(parallel)))
     return ModelExperts(layers, experts, getattr(text, "num_experts_per_tok", None) or 1, formats)
 

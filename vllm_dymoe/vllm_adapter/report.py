@@ -43,7 +43,7 @@ def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
         least, most = min(quotas), max(quotas)
         per_layer = f"{least}" if least == most else f"{least}-{most}"
         tiers.append(
-            f"{tier.value} = {bits} bits ({size(experts.formats[bits].nbytes)} an expert): {count} slots, "
+            f"{tier.value} = {bits} bits ({size(experts.formats[bits].whole_nbytes)} an expert): {count} slots, "
             f"{per_layer} of {experts.num_experts} experts per layer + {plan.staging[tier]} for streaming"
         )
     return (

@@ -269,7 +269,7 @@ def place_experts(
         return files, place
     assert isinstance(files, FileStore)
     page_lock = CudaPageLock(device) if device.type == "cuda" else None
-    nbytes = sum(map(files.experts.nbytes, files.experts.formats))
+    nbytes = files.experts.stored_nbytes
     what = "Reading experts into memory"
     try:
         with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, dynamic_ncols=True) as progress:

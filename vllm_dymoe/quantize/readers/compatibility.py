@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_dymoe.config import Options
+from vllm_dymoe.experts.layout import nests
 from vllm_dymoe.quantize.readers.base import GROUP_SIZES, Reader
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.store.manifest import read_codes
@@ -84,11 +85,14 @@ def quantizer_name(reader: Reader | None, bits: Sequence[int], quantizer: str) -
     if reader is None:
         return quantizer
     source = f"{reader.method} checkpoint"
-    return f"{source}, {quantizer}" if set(bits) - {16, reader.bits} else source
+    derived = set() if nests(bits, reader.codebook) else set(bits) - {16, reader.bits}
+    return f"{source}, {quantizer}" if derived else source
 
 
 def describe(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
     """What becomes of the checkpoint's numbers, in a few words."""
     kinds = {reader.bits: "as they are", 16: "dequantized"}
+    if nests(bits, reader.codebook):
+        kinds[bits[1]] = f"inside the {bits[0]}"
     versions = [f"{width} bits {kinds.get(width, f'derived with {quantizer}')}" for width in bits]
     return f"{reader.method} checkpoint, {', '.join(versions)}"

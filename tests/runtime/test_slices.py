@@ -1,0 +1,180 @@
+"""The low version inside the high one, through the runtime: what moves, what stays, and that no bit changes."""
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import Field
+
+from tests.runtime.steps import forward
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.config import Options
+from vllm_dymoe.experts.residency import HIGH, LOW, NOWHERE
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.store import StoreError
+from vllm_dymoe.systems import System
+from vllm_dymoe.transfer import TransferError, make_engine
+
+CPU = torch.device("cpu")
+LAYERS, EXPERTS, TOP_K = 2, 8, 4
+HI, LO, SKIP = Tier.HI, Tier.LO, Tier.SKIP
+
+
+def store_of(bits):
+    return make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K, bits=bits, nested=True))
+
+
+STORES = {bits: store_of(bits) for bits in ((4, 2), (8, 4))}
+
+
+class Planned(System):
+    """Tiers by expert, set from outside."""
+
+    plan: dict[int, Any] = Field(default_factory=dict)
+    high: float = 1.0
+
+    @property
+    def tiers(self):
+        return frozenset((HI, LO))
+
+    def shares(self, num_layers, top_k):
+        return {HI: [self.high] * num_layers, LO: [1 - self.high] * num_layers}
+
+    def select(self, routing):
+        return {expert: self.plan.get(expert, SKIP) for expert in routing.active}
+
+
+def make_runtime(bits=(4, 2), budget="50%", store=None, high=1.0, **options):
+    store = store or STORES[bits]
+    chosen = Options(hi=bits[0], lo=bits[1], group_size=32, expert_budget=budget, **options)
+    system = None if "system" in options else Planned(high=high)
+    return MoERuntime(store, chosen, CPU, system=system, engine=make_engine(store, CPU, 0, largest_blob=0))
+
+
+def step(runtime, layer=0, **plan):
+    """One token whose experts are named by tier, hi=[...], lo=[...]; bytes that moved."""
+    tiers = {expert: Tier(tier) for tier, experts in plan.items() for expert in experts}
+    runtime.system.plan.clear()
+    runtime.system.plan.update(tiers)
+    others = [expert for expert in range(EXPERTS) if expert not in tiers]
+    ids = torch.tensor([[*tiers, *others][:TOP_K]], dtype=torch.int32)
+    before = runtime.stats().bytes_moved["demand"]
+    x = torch.ones(1, 64, dtype=torch.bfloat16)
+    forward(runtime, layer, x, torch.full((1, TOP_K), 0.25), ids)
+    runtime.check_integrity()
+    return runtime.stats().bytes_moved["demand"] - before
+
+
+def sizes(runtime):
+    high, low = sorted(runtime.experts.formats, reverse=True)
+    return runtime.experts.formats[high].nbytes, runtime.experts.formats[low].nbytes
+
+
+@pytest.mark.parametrize("bits", STORES)
+def test_a_promotion_moves_the_fine_slice_and_a_demotion_nothing(bits):
+    runtime = make_runtime(bits, "100%")
+    fine, base = sizes(runtime)
+    assert fine / (fine + base) < 0.5
+    assert step(runtime, lo=[3]) == base
+    assert step(runtime, hi=[3]) == fine
+    assert runtime.stats().promotions == 1
+    assert step(runtime, hi=[4]) == base + fine
+    runtime.memory.evict(0, 3, HI)
+    runtime.check_integrity()
+    assert runtime.memory.table.tier[0, 3] == LOW
+    assert step(runtime, lo=[3]) == 0
+    runtime.memory.evict(0, 4, LO)
+    assert runtime.memory.table.tier[0, 4] == NOWHERE
+    runtime.check_integrity()
+
+
+def test_a_promotion_that_is_not_kept_loses_neither_version():
+    """More are wanted high than the layer has fine slices for."""
+    runtime = make_runtime(budget="60%", high=0.5)
+    fine, base = sizes(runtime)
+    share = int(runtime.memory.table.shares[0, HIGH])
+    several = list(range(TOP_K))
+    assert share < len(several) <= runtime.memory.table.shares[0, LOW]
+    assert step(runtime, lo=several) == base * len(several)
+    assert step(runtime, hi=several) == fine * len(several)
+    assert (runtime.memory.table.tier[0, several] != NOWHERE).all()
+    assert (runtime.memory.table.tier[0] == HIGH).sum() == share
+
+
+def test_a_version_that_is_there_is_read_as_it_is_wanted():
+    """Without reuse a low expert is computed from its base alone; nothing moves for that."""
+    runtime = make_runtime(budget="100%", system="dymoe", system_options={"retention": 0.5, "reuse_high": False})
+    runtime.memory.table.reuse_high = False
+    seen = []
+    begin = runtime.kernel.begin
+
+    def watched(*arguments, **named):
+        work = begin(*arguments, **named)
+        place = work.place
+        work.place = lambda expert, packed: (seen.append(packed[0].format.bits), place(expert, packed))
+        return work
+
+    runtime.kernel.begin = watched
+    runtime.system = Planned()
+    assert step(runtime, hi=[1]) > 0
+    assert step(runtime, lo=[1]) == 0
+    assert seen == [4, 2]
+
+
+@pytest.mark.parametrize("bits", STORES)
+@pytest.mark.parametrize("retention", [0.25, 0.75])
+def test_no_budget_changes_a_bit(bits, retention):
+    outputs = []
+    for budget in ("100%", "60%", "20%"):
+        runtime = make_runtime(
+            bits, budget, system="dymoe", system_options={"retention": retention, "reuse_high": False}
+        )
+        generator = torch.Generator().manual_seed(0)
+        outputs.append([])
+        for number in range(30):
+            tokens = (1, 1, 9)[number % 3]
+            weights, ids = torch.rand(tokens, EXPERTS, generator=generator).softmax(1).topk(TOP_K, dim=1)
+            x = torch.randn(tokens, 64, generator=generator).bfloat16()
+            outputs[-1].append(forward(runtime, number % LAYERS, x, weights, ids.int()))
+            runtime.check_integrity()
+        assert runtime.stats().peak_expert_bytes <= runtime.stats().budget_bytes
+    for other in outputs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outputs[0], other, strict=True))
+
+
+def test_a_slice_that_cannot_be_read_costs_no_slot(monkeypatch):
+    store = store_of((4, 2))
+    read, broken = store.read_into, []
+
+    def failing(key, *arguments, **named):
+        if key.bits in broken:
+            raise StoreError("the disk is gone")
+        return read(key, *arguments, **named)
+
+    monkeypatch.setattr(store, "read_into", failing)
+    runtime = make_runtime(store=store, budget="30%")
+    for bits in (4, 2):
+        broken[:] = [bits]
+        with pytest.raises(TransferError, match="disk is gone"):
+            step(runtime, hi=[1 + bits, 2 + bits])
+        runtime.check_integrity()
+        broken.clear()
+        assert step(runtime, hi=[1 + bits, 2 + bits]) > 0
+
+
+def test_a_slice_is_where_its_blob_says_and_a_whole_expert_is_one_piece(tmp_path):
+    from tests.store.stores import read, write
+    from vllm_dymoe.experts.layout import BlobKey
+    from vllm_dymoe.store import MemoryStore
+
+    files = write(tmp_path / "store", make_experts(nested=True))
+    memory = MemoryStore.from_files(files)
+    base, fine = (memory.blob(BlobKey(1, 3, bits)) for bits in (2, 4))
+    assert fine.data_ptr() == base.data_ptr() + base.numel()
+    assert torch.equal(read(files, BlobKey(1, 3, 2)), base)
+    assert torch.equal(read(files, BlobKey(1, 3, 4)), fine)
+    shard = (tmp_path / "store" / "dymoe-experts-00002.safetensors").read_bytes()
+    assert torch.cat((base, fine)).numpy().tobytes() in shard
+    plain = make_experts(bits=(4,))
+    assert files.experts.stored_nbytes == plain.stored_nbytes, "the low version takes nothing"

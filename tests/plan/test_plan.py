@@ -98,6 +98,22 @@ def test_low_experts_are_moved_low_or_skipped(routings):
     assert (skipped.active[Tier.HI], skipped.active[Tier.LO], skipped.skipped) == (2, 0, 2)
 
 
+def test_slices_are_kept_and_moved_each_by_itself(routings):
+    def sliced(fine, base):
+        quotas = {Tier.HI: [fine] * 8, Tier.LO: [base] * 8}
+        return replay(routings, quotas, lambda layer, active: 2, low=True, nested=True)
+
+    nothing, bases, both = sliced(0, 0), sliced(0, 32), sliced(32, 32)
+    assert (nothing.missing[Tier.HI], nothing.missing[Tier.LO], nothing.misses) == (2, 4, 4)
+    assert bases.missing[Tier.HI] == 2
+    assert bases.missing[Tier.LO] == both.missing[Tier.LO] < 0.2
+    assert 2 <= bases.misses < 2.2
+    assert both.missing[Tier.HI] < 0.3
+    few = sliced(4, 8)
+    assert both.misses < few.misses < nothing.misses
+    assert few.missing[Tier.HI] < 2
+
+
 def test_tokens_of_a_batch_share_experts():
     trace = synthetic_trace(HEADER, requests=8, prompt=1, decode=32)
     alone, together = Routings(trace), Routings(trace, batch=8)

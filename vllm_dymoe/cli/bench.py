@@ -117,7 +117,7 @@ def bounds_of(rows: Sequence[Row], out: Path, shape: ModelShape) -> Bounds:
         sorted({width for row in rows for width in (bits_of(row), (row["options"] or {}).get("lo", 0)) if width})
     )
     formats = shape.packed(bits).formats
-    blobs = {width: fmt.nbytes for width, fmt in formats.items()}
+    blobs = {width: fmt.whole_nbytes for width, fmt in formats.items()}
     tokens = {(width, row["batch"]): shape.step_bytes(blobs[width], row["batch"]) for row in rows for width in blobs}
     return Bounds(found["link_bytes_per_second"], found["memory_bytes_per_second"], tokens, blobs)
 

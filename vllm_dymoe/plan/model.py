@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, stored_formats
 from vllm_dymoe.quantize.model_config import read_config
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -61,9 +61,9 @@ class ModelShape:
 
     def packed(self, bits: tuple[int, ...], group_size: int = 64) -> ModelExperts:
         """The experts as the plugin stores them."""
-        formats = {
-            width: ExpertFormat(self.hidden, self.intermediate, width, group_size, torch.bfloat16) for width in bits
-        }
+        formats = stored_formats(
+            bits, lambda width: ExpertFormat(self.hidden, self.intermediate, width, group_size, torch.bfloat16)
+        )
         return ModelExperts(tuple(range(self.moe_layers)), self.experts, self.top_k, formats)
 
 

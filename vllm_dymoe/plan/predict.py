@@ -21,7 +21,7 @@ from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.plan.device import Device
 from vllm_dymoe.plan.model import ModelShape
 from vllm_dymoe.plan.replay import LayerDemand, Routings, replay
-from vllm_dymoe.runtime.sizing import SlotPlan, tier_bits
+from vllm_dymoe.runtime.sizing import SlotPlan, slot_bits, tier_bits
 from vllm_dymoe.systems import System, make_system
 from vllm_dymoe.systems.dymoe import Dymoe
 
@@ -48,7 +48,8 @@ class Prediction:
 
 def step_bytes(shape: ModelShape, experts: ModelExperts, options: Options, demand: LayerDemand) -> float:
     """Bytes of device memory that a decode step reads."""
-    each = {tier: experts.formats[tier_bits(options, tier)].nbytes if tier_bits(options, tier) else 0 for tier in Tier}
+    bits = {tier: tier_bits(options, tier) for tier in Tier}
+    each = {tier: experts.formats[width].whole_nbytes if width else 0 for tier, width in bits.items()}
     layer = sum(count * each[tier] for tier, count in demand.active.items())
     return shape.token_weights * _ITEM + shape.moe_layers * layer
 
@@ -68,32 +69,41 @@ def predict(
     """
     system = make_system(options)
     experts = shape.packed(tuple(dict.fromkeys(options.stored_bits)), options.group_size)
-    demand = demand_of(system, options, plan, routings)
+    demand = demand_of(system, options, plan, routings, nested=_nested(experts, plan))
     link = device.link if options.link_gbps is None else options.link_gbps * 1e9
-    each = {tier: experts.formats[tier_bits(options, tier)].nbytes for tier in plan.slots}
+    each = _slot_bytes(experts, options, system)
     layer_bytes = sum(demand.missing[tier] * nbytes for tier, nbytes in each.items())
     computing = _decode_seconds(shape, experts, options, demand, device, routings.batch)
     waiting = layer_bytes / link
     accuracy, utilisation = foresight(system, routings)
     hidden = min(accuracy * waiting, utilisation * computing / shape.layers)
     needed = sum(demand.active.values())
-    missing = sum(demand.missing.values())
     return Prediction(
         tpot=computing + shape.moe_layers * (waiting - hidden),
         ttft=_prompt_seconds(shape, experts, options, plan, device, routings, prompt, link),
-        hit_rate=1 - missing / needed if needed else 1.0,
+        hit_rate=1 - demand.misses / needed if needed else 1.0,
         moved=shape.moe_layers * layer_bytes,
     )
 
 
-def demand_of(system: System, options: Options, plan: SlotPlan, routings: Routings) -> LayerDemand:
+def demand_of(system: System, options: Options, plan: SlotPlan, routings: Routings, *, nested: bool) -> LayerDemand:
     """What a layer needs and moves; a system that keeps nothing moves everything."""
     critical = None
     if isinstance(system, Dymoe):
         depth, schedule = routings.header.num_layers, system.schedule
         critical = lambda layer, active: schedule.critical(layer, depth, active)  # noqa: E731
     quotas = plan.quotas if system.keeps_experts else {}
-    return replay(routings, quotas, critical, low=options.lo > 0)
+    return replay(routings, quotas, critical, low=options.lo > 0, nested=nested)
+
+
+def _nested(experts: ModelExperts, plan: SlotPlan) -> bool:
+    """Whether slots are of fine slices and of bases."""
+    return Tier.HI in plan.slots and any(fmt.nested for fmt in experts.formats.values())
+
+
+def _slot_bytes(experts: ModelExperts, options: Options, system: System) -> dict[Tier, int]:
+    """What one slot of each tier holds."""
+    return {tier: experts.formats[bits].nbytes for tier, bits in slot_bits(experts, options, system.tiers).items()}
 
 
 def foresight(system: System, routings: Routings) -> tuple[float, float]:
@@ -129,13 +139,13 @@ def _prompt_seconds(
 ) -> float:
     system, active = make_system(options), routings.distinct(prompt)
     high = system.schedule.realised(shape.moe_layers, max(1, round(active))) if isinstance(system, Dymoe) else 1.0
-    streaming = 0.0
-    for tier, share in ((Tier.HI, high), (Tier.LO, 1 - high)):
+    each, streaming = _slot_bytes(experts, options, system), 0.0
+    for tier, share in ((Tier.HI, high), (Tier.LO, 1.0 if _nested(experts, plan) else 1 - high)):
         if share > 0 and tier in plan.slots:
             kept = sum(plan.quotas[tier]) / shape.moe_layers / shape.experts
-            streaming += share * active * max(0.0, 1 - kept) * experts.formats[tier_bits(options, tier)].nbytes
+            streaming += share * active * max(0.0, 1 - kept) * each[tier]
     streaming *= shape.moe_layers / link
-    blob = experts.formats[options.hi].nbytes
+    blob = experts.formats[options.hi].whole_nbytes
     per_token = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
     reading = (shape.token_weights * _ITEM + shape.moe_layers * active * blob) / device.bandwidth
     at = (options.hi, routings.batch)

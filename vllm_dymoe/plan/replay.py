@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_dymoe.experts.residency import FREE, HIGH, HIT, LOW, NOWHERE, decide, record_uses
+from vllm_dymoe.experts.residency import FREE, HIGH, HIT, LOW, NOWHERE, decide, decide_slices, record_uses
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.traces import Trace, TraceHeader, synthetic_trace
 from vllm_dymoe.traces.statistics import next_gate_accuracy, popularity
@@ -22,13 +22,15 @@ class LayerDemand:
 
     Attributes:
         active: experts in each tier.
-        missing: of these, those that have to be moved.
+        missing: what has to be moved for them: versions, or fine slices and bases where one lies inside the other.
         skipped: experts that are not computed.
+        misses: experts for which something has to be moved.
     """
 
     active: Mapping[Tier, float]
     missing: Mapping[Tier, float]
     skipped: float = 0.0
+    misses: float = 0.0
 
 
 class Routings:
@@ -90,6 +92,7 @@ def replay(
     quotas: Mapping[Tier, Sequence[int]],
     critical: Callable[[int, int], int] | None,
     low: bool,
+    nested: bool = False,
 ) -> LayerDemand:
     """Let layers keep what the rule says.
 
@@ -98,33 +101,73 @@ def replay(
         quotas: experts of each tier that each layer of the model may keep.
         critical: (layer, active experts) to how many of them are high, the most important first; all of them if None.
         low: whether the others have a version, or are skipped.
+        nested: whether the low version lies inside the high one; quotas are then of fine slices and of bases.
     """
+    take = _take_slices if nested else _take_versions
     total = {code: 0 for code in (HIGH, LOW, NOWHERE)}
     moved = {HIGH: 0, LOW: 0}
-    counted = 0
+    counted = misses = 0
     for layer, steps in routings.steps.items():
         shares = [0, _share(quotas.get(Tier.LO), layer, routings), _share(quotas.get(Tier.HI), layer, routings)]
         experts = routings.header.num_experts
-        heat, used = np.zeros(experts, np.int64), np.zeros(experts, np.int64)
+        heat, used = np.zeros((2, 2, experts), np.int64)  # of versions or bases, and of fine slices
         held = np.zeros(experts, np.int8)
         for step, (uses, importance) in enumerate(steps, start=1):
             wanted = _wanted(uses, importance, critical and critical(layer, len(uses)), low)
             active, codes = uses[wanted != NOWHERE], wanted[wanted != NOWHERE]
-            record_uses(heat, used, active, step)
-            found = decide(active, codes, held, heat, used, shares)
+            record_uses(heat[0], used[0], active, step)
+            if nested:
+                record_uses(heat[1], used[1], active[codes == HIGH], step)
+            missing = take(active, codes, held, heat, used, shares)
             if step > len(steps) // _COLD:
                 counted += 1
                 for code in total:
                     total[code] += int(np.count_nonzero(wanted == code))
                 for code in moved:
-                    moved[code] += int(np.count_nonzero((codes == code) & (found != HIT)))
-            held[found[found >= 0]] = NOWHERE
-            held[active[found >= FREE]] = codes[found >= FREE]
+                    moved[code] += int(np.count_nonzero(missing[code]))
+                misses += int(np.count_nonzero(missing[HIGH] | missing[LOW]))
     return LayerDemand(
         {Tier.HI: total[HIGH] / counted, Tier.LO: total[LOW] / counted},
         {Tier.HI: moved[HIGH] / counted, Tier.LO: moved[LOW] / counted},
         total[NOWHERE] / counted,
+        misses / counted,
     )
+
+
+_Missing = dict[int, NDArray[np.bool_]]
+"""By LOW and HIGH, bool [active]: who has to be brought."""
+
+
+def _take_versions(
+    active: NDArray[np.int64],
+    wanted: NDArray[np.int8],
+    held: NDArray[np.int8],
+    heat: NDArray[np.int64],
+    used: NDArray[np.int64],
+    shares: Sequence[int],
+) -> _Missing:
+    """Let a layer keep what it may; `held` is changed in place."""
+    found = decide(active, wanted, held, heat[0], used[0], shares)
+    held[found[found >= 0]] = NOWHERE
+    held[active[found >= FREE]] = wanted[found >= FREE]
+    return {code: (wanted == code) & (found != HIT) for code in (LOW, HIGH)}
+
+
+def _take_slices(
+    active: NDArray[np.int64],
+    wanted: NDArray[np.int8],
+    held: NDArray[np.int8],
+    heat: NDArray[np.int64],
+    used: NDArray[np.int64],
+    shares: Sequence[int],
+) -> _Missing:
+    """The same of bases and fine slices."""
+    base, fine = decide_slices(active, wanted, held, (heat[0], heat[1]), (used[0], used[1]), shares)
+    held[base[base >= 0]] = NOWHERE
+    held[active[base >= FREE]] = LOW
+    held[fine[fine >= 0]] = LOW
+    held[active[fine >= FREE]] = HIGH
+    return {LOW: base != HIT, HIGH: fine != HIT}
 
 
 def _share(quotas: Sequence[int] | None, layer: int, routings: Routings) -> int:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from vllm_dymoe.experts.layout import ExpertFormat
+from vllm_dymoe.experts.layout import ExpertFormat, stored_formats
+from vllm_dymoe.kernels.codebook import MXFP4
 
 
 @pytest.mark.parametrize("flag", ["bias", "integer_zeros", "act_order"])
@@ -13,3 +14,18 @@ def test_all_projections_are_as_the_expert_is(flag):
     assert [getattr(matrix, flag) for matrix in without.matrices] == [False] * 3
     assert [(matrix.rows, matrix.columns) for matrix in with_it.matrices] == [(64, 96), (64, 96), (96, 64)]
     assert with_it.nbytes == sum(matrix.nbytes for matrix in with_it.matrices)
+
+
+def test_published_floats_have_no_halves():
+    made = {
+        bits: ExpertFormat(64, 96, bits, 32, torch.bfloat16, codebook=MXFP4 if bits == 4 else None) for bits in (4, 2)
+    }
+    assert stored_formats((4, 2), made.__getitem__) == made
+
+
+def test_slices_of_experts_without_a_gate():
+    fine = stored_formats((4, 2), lambda bits: ExpertFormat(64, 96, bits, 32, torch.bfloat16, has_gate=False))[4]
+    slices = [torch.zeros(size, dtype=torch.uint8) for size in (fine.base.nbytes, fine.nbytes)]
+    gate, up, _ = fine.view(slices[1], fine.base.view(slices[0]))
+    assert (gate.weight.numel(), gate.fine.numel()) == (0, 0)
+    assert up.fine.data_ptr() == slices[1].data_ptr()

@@ -14,7 +14,7 @@ from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.systems import System
-from vllm_dymoe.transfer import TransferError, make_engine
+from vllm_dymoe.transfer import Reason, TransferError, make_engine
 
 CPU = torch.device("cpu")
 LAYERS, EXPERTS, TOP_K = 2, 8, 4
@@ -161,6 +161,41 @@ def test_a_slice_that_cannot_be_read_costs_no_slot(monkeypatch):
         runtime.check_integrity()
         broken.clear()
         assert step(runtime, hi=[1 + bits, 2 + bits]) > 0
+
+
+class Ahead:
+    """What a prefetcher hands over to layer 0."""
+
+    frees_slots_early, intervals = False, {}
+
+    def __init__(self, runtime, expert, **slices):
+        """Slices by tier, and whether they are complete."""
+        self.ahead = [runtime._fetcher.start(0, expert, Tier(tier), Reason.PREFETCH) for tier in slices]
+        for fetch, complete in zip(self.ahead, slices.values(), strict=True):
+            (runtime._fetcher.complete if complete else lambda fetch: runtime.engine.demand(fetch.ticket))(fetch)
+        runtime._prefetcher = self
+
+    def claim(self, layer, wanted):
+        claimed, self.ahead = {(fetch.expert, fetch.tier): fetch for fetch in self.ahead}, []
+        return claimed
+
+    def give_way(self, tier):
+        return False
+
+    def fill(self):
+        pass
+
+
+@pytest.mark.parametrize("slices", [{"hi": True}, {"lo": False, "hi": True}, {"lo": True, "hi": False}, {"lo": True}])
+@pytest.mark.parametrize("budget", ["60%", "minimum"])
+def test_slices_that_were_fetched_ahead_come_in_any_order(slices, budget):
+    """A base may have given way to demand, or arrive last; who has half of what it needs waits for nobody."""
+    runtime = make_runtime()
+    runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
+    Ahead(runtime, 3, **slices)
+    step(runtime, hi=[0, 3])
+    if budget == "60%":
+        assert runtime.memory.table.tier[0, 3] == HIGH
 
 
 def test_a_slice_is_where_its_blob_says_and_a_whole_expert_is_one_piece(tmp_path):

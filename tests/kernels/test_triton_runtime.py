@@ -57,7 +57,7 @@ def test_the_integers_of_a_checkpoint_beside_a_tier_derived_from_them(monkeypatc
     want = run(with_budget(store, "100%", MIXED), STEPS)
     monkeypatch.setattr(moe, "make_kernel", TritonKernel)
     runtime = with_budget(store, "50%", MIXED)
-    assert runtime.kernel._kinds == {(4, True, True), (2, False, False)}, "what is compiled once, for all calls"
+    assert runtime.kernel._kinds == {(4, True, True, 0), (2, False, False, 0)}, "what is compiled once, for all calls"
     for got, one in zip(run(runtime, STEPS), want, strict=True):
         assert relative_error(got, one.double()) < TOLERANCE[torch.bfloat16]
 

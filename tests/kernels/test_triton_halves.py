@@ -93,7 +93,7 @@ def test_any_mix_agrees_with_the_reference_and_whole_codes_keep_their_bits(shape
         assert torch.equal(out[rows, e], same[rows, e])
 
 
-@pytest.mark.parametrize(("shape", "bits"), [(replace(SHAPES[1][0], hidden=70), [2, 4]), SHAPES[3]])
+@pytest.mark.parametrize(("shape", "bits"), [SHAPES[0], (replace(SHAPES[1][0], hidden=70), [2, 4]), *SHAPES[2:]])
 def test_either_section_is_fetched_by_itself_or_both(shape, bits):
     """An expert comes whole, is promoted where its base is, is lowered where nothing is, or is there."""
     experts, count = Experts(shape, bits), len(bits)

@@ -17,7 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.decided import decode
-from tests.runtime.schedules import EXPERTS, LAYERS, STORE, Guesses, Program, RecordedMemory, make_engine, plain_runtime
+from tests.runtime.schedules import (
+    EXPERTS,
+    LAYERS,
+    STORES,
+    Guesses,
+    Program,
+    RecordedMemory,
+    make_engine,
+    plain_runtime,
+)
 from tests.runtime.steps import forward, make_runtime, random_step
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
@@ -64,11 +73,11 @@ class DecidedRuntime(MoERuntime):
 
 def execute(program, turns, history):
     """Run a program: steps of few tokens without the host."""
-    store = RecordedStore(STORE, history, turns.pause)
+    store = RecordedStore(STORES[program.nested], history, turns.pause)
     engine = make_engine("pinned", store, history, turns, None, program)
     runtime = make_runtime(
         store,
-        program.budget or plain_runtime(False).minimum_budget,
+        program.budget or plain_runtime(program).minimum_budget,
         Exact(),
         predictor=Guesses(program.guesses),
         engine=engine,
@@ -82,7 +91,7 @@ def execute(program, turns, history):
         if number in program.resizes:
             runtime.resize(program.resizes[number])
         run = decode if tokens <= DECODE_ROWS else forward
-        outputs.append(run(runtime, layer, *random_step(seed, tokens, STORE.experts)))
+        outputs.append(run(runtime, layer, *random_step(seed, tokens, STORES[program.nested].experts)))
         runtime.memory.decisions.check_integrity()
     runtime.check_integrity()
     engine.close()
@@ -90,8 +99,10 @@ def execute(program, turns, history):
 
 
 def expected(program):
-    runtime = plain_runtime(False)
-    return [forward(runtime, layer, *random_step(seed, tokens, STORE.experts)) for seed, layer, tokens in program.steps]
+    runtime = plain_runtime(program)
+    return [
+        forward(runtime, layer, *random_step(seed, tokens, runtime.experts)) for seed, layer, tokens in program.steps
+    ]
 
 
 guesses = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)), max_size=4).map(tuple)

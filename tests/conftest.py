@@ -26,3 +26,9 @@ def experts() -> ModelExperts:
 @pytest.fixture(scope="session")
 def memory_store(experts: ModelExperts) -> MemoryStore:
     return make_store(experts)
+
+
+@pytest.fixture(scope="session")
+def nested_store() -> MemoryStore:
+    """Whose low versions lie inside the high ones."""
+    return make_store(make_experts(nested=True))

@@ -32,12 +32,13 @@ _UNIT = tl.constexpr(float(WEIGHT_UNIT))
 _USE = tl.constexpr(USE)
 
 _OF_TABLE = (
-    "tier", "slot", "heat", "used_at", "step", "shares", "first_slot", "staging", "critical", "bits", "offsets", "pool",
-    "slot_bytes", "source", "reuse_high", "counters", "recording", "ring_ids", "ring_weights", "ring_rows",
+    "tier", "slot", "heat", "used_at", "fine", "fine_heat", "fine_used_at", "step", "shares", "first_slot", "staging",
+    "critical", "bits", "offsets", "pool", "slot_bytes", "source", "reuse_high", "counters", "recording", "ring_ids",
+    "ring_weights", "ring_rows",
 )  # fmt: skip
 _OF_DECISION = (
-    "count", "experts", "tiers", "slots", "fate", "bits", "addresses", "destinations", "work", "rows", "pairs",
-    "computed", "scratch",
+    "count", "experts", "tiers", "slots", "fate", "bits", "addresses", "destinations", "fine_slots", "fine_fate",
+    "fine", "fine_destinations", "work", "rows", "pairs", "computed", "scratch",
 )  # fmt: skip
 
 
@@ -96,6 +97,7 @@ def decide(
             "EXPERTS": experts,
             "TOP_K": top_k,
             "COUNTERS": table["counters"].shape[1],
+            "NESTED": len(table["fine"]) > 0,
             "WIDTH": width,
             "CHUNK": min(width, _ELEMENTS_AT_ONCE // width),
         },
@@ -118,6 +120,9 @@ def decide_kernel(
     slot,
     heat,
     used_at,
+    fine,
+    fine_heat,
+    fine_used_at,
     step,
     shares,
     first_slot,
@@ -142,6 +147,10 @@ def decide_kernel(
     item_bits,
     item_addresses,
     item_destinations,
+    item_fine_slots,
+    item_fine_fate,
+    item_fine,
+    item_fine_destinations,
     item_work,
     item_rows,
     item_pairs,
@@ -155,6 +164,7 @@ def decide_kernel(
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     COUNTERS: tl.constexpr,
+    NESTED: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -169,6 +179,7 @@ def decide_kernel(
         EXPERTS: of a layer.
         TOP_K: of a token.
         COUNTERS: columns.
+        NESTED: whether the low version lies inside the high one.
         WIDTH: a power of two, at least EXPERTS.
         CHUNK: pairs at a time, a power of two.
     """
@@ -194,44 +205,47 @@ def decide_kernel(
     warmth = tl.load(heat + row, mask=known, other=0)
     warmth = warmth - (warmth >> _AGING) + tl.where(uses, _USE, 0)
     last_use = tl.where(uses, number, tl.load(used_at + row, mask=known, other=0))
-    hit = uses & tl.where(tl.load(reuse_high) != 0, held >= wanted, held == wanted)
     key = (warmth << _STEP_BITS) + last_use
-
-    kept = uses & (expert < 0)  # nobody
-    now, now_slot = held, own_slot
-    evictions = 0
-    for turn in tl.static_range(2):
-        code = 2 - turn
-        missing = uses & (wanted == code) & (hit == 0)
-        misses = _number_of(missing)
-        if misses > 0:
-            share = tl.load(shares + layer * 3 + code)
-            first = tl.load(first_slot + layer * 3 + code)
-            here = held == code
-            free = share - _number_of(here) + _number_of(here & uses & (hit == 0) & kept)
-            room = _number_of(uses & (wanted == code)) <= share
-            vacant = _vacant(now == code, now_slot - first, share, item_scratch + WIDTH, expert)
-            victims = tl.where(here & (uses == 0), key, _NOBODY)
-            for turn_number in range(misses):
-                one = tl.min(tl.where(missing, expert, WIDTH), 0)
-                missing = missing & (expert != one)
-                coldest = tl.min(victims, 0)
-                victim = tl.min(tl.where(victims == coldest, expert, WIDTH), 0)
-                own_warmth = tl.sum(tl.where(expert == one, warmth, 0), 0)
-                takes_free = turn_number < free
-                takes_place = (turn_number >= free) & room & (coldest != _NOBODY)
-                takes_place = takes_place & (own_warmth >= (coldest >> _STEP_BITS))
-                free_slot = tl.min(tl.where(vacant, expert, WIDTH), 0)
-                taken = tl.sum(tl.where(expert == victim, now_slot, 0), 0)
-                taken = tl.where(takes_free, free_slot + first, taken)
-                vacant = vacant & ((expert != free_slot) | (takes_free == 0))
-                gone = (expert == victim) & takes_place
-                victims = tl.where(gone, _NOBODY, victims)
-                comes = (expert == one) & (takes_free | takes_place)
-                now = tl.where(gone, 0, tl.where(comes, code, now))
-                now_slot = tl.where(gone, -1, tl.where(comes, taken, now_slot))
-                kept = kept | comes
-                evictions += tl.where(takes_place, 1, 0)
+    reuse = tl.load(reuse_high) != 0
+    wants_high = uses & (wanted == 2)
+    low_share, high_share = shares + layer * 3 + 1, shares + layer * 3 + 2
+    low_first, high_first = first_slot + layer * 3 + 1, first_slot + layer * 3 + 2
+    scratch = item_scratch + WIDTH
+    if NESTED:
+        own_fine = tl.load(fine + row, mask=known, other=-1)
+        fine_warmth = tl.load(fine_heat + row, mask=known, other=0)
+        fine_warmth = fine_warmth - (fine_warmth >> _AGING) + tl.where(wants_high, _USE, 0)
+        fine_use = tl.where(wants_high, number, tl.load(fine_used_at + row, mask=known, other=0))
+        hit = uses & (held >= wanted)
+        computed_tier = tl.where(hit & reuse, held, wanted)
+        low_misses = uses & (held == 0)
+        low_kept, low_gone, now_slot = _find_places(
+            low_share, low_first, scratch, uses, low_misses, held > 0, uses, warmth, key, own_slot, expert, WIDTH
+        )
+        whole = (held == 2) & (low_gone == 0)
+        high_misses = wants_high & (held != 2)
+        fine_key = (fine_warmth << _STEP_BITS) + fine_use
+        high_kept, high_gone, now_fine = _find_places(
+            high_share, high_first, scratch, wants_high, high_misses & ((held > 0) | low_kept), whole, uses,
+            fine_warmth, fine_key, tl.where(whole, own_fine, -1), expert, WIDTH,
+        )  # fmt: skip
+        now = tl.where(((held > 0) & (low_gone == 0)) | low_kept, 1, 0)
+        now = tl.where((whole & (high_gone == 0)) | high_kept, 2, now)
+    else:
+        hit = uses & tl.where(reuse, held >= wanted, held == wanted)
+        computed_tier = tl.where(hit, held, wanted)
+        high_misses = wants_high & (hit == 0)
+        low_misses = uses & (wanted == 1) & (hit == 0)
+        high_kept, high_gone, now_slot = _find_places(
+            high_share, high_first, scratch, wants_high, high_misses, held == 2, uses, warmth, key, own_slot, expert,
+            WIDTH,
+        )  # fmt: skip
+        low = (held == 1) & (high_kept == 0)  # others are superseded by their high version
+        low_kept, low_gone, now_slot = _find_places(
+            low_share, low_first, scratch, uses & (wanted == 1), low_misses, low, uses, warmth, key, now_slot, expert,
+            WIDTH,
+        )  # fmt: skip
+        now = tl.where(high_kept, 2, tl.where(low_kept, 1, tl.where(high_gone | low_gone, 0, held)))
 
     tl.debug_barrier()  # where warps hold the same experts, none may load what another has stored
     if real > 0:
@@ -240,19 +254,22 @@ def decide_kernel(
         tl.store(used_at + row, last_use, mask=known)
         tl.store(tier + row, now.to(tl.int8), mask=known)
         tl.store(slot + row, now_slot, mask=known)
-        fetched = uses & (hit == 0)
+        if NESTED:
+            tl.store(fine + row, now_fine, mask=known)
+            tl.store(fine_heat + row, fine_warmth, mask=known)
+            tl.store(fine_used_at + row, fine_use, mask=known)
         counts = counters + layer * COUNTERS
         _add(counts, 0, 1)
         _add(counts, 1, _number_of(active & (wanted == 2)))
         _add(counts, 2, _number_of(active & (wanted == 1)))
         _add(counts, 3, _number_of(active & (uses == 0)))
         _add(counts, 4, _number_of(hit))
-        _add(counts, 5, _number_of(hit & (held != wanted)))
-        _add(counts, 6, _number_of(fetched & (wanted == 2)))
-        _add(counts, 7, _number_of(fetched & (wanted == 1)))
-        _add(counts, 8, _number_of(fetched & (kept == 0)))
-        _add(counts, 9, _number_of(fetched & (wanted == 2) & (held == 1)))
-        _add(counts, 10, evictions)
+        _add(counts, 5, _number_of(hit & (computed_tier != wanted)))
+        _add(counts, 6, _number_of(high_misses))
+        _add(counts, 7, _number_of(low_misses))
+        _add(counts, 8, _number_of(high_misses & (high_kept == 0)) + _number_of(low_misses & (low_kept == 0)))
+        _add(counts, 9, _number_of(wants_high & (hit == 0) & (held == 1)))
+        _add(counts, 10, _number_of(high_gone) + _number_of(low_gone))
 
     # The items.
     positions = tl.where(uses, sizes, 0)
@@ -260,43 +277,45 @@ def decide_kernel(
     item = tl.cumsum(uses.to(tl.int32), 0) - 1
     items = _number_of(uses)
     most = tl.minimum(EXPERTS, tokens * TOP_K)
-    computed_tier = tl.where(hit, held, wanted)
-    fate = tl.where(hit, 0, tl.where(kept, 1, 2))
-    staged = tl.zeros([WIDTH], tl.int32) - 1
-    for code in tl.static_range(1, 3):
-        passes = (uses & (fate == 2)) & ((wanted == code) & (sizes > _AT_ONCE))
-        place = tl.cumsum(passes.to(tl.int32), 0) - 1
-        has = passes & (place < tl.load(staging + 2 * code + 1))
-        staged = tl.where(has, tl.load(staging + 2 * code) + place, staged)
-    to = tl.where(fate == 2, staged, now_slot)
+    low_fate = tl.where(low_misses, tl.where(low_kept, 1, 2), 0)
+    high_fate = tl.where(high_misses, tl.where(high_kept, 1, 2), 0)
+    read_through = uses & (sizes > _AT_ONCE)
+    low_staged = _staged(staging + 2, read_through & (low_fate == 2))
+    high_staged = _staged(staging + 4, read_through & (high_fate == 2))
+    high = computed_tier == 2
+    empty = (expert >= items) & (expert < most)
+    if NESTED:
+        fate = low_fate
+        to = tl.where(fate == 2, low_staged, now_slot)
+        _list_slices(
+            item_slots, item_fate, item_addresses, item_destinations, item, to, fate, uses, uses,
+            pool + 1, slot_bytes + 1, source + row.to(tl.int64) * 3 + 1, offsets + 3, empty, expert,
+        )  # fmt: skip
+        to = tl.where(high_fate == 2, high_staged, now_fine)
+        _list_slices(
+            item_fine_slots, item_fine_fate, item_fine, item_fine_destinations, item, to, high_fate, uses, high,
+            pool + 2, slot_bytes + 2, source + row.to(tl.int64) * 3 + 2, offsets + 6, empty, expert,
+        )  # fmt: skip
+    else:
+        fate = tl.where(high, high_fate, low_fate)
+        to = tl.where(fate == 2, tl.where(high, high_staged, low_staged), now_slot)
+        _list_slices(
+            item_slots, item_fate, item_addresses, item_destinations, item, to, fate, uses, uses,
+            pool + computed_tier, slot_bytes + computed_tier, source + row.to(tl.int64) * 3 + computed_tier,
+            offsets + 3 * computed_tier, empty, expert,
+        )  # fmt: skip
+    width = tl.where(high, tl.load(bits + 2), tl.load(bits + 1))
     tl.store(item_count, items)
     tl.store(item_experts + item, expert, mask=uses)
     tl.store(item_tiers + item, computed_tier, mask=uses)
-    tl.store(item_slots + item, to, mask=uses)
-    tl.store(item_fate + item, fate, mask=uses)
     tl.store(item_work + 3 * item, item, mask=uses)
     tl.store(item_work + 3 * item + 1, begins, mask=uses)
     tl.store(item_work + 3 * item + 2, begins + positions, mask=uses)
-    high = computed_tier == 2
-    width = tl.where(high, tl.load(bits + 2), tl.load(bits + 1))
-    there = tl.where(high, tl.load(pool + 2), tl.load(pool + 1))
-    there += to * tl.where(high, tl.load(slot_bytes + 2), tl.load(slot_bytes + 1))
-    begin = tl.load(source + row.to(tl.int64) * 3 + computed_tier, mask=uses, other=0)
-    begin = tl.where(hit, there, begin)
-    empty = (expert >= items) & (expert < most)
     tl.store(item_experts + expert, -1, mask=empty)
     tl.store(item_tiers + expert, 0, mask=empty)
-    tl.store(item_slots + expert, -1, mask=empty)
-    tl.store(item_fate + expert, 0, mask=empty)
     for column in tl.static_range(3):
-        offset = tl.where(high, tl.load(offsets + 6 + column), tl.load(offsets + 3 + column))
         tl.store(item_bits + 3 * item + column, width, mask=uses)
-        tl.store(item_addresses + 3 * item + column, begin + offset, mask=uses)
-        stored = (fate != 0) & (to >= 0)
-        tl.store(item_destinations + 3 * item + column, tl.where(stored, there + offset, 0), mask=uses)
         tl.store(item_bits + 3 * expert + column, 0, mask=empty)
-        tl.store(item_addresses + 3 * expert + column, 0, mask=empty)
-        tl.store(item_destinations + 3 * expert + column, 0, mask=empty)
         tl.store(item_work + 3 * expert + column, 0, mask=empty)
     tl.store(item_work + 3 * most, -1)
     tl.store(item_work + 3 * most + 1, 0)
@@ -318,6 +337,87 @@ def decide_kernel(
         tl.store(item_pairs + pair, 0, mask=beyond)
         tl.store(item_rows + pair, 0, mask=beyond)
         tl.store(item_computed + pair, inside.to(tl.int32), mask=pair < tokens * TOP_K)
+
+
+@triton.jit
+def _find_places(
+    share_at, first_at, scratch, wanting, missing, here, uses, warmth, key, slot, expert, WIDTH: tl.constexpr
+):
+    """Places of one kind for those that miss it: free ones, and then those of colder experts that nobody uses.
+
+    Args:
+        share_at: of the layer, like what follows.
+        first_at: its first slot.
+        scratch: int32 [WIDTH].
+        wanting: bool [WIDTH], like what follows; if these are more than the share, the rest passes.
+        missing: who looks for a place.
+        here: who has one.
+        uses: who may not lose it.
+        warmth: int64 [WIDTH].
+        key: int64 [WIDTH], orders victims.
+        slot: int32 [WIDTH], everybody's; in this pool where `here` says so.
+
+    Returns:
+        Who is kept, who goes, and the slots after that.
+    """
+    kept = missing & (expert < 0)  # nobody
+    gone_for_good = kept
+    misses = _number_of(missing)
+    if misses > 0:
+        share, first = tl.load(share_at), tl.load(first_at)
+        free = share - _number_of(here)
+        room = _number_of(wanting) <= share
+        vacant = _vacant(here, slot - first, share, scratch, expert)
+        victims = tl.where(here & (uses == 0), key, _NOBODY)
+        for turn_number in range(misses):
+            one = tl.min(tl.where(missing, expert, WIDTH), 0)
+            missing = missing & (expert != one)
+            coldest = tl.min(victims, 0)
+            victim = tl.min(tl.where(victims == coldest, expert, WIDTH), 0)
+            own_warmth = tl.sum(tl.where(expert == one, warmth, 0), 0)
+            takes_free = turn_number < free
+            takes_place = (turn_number >= free) & room & (coldest != _NOBODY)
+            takes_place = takes_place & (own_warmth >= (coldest >> _STEP_BITS))
+            free_slot = tl.min(tl.where(vacant, expert, WIDTH), 0)
+            taken = tl.sum(tl.where(expert == victim, slot, 0), 0)
+            taken = tl.where(takes_free, free_slot + first, taken)
+            vacant = vacant & ((expert != free_slot) | (takes_free == 0))
+            gone = (expert == victim) & takes_place
+            victims = tl.where(gone, _NOBODY, victims)
+            comes = (expert == one) & (takes_free | takes_place)
+            slot = tl.where(gone, -1, tl.where(comes, taken, slot))
+            kept = kept | comes
+            gone_for_good = gone_for_good | gone
+    return kept, gone_for_good, slot
+
+
+@triton.jit
+def _staged(staging, passes):
+    """int32 [WIDTH]: a staging slot for each of those that pass, as long as there are some; -1 for the others."""
+    place = tl.cumsum(passes.to(tl.int32), 0) - 1
+    has = passes & (place < tl.load(staging + 1))
+    return tl.where(has, tl.load(staging) + place, -1)
+
+
+@triton.jit
+def _list_slices(
+    item_slots, item_fate, item_addresses, item_destinations, item, to, fate, uses, computed,
+    pool, slot_bytes, source, offsets, empty, expert,
+):  # fmt: skip
+    """Where items read one slice, or a version that is one, and where it goes; what is not computed has no address."""
+    tl.store(item_slots + item, tl.where(computed, to, -1), mask=uses)
+    tl.store(item_fate + item, tl.where(computed, fate, 0), mask=uses)
+    there = tl.load(pool) + to * tl.load(slot_bytes)
+    begin = tl.where(fate == 0, there, tl.load(source, mask=uses, other=0))
+    tl.store(item_slots + expert, -1, mask=empty)
+    tl.store(item_fate + expert, 0, mask=empty)
+    for column in tl.static_range(3):
+        offset = tl.load(offsets + column)
+        stored = computed & (fate != 0) & (to >= 0)
+        tl.store(item_addresses + 3 * item + column, tl.where(computed, begin + offset, 0), mask=uses)
+        tl.store(item_destinations + 3 * item + column, tl.where(stored, there + offset, 0), mask=uses)
+        tl.store(item_addresses + 3 * expert + column, 0, mask=empty)
+        tl.store(item_destinations + 3 * expert + column, 0, mask=empty)
 
 
 @triton.jit

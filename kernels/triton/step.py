@@ -86,7 +86,9 @@ class DecodeStep:
         positions, inner = tokens * top_k, self.shape.intermediate
         hidden = self.memory[: 2 * positions * inner].view(x.dtype).view(positions, inner)
         scratch = Scratch(self.memory[self._hidden_bytes(positions) : needed].view(torch.float32), self.semaphores)
-        experts = ExpertTable(self.shape, self.tiers, decision["addresses"], decision["bits"], decision["destinations"])
+        places = decision["addresses"], decision["bits"], decision["destinations"]
+        fine = (decision["fine"], decision["fine_destinations"]) if self.shape.nested else (None, None)
+        experts = ExpertTable(self.shape, self.tiers, *places, *fine)
         work, at = decision["work"], (decision["rows"], decision["pairs"])
         decode_gate_up(
             x, hidden, experts, WorkList(work[:-1], *at), self.activation, self.tiles.gate_up, scratch, start=start

@@ -10,6 +10,7 @@ from tests.support.decode_steps import (
     EXPERTS,
     FORMATS,
     LAYERS,
+    NESTED,
     POOL,
     SOURCE,
     TOKENS,
@@ -20,7 +21,7 @@ from tests.support.decode_steps import (
 from vllm_dymoe.experts.decode_table import KEPT, PASSED, STAYED, Counter
 from vllm_dymoe.experts.residency import FREE, HIGH, HIT, LOW, NOWHERE, STREAM
 from vllm_dymoe.experts.routing import Phase, Routing, group_by_expert
-from vllm_dymoe.experts.table import ResidencyTable
+from vllm_dymoe.experts.table import CODES, ResidencyTable
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.systems.dymoe import Dymoe
 
@@ -28,41 +29,53 @@ from vllm_dymoe.systems.dymoe import Dymoe
 class Host:
     """The rule as the host applies it: ``System.select``, ``ResidencyTable.begin_step``, evictions, publications."""
 
-    def __init__(self, shares, system, skip_low):
+    def __init__(self, shares, system, skip_low, nested):
         tiers = {Tier.LO: shares[LOW], Tier.HI: shares[HIGH]}
-        self.table = ResidencyTable(EXPERTS, tiers, reuse_high=system.reuses_high)
+        self.table = ResidencyTable(EXPERTS, tiers, reuse_high=system.reuses_high, nested=nested)
         self.system, self.skip_low, self.slots = system, skip_low, iter(range(1 << 30))
         self.counts = np.zeros((LAYERS, len(Counter)), np.int64)
 
     def step(self, layer, ids, weights):
+        """Experts, the version that is computed of each, and what becomes of that version or of both slices."""
         plan = self.system.select(Routing(layer, LAYERS, torch.empty(len(ids), 1), ids, weights, Phase.DECODE))
         wanted = {expert: tier for expert, tier in plan.items() if not (self.skip_low and tier is Tier.LO)}
-        codes = {Tier.LO: LOW, Tier.HI: HIGH}
-        counts = self.counts[layer]
+        counts, nested = self.counts[layer], self.table.nested
         counts[Counter.STEPS] += 1
         counts[Counter.WANTED_HIGH] += sum(tier is Tier.HI for tier in plan.values())
         counts[Counter.WANTED_LOW] += sum(tier is Tier.LO for tier in plan.values())
         counts[Counter.SKIPPED] += len(plan) - len(wanted)
-        active, tiers = np.array([*wanted], np.int64), np.array([codes[t] for t in wanted.values()], np.int8)
+        active, tiers = np.array([*wanted], np.int64), np.array([CODES[t] for t in wanted.values()], np.int8)
         before = self.table.tier[layer].copy()
-        places = self.table.begin_step(layer, active, tiers)
-        kept = [(*pair, place) for *pair, place in zip(active, wanted.values(), places, strict=True) if place >= FREE]
-        for expert, tier, place in zip(active, tiers, places, strict=True):
-            counts[Counter.HITS] += place == HIT
-            counts[Counter.REUSES] += place == HIT and before[expert] != tier
-            counts[Counter.FETCHED_HIGH if tier == HIGH else Counter.FETCHED_LOW] += place != HIT
-            counts[Counter.PASSED] += place == STREAM
-            counts[Counter.PROMOTIONS] += place != HIT and tier == HIGH and before[expert] != NOWHERE
-        for expert, _, place in kept:
-            self.table.remove(layer, expert)
-            if place >= 0:
-                counts[Counter.EVICTIONS] += self.table.remove(layer, int(place)) is not None
-        for expert, tier, _ in kept:
-            self.table.publish(layer, int(expert), tier, next(self.slots))
+        places = np.atleast_2d(self.table.begin_step(layer, active, tiers))
+        hit = (places == HIT).all(0)
+        reused = hit & (before[active] != tiers) & self.table.reuse_high
+        counts[Counter.HITS] += np.count_nonzero(hit)
+        counts[Counter.REUSES] += np.count_nonzero(reused)
+        counts[Counter.PROMOTIONS] += np.count_nonzero(~hit & (tiers == HIGH) & (before[active] != NOWHERE))
+        parts = [np.full(len(active), LOW), np.full(len(active), HIGH)] if nested else [tiers]
+        for part, kinds in zip(places, parts, strict=True):
+            for code, counter in ((HIGH, Counter.FETCHED_HIGH), (LOW, Counter.FETCHED_LOW)):
+                counts[counter] += np.count_nonzero((part != HIT) & (kinds == code))
+            counts[Counter.PASSED] += np.count_nonzero(part == STREAM)
+            counts[Counter.EVICTIONS] += np.count_nonzero(part >= 0)
+        for part, kinds in zip(places, parts, strict=True):
+            kept = [
+                (int(e), kind, int(place)) for e, kind, place in zip(active, kinds, part, strict=True) if place >= FREE
+            ]
+            for expert, code, place in kept:
+                if not nested:
+                    self.table.remove(layer, expert)
+                if place >= 0:
+                    (self.table.remove_fine if nested and code == HIGH else self.table.remove)(layer, place)
+            for expert, code, _ in kept:
+                self.table.publish(layer, expert, Tier.HI if code == HIGH else Tier.LO, next(self.slots))
         self.table.check_integrity()
-        computed = np.where(places == HIT, before[active], tiers)
-        fate = [STAYED if place == HIT else PASSED if place == STREAM else KEPT for place in places]
-        return active.tolist(), computed.tolist(), fate
+        computed = np.where(reused, before[active], tiers)
+        return active.tolist(), computed.tolist(), [[_fate(place) for place in part] for part in places]
+
+
+def _fate(place):
+    return STAYED if place == HIT else PASSED if place == STREAM else KEPT
 
 
 def check_items(decision, ids, active, computed, fate):
@@ -70,7 +83,8 @@ def check_items(decision, ids, active, computed, fate):
     count = int(decision.count)
     assert decision.experts[:count].tolist() == active
     assert decision.tiers[:count].tolist() == computed
-    assert decision.fate[:count].tolist() == fate
+    assert decision.fate[:count].tolist() == fate[0]
+    assert [decision.fine_fate[:count].tolist()] == fate[1:] or not len(decision.fine_fate)
     assert (decision.experts[count:] == -1).all()
     assert not decision.work[count:-1].any()
     groups = group_by_expert(ids.numpy())
@@ -94,53 +108,73 @@ share = st.integers(0, EXPERTS)
     st.sampled_from([0.0, 0.3, 0.75, 1.0]),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
-def test_any_steps_give_the_rows_that_the_host_keeps(steps, low, high, retention, reuse_high, skip_low):
+def test_any_steps_give_the_rows_that_the_host_keeps(steps, low, high, retention, reuse_high, skip_low, nested):
     shares, system = {LOW: low, HIGH: high}, Dymoe(retention=retention, reuse_high=reuse_high)
-    table, host = make_table(shares, system=system, skip_low=skip_low), Host(shares, system, skip_low)
+    table = make_table(shares, system=system, skip_low=skip_low, nested=nested)
+    host = Host(shares, system, skip_low, nested)
     for layer, tokens, seed in steps:
         ids, weights = random_step(seed, tokens)
         decision = decide(table, layer, ids, weights)
         check_items(decision, ids, *host.step(layer, ids, weights))
         table.check_integrity()
-        for name in ("tier", "heat", "used_at"):
+        for name in ("tier", "heat", "used_at", *(("fine_heat", "fine_used_at") if nested else ())):
             assert np.array_equal(getattr(table, name).numpy(), getattr(host.table, name))
     assert table.counters.tolist() == host.counts.tolist()
 
 
 def check_addresses(table, layer, decision, held):
-    """What stayed is read where it was, what is kept goes where its row says, nothing is written where it is read."""
-    tier, slot = held
+    """What stayed is read where it was, what is kept goes where its row says, nothing is written where it is read.
+
+    Returns:
+        Pool and slot of everything that is read where it is, and of everything that is written.
+    """
+    tier, slots = held
+    read, written = [], []
+    formats = NESTED if table.nested else FORMATS
     for item in range(int(decision.count)):
-        expert, code, fate = (int(values[item]) for values in (decision.experts, decision.tiers, decision.fate))
-        offsets = [section.start for section in FORMATS[code].sections]
-        source = SOURCE[code] + (layer * table.experts + expert << 12)
-        assert decision.bits[item].tolist() == [FORMATS[code].bits] * 3
-        if fate == STAYED:
-            source, destination = POOL[code] + (int(slot[layer, expert]) << 12), None
-            assert tier[layer, expert] == code
-        else:
-            destination = int(decision.slots[item]) if decision.slots[item] >= 0 else None
-        assert (decision.addresses[item] - source).tolist() == offsets
-        if fate == KEPT:
-            assert (table.tier[layer, expert], table.slot[layer, expert]) == (code, destination)
-        target = [0] * 3 if destination is None else [POOL[code] + (destination << 12) + start for start in offsets]
-        assert decision.destinations[item].tolist() == target
+        expert, computed = int(decision.experts[item]), int(decision.tiers[item])
+        assert decision.bits[item].tolist() == [formats[computed].bits] * 3
+        parts = [(computed, decision.fate, decision.slots, decision.addresses, decision.destinations)]
+        if table.nested:
+            fine = (HIGH, decision.fine_fate, decision.fine_slots, decision.fine, decision.fine_destinations)
+            parts = [(LOW, *parts[0][1:]), fine][:computed]
+            assert computed == HIGH or not decision.fine[item].any()
+        for code, fates, to, addresses, destinations in parts:
+            offsets, fate = [section.start for section in formats[code].sections], int(fates[item])
+            source, destination = SOURCE[code] + (layer * table.experts + expert << 12), None
+            if fate == STAYED:
+                place = int(slots[code][layer, expert])
+                source = POOL[code] + (place << 12)
+                assert tier[layer, expert] >= code if table.nested else tier[layer, expert] == code
+                read.append((code, place))
+            elif to[item] >= 0:
+                destination = int(to[item])
+                written.append((code, destination))
+            assert (addresses[item] - source).tolist() == offsets
+            if fate == KEPT:
+                now = table.fine if table.nested and code == HIGH else table.slot
+                assert (int(now[layer, expert]), int(table.tier[layer, expert])) == (
+                    destination,
+                    max(code, table.tier[layer, expert]),
+                )
+            target = [0] * 3 if destination is None else [POOL[code] + (destination << 12) + start for start in offsets]
+            assert destinations[item].tolist() == target
+    return read, written
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 1 << 30), min_size=1, max_size=12), st.integers(0, 4), st.integers(0, 3))
-def test_addresses_are_those_of_the_rows(seeds, share, staging):
-    table = make_table({LOW: [share] * LAYERS, HIGH: [share] * LAYERS}, staging=staging)
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 1 << 30), min_size=1, max_size=12), st.integers(0, 4), st.integers(0, 3), st.booleans())
+def test_addresses_are_those_of_the_rows(seeds, share, staging, nested):
+    table = make_table({LOW: [share] * LAYERS, HIGH: [share] * LAYERS}, staging=staging, nested=nested)
     for seed in seeds:
         layer = seed % LAYERS
-        held = table.tier.clone(), table.slot.clone()
-        decision = decide(table, layer, *random_step(seed))
-        check_addresses(table, layer, decision, held)
-        places = [*zip(decision.fate.tolist(), decision.tiers.tolist(), decision.slots.tolist(), strict=True)]
-        written = [place for fate, *place in places if fate != STAYED and place[1] >= 0]
-        read = [place for fate, *place in places if fate == STAYED]
-        assert all(written.count(place) == 1 and place not in read for place in written)
+        fine = table.fine if nested else table.slot
+        held = table.tier.clone(), {LOW: table.slot.clone(), HIGH: fine.clone()}
+        read, written = check_addresses(table, layer, decide(table, layer, *random_step(seed)), held)
+        assert len(set(written)) == len(written)
+        assert not set(read) & set(written)
 
 
 def test_an_expert_with_more_positions_than_are_multiplied_at_once_passes_through_a_staging_slot():

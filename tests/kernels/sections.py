@@ -89,6 +89,8 @@ def at_the_edge(tensor):
 
     For the interpreter, which loads and stores what a mask lets through, one address at a time.
     """
+    if not tensor.nbytes:
+        return tensor.clone()
     page = mmap.PAGESIZE
     size = -(-tensor.nbytes // page) * page
     memory = mmap.mmap(-1, size + page)

@@ -31,9 +31,9 @@ class Twins:
         """Decide with both; the plain decision, once everything was compared."""
         tokens, top_k = ids.shape
         count = rows(tokens if real is None else real)
-        expected = Decision.allocate(tokens, top_k, self.plain.experts, "cpu")
+        expected = Decision.allocate(tokens, top_k, self.plain.experts, "cpu", nested=self.plain.nested)
+        found = moved(expected, self._soiled)
         decide_plain(self.plain, layer, ids, weights, count, expected)
-        found = moved(Decision.allocate(tokens, top_k, self.plain.experts, "cpu"), self._soiled)
         place = self.place
         decide(vars(self.table), layer, place(ids), place(weights), place(count), vars(found))
         for name, values in vars(expected).items():
@@ -47,13 +47,13 @@ class Twins:
             assert torch.equal(values, getattr(self.table, name).cpu()), name
 
     def _soiled(self, values):
-        return self.place(values).fill_(77)
+        return self.place(values.clone()).fill_(77)
 
 
 shares = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=24, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(
         st.tuples(st.integers(0, LAYERS - 1), st.integers(1, TOKENS), st.integers(0, 1 << 30)), min_size=1, max_size=6
@@ -64,19 +64,21 @@ shares = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
     st.booleans(),
     st.booleans(),
     st.integers(0, 2),
+    st.booleans(),
 )
-def test_any_steps(steps, low, high, retention, reuse_high, skip_low, staging):
+def test_any_steps(steps, low, high, retention, reuse_high, skip_low, staging, nested):
     system = Dymoe(retention=retention, reuse_high=reuse_high)
-    twins = Twins({LOW: low, HIGH: high}, system=system, skip_low=skip_low, staging=staging)
+    twins = Twins({LOW: low, HIGH: high}, system=system, skip_low=skip_low, staging=staging, nested=nested)
     for layer, tokens, seed in steps:
         ids, weights = random_step(seed, tokens)
         twins.step(layer, ids, weights, real=seed % (tokens + 1))
 
 
+@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("share", [0, 2, 3, 5, EXPERTS])
-def test_a_long_run_of_single_tokens(share):
+def test_a_long_run_of_single_tokens(share, nested):
     """Shares of none, k - 1, k, more, and all."""
-    twins = Twins({LOW: [share] * LAYERS, HIGH: [share] * LAYERS}, system=Dymoe(retention=0.6))
+    twins = Twins({LOW: [share] * LAYERS, HIGH: [share] * LAYERS}, system=Dymoe(retention=0.6), nested=nested)
     for seed in range(20):
         twins.step(seed % LAYERS, *random_step(seed, 1))
     twins.plain.check_integrity()
@@ -85,16 +87,17 @@ def test_a_long_run_of_single_tokens(share):
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(512, 22, 5), (128, 8, 32), (33, 4, 70)])
 def test_sizes_of_models(experts, top_k, tokens):
     shares = {LOW: [experts // 8] * LAYERS, HIGH: [experts // 4] * LAYERS}
-    options = {"experts": experts, "top_k": top_k, "tokens": tokens}
+    options = {"experts": experts, "top_k": top_k, "tokens": tokens, "nested": experts == 128}
     twins = Twins(shares, system=Dymoe(retention=0.5), staging=3, **options)
     for seed in range(3):
         ids, weights = random_step(seed, tokens if seed else 1, top_k, experts)
         twins.step(0, ids.int() if seed == 1 else ids, weights)
 
 
-def test_precision_shares_and_records_change_between_steps():
+@pytest.mark.parametrize("nested", [False, True])
+def test_precision_shares_and_records_change_between_steps(nested):
     """They are values: no launch is made in another way."""
-    twins = Twins({LOW: [3, 3], HIGH: [3, 3]})
+    twins = Twins({LOW: [3, 3], HIGH: [3, 3]}, nested=nested)
     for number, (low, high, retention) in enumerate([(3, 3, 0.5), (6, 0, 0.5), (1, 2, 0.9), (3, 3, 0.0)]):
         critical = torch.from_numpy(Dymoe(retention=retention).critical_counts(LAYERS, EXPERTS))
         for table in (twins.plain, twins.table):
@@ -128,9 +131,10 @@ def test_recorded_routing():
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="compute-sanitizer looks for the same on a GPU")
+@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("real", [0, 1, TOKENS])
-def test_nothing_beside_the_tensors_is_touched(real):
-    twins = Twins({LOW: [3, 0], HIGH: [0, 5]}, place=at_the_edge, staging=1)
+def test_nothing_beside_the_tensors_is_touched(real, nested):
+    twins = Twins({LOW: [3, 0], HIGH: [0, 5]}, place=at_the_edge, staging=1, nested=nested)
     for layer in range(LAYERS):
         twins.table.recording.fill_(1), twins.plain.recording.fill_(1)
         twins.step(layer, *random_step(layer), real=real)

@@ -24,21 +24,24 @@ WITHOUT_GATE = Activation(Curve.RELU2, has_gate=False)
 
 
 class Layer:
-    """One layer's experts in a "host" and slots on a "device"."""
+    """One layer's experts in a "host" and slots on a "device"; nested: the low version lies inside the high one."""
 
-    def __init__(self, shares, *, split, bits=BITS, staging=0, tokens=4, activation=SILU):
+    def __init__(self, shares, *, split, bits=BITS, staging=0, tokens=4, activation=SILU, nested=False):
         self.activation, has_gate = activation, activation.has_gate
-        self.shape = ExpertShape(150, 70, 32, FLOAT16, True, has_gate=has_gate)
-        self.bits = bits
+        self.shape = ExpertShape(150, 70, 32, FLOAT16, True, has_gate=has_gate, nested=bits[HIGH] if nested else 0)
+        self.bits, self.nested = bits, nested
         self.experts = {code: Experts(self.shape, [width] * EXPERTS, 100 * code) for code, width in bits.items()}
         formats = {
             code: ExpertFormat(
                 150, 70, BOOKS[width].bits if width in BOOKS else width, 32, FLOAT16, True,
-                has_gate=has_gate, codebook=BOOKS.get(width),
+                has_gate=has_gate, codebook=BOOKS.get(width), nested=nested and code == HIGH,
+                upper_of=bits[HIGH] if nested and code == LOW else 0,
             )
             for code, width in bits.items()
         }  # fmt: skip
-        self.table = DecodeTable.allocate(1, EXPERTS, rows=tokens, top_k=TOP_K, depth=1, device=DEVICE)
+        high = self.experts[HIGH]
+        self.stored = {LOW: high.blobs, HIGH: high.fine} if nested else {c: e.blobs for c, e in self.experts.items()}
+        self.table = DecodeTable.allocate(1, EXPERTS, rows=tokens, top_k=TOP_K, depth=1, device=DEVICE, nested=nested)
         self.table.set_precision(formats, Dymoe(retention=0.5).critical_counts(1, EXPERTS))
         self.slots = {
             code: torch.full((shares[code] + staging, fmt.nbytes), 0xEE, dtype=torch.uint8, device=DEVICE)
@@ -46,8 +49,8 @@ class Layer:
         }
         pools = {code: (slots.data_ptr(), slots.shape[1], len(slots)) for code, slots in self.slots.items()}
         self.table.set_pools(pools, {code: [shares[code]] for code in bits})
-        for code, experts in self.experts.items():
-            self.table.source[0, :, code] = torch.tensor([blob.data_ptr() for blob in experts.blobs])
+        for code, blobs in self.stored.items():
+            self.table.source[0, :, code] = torch.tensor([blob.data_ptr() for blob in blobs])
         tile = DecodeTile(4, split)
         tiles = Tiles(4, tile, tile, (), ())
         memory = torch.full((1 << 20,), 0x7F, dtype=torch.uint8, device=DEVICE)
@@ -56,7 +59,7 @@ class Layer:
 
     def run(self, x, ids, weights, real=None):
         """The output and the decision."""
-        decision = Decision.allocate(len(x), TOP_K, EXPERTS, DEVICE)
+        decision = Decision.allocate(len(x), TOP_K, EXPERTS, DEVICE, nested=self.nested)
         out = poisoned(*x.shape, dtype=FLOAT16)
         count = rows(len(x) if real is None else real).to(DEVICE)
         self.step.run(vars(self.table), 0, x, ids, weights, count, vars(decision), out)
@@ -67,11 +70,10 @@ class Layer:
         """The same experts from the store itself: unweighted, then combined."""
         count, tile = int(decision.count), self.step.tiles.down
         chosen = [(int(e), int(t)) for e, t in zip(decision.experts[:count], decision.tiers[:count], strict=True)]
+        first = [self.stored[LOW if self.nested else code][expert].data_ptr() for expert, code in chosen]
+        fine = [self.stored[HIGH][expert].data_ptr() if code == HIGH else 0 for expert, code in chosen]
         table = ExpertTable.of_blobs(
-            self.shape,
-            [self.experts[code].blobs[expert].data_ptr() for expert, code in chosen],
-            [self.bits[code] for _, code in chosen],
-            DEVICE,
+            self.shape, first, [self.bits[code] for _, code in chosen], DEVICE, fine=fine if self.nested else None
         )
         pairs = [[(t, k) for t in range(len(x)) for k in range(TOP_K) if ids[t, k] == expert] for expert, _ in chosen]
         work = work_list(pairs, TOP_K)
@@ -83,10 +85,12 @@ class Layer:
 
     def check_slots(self):
         """Every row names the bytes of the store."""
+        named = {LOW: (self.table.slot, 1), HIGH: (self.table.fine, 2)} if self.nested else {}
         for expert in range(EXPERTS):
-            code, slot = int(self.table.tier[0, expert]), int(self.table.slot[0, expert])
-            if code:
-                assert torch.equal(self.slots[code][slot], self.experts[code].blobs[expert])
+            code = int(self.table.tier[0, expert])
+            for part, (slots, least) in (named or {code: (self.table.slot, 1)}).items():
+                if code >= least:
+                    assert torch.equal(self.slots[part][int(slots[0, expert])], self.stored[part][expert])
 
 
 def route(seed, tokens):
@@ -98,18 +102,22 @@ def route(seed, tokens):
 
 
 @pytest.mark.parametrize(
-    ("share", "split", "bits", "staging", "activation"),
+    ("share", "split", "bits", "staging", "activation", "nested"),
     [
-        (0, 2, BITS, 0, SILU),
-        (0, 2, BITS, 1, SILU),
-        (2, 3, {LOW: 8, HIGH: 16}, 0, SILU),
-        (0, 2, {LOW: 2, HIGH: NVFP4.tag}, 1, SILU),
-        (2, 2, {LOW: MXFP4.tag, HIGH: FP8.tag}, 0, WITHOUT_GATE),
+        (0, 2, BITS, 0, SILU, False),
+        (0, 2, BITS, 1, SILU, False),
+        (2, 3, {LOW: 8, HIGH: 16}, 0, SILU, False),
+        (0, 2, {LOW: 2, HIGH: NVFP4.tag}, 1, SILU, False),
+        (2, 2, {LOW: MXFP4.tag, HIGH: FP8.tag}, 0, WITHOUT_GATE, False),
+        (0, 2, BITS, 1, SILU, True),
+        (2, 2, BITS, 0, SILU, True),
+        (3, 3, {LOW: 4, HIGH: 8}, 0, SILU, True),
     ],
 )
-def test_residency_changes_no_bit(share, split, bits, staging, activation):
+def test_residency_changes_no_bit(share, split, bits, staging, activation, nested):
     """Read through, through a staging slot (expert 0, with its three positions), fetched to be kept, and found."""
-    layer = Layer({LOW: share, HIGH: share}, split=split, bits=bits, staging=staging, activation=activation)
+    shares = {LOW: share, HIGH: max(0, share - 1) if nested else share}
+    layer = Layer(shares, split=split, bits=bits, staging=staging, activation=activation, nested=nested)
     for tokens in (3, 1):
         x, (ids, weights) = random_x(tokens, 150, FLOAT16, tokens), route(0, tokens)
         out, decision = layer.run(x, ids, weights)
@@ -120,7 +128,7 @@ def test_residency_changes_no_bit(share, split, bits, staging, activation):
     counts = layer.table.counters[0]
     assert counts[Counter.FETCHED_HIGH] > 0
     assert bool(counts[Counter.HITS]) == bool(share)
-    assert bool(counts[Counter.PASSED]) == (share == 0)
+    assert bool(counts[Counter.PASSED]) == (shares[HIGH] < 2)
 
 
 def test_the_step_against_float64_and_the_plain_decision():

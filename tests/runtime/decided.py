@@ -9,6 +9,7 @@ from tests.small_model import make_experts
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import BlobKey
+from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.kernels.codebook import CODEBOOKS
 from vllm_dymoe.quantize.dummy import random_store
@@ -68,5 +69,6 @@ def check_decided(runtime):
     runtime.check_integrity()
     for tier, pool in runtime.memory.pools.items():
         for layer, expert in runtime.memory.table.residents(tier):
-            slot = pool.slots[runtime.memory.table.slot[layer, expert]]
+            nested = runtime.memory.nested and tier is Tier.HI
+            slot = pool.slots[(runtime.memory.table.fine if nested else runtime.memory.table.slot)[layer, expert]]
             assert torch.equal(slot.blob, runtime.store.blob(BlobKey(layer, expert, runtime.memory.bits[tier])))

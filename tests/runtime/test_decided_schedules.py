@@ -114,6 +114,7 @@ programs = st.builds(
         max_size=8,
     ).map(tuple),
     budget=st.sampled_from((0, 0.2, 0.4, 0.6, 1.0)),
+    nested=st.booleans(),
     guesses=st.lists(guesses, max_size=8).map(tuple),
     pieces=st.booleans(),
     resizes=st.dictionaries(st.integers(0, 7), st.sampled_from((0.4, 0.7)), max_size=2),
@@ -139,6 +140,7 @@ def random_program(seed):
     return Program(
         steps=tuple((chosen.randrange(50), layer, chosen.choice((1, 5, 5, PROMPT, PROMPT))) for layer in layers),
         budget=chosen.choice((0.2, 0.4)),
+        nested=chosen.choice((False, True)),
         guesses=tuple(
             tuple((min(layer + 1, LAYERS - 1), chosen.randrange(EXPERTS)) for _ in range(4)) for layer in layers
         ),

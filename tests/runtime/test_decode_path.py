@@ -29,10 +29,12 @@ def equal(ours, theirs):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_no_budget_and_no_path_changes_a_bit(memory_store, system, budget):
+@pytest.mark.parametrize("nested", [False, True])
+def test_no_budget_and_no_path_changes_a_bit(memory_store, nested_store, system, budget, nested):
     system, lo = SYSTEMS[system]
-    want = run(make_runtime(memory_store, "100%", system, lo=lo), STEPS)
-    runtime = decided_runtime(memory_store, budget, system, lo=lo)
+    store = nested_store if nested else memory_store
+    want = run(make_runtime(store, "100%", system, lo=lo), STEPS)
+    runtime = decided_runtime(store, budget, system, lo=lo)
     assert equal(run_decided(runtime, STEPS), want)
     assert runtime.budget.peak <= runtime.budget.limit
 

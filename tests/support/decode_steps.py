@@ -5,19 +5,32 @@ import torch
 
 from vllm_dymoe.experts.decode_rule import decide_plain
 from vllm_dymoe.experts.decode_table import Decision, DecodeTable
-from vllm_dymoe.experts.layout import ExpertFormat
+from vllm_dymoe.experts.layout import ExpertFormat, stored_formats
 from vllm_dymoe.experts.residency import HIGH, LOW
 from vllm_dymoe.systems.dymoe import Dymoe
 
 LAYERS, EXPERTS, TOP_K, TOKENS, SLOTS = 2, 12, 3, 6, 24
 FORMATS = {HIGH: ExpertFormat(64, 32, 4, 32, torch.bfloat16), LOW: ExpertFormat(64, 32, 2, 32, torch.bfloat16)}
+_NESTED = stored_formats((4, 2), lambda bits: FORMATS[HIGH if bits == 4 else LOW])
+NESTED = {HIGH: _NESTED[4], LOW: _NESTED[2]}
 POOL, SOURCE = {LOW: 1 << 20, HIGH: 1 << 24}, {LOW: 1 << 30, HIGH: 1 << 34}
 
 
-def make_table(shares, *, system=None, skip_low=False, staging=0, experts=EXPERTS, top_k=TOP_K, depth=2, tokens=TOKENS):
+def make_table(
+    shares,
+    *,
+    system=None,
+    skip_low=False,
+    staging=0,
+    experts=EXPERTS,
+    top_k=TOP_K,
+    depth=2,
+    tokens=TOKENS,
+    nested=False,
+):
     """A table whose addresses say which slot or which expert they belong to."""
-    table = DecodeTable.allocate(LAYERS, experts, rows=tokens, top_k=top_k, depth=depth, device="cpu")
-    formats = FORMATS | ({LOW: None} if skip_low else {})
+    table = DecodeTable.allocate(LAYERS, experts, rows=tokens, top_k=top_k, depth=depth, device="cpu", nested=nested)
+    formats = (NESTED if nested else FORMATS) | ({LOW: None} if skip_low else {})
     system = system or Dymoe(retention=0.5)
     table.set_precision(formats, system.critical_counts(LAYERS, experts))
     pools = {code: (POOL[code], 1 << 12, sum(shares[code]) + staging) for code in (LOW, HIGH)}
@@ -43,6 +56,6 @@ def rows(count):
 
 
 def decide(table, layer, ids, weights, real=None):
-    decision = Decision.allocate(len(ids), ids.shape[1], table.experts, "cpu")
+    decision = Decision.allocate(len(ids), ids.shape[1], table.experts, "cpu", nested=table.nested)
     decide_plain(table, layer, ids, weights, rows(len(ids) if real is None else real), decision)
     return decision

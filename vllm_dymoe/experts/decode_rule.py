@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_dymoe.experts.decode_table import KEPT, PASSED, STAYED, Counter, Decision, DecodeTable
-from vllm_dymoe.experts.residency import FREE, HIGH, HIT, LOW, NOWHERE, STREAM, decide, record_uses
+from vllm_dymoe.experts.residency import FREE, HIGH, HIT, LOW, NOWHERE, STREAM, decide, decide_slices, record_uses
 from vllm_dymoe.kernels.decode import POSITIONS_AT_ONCE, WEIGHT_UNIT
 
 Ints = NDArray[np.int64]
@@ -52,18 +52,32 @@ def decide_plain(
     held, heat, used_at = (values.numpy()[layer] for values in (table.tier, table.heat, table.used_at))
     record_uses(heat, used_at, active, int(step[layer]))
     shares = table.shares.numpy()[layer].tolist()
-    places = decide(active, wanted, held, heat, used_at, shares, reuse_high=bool(table.reuse_high[0]))
-    hit = places == HIT
     before = held[active]
+    reuse = bool(table.reuse_high[0])
+    if table.nested:
+        fine_heat, fine_used_at = table.fine_heat.numpy()[layer], table.fine_used_at.numpy()[layer]
+        record_uses(fine_heat, fine_used_at, active[wanted == HIGH], int(step[layer]))
+        heats, uses = (heat, fine_heat), (used_at, fine_used_at)
+        low_places, high_places = decide_slices(active, wanted, held, heats, uses, shares)
+        hit = (low_places == HIT) & (high_places == HIT)
+        computed = np.where(reuse & hit, before, wanted)
+    else:
+        places = decide(active, wanted, held, heat, used_at, shares, reuse_high=reuse)
+        hit = places == HIT
+        low_places, high_places = (np.where(wanted == code, places, HIT) for code in (LOW, HIGH))
+        computed = np.where(hit, before, wanted)
     counts[Counter.HITS] += np.count_nonzero(hit)
-    counts[Counter.REUSES] += np.count_nonzero(hit & (before != wanted))
-    counts[Counter.FETCHED_HIGH] += np.count_nonzero(~hit & (wanted == HIGH))
-    counts[Counter.FETCHED_LOW] += np.count_nonzero(~hit & (wanted == LOW))
-    counts[Counter.PASSED] += np.count_nonzero(places == STREAM)
+    counts[Counter.REUSES] += np.count_nonzero(hit & (computed != wanted))
     counts[Counter.PROMOTIONS] += np.count_nonzero(~hit & (wanted == HIGH) & (before == LOW))
-    counts[Counter.EVICTIONS] += np.count_nonzero(places >= 0)
-    _give_slots(table, layer, active, wanted, places)
-    _list_items(table, layer, active, np.where(hit, before, wanted), places, sizes, decision)
+    for counter, places in ((Counter.FETCHED_HIGH, high_places), (Counter.FETCHED_LOW, low_places)):
+        counts[counter] += np.count_nonzero(places != HIT)
+        counts[Counter.PASSED] += np.count_nonzero(places == STREAM)
+        counts[Counter.EVICTIONS] += np.count_nonzero(places >= 0)
+    if table.nested:
+        _give_slices(table, layer, active, low_places, high_places)
+    else:
+        _give_slots(table, layer, active, wanted, np.where(wanted == HIGH, high_places, low_places))
+    _list_items(table, layer, active, computed, (low_places, high_places), sizes, decision)
     _list_positions(active, chosen, top_k, decision)
 
 
@@ -72,6 +86,7 @@ def _empty(decision: Decision) -> None:
         tensor.zero_()
     decision.experts.fill_(-1)
     decision.slots.fill_(-1)
+    decision.fine_slots.fill_(-1)
     decision.work[-1] = torch.tensor([-1, 0, len(decision.computed)])
 
 
@@ -117,40 +132,67 @@ def _give_slots(table: DecodeTable, layer: int, active: Ints, wanted: NDArray[np
             tier[expert], slot[expert] = code, taken
 
 
+def _give_slices(table: DecodeTable, layer: int, active: Ints, bases: Ints, fine: Ints) -> None:
+    """The same for bases, and then for fine slices; who loses its base loses both."""
+    tier = table.tier.numpy()[layer]
+    for code, slot, places in ((LOW, table.slot.numpy()[layer], bases), (HIGH, table.fine.numpy()[layer], fine)):
+        first, share = int(table.first_slot[layer, code]), int(table.shares[layer, code])
+        own = np.arange(first, first + share, dtype=np.int32)
+        free = iter(own[~np.isin(own, slot[tier >= code])].tolist())
+        for number in ((places == FREE) | (places >= 0)).nonzero()[0].tolist():
+            expert, victim = active[number], places[number]
+            taken = next(free) if victim == FREE else slot[victim]
+            if victim != FREE:
+                tier[victim], slot[victim] = code - 1, -1
+            tier[expert], slot[expert] = code, taken
+        if code == LOW:
+            table.fine.numpy()[layer][tier == NOWHERE] = -1
+
+
 def _list_items(
     table: DecodeTable,
     layer: int,
     active: Ints,
     computed: NDArray[np.int8],
-    places: Ints,
+    places: tuple[Ints, Ints],
     sizes: Ints,
     decision: Decision,
 ) -> None:
     """What is read from where, and where it goes.
 
-    An expert that passes is read through, once for every two of its positions. One with more of them has a staging
-    slot, as long as there are some: the link is slower than the slot.
+    Args:
+        table: its rows are those after the step, like what follows.
+        layer: position among the MoE layers.
+        active: the experts.
+        computed: the version of each.
+        places: what becomes of low versions, or of bases, and of high ones, or of fine slices.
+        sizes: positions of each expert of the layer.
+        decision: written.
     """
     staged = dict(enumerate(table.staging.tolist()))
     decision.count.fill_(len(active))
     position = 0
-    for item, (expert, code, place) in enumerate(zip(active.tolist(), computed.tolist(), places.tolist(), strict=True)):
-        fate = STAYED if place == HIT else PASSED if place == STREAM else KEPT
-        slot = -1 if fate == PASSED else int(table.slot[layer, expert])
-        if fate == PASSED and sizes[expert] > POSITIONS_AT_ONCE and staged[code][1]:
-            slot, staged[code] = staged[code][0], [staged[code][0] + 1, staged[code][1] - 1]
-        offsets = table.offsets[code]
-        there = int(table.pool[code]) + slot * int(table.slot_bytes[code])
-        decision.experts[item], decision.tiers[item], decision.slots[item], decision.fate[item] = (
-            expert,
-            code,
-            slot,
-            fate,
-        )
+    for item, (expert, code) in enumerate(zip(active.tolist(), computed.tolist(), strict=True)):
+        decision.experts[item], decision.tiers[item] = expert, code
         decision.bits[item] = table.bits[code]
-        decision.addresses[item] = offsets + (there if fate == STAYED else table.source[layer, expert, code])
-        if fate != STAYED and slot >= 0:
-            decision.destinations[item] = offsets + there
+        slices = [(code, "slots", "fate", "addresses", "destinations")]
+        if table.nested:
+            slices = [(LOW, *slices[0][1:]), (HIGH, "fine_slots", "fine_fate", "fine", "fine_destinations")][:code]
+        for part, slots, fates, addresses, destinations in slices:
+            place = int(places[part - 1][item])
+            fate = STAYED if place == HIT else PASSED if place == STREAM else KEPT
+            slot = -1
+            if fate != PASSED:
+                slot = int((table.fine if table.nested and part == HIGH else table.slot)[layer, expert])
+            elif sizes[expert] > POSITIONS_AT_ONCE and staged[part][1]:
+                slot, staged[part] = staged[part][0], [staged[part][0] + 1, staged[part][1] - 1]
+            offsets = table.offsets[part]
+            there = int(table.pool[part]) + slot * int(table.slot_bytes[part])
+            getattr(decision, slots)[item], getattr(decision, fates)[item] = slot, fate
+            source = there if fate == STAYED else table.source[layer, expert, part]
+            getattr(decision, addresses)[item] = offsets + source
+            if fate != STAYED and slot >= 0:
+                getattr(decision, destinations)[item] = offsets + there
         for column, value in enumerate((item, position, position + sizes[expert])):
             decision.work[item, column] = int(value)
         position += sizes[expert]

@@ -5,6 +5,9 @@ shares, tiers, retention and pools are values here, so that a graph stays when t
 
 Each layer has a range of slots of its own in each tier's pool: a free slot is the lowest of the range that no row
 names, and no list has to be kept. Tiers are written as in ``residency``: NOWHERE, LOW and HIGH index what has size 3.
+
+Where the low version lies inside the high one the pool of LOW has bases and that of HIGH fine slices; what is said of a
+version's address, slot, source and offsets is then said of that slice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,13 +41,15 @@ class Counter(IntEnum):
     REUSES = auto()
     """Hits of a high version where a low one was wanted."""
     FETCHED_HIGH = auto()
+    """Versions, or fine slices."""
     FETCHED_LOW = auto()
+    """Versions, or bases."""
     PASSED = auto()
     """Those among the fetched that are not kept."""
     PROMOTIONS = auto()
     """Fetches of a high version where the low one was there."""
     EVICTIONS = auto()
-    """Experts whose place another one took."""
+    """Experts, or fine slices, whose place another one took."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +58,12 @@ class DecodeTable:
 
     Attributes:
         tier: int8 [layers, experts], which version a row names.
-        slot: int32 [layers, experts], index in the tier's pool, -1 for none.
+        slot: int32 [layers, experts], index in the tier's pool, or in that of bases; -1 for none.
         heat: int64 [layers, experts].
         used_at: int64 [layers, experts].
+        fine: int32 [layers, experts], index in the pool of fine slices, -1 for none; [0, experts] if not nested.
+        fine_heat: int64 like fine, of uses of the high version.
+        fine_used_at: int64 like fine, the same.
         step: int64 [layers], the layer's last step.
         shares: int32 [layers, 3], experts that a layer may keep.
         first_slot: int32 [layers, 3], where the layer's range in the tier's pool begins.
@@ -78,6 +86,9 @@ class DecodeTable:
     slot: Tensor
     heat: Tensor
     used_at: Tensor
+    fine: Tensor
+    fine_heat: Tensor
+    fine_used_at: Tensor
     step: Tensor
     shares: Tensor
     first_slot: Tensor
@@ -97,7 +108,15 @@ class DecodeTable:
 
     @classmethod
     def allocate(
-        cls, layers: int, experts: int, *, rows: int, top_k: int, depth: int, device: torch.device | str
+        cls,
+        layers: int,
+        experts: int,
+        *,
+        rows: int,
+        top_k: int,
+        depth: int,
+        device: torch.device | str,
+        nested: bool = False,
     ) -> Self:
         """A table that names nothing, keeps nothing and wants every expert high.
 
@@ -108,16 +127,21 @@ class DecodeTable:
             top_k: experts of a row.
             depth: steps that the ring holds.
             device: where it is.
+            nested: whether the low version lies inside the high one.
         """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        halves = layers if nested else 0
         table = cls(
             tier=zeros(layers, experts, dtype=torch.int8),
             slot=zeros(layers, experts, dtype=torch.int32).fill_(-1),
             heat=zeros(layers, experts),
             used_at=zeros(layers, experts),
+            fine=zeros(halves, experts, dtype=torch.int32).fill_(-1),
+            fine_heat=zeros(halves, experts),
+            fine_used_at=zeros(halves, experts),
             step=zeros(layers),
             shares=zeros(layers, 3, dtype=torch.int32),
             first_slot=zeros(layers, 3, dtype=torch.int32),
@@ -139,6 +163,11 @@ class DecodeTable:
         return table
 
     @property
+    def nested(self) -> bool:
+        """Whether the low version lies inside the high one."""
+        return len(self.fine) > 0
+
+    @property
     def layers(self) -> int:
         """Of the model."""
         return self.tier.shape[0]
@@ -156,11 +185,20 @@ class DecodeTable:
         Args:
             formats: by LOW and HIGH, those in use; None for one that is skipped.
             critical: int32 [layers, experts + 1], by the number of active experts.
+
+        Raises:
+            ValueError: the low version was to lie inside the high one and does not, or the other way round.
         """
         bits, offsets = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int64)
+        high = formats[HIGH]
+        if (high is not None and high.nested) != self.nested:
+            raise ValueError("formats are nested where the table is not, or the other way round")
         for code, fmt in formats.items():
+            bits[code] = 0 if fmt is None else fmt.matrices[2].tag
+        # A base has its place, too, where nothing is computed from it alone.
+        low = high.base if high is not None and high.nested else formats.get(LOW)
+        for code, fmt in ((HIGH, high), (LOW, low)):
             if fmt is not None:
-                bits[code] = fmt.matrices[2].tag
                 offsets[code] = torch.tensor([section.start for section in fmt.sections])
         self.bits.copy_(bits)
         self.offsets.copy_(offsets)
@@ -196,17 +234,32 @@ class DecodeTable:
             (self.slot_bytes, nbytes),
         ):
             tensor.copy_(torch.from_numpy(values))
-        named = self.tier.long()
-        begin = self.first_slot.gather(1, named)
-        outside = (self.slot < begin) | (self.slot >= begin + self.shares.gather(1, named))
+        self._leave_out_others()
+
+    def _leave_out_others(self) -> None:
+        """Empty rows whose slot is not their layer's own."""
+        if self.nested:
+            demoted = self._outside(self.fine, HIGH) & (self.tier == HIGH)
+            self.tier.masked_fill_(demoted, LOW)
+            outside = self._outside(self.slot, LOW)
+            self.fine.masked_fill_(demoted | outside, -1)
+        else:
+            low, high = (self._outside(self.slot, code) for code in (LOW, HIGH))
+            outside = torch.where(self.tier == HIGH, high, low)
         self.tier.masked_fill_(outside, NOWHERE)
         self.slot.masked_fill_(outside, -1)
+
+    def _outside(self, slot: Tensor, code: int) -> Tensor:
+        """bool [layers, experts]: slots that are not in their layer's range of a tier's pool."""
+        begin = self.first_slot[:, code, None]
+        return (slot < begin) | (slot >= begin + self.shares[:, code, None])
 
     def clear(self) -> None:
         """Nobody is there, and nobody was ever used."""
         self.tier.zero_()
         self.slot.fill_(-1)
-        for tensor in (self.heat, self.used_at, self.step):
+        self.fine.fill_(-1)
+        for tensor in (self.heat, self.used_at, self.fine_heat, self.fine_used_at, self.step):
             tensor.zero_()
 
     # -- to and from the host's table -------------------------------------------------------------
@@ -214,23 +267,21 @@ class DecodeTable:
     def take(self, table: ResidencyTable) -> None:
         """Go on from what the host knows; rows whose slot is not their layer's own are left out."""
         self.step.copy_(torch.tensor(table.steps))
-        self.heat.copy_(torch.from_numpy(table.heat))
-        self.used_at.copy_(torch.from_numpy(table.used_at))
-        begin = self.first_slot.cpu().numpy()
-        share = self.shares.cpu().numpy()
-        code = table.tier.astype(np.int64)
-        first = np.take_along_axis(begin, code, 1)
-        own = (table.slot >= first) & (table.slot < first + np.take_along_axis(share, code, 1)) & (code != NOWHERE)
-        self.tier.copy_(torch.from_numpy(np.where(own, table.tier, NOWHERE)))
-        self.slot.copy_(torch.from_numpy(np.where(own, table.slot, -1)))
+        for name in self._per_expert:
+            getattr(self, name).copy_(torch.from_numpy(getattr(table, name)))
+        self._leave_out_others()
 
     def give(self, table: ResidencyTable) -> None:
         """Write a snapshot into the host's table; waits for the device."""
-        table.tier[:] = self.tier.cpu().numpy()
-        table.slot[:] = self.slot.cpu().numpy()
-        table.heat[:] = self.heat.cpu().numpy()
-        table.used_at[:] = self.used_at.cpu().numpy()
+        for name in self._per_expert:
+            getattr(table, name)[:] = getattr(self, name).cpu().numpy()
         table.steps[:] = self.step.tolist()
+
+    @property
+    def _per_expert(self) -> tuple[str, ...]:
+        """What the host's table has, too."""
+        fine = ("fine", "fine_heat", "fine_used_at") if self.nested else ()
+        return ("tier", "slot", "heat", "used_at", *fine)
 
     def check_integrity(self) -> None:
         """No layer keeps more than its share, every slot is its layer's own and is named once; waits for the device.
@@ -241,9 +292,14 @@ class DecodeTable:
         tier, slot = self.tier.cpu().numpy(), self.slot.cpu().numpy()
         first, shares = self.first_slot.cpu().numpy(), self.shares.cpu().numpy()
         assert (slot[tier == NOWHERE] == -1).all(), "an empty row names a slot"
-        for code in (LOW, HIGH):
+        holders = {code: (slot, tier == code) for code in (LOW, HIGH)}
+        if self.nested:
+            fine = self.fine.cpu().numpy()
+            assert ((fine >= 0) == (tier == HIGH)).all(), "a fine slice without its base, or the other way round"
+            holders = {LOW: (slot, tier != NOWHERE), HIGH: (fine, tier == HIGH)}
+        for code, (slots, there) in holders.items():
             for layer in range(self.layers):
-                named = slot[layer][tier[layer] == code] - first[layer, code]
+                named = slots[layer][there[layer]] - first[layer, code]
                 share = shares[layer, code]
                 assert len(named) <= share, f"layer {layer} keeps {len(named)} experts, more than {share}"
                 assert ((named >= 0) & (named < share)).all(), f"layer {layer} names a slot of another layer"
@@ -266,6 +322,10 @@ class Decision:
         bits: int32 [items, 3], of gate, up and down, or a codebook's tag.
         addresses: int64 [items, 3], where their bytes are read.
         destinations: int64 [items, 3], where they are stored as well; 0 for nowhere.
+        fine_slots: int32 [items], like slots for the fine slice, -1 where it is not computed; [0] if nothing is nested.
+        fine_fate: int32 like fine_slots, STAYED where it is not computed.
+        fine: int64 like addresses, 0 where it is not computed.
+        fine_destinations: int64 like destinations.
         work: int32 [items + 1, 3], the item's own number, first and last + 1 of its positions. The last row, (-1, 0,
             tokens), asks for zeros where a token has no pair that is computed.
         rows: int32 [positions], row of the input of each (token, expert) pair, by item.
@@ -282,6 +342,10 @@ class Decision:
     bits: Tensor
     addresses: Tensor
     destinations: Tensor
+    fine_slots: Tensor
+    fine_fate: Tensor
+    fine: Tensor
+    fine_destinations: Tensor
     work: Tensor
     rows: Tensor
     pairs: Tensor
@@ -289,9 +353,12 @@ class Decision:
     scratch: Tensor
 
     @classmethod
-    def allocate(cls, tokens: int, top_k: int, experts: int, device: torch.device | str) -> Self:
+    def allocate(
+        cls, tokens: int, top_k: int, experts: int, device: torch.device | str, *, nested: bool = False
+    ) -> Self:
         """For steps of up to so many tokens, padding included."""
         positions, items = tokens * top_k, min(experts, tokens * top_k)
+        halves = items if nested else 0
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -305,6 +372,10 @@ class Decision:
             bits=zeros(items, 3),
             addresses=zeros(items, 3, dtype=torch.int64),
             destinations=zeros(items, 3, dtype=torch.int64),
+            fine_slots=zeros(halves),
+            fine_fate=zeros(halves),
+            fine=zeros(halves, 3, dtype=torch.int64),
+            fine_destinations=zeros(halves, 3, dtype=torch.int64),
             work=zeros(items + 1, 3),
             rows=zeros(positions),
             pairs=zeros(positions),

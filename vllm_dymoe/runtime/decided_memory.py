@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vllm_dymoe.experts.decode_table import Counter, DecodeTable
 from vllm_dymoe.experts.layout import BlobKey, ExpertFormat
-from vllm_dymoe.experts.residency import HIGH, HIT, LOW, STREAM
+from vllm_dymoe.experts.residency import HIGH, HIT, LOW, NOWHERE, STREAM
 from vllm_dymoe.experts.slots import Slot, SlotPool
 from vllm_dymoe.experts.table import CODES, ResidencyTable
 from vllm_dymoe.experts.tier import Tier
@@ -36,6 +36,9 @@ class Snapshot(ResidencyTable):
     def begin_step(self, layer: int, active: NDArray[np.int64], wanted: NDArray[np.int8]) -> NDArray[np.int64]:
         """What is there is used; everything else comes and goes."""
         held = self.tier[layer, active]
+        if self.nested:
+            there = np.stack((held != NOWHERE, (held == HIGH) | (wanted == LOW)))
+            return np.where(there, HIT, STREAM)
         return np.where(held >= wanted if self.reuse_high else held == wanted, HIT, STREAM)
 
     def coldest(self, layer: int, tier: Tier, spared: set[int]) -> int | None:
@@ -62,8 +65,9 @@ class DecidedMemory(ExpertMemory):
         super().__init__(store.experts, device, device_memory)
         self._store = store
         layers, experts, top_k = len(store.experts.layers), store.experts.num_experts, store.experts.top_k
+        nested = any(fmt.nested for fmt in store.experts.formats.values())
         self.decisions = DecodeTable.allocate(
-            layers, experts, rows=DECODE_ROWS, top_k=top_k, depth=_RING, device=device
+            layers, experts, rows=DECODE_ROWS, top_k=top_k, depth=_RING, device=device, nested=nested
         )
         self._sources: tuple[tuple[int, int], ...] = ()
         self.streaming = False
@@ -97,6 +101,8 @@ class DecidedMemory(ExpertMemory):
         table.set_precision(formats, system.critical_counts(layers, count))
         table.reuse_high.fill_(system.reuses_high)
         sources = tuple((code, fmt.bits) for code, fmt in formats.items() if fmt is not None)
+        if table.nested:
+            sources = tuple((CODES[tier], of_slice) for tier, of_slice in self.bits.items())
         if sources != self._sources:
             self._point(sources)
         self.table.reuse_high = system.reuses_high
@@ -113,15 +119,22 @@ class DecidedMemory(ExpertMemory):
 
     def _fill_if_complete(self) -> None:
         """Where every expert has a slot, bring them all: then no step ever misses one."""
-        tier, pool = next(iter(self.pools.items()), (Tier.HI, None))
         layers, experts = len(self._experts.layers), self._experts.num_experts
-        if pool is None or sum(self.plan.quotas[tier]) < layers * experts:
-            return
-        slots = torch.arange(layers * experts).view(layers, experts)
-        for slot, key in zip(pool.slots, itertools.product(range(layers), range(experts)), strict=True):
-            slot.blob.copy_(self._store.blob(BlobKey(*key, self.bits[tier])), non_blocking=True)
-        self.decisions.slot.copy_(slots)  # behind the bytes, on the same stream
-        self.decisions.tier.fill_(CODES[tier])
+        whole = [tier for tier in self.pools if sum(self.plan.quotas[tier]) == layers * experts]
+        if self.nested:
+            whole = [tier for tier in (Tier.LO, Tier.HI) if tier in whole and Tier.LO in whole]
+        else:
+            whole = whole[:1]
+        for tier in whole:
+            pool = self.pools[tier]
+            keys = itertools.product(range(layers), range(experts))
+            for slot, key in zip(pool.slots[: layers * experts], keys, strict=True):
+                slot.blob.copy_(self._store.blob(BlobKey(*key, self.bits[tier])), non_blocking=True)
+            table = self.decisions
+            named = table.fine if self.nested and tier is Tier.HI else table.slot
+            # Behind the bytes, on the same stream.
+            named.copy_(torch.arange(layers * experts).view(layers, experts))
+            table.tier.fill_(CODES[tier])
 
     def clear(self) -> None:
         """See ExpertMemory."""
@@ -159,8 +172,9 @@ class DecidedMemory(ExpertMemory):
         counts.reuses += values[Counter.REUSES]
         counts.promotions += values[Counter.PROMOTIONS]
         counts.evictions += values[Counter.EVICTIONS]
+        wanted = values[Counter.WANTED_HIGH] + values[Counter.WANTED_LOW] - values[Counter.SKIPPED]
+        counts.misses += wanted - values[Counter.HITS]
         fetched = {HIGH: values[Counter.FETCHED_HIGH], LOW: values[Counter.FETCHED_LOW]}
-        counts.misses += sum(fetched.values())
         transfers.transfers[Reason.DEMAND] += sum(fetched.values())
         for code, bits in self._sources:
             transfers.bytes_moved[Reason.DEMAND] += fetched[code] * self._experts.formats[bits].nbytes

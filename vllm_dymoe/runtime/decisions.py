@@ -5,20 +5,10 @@ snapshot for the other steps, and streams past it.
 """
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.systems import System
 
 DRAFTED = "a draft with experts proposes the model's tokens"
 """What is in the way then: its layers run several times in a step, and lie behind those that a system knows."""
-
-NESTED = "the low version lies inside the high one, and the device decides about whole versions alone"
-
-
-def obstacle_of(experts: ModelExperts) -> str:
-    """What is in the way of decisions on the device in how a model is stored; "" for nothing."""
-    if experts.draft_layers:
-        return DRAFTED
-    return NESTED if any(fmt.nested for fmt in experts.formats.values()) else ""
 
 
 def device_decides(

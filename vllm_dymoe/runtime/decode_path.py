@@ -74,7 +74,7 @@ class DecodePath:
     def __init__(self, experts: ModelExperts, table: DecodeTable, kernel: DecodeKernel, device: torch.device) -> None:
         self.table, self.kernel = table, kernel
         self._experts, self._device = experts, device
-        scratch = Decision.allocate(DECODE_ROWS, experts.top_k, experts.num_experts, device)
+        scratch = Decision.allocate(DECODE_ROWS, experts.top_k, experts.num_experts, device, nested=table.nested)
         # One for each number of rows, made once: slices are host work, too.
         self._decisions = [scratch.of(rows, experts.num_experts) for rows in range(DECODE_ROWS + 1)]
         self._rows = torch.zeros(1, dtype=torch.int32, device=device)

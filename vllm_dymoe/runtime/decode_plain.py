@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm_dymoe.experts.decode_rule import decide_plain
 from vllm_dymoe.experts.decode_table import Decision, DecodeTable
 from vllm_dymoe.experts.layout import ExpertFormat
-from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork, combine
+from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork, MatrixFormat, combine
 
 
 class PlainDecode:
@@ -52,14 +52,24 @@ class PlainDecode:
         packed = []
         for projection in range(3):
             matrix = self._formats[int(decision.bits[item, projection])].matrices[projection]
-            section = memory_at(int(decision.addresses[item, projection]), matrix.nbytes)
-            destination = int(decision.destinations[item, projection])
-            if destination:
-                section = self.fetch(section, memory_at(destination, matrix.nbytes))
-            packed.append(matrix.view(section))
+            base = matrix.base if matrix.nested else matrix
+            section = self._section(decision.addresses, decision.destinations, item, projection, base)
+            if not matrix.nested:
+                packed.append(matrix.view(section))
+                continue
+            fine = self._section(decision.fine, decision.fine_destinations, item, projection, matrix)
+            packed.append(matrix.view(fine, base.view(section)))
         gate, up, down = packed
         _, first, last = decision.work[item].tolist()
         return ExpertWork(gate, up, down, decision.rows[first:last].long(), decision.pairs[first:last].long())
+
+    def _section(
+        self, addresses: Tensor, destinations: Tensor, item: int, projection: int, matrix: MatrixFormat
+    ) -> Tensor:
+        """Where a section is to be read, once it is there."""
+        section = memory_at(int(addresses[item, projection]), matrix.nbytes)
+        destination = int(destinations[item, projection])
+        return self.fetch(section, memory_at(destination, matrix.nbytes)) if destination else section
 
     def fetch(self, source: Tensor, destination: Tensor) -> Tensor:
         """Copy a section to where it is kept; returns the copy."""

@@ -27,7 +27,7 @@ from vllm_dymoe.observe.timeline import CudaClock, HostClock, Lane, Timeline
 from vllm_dymoe.predict import Measured, PredictionStats, Predictor
 from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.decided_memory import DecidedMemory
-from vllm_dymoe.runtime.decisions import device_decides, obstacle_of
+from vllm_dymoe.runtime.decisions import DRAFTED, device_decides
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodeKernel, DecodePath
 from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.device_memory import make_device_memory
@@ -104,7 +104,7 @@ class MoERuntime:
             system,
             device.type,
             readable=isinstance(store, ReadableStore),
-            obstacle=obstacle_of(self.experts) or obstacle,
+            obstacle=DRAFTED if self.experts.draft_layers else obstacle,
         )
         self.memory = self.make_decided_memory() if decides else self.make_memory()
         self.decode = self._make_decode_path()

@@ -14,7 +14,7 @@ from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, stored_formats
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict.checkpoint import PredictorError, read_card
 from vllm_dymoe.quantize.tensors import CheckpointError, check_files
-from vllm_dymoe.runtime.decisions import DRAFTED, device_decides, obstacle_of, without_device
+from vllm_dymoe.runtime.decisions import DRAFTED, device_decides, without_device
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.store.placement import choose_host_place
@@ -143,7 +143,7 @@ def _device_decides(config: VllmConfig, experts: ModelExperts | None, options: O
         ranks = config.parallel_config.local_world_size
         device_type = current_platform.device_type
         pinned = choose_host_place("auto", device_type, experts, available_host_memory(), ranks).pinned
-    obstacle = DRAFTED if drafted_by_experts(config) else "" if experts is None else obstacle_of(experts)
+    obstacle = DRAFTED if drafted_by_experts(config) else ""
     system, device_type = make_system(options), current_platform.device_type
     return device_decides(options, system, device_type, readable=pinned, obstacle=obstacle)[0]
 

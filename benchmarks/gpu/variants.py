@@ -2,17 +2,15 @@
 
 All combinations of tiers, tiles, dtype, bias, activation, group size and way of launching would take days. Planned are
 
-- on the oldest and the newest architecture every mix of tiers that a runtime can have (one width, or two), on the
-  others every width by itself and the mixes 4/2 and 16/4;
-- on every architecture each option by itself, in decode at 4 bits and grouped at 4/2 on the largest tile, and many of
-  them at once at 4/2 and at 16/8: float16, biases, activations, group sizes, sizes off every tile, fetching through,
-  the weighted sum, tiles of large layers, zeros in steps, an order of columns, one projection at a time;
-- on every architecture what checkpoints of other tools have: float16 and zeros in steps, without and with an order of
-  columns, at 4/2 and 8/4 with neither at the lower bits;
-- on every architecture codes in two sections, at 4/2 and 8/4: in decode, fetched through with biases and an order of
-  columns, and grouped;
-- on every architecture each kind of published floats: in decode, fetched through with a bias, and grouped;
-- on every architecture the weighted sum, plain and with absent pairs, what places experts, and what decides a step.
+- on every architecture every width by itself, the mixes 4/2 and 16/4, and each kind of published floats, in decode and
+  grouped on the largest tile; many options at once (float16, biases, activations, sizes off every tile, an order of
+  columns, fetching through) for pairs of widths and for floats; the weighted sum, what places experts, and what decides
+  a step;
+- on the oldest and the newest one also every other mix that a runtime can have, grouped on every tile, and each option
+  by itself: in decode at 4 bits, grouped at 4/2, and what checkpoints of other tools have at 4/2 and 8/4: float16 and
+  zeros in steps, without and with an order of columns.
+
+Codes of 4/2 and 8/4 are two sections, as they are stored.
 """
 
 import ast
@@ -138,7 +136,6 @@ class Case:
         gather: whether grouped_linear reads its rows of x by index and writes its own in order, of the up projection.
         steps: bit-widths whose zeros count steps.
         ordered: bit-widths whose columns have an order.
-        nested: bit-width whose codes are two sections, 0 for none.
     """
 
     note: str = ""
@@ -153,14 +150,14 @@ class Case:
     gather: bool = False
     steps: tuple[int, ...] = ()
     ordered: tuple[int, ...] = ()
-    nested: int = 0
 
     @property
     def shape(self) -> ExpertShape:
         """As launches want it."""
         flags = frozenset(self.steps), frozenset(self.ordered)
+        nested = self.bits[0] if self.bits in ((8, 4), (4, 2)) else 0
         return ExpertShape(
-            *self.sizes, self.group, self.dtype, self.bias, *flags, self.activation.has_gate, nested=self.nested
+            *self.sizes, self.group, self.dtype, self.bias, *flags, self.activation.has_gate, nested=nested
         )
 
 
@@ -184,22 +181,17 @@ _GATE = (
     Case("no gate", activation=Activation(Curve.RELU2, has_gate=False)),
 )
 _AT_ONCE = tuple(Case("fp16, bias, swiglu_oai, off tile", bits=bits, **_ODD) for bits in ((16, 8), (4, 2)))
-_FETCHED = tuple(
-    Case("fp16, bias, swiglu_oai, off tile, fetch, weighted", bits=bits, fetch=True, weighted=True, **_ODD)
-    for bits in ((16, 8), (4, 2))
+_FETCHED = (
+    *(Case(f"{case.note}, fetch, weighted", bits=case.bits, fetch=True, weighted=True, **_ODD) for case in _AT_ONCE),
+    Case("bias, off tile, fetch, ordered", sizes=(2000, 700), bias=True, fetch=True, ordered=(4, 2)),
+    Case("fetch", bits=(8, 4), fetch=True),
 )
-# As checkpoints of other tools are: float16, and a tier that was derived from theirs, with ordinary zeros and no order.
+# As checkpoints of other tools are: float16, and a low tier inside theirs.
 _INTEGERS = tuple(
-    Case(note, bits=bits, dtype=torch.float16, steps=bits[:1], ordered=ordered)
+    Case(note, bits=bits, dtype=torch.float16, steps=bits, ordered=ordered)
     for bits in ((4, 2), (8, 4))
-    for note, ordered in (("fp16, zeros in steps", ()), ("fp16, zeros in steps, ordered", bits[:1]))
+    for note, ordered in (("fp16, zeros in steps", ()), ("fp16, zeros in steps, ordered", bits))
 )
-_NESTED = tuple(Case("nested", bits=bits, nested=bits[0]) for bits in ((4, 2), (8, 4)))
-_NESTED_FETCHED = tuple(
-    Case("nested, fp16, bias, ordered, off tile, fetch, weighted", bits=bits, nested=bits[0], fetch=True,
-         weighted=True, ordered=bits, **_ODD)
-    for bits in ((4, 2), (8, 4))
-)  # fmt: skip
 _FLOATS = tuple(Case(bits=(tag,)) for tag in BOOKS)
 _FLOATS_FETCHED = tuple(
     Case("bias, swiglu_oai, fetch", bits=(tag,), bias=True, activation=Activation.SWIGLU_OAI, fetch=True)
@@ -226,30 +218,20 @@ def variants(architecture: int) -> Iterator[Variant]:
     """Those of one architecture."""
     every = architecture in (ARCHITECTURES[0], ARCHITECTURES[-1])
     mixes = [Case(bits=bits) for bits in MIXES if every or len(bits) == 1 or bits in ((4, 2), (16, 4))]
-    options = [replace(case, bits=(4,)) for case in (*_BOTH_CLASSES, Case("fetch", fetch=True))]
-    fetched = Case("bias, off tile, fetch, ordered", sizes=(2000, 700), bias=True, fetch=True, ordered=(4, 2))
-    for case in [
-        *mixes,
-        *options,
-        *_INTEGERS,
-        *_FETCHED,
-        fetched,
-        *_NESTED,
-        *_NESTED_FETCHED,
-        *_FLOATS,
-        *_FLOATS_FETCHED,
-    ]:
+    options = [*_BOTH_CLASSES, Case("fetch", fetch=True)] if every else []
+    alone, together = [replace(case, bits=(4,)) for case in options], _INTEGERS if every else ()
+    for case in [*mixes, *alone, *together, *_FETCHED, *_FLOATS, *_FLOATS_FETCHED]:
         yield from (_gate_up(architecture, case), _down(architecture, case))
-    for case in _GATE:
-        yield _gate_up(architecture, replace(case, bits=(4,)))
     yield _down(architecture, Case("weighted", bits=(4,), weighted=True))
     for case in mixes:
-        for number in range(len(_tiles(architecture, case).grouped_linear)):
+        tiles = range(len(_tiles(architecture, case).grouped_linear)) if every else (-1,)
+        for number in tiles:
             yield _grouped_gate_up(architecture, case, number)
             yield _grouped_linear(architecture, case, number)
-    for case in [*_BOTH_CLASSES, *_INTEGERS, *_AT_ONCE, *_NESTED, *_FLOATS]:
+    for case in [*options[:-1], *together, *_AT_ONCE, *_FLOATS]:
         yield from (_grouped_gate_up(architecture, case), _grouped_linear(architecture, case))
-    for case in _GATE:
+    for case in _GATE if every else ():
+        yield _gate_up(architecture, replace(case, bits=(4,)))
         yield _grouped_gate_up(architecture, case)
     yield _grouped_linear(architecture, Case("gathered", gather=True))
     for hidden, top_k, dtype, absent in _SUMS:
@@ -332,8 +314,8 @@ def _arguments(case: Case) -> tuple[Tensor, Tensor, ExpertTable, WorkList, Scrat
     hidden, intermediate = case.sizes
     addresses = torch.zeros(1, 3, dtype=torch.int64)
     bits = torch.zeros(1, 3, dtype=torch.int32)
-    destinations, fine = addresses if case.fetch else None, addresses if case.nested else None
-    fine_destinations = destinations if case.nested else None
+    destinations, fine = addresses if case.fetch else None, addresses if case.shape.nested else None
+    fine_destinations = destinations if case.shape.nested else None
     table = ExpertTable(
         case.shape, frozenset(case.bits), addresses, bits, destinations, fine=fine, fine_destinations=fine_destinations
     )

@@ -4,8 +4,8 @@ All combinations of tiers, tiles, dtype, bias, activation, group size and way of
 
 - on every architecture every width by itself, the mixes 4/2 and 16/4, and each kind of published floats, in decode and
   grouped on the largest tile; many options at once (float16, biases, activations, sizes off every tile, an order of
-  columns, fetching through) for pairs of widths and for floats; the weighted sum, what places experts, and what decides
-  a step;
+  columns, fetching through) for pairs of widths and for floats; the weighted sum, what places experts, what decides a
+  step, and what fetches ahead;
 - on the oldest and the newest one also every other mix that a runtime can have, grouped on every tile, and each option
   by itself: in decode at 4 bits, grouped at 4/2, and what checkpoints of other tools have at 4/2 and 8/4: float16 and
   zeros in steps, without and with an order of columns.
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.decode_ahead import Copies
 from vllm_dymoe.experts.decode_table import Decision, DecodeTable
 from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.kernels.combine import Pairs
@@ -38,6 +39,7 @@ from vllm_dymoe.kernels.triton import (
     Tiles,
     Weighting,
     WorkList,
+    ahead,
     choose_tiles,
     combine,
     decide,
@@ -72,6 +74,8 @@ _MODULES = {
     "combine": ("combine",),
     "place": ("place",),
     "decide": ("decide",),
+    "name_ahead": ("ahead", "decide"),
+    "fetch_ahead": ("ahead",),
 }
 """Where a kernel's code comes from."""
 
@@ -82,8 +86,8 @@ class Variant:
 
     Attributes:
         architecture: such as 90.
-        kernel: gate_up, down, grouped_gate_up, grouped_linear, combine, place or decide.
-        shape: hidden x intermediate; of combine, hidden; of place, none; of decide, experts.
+        kernel: gate_up, down, grouped_gate_up, grouped_linear, combine, place, decide, name_ahead or fetch_ahead.
+        shape: hidden x intermediate; of combine, hidden; of what decides, experts.
         tiers: bit-widths of a launch, if it reads experts.
         note: what is special about it.
         types: of its tensors, by argument.
@@ -103,7 +107,8 @@ class Variant:
     @property
     def code(self) -> Any:
         """The kernel itself; by name, because Triton's functions cannot travel to another process."""
-        module = {"combine": combine, "place": place, "decide": decide}.get(self.kernel, launch)
+        others = {"combine": combine, "place": place, "decide": decide, "name_ahead": ahead, "fetch_ahead": ahead}
+        module = others.get(self.kernel, launch)
         return getattr(module, f"{self.kernel}_kernel")
 
     @property
@@ -239,6 +244,8 @@ def variants(architecture: int) -> Iterator[Variant]:
     yield _place(architecture)
     for experts, top_k in _ROUTERS:
         yield from (_decide(architecture, experts, top_k, nested) for nested in (False, True))
+        yield _name_ahead(architecture, experts, top_k)
+    yield _fetch_ahead(architecture)
 
 
 def _gate_up(architecture: int, case: Case) -> Variant:
@@ -302,6 +309,21 @@ def _decide(architecture: int, experts: int, top_k: int, nested: bool) -> Varian
     decision = Decision.allocate(1, top_k, experts, "cpu", nested=nested)
     ids, weights = torch.zeros(1, top_k, dtype=torch.int32), torch.zeros(1, top_k)
     decide.decide(vars(table), 0, ids, weights, ids[0, :1], vars(decision), start=note)
+    return note.variant
+
+
+def _name_ahead(architecture: int, experts: int, top_k: int) -> Variant:
+    note = _Note(architecture, "name_ahead", None, f"top {top_k}", f"{experts} experts")
+    table = DecodeTable.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu")
+    ids, scores = torch.zeros(1, top_k, dtype=torch.int64), torch.zeros(1, top_k)
+    rows = torch.zeros(1, dtype=torch.int32)
+    ahead.name_ahead(vars(table), 0, ids, scores, rows, vars(Copies.allocate(1, top_k, experts, "cpu")), start=note)
+    return note.variant
+
+
+def _fetch_ahead(architecture: int) -> Variant:
+    note = _Note(architecture, "fetch_ahead", None)
+    ahead.fetch_ahead(vars(Copies.allocate(1, 1, 1, "cpu")), start=note)
     return note.variant
 
 

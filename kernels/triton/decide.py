@@ -21,8 +21,8 @@ from vllm_dymoe.kernels.triton.start import Start, run_kernel
 
 MOST_EXPERTS = 512
 # Of a chunk of pairs times experts: 16 for each thread, and twice as many registers where they are int64.
-_ELEMENTS_AT_ONCE = 2048
-_WARPS = 4
+ELEMENTS_AT_ONCE = 2048
+WARPS = 4
 
 _AGING = tl.constexpr(AGING)
 _AT_ONCE = tl.constexpr(POSITIONS_AT_ONCE)
@@ -33,8 +33,8 @@ _USE = tl.constexpr(USE)
 
 _OF_TABLE = (
     "tier", "slot", "heat", "used_at", "fine", "fine_heat", "fine_used_at", "step", "shares", "first_slot", "staging",
-    "critical", "bits", "offsets", "pool", "slot_bytes", "source", "reuse_high", "counters", "recording", "ring_ids",
-    "ring_weights", "ring_rows",
+    "staged", "staged_for", "critical", "bits", "offsets", "pool", "slot_bytes", "source", "reuse_high", "counters",
+    "recording", "ring_ids", "ring_weights", "ring_rows",
 )  # fmt: skip
 _OF_DECISION = (
     "count", "experts", "tiers", "slots", "fate", "bits", "addresses", "destinations", "fine_slots", "fine_fate",
@@ -99,9 +99,9 @@ def decide(
             "COUNTERS": table["counters"].shape[1],
             "NESTED": len(table["fine"]) > 0,
             "WIDTH": width,
-            "CHUNK": min(width, _ELEMENTS_AT_ONCE // width),
+            "CHUNK": min(width, ELEMENTS_AT_ONCE // width),
         },
-        {"num_warps": _WARPS},
+        {"num_warps": WARPS},
     )
 
 
@@ -127,6 +127,8 @@ def decide_kernel(
     shares,
     first_slot,
     staging,
+    staged,
+    staged_for,
     critical,
     bits,
     offsets,
@@ -193,9 +195,9 @@ def decide_kernel(
         _record(ids, weights, ring_ids, ring_weights, at * ring_tokens * TOP_K, real * TOP_K, WIDTH)
         tl.store(ring_rows + at, real)
 
-    sizes, sums = _count(ids, weights, ranks, real * TOP_K, expert, EXPERTS, WIDTH, CHUNK)
+    sizes, sums = count_pairs(ids, weights, ranks, real * TOP_K, expert, EXPERTS, WIDTH, CHUNK)
     active = sizes > 0
-    wanted = _tiers(active, sums, critical + layer * (EXPERTS + 1), item_scratch + 2 * WIDTH, expert, WIDTH, CHUNK)
+    wanted = tiers_of(active, sums, critical + layer * (EXPERTS + 1), item_scratch + 2 * WIDTH, expert, WIDTH, CHUNK)
     width = tl.where(wanted == 2, tl.load(bits + 2), tl.load(bits + 1))
     uses = active & (width != 0)
 
@@ -259,50 +261,62 @@ def decide_kernel(
             tl.store(fine_heat + row, fine_warmth, mask=known)
             tl.store(fine_used_at + row, fine_use, mask=known)
         counts = counters + layer * COUNTERS
-        _add(counts, 0, 1)
-        _add(counts, 1, _number_of(active & (wanted == 2)))
-        _add(counts, 2, _number_of(active & (wanted == 1)))
-        _add(counts, 3, _number_of(active & (uses == 0)))
-        _add(counts, 4, _number_of(hit))
-        _add(counts, 5, _number_of(hit & (computed_tier != wanted)))
-        _add(counts, 6, _number_of(high_misses))
-        _add(counts, 7, _number_of(low_misses))
-        _add(counts, 8, _number_of(high_misses & (high_kept == 0)) + _number_of(low_misses & (low_kept == 0)))
-        _add(counts, 9, _number_of(wants_high & (hit == 0) & (held == 1)))
-        _add(counts, 10, _number_of(high_gone) + _number_of(low_gone))
+        add_to(counts, 0, 1)
+        add_to(counts, 1, number_of(active & (wanted == 2)))
+        add_to(counts, 2, number_of(active & (wanted == 1)))
+        add_to(counts, 3, number_of(active & (uses == 0)))
+        add_to(counts, 4, number_of(hit))
+        add_to(counts, 5, number_of(hit & (computed_tier != wanted)))
+        add_to(counts, 6, number_of(high_misses))
+        add_to(counts, 7, number_of(low_misses))
+        add_to(counts, 8, number_of(high_misses & (high_kept == 0)) + number_of(low_misses & (low_kept == 0)))
+        add_to(counts, 9, number_of(wants_high & (hit == 0) & (held == 1)))
+        add_to(counts, 10, number_of(high_gone) + number_of(low_gone))
 
     # The items.
     positions = tl.where(uses, sizes, 0)
     begins = tl.cumsum(positions, 0) - positions
     item = tl.cumsum(uses.to(tl.int32), 0) - 1
-    items = _number_of(uses)
+    items = number_of(uses)
     most = tl.minimum(EXPERTS, tokens * TOP_K)
     low_fate = tl.where(low_misses, tl.where(low_kept, 1, 2), 0)
     high_fate = tl.where(high_misses, tl.where(high_kept, 1, 2), 0)
-    read_through = uses & (sizes > _AT_ONCE)
-    low_staged = _staged(staging + 2, read_through & (low_fate == 2))
-    high_staged = _staged(staging + 4, read_through & (high_fate == 2))
+    if NESTED:
+        ahead = tl.zeros([WIDTH], tl.int32)
+    else:
+        half = layer % 2 * 3 * EXPERTS
+        ahead_slot = tl.load(staged + half + expert, mask=known, other=-1)
+        of_tier = tl.load(staged + half + EXPERTS + expert, mask=known, other=0) == wanted
+        ahead = tl.load(staged + half + 2 * EXPERTS + expert, mask=known, other=0)
+        ahead = tl.where((uses & (hit == 0)) & (of_tier & (tl.load(staged_for + layer % 2) == layer)), ahead, 0)
+        if real > 0:
+            used = tl.sum(tl.where(ahead > 0, bytes_ahead(offsets, slot_bytes, wanted, ahead), 0), 0)
+            add_to(counters + layer * COUNTERS, 13, number_of(ahead > 0))
+            add_to(counters + layer * COUNTERS, 14, used)
+    read_through = (uses & (sizes > _AT_ONCE)) & (ahead < 3)
+    low_staged = _staging_slots(staging + 2, read_through & (low_fate == 2))
+    high_staged = _staging_slots(staging + 4, read_through & (high_fate == 2))
     high = computed_tier == 2
     empty = (expert >= items) & (expert < most)
     if NESTED:
         fate = low_fate
         to = tl.where(fate == 2, low_staged, now_slot)
         _list_slices(
-            item_slots, item_fate, item_addresses, item_destinations, item, to, fate, uses, uses,
+            item_slots, item_fate, item_addresses, item_destinations, item, to, to, ahead, fate, uses, uses,
             pool + 1, slot_bytes + 1, source + row.to(tl.int64) * 3 + 1, offsets + 3, empty, expert,
         )  # fmt: skip
         to = tl.where(high_fate == 2, high_staged, now_fine)
         _list_slices(
-            item_fine_slots, item_fine_fate, item_fine, item_fine_destinations, item, to, high_fate, uses, high,
-            pool + 2, slot_bytes + 2, source + row.to(tl.int64) * 3 + 2, offsets + 6, empty, expert,
+            item_fine_slots, item_fine_fate, item_fine, item_fine_destinations, item, to, to, ahead, high_fate,
+            uses, high, pool + 2, slot_bytes + 2, source + row.to(tl.int64) * 3 + 2, offsets + 6, empty, expert,
         )  # fmt: skip
     else:
         fate = tl.where(high, high_fate, low_fate)
         to = tl.where(fate == 2, tl.where(high, high_staged, low_staged), now_slot)
         _list_slices(
-            item_slots, item_fate, item_addresses, item_destinations, item, to, fate, uses, uses,
-            pool + computed_tier, slot_bytes + computed_tier, source + row.to(tl.int64) * 3 + computed_tier,
-            offsets + 3 * computed_tier, empty, expert,
+            item_slots, item_fate, item_addresses, item_destinations, item, to, ahead_slot, ahead, fate, uses,
+            uses, pool + computed_tier, slot_bytes + computed_tier,
+            source + row.to(tl.int64) * 3 + computed_tier, offsets + 3 * computed_tier, empty, expert,
         )  # fmt: skip
     width = tl.where(high, tl.load(bits + 2), tl.load(bits + 1))
     tl.store(item_count, items)
@@ -327,7 +341,7 @@ def decide_kernel(
     total = tl.sum(positions, 0)
     for first_pair in range(0, tokens * TOP_K, WIDTH):
         pair = first_pair + expert
-        one_id, inside = _ids(ids, pair, real * TOP_K, EXPERTS)
+        one_id, inside = ids_of(ids, pair, real * TOP_K, EXPERTS)
         begin_at = tl.load(item_scratch + one_id, mask=inside, other=-1)
         inside = inside & (begin_at >= 0)
         position = begin_at + tl.load(ranks + pair, mask=inside, other=0)
@@ -362,11 +376,11 @@ def _find_places(
     """
     kept = missing & (expert < 0)  # nobody
     gone_for_good = kept
-    misses = _number_of(missing)
+    misses = number_of(missing)
     if misses > 0:
         share, first = tl.load(share_at), tl.load(first_at)
-        free = share - _number_of(here)
-        room = _number_of(wanting) <= share
+        free = share - number_of(here)
+        room = number_of(wanting) <= share
         vacant = _vacant(here, slot - first, share, scratch, expert)
         victims = tl.where(here & (uses == 0), key, _NOBODY)
         for turn_number in range(misses):
@@ -392,7 +406,7 @@ def _find_places(
 
 
 @triton.jit
-def _staged(staging, passes):
+def _staging_slots(staging, passes):
     """int32 [WIDTH]: a staging slot for each of those that pass, as long as there are some; -1 for the others."""
     place = tl.cumsum(passes.to(tl.int32), 0) - 1
     has = passes & (place < tl.load(staging + 1))
@@ -401,37 +415,51 @@ def _staged(staging, passes):
 
 @triton.jit
 def _list_slices(
-    item_slots, item_fate, item_addresses, item_destinations, item, to, fate, uses, computed,
-    pool, slot_bytes, source, offsets, empty, expert,
+    item_slots, item_fate, item_addresses, item_destinations, item, to, ahead_slot, ahead, fate, uses,
+    computed, pool, slot_bytes, source, offsets, empty, expert,
 ):  # fmt: skip
-    """Where items read one slice, or a version that is one, and where it goes; what is not computed has no address."""
+    """Where items read one slice, or a version that is one, and where it goes; what is not computed has no address.
+
+    Of what misses the first projections are read where they were fetched ahead: `ahead` of them, in `ahead_slot`.
+    """
     tl.store(item_slots + item, tl.where(computed, to, -1), mask=uses)
     tl.store(item_fate + item, tl.where(computed, fate, 0), mask=uses)
     there = tl.load(pool) + to * tl.load(slot_bytes)
+    ahead_at = tl.load(pool) + ahead_slot * tl.load(slot_bytes)
     begin = tl.where(fate == 0, there, tl.load(source, mask=uses, other=0))
     tl.store(item_slots + expert, -1, mask=empty)
     tl.store(item_fate + expert, 0, mask=empty)
     for column in tl.static_range(3):
         offset = tl.load(offsets + column)
         stored = computed & (fate != 0) & (to >= 0)
-        tl.store(item_addresses + 3 * item + column, tl.where(computed, begin + offset, 0), mask=uses)
+        address = tl.where(column < ahead, ahead_at, begin) + offset
+        tl.store(item_addresses + 3 * item + column, tl.where(computed, address, 0), mask=uses)
         tl.store(item_destinations + 3 * item + column, tl.where(stored, there + offset, 0), mask=uses)
         tl.store(item_addresses + 3 * expert + column, 0, mask=empty)
         tl.store(item_destinations + 3 * expert + column, 0, mask=empty)
 
 
 @triton.jit
-def _number_of(those):
+def number_of(those):
+    """How many."""
     return tl.sum(those.to(tl.int32), 0)
 
 
 @triton.jit
-def _add(counts, which, value):
+def bytes_ahead(offsets, slot_bytes, tier, projections):
+    """int64, of experts of whose projections the first ones are fetched ahead; 0 for none."""
+    part = tl.load(offsets + 3 * tier + tl.where(projections < 3, projections, 0))
+    return tl.where(projections == 3, tl.load(slot_bytes + tier), part)
+
+
+@triton.jit
+def add_to(counts, which, value):
+    """One program at a time does."""
     tl.store(counts + which, tl.load(counts + which) + value)
 
 
 @triton.jit
-def _ids(ids, pair, count, EXPERTS: tl.constexpr):
+def ids_of(ids, pair, count, EXPERTS: tl.constexpr):
     """Experts of some pairs, and which of them this rank has; numbers that are none are nobody's."""
     one_id = tl.load(ids + pair, mask=pair < count, other=-1).to(tl.int32)
     return one_id, (one_id >= 0) & (one_id < EXPERTS)
@@ -447,7 +475,7 @@ def _record(ids, weights, ring_ids, ring_weights, at, count, WIDTH: tl.constexpr
 
 
 @triton.jit
-def _count(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+def count_pairs(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """Each expert's positions and sum of weights, int32 and int64 [WIDTH]; a pair's number among its expert's to ranks.
 
     Weights are summed as whole multiples of 1 / _UNIT.
@@ -456,11 +484,11 @@ def _count(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH: tl.
     sums = tl.zeros([WIDTH], tl.int64)
     lane = tl.arange(0, CHUNK)
     for first in range(0, count, CHUNK):
-        one_id, inside = _ids(ids, first + lane, count, EXPERTS)
+        one_id, inside = ids_of(ids, first + lane, count, EXPERTS)
         one_id = tl.where(inside, one_id, -1)
         units = (tl.load(weights + first + lane, mask=inside, other=0.0) * _UNIT).to(tl.int64)
         chosen = one_id[:, None] == expert[None, :]
-        other_id, others = _ids(ids, first + lane, count, EXPERTS)
+        other_id, others = ids_of(ids, first + lane, count, EXPERTS)
         before = (one_id[:, None] == tl.where(others, other_id, -1)[None, :]) & (lane[:, None] > lane[None, :])
         rank = tl.sum(before.to(tl.int32), 1) + tl.sum(tl.where(chosen, sizes[None, :], 0), 1)
         tl.store(ranks + first + lane, rank, mask=inside)
@@ -470,9 +498,9 @@ def _count(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
-def _tiers(active, sums, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+def tiers_of(active, sums, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """int32 [WIDTH]: 2 for the most important, as many as are critical, of equal ones the first; 1 for other active."""
-    number = _number_of(active)
+    number = number_of(active)
     high = tl.load(critical + number)
     wanted = tl.where(active, 2, 0)
     if high < number:

@@ -7,48 +7,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.sections import DEVICE, at_the_edge
+from tests.kernels.twins import Twins
 from tests.support.decode_steps import EXPERTS, LAYERS, TOKENS, make_table, random_step, rows
-from vllm_dymoe.experts.decode_rule import decide_plain
 from vllm_dymoe.experts.decode_table import Decision
 from vllm_dymoe.experts.residency import HIGH, LOW
 from vllm_dymoe.kernels.triton.decide import decide
 from vllm_dymoe.systems.dymoe import Dymoe
-
-
-def moved(record, place):
-    """A table or a decision with every tensor elsewhere."""
-    return type(record)(**{name: place(values) for name, values in vars(record).items()})
-
-
-class Twins:
-    """Two tables in the same state, one for each writing."""
-
-    def __init__(self, shares, *, place=lambda values: values.to(DEVICE, copy=True), **options):
-        self.plain, self.place = make_table(shares, **options), place
-        self.table = moved(self.plain, place)
-
-    def step(self, layer, ids, weights, real=None):
-        """Decide with both; the plain decision, once everything was compared."""
-        tokens, top_k = ids.shape
-        count = rows(tokens if real is None else real)
-        expected = Decision.allocate(tokens, top_k, self.plain.experts, "cpu", nested=self.plain.nested)
-        found = moved(expected, self._soiled)
-        decide_plain(self.plain, layer, ids, weights, count, expected)
-        place = self.place
-        decide(vars(self.table), layer, place(ids), place(weights), place(count), vars(found))
-        for name, values in vars(expected).items():
-            if name != "scratch":
-                assert torch.equal(values, getattr(found, name).cpu()), name
-        self.compare()
-        return expected
-
-    def compare(self):
-        for name, values in vars(self.plain).items():
-            assert torch.equal(values, getattr(self.table, name).cpu()), name
-
-    def _soiled(self, values):
-        return self.place(values.clone()).fill_(77)
-
 
 shares = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
 

@@ -27,6 +27,7 @@ def make_table(
     depth=2,
     tokens=TOKENS,
     nested=False,
+    most_ahead=0,
 ):
     """A table whose addresses say which slot or which expert they belong to."""
     table = DecodeTable.allocate(LAYERS, experts, rows=tokens, top_k=top_k, depth=depth, device="cpu", nested=nested)
@@ -34,7 +35,8 @@ def make_table(
     system = system or Dymoe(retention=0.5)
     table.set_precision(formats, system.critical_counts(LAYERS, experts))
     pools = {code: (POOL[code], 1 << 12, sum(shares[code]) + staging) for code in (LOW, HIGH)}
-    table.set_pools(pools, shares)
+    table.set_pools(pools, shares, foreseen=-(-most_ahead // 3))
+    table.most_ahead.fill_(most_ahead)
     table.reuse_high.fill_(system.reuses_high)
     for code, base in SOURCE.items():
         table.source[:, :, code] = base + (torch.arange(LAYERS * experts).view(LAYERS, experts) << 12)

@@ -13,6 +13,7 @@ from vllm_dymoe.experts.decode_table import KEPT, PASSED, STAYED, Counter, Decis
 from vllm_dymoe.experts.residency import FREE, HIGH, HIT, LOW, NOWHERE, STREAM, decide, decide_slices, record_uses
 from vllm_dymoe.kernels.decode import POSITIONS_AT_ONCE, WEIGHT_UNIT
 
+PROJECTIONS = 3
 Ints = NDArray[np.int64]
 
 
@@ -39,7 +40,7 @@ def decide_plain(
     chosen = ids[:real].numpy().astype(np.int64).reshape(-1)
     sizes = np.bincount(chosen[chosen >= 0], minlength=table.experts)
     active = sizes.nonzero()[0]
-    wanted = _tiers(table, layer, active, chosen, weights[:real].numpy().reshape(-1))
+    wanted = choose_tiers(table, layer, active, sum_weights(table.experts, chosen, weights[:real].numpy().reshape(-1)))
     counts = table.counters.numpy()[layer]
     counts[Counter.STEPS] += 1
     counts[Counter.WANTED_HIGH] += np.count_nonzero(wanted == HIGH)
@@ -99,22 +100,41 @@ def _record(table: DecodeTable, layer: int, ids: Tensor, weights: Tensor) -> Non
         table.ring_rows[at, layer] = len(ids)
 
 
-def _tiers(
-    table: DecodeTable, layer: int, active: Ints, chosen: Ints, weights: NDArray[np.float32]
-) -> NDArray[np.int8]:
+def sum_weights(experts: int, chosen: Ints, weights: NDArray[np.float32]) -> Ints:
+    """int64 [experts], the sum of each expert's weights in units of 1 / WEIGHT_UNIT: no order of additions decides."""
+    units = (weights * np.float32(WEIGHT_UNIT)).astype(np.int64)
+    sums = np.zeros(experts, np.int64)
+    np.add.at(sums, chosen[chosen >= 0], units[chosen >= 0])
+    return sums
+
+
+def choose_tiers(table: DecodeTable, layer: int, active: Ints, sums: Ints) -> NDArray[np.int8]:
     """High for the most important experts, as many as are critical (Eq. 3 and 5); of equal ones the first.
 
-    Weights are summed as integers, so that no order of additions can decide, and compared as float32: what host code
-    that sums in float64 and rounds finds, too.
+    Sums are compared as float32: what host code that sums in float64 and rounds finds, too.
     """
-    units = (weights * np.float32(WEIGHT_UNIT)).astype(np.int64)
-    sums = np.zeros(table.experts, np.int64)
-    np.add.at(sums, chosen[chosen >= 0], units[chosen >= 0])
     importance = sums[active].astype(np.float32)
     critical = int(table.critical[layer, len(active)])
     wanted = np.full(len(active), LOW, np.int8)
     wanted[np.argsort(-importance, kind="stable")[:critical]] = HIGH
     return wanted
+
+
+def slot_address(table: DecodeTable, code: int, slot: int) -> int:
+    """Where a slot of a tier's pool begins."""
+    return int(table.pool[code]) + slot * int(table.slot_bytes[code])
+
+
+def bytes_ahead(table: DecodeTable, code: int, projections: int) -> int:
+    """Of an expert of whose projections the first ones are fetched ahead."""
+    return int(table.slot_bytes[code] if projections == PROJECTIONS else table.offsets[code, projections])
+
+
+def _found_ahead(table: DecodeTable, layer: int, expert: int, code: int) -> tuple[int, int]:
+    """Where a missing expert was fetched ahead, and how many of its projections."""
+    half = layer % 2
+    slot, tier, projections = table.staged[half, :, expert].tolist()
+    return (slot, projections) if table.staged_for[half] == layer and tier == code else (-1, 0)
 
 
 def _give_slots(table: DecodeTable, layer: int, active: Ints, wanted: NDArray[np.int8], places: Ints) -> None:
@@ -160,6 +180,10 @@ def _list_items(
 ) -> None:
     """What is read from where, and where it goes.
 
+    A miss is read from where it was fetched ahead, as far as it was. One that passes is read once for every two of its
+    positions. With more of them, and if the link has to be crossed, it has a staging slot, as long as there are some:
+    the link is slower than the slot.
+
     Args:
         table: its rows are those after the step, like what follows.
         layer: position among the MoE layers.
@@ -170,6 +194,7 @@ def _list_items(
         decision: written.
     """
     staged = dict(enumerate(table.staging.tolist()))
+    counts = table.counters.numpy()[layer]
     decision.count.fill_(len(active))
     position = 0
     for item, (expert, code) in enumerate(zip(active.tolist(), computed.tolist(), strict=True)):
@@ -181,16 +206,22 @@ def _list_items(
         for part, slots, fates, addresses, destinations in slices:
             place = int(places[part - 1][item])
             fate = STAYED if place == HIT else PASSED if place == STREAM else KEPT
+            ahead, projections = -1, 0
+            if fate != STAYED and not table.nested:
+                ahead, projections = _found_ahead(table, layer, expert, code)
+            if projections:
+                counts[[Counter.AHEAD_USED, Counter.AHEAD_USED_BYTES]] += 1, bytes_ahead(table, code, projections)
             slot = -1
             if fate != PASSED:
                 slot = int((table.fine if table.nested and part == HIGH else table.slot)[layer, expert])
-            elif sizes[expert] > POSITIONS_AT_ONCE and staged[part][1]:
+            elif projections < PROJECTIONS and sizes[expert] > POSITIONS_AT_ONCE and staged[part][1]:
                 slot, staged[part] = staged[part][0], [staged[part][0] + 1, staged[part][1] - 1]
             offsets = table.offsets[part]
-            there = int(table.pool[part]) + slot * int(table.slot_bytes[part])
+            there = slot_address(table, part, slot)
             getattr(decision, slots)[item], getattr(decision, fates)[item] = slot, fate
             source = there if fate == STAYED else table.source[layer, expert, part]
             getattr(decision, addresses)[item] = offsets + source
+            getattr(decision, addresses)[item, :projections] = offsets[:projections] + slot_address(table, part, ahead)
             if fate != STAYED and slot >= 0:
                 getattr(decision, destinations)[item] = offsets + there
         for column, value in enumerate((item, position, position + sizes[expert])):

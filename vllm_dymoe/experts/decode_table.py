@@ -50,6 +50,12 @@ class Counter(IntEnum):
     """Fetches of a high version where the low one was there."""
     EVICTIONS = auto()
     """Experts, or fine slices, whose place another one took."""
+    AHEAD = auto()
+    """Experts of which something was fetched before the layer was routed."""
+    AHEAD_BYTES = auto()
+    AHEAD_USED = auto()
+    """Those among the fetched that were found there, whole or in part."""
+    AHEAD_USED_BYTES = auto()
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +73,12 @@ class DecodeTable:
         step: int64 [layers], the layer's last step.
         shares: int32 [layers, 3], experts that a layer may keep.
         first_slot: int32 [layers, 3], where the layer's range in the tier's pool begins.
-        staging: int32 [3, 2], first and number of the slots that no layer keeps.
+        staging: int32 [3, 2], first and number of the slots that no layer keeps, for what passes.
+        ahead: int32 [3, 2], first and number of those for guesses about even layers; as many about odd ones follow.
+        most_ahead: int32 [1], projections that are fetched ahead for a layer at most.
+        staged: int32 [2, 3, experts], what was fetched ahead for an even and an odd layer: of each expert its slot, its
+            tier, and how many of its projections, gate first. It counts until the next guess about a layer of its kind.
+        staged_for: int32 [2], which layers these are, -1 for none.
         critical: int32 [layers, experts + 1], how many of a step's active experts are high.
         bits: int32 [3], of each tier, or its codebook's tag; 0 for one that is skipped.
         offsets: int64 [3, 3], bytes from a blob's beginning to gate, up and down.
@@ -93,6 +104,10 @@ class DecodeTable:
     shares: Tensor
     first_slot: Tensor
     staging: Tensor
+    ahead: Tensor
+    most_ahead: Tensor
+    staged: Tensor
+    staged_for: Tensor
     critical: Tensor
     bits: Tensor
     offsets: Tensor
@@ -146,6 +161,10 @@ class DecodeTable:
             shares=zeros(layers, 3, dtype=torch.int32),
             first_slot=zeros(layers, 3, dtype=torch.int32),
             staging=zeros(3, 2, dtype=torch.int32),
+            ahead=zeros(3, 2, dtype=torch.int32),
+            most_ahead=zeros(1, dtype=torch.int32),
+            staged=zeros(2, 3, experts, dtype=torch.int32),
+            staged_for=zeros(2, dtype=torch.int32).fill_(-1),
             critical=zeros(layers, experts + 1, dtype=torch.int32),
             bits=zeros(3, dtype=torch.int32),
             offsets=zeros(3, 3),
@@ -204,18 +223,27 @@ class DecodeTable:
         self.offsets.copy_(offsets)
         self.critical.copy_(torch.from_numpy(critical))
 
-    def set_pools(self, pools: Mapping[int, tuple[int, int, int]], shares: Mapping[int, Sequence[int]]) -> None:
+    def set_pools(
+        self,
+        pools: Mapping[int, tuple[int, int, int]],
+        shares: Mapping[int, Sequence[int]],
+        *,
+        foreseen: int = 0,
+    ) -> None:
         """Where slots are and how layers share them; rows whose slot is no longer their layer's own are emptied.
 
         Args:
             pools: address of slot 0, bytes of a slot and number of slots, by LOW and HIGH.
             shares: experts that each layer may keep, by LOW and HIGH.
+            foreseen: experts that are fetched ahead for a layer at most. While one layer's are read the next one's
+                are fetched; two thirds of the slots that no layer keeps are for that at most.
 
         Raises:
             ValueError: layers would keep more than a pool has, or one more than it has experts.
         """
         first, counts = np.zeros((self.layers, 3), np.int32), np.zeros((self.layers, 3), np.int32)
-        staging, address, nbytes = np.zeros((3, 2), np.int32), np.zeros(3, np.int64), np.zeros(3, np.int64)
+        staging, ahead = np.zeros((3, 2), np.int32), np.zeros((3, 2), np.int32)
+        address, nbytes = np.zeros(3, np.int64), np.zeros(3, np.int64)
         for code, (base, slot_bytes, count) in pools.items():
             counts[:, code] = shares[code]
             stops = counts[:, code].cumsum()
@@ -224,16 +252,20 @@ class DecodeTable:
             if stops[-1] > count:
                 raise ValueError(f"shares sum to {stops[-1]} slots of tier {code}, but the pool has {count}")
             first[:, code] = stops - counts[:, code]
-            staging[code] = stops[-1], count - stops[-1]
+            half = min(foreseen, (count - stops[-1]) // 3)
+            ahead[code] = stops[-1], half
+            staging[code] = stops[-1] + 2 * half, count - stops[-1] - 2 * half
             address[code], nbytes[code] = base, slot_bytes
         for tensor, values in (
             (self.first_slot, first),
             (self.shares, counts),
             (self.staging, staging),
+            (self.ahead, ahead),
             (self.pool, address),
             (self.slot_bytes, nbytes),
         ):
             tensor.copy_(torch.from_numpy(values))
+        self.forget_ahead()
         self._leave_out_others()
 
     def _leave_out_others(self) -> None:
@@ -254,8 +286,13 @@ class DecodeTable:
         begin = self.first_slot[:, code, None]
         return (slot < begin) | (slot >= begin + self.shares[:, code, None])
 
+    def forget_ahead(self) -> None:
+        """What was fetched ahead is not there any more."""
+        self.staged_for.fill_(-1)
+
     def clear(self) -> None:
         """Nobody is there, and nobody was ever used."""
+        self.forget_ahead()
         self.tier.zero_()
         self.slot.fill_(-1)
         self.fine.fill_(-1)
@@ -304,6 +341,13 @@ class DecodeTable:
                 assert len(named) <= share, f"layer {layer} keeps {len(named)} experts, more than {share}"
                 assert ((named >= 0) & (named < share)).all(), f"layer {layer} names a slot of another layer"
                 assert len(np.unique(named)) == len(named), f"two rows of layer {layer} name one slot"
+        for half in (self.staged_for >= 0).nonzero().flatten().tolist():
+            slots, tiers, projections = self.staged[half].cpu().numpy()
+            for code in (LOW, HIGH):
+                begin, count = self.ahead[code].tolist()
+                named = slots[(projections > 0) & (tiers == code)] - begin - half * count
+                assert ((named >= 0) & (named < count)).all(), "a guess lies in a slot that is not for guesses"
+                assert len(np.unique(named)) == len(named), "two guesses lie in one slot"
 
 
 @dataclass(frozen=True, eq=False)

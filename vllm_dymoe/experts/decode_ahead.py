@@ -1,0 +1,92 @@
+"""What is fetched ahead in a step that needs no host, with NumPy: the plain twin of ``kernels/triton/ahead.py``.
+
+While a layer is computed, the next one's experts are named (by its gate on this layer's input, or by a trained
+network), and those that it does not keep are copied to slots of no layer. Which experts a layer keeps does not depend
+on that: where the rule has one fetched, it is read from such a slot in place of the host store, and that is all. So a
+guess changes no bit, right or wrong.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_dymoe.experts.decode_rule import PROJECTIONS, bytes_ahead, choose_tiers, slot_address, sum_weights
+from vllm_dymoe.experts.decode_table import Counter, DecodeTable
+from vllm_dymoe.experts.residency import HIGH, LOW
+from vllm_dymoe.kernels.decode import scratch_size
+
+MOST_AHEAD = 8
+"""Experts that are fetched ahead for a layer at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """What is fetched ahead for one layer. The next layer's take their place once they are there.
+
+    Attributes:
+        spans: int64 [MOST_AHEAD, 3], where bytes lie, where they go, and how many they are: 0 for none.
+        scratch: int32, for the program that names them while another one decides the layer before.
+    """
+
+    spans: Tensor
+    scratch: Tensor
+
+    @classmethod
+    def allocate(cls, tokens: int, guesses: int, experts: int, device: torch.device | str) -> Self:
+        """For steps of up to so many tokens, with so many guesses about each."""
+        scratch = torch.zeros(scratch_size(tokens, guesses, experts), dtype=torch.int32, device=device)
+        return cls(torch.zeros(MOST_AHEAD, 3, dtype=torch.int64, device=device), scratch)
+
+
+def name_ahead_plain(table: DecodeTable, layer: int, ids: Tensor, scores: Tensor, rows: Tensor, copies: Copies) -> None:
+    """Choose what is fetched ahead for a layer, and say in `copies` what has to be copied for that.
+
+    Tiers are those that the layer would choose if guesses were its routing. Of what it neither keeps nor skips the most
+    important experts come first, as many as there are slots and ``table.most_ahead`` projections; the last one of
+    them may come in part.
+
+    Args:
+        table: on a CPU, like everything else; ``staged`` and ``staged_for`` of the layer's half are rewritten.
+        layer: that is foreseen.
+        ids: int32 or int64 [tokens, guesses]; negative where another rank has the expert.
+        scores: float32 [tokens, guesses], 0 to 1.
+        rows: int32 [1], how many tokens are real.
+        copies: overwritten.
+    """
+    real, half = int(rows), layer % 2
+    copies.spans.zero_()
+    staged = table.staged[half].zero_().numpy()
+    table.staged_for[half] = layer
+    chosen = ids[:real].numpy().astype(np.int64).reshape(-1)
+    sums = sum_weights(table.experts, chosen, scores[:real].numpy().reshape(-1))
+    active = np.unique(chosen[chosen >= 0])
+    wanted = choose_tiers(table, layer, active, sums)
+    held = table.tier.numpy()[layer, active]
+    there = held >= wanted if table.reuse_high[0] else held == wanted
+    missing = ~there & (table.bits.numpy()[wanted] != 0)
+    counts = table.counters.numpy()[layer]
+    left, taken = int(table.most_ahead[0]), {LOW: 0, HIGH: 0}
+    for expert, code in _most_important_first(active[missing], wanted[missing], sums):
+        first, number = table.ahead[code].tolist()
+        named = sum(taken.values())
+        if taken[code] == number or named == MOST_AHEAD or left <= 0:
+            continue
+        slot, projections = first + half * number + taken[code], min(left, PROJECTIONS)
+        nbytes = bytes_ahead(table, code, projections)
+        staged[:, expert] = slot, code, projections
+        span = int(table.source[layer, expert, code]), slot_address(table, code, slot), nbytes
+        copies.spans[named] = torch.tensor(span)
+        counts[[Counter.AHEAD, Counter.AHEAD_BYTES]] += 1, nbytes
+        left -= PROJECTIONS
+        taken[code] += 1
+
+
+def _most_important_first(
+    experts: NDArray[np.int64], wanted: NDArray[np.int8], sums: NDArray[np.int64]
+) -> list[tuple[int, int]]:
+    order = np.argsort(-sums[experts], kind="stable")
+    return list(zip(experts[order].tolist(), wanted[order].tolist(), strict=True))

@@ -45,6 +45,7 @@ class Program:
         pieces: whether a demand transfer of a device is two copies, of gate and up and of down.
         faults: what happens to a read, by its number: "fail" or "hang".
         resizes: share of the experts that has a slot from a step on, by the step's number.
+        ahead: projections that steps without the host fetch ahead.
     """
 
     steps: tuple[tuple[int, int, int], ...]
@@ -58,6 +59,7 @@ class Program:
     captures: bool = False
     faults: dict[int, str] = field(default_factory=dict)
     resizes: dict[int, float] = field(default_factory=dict)
+    ahead: int = 0
 
 
 class Guesses:

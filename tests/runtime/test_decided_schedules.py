@@ -31,9 +31,11 @@ from tests.runtime.steps import forward, make_runtime, random_step
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from tests.support.recorded_device import COMPUTATION, RecordedStore, record_reads
+from vllm_dymoe.experts.decode_table import DecodeTable
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime.ahead import Ahead
 from vllm_dymoe.runtime.decided_memory import DecidedMemory
-from vllm_dymoe.runtime.decode_path import DECODE_ROWS
+from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.systems.exact import Exact
 
@@ -44,31 +46,79 @@ class RecordedDecidedMemory(RecordedMemory, DecidedMemory):
     """Tells of what computation writes."""
 
 
-class RecordedDecode(PlainDecode):
-    """Tells of the slots that a decode step fills."""
+class RecordedBranch:
+    """Tells what is behind what.
 
-    def __init__(self, history, *arguments):
+    Attributes:
+        stream: where work is given to.
+    """
+
+    def __init__(self, history):
+        self._history, self.stream = history, COMPUTATION
+
+    @contextlib.contextmanager
+    def fork(self):
+        self._history.follow(COMPUTATION, self._history.now(threading.current_thread()))  # that launches it
+        self._history.follow("branch", self._history.now(COMPUTATION))
+        self.stream = "branch"
+        yield
+        self.stream = COMPUTATION
+
+    def join(self):
+        self._history.follow(COMPUTATION, self._history.now("branch"))
+
+
+class RecordedDecode(PlainDecode):
+    """Tells of the slots that a decode step fills, and of those that it reads to fill others."""
+
+    def __init__(self, history, branch, *arguments):
         super().__init__(*arguments)
-        self._history = history
+        self._history, self._branch = history, branch
 
     def fetch(self, source, destination):
-        self._history.follow(COMPUTATION, self._history.now(threading.current_thread()))  # that launches it
-        self._history.write(COMPUTATION, destination)
+        stream = self._branch.stream
+        self._history.follow(stream, self._history.now(threading.current_thread()))  # that launches it
+        self._history.read(stream, source)
+        self._history.write(stream, destination)
         return super().fetch(source, destination)
 
 
+class Roomy(Exact):
+    """Has a slot for a guess about an even layer, and one for an odd one."""
+
+    def staging_slots(self, slots):
+        return min(3, slots)
+
+
+class AnyExperts:
+    """Names experts of the next layer by lot, some of which it wants."""
+
+    guesses = 2
+
+    def __init__(self, seed):
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def foresee(self, layer, x, ids):
+        scores = torch.rand(len(x), EXPERTS, generator=self._generator)
+        best = scores.topk(self.guesses)
+        return best.indices, best.values
+
+
 class DecidedRuntime(MoERuntime):
-    """A runtime whose device decides, on recorded memory."""
+    """A runtime whose device decides and fetches ahead, on recorded memory."""
 
     def __init__(self, history, *arguments, **options):
-        self._history = history
+        self._history, self._branch = history, RecordedBranch(history)
         super().__init__(*arguments, **options)
 
     def make_decided_memory(self):
         return RecordedDecidedMemory(self._history, COMPUTATION, self.store, self.device, self._device_memory)
 
     def make_decode_kernel(self):
-        return RecordedDecode(self._history, self.kernel, self.experts.formats)
+        return RecordedDecode(self._history, self._branch, self.kernel, self.experts.formats)
+
+    def make_branch(self):
+        return self._branch
 
 
 def execute(program, turns, history):
@@ -78,12 +128,16 @@ def execute(program, turns, history):
     runtime = make_runtime(
         store,
         program.budget or plain_runtime(program).minimum_budget,
-        Exact(),
+        Roomy(),
         predictor=Guesses(program.guesses),
         engine=engine,
         make=partial(DecidedRuntime, history),
         decisions="device",
     )
+    if program.ahead:
+        runtime.decode.look_ahead(AnyExperts(program.steps[0][0]), runtime.make_branch())
+        runtime.memory.fetch_ahead(program.ahead)
+        runtime.resize(program.budget or plain_runtime(False).minimum_budget)
     runtime.kernel.asynchronous = True
     record_reads(runtime.kernel, history, COMPUTATION, turns.pause)
     outputs = []
@@ -118,6 +172,7 @@ programs = st.builds(
     guesses=st.lists(guesses, max_size=8).map(tuple),
     pieces=st.booleans(),
     resizes=st.dictionaries(st.integers(0, 7), st.sampled_from((0.4, 0.7)), max_size=2),
+    ahead=st.sampled_from((0, 2, 3)),
 )
 
 
@@ -144,6 +199,7 @@ def random_program(seed):
         guesses=tuple(
             tuple((min(layer + 1, LAYERS - 1), chosen.randrange(EXPERTS)) for _ in range(4)) for layer in layers
         ),
+        ahead=3,
     )
 
 
@@ -161,7 +217,8 @@ def faults(seeds=range(40)):
 
 
 def elsewhere(self, source, destination):
-    self._history.write("another", destination)
+    if self._branch.stream == COMPUTATION:
+        self._history.write("another", destination)
     return PlainDecode.fetch(self, source, destination)
 
 
@@ -177,7 +234,23 @@ def look_once(self, last_read):
     self.streaming = True
 
 
+@contextlib.contextmanager
+def fork_at_once(self):
+    self.stream = "branch"
+    yield
+    self.stream = COMPUTATION
+
+
 PLANTED = {
+    "a layer is decided before what was fetched ahead is there": (Ahead, "join", lambda self: None, "while the branch"),
+    "a slot for guesses is filled while a layer reads it": (
+        RecordedBranch,
+        "fork",
+        fork_at_once,
+        "the branch stream writes",
+    ),
+    "a guess counts although the host had its slot": (DecodeTable, "forget_ahead", lambda self: None, "wrong"),
+    "the host fills a slot that the branch still fills": (DecodePath, "settle", lambda self: None, "while the branch"),
     "a row is published before another stream has filled its slot": (RecordedDecode, "fetch", elsewhere, "writes"),
     "a slot is filled before the decode step that reads it": (DecidedMemory, "fence", lambda *_: None, "writes"),
     "a decode step fills slots that guesses still fill": (DecidedRuntime, "enter_decode", forget_copies, ""),

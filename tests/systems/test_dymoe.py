@@ -117,7 +117,7 @@ def test_shares_are_what_a_token_gets():
         ({"retention": 1.5}, r"retention: input should be less than or equal to 1"),
         (
             {"retension": 0.5},
-            r"retension: extra inputs are not permitted\); it has look_ahead, retention, heavy",
+            r"retension: extra inputs are not permitted\); it has look_ahead, ahead_in_graph, retention, heavy",
         ),
         ({"heavy_share": 0}, r"heavy_share: input should be greater than 0"),
         ({"rounding": "down"}, r"rounding: input should be 'up' or 'nearest'"),

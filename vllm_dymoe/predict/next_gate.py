@@ -32,6 +32,10 @@ class NextGate(SideStreamPredictor):
         prefill_experts: t of Eq. 7, for the whole step; every expert that a token chooses if None.
         layers: how many layers after this one are foreseen in decode; a prefill has enough to do with the next.
         side_stream: where gates are asked.
+
+    Attributes:
+        gates: of every MoE layer, in order.
+        decode_experts: t of Eq. 8.
     """
 
     def __init__(
@@ -44,9 +48,9 @@ class NextGate(SideStreamPredictor):
         side_stream: SideStream | None = None,
     ) -> None:
         super().__init__(side_stream or Inline())
-        self._gates = gates
+        self.gates = gates
         self._top_k = top_k
-        self._decode_experts = decode_experts or top_k
+        self.decode_experts = decode_experts or top_k
         self._prefill_experts = prefill_experts
         self._layers = layers
         self._x: torch.Tensor | None = None
@@ -61,11 +65,11 @@ class NextGate(SideStreamPredictor):
         """Ask the gates of the next layers, on the side stream if there is one."""
         assert self._x is not None
         depth = self._layers if self._phase is Phase.DECODE else 1
-        amount = self._decode_experts if self._phase is Phase.DECODE else self._top_k
-        coming = range(layer + 1, min(layer + 1 + depth, len(self._gates)))
+        amount = self.decode_experts if self._phase is Phase.DECODE else self._top_k
+        coming = range(layer + 1, min(layer + 1 + depth, len(self.gates)))
         self._reads = []
         for later in coming:
-            best = partial(self._gates[later].best, amount=amount)
+            best = partial(self.gates[later].best, amount=amount)
             self._reads.append((later, self._side_stream.begin(best, self._x)))
 
     def predict(self, layer: int) -> Sequence[Candidate]:
@@ -79,7 +83,7 @@ class NextGate(SideStreamPredictor):
 
     def _named(self, later: int, experts: torch.Tensor, scores: torch.Tensor) -> list[Candidate]:
         """Of the choices of each token, [tokens, choices] each."""
-        gate = self._gates[later]
+        gate = self.gates[later]
         if len(experts) == 1:
             ranked = list(zip(experts[0].tolist(), scores[0].tolist(), strict=True))
         else:

@@ -25,12 +25,16 @@ class TrainedPredictor(SideStreamPredictor):
         network: of the model that runs, on its device.
         decode_experts: how many to name for each token of a decode step.
         side_stream: where it is computed.
+
+    Attributes:
+        network: of the model that runs.
+        amount: experts that are named for each token of a decode step.
     """
 
     def __init__(self, network: FoldedMLP, decode_experts: int, side_stream: SideStream | None = None) -> None:
         super().__init__(side_stream or Inline())
         self.network = network
-        self._amount = min(decode_experts, network.num_experts)
+        self.amount = min(decode_experts, network.num_experts)
         self._past: torch.Tensor | None = None
         self._x: torch.Tensor | None = None
         self._layer = -1
@@ -75,7 +79,7 @@ class TrainedPredictor(SideStreamPredictor):
         assert self._x is not None
 
         def named(rows: torch.Tensor, *seen: torch.Tensor) -> Answer:
-            best = network.logits(following, rows, *(seen or (None,))).topk(self._amount)
+            best = network.logits(following, rows, *(seen or (None,))).topk(self.amount)
             return best.indices, best.values
 
         self._read = self._side_stream.begin(named, self._past, *(() if network.gates is None else (self._x,)))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_dymoe.experts.decode_rule import PROJECTIONS
 from vllm_dymoe.experts.decode_table import Counter, DecodeTable
 from vllm_dymoe.experts.layout import BlobKey, ExpertFormat
 from vllm_dymoe.experts.residency import HIGH, HIT, LOW, NOWHERE, STREAM
@@ -22,6 +23,7 @@ from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.runtime.device_memory import DeviceMemory
 from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.prefetch import PrefetchStats
 from vllm_dymoe.runtime.sizing import SlotPlan
 from vllm_dymoe.store import ReadableStore
 from vllm_dymoe.systems import System
@@ -57,6 +59,7 @@ class DecidedMemory(ExpertMemory):
     Attributes:
         decisions: the device's table. It stays where it is; what changes between two steps are its values.
         streaming: the last step that ran was the host's, whose snapshot holds until a step of the device.
+        most_ahead: projections that a step of the device fetches ahead for a layer.
     """
 
     make_table = Snapshot
@@ -71,6 +74,7 @@ class DecidedMemory(ExpertMemory):
         )
         self._sources: tuple[tuple[int, int], ...] = ()
         self.streaming = False
+        self.most_ahead = 0
 
     def allocate(self, plan: SlotPlan, bits: Mapping[Tier, int], *, reuse_high: bool) -> None:
         """See ExpertMemory; nobody is kept, except where all experts have a slot and are in it from now on."""
@@ -78,7 +82,8 @@ class DecidedMemory(ExpertMemory):
         table, codes = self.decisions, {CODES[tier]: pool for tier, pool in self.pools.items()}
         table.clear()
         pools = {code: (pool.slots[0].blob.data_ptr(), pool.format.nbytes, pool.count) for code, pool in codes.items()}
-        table.set_pools(pools, {CODES[tier]: plan.quotas[tier] for tier in self.pools})
+        shares = {CODES[tier]: plan.quotas[tier] for tier in self.pools}
+        table.set_pools(pools, shares, foreseen=-(-self.most_ahead // PROJECTIONS))
         self.streaming = False
         self._fill_if_complete()
 
@@ -87,6 +92,14 @@ class DecidedMemory(ExpertMemory):
         pool = super().make_pool(fmt, count, 0)
         pool.withhold(promised)
         return pool
+
+    def fetch_ahead(self, projections: int) -> None:
+        """Have steps of the device fetch so many projections ahead for a layer; slots for them come with the next plan.
+
+        None are fetched at once, since that is a value.
+        """
+        self.most_ahead = projections
+        self.decisions.most_ahead.fill_(projections)
 
     def serve(self, system: System, bits: Mapping[Tier, int]) -> None:
         """What the device goes by in the steps from now on.
@@ -153,13 +166,14 @@ class DecidedMemory(ExpertMemory):
         assert not any(kept for _, _, kept in there), "the host keeps an expert where the device decides"
         assert self.budget.peak <= self.budget.limit
 
-    def take_counts(self, counts: ResidencyCounts, transfers: TransferStats) -> None:
+    def take_counts(self, counts: ResidencyCounts, transfers: TransferStats, guesses: PrefetchStats) -> None:
         """Add what the device has counted since the last time, and see who is there now; waits for it.
 
         Args:
             counts: of experts.
             transfers: of blobs and bytes. Who is read through for more than two tokens at once is read again for each
-                two of them; that is one transfer here.
+                two of them; that is one transfer here, and so is one that came in part ahead.
+            guesses: that were fetched ahead.
         """
         self.decisions.give(self.table)
         values = self.decisions.counters.sum(0).tolist()
@@ -178,6 +192,11 @@ class DecidedMemory(ExpertMemory):
         transfers.transfers[Reason.DEMAND] += sum(fetched.values())
         for code, bits in self._sources:
             transfers.bytes_moved[Reason.DEMAND] += fetched[code] * self._experts.formats[bits].nbytes
+        transfers.bytes_moved[Reason.DEMAND] -= values[Counter.AHEAD_USED_BYTES]
+        transfers.bytes_moved[Reason.PREFETCH] += values[Counter.AHEAD_BYTES]
+        transfers.transfers[Reason.PREFETCH] += values[Counter.AHEAD]
+        guesses.useful += values[Counter.AHEAD_USED]
+        guesses.wasted += values[Counter.AHEAD] - values[Counter.AHEAD_USED]
 
     # -- between steps ----------------------------------------------------------------------------
 
@@ -194,4 +213,6 @@ class DecidedMemory(ExpertMemory):
     def enter_decode(self) -> bool:
         """Steps of the device begin; true if one of the host's came before, whose copies must have ended by now."""
         before, self.streaming = self.streaming, False
+        if before:
+            self.decisions.forget_ahead()  # the host had those slots
         return before

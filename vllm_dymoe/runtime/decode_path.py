@@ -14,13 +14,15 @@ from torch import Tensor
 from vllm_dymoe.experts.decode_table import Decision, DecodeTable
 from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.predict.on_device import OnDevice
+from vllm_dymoe.runtime.ahead import Ahead, AheadKernel, Branch
 
 DECODE_ROWS = 16
 """Most rows of a step that take this path; with more of them tensor cores are worth a step without a graph."""
 
 
-class DecodeKernel(Protocol):
-    """Decides and computes one layer's step.
+class DecodeKernel(AheadKernel, Protocol):
+    """Decides and computes one layer's step, and fetches ahead for the next layer.
 
     Attributes:
         name: which implementation, for logs and reports.
@@ -69,6 +71,7 @@ class DecodePath:
     Attributes:
         table: who is where, and what was counted.
         kernel: decides and computes.
+        ahead: fetches for the next layer while one is computed; None if nothing does.
     """
 
     def __init__(self, experts: ModelExperts, table: DecodeTable, kernel: DecodeKernel, device: torch.device) -> None:
@@ -79,6 +82,17 @@ class DecodePath:
         self._decisions = [scratch.of(rows, experts.num_experts) for rows in range(DECODE_ROWS + 1)]
         self._rows = torch.zeros(1, dtype=torch.int32, device=device)
         self._told = 0
+        self.ahead: Ahead | None = None
+
+    def look_ahead(self, predictor: OnDevice, branch: Branch) -> None:
+        """Fetch ahead what a predictor names, in every step from now on; before the first capture."""
+        self.ahead = Ahead(self.table, self.kernel, predictor, branch, DECODE_ROWS)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the table and of what is decided; slots and scratch are counted elsewhere."""
+        tensors = *vars(self.table).values(), *vars(self._decisions[-1]).values(), self._rows
+        return sum(tensor.nbytes for tensor in tensors) + (0 if self.ahead is None else self.ahead.nbytes)
 
     def warm_up(self, activation: Activation) -> None:
         """Compile and load what layers will launch, by a step without tokens: neither requests nor captures wait."""
@@ -86,6 +100,7 @@ class DecodePath:
         x = torch.zeros(1, fmt.hidden, dtype=fmt.dtype, device=self._device)
         weights, ids = (torch.zeros(1, top_k, dtype=t, device=self._device) for t in (torch.float32, torch.int32))
         self.forward(0, x, weights, ids, activation)
+        self.settle()
 
     def tell(self, rows: int) -> None:
         """How many rows are tokens in what is launched or replayed from now on; 0 for what nobody has asked for."""
@@ -95,5 +110,15 @@ class DecodePath:
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
         """One layer; see :meth:`DecodeKernel.forward`."""
-        decision = self._decisions[len(x)]
-        return self.kernel.forward(self.table, layer, self._rows, decision, x, weights, ids, activation)
+        decision, ahead = self._decisions[len(x)], self.ahead
+        if ahead is not None:
+            ahead.name(layer, x, ids, self._rows)
+        out = self.kernel.forward(self.table, layer, self._rows, decision, x, weights, ids, activation)
+        if ahead is not None:
+            ahead.fetch()
+        return out
+
+    def settle(self) -> None:
+        """Nothing is fetched ahead any more that the computing stream does not wait for."""
+        if self.ahead is not None:
+            self.ahead.join()

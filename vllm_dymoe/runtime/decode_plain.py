@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.decode_ahead import Copies, name_ahead_plain
 from vllm_dymoe.experts.decode_rule import decide_plain
 from vllm_dymoe.experts.decode_table import Decision, DecodeTable
 from vllm_dymoe.experts.layout import ExpertFormat
@@ -47,6 +48,14 @@ class PlainDecode:
 
     decide = staticmethod(decide_plain)
 
+    name_ahead = staticmethod(name_ahead_plain)
+
+    def fetch_ahead(self, copies: Copies) -> None:
+        """See :class:`vllm_dymoe.runtime.ahead.AheadKernel`."""
+        for source, destination, nbytes in copies.spans.tolist():
+            if nbytes:
+                self.fetch(memory_at(source, nbytes), memory_at(destination, nbytes))
+
     def _work(self, decision: Decision, item: int) -> ExpertWork:
         """One item, once its bytes are where they are to be kept."""
         packed = []
@@ -72,7 +81,7 @@ class PlainDecode:
         return self.fetch(section, memory_at(destination, matrix.nbytes)) if destination else section
 
     def fetch(self, source: Tensor, destination: Tensor) -> Tensor:
-        """Copy a section to where it is kept; returns the copy."""
+        """Copy a section, or some, to a slot; returns the copy."""
         return destination.copy_(source)
 
 

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.decode_ahead import Copies
 from vllm_dymoe.experts.decode_table import Decision, DecodeTable
 from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.kernels.triton import TritonKernel
+from vllm_dymoe.kernels.triton.ahead import fetch_ahead, name_ahead
 from vllm_dymoe.kernels.triton.step import DecodeStep
 
 
@@ -46,6 +48,16 @@ class TritonDecode:
         step = self._step(activation)
         step.run(vars(table), layer, x, ids, weights, rows, vars(decision), out)
         return out
+
+    def name_ahead(
+        self, table: DecodeTable, layer: int, ids: Tensor, scores: Tensor, rows: Tensor, copies: Copies
+    ) -> None:
+        """See :class:`vllm_dymoe.runtime.ahead.AheadKernel`."""
+        name_ahead(vars(table), layer, ids, scores, rows, vars(copies))
+
+    def fetch_ahead(self, copies: Copies) -> None:
+        """See :class:`vllm_dymoe.runtime.ahead.AheadKernel`."""
+        fetch_ahead(vars(copies))
 
     def _step(self, activation: Activation) -> DecodeStep:
         step = self._steps.get(activation)

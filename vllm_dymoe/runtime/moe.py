@@ -25,6 +25,8 @@ from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, CpuKernel, ExpertKernel, LayerWork, combine, make_kernel
 from vllm_dymoe.observe.timeline import CudaClock, HostClock, Lane, Timeline
 from vllm_dymoe.predict import Measured, PredictionStats, Predictor
+from vllm_dymoe.predict.on_device import on_device
+from vllm_dymoe.runtime.ahead import Branch, make_branch
 from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.decided_memory import DecidedMemory
 from vllm_dymoe.runtime.decisions import DRAFTED, device_decides
@@ -107,7 +109,7 @@ class MoERuntime:
             obstacle=DRAFTED if self.experts.draft_layers else obstacle,
         )
         self.memory = self.make_decided_memory() if decides else self.make_memory()
-        self.decode = self._make_decode_path()
+        self.decode = self._make_decode_path(system)
         self._expert_budget = options.expert_budget
         self._allocate(options, system, self._plan(self._limit(options), options, system))
 
@@ -129,10 +131,19 @@ class MoERuntime:
 
         return TritonDecode(self.kernel, self.experts, DECODE_ROWS)
 
-    def _make_decode_path(self) -> DecodePath | None:
+    def make_branch(self) -> Branch:
+        """Where a decode step without the host fetches ahead."""
+        return make_branch(self.device)
+
+    def _make_decode_path(self, system: System) -> DecodePath | None:
         if not isinstance(self.memory, DecidedMemory):
             return None
-        return DecodePath(self.experts, self.memory.decisions, self.make_decode_kernel(), self.device)
+        path = DecodePath(self.experts, self.memory.decisions, self.make_decode_kernel(), self.device)
+        named = None if self.predictor is None else on_device(self.predictor.predictor, self.device)
+        if named is not None and system.projections_in_graph > 0:
+            path.look_ahead(named, self.make_branch())
+            self.memory.fetch_ahead(system.projections_in_graph)
+        return path
 
     @property
     def hits(self) -> int:
@@ -271,6 +282,8 @@ class MoERuntime:
     def _enter_stream(self) -> None:
         memory = self.memory
         if isinstance(memory, DecidedMemory) and not memory.streaming:
+            assert self.decode is not None
+            self.decode.settle()
             memory.enter_stream(self.engine.fence())
 
     # -- memory -----------------------------------------------------------------------------------
@@ -326,6 +339,7 @@ class MoERuntime:
         """Foresee with another predictor, for the next step on.
 
         Where it takes other memory than the one before, the slots are shared out again and the cache starts empty.
+        Decode steps without the host fetch nothing ahead any more: graphs hold the predictor of their capture.
 
         Raises:
             ConfigError: the budget has no room for it, or a read that was given up still has not ended; the old one
@@ -340,6 +354,22 @@ class MoERuntime:
         except ConfigError:
             self.predictor = before
             raise
+        self._fetch_nothing_in_graphs()
+
+    def stop_foreseeing(self) -> None:
+        """Nothing is named ahead from the next step on."""
+        self.predictor = None
+        self._fetch_nothing_in_graphs()
+
+    @property
+    def fetches_in_graphs(self) -> bool:
+        """Whether decode steps without the host fetch ahead."""
+        return isinstance(self.memory, DecidedMemory) and self.memory.most_ahead > 0
+
+    def _fetch_nothing_in_graphs(self) -> None:
+        """A captured graph goes on asking the predictor of its capture, and heeds it no more."""
+        if isinstance(self.memory, DecidedMemory):
+            self.memory.fetch_ahead(0)
 
     def _replace(self, what: str, options: Options, system: System, plan: SlotPlan) -> None:
         """Go on with other slots; if they cannot be had, with the old ones.
@@ -447,7 +477,7 @@ class MoERuntime:
 
     def _take_decode_counts(self) -> None:
         if isinstance(self.memory, DecidedMemory):
-            self.memory.take_counts(self._counts, self.engine.stats)
+            self.memory.take_counts(self._counts, self.engine.stats, self._prefetch_stats)
 
     def precision(self) -> dict[str, Any]:
         """What decides precision at the moment, and what it means for a single token, as JSON-serialisable data."""

@@ -116,6 +116,11 @@ class System(BaseModel):
         """Whether a device can decide a decode step by itself: ``critical_counts`` says all that ``select`` would."""
         return False
 
+    @property
+    def projections_in_graph(self) -> int:
+        """Projections that a decode step which the device decides fetches ahead for the next layer at most."""
+        return 0
+
     # -- foresight --------------------------------------------------------------------------------
 
     @property

@@ -2,8 +2,9 @@
 
 from typing import ClassVar
 
-from pydantic import NonNegativeInt
+from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 
+from vllm_dymoe.experts.layout import EVERY_PROJECTION
 from vllm_dymoe.predict import Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.predict.side_stream import make_side_stream
@@ -19,11 +20,29 @@ class Exact(System):
 
     look_ahead: NonNegativeInt = 1
     """How many layers ahead gates are asked, or a predictor is: 0 fetches nothing before its router names it."""
+    ahead_in_graph: int = Field(default=0, ge=0, le=24)
+    """Projections of the next layer's experts that a decode step fetches ahead where the device decides; 0 for none."""
+
+    @field_validator("ahead_in_graph")
+    @classmethod
+    def _check_ahead(cls, projections: int, info: ValidationInfo) -> int:
+        if projections and not info.data.get("look_ahead"):
+            raise ValueError("something has to name experts ahead, so that look_ahead must be 1 or more")
+        return projections
+
+    @property
+    def projections_in_graph(self) -> int:
+        """As the parameter says."""
+        return self.ahead_in_graph
 
     @property
     def decides_on_device(self) -> bool:
         """Everything is high."""
         return True
+
+    def named_ahead(self, top_k: int) -> int:
+        """In a graph, two layers' guesses: one is read while the other is fetched."""
+        return 2 * -(-self.ahead_in_graph // len(EVERY_PROJECTION))
 
     @property
     def foresight(self) -> str | None:

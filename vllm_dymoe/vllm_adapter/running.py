@@ -177,7 +177,13 @@ class Running:
         Raises:
             ConfigError: it is damaged, another model's, or there is no room for it.
         """
+        before = self.runtime.fetches_in_graphs
         self.foresight.take_over(self._model(path), self.runtime.set_predictor)
+        if before:
+            logger.warning(
+                "vllm-dymoe: decode steps that the device decides fetch nothing ahead any more (ahead_in_graph), "
+                "because they hold the predictor that they began with; start again with the new one as its option."
+            )
 
     def _failed(self, error: TransferError) -> None:
         if not self.step.warming_up:
@@ -188,4 +194,4 @@ class Running:
             logger.error("vllm-dymoe: %s", error)  # the other ranks wait for this one; the first step fails as well
 
     def _stop_foreseeing(self) -> None:
-        self.runtime.predictor = None
+        self.runtime.stop_foreseeing()

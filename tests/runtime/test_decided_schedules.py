@@ -137,7 +137,7 @@ def execute(program, turns, history):
     if program.ahead:
         runtime.decode.look_ahead(AnyExperts(program.steps[0][0]), runtime.make_branch())
         runtime.memory.fetch_ahead(program.ahead)
-        runtime.resize(program.budget or plain_runtime(False).minimum_budget)
+        runtime.resize(program.budget or plain_runtime(program).minimum_budget)
     runtime.kernel.asynchronous = True
     record_reads(runtime.kernel, history, COMPUTATION, turns.pause)
     outputs = []

@@ -140,7 +140,7 @@ class MoERuntime:
             return None
         path = DecodePath(self.experts, self.memory.decisions, self.make_decode_kernel(), self.device)
         named = None if self.predictor is None else on_device(self.predictor.predictor, self.device)
-        if named is not None and system.projections_in_graph > 0:
+        if named is not None and system.projections_in_graph > 0 and not self.memory.decisions.nested:
             path.look_ahead(named, self.make_branch())
             self.memory.fetch_ahead(system.projections_in_graph)
         return path

@@ -60,8 +60,11 @@ def _who_decides(runtime: MoERuntime) -> str:
     """The one writer of what layers keep, and why it is the host."""
     if runtime.decode is None:
         return f"the host{f', because {runtime.host_decides_because}' if runtime.host_decides_because else ''}"
-    ahead = runtime.system.projections_in_graph if runtime.fetches_in_graphs else 0
-    more = f", up to {ahead} projections of the next layer fetched ahead" if ahead else ""
+    ahead, more = runtime.system.projections_in_graph, ""
+    if ahead and runtime.fetches_in_graphs:
+        more = f", up to {ahead} projections of the next layer fetched ahead"
+    elif ahead:
+        more = ", nothing fetched ahead (it needs a predictor, and low versions that do not lie inside the high ones)"
     return f"the device ({runtime.decode.kernel.name}), in steps of up to {DECODE_ROWS} tokens{more}"
 
 

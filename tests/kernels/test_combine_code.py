@@ -1,12 +1,34 @@
 """What the compiler makes of the weighted sum: products that are rounded by themselves, on every architecture."""
 
+# ruff: noqa: N803
+import re
 from dataclasses import replace
 
 import pytest
 
 from tests.support.benchmarks import modules_of
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from vllm_dymoe.kernels.triton.decode import add_experts  # noqa: E402
+
+
+@triton.jit
+def last_sum_kernel(
+    out, weights, computed, partials, semaphores, ROWS: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr
+):
+    """What ends a decode step's last launch: the sum of a token's experts, and nothing else that multiplies."""
+    add_experts(out, weights, computed, partials, semaphores, tl.program_id(1), tl.program_id(0), ROWS, TOP_K, SPLIT)
+
+
+@triton.jit
+def fused_sum_kernel(
+    out, weights, computed, partials, semaphores, ROWS: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr
+):
+    """A product that is added at once."""
+    tl.store(out, tl.load(partials) * tl.load(weights) + tl.load(partials + 1))
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +54,39 @@ def test_a_compiler_that_may_fuse_would_be_found(sums):
     (variant, *_), fused = sums
     assert any("fma.rn.f32" in line for line in fused(replace(variant, options={"num_warps": 4})))
     assert any("FFMA" in line for line in fused(replace(variant, options={"num_warps": 4})))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A kernel as a variant on an architecture, and what finds fused multiply-adds in it."""
+    with modules_of("gpu"):
+        import machine_code
+        import variants
+
+        class Alone(variants.Variant):
+            @property
+            def code(self):
+                return {"last_sum": last_sum_kernel, "fused_sum": fused_sum_kernel}[self.kernel]
+
+        def variant(kernel, architecture):
+            types = {"out": "*fp16", "weights": "*fp32", "computed": "*i32", "partials": "*fp32", "semaphores": "*i32"}
+            constants = {"ROWS": 150, "TOP_K": 8, "SPLIT": 4}
+            return Alone(architecture, kernel, "", "", "", types, constants, {"num_warps": 4, "enable_fp_fusion": True})
+
+        yield variant, machine_code.fused_instructions
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_nor_where_a_decode_step_ends_although_its_compiler_may_fuse(alone, architecture):
+    """It may, for the products with weights; in the sum of experts a choice stands between product and sum.
+
+    From sm_100 on products are packed two by two, where lines alone do not say what is added to which.
+    """
+    variant, fused = alone
+    assert [line for line in fused(variant("last_sum", architecture)) if not _rounds_once_anyway(line)] == []
+    assert fused(variant("fused_sum", architecture)) != []
+
+
+def _rounds_once_anyway(line):
+    """A product to which zero is added, which begins a sum; and a constant, which is zero times zero plus it."""
+    return re.search(r"(0f00000000;|\bRZ ;)$|-?RZ, RZ, ", line) is not None

@@ -35,6 +35,9 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 BITS = 4
 LAUNCHES = 3
 """Of ours, in a layer that is decided on the device: decide, gate and up, down."""
+AHEAD_LAUNCHES = 2
+"""That a layer waits for where the next one's experts are fetched ahead: its names, and the copies."""
+MOST_AHEAD = 24
 SAMPLED_LAYERS = 2
 """Of a made-up trace; all layers of one are alike."""
 
@@ -46,13 +49,19 @@ class Model:
     Attributes:
         layer: an MoE layer.
         layers: how many.
-        dense_weights: weights outside of routed experts that a token reads: attention, router, and the output
-            projection; from the model's config.json.
+        attention_weights: of one layer, from the model's config.json.
+        head_weights: of the output projection.
     """
 
     layer: Layer
     layers: int
-    dense_weights: int
+    attention_weights: int
+    head_weights: int
+
+    @property
+    def dense_weights(self) -> int:
+        """Weights outside of routed experts that a token reads; routers are too small to count."""
+        return self.layers * self.attention_weights + self.head_weights
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,8 @@ class Assumptions:
         host_layer_us: host time of a layer that Python decides, by count of its work.
         host_miss_us: more for each miss: a transfer, a launch, and two events.
         dense_bits: of weights outside of routed experts.
+        right_share: of what is fetched ahead, what is then wanted and missing.
+        name_us: of the launches that name the next layer's experts, beside a layer's own.
     """
 
     memory_share: float = 0.85
@@ -95,12 +106,14 @@ class Assumptions:
     host_layer_us: float = 300.0
     host_miss_us: float = 40.0
     dense_bits: int = 16
+    right_share: float = 0.7
+    name_us: float = 25.0
 
 
 MODELS = (
-    Model(Layer("Qwen3-30B-A3B", 2048, 768, 128, 8), 48, 48 * (2 * 2048 * 4096 + 2 * 2048 * 512) + 151936 * 2048),
-    Model(Layer("gpt-oss-120b", 2880, 2880, 128, 4), 36, 36 * (2 * 2880 * 4096 + 2 * 2880 * 512) + 201088 * 2880),
-    Model(Layer("Qwen3-235B-A22B", 4096, 1536, 128, 8), 94, 94 * (2 * 4096 * 8192 + 2 * 4096 * 512) + 151936 * 4096),
+    Model(Layer("Qwen3-30B-A3B", 2048, 768, 128, 8), 48, 2 * 2048 * 4096 + 2 * 2048 * 512, 151936 * 2048),
+    Model(Layer("gpt-oss-120b", 2880, 2880, 128, 4), 36, 2 * 2880 * 4096 + 2 * 2880 * 512, 201088 * 2880),
+    Model(Layer("Qwen3-235B-A22B", 4096, 1536, 128, 8), 94, 2 * 4096 * 8192 + 2 * 4096 * 512, 151936 * 4096),
 )
 CARDS = (Card("RTX 4090", 24, 1008, 25), Card("RTX 5090", 32, 1792, 50), Card("H200", 141, 4800, 50))
 
@@ -115,6 +128,8 @@ class Token:
         memory_bytes: that the card reads: active experts and what is dense.
         bound_ms: whichever of link and memory takes longer, both at their best.
         device_ms: decided on the device: the link idles outside of a layer's experts.
+        ahead_ms: the same with as many projections fetched ahead, while attention runs, as make it shortest.
+        ahead: these, for each layer.
         host_ms: decided by the host; its time does not overlap with a miss that it has yet to name.
     """
 
@@ -123,6 +138,8 @@ class Token:
     memory_bytes: float
     bound_ms: float
     device_ms: float
+    ahead_ms: float
+    ahead: int
     host_ms: float
 
 
@@ -144,6 +161,9 @@ def token(model: Model, card: Card, hit_rate: float, assumed: Assumptions) -> To
     dense_seconds = dense / (memory * assumed.memory_share)
     fetching, reading = missed * nbytes / (link * assumed.link_share), active / (memory * assumed.memory_share)
     deciding = 1e-6 * (assumed.decide_us + assumed.decide_miss_us * missed + LAUNCHES * assumed.launch_us)
+    ahead = [_layer_ahead(model, card, missed, count, assumed) for count in range(MOST_AHEAD + 1)]
+    best = min(range(len(ahead)), key=ahead.__getitem__)
+    head_seconds = model.head_weights * assumed.dense_bits / 8 / (memory * assumed.memory_share)
     hosting = 1e-6 * (assumed.host_layer_us + assumed.host_miss_us * missed)
     return Token(
         model.layers * missed,
@@ -151,8 +171,25 @@ def token(model: Model, card: Card, hit_rate: float, assumed: Assumptions) -> To
         memory_bytes,
         1e3 * max(link_bytes / link, memory_bytes / memory),
         1e3 * (dense_seconds + model.layers * (deciding + max(fetching, reading))),
+        1e3 * (head_seconds + model.layers * ahead[best]),
+        best,
         1e3 * (dense_seconds + model.layers * (hosting + max(fetching, reading))),
     )
+
+
+def _layer_ahead(model: Model, card: Card, missed: float, projections: int, assumed: Assumptions) -> float:
+    """Seconds of a layer and of the attention before it, in which so many of its projections are fetched.
+
+    What was fetched ahead and is wanted need not be fetched again; what is not wanted has only taken time. A step that
+    fetches nothing ahead still asks for names, and waits for the branch.
+    """
+    nbytes, active = expert_bytes(model.layer, BITS), model.layer.top_k * expert_bytes(model.layer, BITS)
+    memory, link = card.memory_gbps * 1e9 * assumed.memory_share, card.link_gbps * 1e9 * assumed.link_share
+    attention, copying = model.attention_weights * assumed.dense_bits / 8 / memory, projections / 3 * nbytes / link
+    fetching = max(0.0, missed - assumed.right_share * projections / 3) * nbytes / link
+    launches = (LAUNCHES + AHEAD_LAUNCHES) * assumed.launch_us
+    deciding = 1e-6 * (assumed.decide_us + assumed.decide_miss_us * missed + launches)
+    return max(attention, copying) + deciding + max(fetching, active / memory, 1e-6 * assumed.name_us)
 
 
 def hit_rates(layer: Layer, trace: Trace | None) -> dict[float, float]:
@@ -191,12 +228,26 @@ def table(found: list[dict], assumed: Assumptions) -> str:
         [f"{card.name}: memory, link", f"{card.memory_gb:g} GB, {card.memory_gbps:g} GB/s, {card.link_gbps:g} GB/s"]
         for card in CARDS
     ]
-    head = ["model", "card", "resident", "hits", "GB over the link", "bound ms", "device ms", "of the bound", "host ms"]
+    head = [
+        "model",
+        "card",
+        "resident",
+        "hits",
+        "GB over the link",
+        "bound ms",
+        "device ms",
+        "of the bound",
+        "ahead ms",
+        "of the bound",
+        "projections",
+        "host ms",
+    ]
     lines = (
         [
             row["model"], row["card"], f"{row['resident']:.0%}", f"{row['hit_rate']:.2f}",
             f"{row['link_bytes'] / 1e9:.2f}", f"{row['bound_ms']:.1f}", f"{row['device_ms']:.1f}",
-            f"{row['device_ms'] / row['bound_ms']:.2f}", f"{row['host_ms']:.1f}",
+            f"{row['device_ms'] / row['bound_ms']:.2f}", f"{row['ahead_ms']:.1f}",
+            f"{row['ahead_ms'] / row['bound_ms']:.2f}", str(row["ahead"]), f"{row['host_ms']:.1f}",
         ]
         for row in found
     )  # fmt: skip

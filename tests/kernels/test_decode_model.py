@@ -31,9 +31,25 @@ def test_bytes_of_a_token_by_hand(model):
 def test_without_overheads_and_waits_the_bound_is_reached(model):
     """Everything there, nothing but experts: what is left of the time is the bound."""
     perfect = dict.fromkeys(asdict(model.Assumptions()), 0.0) | {"memory_share": 1.0, "link_share": 1.0}
-    counted = model.token(replace(model.MODELS[0], dense_weights=0), model.CARDS[0], 1.0, model.Assumptions(**perfect))
+    nothing_dense = replace(model.MODELS[0], attention_weights=0, head_weights=0)
+    counted = model.token(nothing_dense, model.CARDS[0], 1.0, model.Assumptions(**perfect))
+    assert counted.ahead_ms == pytest.approx(counted.bound_ms)
     assert counted.device_ms == pytest.approx(counted.bound_ms)
     assert counted.host_ms == pytest.approx(counted.bound_ms)
+
+
+def test_what_is_fetched_ahead_is_worth_as_much_as_attention_hides_of_it(model):
+    """By hand: half of eight experts are missing, and attention takes as long as the link for one projection."""
+    qwen, card = model.MODELS[0], model.CARDS[0]
+    expert = 3 * 2048 * 768 * (4 / 8 + 4 / 64)
+    weights = expert / 3 / card.link_gbps * card.memory_gbps / 2
+    perfect = dict.fromkeys(asdict(model.Assumptions()), 0.0) | {"memory_share": 1.0, "link_share": 1.0}
+    assumed = model.Assumptions(**(perfect | {"right_share": 1.0, "dense_bits": 16}))
+    hidden = replace(qwen, attention_weights=weights, head_weights=0)
+    counted = model.token(hidden, card, 0.5, assumed)
+    assert counted.device_ms - counted.ahead_ms == pytest.approx(48 * expert / 3 / card.link_gbps / 1e6)
+    wrong = model.token(hidden, card, 0.5, replace(assumed, right_share=0.0))
+    assert (wrong.ahead, wrong.ahead_ms) == (0, pytest.approx(wrong.device_ms))
 
 
 def test_hits_never_fall_with_slots(model):

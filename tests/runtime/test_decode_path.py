@@ -12,7 +12,7 @@ from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.residency import HIGH, LOW
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime import MoERuntime, moe
 from vllm_dymoe.runtime.decisions import device_decides
 from vllm_dymoe.store.joined import join
 from vllm_dymoe.systems.dymoe import Dymoe
@@ -164,6 +164,29 @@ def test_who_decides_is_checked(memory_store, tmp_path):
     for decisions in ("auto", "host"):
         assert make_runtime(memory_store, decisions=decisions).decode is None
     assert decided_runtime(memory_store).decode is not None
+
+
+def test_the_host_decides_where_the_kernels_cannot_and_says_why(memory_store, monkeypatch):
+    class Unfit(MoERuntime):
+        def make_decode_kernel(self):
+            raise ValueError("a step needs more scratch")
+
+    options = {"group_size": 32, "expert_budget": "50%", "lo": 2}
+    with pytest.raises(ConfigError, match='"device" is impossible, because a step needs more scratch'):
+        Unfit(memory_store, Options(decisions="device", **options), CPU)
+    monkeypatch.setattr(moe, "device_decides", lambda *_, **__: (True, ""))  # as by default on a GPU
+    runtime = Unfit(memory_store, Options(**options), CPU)
+    assert runtime.decode is None
+    assert runtime.host_decides_because == "a step needs more scratch"
+    assert equal(run(runtime, STEPS[:5]), run(make_runtime(memory_store), STEPS[:5]))
+
+
+def test_what_the_device_decides_by_is_a_part_of_the_budget(memory_store):
+    runtime, host = decided_runtime(memory_store, "50%"), make_runtime(memory_store, "50%")
+    tables = runtime.plan.workspace_bytes - runtime.kernel.workspace_bytes
+    assert tables >= sum(tensor.nbytes for tensor in vars(runtime.memory.decisions).values())
+    assert tables == runtime.decode.nbytes == runtime.minimum_budget - host.minimum_budget
+    assert runtime.plan.limit == host.plan.limit + tables
 
 
 def test_a_precision_that_needs_the_host_is_refused_while_serving(memory_store):

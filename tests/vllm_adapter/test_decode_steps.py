@@ -1,5 +1,7 @@
 """What stands around a step that needs no host, and that nothing of it stands inside."""
 
+import logging
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.decode_table import DecodeTable
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
+from vllm_dymoe.vllm_adapter import decode_steps
 from vllm_dymoe.vllm_adapter import running as module
 from vllm_dymoe.vllm_adapter.failures import StepFailures
 from vllm_dymoe.vllm_adapter.gates import Foresight
@@ -73,6 +76,16 @@ def test_which_steps_need_the_host(runtime):
         speculating.end_model(None, output, None)
         assert steps_of(runtime) == [number + decided for number in before]
         runtime.check_integrity()
+
+
+def test_large_batches_are_told_once_that_nothing_is_kept_for_them(runtime, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(decode_steps, "_MANY", 2)
+    large = rank(runtime)
+    for count in range(4):
+        run(large, count, DECODE_ROWS + 1)
+        assert caplog.text.count('decisions "host"') == int(count > 0)
+    run(large, 1, DECODE_ROWS)
 
 
 def test_a_warm_up_changes_nothing(runtime):

@@ -9,6 +9,7 @@ from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.ahead import fetch_ahead, name_ahead
+from vllm_dymoe.kernels.triton.decide import MOST_EXPERTS
 from vllm_dymoe.kernels.triton.step import DecodeStep
 
 
@@ -21,13 +22,17 @@ class TritonDecode:
         rows: of the largest step.
 
     Raises:
-        ValueError: the kernel has too little scratch.
+        ValueError: the kernel has too little scratch, or a layer more experts than a device decides for.
     """
 
     name = "triton"
 
     def __init__(self, kernel: ExpertKernel, experts: ModelExperts, rows: int) -> None:
         assert isinstance(kernel, TritonKernel)
+        if experts.num_experts > MOST_EXPERTS:
+            raise ValueError(
+                f"a layer has {experts.num_experts} experts, and the program that decides holds at most {MOST_EXPERTS}"
+            )
         self._kernel, self._formats = kernel, [fmt.matrices for fmt in experts.formats.values()]
         self._steps: dict[Activation, DecodeStep] = {}
         self._check(self._step(Activation.SILU), rows, experts.top_k)

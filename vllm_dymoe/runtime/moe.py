@@ -108,8 +108,9 @@ class MoERuntime:
             readable=isinstance(store, ReadableStore),
             obstacle=DRAFTED if self.experts.draft_layers else obstacle,
         )
-        self.memory = self.make_decided_memory() if decides else self.make_memory()
-        self.decode = self._make_decode_path(system)
+        kernel = self._decode_kernel(options) if decides else None
+        self.memory = self.make_memory() if kernel is None else self.make_decided_memory()
+        self.decode = None if kernel is None else self._make_decode_path(kernel, system)
         self._expert_budget = options.expert_budget
         self._allocate(options, system, self._plan(self._limit(options), options, system))
 
@@ -135,10 +136,23 @@ class MoERuntime:
         """Where a decode step without the host fetches ahead."""
         return make_branch(self.device)
 
-    def _make_decode_path(self, system: System) -> DecodePath | None:
-        if not isinstance(self.memory, DecidedMemory):
+    def _decode_kernel(self, options: Options) -> DecodeKernel | None:
+        """None where the kernels cannot, so that the host decides after all.
+
+        Raises:
+            ConfigError: the device was to decide.
+        """
+        try:
+            return self.make_decode_kernel()
+        except ValueError as error:
+            if options.decisions == "device":
+                raise ConfigError(f'vllm-dymoe: decisions = "device" is impossible, because {error}.') from error
+            self.host_decides_because = str(error)
             return None
-        path = DecodePath(self.experts, self.memory.decisions, self.make_decode_kernel(), self.device)
+
+    def _make_decode_path(self, kernel: DecodeKernel, system: System) -> DecodePath:
+        assert isinstance(self.memory, DecidedMemory)
+        path = DecodePath(self.experts, self.memory.decisions, kernel, self.device)
         named = None if self.predictor is None else on_device(self.predictor.predictor, self.device)
         if named is not None and system.projections_in_graph > 0 and not self.memory.decisions.nested:
             path.look_ahead(named, self.make_branch())
@@ -407,8 +421,9 @@ class MoERuntime:
 
     @property
     def _beside_experts(self) -> int:
-        """Bytes of the budget that are no slots: the kernel's workspace and the predictor."""
-        return self.kernel.workspace_bytes + (0 if self.predictor is None else self.predictor.nbytes)
+        """Bytes of the budget that are no slots: the kernel's workspace, predictor, and what a device decides by."""
+        predictor = 0 if self.predictor is None else self.predictor.nbytes
+        return self.kernel.workspace_bytes + predictor + (0 if self.decode is None else self.decode.nbytes)
 
     @property
     def plan(self) -> SlotPlan:

@@ -15,7 +15,10 @@ from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.vllm_adapter.observers import Observation, Observer
+from vllm_dymoe.vllm_adapter.report import logger
 from vllm_dymoe.vllm_adapter.step import RunningStep
+
+_MANY = 100  # decode steps of a large batch, after which it is no accident
 
 
 class DecodeSteps:
@@ -35,6 +38,7 @@ class DecodeSteps:
         self._runtime, self._path, self._step, self._observation = runtime, path, step, observation
         self._longest = longest
         self._table = path.table
+        self._too_large = 0  # steps, until that is said
         self._tokens = 0  # of the running step, if it is such a one
         self._recording = False
         self._began: object = None
@@ -61,6 +65,15 @@ class DecodeSteps:
     def begin(self) -> None:
         """A step of requests begins."""
         self._tokens = self._step.tokens if self._decodes and self._step.tokens <= DECODE_ROWS else 0
+        self._too_large += self._decodes and self._step.tokens > DECODE_ROWS
+        if self._too_large == _MANY:
+            self._too_large += 1
+            logger.warning(
+                "vllm-dymoe: %d decode steps had more than %d tokens; the host streams these, uses what layers keep, "
+                'and keeps nothing for the next ones. For batches of this size start with decisions "host".',
+                _MANY,
+                DECODE_ROWS,
+            )
         if not self._tokens:
             return
         self._runtime.enter_decode()

@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,8 @@ class Checkpoint:
             elif (named := read_name(name)) is None:
                 self.dense[name] = place
             else:
+                if self.reader is not None:
+                    named = replace(named, part=self.reader.spellings.get(named.part, named.part))
                 self._check_known(named, place)
                 parts = found.setdefault((named.layer, named.expert, named.projections), {})
                 if named.part in parts:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vllm_dymoe.quantize.readers import with_expert_dtype
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 
@@ -20,15 +21,24 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         how = f"; download the model first, with `hf download {folder} --local-dir FOLDER`"
         raise CheckpointError(f"{folder} is not a folder{'' if folder.exists() else how}.")
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"{folder} has no config.json, so it is not a Hugging Face checkpoint.")
+    return read_json(folder / "config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds something else.
+    """
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no config.json, so it is not a Hugging Face checkpoint.") from None
+        found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} cannot be read ({error}).") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / 'config.json'} is not a JSON object.")
-    return config
+        raise CheckpointError(f"{path} cannot be read ({error}).") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is not a JSON object.")
+    return found
 
 
 class ModelConfig:
@@ -58,14 +68,19 @@ class ModelConfig:
             CheckpointError: it is ours already.
         """
         found = self.json.get("quantization_config") or self.json.get("compression_config")
-        found = found or self._text.get("quantization_config")
+        found = found or self._text.get("quantization_config") or self._quantization_beside()
         if not found:
             return None
         if found.get("quant_method") == "dymoe":
             raise CheckpointError(
                 f"{self._path.parent} is a dymoe checkpoint already; quantize the one that it was made from."
             )
-        return dict(found)
+        return with_expert_dtype(found, self.json)
+
+    def _quantization_beside(self) -> dict[str, Any] | None:
+        """hf_quant_config.json, where ModelOpt before 0.31 said it."""
+        path = self._path.parent / "hf_quant_config.json"
+        return read_json(path) if path.is_file() else None
 
     @property
     def dtype(self) -> torch.dtype | None:

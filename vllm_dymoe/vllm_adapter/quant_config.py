@@ -14,8 +14,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.quantize.readers import METHODS, Reader, make_reader
+from vllm_dymoe.quantize.readers import EXPERT_DTYPE, Reader, make_reader, with_expert_dtype
 from vllm_dymoe.quantize.readers.compatibility import check_compatible, store_group_sizes
+from vllm_dymoe.quantize.readers.modelopt import describe_modelopt
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.vllm_adapter.loading import Loading
@@ -81,9 +82,11 @@ class DenseLayers:
 
 def _name_in_vllm(config: Mapping[str, Any]) -> str:
     """The method that vLLM makes of a quantization_config; ModelOpt's algorithms are several of them."""
-    inner = config.get("quantization")
-    algorithm = (inner if isinstance(inner, Mapping) else config).get("quant_algo")
-    return "modelopt_fp4" if "NVFP4" in str(algorithm).upper() else str(config["quant_method"])
+    if EXPERT_DTYPE in config:
+        return "deepseek_v4_fp8"
+    algorithm = str(describe_modelopt(config).get("quant_algo") or "").upper()
+    names = {"NVFP4": "modelopt_fp4", "MXFP8": "modelopt_mxfp8", "MIXED": "modelopt_mixed", "FP8": "modelopt"}
+    return next((name for part, name in names.items() if part in algorithm), str(config["quant_method"]))
 
 
 def _without_order(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,11 +174,13 @@ class DymoeConfig(QuantizationConfig):
         """
         if user_quant != "dymoe" or hf_quant_cfg.get("quant_method") == "dymoe":
             return None
-        if hf_quant_cfg.get("quant_method") not in METHODS:
-            try:
-                make_reader(hf_quant_cfg)
-            except CheckpointError as error:
-                raise ConfigError(f"vllm-dymoe: {error}") from error
+        # vLLM gives this very dictionary to from_config, and no more of the model.
+        model = {key: getattr(hf_config, key, None) for key in ("model_type", EXPERT_DTYPE)}
+        hf_quant_cfg.update(with_expert_dtype(hf_quant_cfg, model))
+        try:
+            make_reader(hf_quant_cfg)
+        except CheckpointError as error:
+            raise ConfigError(f"vllm-dymoe: {error}") from error
         return "dymoe"
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:

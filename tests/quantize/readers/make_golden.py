@@ -153,6 +153,22 @@ def fp8_of_modelopt():
     return {"weight": packed._quantized_data, "weight_scale": scale, "weights": unpacked}
 
 
+def mxfp8():
+    """ModelOpt's MXFP8QTensor quantizes and dequantizes."""
+    from modelopt.torch.quantization.qtensor.mxfp8_tensor import MXFP8QTensor
+
+    packed, scales = MXFP8QTensor.quantize(random_weights())
+    unpacked = packed.dequantize(torch.float32, scale=scales)
+    return {"weight": packed._quantized_data, "weight_scale": scales, "weights": unpacked}
+
+
+def mxfp4_of_deepseek():
+    """The numbers of mxfp4, in DeepSeek-V4's spelling."""
+    made = mxfp4()
+    scales = made["scales"].view(torch.float8_e8m0fnu)
+    return {"weight": made["blocks"].view(44, -1).view(torch.int8), "scale": scales, "weights": made["weights"]}
+
+
 def fp8_blocks():
     """transformers' Fp8Quantize quantizes in blocks of 128 x 128, its Fp8Dequantize turns them back."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
@@ -176,8 +192,9 @@ def compressed_floats(name, **arguments):
     if name == "nvfp4-pack-quantized":
         state["weight_global_scale"] = (6 * 448 / largest.max()).view(1)
         scales = (largest / 6 * state["weight_global_scale"]).clamp(2**-9).to(torch.float8_e4m3fn).bfloat16()
-    elif name == "mxfp4-pack-quantized":
-        scales = torch.exp2(torch.ceil(torch.log2((largest / 6).clamp(2**-100)))).bfloat16()
+    elif name in ("mxfp4-pack-quantized", "mxfp8-quantized"):
+        highest = 6 if name == "mxfp4-pack-quantized" else 448
+        scales = torch.exp2(torch.ceil(torch.log2((largest / highest).clamp(2**-100)))).bfloat16()
     else:
         scales = (largest / 448).clamp(2**-20)
     compressor = BaseCompressor.get_value_from_registry(name)
@@ -193,6 +210,11 @@ MAKERS = {
     "compressed-tensors-8-channel": lambda: compressed_tensors(8, None, True),
     "compressed-tensors-4-asymmetric": lambda: compressed_tensors(4, 64, False),
     "mxfp4": mxfp4,
+    "mxfp4-deepseek-v4": mxfp4_of_deepseek,
+    "mxfp8-modelopt": mxfp8,
+    "mxfp8-compressed-tensors": lambda: compressed_floats(
+        "mxfp8-quantized", num_bits=8, strategy="group", group_size=32
+    ),
     "nvfp4-modelopt": nvfp4_of_modelopt,
     "fp8-modelopt": fp8_of_modelopt,
     "fp8-blocks": fp8_blocks,

@@ -6,35 +6,65 @@ from typing import Any
 from vllm_dymoe.quantize.readers.awq import AwqReader
 from vllm_dymoe.quantize.readers.base import Reader
 from vllm_dymoe.quantize.readers.compressed_floats import CompressedFloatsReader
-from vllm_dymoe.quantize.readers.compressed_tensors import FLOAT_FORMATS, CompressedTensorsReader
-from vllm_dymoe.quantize.readers.fp8 import Fp8Reader
+from vllm_dymoe.quantize.readers.compressed_tensors import FLOAT_FORMATS, CompressedTensorsReader, group_of_experts
+from vllm_dymoe.quantize.readers.fp8 import Fp8Reader, Mxfp8Reader
 from vllm_dymoe.quantize.readers.gptq import GptqReader
 from vllm_dymoe.quantize.readers.modelopt import make_modelopt_reader
-from vllm_dymoe.quantize.readers.mxfp4 import Mxfp4Reader
+from vllm_dymoe.quantize.readers.mxfp4 import Mxfp4ExpertsReader, Mxfp4Reader
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 
 def _make_compressed_tensors(config: Mapping[str, Any]) -> Reader:
-    groups = (config.get("config_groups") or {}).values()
-    floats = any((group.get("format") or config.get("format")) in FLOAT_FORMATS for group in groups)
-    return CompressedFloatsReader(config) if floats else CompressedTensorsReader(config)
+    _, fmt = group_of_experts(config)
+    return CompressedFloatsReader(config) if fmt in FLOAT_FORMATS else CompressedTensorsReader(config)
 
+
+def _make_fp8(config: Mapping[str, Any]) -> Reader:
+    if config.get("moe_quant_algo"):
+        return make_modelopt_reader({"quant_algo": config["moe_quant_algo"]})
+    if config.get(EXPERT_DTYPE) == "fp4" or config.get("store_dtype") == "mxfp4":
+        return Mxfp4ExpertsReader()
+    return Fp8Reader(config)
+
+
+EXPERT_DTYPE = "expert_dtype"
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
     "awq": AwqReader,
     "gptq": GptqReader,
     "compressed-tensors": _make_compressed_tensors,
-    "fp8": Fp8Reader,
+    "fp8": _make_fp8,
     "mxfp4": Mxfp4Reader,
+    "mxfp8": Mxfp8Reader,
     "modelopt": make_modelopt_reader,
 }
 
 METHODS = tuple(_READERS)
 """Values of ``quant_method`` that :func:`make_reader` knows."""
 
-_NAMES_OF_VLLM = {"gpt_oss_mxfp4": "mxfp4"}
+_NAMES_OF_VLLM = {
+    "gpt_oss_mxfp4": "mxfp4",
+    "deepseek_v4_fp8": "fp8",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mxfp8": "modelopt",
+    "modelopt_mixed": "modelopt",
+    "compressed_tensors": "compressed-tensors",
+}
+_EXPERTS_APART = ("deepseek_v4", "deepseek_v41")
 
-__all__ = ["METHODS", "Reader", "make_reader"]
+__all__ = ["EXPERT_DTYPE", "METHODS", "Reader", "make_reader", "with_expert_dtype"]
+
+
+def with_expert_dtype(config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """A quantization_config with what DeepSeek-V4's config.json says outside of it: experts are of another format.
+
+    Args:
+        config: quantization_config.
+        model: the rest of config.json.
+    """
+    if model.get("model_type") not in _EXPERTS_APART or config.get("quant_method") == "dymoe":
+        return dict(config)
+    return {**config, EXPERT_DTYPE: model.get(EXPERT_DTYPE) or config.get(EXPERT_DTYPE) or "fp4"}
 
 
 def make_reader(config: Mapping[str, Any]) -> Reader:
@@ -46,7 +76,7 @@ def make_reader(config: Mapping[str, Any]) -> Reader:
     Raises:
         CheckpointError: a method, or a variant of it, that is not read.
     """
-    method = config.get("quant_method", "a method it does not name")
+    method = config.get("quant_method") or (config.get("producer") or {}).get("name") or "a method it does not name"
     method = _NAMES_OF_VLLM.get(method, method)
     if method not in _READERS:
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Reader(ABC):
             the last rank what is left.
         parts: ends of the names of the tensors that make one matrix.
         checked: ends of the names of tensors that may come beside them and must agree with the rest.
+        spellings: other ends of names in some checkpoints, which vLLM's models rename, and what they mean.
     """
 
     method: str
@@ -44,6 +46,7 @@ class Reader(ABC):
     ranks_take_groups: bool = False
     parts: tuple[str, ...]
     checked: tuple[str, ...] = ()
+    spellings: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> PrequantizedMatrix | FloatMatrix:

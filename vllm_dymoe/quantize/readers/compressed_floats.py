@@ -1,9 +1,9 @@
-"""compressed-tensors checkpoints of floats: nvfp4-pack-quantized, mxfp4-pack-quantized and float-quantized.
+"""compressed-tensors checkpoints of floats: nvfp4-pack-quantized, mxfp4-pack-quantized, float- and mxfp8-quantized.
 
 At 4 bits ``weight_packed`` uint8 [rows, columns / 2] and ``weight_scale``: for NVFP4 float8_e4m3fn [rows, columns / 16]
 beside ``weight_global_scale``, one float32; for MXFP4 uint8 [rows, columns / 32]. At 8 bits ``weight`` float8_e4m3fn
-[rows, columns] and ``weight_scale`` [1], [rows, 1] or one for each block. Activations stay at 16 bits, so that their
-scales are not needed.
+[rows, columns] and ``weight_scale`` [1], [rows, 1] or one for each block, or uint8 [rows, columns / 32] (MXFP8).
+Activations stay at 16 bits, so that their scales are not needed.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from torch import Tensor
 from vllm_dymoe.kernels.codebook import FP8, MXFP4, NVFP4
 from vllm_dymoe.quantize.floats import FloatMatrix
 from vllm_dymoe.quantize.readers import base
-from vllm_dymoe.quantize.readers.compressed_tensors import FLOAT_FORMATS, only_group, unreadable
-from vllm_dymoe.quantize.readers.fp8 import read_fp8
+from vllm_dymoe.quantize.readers.compressed_tensors import FLOAT_FORMATS, group_of_experts, unreadable
+from vllm_dymoe.quantize.readers.fp8 import MXFP8_GROUP, read_fp8, read_mxfp8
 from vllm_dymoe.quantize.readers.mxfp4 import read_mxfp4
 from vllm_dymoe.quantize.readers.nvfp4 import read_nvfp4
 
-_STRATEGIES = {NVFP4: ("tensor_group",), MXFP4: ("group",), FP8: ("tensor", "channel", "block")}
+_STRATEGIES = {NVFP4: ("tensor_group",), MXFP4: ("group",), FP8: ("tensor", "channel", "block", "group")}
 
 
 class CompressedFloatsReader(base.Reader):
@@ -33,7 +33,7 @@ class CompressedFloatsReader(base.Reader):
     asymmetric = False
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        group, fmt = only_group(config, tuple(FLOAT_FORMATS), activations=True)
+        group, fmt = group_of_experts(config)
         weights = group.get("weights") or {}
         book = self.codebook = FLOAT_FORMATS[fmt]
         strategy = weights.get("strategy")
@@ -46,6 +46,10 @@ class CompressedFloatsReader(base.Reader):
         self.bits = book.bits
         self._block: tuple[int, int] | None = None
         self.group_size = book.group_size
+        if strategy == "group" and book is FP8:
+            self.group_size = MXFP8_GROUP
+            if weights.get("group_size") != MXFP8_GROUP:
+                raise unreadable(f"groups of {weights.get('group_size')} in {fmt}", f"groups of {MXFP8_GROUP} there")
         if strategy == "block":
             rows, columns = weights["block_structure"]
             self.group_size = base.choose_group_size(self.method, columns)
@@ -59,6 +63,8 @@ class CompressedFloatsReader(base.Reader):
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> FloatMatrix:
         """See :class:`Reader <vllm_dymoe.quantize.readers.base.Reader>`."""
         scales = parts["weight_scale"]
+        if self.codebook is FP8 and self.group_size == MXFP8_GROUP and self._block is None:
+            return read_mxfp8(parts["weight"], scales, rows, columns)
         if self.codebook is FP8:
             return read_fp8(parts["weight"], "weight_scale", scales, rows, columns, self._block)
         packed = "weight_packed", parts["weight_packed"]

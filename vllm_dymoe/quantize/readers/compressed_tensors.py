@@ -6,6 +6,8 @@ numbers are stored plus half their range, codes and zero points alike (compresse
 With actorder "group" ``weight_g_idx`` int32 [columns] says the group of each column.
 """
 
+import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +25,7 @@ FLOAT_FORMATS = {
     "mxfp4-pack-quantized": MXFP4,
     "float-quantized": FP8,
     "naive-quantized": FP8,
+    "mxfp8-quantized": FP8,
 }
 """Formats that :mod:`vllm_dymoe.quantize.readers.compressed_floats` reads."""
 
@@ -39,7 +42,11 @@ class CompressedTensorsReader(base.Reader):
     method = "compressed-tensors"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        group, _ = only_group(config, (_FORMAT,), activations=False)
+        group, fmt = group_of_experts(config)
+        if fmt != _FORMAT:
+            raise unreadable(f"the format {fmt}", " or ".join(f'"{name}"' for name in (_FORMAT, *FLOAT_FORMATS)))
+        if group.get("input_activations"):
+            raise unreadable("quantized activations", "16-bit activations")
         weights = group.get("weights") or {}
         self.bits = base.choose_bits(self.method, weights.get("num_bits"), (8, 4, 2))
         strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
@@ -85,32 +92,50 @@ class CompressedTensorsReader(base.Reader):
             raise ValueError(f"{part} says that its columns were reordered, although config.json has no such actorder.")
 
 
-def only_group(
-    config: Mapping[str, Any], readable: tuple[str, ...], *, activations: bool
-) -> tuple[Mapping[str, Any], str]:
-    """The one way in which linear layers are quantized, and its format.
+def group_of_experts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The way in which experts are quantized, and its format; other layers may be quantized otherwise.
 
     Args:
         config: ``quantization_config`` of config.json.
-        readable: formats.
-        activations: whether activations may have a quantization of their own.
 
     Raises:
-        CheckpointError: there are several, or another one.
+        CheckpointError: there are several, or none.
     """
     groups = list((config.get("config_groups") or {}).values())
+    named = [group for group in groups if any(map(_names_experts, group.get("targets") or ()))]
+    groups = named or [group for group in groups if "Linear" in (group.get("targets") or ())] or groups
     formats = {str(group.get("format") or config.get("format")) for group in groups}
-    if len(formats) != 1 or not formats.issubset(readable):
+    if len(formats) != 1:
         found = f"the format {' and '.join(sorted(formats)) or 'that it does not name'}"
-        raise unreadable(found, " or ".join(f'"{name}"' for name in (_FORMAT, *FLOAT_FORMATS)))
+        raise unreadable(found, "one for all experts")
     sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         raise unreadable(f"the sparse format {sparsity}", "dense ones")
     if any(group.get("weights") != groups[0].get("weights") for group in groups):
-        raise unreadable("several kinds of weights", "one kind everywhere")
-    if not activations and any(group.get("input_activations") for group in groups):
-        raise unreadable("quantized activations", "16-bit activations")
+        raise unreadable("several kinds of weights for experts", "one kind for all of them")
     return groups[0], formats.pop()
+
+
+def _names_experts(target: str) -> bool:
+    """Whether a target, the name of modules or "re:" and an expression, means experts of some layer."""
+    if not target.startswith("re:"):
+        return ".experts." in target
+    try:
+        return any(re.match(target[len("re:") :], name) for name in _names_of_experts())
+    except re.error:
+        return False
+
+
+@functools.cache
+def _names_of_experts() -> tuple[str, ...]:
+    """An expert's projections as models name them, in layers of every number that a target could have."""
+    return tuple(
+        f"{model}layers.{layer}.{block}.experts.0.{projection}"
+        for layer in range(128)
+        for model in ("model.", "model.language_model.")
+        for block in ("mlp", "block_sparse_moe", "feed_forward", "mixer", "ffn")
+        for projection in ("gate_proj", "w1")
+    )
 
 
 def unreadable(found: str, readable: str) -> CheckpointError:

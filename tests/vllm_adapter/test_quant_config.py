@@ -176,7 +176,7 @@ def test_ordered_experts_are_served_beside_dense_layers_that_are_not_quantized(c
         monkeypatch.setattr(dymoe._dense, "get_quant_method", lambda layer, prefix: answers[-1])
         answers.append(UnquantizedLinearMethod())
         assert dymoe.get_quant_method(layer, "model.layers.0.self_attn.o_proj") is answers[-1]
-        answers.append(object())
+        answers.append(SimpleNamespace(create_weights=None, process_weights_after_loading=None))
         assert dymoe.get_quant_method(attention, "model.layers.0.self_attn.attn") is answers[-1]
         if vllm_takes(config):
             assert dymoe.get_quant_method(layer, "model.layers.0.self_attn.o_proj") is answers[-1]
@@ -229,3 +229,30 @@ def test_a_draft_with_a_config_of_its_own_joins_the_models_experts(monkeypatch):
     draft = DymoeConfig()
     assert draft.get_quant_method(layer, "model.layers.2.experts").loading is mine.loading
     assert draft.loading is mine.loading
+
+
+@pytest.mark.parametrize("step", ["get_quant_method", "create_weights", "process_weights_after_loading", "apply"])
+def test_what_vllm_cannot_run_is_said_to_be_its_limit(step, monkeypatch):
+    """Its CPU build finds no kernel when a layer is made, or none of an operator's arguments when it is called."""
+
+    def fail(*_, **__):
+        raise TypeError("no such operator\nand more")
+
+    layer = torch.nn.Module()
+    layer.__class__ = type("Dense", (LinearBase,), {"__init__": None})
+    layer.input_size, layer.params_dtype = 8, torch.bfloat16
+    steps = ("create_weights", "process_weights_after_loading", "apply")
+    method = SimpleNamespace(**{name: fail if name == step else lambda *_: None for name in steps})
+    dense = DymoeConfig.from_config(AWQ)._dense_layers
+    monkeypatch.setattr(dense.config, "get_quant_method", fail if step == "get_quant_method" else lambda *_: method)
+
+    def load():
+        served = dense.method(layer, "model.layers.0.self_attn.o_proj")
+        served.create_weights(layer)
+        served.process_weights_after_loading(layer)
+
+    sentence = (
+        r"vLLM itself cannot run the quantized dense layer model\.layers\.0\.self_attn\.o_proj .*\(no such operator\)"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        load()

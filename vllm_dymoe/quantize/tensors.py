@@ -40,14 +40,13 @@ def read_tensors(folder: Path) -> dict[str, TensorPlace]:
     return tensors
 
 
-def check_files(folder: Path) -> None:
-    """Check that no safetensors file of a checkpoint is missing or shorter than its header says.
+def check_files(folder: Path) -> list[TensorPlace]:
+    """All tensors of a checkpoint, after a check that no safetensors file is missing or shorter than its header says.
 
     Raises:
         CheckpointError: one is.
     """
-    for path in _weight_files(folder):
-        _read_places(path)
+    return [place for path in _weight_files(folder) for place in _read_places(path).values()]
 
 
 def copy_tensors(tensors: Iterable[TensorPlace], folder: Path, progress: Callable[[int], None]) -> None:

@@ -34,6 +34,7 @@ class Reader(ABC):
             the last rank what is left.
         parts: ends of the names of the tensors that make one matrix.
         checked: ends of the names of tensors that may come beside them and must agree with the rest.
+        scale_dtypes: what the second of them may be, as safetensors names dtypes; none where anything is possible.
         spellings: other ends of names in some checkpoints, which vLLM's models rename, and what they mean.
     """
 
@@ -46,6 +47,7 @@ class Reader(ABC):
     ranks_take_groups: bool = False
     parts: tuple[str, ...]
     checked: tuple[str, ...] = ()
+    scale_dtypes: tuple[str, ...] = ()
     spellings: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
@@ -100,6 +102,7 @@ def check_part(part: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *shap
 
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+EXPONENTS, NUMBERS = ("U8", "F8_E8M0"), ("F16", "BF16", "F32", "F8_E8M0")
 
 
 def neighbours(columns: int, group_size: int | None) -> Tensor:

@@ -59,6 +59,8 @@ class CompressedFloatsReader(base.Reader):
         else:
             self.parts = ("weight_packed", "weight_scale", *(("weight_global_scale",) if book is NVFP4 else ()))
         self.checked = ("input_scale", "input_global_scale")
+        exponents = book is MXFP4 or (book is FP8 and strategy == "group")
+        self.scale_dtypes = base.EXPONENTS if exponents else ("F8_E4M3",) if book is NVFP4 else base.NUMBERS
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> FloatMatrix:
         """See :class:`Reader <vllm_dymoe.quantize.readers.base.Reader>`."""

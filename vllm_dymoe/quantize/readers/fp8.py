@@ -35,6 +35,7 @@ class Fp8Reader(base.Reader):
     asymmetric = False
     codebook = FP8
     checked = ("input_scale",)
+    scale_dtypes = base.NUMBERS
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if (fmt := config.get("fmt") or "e4m3") not in _NAMES_OF_E4M3 or config.get("store_dtype"):
@@ -91,6 +92,7 @@ class Mxfp8Reader(base.Reader):
     codebook = FP8
     parts = ("weight", "weight_scale")
     checked = ("input_scale",)
+    scale_dtypes = base.EXPONENTS
     spellings = {"weight_scale_inv": "weight_scale"}  # noqa: RUF012
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -78,6 +78,7 @@ class _Nvfp4(base.Reader):
     codebook = NVFP4
     parts = ("weight", "weight_scale", "weight_scale_2")
     checked = ("input_scale",)
+    scale_dtypes = ("F8_E4M3",)
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> FloatMatrix:
         """See :class:`Reader <vllm_dymoe.quantize.readers.base.Reader>`."""
@@ -92,6 +93,7 @@ class _Fp8(base.Reader):
     codebook = FP8
     parts = ("weight", "weight_scale")
     checked = ("input_scale",)
+    scale_dtypes = base.NUMBERS
 
     def __init__(self, block: int | None = None) -> None:
         self.group_size = block

@@ -30,6 +30,7 @@ class Mxfp4Reader(base.Reader):
     codebook = MXFP4
     ranks_take_groups = True
     parts = ("blocks", "scales")
+    scale_dtypes = base.EXPONENTS
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         pass
@@ -54,6 +55,7 @@ class Mxfp4ExpertsReader(base.Reader):
     asymmetric = False
     codebook = MXFP4
     parts = ("weight", "weight_scale")
+    scale_dtypes = base.EXPONENTS
     spellings = {"scale": "weight_scale"}  # noqa: RUF012
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> FloatMatrix:

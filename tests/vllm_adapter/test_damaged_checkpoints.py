@@ -1,0 +1,86 @@
+"""Damaged, truncated, mislabelled and half-converted checkpoints: one sentence before anything is loaded."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.quantize.readers.float_packing import CONFIGS, parts, random_floats
+from tests.vllm_adapter.test_prepare import configure, refusal, with_quantization_config
+
+KINDS = ["mxfp4", "mxfp4-compressed-tensors", "mxfp4-deepseek-v4", "mxfp8-modelopt", "nvfp4-modelopt"]
+KINDS += ["nvfp4-compressed-tensors", "fp8-blocks", "fp8-compressed-tensors"]
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def stem(layer, expert, projection):
+    return f"model.layers.{layer}.mlp.experts.{expert}.{projection}"
+
+
+def experts(kind):
+    """Two experts of two layers, and an unquantized one of a layer behind the last, of multi-token prediction."""
+    tensors = {"model.layers.8.mlp.experts.0.up_proj.weight": torch.zeros(64, 64, dtype=torch.bfloat16)}
+    for layer in range(2):
+        if kind == "mxfp4":  # gpt-oss: all experts of a layer in a tensor
+            made = parts(kind, random_floats(kind, 64, 64))
+            for name in ("gate_up_proj", "down_proj"):
+                place = f"model.layers.{layer}.mlp.experts.{name}"
+                tensors |= {f"{place}_{part}": tensor.expand(2, *tensor.shape) for part, tensor in made.items()}
+            continue
+        for expert in range(2):
+            for projection in PROJECTIONS:
+                made = parts(kind, random_floats(kind, 64, 64)).items()
+                tensors |= {f"{stem(layer, expert, projection)}.{part}": tensor for part, tensor in made}
+    return tensors
+
+
+def write(folder, kind, tensors, says=None):
+    with_quantization_config(folder, CONFIGS[says or kind])
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def places(tensors):
+    """Names of one matrix's tensors, somewhere in the middle."""
+    where = stem(1, 0, "up_proj") + "." if stem(1, 0, "up_proj") + ".weight_scale" in tensors else None
+    names = [name for name in tensors if where and name.startswith(where)]
+    return names or [name for name in tensors if "layers.1." in name and ("experts.0.up" in name or "gate_up" in name)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_checkpoint_is_accepted(tmp_path, kind):
+    configure(model=write(tmp_path, kind, experts(kind)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_cut_off_is_one_sentence(tmp_path, kind):
+    path = write(tmp_path, kind, experts(kind)) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert f"{path} cannot be read" in refusal(model=tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_matrix_without_one_of_its_tensors_is_named(tmp_path, kind, which):
+    tensors = experts(kind)
+    del tensors[places(tensors)[which]]
+    sentence = refusal(model=write(tmp_path, kind, tensors))
+    assert any(name in sentence for name in places(tensors))
+    assert "is damaged or half converted" in sentence
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_expert_that_was_not_converted_is_named(tmp_path, kind):
+    tensors = experts(kind)
+    for name in places(tensors):
+        del tensors[name]
+    plain = f"{stem(1, 0, 'up_proj')}.weight" if kind != "mxfp4" else "model.layers.1.mlp.experts.gate_up_proj"
+    tensors[plain] = torch.zeros(64, 64, dtype=torch.bfloat16)
+    assert f"{plain} (BF16) in {tmp_path} is not what config.json says" in refusal(model=write(tmp_path, kind, tensors))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("says", KINDS)
+def test_every_format_under_the_name_of_every_other_is_noticed(tmp_path, kind, says):
+    if kind == says:
+        return
+    refusal(model=write(tmp_path, kind, experts(kind), says))

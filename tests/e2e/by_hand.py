@@ -1,15 +1,19 @@
-"""Architectures that are too many for CI: each once through vLLM with and without the plugin, from the command line.
+"""Architectures and formats that are too many for CI: `make models`, or
 
-    python -m tests.e2e.by_hand FOLDER [NAME ...]
+    python -m tests.e2e.by_hand [NAME ...] [NAME:KIND ...]
 
-prints for each whether tokens agree with vLLM's own at 16 bits, and whether 30 % of the slots give the same bits as all
-of them; docs/models.md records what came out. What vLLM's CPU build does not run itself is said to be so.
+A name is an architecture at 16 bits, a kind one of published floats. Each is served by vLLM at 16 bits without the
+plugin (of a kind: with the dequantized weights), by vLLM alone as it is, and with the plugin, at 100 and at 30 % of the
+slots, which have to give the same bits. What came out is recorded in models.json, from which `make docs` makes the
+table of docs/models.md.
 """
 
 import json
 import random
 import sys
+import tempfile
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,11 @@ import torch
 
 from tests.e2e.architectures import ARCHITECTURES, VOCABULARY, Architecture
 from tests.e2e.engines import answer, check_logprobs_close, engine, recorded_layers, runtime_of
+from tests.e2e.quantized import write_floats
+from tests.e2e.test_floats import check_store
+from tests.quantize.readers.float_packing import CONFIGS
 
+RECORD = Path(__file__).parent / "models.json"
 _MOE: dict[str, Any] = {
     "intermediate_size": 192,
     "moe_intermediate_size": 96,
@@ -149,6 +157,21 @@ MORE = {
 }
 
 
+# With sizes that blocks of 128 divide: those alone vLLM's CPU build computes in FP8 itself.
+MORE["qwen3-moe-128"] = replace(
+    ARCHITECTURES["qwen3-moe"], sizes=ARCHITECTURES["qwen3-moe"].sizes | {"moe_intermediate_size": 128}
+)
+FLOATS = (
+    "gpt-oss:mxfp4",
+    *(f"qwen3-moe:{kind}" for kind in CONFIGS if kind not in ("mxfp4", "mxfp4-deepseek-v4")),
+    "qwen3-moe-128:fp8-blocks",
+    *(f"glm-4-moe:{kind}" for kind in ("fp8-blocks", "nvfp4-modelopt")),
+    *(f"deepseek-v3:{kind}" for kind in ("fp8-blocks", "nvfp4-modelopt")),
+    *(f"mixtral:{kind}" for kind in ("fp8-compressed-tensors", "nvfp4-modelopt")),
+    *(f"llama-4:{kind}" for kind in ("fp8-compressed-tensors", "nvfp4-compressed-tensors")),
+)
+
+
 def prompts() -> list[dict[str, list[int]]]:
     """Random tokens."""
     chosen = random.Random(0)
@@ -160,44 +183,70 @@ def serve(model: Path, dymoe: dict[str, Any] | None = None) -> Any:
     return engine(model, dymoe, skip_tokenizer_init=True, max_num_seqs=8, max_model_len=128)
 
 
-def check(name: str, folder: Path) -> str:
-    """What came out for one architecture, as a sentence."""
+def check(name: str, kind: str, folder: Path) -> dict[str, str]:
+    """What came out for one architecture, by what was tried: a sentence each."""
+    architecture = (MORE | ARCHITECTURES)[name]
+    experts = None
     try:
-        model = (MORE | ARCHITECTURES)[name].save(folder / name)
+        if kind:
+            experts = write_floats(architecture, kind, folder)
+        else:
+            architecture.save(folder / "plain")
     except Exception as error:
-        return f"transformers does not write it: {_line(error)}"
+        return {"failed": f"transformers does not write it: {_line(error)}"}
+    served = folder / ("quantized" if kind else "plain")
+    theirs, why = _of_vllm(folder / "plain")
+    if theirs is None:
+        return {"failed": f"vLLM's CPU build does not run it: {why}"}
+    alone, why = _of_vllm(served) if kind else (theirs, "")
     try:
-        with serve(model) as llm:
-            theirs = answer(llm, prompts(), 12)
-    except Exception as error:
-        return f"vLLM's CPU build does not run it: {_line(error)}"
-    try:
-        with serve(model, {"hi": 16}) as llm:
+        with serve(served, {} if kind else {"hi": 16}) as llm:
             runtime, layers = runtime_of(llm), []
+            if experts is not None:
+                check_store(runtime.store, experts)
             for budget in ("100%", "30%"):
                 runtime.resize(budget)
                 with recorded_layers(runtime) as outputs:
                     ours = answer(llm, prompts(), 12)
                 runtime.check_integrity()
                 layers.append(outputs)
-            same = all(torch.equal(a, b) for a, b in zip(*layers, strict=True))
     except Exception as error:
         traceback.print_exc()
-        return f"refused or failed: {_line(error)}"
-    bits = "the same bits at 30 %" if same else "OTHER BITS at 30 %"
+        return {"failed": f"refused or failed: {_line(error)}"}
+    same = all(torch.equal(a, b) for a, b in zip(*layers, strict=True))
+    return {
+        "answers": _compare(ours, theirs),
+        "bits": "the same" if same else "OTHERS",
+        **({"alone": why if alone is None else _compare(ours, alone)} if kind else {}),
+    }
+
+
+def _of_vllm(model: Path) -> tuple[Any, str]:
+    """vLLM's own answers, or None and why there are none."""
+    try:
+        with serve(model) as llm:
+            return answer(llm, prompts(), 12), ""
+    except Exception as error:
+        return None, _line(error)
+
+
+def _compare(ours: Any, theirs: Any) -> str:
     try:
         check_logprobs_close(ours, theirs)
     except AssertionError as error:
-        return f"OTHER TOKENS ({_line(error)}), {bits}"
-    equal = sum(a.tokens == b.tokens for a, b in zip(ours, theirs, strict=True))
-    return f"vLLM's tokens ({equal} of {len(ours)} answers to the last), {bits}"
+        return f"OTHERS: {_line(error)}"
+    return f"{sum(a.tokens == b.tokens for a, b in zip(ours, theirs, strict=True))} of {len(ours)}"
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error).strip() else ''}"
+    said = str(error).strip()
+    return f"{type(error).__name__}: {said.splitlines()[0][:160]}" if said else type(error).__name__
 
 
 if __name__ == "__main__":
-    root = Path(sys.argv[1])
-    for chosen in sys.argv[2:] or MORE:
-        print("BY HAND", json.dumps({chosen: check(chosen, root)}), flush=True)
+    for chosen in sys.argv[1:] or (*MORE, *FLOATS):
+        with tempfile.TemporaryDirectory() as temporary:
+            found = check(*chosen.partition(":")[::2], Path(temporary))
+        print("BY HAND", json.dumps({chosen: found}), flush=True)
+        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        RECORD.write_text(json.dumps(dict(sorted((record | {chosen: found}).items())), indent=1) + "\n")

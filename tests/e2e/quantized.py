@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.architectures import Architecture
 from tests.quantize.readers import float_packing, packing
+from vllm_dymoe.quantize.readers import make_reader
 
 # How each kind of checkpoint is made: its quantization_config, how a matrix is packed, and what is random about it.
 KINDS = {
@@ -95,29 +96,83 @@ def write_floats(architecture: Architecture, kind: str, folder: Path) -> dict:
         if ".experts." not in name or name.endswith("bias"):
             continue
         stem = name.removesuffix(".weight")
-        if tensor.dim() == 3:  # gpt-oss: all experts of a layer, transposed, but not when they are quantized
+        if tensor.dim() == 3 and kind == "mxfp4":  # gpt-oss: transposed, but not when they are quantized
             stack = [
-                float_packing.random_floats(kind, *tensor[0].t().shape, seed=100 * number + e)
-                for e in range(len(tensor))
+                float_packing.random_floats(kind, *one.t().shape, seed=100 * number + e) for e, one in enumerate(tensor)
             ]
             plain[name] = torch.stack([matrix.dequantize().t() for matrix in stack]).bfloat16()
             packed = [float_packing.parts(kind, matrix) for matrix in stack]
             made = {f"{stem}_{part}": torch.stack([each[part] for each in packed]) for part in packed[0]}
             experts[name] = stack
+        elif tensor.dim() == 3:
+            separate = _separate(stem, kind, tensor, 100 * number)
+            plain[name] = _transposed_stack(separate, len(tensor))
+            made = _packed(kind, separate)
+            experts |= separate
         else:
-            matrix = float_packing.random_floats(kind, *tensor.shape, seed=number)
-            plain[name] = matrix.dequantize().bfloat16()
-            made = {f"{stem}.{part}": each for part, each in float_packing.parts(kind, matrix).items()}
-            experts[name] = matrix
+            experts[name] = float_packing.random_floats(kind, *tensor.shape, seed=number)
+            plain[name] = experts[name].dequantize().bfloat16()
+            made = _packed(kind, {name: experts[name]})
         del quantized[name]
         quantized |= made
     described = json.loads((folder / "plain" / "config.json").read_text())
-    config = float_packing.CONFIGS[kind] | {
-        "modules_to_not_convert": dense_modules(plain),
-        "ignore": dense_modules(plain),
-    }
+    config, left = dict(float_packing.CONFIGS[kind]), dense_modules(plain)
+    if isinstance(config.get("quantization"), dict):  # ModelOpt's older form
+        config["quantization"] = config["quantization"] | {"exclude_modules": left, "kv_cache_quant_algo": None}
+    config |= {"modules_to_not_convert": left, "ignore": left}
     save(folder / "plain", described, plain)
     save(folder / "quantized", described | {"quantization_config": config}, quantized)
+    return experts
+
+
+def _packed(kind: str, matrices: dict) -> dict[str, torch.Tensor]:
+    """The tensors of matrices by the names of their 16-bit weights."""
+    return {
+        f"{name.removesuffix('.weight')}.{part}": tensor
+        for name, matrix in matrices.items()
+        for part, tensor in float_packing.parts(kind, matrix).items()
+    }
+
+
+def _separate(stem: str, kind: str, stack: torch.Tensor, seed: int) -> dict:
+    """Random matrices for each projection in a stack [experts, columns, rows], as Llama 4's are when quantized."""
+    place, _, joined = stem.rpartition(".")
+    projections = ("gate_proj", "up_proj") if "gate_up" in joined else ("down_proj",)
+    experts, columns, rows = stack.shape
+    return {
+        f"{place}.{expert}.{projection}.weight": float_packing.random_floats(
+            kind, rows // len(projections), columns, seed + 2 * expert + number
+        )
+        for expert in range(experts)
+        for number, projection in enumerate(projections)
+    }
+
+
+def _transposed_stack(separate: dict, experts: int) -> torch.Tensor:
+    weights = [matrix.dequantize() for matrix in separate.values()]
+    each = len(weights) // experts
+    return torch.stack([torch.cat(weights[e * each : (e + 1) * each]).t() for e in range(experts)]).bfloat16()
+
+
+def dequantize_checkpoint(source: Path, folder: Path) -> dict:
+    """folder/plain with the weights of a checkpoint that another tool has written, as its reader has them.
+
+    Returns:
+        The experts' matrices, by the name of their 16-bit weight.
+    """
+    described = json.loads((source / "config.json").read_text())
+    reader = make_reader(described.pop("quantization_config"))
+    tensors = load_file(source / "model.safetensors")
+    plain = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    experts = {}
+    for name in (name for name in tensors if ".experts." in name and name.endswith(f".{reader.parts[0]}")):
+        stem = name.rpartition(".")[0]
+        parts = {part: tensors[f"{stem}.{part}"] for part in reader.parts}
+        rows, columns = tensors[name].shape
+        matrix = reader.read(parts, rows, columns * (2 if reader.bits == 4 else 1))
+        plain[f"{stem}.weight"] = matrix.dequantize().bfloat16()
+        experts[f"{stem}.weight"] = matrix
+    save(folder / "plain", described, plain)
     return experts
 
 

@@ -5,7 +5,8 @@ import torch
 
 from tests.e2e.architectures import ARCHITECTURES
 from tests.e2e.engines import answer, check_logprobs_close, equal_share, recorded_layers, runtime_of
-from tests.e2e.quantized import write_floats
+from tests.e2e.make_checkpoints import FOLDER
+from tests.e2e.quantized import dequantize_checkpoint, write_floats
 from tests.e2e.test_models import TOKENS, prompts, serve
 from tests.e2e.test_quantized import place
 from vllm_dymoe.experts.layout import BlobKey, Projection
@@ -44,9 +45,17 @@ def check_store(store, experts):
     assert count == 3 * len(store.experts.layers) * store.experts.num_experts
 
 
-@pytest.mark.parametrize(("kind", "model"), [("mxfp4", "gpt-oss"), ("fp8-blocks", "deepseek-v3")])
+KINDS = [("mxfp4", "gpt-oss"), ("fp8-blocks", "deepseek-v3"), ("nvfp4-compressed-tensors", "glm-4-moe")]
+
+
+@pytest.mark.parametrize(("kind", "model"), [*KINDS, ("exported", "qwen3-moe-nvfp4")])
 def test_published_floats_are_served_as_they_are(tmp_path, kind, model):
-    experts = write_floats(ARCHITECTURES[model], kind, tmp_path)
+    """Of the last, every file is ModelOpt's own."""
+    if kind == "exported":
+        experts = dequantize_checkpoint(FOLDER / model, tmp_path)
+        (tmp_path / "quantized").symlink_to(FOLDER / model)
+    else:
+        experts = write_floats(ARCHITECTURES[model], kind, tmp_path)
     with serve(tmp_path / "plain") as llm:
         want = answer(llm, prompts(), TOKENS)
     with serve(tmp_path / "quantized", {"lo": 2}) as llm:

@@ -128,3 +128,11 @@ def test_a_tensor_that_disagrees_is_named(part, tensor, sentence):
         Layer().load(spoiled)
     else:
         assert sentence in refusal(Layer(), spoiled)
+
+
+def test_quantized_experts_of_a_whole_layer_in_one_tensor_are_refused():
+    layer = Layer()
+    with pytest.raises(
+        ConfigError, match=r"w13_qweight of model\.layers\.3\.mlp\.experts holds quantized experts of a whole"
+    ):
+        layer.w13_qweight.weight_loader(layer.w13_qweight, torch.zeros(4, 8, 8), "w13_qweight", "w1", 0)

@@ -196,6 +196,11 @@ class PrequantizedExpertLoader(ExpertLoader):
         kind = param.stack_name.partition("_")[2]  # type: ignore[attr-defined]
         if kind == "bias":
             return super().__call__(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+        if loaded_weight.dim() == 3:  # Llama 4's, of which vLLM hands over all experts at once
+            raise ConfigError(
+                f"vllm-dymoe: {weight_name} of {self._name} holds quantized experts of a whole layer, which is not "
+                "supported for this model yet; use one with tensors for each expert, as compressed-tensors has."
+            )
         expert, projection = self._local(expert_id), self._projections[shard_id]
         if expert == -1:
             return False if return_success else None

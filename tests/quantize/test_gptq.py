@@ -1,11 +1,14 @@
 """GPTQ against a plain one, column by column with an inverse for each, and against rounding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.quantize.recordings import correlated_inputs
 from vllm_dymoe.kernels import MatrixFormat, dequantize
 from vllm_dymoe.quantize import gptq, make_quantizer, quantize_matrix
+from vllm_dymoe.quantize.base import Codes, dequantized
 from vllm_dymoe.quantize.gptq import DAMPING, Curvature, Gptq
 
 
@@ -18,6 +21,19 @@ def packed(weight, quantizer, bits, group_size=32, dtype=torch.bfloat16):
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     quantize_matrix(weight, format, quantizer, section)
     return format.view(section)
+
+
+def readings(codes, format):
+    """What both readings of a nested format make of codes."""
+    upper = Codes(codes.codes >> format.bits // 2, codes.scales, codes.zeros)
+    return dequantized(codes, format), dequantized(upper, format.base)
+
+
+def output_norm(inputs, error):
+    """With GPTQ's damping."""
+    inputs, error = inputs.double(), error.double()
+    damping = DAMPING * inputs.square().sum(0).mean()
+    return ((inputs @ error.t()).square().sum() + damping * error.square().sum()).item()
 
 
 def output_error(inputs, weight, matrix):
@@ -56,6 +72,82 @@ def test_codes_are_those_of_the_plain_algorithm(bits, rows, columns, block, monk
     hessian = inputs.t() @ inputs
     found = Gptq(Curvature.of(hessian)).quantize(weight, format)
     assert torch.equal(found.codes, plain_gptq(weight, hessian, found.scales, found.zeros, 32, bits))
+
+
+def plain_gptq_of_both(weight, hessian, scales, zeros, group_size, bits, low_weight):
+    """The same with two readings of each code, and then one sweep of coordinate descent; all codes are tried."""
+    hessian = hessian.double() + DAMPING * hessian.diagonal().double().mean() * torch.eye(len(hessian))
+    order = hessian.diagonal().argsort(descending=True, stable=True).tolist()
+    bin = 2 ** (bits // 2)
+    codes = torch.arange(2**bits, dtype=torch.float64)
+    readings = torch.stack((codes, codes.div(bin).floor() * bin + (bin - 1) / 2)) - 2 ** (bits - 1)
+    groups = torch.arange(weight.shape[1]) // group_size
+    # [readings, rows, columns, codes]: what every code would be read as.
+    values = readings[:, None, None] * scales.double()[:, groups, None] + zeros.double()[:, groups, None]
+    weights = torch.tensor([1.0, low_weight], dtype=torch.float64)[:, None, None]
+
+    def choose(column, wanted):
+        best = ((values[:, :, column] - wanted[:, :, None]).square() * weights).sum(0).argmin(1)
+        return best, values[:, torch.arange(len(best)), column, best]
+
+    left = torch.stack((weight.double(), weight.double()))
+    found, read = torch.empty(weight.shape, dtype=torch.int64), torch.empty_like(left)
+    for place, column in enumerate(order):
+        remaining = order[place:]
+        inverse = torch.linalg.inv(hessian[remaining][:, remaining])
+        found[:, column], read[:, :, column] = choose(column, left[:, :, column])
+        error = (left[:, :, column] - read[:, :, column]) / inverse[0, 0]
+        left[:, :, remaining] -= error[:, :, None] * inverse[0]
+    for column in order:
+        error = read - weight.double()
+        best = read[:, :, column] - error @ hessian[column] / hessian[column, column]
+        found[:, column], read[:, :, column] = choose(column, best)
+    return found.to(torch.uint8)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("rows", "columns", "block"), [(5, 96, 128), (3, 70, 16)])
+@pytest.mark.parametrize("low_weight", [2.0, 50.0])
+def test_codes_of_two_readings_are_those_of_the_plain_algorithm(bits, rows, columns, block, low_weight, monkeypatch):
+    monkeypatch.setattr(gptq, "_BLOCK", block)
+    inputs, weight = correlated_inputs(200, columns, 1), random_weight(rows, columns, 2)
+    format = MatrixFormat(rows, columns, bits, 32, torch.bfloat16, nested=True)
+    hessian = inputs.t() @ inputs
+    found = Gptq(Curvature.of(hessian), low_weight).quantize(weight, format)
+    grids = found.scales, found.zeros, 32, bits
+    blind = Codes(plain_gptq(weight, hessian, *grids), found.scales, found.zeros)
+    high, low = (output_norm(inputs, weight - read) for read in readings(blind, format))
+    plain = plain_gptq_of_both(weight, hessian, *grids, low_weight * high / low)
+    assert torch.equal(found.codes, plain)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_low_reading_that_counts_nothing_changes_no_bit(bits):
+    inputs, weight = correlated_inputs(300, 96, 1), random_weight(40, 96, 2)
+    curvature = Curvature.of(inputs.t() @ inputs)
+    nested = MatrixFormat(40, 96, bits, 32, torch.bfloat16, nested=True)
+    today = Gptq(curvature).quantize(weight, replace(nested, nested=False))
+    blind = Gptq(curvature, 0).quantize(weight, nested)
+    assert torch.equal(blind.codes, today.codes)
+    assert not torch.equal(Gptq(curvature).quantize(weight, nested).codes, today.codes)
+
+
+@pytest.mark.parametrize("noise", [0.05, 1.0], ids=["columns alike", "columns apart"])
+def test_the_low_reading_gains_and_the_high_one_loses_little(noise):
+    """Whatever the inputs, which decide how much better the high reading is."""
+    inputs, weight = correlated_inputs(3000, 256, 3), random_weight(64, 256, 4)
+    inputs += noise * torch.randn(inputs.shape, generator=torch.Generator().manual_seed(5))
+    seen, unseen = inputs[:2000], inputs[2000:]
+    format = MatrixFormat(64, 256, 4, 64, torch.bfloat16, nested=True)
+    curvature = Curvature.of(seen.t() @ seen)
+
+    def errors(low_weight):
+        codes = Gptq(curvature, low_weight).quantize(weight, format)
+        return [(unseen @ (weight - read).t()).norm().item() for read in readings(codes, format)]
+
+    (high, low), (blind_high, blind_low) = errors(gptq.LOW_WEIGHT), errors(0)
+    assert low < 0.97 * blind_low
+    assert high < 1.15 * blind_high
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])

@@ -20,6 +20,7 @@ from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
 from vllm_dymoe.runtime.sizing import SlotPlan
+from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.transfer import Reason, TransferStats
 from vllm_dymoe.transfer.ticket import State, Ticket
 
@@ -167,7 +168,29 @@ def make_ahead(slots=6, staging=2, projections=3):
             fetcher.complete(fetch)
     engine.tickets.clear()
     system = ByNumber(projections=projections)
-    return Ahead(Prefetcher(memory, fetcher, engine, Tier.HI, system, PrefetchStats()), memory, fetcher, engine)
+    return Ahead(Prefetcher(memory, fetcher, engine, 4, system, PrefetchStats()), memory, fetcher, engine)
+
+
+@pytest.mark.parametrize(
+    ("lo", "nested", "fetched"),
+    [
+        (2, True, {(0, Tier.LO), (0, Tier.HI), (1, Tier.LO)}),
+        (2, False, {(0, Tier.HI), (1, Tier.LO)}),
+        (0, False, {(0, Tier.HI)}),
+    ],
+    ids=["one in the other", "two versions", "skipped"],
+)
+def test_experts_are_fetched_ahead_in_the_tier_that_their_layer_will_want(lo, nested, fetched):
+    """Of two that are named for the last of four layers t is one; where no low version is stored nothing is fetched."""
+    store = make_store(make_experts(layers=4, nested=nested))
+    runtime = with_budget(
+        store, "50%", Dymoe(retention=0.75), lo=lo, predictor=Guesses(1), link_gbps=FORMAT.nbytes / 1e-3 / 1e9
+    )
+    runtime._prefetcher.offer(2, candidates(0, 1, layer=3))
+    runtime._prefetcher.fill()
+    assert {(fetch.expert, fetch.tier) for fetch in runtime._prefetcher.ahead} == fetched
+    runtime._prefetcher.clear()
+    runtime.engine.close()
 
 
 def candidates(*experts, layer=1):

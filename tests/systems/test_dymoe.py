@@ -105,6 +105,33 @@ def test_retention_1_is_exact_and_0_is_uniform_low():
     assert low.shares(LAYERS, 4) == {Tier.LO: [1.0] * LAYERS}
 
 
+def test_experts_of_a_coming_layer_are_foreseen_in_the_tiers_that_it_will_want():
+    """t of the layer that is to come, not of the one that is running, and not all of them high."""
+    system = Dymoe(retention=0.75)
+    named = [9, 4, 2, 6]  # the best first
+    assert system.tiers_ahead(7, LAYERS, named) == {9: Tier.HI, 4: Tier.HI, 2: Tier.LO, 6: Tier.LO}
+    assert high(system.tiers_ahead(4, LAYERS, named)) == {9, 4, 2}
+    assert high(system.tiers_ahead(0, LAYERS, named)) == {9, 4, 2, 6}
+    assert Dymoe(retention=0).tiers_ahead(0, LAYERS, named) == dict.fromkeys(named, Tier.LO)
+    assert Exact().tiers_ahead(7, LAYERS, named) == dict.fromkeys(named, Tier.HI)
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "top_k", "idle"),
+    [
+        ({"retention": 0.75}, 32, 2, "low"),  # Mixtral: 63 of 64 choices high
+        ({"retention": 0.75, "rounding": "nearest"}, 32, 2, None),
+        ({"retention": 0.75}, 48, 8, None),
+        ({"retention": 0.1, "rounding": "nearest"}, 8, 1, "high"),
+        ({"retention": 1}, 32, 2, None),
+        ({"retention": 0}, 32, 2, None),
+    ],
+)
+def test_rounding_that_makes_a_tier_idle_is_a_warning(options, layers, top_k, idle):
+    found = Dymoe(**options).warnings(layers, top_k)
+    assert [sentence.partition(" tier")[0].rpartition(" ")[2] for sentence in found] == ([idle] if idle else [])
+
+
 def test_shares_are_what_a_token_gets():
     shares = Dymoe(retention=0.75).shares(LAYERS, 4)
     assert shares[Tier.HI] == [1, 1, 1, 1, 0.75, 0.75, 0.75, 0.5]

@@ -65,6 +65,21 @@ def test_a_budget_that_holds_what_a_token_uses_is_none(store, slots):
     assert warnings(runtime_with(store, slots)) == []
 
 
+def test_a_systems_own_warnings_are_said(store):
+    options = {"system": "dymoe", "system_options": {"retention": 0.9}, "expert_budget": "100%", "link_gbps": 1.0}
+    runtime = MoERuntime(store, Options(hi=4, lo=2, group_size=32, **options), torch.device("cpu"))
+    assert any("leaves the low tier" in sentence for sentence in warnings(runtime))
+
+
+def test_a_system_without_a_low_tier_may_have_bases(store):
+    """A store of two tiers, one inside the other, that is served high."""
+    nested = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K, nested=True))
+    chosen = Options(hi=4, lo=2, group_size=32, expert_budget="100%")
+    runtime = MoERuntime(nested, chosen, torch.device("cpu"))
+    assert len(runtime.plan.slots) == 2
+    assert warnings(runtime) == []
+
+
 def test_the_first_line_says_what_is_active(store):
     runtime = runtime_with(store, slots=7)
     line = describe(runtime)

@@ -458,9 +458,8 @@ class MoERuntime:
         self._prefetcher = None if self.predictor is None else self._make_prefetcher()
 
     def _make_prefetcher(self) -> Prefetcher:
-        """For the first tier of the system, the high one if it uses both."""
-        tier = next(iter(self.memory.pools))
-        return Prefetcher(self.memory, self._fetcher, self.engine, tier, self.system, self._prefetch_stats)
+        layers = len(self.experts.layers) - self.experts.draft_layers
+        return Prefetcher(self.memory, self._fetcher, self.engine, layers, self.system, self._prefetch_stats)
 
     # -- seeing inside ----------------------------------------------------------------------------
 

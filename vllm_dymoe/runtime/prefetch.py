@@ -55,8 +55,9 @@ class Prefetcher:
         memory: says who is on the device already.
         fetcher: brings experts.
         engine: moves bytes.
-        tier: which version is fetched; a step that wants another one has no use for it.
-        system: how much of an expert is fetched ahead, and how often.
+        num_layers: of the model.
+        system: in which tier, how much of an expert, and how often is fetched ahead. A step that wants another tier has
+            no use for what was fetched, unless one lies inside the other.
         stats: counts to go on with.
         clock: seconds, as ``time.perf_counter``.
     """
@@ -66,14 +67,14 @@ class Prefetcher:
         memory: ExpertMemory,
         fetcher: Fetcher,
         engine: TransferEngine,
-        tier: Tier,
+        num_layers: int,
         system: System,
         stats: PrefetchStats,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._memory, self._fetcher, self._engine = memory, fetcher, engine
-        self._tier, self._system, self.stats, self.clock = tier, system, stats, clock
-        self._candidates: deque[Candidate] = deque()
+        self._num_layers, self._system, self.stats, self.clock = num_layers, system, stats, clock
+        self._candidates: deque[tuple[int, int, Tier]] = deque()  # layer, expert, and in which tier
         self._ahead: dict[int, list[Fetch]] = {}  # by layer, in the order of their transfers
         self._spent = 0.0  # seconds of the host since the layer last waited for the link
         self._waited = 0.0  # seconds of exposed waits until the last of these
@@ -114,8 +115,17 @@ class Prefetcher:
         return bool(self._candidates) and not self._system.keeps_experts
 
     def offer(self, layer: int, candidates: Iterable[Candidate]) -> None:
-        """Consider experts of the layers after ``layer``, best first, in place of those that were offered before."""
-        self._candidates = deque(candidate for candidate in candidates if candidate.layer > layer)
+        """Consider experts of the layers after ``layer``, best first, in place of those that were offered before.
+
+        Each is wanted in the tier that its own layer will want it in; in one that has no slots, it is not wanted.
+        """
+        coming = [candidate for candidate in candidates if candidate.layer > layer]
+        named: dict[int, list[int]] = {}
+        for candidate in coming:
+            named.setdefault(candidate.layer, []).append(candidate.expert)
+        tiers = {later: self._system.tiers_ahead(later, self._num_layers, experts) for later, experts in named.items()}
+        wanted = ((later, expert, tiers[later][expert]) for later, expert, _ in coming)
+        self._candidates = deque(one for one in wanted if one[2] in self._memory.pools)
 
     def fill(self) -> None:
         """Start transfers as far as there are slots; the engine moves them when nothing else is to be moved."""
@@ -128,10 +138,10 @@ class Prefetcher:
 
     def _fill(self) -> None:
         while self._candidates:
-            layer, expert, _ = self._candidates[0]
+            layer, expert, tier = self._candidates[0]
             ahead = self._ahead.setdefault(layer, [])
-            for part in self._memory.lacking(layer, expert, self._tier):
-                if any(fetch.expert == expert and fetch.tier is part for fetch in ahead):
+            for part in self._memory.lacking(layer, expert, tier):
+                if any(f.expert == expert and (f.tier is part or not self._memory.nested) for f in ahead):
                     continue
                 fetch = self._fetcher.start(
                     layer, expert, part, Reason.PREFETCH, projections=self._system.projections_ahead
@@ -150,7 +160,7 @@ class Prefetcher:
             What was fetched ahead, by expert and pool; the caller releases it.
         """
         self._charge()
-        self._candidates = deque(candidate for candidate in self._candidates if candidate.layer > layer)
+        self._candidates = deque(named for named in self._candidates if named[0] > layer)
         claimed = {}
         for fetch in self._ahead.pop(layer, ()):
             tier = wanted.get(fetch.expert)
@@ -171,8 +181,6 @@ class Prefetcher:
 
     def give_way(self, tier: Tier) -> bool:
         """Free a slot for demand, if one can be freed at once: that of the guess that was made last."""
-        if tier not in self._memory.parts[self._tier]:
-            return False
         if self._fetcher.collect():
             return True
         for fetches in (self._ahead[layer] for layer in sorted(self._ahead, reverse=True)):

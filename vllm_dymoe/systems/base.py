@@ -86,6 +86,20 @@ class System(BaseModel):
         and number of active experts. The most important by :func:`~.importance.step_importance` are."""
         return np.tile(np.arange(experts + 1, dtype=np.int32), (num_layers, 1))
 
+    def tiers_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Tier]:
+        """In which tier a coming layer will want experts.
+
+        Args:
+            layer: the coming one.
+            num_layers: of the model.
+            named: experts that a predictor names for it, the best first.
+        """
+        return dict.fromkeys(named, Tier.HI if Tier.HI in self.tiers else Tier.LO)
+
+    def warnings(self, num_layers: int, top_k: int) -> Sequence[str]:
+        """Sentences about parameters that work, but badly, for a model with so many layers and experts of a token."""
+        return ()
+
     # -- residency and transfers ------------------------------------------------------------------
 
     @property

@@ -98,8 +98,31 @@ class Dymoe(Exact):
         counts = [[self._critical(layer, num_layers, n) for n in range(experts + 1)] for layer in range(num_layers)]
         return np.array(counts, np.int32)
 
+    def tiers_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Tier]:
+        """High for as many as the coming layer's t says (Eqs. 5, 7 and 8), the others low."""
+        high = set(named[: self._critical(layer, num_layers, len(named))])
+        return {expert: Tier.HI if expert in high else Tier.LO for expert in named}
+
+    def warnings(self, num_layers: int, top_k: int) -> Sequence[str]:
+        """Where rounding leaves one of two tiers, in decode, less than a quarter of what retention says."""
+        realised = self.schedule.realised(num_layers, top_k)
+        found = []
+        for name, wanted, share in (
+            ("low", 1 - self.retention, 1 - realised),
+            ("high", self.retention, realised),
+        ):
+            if share < _IDLE * wanted:
+                other = "nearest" if self.rounding == "up" else "up"
+                found.append(
+                    f'rounding "{self.rounding}" leaves the {name} tier {share:.1%} of a token\'s experts where '
+                    f"retention {self.retention:g} says {wanted:.0%}, so it is idle in decode; set rounding to "
+                    f'"{other}" in system_options, or change retention.'
+                )
+        return found
+
     def _critical(self, layer: int, num_layers: int, active: int) -> int:
         return self.schedule.critical(layer, num_layers, active)
 
 
+_IDLE = 0.25  # of what retention says: less than that is an idle tier
 _schedule = lru_cache(Schedule)  # asked for every layer of every step

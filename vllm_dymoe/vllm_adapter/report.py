@@ -7,6 +7,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_dymoe.config import Options
+from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.runtime.sizing import tier_bits
@@ -96,8 +97,12 @@ def warnings(runtime: MoERuntime) -> list[str]:
             "because the cores that would copy them are computing; it works where they come from a disk, on a GPU, and "
             "with link_gbps."
         )
+    found += runtime.system.warnings(len(experts.layers) - experts.draft_layers, experts.top_k)
     for tier in plan.slots if runtime.system.keeps_experts else ():
-        wanted = [round(share * experts.top_k) for share in shares[tier]]
+        every_base = runtime.memory.nested and tier is Tier.LO
+        # Whatever its tier, an expert needs its base.
+        of_layers = [1.0] * len(experts.layers) if every_base else shares[tier]
+        wanted = [round(share * experts.top_k) for share in of_layers]
         short = [(kept, uses) for kept, uses in zip(plan.quotas[tier], wanted, strict=True) if kept < uses]
         if not short:
             continue

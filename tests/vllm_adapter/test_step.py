@@ -1,8 +1,10 @@
 """The running step: whose it is, how many rows are tokens, its phase, and where it begins and ends."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -32,6 +34,34 @@ def test_the_phase_of_a_step(tokens, drafted, phase):
     step.begin(scheduled(*tokens, drafted=drafted))
     assert step.phase is phase
     assert step.real(99) == sum(tokens), "drafted tokens are computed like others"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        scheduled(1, 1, reading=["b"]),
+        scheduled(1, 1, new=[SimpleNamespace(req_id="a")]),
+    ],
+    ids=["the last chunk", "all but one token is cached"],
+)
+def test_a_prompt_of_which_one_token_is_left_is_a_prompt(what):
+    step = RunningStep()
+    step.begin(what)
+    assert step.phase is Phase.PREFILL
+
+
+def test_the_scheduler_says_who_reads_a_prompt():
+    """In its own words, which a made-up step has to follow."""
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(CachedRequestData)), ())
+    cached = CachedRequestData(**fields | {"req_ids": ["a", "b"], "num_output_tokens": [0, 1]})
+    step, what = RunningStep(), scheduled(1, 1)
+    what.scheduled_cached_reqs = cached
+    step.begin(what)
+    assert step.phase is Phase.PREFILL
+    cached = CachedRequestData(**fields | {"req_ids": ["a", "b"], "num_output_tokens": [2, 1]})
+    what.scheduled_cached_reqs = cached
+    step.begin(what)
+    assert step.phase is Phase.DECODE
 
 
 def test_drafts_that_are_taken_off_while_the_step_begins_are_no_tokens():

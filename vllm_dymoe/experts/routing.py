@@ -12,10 +12,7 @@ from vllm_dymoe.kernels import Group, Groups
 
 
 class Phase(Enum):
-    """What a step is for: prefill if any of its requests computes more than one token of its own, else decode.
-
-    Drafted tokens are not a request's own. The last token of a prompt alone is a decode step, which it looks like.
-    """
+    """What a step is for: prefill if any of its requests reads its prompt, be it the last token alone, else decode."""
 
     PREFILL = "prefill"
     DECODE = "decode"

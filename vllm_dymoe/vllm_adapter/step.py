@@ -62,11 +62,16 @@ class RunningStep:
     def begin(self, scheduler_output: Any) -> None:
         """A step of at least one token begins.
 
-        It is a prefill if any request computes more than one token that is not drafted.
+        It is a prefill if any request computes more than one token that is not drafted, or a token of its prompt: what
+        chunks or a cached prefix have left of a prompt may be a single one.
         """
         drafted = scheduler_output.scheduled_spec_decode_tokens
         counts = scheduler_output.num_scheduled_tokens.items()
-        prefill = any(count - len(drafted.get(request, ())) > 1 for request, count in counts)
+        new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+        reads = scheduler_output.scheduled_cached_reqs.is_context_phase
+        prefill = any(
+            count - len(drafted.get(request, ())) > 1 or request in new or reads(request) for request, count in counts
+        )
         self.number += 1
         self.longest = max(scheduler_output.num_scheduled_tokens.values())
         self._scheduled = scheduler_output

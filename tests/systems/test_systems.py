@@ -7,13 +7,16 @@ import torch
 
 from tests.predict.gates import random_gates
 from tests.predict.made_up import made_up
+from tests.small_model import make_experts
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.routing import Phase, Routing
+from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import RoutedModel
 from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
 from vllm_dymoe.systems import SYSTEMS, SystemOptionError, make_system
+from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.systems.firm import Firm
 from vllm_dymoe.traces import TraceHeader
 from vllm_dymoe.training import Recipe, train
@@ -108,3 +111,15 @@ def test_one_controller_steers_what_is_fetched_ahead():
                 pace.answer(0.0)
             pace.judge(False, 1.0)
         assert (pace.interval > 1) == (name in ("exact", "dymoe", "duoserve")), name
+
+
+def test_a_system_with_two_tiers_has_to_say_how_many_experts_each_gets():
+    class Forgetful(Exact):
+        name = "forgetful"
+
+        @property
+        def tiers(self):
+            return frozenset((Tier.HI, Tier.LO))
+
+    with pytest.raises(NotImplementedError, match=r'system "forgetful" serves experts in the lo tier.*override shares'):
+        Forgetful().all_shares(make_experts())

@@ -72,9 +72,19 @@ class System(BaseModel):
         return {Tier.HI: [1.0] * num_layers}
 
     def all_shares(self, experts: ModelExperts) -> Mapping[Tier, Sequence[float]]:
-        """``shares`` of a model and its draft, whose layers get what the model's last one gets."""
+        """``shares`` of a model and its draft, whose layers get what the model's last one gets.
+
+        Raises:
+            NotImplementedError: the system has a tier of which ``shares`` says nothing.
+        """
         own = len(experts.layers) - experts.draft_layers
         shares = self.shares(own, experts.top_k)
+        if missing := self.tiers - shares.keys():
+            names = " and ".join(sorted(tier.value for tier in missing))
+            raise NotImplementedError(
+                f'system "{self.name}" serves experts in the {names} tier, but its shares() do not say how many, and '
+                "without that no slots can be shared out; override shares() together with tiers."
+            )
         return {tier: [*layers, *[layers[-1]] * experts.draft_layers] for tier, layers in shares.items()}
 
     def select(self, routing: Routing) -> Mapping[int, Tier]:

@@ -49,7 +49,7 @@ def test_with_a_slot_for_every_expert_nothing_is_kept_for_staging():
 @given(st.integers(0, 400_000), st.sampled_from([Exact(), Dymoe(retention=0), Dymoe()]))
 def test_every_plan_fits_and_spends_what_it_can(nbytes, system):
     tiers = system.tiers
-    least = minimum_budget(EXPERTS, OPTIONS, tiers, WORKSPACE)
+    least = minimum_budget(EXPERTS, OPTIONS, system, WORKSPACE)
     if nbytes < least:
         with pytest.raises(ConfigError, match=f"at least {least} bytes"):
             plan_slots(EXPERTS, OPTIONS, system, nbytes, WORKSPACE)
@@ -90,7 +90,7 @@ def test_staging_grows_with_the_slots_and_starves_nobody(slots, staging):
     plan = plan_slots(experts, options, exact, nbytes, WORKSPACE)
     assert (plan.slots, plan.staging) == ({Tier.HI: slots}, {Tier.HI: staging})
     assert slots < 3 or staging * 8 <= slots or staging == 2, "more than an eighth is taken from what layers keep"
-    assert minimum_budget(experts, options, exact.tiers, WORKSPACE) == WORKSPACE + experts.formats[4].nbytes
+    assert minimum_budget(experts, options, exact, WORKSPACE) == WORKSPACE + experts.formats[4].nbytes
     alone = plan_slots(experts, options, Exact(look_ahead=0), nbytes, WORKSPACE)
     assert alone.staging == {Tier.HI: min(2, slots)}, "nobody has a use for more"
     two = plan_slots(experts, options, ByNumber(staging=2), nbytes, WORKSPACE)

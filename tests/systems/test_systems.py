@@ -76,7 +76,8 @@ def test_firm_fetches_as_many_projections_ahead_as_it_is_told():
 @pytest.mark.parametrize(
     ("options", "option", "words"),
     [
-        ({"system": "dynaexq"}, "system", '"dynaexq" does not exist; choose one of exact, on-demand, layer-prefetch'),
+        ({"system": "dyna"}, "system", '"dyna" does not exist; choose one of exact, on-demand, layer-prefetch'),
+        ({"system": "dynaexq"}, "system", '"dynaexq" keeps a low version of every expert; set lo to 2, 4 or 8'),
         ({"system_options": {"k": 3}}, "system_options", "k: extra inputs are not permitted.*it has look_ahead"),
         ({"system": "firm", "system_options": {"projections": 4}}, "system_options", "projections: input should be"),
         ({"system": "layer-prefetch", "system_options": {"k": 1}}, "system_options", "it has none"),

@@ -35,6 +35,11 @@ def answer(hits=0, misses=0, moved=0, waited=0.0, evictions=0, resident=0, **oth
         peak_expert_bytes=900,
         slots={"hi": 8},
         resident_experts={"hi": resident},
+        choices={"hi": 0, "lo": 0},
+        moves={"published": 0},
+        windows=0,
+        window_age_seconds=0.0,
+        migration_link_seconds=0.0,
     )
     return stats.to_dict() | others
 

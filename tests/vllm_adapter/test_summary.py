@@ -26,6 +26,11 @@ STATS = RuntimeStats(
     peak_expert_bytes=3 << 30,
     slots={"hi": 5},
     resident_experts={"hi": 4},
+    choices={"hi": 0, "lo": 0},
+    moves={"published": 0, "late": 0},
+    windows=0,
+    window_age_seconds=0.0,
+    migration_link_seconds=0.0,
 )
 
 
@@ -68,3 +73,13 @@ def test_foresight_is_shown_where_there_is_some():
     assert "foreseen      60.0% of 10 wanted, 75.0% of 8 named" in text
     assert "prefetched    4 useful, 3 late, 2 wasted, 1 cancelled" in text
     assert "foreseen" not in str(summary(Ranks(STATS)))
+
+
+def test_moves_are_shown_where_there_are_some():
+    moves = {"published": 6, "late": 1, "failed": 0}
+    moved = replace(STATS, choices={"hi": 3, "lo": 1}, moves=moves, windows=3, migration_link_seconds=0.5)
+    text = str(summary(Ranks(moved)))
+    assert "served high   75.0% of 4 choices" in text
+    assert "moves         6 published, 1 late; the link worked 0.50 s for them" in text
+    assert "windows       3, 50.0% of 4 high experts exchanged in each" in text
+    assert "moves" not in str(summary(Ranks(STATS)))

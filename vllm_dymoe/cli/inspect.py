@@ -139,7 +139,7 @@ def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
     systems: list[System] = [Exact(), Dymoe()] if options.lo else [Exact()]
     rows = []
     for system in systems:
-        limits = {"smallest": minimum_budget(experts, options, system.tiers, workspace)}
+        limits = {"smallest": minimum_budget(experts, options, system, workspace)}
         for share in _SHARES:
             limits[f"{share:.0%}"] = limit_in_bytes(ExpertBudget(share=share), experts, options, workspace, 0)
         for name, limit in limits.items():

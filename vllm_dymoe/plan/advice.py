@@ -94,7 +94,7 @@ def choices(shape: ModelShape, device: Device, routings: Routings, serving: Serv
         options = resolve_options(candidate, environment={})
         experts = shape.packed(tuple(options.stored_bits), options.group_size)
         system, workspace = make_system(options), workspace_bytes(experts, "cuda")
-        least = minimum_budget(experts, options, system.tiers, workspace)
+        least = minimum_budget(experts, options, system, workspace)
         room = room_for_experts(shape, device, serving, least)
         seen = set()
         for budget in _budgets(options, system):

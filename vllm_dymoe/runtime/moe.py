@@ -35,6 +35,8 @@ from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.device_memory import make_device_memory
 from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.migration import Agree, Migration, MigrationStats
+from vllm_dymoe.runtime.popularity import read_popularity
 from vllm_dymoe.runtime.precision import changed_precision
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
 from vllm_dymoe.runtime.sizing import (
@@ -67,6 +69,7 @@ class MoERuntime:
         engine: in place of the one that fits the device.
         predictor: names experts to fetch ahead; None for none.
         obstacle: why the host has to decide in decode, if the model is such a one.
+        agree: with the ranks that have other parts of the same experts, for a system that moves versions.
 
     Raises:
         ConfigError: the budget cannot hold one expert of each tier that the system uses.
@@ -83,6 +86,7 @@ class MoERuntime:
         predictor: Predictor | None = None,
         *,
         obstacle: str = "",
+        agree: Agree = list,
     ) -> None:
         self.store = store
         self.experts = store.experts
@@ -111,7 +115,8 @@ class MoERuntime:
         kernel = self._decode_kernel(options) if decides else None
         self.memory = self.make_memory() if kernel is None else self.make_decided_memory()
         self.decode = None if kernel is None else self._make_decode_path(kernel, system)
-        self._expert_budget = options.expert_budget
+        self._expert_budget, self._agree = options.expert_budget, agree
+        self._popularity = read_popularity(self.experts, system)
         self._allocate(options, system, self._plan(self._limit(options), options, system))
 
     def make_memory(self) -> ExpertMemory:
@@ -172,6 +177,8 @@ class MoERuntime:
         Args:
             phase: of the step.
         """
+        if self._migration is not None:
+            self._migration.turn()
         asked = phase is Phase.PREFILL and self.system.foresees_first_layer
         if asked and self.predictor is not None and self._prefetcher is not None:
             self._prefetcher.foresee_first_layer(phase, self.predictor)
@@ -205,6 +212,9 @@ class MoERuntime:
             codes = np.fromiter(map(CODES.__getitem__, wanted.values()), np.int8, len(wanted))
             if self._fetcher.orphaned:
                 self._fetcher.collect()
+            if self._migration is not None:
+                uses = np.fromiter((groups[expert].size for expert in wanted), np.int64, len(wanted))
+                self._migration.count(layer, active, uses)
             places = self.memory.table.begin_step(layer, active, codes)
             out = x.new_empty((tokens * top_k, x.shape[1]))
             begin = partial(self.kernel.begin, x, groups, out=out, activation=activation)
@@ -394,6 +404,8 @@ class MoERuntime:
         """
         if self._prefetcher is not None:
             self._prefetcher.clear()
+        if self._migration is not None:
+            self._migration.stop()
         if not self._fetcher.settle_all():
             raise ConfigError(
                 f"vllm-dymoe: {what} cannot change while reads that were given up have not ended "
@@ -417,7 +429,7 @@ class MoERuntime:
     @property
     def minimum_budget(self) -> int:
         """The smallest feasible budget in bytes."""
-        return minimum_budget(self.experts, self.options, self.system.tiers, self._beside_experts)
+        return minimum_budget(self.experts, self.options, self.system, self._beside_experts)
 
     @property
     def _beside_experts(self) -> int:
@@ -441,7 +453,8 @@ class MoERuntime:
     def _plan(self, limit: int, options: Options, system: System) -> SlotPlan:
         shares = system.all_shares(self.experts)
         filled = isinstance(self.memory, DecidedMemory)
-        return plan_slots(self.experts, options, system, limit, self._beside_experts, shares, filled=filled)
+        beside, popularity = self._beside_experts, self._popularity
+        return plan_slots(self.experts, options, system, limit, beside, shares, filled=filled, popularity=popularity)
 
     def _serve_with(self, options: Options, system: System) -> None:
         self.options, self.system = options, system
@@ -456,10 +469,18 @@ class MoERuntime:
         self.memory.fence(self.engine.fence())
         self._fetcher = Fetcher(self.memory, self.engine, overlaps=system.overlaps)
         self._prefetcher = None if self.predictor is None else self._make_prefetcher()
+        self._migration = self._make_migration()
 
     def _make_prefetcher(self) -> Prefetcher:
         layers = len(self.experts.layers) - self.experts.draft_layers
         return Prefetcher(self.memory, self._fetcher, self.engine, layers, self.system, self._prefetch_stats)
+
+    def _make_migration(self) -> Migration | None:
+        """None where steps fetch what they need: the system asks for that, or the budget cannot hold every expert."""
+        migrating, held = self.system.migrating, sum(self.plan.quotas.get(Tier.HI, ()))
+        if migrating is None or not held:
+            return None
+        return Migration(self.memory, self._fetcher, self.engine, migrating, self._popularity, self._agree)
 
     # -- seeing inside ----------------------------------------------------------------------------
 
@@ -487,7 +508,8 @@ class MoERuntime:
         intervals = self._prefetcher.intervals if self._prefetcher else {}
         self._take_decode_counts()
         transfers, guesses = self.engine.stats, self._prefetch_stats
-        return RuntimeStats.collect(self._counts, self.memory, transfers, guesses, intervals, self.predictor)
+        counts, foreseen, moved = self._counts, self.predictor, self._migration
+        return RuntimeStats.collect(counts, self.memory, transfers, guesses, intervals, foreseen, moved)
 
     def _take_decode_counts(self) -> None:
         if isinstance(self.memory, DecidedMemory):
@@ -510,18 +532,21 @@ class MoERuntime:
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
         """For what was made up, often thousands of tokens all alike: nobody counts it, foresees or learns from it."""
-        before = self._counts, self.engine.stats, self.predictor
+        before = self._counts, self.engine.stats, self.predictor, self._migration
         self._counts, self.engine.stats, self.predictor = ResidencyCounts(), TransferStats(), None
+        self._migration = None
         try:
             yield
         finally:
-            self._counts, self.engine.stats, self.predictor = before
+            self._counts, self.engine.stats, self.predictor, self._migration = before
 
     def reset_stats(self) -> None:
         """Count from zero."""
         self._take_decode_counts()
         self._counts, self.engine.stats = ResidencyCounts(), TransferStats()
         self._prefetch_stats.reset()
+        if self._migration is not None:
+            self._migration.stats = MigrationStats()
         if self.predictor is not None:
             self.predictor.stats, self.predictor.seconds = PredictionStats(), 0.0
 
@@ -544,4 +569,5 @@ class MoERuntime:
         """
         self._fetcher.collect()
         waiting = [*self._fetcher.orphaned, *(self._prefetcher.ahead if self._prefetcher else ())]
+        waiting += self._migration.flying if self._migration else ()
         self.memory.check_integrity((fetch.tier, fetch.slot, fetch.kept) for fetch in waiting)

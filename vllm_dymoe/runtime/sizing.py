@@ -3,13 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
+from vllm_dymoe.experts.hotness import share_out
 from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.experts.table import layer_shares
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
 from vllm_dymoe.systems import System
-from vllm_dymoe.systems.base import FEWEST_STAGING
+from vllm_dymoe.systems.base import FEWEST_STAGING, Migrating
 
 # On a CPU more buys nothing, since a tile should stay in the second-level cache; on a GPU tiles are launches.
 _LARGEST_WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 32 << 20}
@@ -60,9 +64,12 @@ def used_tiers(options: Options, tiers: frozenset[Tier]) -> tuple[Tier, ...]:
     return tuple(tier for tier in (Tier.HI, Tier.LO) if tier in tiers and tier_bits(options, tier) > 0)
 
 
-def minimum_budget(experts: ModelExperts, options: Options, tiers: frozenset[Tier], workspace_bytes: int) -> int:
-    """The smallest budget that can serve at all: one slot of each tier, and the workspace."""
-    return workspace_bytes + sum(experts.formats[bits].nbytes for bits in slot_bits(experts, options, tiers).values())
+def minimum_budget(experts: ModelExperts, options: Options, system: System, workspace_bytes: int) -> int:
+    """The smallest budget that can serve at all: one slot of each tier, or of each expert, and the workspace."""
+    if system.migrating is not None and not system.migrating.streams:
+        return workspace_bytes + _resident_bytes(experts, options, system.migrating, 1)
+    bits = slot_bits(experts, options, system.tiers).values()
+    return workspace_bytes + sum(experts.formats[width].nbytes for width in bits)
 
 
 def limit_in_bytes(
@@ -94,6 +101,7 @@ def plan_slots(
     shares: Mapping[Tier, Sequence[float]] | None = None,
     *,
     filled: bool = False,
+    popularity: NDArray[np.float64] | None = None,
 ) -> SlotPlan:
     """Spend ``limit`` bytes on slots.
 
@@ -109,16 +117,21 @@ def plan_slots(
         workspace_bytes: what the kernel and the predictor take of it.
         shares: for each tier, what share of a layer's active experts is wanted in it; equal ones if None.
         filled: slots for every expert are filled at start, and others not before a device decides: the host streams.
+        popularity: float64 [layers, experts], of a system whose high set follows traffic; all alike if None.
 
     Raises:
-        ConfigError: the budget cannot hold one expert of each tier.
+        ConfigError: the budget cannot hold one expert of each tier, or every expert where none is fetched.
     """
-    least = minimum_budget(experts, options, system.tiers, workspace_bytes)
+    least, migrating = minimum_budget(experts, options, system, workspace_bytes), system.migrating
     if limit < least:
+        everyone = "every expert at its low version, a high one" if migrating else "one expert of each tier"
+        instead = ", or stream_cold to fetch what is not there" if migrating and not migrating.streams else ""
         raise ConfigError(
-            f"vllm-dymoe: expert_budget is {limit} bytes on each rank, but one expert of each tier and the kernel's "
-            f"workspace need {least}; set expert_budget to at least {least} bytes."
+            f"vllm-dymoe: expert_budget is {limit} bytes on each rank, but {everyone} and the kernel's workspace need "
+            f"{least}; set expert_budget to at least {least} bytes{instead}."
         )
+    if migrating and limit - workspace_bytes >= _resident_bytes(experts, options, migrating, 1):
+        return _plan_residents(experts, options, migrating, limit, workspace_bytes, popularity)
     bits = slot_bits(experts, options, system.tiers)
     used = tuple(bits)
     nested = Tier.HI in bits and experts.formats[bits[Tier.HI]].nested
@@ -152,6 +165,46 @@ def plan_slots(
         staging = max(system.staging_slots(count), ahead if system.named_ahead(experts.top_k) else 0)
         staging = 0 if count == every_expert and everyone_stays else staging
         quotas[tier] = layer_shares(count, weights[tier], staging, experts.num_experts)
+    return SlotPlan(limit, workspace_bytes, slots, quotas)
+
+
+def _resident_bytes(experts: ModelExperts, options: Options, migrating: Migrating, high: int) -> int:
+    """Bytes with every expert there, so many of them high, and what moves need beside them.
+
+    A fine slice comes into the slot that another one leaves. Where versions exclude each other both of a pair come
+    before either goes.
+    """
+    hi, lo = experts.formats[options.hi], experts.formats[options.lo]
+    every = len(experts.layers) * experts.num_experts
+    if hi.nested:
+        return every * lo.nbytes + high * hi.nbytes
+    staging = migrating.in_flight if high < every else 0
+    return (every - high + staging) * lo.nbytes + (high + staging) * hi.nbytes
+
+
+def _plan_residents(
+    experts: ModelExperts,
+    options: Options,
+    migrating: Migrating,
+    limit: int,
+    workspace_bytes: int,
+    popularity: NDArray[np.float64] | None,
+) -> SlotPlan:
+    """A place for every expert, as many of them high as there is room for (DynaExq 3.5)."""
+    layers, each = len(experts.layers), experts.num_experts
+    every, nested = layers * each, experts.formats[options.hi].nested
+    least, step = (_resident_bytes(experts, options, migrating, high) for high in (1, 2))
+    high = min(every - 1, 1 + (limit - workspace_bytes - least) // (step - least))
+    if limit - workspace_bytes >= _resident_bytes(experts, options, migrating, every):
+        high = every
+    places = layer_shares(high, [1.0] * layers, 0, each)
+    if popularity is not None:
+        places = share_out(popularity, high).tolist()
+    low = [each if nested else each - count for count in places]
+    staging = 0 if nested or high == every else migrating.in_flight
+    slots, quotas = {Tier.HI: high + staging}, {Tier.HI: places}
+    if any(low):
+        slots, quotas = slots | {Tier.LO: sum(low) + staging}, quotas | {Tier.LO: low}
     return SlotPlan(limit, workspace_bytes, slots, quotas)
 
 

@@ -7,6 +7,7 @@ from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import Measured, PredictionStats
 from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.migration import OUTCOMES, Migration, MigrationStats
 from vllm_dymoe.runtime.prefetch import PrefetchStats
 from vllm_dymoe.transfer import Reason, TransferStats
 
@@ -39,6 +40,12 @@ class RuntimeStats:
         prediction_seconds: host time that predictions took.
         slots: slots by tier.
         resident_experts: experts that are complete on the device, by tier.
+        choices: of routers, by the tier that served them, where versions move between steps; so are those below.
+        moves: by outcome: published; failed; late, not there after a whole window; refused, no slot for it; outdated,
+            not begun before the next plan.
+        windows: of traffic that have ended.
+        window_age_seconds: of the running one.
+        migration_link_seconds: that the link worked for moves.
     """
 
     planned: dict[str, int]
@@ -61,6 +68,11 @@ class RuntimeStats:
     prediction_seconds: float
     slots: dict[str, int]
     resident_experts: dict[str, int]
+    choices: dict[str, int]
+    moves: dict[str, int]
+    windows: int
+    window_age_seconds: float
+    migration_link_seconds: float
 
     @classmethod
     def collect(
@@ -71,9 +83,10 @@ class RuntimeStats:
         prefetch: PrefetchStats,
         intervals: dict[str, int],
         predictor: Measured | None,
+        migration: Migration | None,
     ) -> "RuntimeStats":
         """Read the counters of one runtime."""
-        plan = memory.plan
+        plan, moved = memory.plan, migration.stats if migration else MigrationStats()
         return cls(
             planned={tier.value: counts.planned[tier] for tier in Tier},
             hits=counts.hits,
@@ -95,6 +108,11 @@ class RuntimeStats:
             prediction_seconds=predictor.seconds if predictor else 0.0,
             slots={tier.value: count for tier, count in plan.slots.items()},
             resident_experts={tier.value: len(memory.table.residents(tier)) for tier in plan.slots},
+            choices={tier.value: moved.choices[tier] for tier in (Tier.HI, Tier.LO)},
+            moves={outcome: moved.moves[outcome] for outcome in OUTCOMES},
+            windows=moved.windows,
+            window_age_seconds=migration.window_age if migration else 0.0,
+            migration_link_seconds=moved.link_seconds,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.systems.base import System, SystemOptionError
 from vllm_dymoe.systems.duoserve import DuoServe
 from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.systems.dynaexq import DynaExq
 from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.systems.firm import Firm
 from vllm_dymoe.systems.layer_prefetch import LayerPrefetch
 from vllm_dymoe.systems.on_demand import OnDemand
 
 SYSTEMS: dict[str, type[System]] = {
-    system.name: system for system in (Exact, OnDemand, LayerPrefetch, Dymoe, DuoServe, Firm)
+    system.name: system for system in (Exact, OnDemand, LayerPrefetch, Dymoe, DuoServe, Firm, DynaExq)
 }
 """By the name that the option ``system`` has for it, the default first."""
 
@@ -43,6 +44,8 @@ def make_system(options: Options) -> System:
         raise SystemOptionError(
             "system", f'system "{name}" as it is set would skip every expert with lo = 0; set lo to 2, 4 or 8'
         )
+    if system.migrating is not None and options.lo == 0:
+        raise SystemOptionError("system", f'system "{name}" keeps a low version of every expert; set lo to 2, 4 or 8')
     if options.predictor is not None and not system.takes_predictor:
         raise SystemOptionError("predictor", f'system "{name}" as it is set has no use for a predictor; leave it out')
     return system

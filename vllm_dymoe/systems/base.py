@@ -6,6 +6,8 @@ nothing; a system says where it differs.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from vllm_dymoe.config import ExpertBudget
+from vllm_dymoe.experts.hotness import Rule
 from vllm_dymoe.experts.layout import EVERY_PROJECTION, ModelExperts
 from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.tier import Tier
@@ -25,6 +28,29 @@ from vllm_dymoe.systems.pace import Pace, Unpaced
 # that layers hardly feel what they cannot keep (benchmarks/staging).
 FEWEST_STAGING = 2
 _USUAL_STAGING, _MOST_STAGING = 4, 16
+
+
+@dataclass(frozen=True)
+class Migrating:
+    """How the high set of a system follows traffic.
+
+    Attributes:
+        rule: who is to be high.
+        window_seconds: after which that is asked anew.
+        window_uses: that experts have had on average by then, or the window goes on.
+        in_flight: moves at the same time.
+        link_share: of the time, that the link may work for moves.
+        trace: whose most popular experts are high at start.
+        streams: a budget that cannot hold every expert is served by fetching.
+    """
+
+    rule: Rule
+    window_seconds: float
+    window_uses: float
+    in_flight: int
+    link_share: float
+    trace: Path | None
+    streams: bool
 
 
 class System(BaseModel):
@@ -144,6 +170,11 @@ class System(BaseModel):
     def projections_in_graph(self) -> int:
         """Projections that a decode step which the device decides fetches ahead for the next layer at most."""
         return 0
+
+    @property
+    def migrating(self) -> Migrating | None:
+        """How versions move between steps where every expert is there; None where steps fetch what they need."""
+        return None
 
     # -- foresight --------------------------------------------------------------------------------
 

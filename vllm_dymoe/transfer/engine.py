@@ -150,6 +150,11 @@ class TransferEngine:
         """Take a transfer back, or what follows the piece that is moving. Whether it is cancelled now."""
         return self._queue.cancel(ticket)
 
+    def abandon(self, ticket: Ticket) -> None:
+        """Take a transfer back without waiting. A piece that moves ends when it will, and holds nobody else up."""
+        if not self._queue.cancel(ticket):
+            self._workers.orphan(ticket)
+
     def settle(self, ticket: Ticket) -> bool:
         """Whether nothing writes the ticket's slot any more. Waits for a running piece, once, with a limit."""
         if not self._queue.cancel(ticket):

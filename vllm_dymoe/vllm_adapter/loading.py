@@ -22,6 +22,7 @@ from vllm_dymoe.store import HostStore
 from vllm_dymoe.store.joined import join
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.traces import TraceHeader
+from vllm_dymoe.vllm_adapter.agreement import agreement
 from vllm_dymoe.vllm_adapter.failures import make_step_failures
 from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.graphs import leave_layers_out
@@ -153,7 +154,10 @@ class Loading:
         predictor = self._foresight.predictor(self._routed_model(options.predictor))
         if options.trace is not None and config.parallel_config.enable_expert_parallel:
             options = without_device(options)
-        runtime = MoERuntime(store, options, device, automatic, predictor=predictor, obstacle=self._obstacle)
+        agree = agreement(config)
+        runtime = MoERuntime(
+            store, options, device, automatic, predictor=predictor, obstacle=self._obstacle, agree=agree
+        )
         if runtime.decode is not None:
             for activation in dict.fromkeys(layer.activation for layer in self._model.layers):
                 runtime.decode.warm_up(activation)
@@ -180,7 +184,10 @@ class Loading:
         store = join(before.release(), draft)  # two arenas at a time would exceed the budget
         automatic = self._automatic_budget(before.device, store.experts)
         predictor = None if before.predictor is None else before.predictor.predictor
-        runtime = MoERuntime(store, self.options, before.device, automatic, predictor=predictor, obstacle=DRAFTED)
+        agree = agreement(self._vllm_config)
+        runtime = MoERuntime(
+            store, self.options, before.device, automatic, predictor=predictor, obstacle=DRAFTED, agree=agree
+        )
         leave_layers_out(self._vllm_config, DRAFTED)
         running.extend(runtime)
         self._announce(runtime, rank)
@@ -201,8 +208,7 @@ class Loading:
 
     def _automatic_budget(self, device: torch.device, experts: ModelExperts) -> int:
         options = self.options
-        tiers = make_system(options).tiers
-        least = minimum_budget(experts, options, tiers, workspace_bytes(experts, device.type))
+        least = minimum_budget(experts, options, make_system(options), workspace_bytes(experts, device.type))
         try:
             return automatic_budget(self._vllm_config, device, experts, least)
         except ConfigError:

@@ -79,6 +79,11 @@ METRICS = (
     Metric("peak_expert_bytes", Gauge, "peak_expert_bytes", "The most device memory that experts ever held."),
     Metric("slots", Gauge, "slots", "Slots for experts on the device.", "tier"),
     Metric("resident_experts", Gauge, "resident_experts", "Experts that are complete on the device.", "tier"),
+    Metric("choices", Counter, "choices", "Choices of routers by what served them, where versions move.", "tier"),
+    Metric("moves", Counter, "moves", "Experts moved to the high version between steps.", "outcome"),
+    Metric("windows", Counter, "windows", "Windows of traffic after which high experts were chosen anew."),
+    Metric("window_age_seconds", Gauge, "window_age_seconds", "Age of the running window."),
+    Metric("migration_link_seconds", Counter, "migration_link_seconds", "Time that the link worked for moves."),
 )
 
 

@@ -98,7 +98,7 @@ def warnings(runtime: MoERuntime) -> list[str]:
             "with link_gbps."
         )
     found += runtime.system.warnings(len(experts.layers) - experts.draft_layers, experts.top_k)
-    for tier in plan.slots if runtime.system.keeps_experts else ():
+    for tier in plan.slots if runtime.system.keeps_experts and runtime.system.migrating is None else ():
         every_base = runtime.memory.nested and tier is Tier.LO
         # Whatever its tier, an expert needs its base.
         of_layers = [1.0] * len(experts.layers) if every_base else shares[tier]
@@ -151,6 +151,7 @@ class RankSummary:
             "exposed wait": f"{stats.exposed_wait_seconds:.2f} s",
             "evictions": str(stats.evictions),
             **self._foresight(),
+            **self._migration(),
             "resident": resident,
             "memory": f"peak {size(stats.peak_expert_bytes)} of {size(stats.budget_bytes)}",
         }
@@ -166,6 +167,22 @@ class RankSummary:
         return {
             "foreseen": f"{right / wanted:.1%} of {wanted} wanted, {right / named:.1%} of {named} named",
             "prefetched": ", ".join(f"{count} {outcome}" for outcome, count in stats.prefetches.items()),
+        }
+
+    def _migration(self) -> dict[str, str]:
+        """How much of the traffic high versions served, and what became of moves; nothing where none move."""
+        stats = self.stats
+        choices = sum(stats.choices.values())
+        if not choices:
+            return {}
+        published, places = stats.moves["published"], stats.resident_experts.get("hi", 0)
+        churn = published / max(1, stats.windows * places)
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in stats.moves.items() if count) or "none"
+        return {
+            "served high": f"{stats.choices['hi'] / choices:.1%} of {choices} choices",
+            "moves": f"{outcomes}; the link worked {stats.migration_link_seconds:.2f} s for them",
+            "windows": f"{stats.windows}, {churn:.1%} of {places} high experts exchanged in each; the last one began "
+            f"{stats.window_age_seconds:.1f} s ago",
         }
 
 

@@ -1,0 +1,491 @@
+"""Versions that move while steps run: no step waits, no row lies, and moves cost nothing but themselves."""
+
+import contextlib
+import itertools
+import random
+import threading
+import time
+from functools import partial
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import Field
+
+from tests.runtime.schedules import (
+    COMPUTATION,
+    DEVICES,
+    EXPERTS,
+    KINDS,
+    LAYERS,
+    STORES,
+    FaultyStore,
+    Program,
+    RecordedRuntime,
+    make_engine,
+)
+from tests.runtime.steps import CPU, ByNumber, forward, make_runtime, random_step
+from tests.small_model import make_experts, make_store
+from tests.support.deterministic_threads import DeterministicThreads
+from tests.support.happens_before import History
+from tests.support.recorded_device import record_reads
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.experts.layout import BlobKey
+from vllm_dymoe.experts.residency import HIGH, LOW
+from vllm_dymoe.experts.routing import Phase
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime.fetcher import Fetcher
+from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.migration import ARRIVED, FAILED, UNDER_WAY, Migration
+from vllm_dymoe.runtime.sizing import minimum_budget, plan_slots, workspace_bytes
+from vllm_dymoe.systems.dynaexq import DynaExq
+from vllm_dymoe.traces import TraceHeader, synthetic_trace
+from vllm_dymoe.transfer import Reason
+from vllm_dymoe.transfer import make_engine as plain_engine
+from vllm_dymoe.transfer.engine import TransferEngine
+from vllm_dymoe.transfer.host import CpuDelivery
+from vllm_dymoe.transfer.ticket import State
+
+AT_ONCE = {"window_s": 0, "window_uses": 1, "margin": 0, "slack": 0, "alpha": 1.0, "link_share": 1.0}
+
+
+class ByMap(ByNumber):
+    """A frozen map from (layer, expert) to a code of the table."""
+
+    frozen: list = Field(default_factory=list)
+
+    @property
+    def tiers(self):
+        return frozenset((Tier.HI, Tier.LO))
+
+    @property
+    def reuses_high(self):
+        return False
+
+    def select(self, routing):
+        row = self.frozen[routing.layer]
+        return {expert: Tier.HI if row[expert] == HIGH else Tier.LO for expert in routing.active}
+
+
+def frozen_output(store, bits_map, layer, step):
+    """A layer's step where experts have the versions of a map."""
+    runtime = make_runtime(store, "100%", ByMap(frozen=bits_map.tolist()), threads=0, transfer_timeout_s=0)
+    runtime.memory.table.reuse_high = False
+    return forward(runtime, layer, *step)
+
+
+def dynaexq(store, high=4, engine=None, make=MoERuntime, agree=list, hi=4, lo=2, **options):
+    """A runtime with places for so many high experts."""
+    system = DynaExq(**(AT_ONCE | options))
+    chosen = Options(hi=hi, lo=lo, group_size=32, expert_budget="100%")
+    least = minimum_budget(store.experts, chosen, system, workspace_bytes(store.experts))
+    formats = store.experts.formats
+    step = formats[hi].nbytes - (0 if formats[hi].nested else formats[lo].nbytes)
+    chosen = Options(hi=hi, lo=lo, group_size=32, expert_budget=least + (high - 1) * step)
+    return make(store, chosen, CPU, system=system, engine=engine, agree=agree)
+
+
+def serve(runtime, steps):
+    """Run (seed, layer, tokens) with traffic that shifts; yields each output with the map that held."""
+    for number, (seed, layer, tokens) in enumerate(steps):
+        runtime.begin_step(Phase.DECODE)
+        held = runtime.memory.table.tier.copy()
+        x, weights, ids = random_step(seed, tokens, runtime.experts)
+        ids = (ids % 3 + 3 * (number // 4 % 2)).int() if number % 3 else ids  # now one half, now the other
+        yield forward(runtime, layer, x, weights, ids), held, (x, weights, ids)
+        runtime.check_integrity()
+
+
+# -- schedules ------------------------------------------------------------------------------------
+
+
+def execute(nested, kind, steps, turns, history, faults=(), high=4, idle=16):
+    """Serve on a recorded device; what each step gave and what a frozen map gives, and the outcomes of moves."""
+    store = FaultyStore(STORES[nested], history, turns, {})
+    engine = make_engine(kind, store, history, turns, 1.0, Program(()))
+    compute = COMPUTATION if kind in DEVICES else None
+    if kind in DEVICES:  # whose answers are forgotten from one look to the next
+        chance = random.Random(len(steps))
+        engine.streams._ended = lambda: chance.random() < 0.9
+    runtime = dynaexq(store, high, engine, partial(RecordedRuntime, history, compute))
+    store._faults = {store._reads + number: how for number, how in dict(faults).items()}
+    runtime.kernel.asynchronous = kind in DEVICES
+    record_reads(runtime.kernel, history, compute, turns.pause)
+    served = []
+    try:
+        for output, held, step in serve(runtime, steps):
+            served.append((output, frozen_output(STORES[nested], held, steps[len(served)][1], step)))
+            for _ in range(idle):  # a device needs several looks until its copies have ended
+                turns.pause()
+                runtime.begin_step(Phase.DECODE)
+        assert runtime.stats().misses == 0
+        moves = dict(runtime._migration.stats.moves)
+    finally:
+        store.hanging = False
+        engine.close()
+    return served, moves
+
+
+steps = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, LAYERS - 1), st.sampled_from((1, 2, 9))), min_size=1, max_size=12
+)
+faults = st.dictionaries(st.integers(0, 20), st.sampled_from(("fail", "hang")), max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.booleans(), st.sampled_from(KINDS), steps, faults, st.integers(1, 12), st.integers(0, 2**32))
+def test_no_schedule_corrupts_a_slot_and_the_map_alone_decides(nested, kind, steps, faults, high, seed):
+    history = History()
+    served, _ = execute(nested, kind, steps, DeterministicThreads(history, seed), history, faults, high)
+    assert history.races == []
+    assert all(torch.equal(got, want) for got, want in served)
+
+
+def random_steps(seed):
+    chosen = random.Random(seed)
+    return [(chosen.randrange(50), number % LAYERS, chosen.choice((2, 9))) for number in range(14)]
+
+
+def found(nested, kind, seeds=range(12)):
+    """What the first seed shows that shows something, and whether anything moved at all."""
+    moved = 0
+    for seed in seeds:
+        history, served = History(), []
+        try:
+            served, moves = execute(nested, kind, random_steps(seed), DeterministicThreads(history, seed), history)
+            moved += moves.get("published", 0)
+        except AssertionError as error:
+            return str(error) or "asserted"
+        if history.races:
+            return history.races[0]
+        if not all(torch.equal(got, want) for got, want in served):
+            return "wrong"
+    assert moved > 0
+    return None
+
+
+def unordered(self, move):
+    """Publish what nobody has waited for."""
+
+    def complete(self, fetch):
+        fetch.complete = True
+        if fetch.kept:
+            self._publish(fetch)
+
+    with mock.patch.object(Fetcher, "complete", complete):
+        REAL["_publish"](self, move)
+
+
+def published_early():
+    state = mock.patch.object(Migration, "_state", lambda self, move: ARRIVED if move.fetches else FAILED)
+    return state, mock.patch.object(Migration, "_publish", unordered)
+
+
+def without_a_fence():
+    """The thread that copied says that it is done; computation is ordered behind nothing."""
+
+    def state(self, move):
+        done = move.fetches and all(fetch.ticket.state is State.DONE for fetch in move.fetches)
+        return ARRIVED if done else UNDER_WAY if move.fetches else FAILED
+
+    return mock.patch.object(Migration, "_state", state), mock.patch.object(Migration, "_publish", unordered)
+
+
+def half_a_pair():
+    def publish(self, move):
+        up, down = move.fetches
+        self._fetcher.complete(up)
+        self._memory.evict(up.layer, up.expert)
+        self._fetcher.keep(up)
+        move.fetches.remove(up)
+        self._flying.remove(move)
+        self._fetcher.give_up([down])
+
+    return (mock.patch.object(Migration, "_publish", publish),)
+
+
+def into_a_slot_that_is_still_read():
+    def evict(self, layer, expert, part=None):
+        for pool in self.pools.values():
+            for slot in pool.slots:
+                slot.last_read = None
+        return REAL["evict"](self, layer, expert, part)
+
+    return (mock.patch.object(ExpertMemory, "evict", evict),)
+
+
+REAL = {"_publish": Migration._publish, "evict": ExpertMemory.evict}
+PLANTED = [
+    *((published_early, nested, kind) for nested in (True, False) for kind in ("disk", "link", *DEVICES)),
+    *((without_a_fence, nested, kind) for nested in (True, False) for kind in DEVICES),
+    *((into_a_slot_that_is_still_read, True, kind) for kind in DEVICES),
+    (half_a_pair, False, "disk"),
+]
+
+
+@pytest.mark.parametrize(("fault", "nested", "kind"), PLANTED)
+def test_a_planted_fault_is_found(fault, nested, kind):
+    with contextlib.ExitStack() as stack:
+        for patch in fault():
+            stack.enter_context(patch)
+        assert found(nested, kind) is not None
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_fault_nothing_is_found(nested, kind):
+    assert found(nested, kind, range(4)) is None
+
+
+# -- outcomes -------------------------------------------------------------------------------------
+
+
+class Obstinate:
+    """A store whose background reads fail, hang for ever or take their time from some moment on."""
+
+    description = "a store"
+
+    def __init__(self, store):
+        self.experts, self._store = store.experts, store
+        self.how, self.gate = "", threading.Event()
+
+    def read_into(self, key, destination, projections=range(3), *, wait=True):
+        if self.how == "fail":
+            raise OSError("the disk is on fire")
+        if self.how == "hang":
+            self.gate.wait()
+        self._store.read_into(key, destination, projections, wait=wait)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(("how", "outcome"), [("fail", "failed"), ("hang", "late")])
+def test_copies_that_fail_or_hang_for_ever_cost_their_moves_and_no_step_waits(nested, how, outcome):
+    store = Obstinate(STORES[nested])
+    runtime = dynaexq(store, high=6)
+    store.how = how
+    begin = time.perf_counter()
+    for number, (output, held, step) in enumerate(serve(runtime, random_steps(1) * 4)):
+        layer = random_steps(1)[number % 14][1]
+        assert torch.equal(output, frozen_output(STORES[nested], held, layer, step))
+        time.sleep(0.001)
+    assert time.perf_counter() - begin < 60, "something waited"
+    stats = runtime.stats()
+    assert stats.misses == 0
+    assert stats.moves[outcome] > 0
+    assert stats.moves["published"] == 0
+    store.how = ""
+    store.gate.set()
+    deadline = time.monotonic() + 20
+    while not runtime.stats().moves["published"] and time.monotonic() < deadline:
+        list(serve(runtime, random_steps(2)))
+        time.sleep(0.01)
+    assert runtime.stats().moves["published"] > 0, "slots did not come back"
+    runtime.engine.close()
+
+
+def test_no_more_moves_than_in_flight_and_the_link_rests_between_them():
+    store = make_store(make_experts(layers=3, num_experts=EXPERTS, nested=True))
+    now = [0.0]
+    runtime = dynaexq(store, 9, plain_engine(store, CPU, 0, largest_blob=0), in_flight=2, link_share=0.25)
+    migration = runtime._migration
+    migration._clock = lambda: now[0]
+    migration._began = 0.0
+    list(serve(runtime, random_steps(3)))
+    assert len(list(migration.flying)) == 2
+    for fetch in list(migration.flying):
+        runtime.engine.wait(fetch.ticket)
+        fetch.ticket.moved_seconds = 1.0
+    migration._migrating = DynaExq(**(AT_ONCE | {"window_s": 1e9, "link_share": 0.25})).migrating
+    migration._began = now[0]
+    migration._planned.extend([migration._flying[0].swap._replace(up=0, down=None)] * 3)
+    migration.turn()
+    assert not list(migration.flying), "two seconds of the link have to be paid for"
+    now[0] = 7.9
+    migration.turn()
+    assert not list(migration.flying)
+    now[0] = 8.1
+    migration.turn()
+    assert len(migration._flying) == 2
+
+
+def test_warm_up_counts_nothing_and_idleness_ends_no_window():
+    runtime = dynaexq(STORES[True])
+    with runtime.unobserved():
+        list(serve(runtime, random_steps(1)))
+    assert runtime._migration._seen == 0
+    runtime.begin_step(Phase.DECODE)
+    assert runtime.stats().windows == 0
+    list(serve(runtime, random_steps(1)))
+    runtime.begin_step(Phase.DECODE)
+    assert runtime.stats().windows > 0
+    assert sum(runtime.stats().choices.values()) == sum(2 * tokens for _, _, tokens in random_steps(1))
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+def tables_of_two_ranks(agreeing):
+    """The maps of two ranks, step by step, one of which has a slow disk that also fails now and then."""
+    barrier, said = threading.Barrier(2), [[], []]
+
+    def agree(rank, flags):
+        if not agreeing:
+            return flags
+        said[rank] = list(flags)
+        barrier.wait(10)
+        assert len(said[0]) == len(said[1])
+        least = [min(pair) for pair in zip(*said, strict=True)]
+        barrier.wait(10)
+        return least
+
+    class Slow(Obstinate):
+        reads = 0
+
+        def read_into(self, *arguments, **named):
+            self.reads += 1
+            if self.how:
+                time.sleep(0.003)
+                if self.reads % 7 == 0:
+                    raise OSError("the disk is on fire")
+            self._store.read_into(*arguments, **named)
+
+    maps = [[], []]
+
+    def run(rank):
+        store = Slow(STORES[True])
+        runtime = dynaexq(store, agree=partial(agree, rank))
+        store.how = "slow" if rank else ""
+        for _, held, _ in serve(runtime, random_steps(5) * 3):
+            maps[rank].append(held)
+            time.sleep(0.001)
+        runtime.engine.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return maps
+
+
+def test_ranks_that_share_experts_publish_in_the_same_step():
+    one, other = tables_of_two_ranks(agreeing=True)
+    assert len(one) == len(other) == 42
+    assert all(map(np.array_equal, one, other))
+    assert any((a != b).any() for a, b in itertools.pairwise(one)), "nothing moved"
+
+
+def test_ranks_that_do_not_agree_are_found_apart():
+    one, other = tables_of_two_ranks(agreeing=False)
+    assert not all(map(np.array_equal, one, other))
+
+
+# -- the start ------------------------------------------------------------------------------------
+
+SIZES = [((4, 2), True), ((8, 4), True), ((16, 4), False)]
+
+
+@given(st.sampled_from(SIZES), st.integers(0, 400_000))
+def test_every_plan_holds_everybody_and_as_many_high_as_it_can(kind, nbytes):
+    bits, nested = kind
+    experts = make_experts(layers=3, num_experts=8, bits=bits, nested=nested)
+    options, system = Options(hi=bits[0], lo=bits[1], group_size=32), DynaExq()
+    least = minimum_budget(experts, options, system, 1000)
+    if nbytes < least:
+        with pytest.raises(ConfigError, match=f"at least {least} bytes, or stream_cold"):
+            plan_slots(experts, options, system, nbytes, 1000)
+        return
+    plan = plan_slots(experts, options, system, nbytes, 1000)
+    sizes = {Tier.HI: experts.formats[bits[0]].nbytes, Tier.LO: experts.formats[bits[1]].nbytes}
+    spent = 1000 + sum(count * sizes[tier] for tier, count in plan.slots.items())
+    assert spent <= nbytes
+    high = sum(plan.quotas[Tier.HI])
+    assert 1 <= high <= 24
+    low = sum(plan.quotas.get(Tier.LO, [0]))
+    assert low == (24 if nested else 24 - high)
+    staging = 0 if nested or high == 24 else 2
+    assert plan.staging == dict.fromkeys(plan.slots, staging)
+    one_more = sizes[Tier.HI] - (0 if nested else sizes[Tier.LO])
+    assert high >= 23 or nbytes - spent < one_more
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_least_budget_serves(nested):
+    runtime = dynaexq(STORES[nested], high=1)
+    assert runtime.plan.limit == runtime.minimum_budget
+    list(serve(runtime, random_steps(0)))
+    with pytest.raises(ConfigError, match="stream_cold"):
+        runtime.resize(runtime.minimum_budget - 1)
+    runtime.resize(runtime.minimum_budget + 100_000)
+    assert (runtime.memory.table.tier == HIGH).all()
+    list(serve(runtime, random_steps(0)))
+    assert runtime.stats().misses == 0
+
+
+def test_with_stream_cold_a_smaller_budget_waits_and_says_so():
+    runtime = dynaexq(STORES[True], high=1)
+    less = Options(hi=4, lo=2, group_size=32, expert_budget=runtime.minimum_budget - 5000)
+    runtime = MoERuntime(STORES[True], less, CPU, system=DynaExq(**AT_ONCE, stream_cold=True))
+    list(serve(runtime, random_steps(0)))
+    assert runtime.stats().misses > 0
+    assert runtime.stats().bytes_moved["demand"] > 0
+
+
+def test_a_trace_says_who_is_high_at_first_and_where(tmp_path):
+    trace = synthetic_trace(TraceHeader("model", "", LAYERS, EXPERTS, 2, 64), requests=3, prompt=8, decode=8)
+    trace.save(tmp_path / "trace.safetensors")
+    runtime = dynaexq(STORES[True], 5, popularity=tmp_path / "trace.safetensors")
+    load = np.zeros((LAYERS, EXPERTS))
+    for layer in range(LAYERS):
+        load[layer] = np.bincount(trace.experts[:, layer].flatten().long(), minlength=EXPERTS)
+    high = runtime.memory.table.tier == HIGH
+    assert high.sum() == 5
+    assert load[high].sum() == np.sort(load, axis=None)[-5:].sum()
+    with pytest.raises(ConfigError, match="trace of 3 layers with 6 experts, but this rank has 2 with 6"):
+        dynaexq(make_store(make_experts(nested=True)), 5, popularity=tmp_path / "trace.safetensors")
+
+
+def test_who_cannot_be_read_at_start_is_named():
+    store = Obstinate(STORES[True])
+    store.how = "fail"
+    with pytest.raises(ConfigError, match=r"not every expert can be brought to the device.*on fire"):
+        dynaexq(store)
+
+
+def test_rows_name_complete_bytes():
+    for nested in (True, False):
+        runtime = dynaexq(STORES[nested])
+        list(serve(runtime, random_steps(4) * 2))
+        memory, table = runtime.memory, runtime.memory.table
+        for layer, expert in np.ndindex(table.tier.shape):
+            held = Tier.HI if table.tier[layer, expert] == HIGH else Tier.LO
+            for part, slot in zip(memory.parts[held], memory.resident(layer, expert, held)[1], strict=True):
+                assert torch.equal(slot.blob, STORES[nested].blob(BlobKey(layer, expert, memory.bits[part])))
+        assert set(np.unique(table.tier)) == {LOW, HIGH}
+        runtime.engine.close()
+
+
+def test_a_transfer_that_nobody_wants_holds_nobody_else_up():
+    store = Obstinate(STORES[True])
+    engine = TransferEngine(CpuDelivery(store), 1)
+    store.how = "hang"
+    key = BlobKey(0, 0, 4)
+    stuck = engine.submit(key, torch.zeros_like(STORES[True].blob(key)), Reason.MIGRATION)
+    while stuck.state.value != "running":
+        time.sleep(0.001)
+    engine.abandon(stuck)
+    store.how = ""
+    other = engine.submit(key, torch.zeros_like(STORES[True].blob(key)), Reason.MIGRATION)
+    deadline = time.monotonic() + 10
+    while not engine.arrived(other) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert engine.arrived(other)
+    store.gate.set()
+    engine.close()

@@ -1,0 +1,271 @@
+"""Moving experts between versions while steps run, so that none of these waits (DynaExq 3.2 to 3.5).
+
+Every expert is there before the first request, in some version. Between two steps :meth:`Migration.turn` publishes what
+has arrived, and at the end of a window plans anew. Copies have the lowest priority; how many move at once and how long
+the link works for them is bounded; each has its slot before it begins. One that fails, is slow or hangs costs its move.
+
+A fine slice comes into the slot of the one that goes, which is low from then on. Versions that exclude each other come
+beside those that serve, and both rows of a pair change in one turn.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.experts.hotness import Hotness, Swap, hottest, swaps
+from vllm_dymoe.experts.residency import HIGH
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.observe.timeline import Lane
+from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
+from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.systems.base import Migrating
+from vllm_dymoe.transfer import Reason, TransferEngine, TransferError, TransferStats
+from vllm_dymoe.transfer.ticket import State
+
+Agree = Callable[[Sequence[int]], Sequence[int]]
+"""The least of what all ranks say that compute the same experts together, number by number."""
+
+FAILED, UNDER_WAY, ARRIVED = 0, 1, 2
+"""What a rank says of a move: the least of all holds for each."""
+OUTCOMES = ("published", "failed", "late", "refused", "outdated")
+_LOADING = 8  # transfers that are on their way at once before the first request
+
+
+@dataclass
+class MigrationStats:
+    """What became of moves, and what they are for.
+
+    Attributes:
+        moves: by outcome: published; failed; late, not there after a whole window; refused, no slot for it; outdated,
+            not begun before the next plan.
+        choices: of routers, by the tier that served them.
+        windows: that have ended.
+        link_seconds: that the link worked for moves.
+    """
+
+    moves: Counter[str] = field(default_factory=Counter)
+    choices: Counter[Tier] = field(default_factory=Counter)
+    windows: int = 0
+    link_seconds: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Move:
+    """A swap whose copies are on their way; without copies if it found no slot.
+
+    Attributes:
+        swap: who changes.
+        fetches: what comes: the version, or slice, that makes one high, and where need be the other's low one.
+        window: in which it began.
+    """
+
+    swap: Swap
+    fetches: list[Fetch]
+    window: int
+
+
+class Migration:
+    """The only writer of one rank's rows.
+
+    Args:
+        memory: has the slots, none of them in use yet.
+        fetcher: of the memory.
+        engine: moves bytes.
+        migrating: what the system wants.
+        popularity: float64 [layers, experts], who is high at first; the first of each layer if None.
+        agree: with other ranks.
+        clock: seconds.
+
+    Attributes:
+        stats: are counted here.
+        hotness: at the end of the last window.
+
+    Raises:
+        ConfigError: an expert cannot be read.
+    """
+
+    def __init__(
+        self,
+        memory: ExpertMemory,
+        fetcher: Fetcher,
+        engine: TransferEngine,
+        migrating: Migrating,
+        popularity: NDArray[np.float64] | None = None,
+        agree: Agree = list,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._memory, self._fetcher, self._engine, self._migrating = memory, fetcher, engine, migrating
+        self._agree, self._clock = agree, clock
+        self.stats = MigrationStats()
+        shape = memory.table.tier.shape
+        self._places = memory.table.shares[:, HIGH]
+        self._counts = np.zeros(shape, np.int64)
+        self._seen, self._least = 0, migrating.window_uses * self._counts.size
+        start = np.zeros(shape) if popularity is None else popularity
+        self.hotness = Hotness(start, start, start)
+        self._planned: deque[Swap] = deque()
+        self._flying: list[_Move] = []
+        self._began, self._busy = clock(), 0.0
+        self._load(hottest(start, self._places))
+
+    # -- before the first request -----------------------------------------------------------------
+
+    def _load(self, high: NDArray[np.bool_]) -> None:
+        """Bring every expert."""
+        counted, self._engine.stats = self._engine.stats, TransferStats()
+        pending: deque[Fetch] = deque()
+        try:
+            for layer, expert, part in self._everyone(high):
+                fetch = self._fetcher.start(layer, expert, part, Reason.DEMAND, kept=True)
+                assert fetch is not None, "the plan has a slot for every expert"
+                pending.append(fetch)
+                if len(pending) == _LOADING:
+                    self._fetcher.complete(pending[0])
+                    pending.popleft()
+            while pending:
+                self._fetcher.complete(pending[0])
+                pending.popleft()
+        except TransferError as error:
+            self._fetcher.give_up(pending, wait=True)
+            raise ConfigError(f"vllm-dymoe: not every expert can be brought to the device: {error}") from error
+        finally:
+            self._engine.stats = counted
+
+    def _everyone(self, high: NDArray[np.bool_]) -> Iterator[tuple[int, int, Tier]]:
+        for layer, expert in np.ndindex(high.shape):
+            for part in self._memory.parts[Tier.HI if high[layer, expert] else Tier.LO]:
+                yield layer, expert, part
+
+    # -- in a step --------------------------------------------------------------------------------
+
+    def count(self, layer: int, experts: NDArray[np.int64], uses: NDArray[np.int64]) -> None:
+        """What a layer's router chose in a step of requests.
+
+        Args:
+            layer: position among the MoE layers.
+            experts: int64 [n], each once.
+            uses: int64 [n], tokens that chose each.
+        """
+        self._counts[layer, experts] += uses
+        total = int(uses.sum())
+        high = int(uses[self._memory.table.tier[layer, experts] == HIGH].sum())
+        self._seen += total
+        self.stats.choices[Tier.HI] += high
+        self.stats.choices[Tier.LO] += total - high
+
+    # -- between steps ----------------------------------------------------------------------------
+
+    @property
+    def flying(self) -> Iterator[Fetch]:
+        """Everything that is on its way."""
+        return (fetch for move in self._flying for fetch in move.fetches)
+
+    @property
+    def window_age(self) -> float:
+        """Seconds since the running window began."""
+        return self._clock() - self._began
+
+    def turn(self) -> None:
+        """Publish what has arrived on all ranks, and begin what there is room for; waits for nothing.
+
+        Ranks that compute the same experts together take their turns between the same two steps, and whether there is
+        anything to say follows from what all of them know. So they speak together, or not at all.
+        """
+        if not (self._flying or self._planned or self._seen >= self._least):
+            return
+        now = self._clock()
+        over = self._seen >= self._least and now - self._began >= self._migrating.window_seconds
+        over_, free, *states = self._agree([over, self._link_is_free(now), *map(self._state, self._flying)])
+        for move, state in zip(list(self._flying), states, strict=True):
+            if state == ARRIVED:
+                self._publish(move)
+            elif state == FAILED:
+                self._give_up(move, "failed" if move.fetches else "refused")
+        if over_:
+            self._end_window(now)
+        while free and self._planned and len(self._flying) < self._migrating.in_flight:
+            swap = self._planned.popleft()
+            self._flying.append(_Move(swap, self._begin(swap), self.stats.windows))
+
+    def stop(self) -> None:
+        """Give up whatever is on its way."""
+        self._planned.clear()
+        for move in list(self._flying):
+            self._give_up(move, "outdated")
+
+    def _link_is_free(self, now: float) -> bool:
+        working = sum(fetch.ticket.link_seconds(now) for fetch in self.flying)
+        return self._busy + working <= self._migrating.link_share * (now - self._began)
+
+    def _state(self, move: _Move) -> int:
+        if not move.fetches or any(f.ticket.state in (State.FAILED, State.CANCELLED) for f in move.fetches):
+            return FAILED
+        return ARRIVED if all(self._engine.arrived(fetch.ticket) for fetch in move.fetches) else UNDER_WAY
+
+    def _begin(self, swap: Swap) -> list[Fetch]:
+        """Reserve slots and submit; nothing if there are none."""
+        start, memory, (_, layer, up, down) = self._fetcher.start, self._memory, swap
+        if memory.nested:
+            if down is not None:
+                memory.evict(layer, down, Tier.HI)
+            fine = start(layer, up, Tier.HI, Reason.MIGRATION, kept=True)
+            return [] if fine is None else [fine]
+        assert down is not None, "a layer's high versions are never fewer than its places"
+        pair = start(layer, up, Tier.HI, Reason.MIGRATION), start(layer, down, Tier.LO, Reason.MIGRATION)
+        found = [fetch for fetch in pair if fetch is not None]
+        if len(found) < len(pair):
+            self._fetcher.give_up(found)
+            return []
+        return found
+
+    def _publish(self, move: _Move) -> None:
+        begin, (_, layer, up, down) = time.perf_counter(), move.swap
+        for fetch in move.fetches:
+            self._fetcher.complete(fetch)  # a fine slice is named from here on
+        if not self._memory.nested:
+            assert down is not None
+            self._memory.evict(layer, up)
+            self._memory.evict(layer, down)
+            for fetch in move.fetches:
+                self._fetcher.keep(fetch)
+        self._end(move, "published")
+        timeline = self._engine.timeline
+        if timeline is not None:
+            what = f"publish layer {layer}, expert {up} high, {'nobody' if down is None else f'expert {down}'} low"
+            timeline.add(Lane.HOST, what, "migration", begin, time.perf_counter())
+
+    def _give_up(self, move: _Move, outcome: str) -> None:
+        """Leave rows as they are. A slot that is still written stays out of use until that ends."""
+        for fetch in move.fetches:
+            self._engine.abandon(fetch.ticket)
+        self._fetcher.give_up(move.fetches)
+        self._end(move, outcome)
+
+    def _end(self, move: _Move, outcome: str) -> None:
+        self._flying.remove(move)
+        self.stats.moves[outcome] += 1
+        spent = sum(fetch.ticket.link_seconds(time.perf_counter()) for fetch in move.fetches)
+        self._busy += spent
+        self.stats.link_seconds += spent
+
+    def _end_window(self, now: float) -> None:
+        """Plan anew; what has been on its way for a whole window is given up."""
+        for move in [move for move in self._flying if move.window < self.stats.windows]:
+            self._give_up(move, "late")
+        self.stats.windows += 1
+        self.stats.moves["outdated"] += len(self._planned)
+        rule = self._migrating.rule
+        self.hotness = self.hotness.after(self._counts, rule)
+        self._counts.fill(0)
+        self._seen, self._began, self._busy = 0, now, 0.0
+        high = self._memory.table.tier == HIGH
+        for _, layer, up, down in (move.swap for move in self._flying):
+            high[layer, up] = True
+            if down is not None:
+                high[layer, down] = False
+        self._planned = deque(swaps(self.hotness, high, self._places, rule))

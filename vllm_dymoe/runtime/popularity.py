@@ -1,0 +1,36 @@
+"""Which experts a recorded trace names as popular, for a system that begins with these."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.experts.hotness import even_shares
+from vllm_dymoe.experts.layout import ModelExperts
+from vllm_dymoe.systems import System
+from vllm_dymoe.traces import Trace, TraceError, statistics
+
+
+def read_popularity(experts: ModelExperts, system: System) -> NDArray[np.float64] | None:
+    """Float64 [layers, experts] in even shares, 0 in a draft's layers; None where the system names no trace.
+
+    Raises:
+        ConfigError: the trace cannot be read, or is of other layers or experts than this rank has.
+    """
+    migrating = system.migrating
+    if migrating is None or migrating.trace is None:
+        return None
+    try:
+        trace = Trace.load(migrating.trace.expanduser())
+    except TraceError as error:
+        raise ConfigError(f"vllm-dymoe: popularity: {error}") from error
+    own = len(experts.layers) - experts.draft_layers
+    sizes = trace.header.num_layers, trace.header.num_experts
+    if sizes != (own, experts.num_experts):
+        raise ConfigError(
+            f"vllm-dymoe: popularity: {migrating.trace} is a trace of {sizes[0]} layers with {sizes[1]} experts, but "
+            f"this rank has {own} with {experts.num_experts}; record one of this model, and leave popularity out where "
+            "ranks share the experts of a layer."
+        )
+    found = np.zeros((len(experts.layers), experts.num_experts))
+    found[:own] = even_shares(statistics.load(trace).numpy())
+    return found

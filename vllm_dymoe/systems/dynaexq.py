@@ -1,0 +1,62 @@
+"""DynaExq: every expert is there in some version, those that traffic dwells on in the high one (3.1 to 3.5).
+
+Nothing is fetched when a router asks. What is high follows windows of traffic, and moves between steps.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from vllm_dymoe.experts.hotness import Rule
+from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.systems.base import Migrating, System
+
+
+class DynaExq(System):
+    """The version that is resident serves."""
+
+    name: ClassVar[str] = "dynaexq"
+    summary: ClassVar[str] = "DynaExq: every expert there, the hottest at `hi`, the others at `lo`, and no waiting"
+
+    alpha: float = Field(default=0.5, gt=0, le=1)
+    """Weight of the last window in an expert's hotness."""
+    window_s: NonNegativeFloat = 2
+    """Seconds of a window, after which high experts are chosen anew."""
+    window_uses: PositiveFloat = 16
+    """Uses that experts have in a window on average; one with fewer goes on."""
+    margin: NonNegativeFloat = 0.2
+    """How much hotter an expert must be to take another one's place, in even shares of a layer's traffic."""
+    slack: NonNegativeInt = 1
+    """Ranks below its layer's places that a high expert may fall to before it goes."""
+    in_flight: PositiveInt = 2
+    """Experts that are moved at the same time."""
+    link_share: float = Field(default=0.25, gt=0, le=1)
+    """Share of the time that the link may work for moves."""
+    popularity: Path | None = None
+    """A trace: at start its most popular experts are high, and layers have places by what these bring."""
+    stream_cold: bool = False
+    """Whether a budget that cannot hold every low version is served all the same, by fetching while requests wait."""
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        """Both."""
+        return frozenset((Tier.HI, Tier.LO))
+
+    @property
+    def migrating(self) -> Migrating:
+        """As the parameters say."""
+        rule = Rule(self.alpha, self.margin, self.slack)
+        return Migrating(
+            rule, self.window_s, self.window_uses, self.in_flight, self.link_share, self.popularity, self.stream_cold
+        )
+
+    def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
+        """Low is what every expert has to have."""
+        return {Tier.HI: [0.0] * num_layers, Tier.LO: [1.0] * num_layers}
+
+    def select(self, routing: Routing) -> Mapping[int, Tier]:
+        """Low will do: who is there high serves high."""
+        return dict.fromkeys(routing.active, Tier.LO)

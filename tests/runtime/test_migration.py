@@ -39,7 +39,6 @@ from vllm_dymoe.experts.routing import Phase
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.fetcher import Fetcher
-from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.migration import ARRIVED, FAILED, UNDER_WAY, Migration
 from vllm_dymoe.runtime.sizing import minimum_budget, plan_slots, workspace_bytes
 from vllm_dymoe.systems.dynaexq import DynaExq
@@ -209,16 +208,15 @@ def half_a_pair():
 
 
 def into_a_slot_that_is_still_read():
-    def evict(self, layer, expert, part=None):
-        for pool in self.pools.values():
-            for slot in pool.slots:
-                slot.last_read = None
-        return REAL["evict"](self, layer, expert, part)
+    submit = TransferEngine.submit
 
-    return (mock.patch.object(ExpertMemory, "evict", evict),)
+    def at_once(self, key, destination, reason, after=None, projections=3):
+        return submit(self, key, destination, reason, None if reason is Reason.MIGRATION else after, projections)
+
+    return (mock.patch.object(TransferEngine, "submit", at_once),)
 
 
-REAL = {"_publish": Migration._publish, "evict": ExpertMemory.evict}
+REAL = {"_publish": Migration._publish}
 PLANTED = [
     *((published_early, nested, kind) for nested in (True, False) for kind in ("disk", "link", *DEVICES)),
     *((without_a_fence, nested, kind) for nested in (True, False) for kind in DEVICES),

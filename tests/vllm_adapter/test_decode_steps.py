@@ -1,6 +1,7 @@
 """What stands around a step that needs no host, and that nothing of it stands inside."""
 
 import logging
+import time
 
 import pytest
 import torch
@@ -235,3 +236,19 @@ def test_more_rows_than_the_path_takes_are_not_captured(runtime, monkeypatch):
     monkeypatch.setattr(module, "is_captured", lambda x: True)
     with pytest.raises(ConfigError, match="captures"):
         rank(runtime).forward(LAYERS[0], *random_step(1, DECODE_ROWS + 1, runtime.experts))
+
+
+def test_versions_follow_what_such_steps_choose(memory_store):
+    parameters = {"window_s": 0, "window_uses": 1, "margin": 0, "slack": 0, "alpha": 1, "link_share": 1}
+    runtime = decided_runtime(memory_store, "90%", "dynaexq", system_options=parameters)
+    serving = rank(runtime)
+    for number in range(30):
+        run(serving, number, 6, tokens=4)
+        serving.step.end()
+        time.sleep(0.002)
+    runtime.check_integrity()
+    stats = runtime.stats()
+    assert sum(stats.choices.values()) % (4 * runtime.experts.top_k * len(LAYERS)) == 0, "padding is counted"
+    assert stats.windows > 0
+    assert stats.misses == 0
+    assert stats.moves["published"] > 0

@@ -165,6 +165,9 @@ class ExpertMemory:
             pool.give_back(pool.slots[index], kept=True)
         return bool(freed)
 
+    def rows_changed(self, layer: int) -> None:
+        """Tell who else reads a layer's rows that they are others; nobody does."""
+
     def clear(self) -> None:
         """Keep nobody, and forget who was used; no step may be running."""
         for tier in self.pools:

@@ -23,6 +23,7 @@ from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.planned_memory import DecodeCounts
 from vllm_dymoe.systems.base import Migrating
 from vllm_dymoe.transfer import Reason, TransferEngine, TransferError, TransferStats
 from vllm_dymoe.transfer.ticket import State
@@ -79,6 +80,7 @@ class Migration:
         migrating: what the system wants.
         popularity: float64 [layers, experts], who is high at first; the first of each layer if None.
         agree: with other ranks.
+        decoded: counts what routers choose in steps without the host; None where there are no such steps.
         clock: seconds.
 
     Attributes:
@@ -97,10 +99,11 @@ class Migration:
         migrating: Migrating,
         popularity: NDArray[np.float64] | None = None,
         agree: Agree = list,
+        decoded: DecodeCounts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._memory, self._fetcher, self._engine, self._migrating = memory, fetcher, engine, migrating
-        self._agree, self._clock = agree, clock
+        self._agree, self._clock, self._decoded = agree, clock, decoded
         self.stats = MigrationStats()
         shape = memory.table.tier.shape
         self._places = memory.table.shares[:, HIGH]
@@ -112,6 +115,8 @@ class Migration:
         self._flying: list[_Move] = []
         self._began, self._busy = clock(), 0.0
         self._load(hottest(start, self._places))
+        for layer in range(shape[0]):
+            memory.rows_changed(layer)
 
     # -- before the first request -----------------------------------------------------------------
 
@@ -158,6 +163,11 @@ class Migration:
         self.stats.choices[Tier.HI] += high
         self.stats.choices[Tier.LO] += total - high
 
+    def count_decoded(self, tokens: int) -> None:
+        """The same of all layers, behind a step without the host."""
+        assert self._decoded is not None
+        self._seen += self._decoded.add(tokens)
+
     # -- between steps ----------------------------------------------------------------------------
 
     @property
@@ -180,6 +190,7 @@ class Migration:
             return
         now = self._clock()
         over = self._seen >= self._least and now - self._began >= self._migrating.window_seconds
+        over = over and (self._decoded is None or self._decoded.ready())
         over_, free, *states = self._agree([over, self._link_is_free(now), *map(self._state, self._flying)])
         for move, state in zip(list(self._flying), states, strict=True):
             if state == ARRIVED:
@@ -213,6 +224,7 @@ class Migration:
         if memory.nested:
             if down is not None:
                 memory.evict(layer, down, Tier.HI)
+                memory.rows_changed(layer)
             fine = start(layer, up, Tier.HI, Reason.MIGRATION, kept=True)
             return [] if fine is None else [fine]
         assert down is not None, "a layer's high versions are never fewer than its places"
@@ -233,6 +245,7 @@ class Migration:
             self._memory.evict(layer, down)
             for fetch in move.fetches:
                 self._fetcher.keep(fetch)
+        self._memory.rows_changed(layer)
         self._end(move, "published")
         timeline = self._engine.timeline
         if timeline is not None:
@@ -260,12 +273,17 @@ class Migration:
         self.stats.windows += 1
         self.stats.moves["outdated"] += len(self._planned)
         rule = self._migrating.rule
+        if self._decoded is not None:
+            low, high = self._decoded.take()
+            self._counts += low + high
+            self.stats.choices[Tier.LO] += int(low.sum())
+            self.stats.choices[Tier.HI] += int(high.sum())
         self.hotness = self.hotness.after(self._counts, rule)
         self._counts.fill(0)
         self._seen, self._began, self._busy = 0, now, 0.0
-        high = self._memory.table.tier == HIGH
+        held = self._memory.table.tier == HIGH
         for _, layer, up, down in (move.swap for move in self._flying):
-            high[layer, up] = True
+            held[layer, up] = True
             if down is not None:
-                high[layer, down] = False
-        self._planned = deque(swaps(self.hotness, high, self._places, rule))
+                held[layer, down] = False
+        self._planned = deque(swaps(self.hotness, held, self._places, rule))

@@ -36,6 +36,7 @@ from vllm_dymoe.runtime.device_memory import make_device_memory
 from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.migration import Agree, Migration, MigrationStats
+from vllm_dymoe.runtime.planned_memory import DecodeCounts, PlannedMemory
 from vllm_dymoe.runtime.popularity import read_popularity
 from vllm_dymoe.runtime.precision import changed_precision
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
@@ -112,6 +113,7 @@ class MoERuntime:
             readable=isinstance(store, ReadableStore),
             obstacle=DRAFTED if self.experts.draft_layers else obstacle,
         )
+        self._migrates = system.migrating is not None
         kernel = self._decode_kernel(options) if decides else None
         self.memory = self.make_memory() if kernel is None else self.make_decided_memory()
         self.decode = None if kernel is None else self._make_decode_path(kernel, system)
@@ -126,7 +128,8 @@ class MoERuntime:
     def make_decided_memory(self) -> DecidedMemory:
         """The same where the device decides."""
         assert isinstance(self.store, ReadableStore)
-        return DecidedMemory(self.store, self.device, self._device_memory)
+        kind = PlannedMemory if self._migrates else DecidedMemory
+        return kind(self.store, self.device, self._device_memory)
 
     def make_decode_kernel(self) -> DecodeKernel:
         """What decides and computes a decode step without the host."""
@@ -303,6 +306,16 @@ class MoERuntime:
             ended = self._fetcher.settle_all()
             assert ended, "a copy from host memory has not ended"
 
+    @property
+    def counts_decoded(self) -> bool:
+        """Whether ``end_decode`` needs what routers chose."""
+        return self._migration is not None
+
+    def end_decode(self, tokens: int) -> None:
+        """A step of requests without the host has run, or will before anything else."""
+        if self._migration is not None:
+            self._migration.count_decoded(tokens)
+
     def _enter_stream(self) -> None:
         memory = self.memory
         if isinstance(memory, DecidedMemory) and not memory.streaming:
@@ -467,7 +480,9 @@ class MoERuntime:
         self.memory.allocate(plan, slot_bits(self.experts, options, system.tiers), reuse_high=system.reuses_high)
         self._serve_with(options, system)
         self.memory.fence(self.engine.fence())
-        self._fetcher = Fetcher(self.memory, self.engine, overlaps=system.overlaps)
+        # Whose slots change between steps knows no last reader of theirs: steps without the host leave none.
+        overlaps = system.overlaps and system.migrating is None
+        self._fetcher = Fetcher(self.memory, self.engine, overlaps=overlaps)
         self._prefetcher = None if self.predictor is None else self._make_prefetcher()
         self._migration = self._make_migration()
 
@@ -480,7 +495,8 @@ class MoERuntime:
         migrating, held = self.system.migrating, sum(self.plan.quotas.get(Tier.HI, ()))
         if migrating is None or not held:
             return None
-        return Migration(self.memory, self._fetcher, self.engine, migrating, self._popularity, self._agree)
+        decoded = DecodeCounts(self.memory.decisions) if isinstance(self.memory, PlannedMemory) else None
+        return Migration(self.memory, self._fetcher, self.engine, migrating, self._popularity, self._agree, decoded)
 
     # -- seeing inside ----------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from vllm_dymoe.experts.hotness import Rule
@@ -56,6 +58,15 @@ class DynaExq(System):
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
         """Low is what every expert has to have."""
         return {Tier.HI: [0.0] * num_layers, Tier.LO: [1.0] * num_layers}
+
+    @property
+    def decides_on_device(self) -> bool:
+        """Where every expert is there nothing is left to decide."""
+        return not self.stream_cold
+
+    def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
+        """None has to be high."""
+        return np.zeros((num_layers, experts + 1), np.int32)
 
     def select(self, routing: Routing) -> Mapping[int, Tier]:
         """Low will do: who is there high serves high."""

@@ -78,7 +78,7 @@ class DecodeSteps:
             return
         self._runtime.enter_decode()
         self._path.tell(self._tokens)
-        recording = bool(self._listeners)
+        recording = bool(self._listeners) or self._runtime.counts_decoded
         if recording != self._recording:
             self._table.recording.fill_(recording)
             self._recording = recording
@@ -91,6 +91,7 @@ class DecodeSteps:
         if not tokens:
             return
         self._path.tell(0)
+        self._runtime.end_decode(tokens)
         timeline = self._runtime.engine.timeline
         if timeline is not None and self._began is not None:
             name = f"decode step {self._step.number}"

@@ -1,0 +1,117 @@
+"""Versions that move between steps without the host: captured tables stay, their values change, and no bit is wrong."""
+
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runtime.decided import decode
+from tests.runtime.schedules import LAYERS
+from tests.runtime.steps import CPU, forward, random_step
+from tests.runtime.test_migration import AT_ONCE, frozen_output
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.experts.residency import HIGH, LOW
+from vllm_dymoe.experts.routing import Phase
+from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime.decode_path import DECODE_ROWS
+from vllm_dymoe.runtime.planned_memory import DecodeCounts, PlannedMemory
+from vllm_dymoe.systems.dynaexq import DynaExq
+
+STORES = {nested: make_store(make_experts(layers=LAYERS, num_experts=6, nested=nested)) for nested in (False, True)}
+PROMPT = DECODE_ROWS + 3
+
+
+def planned_runtime(nested, share="85%", **options):
+    chosen = Options(hi=4, lo=2, group_size=32, expert_budget=share, decisions="device")
+    return MoERuntime(STORES[nested], chosen, CPU, system=DynaExq(**(AT_ONCE | options)))
+
+
+def serve(runtime, count, tokens=lambda number: (2, 5, PROMPT)[number % 3]):
+    """Whole steps with and without the host in turn; yields each layer's output beside that of a frozen map."""
+    for number in range(count):
+        rows = tokens(number)
+        runtime.begin_step(Phase.PREFILL if rows == PROMPT else Phase.DECODE)
+        held = runtime.memory.table.tier.copy()
+        for layer in range(LAYERS):
+            x, weights, ids = random_step(number, rows, runtime.experts)
+            ids = (ids % 3 + 3 * (number // 4 % 2)).int()
+            run = forward if rows == PROMPT else decode
+            yield run(runtime, layer, x, weights, ids), held, (layer, (x, weights, ids))
+        if rows != PROMPT:
+            runtime.end_decode(rows)
+        runtime.check_integrity()
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("nested", STORES)
+def test_steps_with_and_without_the_host_compute_the_rows_that_are_published(nested):
+    runtime = planned_runtime(nested)
+    runtime.memory.decisions.recording.fill_(1)
+    assert isinstance(runtime.memory, PlannedMemory)
+    addresses = {name: tensor.data_ptr() for name, tensor in vars(runtime.memory.decisions).items()}
+    maps = []
+    for output, held, (layer, step) in serve(runtime, 24):
+        assert torch.equal(output, frozen_output(STORES[nested], held, layer, step))
+        maps.append(held)
+    stats = runtime.stats()
+    assert stats.moves["published"] > 0
+    assert any((one != maps[0]).any() for one in maps)
+    assert stats.misses == 0
+    assert stats.bytes_moved["demand"] == 0
+    assert set(np.unique(runtime.memory.table.tier)) == {LOW, HIGH}
+    assert addresses == {name: tensor.data_ptr() for name, tensor in vars(runtime.memory.decisions).items()}
+    runtime.engine.close()
+
+
+@pytest.mark.parametrize("nested", STORES)
+def test_rows_that_the_device_does_not_hear_of_are_found(nested):
+    runtime = planned_runtime(nested)
+    runtime.memory.decisions.recording.fill_(1)
+    with mock.patch.object(runtime.memory, "rows_changed"), pytest.raises(AssertionError, match="reads other rows"):
+        list(serve(runtime, 24))
+    runtime.engine.close()
+
+
+def test_choices_are_counted_where_they_are_made_and_read_once():
+    runtime = planned_runtime(True, window_s=1e9)
+    runtime.memory.decisions.recording.fill_(1)
+    counts, expected = DecodeCounts(runtime.memory.decisions), np.zeros((2, LAYERS, 6), np.int64)
+    for _, held, (layer, (_, _, ids)) in serve(runtime, 5, lambda number: 4):
+        np.add.at(expected, (held[layer][ids] - LOW, layer, ids), 1)
+        if layer == LAYERS - 1:
+            assert counts.add(4) == 4 * 2 * LAYERS
+    assert counts.ready()
+    assert all(map(np.array_equal, counts.take(), expected))
+    assert counts.ready()
+    assert not np.any(counts.take())
+    runtime.engine.close()
+
+
+def test_experts_of_other_ranks_and_rows_of_padding_are_not_counted():
+    runtime = planned_runtime(True)
+    table, counts = runtime.memory.decisions, DecodeCounts(runtime.memory.decisions)
+    table.ring_ids[0, :, :3] = torch.tensor([[0, -1], [5, 0], [4, 4]], dtype=torch.int32)
+    counts.add(2)
+    counts.ready()
+    assert sum(counts.take()).tolist() == [[2, 0, 0, 0, 0, 1]] * LAYERS
+    runtime.engine.close()
+
+
+def test_a_budget_that_streams_is_the_hosts():
+    with pytest.raises(ConfigError, match='"dynaexq" chooses with its options needs the host'):
+        planned_runtime(True, stream_cold=True)
+
+
+def test_resizing_keeps_the_tables_place():
+    runtime = planned_runtime(True)
+    runtime.memory.decisions.recording.fill_(1)
+    before = runtime.memory.decisions.tier.data_ptr()
+    list(serve(runtime, 6))
+    runtime.resize("95%")
+    for output, held, (layer, step) in serve(runtime, 6):
+        assert torch.equal(output, frozen_output(STORES[True], held, layer, step))
+    assert runtime.memory.decisions.tier.data_ptr() == before
+    runtime.engine.close()

@@ -132,7 +132,7 @@ def test_the_page_has_every_picture_and_needs_nothing_else(trace, tmp_path):
     assert "<script" not in text
     assert re.findall(r"<(\w+)>[^<]*a &lt;model&gt; &amp; more", text) == ["title", "h1", "dd"]
     assert "<model>" not in text
-    assert len(pictures(text)) == len(read.headings) - 1 == text.count('class="seen"') == 8
+    assert len(pictures(text)) == len(read.headings) - 1 == text.count('class="seen"') == 9
     assert "nan" not in text.lower().replace("domain", "")
 
 
@@ -160,6 +160,8 @@ def test_domains_have_a_color_each_or_a_row_each():
     section, picture, names = of_domains(4)
     assert [part.get("class") for part in picture if part.tag == "path"] == [f"line c{n}" for n in range(1, 5)]
     assert all(f"</i>{name}</span>" in section for name in names)
+    shared = page(synthetic_trace(HEADER, requests=6, prompt=8, decode=24, domains=4))
+    assert "domain" in shared[shared.index("Hot experts that domains share") :].split("share least")[0]
     section, picture, names = of_domains(5)
     assert not any("line" in part.get("class", "") for part in picture)
     assert [text for text in texts(picture) if "domain" in text] == names

@@ -1,6 +1,8 @@
 """A trace as one page of pictures, each with a sentence that says how to read it and one that says what is seen."""
 
 import html
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -147,7 +149,31 @@ def _domains(trace: Trace) -> list[Picture]:
             "Experts that are strong in one row only are that domain's own.",
             heat_map(rows.tolist(), "expert", "domain", "of a domain's choices", list(shares)),
         ),
+        _shared(dict(zip(shares, parts.values(), strict=True))),
     ]
+
+
+def _shared(parts: Mapping[str, Trace]) -> Picture:
+    """DynaExq Figure 2, over all layers and every n."""
+    pairs = {
+        f"{one} and {other}": statistics.overlap(parts[one], parts[other]).mean(0)
+        for one, other in itertools.combinations(parts, 2)
+    }
+    least = min(pairs, key=lambda pair: pairs[pair].mean().item())
+    experts = len(pairs[least])
+    quarter = max(1, experts // 4)
+    drawn = [
+        Line("mean of all pairs", torch.stack(list(pairs.values())).mean(0).tolist(), 1),
+        Line(least, pairs[least].tolist(), 2),
+        Line("by chance", [(n + 1) / experts for n in range(experts)], 3, dashed=True),
+    ]
+    return Picture(
+        "Hot experts that domains share",
+        "The share of a domain's n most popular experts that are among the n most popular of another one, too, over "
+        "all layers. The lower it is, the less a set that is chosen once is worth when the traffic changes.",
+        f"{least} share least: {pairs[least][quarter - 1]:.0%} of their {quarter} most popular experts of a layer.",
+        lines(drawn, "n most popular experts of a layer", "share that both have", first=1),
+    )
 
 
 def _reuse(trace: Trace) -> Picture:

@@ -56,6 +56,14 @@ def by_domain(trace: Trace) -> dict[str, Trace]:
     return {name: part for name, part in found.items() if part.num_tokens}
 
 
+def overlap(one: Trace, other: Trace) -> torch.Tensor:
+    """How many of the n hottest experts of a layer two traces share, over n (DynaExq Figure 2): [layers, experts]."""
+    ranks = [load(trace).argsort(dim=-1, descending=True, stable=True).argsort(-1) for trace in (one, other)]
+    later = torch.maximum(*ranks)  # an expert is among the n hottest of both from here on
+    shared = torch.zeros(later.shape, dtype=torch.float64).scatter_add_(1, later, torch.ones(later.shape).double())
+    return shared.cumsum(-1) / torch.arange(1, later.shape[1] + 1)
+
+
 def _neighbours(trace: Trace) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and those right before them, where both were recorded."""
     order = trace.in_order()

@@ -62,7 +62,7 @@ class DecidedMemory(ExpertMemory):
         most_ahead: projections that a step of the device fetches ahead for a layer.
     """
 
-    make_table = Snapshot
+    make_table: type[ResidencyTable] = Snapshot
 
     def __init__(self, store: ReadableStore, device: torch.device, device_memory: DeviceMemory) -> None:
         super().__init__(store.experts, device, device_memory)

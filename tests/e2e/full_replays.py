@@ -124,26 +124,34 @@ def tensors(results: Any) -> list[torch.Tensor]:
     return [result for result in results if isinstance(result, torch.Tensor)]
 
 
+def as_launch(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that stands in for a kernel: a capture keeps the call, and looks at nothing in it."""
+
+    def launched(*arguments: Any) -> Any:
+        if seen.capturing is None:
+            return plain(*arguments)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return seen.capturing.keep(plain(*arguments), plain, arguments, {})
+
+    return launched
+
+
 @contextlib.contextmanager
 def replayed_steps() -> Iterator[FullReplays]:
     """Engines that start in a ``with`` block capture whole decode steps; the counts of what they do."""
     seen.__init__()  # type: ignore[misc]
-    load, decide = CPUModelRunner.load_model, PlainDecode.forward
+    load = CPUModelRunner.load_model
 
     def load_model(self: Any, *arguments: Any, **options: Any) -> None:
         load(self, *arguments, **options)
         self.model = ReplayedStep(self.model)
 
-    def forward(self: Any, *arguments: Any) -> torch.Tensor:
-        if seen.capturing is None:
-            return decide(self, *arguments)
-        with torch.utils._python_dispatch._disable_current_modes():
-            return seen.capturing.keep(decide(self, *arguments), decide, (self, *arguments), {})
-
     replaced = (
         (CPUModelRunner, "load_model", load_model),
         (CPUModelRunner, "get_model", lambda self: getattr(self.model, "replayed_model", self.model)),
-        (PlainDecode, "forward", forward),
+        (PlainDecode, "forward", as_launch(PlainDecode.forward)),
+        (PlainDecode, "name_ahead", staticmethod(as_launch(PlainDecode.name_ahead))),
+        (PlainDecode, "fetch_ahead", as_launch(PlainDecode.fetch_ahead)),
         (running, "is_captured", lambda x: seen.capturing is not None),
         (CPUAttentionMetadataBuilder, "get_cudagraph_support", lambda *_: AttentionCGSupport.UNIFORM_BATCH),
     )

@@ -34,6 +34,7 @@ from parts.stack import Model  # noqa: E402
 from vllm_dymoe.kernels import Activation, make_kernel  # noqa: E402
 from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape  # noqa: E402
 from vllm_dymoe.runtime import moe  # noqa: E402
+from vllm_dymoe.runtime.decode_plain import PlainDecode  # noqa: E402
 
 
 class Inline:
@@ -70,13 +71,16 @@ correctness.FORWARD_CASES = [(ExpertShape(66, 40, 32, torch.bfloat16, True), Act
 correctness.DECODE_CASES = [(torch.float16, DecodeTile(4, 2))]
 bench_gpu.LAYERS = (layers.Layer("Mixtral-8x7B", 64, 64, 3, 2),)
 runtime.MODEL = Model(layers=2, experts=6, top_k=2, hidden=72, intermediate=40, group=32)
-graphs.MODEL = replace(runtime.MODEL, experts=4, hidden=64, intermediate=32)
-short.MODEL = replace(graphs.MODEL, experts=2, top_k=1)
+graphs.MODEL = replace(runtime.MODEL, layers=6, experts=4, hidden=64, intermediate=32)
+short.MODEL = replace(graphs.MODEL, layers=2, experts=2, top_k=1)
 runtime.TOKENS, runtime.BUSY_BYTES = (1, 2, 20), 1 << 10
 graphs.LAUNCHED, graphs.CHANGES, graphs.STEPS, graphs.BATCH = (1, 20), 1, 3, 2
 short.TOKENS = (1, 10)
 if "short" not in sys.argv:  # a launch in the interpreter takes a second: one part shows that the runtime launches them
     moe.make_kernel = lambda device, *arguments: make_kernel("cpu", *arguments)
+    PlainDecode.forward = host_card.as_launches(PlainDecode.forward)
+    PlainDecode.name_ahead = staticmethod(host_card.as_launches(PlainDecode.name_ahead))
+    PlainDecode.fetch_ahead = host_card.as_launches(PlainDecode.fetch_ahead)
 speeds.KERNELS = {"models": ("Mixtral-8x7B",), "tokens": (1,), "tiers": ("4",)}
 speeds.MODEL = Model(layers=2, experts=8, top_k=2, hidden=64, intermediate=64)
 speeds.WARM, speeds.STEPS = 1, {"decode": (1, 3), "prefill": (20, 2)}

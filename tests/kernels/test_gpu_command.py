@@ -73,11 +73,11 @@ def test_it_runs_to_its_end(tmp_path):
     assert {"card", "driver", "cuda", "torch", "triton", "date"} <= results.keys()
     parts = results["parts"]
     counts = {name: len(part["checks"]) for name, part in parts.items()}
-    assert counts == {"kernels": 1, "runtime": 12, "graphs": 5, "sanitizer": 3, "engine": 0, "speeds": 12}
+    assert counts == {"kernels": 1, "runtime": 12, "graphs": 9, "sanitizer": 3, "engine": 0, "speeds": 19}
     assert parts["engine"]["sentences"][0].startswith("Left out: vLLM is not installed here")
     assert all(part["complete"] for part in parts.values())
     names = [speed["name"] for speed in parts["speeds"]["speeds"]]
-    assert len(names) == len(set(names)) == 12
+    assert len(names) == len(set(names)) == 19
     assert all(speed["bound"] > 0 and speed["measured"] > 0 for speed in parts["speeds"]["speeds"])
     table = readme.read_text().split("<!-- gpu:begin -->\n")[1].split("<!-- gpu:end -->")[0]
     assert "a card, " in table

@@ -48,8 +48,9 @@ def test_a_long_run_of_single_tokens(share, nested):
     twins.plain.check_integrity()
 
 
-@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(512, 22, 5), (128, 8, 32), (33, 4, 70)])
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(512, 22, 5), (128, 8, 32), (33, 4, 70), (32, 4, 256)])
 def test_sizes_of_models(experts, top_k, tokens):
+    """The last one is a batch of 32 with drafts of 8 tokens."""
     shares = {LOW: [experts // 8] * LAYERS, HIGH: [experts // 4] * LAYERS}
     options = {"experts": experts, "top_k": top_k, "tokens": tokens, "nested": experts == 128}
     twins = Twins(shares, system=Dymoe(retention=0.5), staging=3, **options)

@@ -46,18 +46,18 @@ class CudaBranch:
     """A stream of its own, which a capture of the computing stream takes in."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._device, self._stream = device, torch.cuda.Stream(device)
 
     @contextmanager
     def fork(self) -> Iterator[None]:
         """Behind an event of the computing stream."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
 
     def join(self) -> None:
         """Behind an event of this one."""
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class AheadKernel(Protocol):

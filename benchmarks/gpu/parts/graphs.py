@@ -7,6 +7,7 @@ import torch
 from record import Recorder
 from torch import Tensor
 
+from parts.decided import DecidedSteps, runtime_of
 from parts.launches import fixed_launch
 from parts.stack import DEVICE, DTYPE, Model, Stack, normalized, pinned_store, same_bits
 from vllm_dymoe.experts.routing import Routing
@@ -33,6 +34,10 @@ def run(record: Recorder) -> None:
         name = f"pieces around the runtime's forward at {budget}, prefetch {prefetch}"
         with record.check(f"{name}: captured beside its transfers and replayed, the bits of eager pieces") as wrong:
             wrong += _check_pieces(store, budget, prefetch)
+    for budget, ahead in (("100%", 0), ("50%", 0), ("50%", 4), ("minimum", 0)):
+        name = f"decode steps that the device decides at {budget}, {ahead} projections ahead"
+        with record.check(f"{name}: one graph, replayed, the bits of the host's steps at 100%") as wrong:
+            wrong += _check_decided(store, budget, ahead)
     store.close()
 
 
@@ -57,6 +62,26 @@ def _check_launches(tokens: int) -> list[str]:
             wrong.append(f"{tokens} tokens: the replay has other bits than the eager launch")
         if out.isnan().any():
             wrong.append(f"{tokens} tokens: rows are left unwritten")
+    return wrong
+
+
+def _check_decided(store: HostStore, budget: str, ahead: int) -> list[str]:
+    stack = Stack(MODEL, exact=True)
+    host, device = stack.runtime(store, BITS[0]), runtime_of(stack, store, BITS[0], budget, ahead)
+    replayed, wrong = DecidedSteps(stack, device, BATCH, captured), []
+    for seed in range(STEPS):
+        x = stack.inputs(BATCH, seed)
+        for got, want in zip(replayed.step(x), stack.step(host, x), strict=True):
+            if not same_bits(got.out, want.out):
+                wrong.append(f"step {seed}, layer {got.layer}: other bits than the host's step gives")
+    device.check_integrity()
+    stats = device.stats()
+    if stats.misses == 0 and budget != "100%":
+        wrong.append("nothing was fetched")
+    if device.memory.decisions.ahead[:, 1].any() and not stats.prefetches["useful"]:
+        wrong.append("nothing that was fetched ahead was of use")
+    for runtime in (host, device):
+        runtime.engine.close()
     return wrong
 
 

@@ -12,6 +12,8 @@ import torch
 from layers import Layer, Machine, work_of
 from record import Recorder
 
+from parts.decided import DecidedSteps, runtime_of
+from parts.graphs import captured
 from parts.stack import Model, Stack, pinned_store, same_bits
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore
@@ -25,6 +27,8 @@ BUDGETS = ("25%", "50%", "100%")
 PREFETCH = ("none", "next-gate")
 STEPS = {"decode": (1, 50), "prefill": (2048, 4)}
 """Tokens of a step, and how many steps are measured."""
+AHEAD = (0, 1, 3)
+"""Projections that a step which the device decides fetches ahead for a layer."""
 WARM = 20
 """Steps of decode before those that are measured, behind a prefill that fills what is there for all experts."""
 
@@ -59,6 +63,7 @@ def run(record: Recorder) -> None:
         results["host_gb_per_s"] * 1e9,
     )
     _measure_runtime(record, machine, store, stack)
+    _measure_decided(record, machine, store, stack)
     store.close()
 
 
@@ -86,6 +91,34 @@ def _measure_runtime(record: Recorder, machine: Machine, store: HostStore, stack
                     _measure(record, machine, stack, runtime, name, *STEPS[phase])
                     runtime.engine.close()
                     del runtime
+
+
+def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
+    """Decode of one token as one graph: a layer's time between two replays, beside what link or memory allow."""
+    _, steps = STEPS["decode"]
+    for budget in BUDGETS:
+        for ahead in AHEAD if budget != "100%" else AHEAD[:1]:
+            name = f"decode decided on the device, {budget}, {ahead} projections ahead"
+            with record.check(f"{name}, could be measured"):
+                runtime = runtime_of(stack, store, BITS, budget, ahead)
+                replayed = DecidedSteps(stack, runtime, 1, captured)
+                for seed in range(WARM):
+                    replayed.step(stack.inputs(1, steps + seed))
+                inputs = [stack.inputs(1, seed) for seed in range(steps)]
+                torch.cuda.synchronize()
+                runtime.reset_stats()
+                begin = time.perf_counter()
+                for x in inputs:
+                    seen = replayed.step(x)
+                torch.cuda.synchronize()
+                measured = (time.perf_counter() - begin) / steps / MODEL.layers
+                stats, layer = runtime.stats(), Layer("", MODEL.hidden, MODEL.intermediate, MODEL.experts, MODEL.top_k)
+                on_card = work_of(layer, seen[0].ids.tolist(), (BITS,)).seconds(machine)
+                missed = stats.misses * runtime.experts.formats[BITS].nbytes / steps / MODEL.layers
+                bound = max(on_card, missed / machine.host_bytes_per_second)
+                remark = f"{stats.hit_rate:.0%} hits, {stats.prefetches}"
+                record.speed(f"{name}, a layer", "us", 1e6 * measured, 1e6 * bound, bound / measured, remark)
+                runtime.engine.close()
 
 
 def _measure(

@@ -1,0 +1,53 @@
+"""A decode step of a stack that the device decides, as one graph."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from parts.stack import Seen, Stack, normalized
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.systems.exact import Exact
+
+
+def runtime_of(stack: Stack, store: Any, bits: int, budget: str, projections: int) -> MoERuntime:
+    """A runtime whose device decides, and fetches so many projections ahead."""
+    system = Exact(ahead_in_graph=projections)
+    return stack.runtime(store, bits, budget=budget, prefetch="next-gate", system=system, decisions="device")
+
+
+class DecidedSteps:
+    """Steps of a fixed number of tokens, captured once.
+
+    Args:
+        stack: gates.
+        runtime: whose device decides.
+        tokens: of a step.
+        capture: makes a graph of a function that only launches.
+    """
+
+    def __init__(self, stack: Stack, runtime: MoERuntime, tokens: int, capture: Callable[..., Any]) -> None:
+        assert runtime.decode is not None
+        self._stack, self._runtime, self._path = stack, runtime, runtime.decode
+        self._x = stack.inputs(tokens, 0)
+        self._seen: list[Seen] = []
+        runtime.enter_decode()
+        self._path.tell(0)  # the step before a capture, and on a host the capture itself, change nothing
+        self._graph = capture(self._launch, None)
+        self._path.tell(tokens)
+
+    def step(self, x: Tensor) -> list[Seen]:
+        """Replay; what is seen stays where it is, and the next step writes over it."""
+        self._runtime.enter_decode()
+        self._x.copy_(x)
+        self._graph.replay()
+        return self._seen
+
+    def _launch(self) -> None:
+        x, self._seen = self._x, []
+        for layer in range(self._stack.model.layers):
+            weights, ids = self._stack.route(layer, x)
+            out = self._path.forward(layer, x, weights, ids, Activation.SILU)
+            self._seen.append(Seen(layer, x, weights, ids, out))
+            x = normalized(x + out)

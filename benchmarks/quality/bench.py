@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,16 @@ from vllm import LLM, SamplingParams
 
 import vllm_dymoe
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey, ModelExperts
+from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey, ModelExperts, Projection
 from vllm_dymoe.kernels import MatrixFormat
-from vllm_dymoe.quantize import QUANTIZERS, Quantizer, make_quantizer
+from vllm_dymoe.quantize import Quantizer, make_quantizer
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.convert import Recipe, convert
-from vllm_dymoe.quantize.packer import ExpertPacker
+from vllm_dymoe.quantize.error_tally import ErrorTally
+from vllm_dymoe.quantize.gptq import LOW_WEIGHT, Gptq
+from vllm_dymoe.quantize.packer import ExpertPacker, pack_projection
 from vllm_dymoe.runtime import MoERuntime
-from vllm_dymoe.store import FileStore, HostStore, Manifest
+from vllm_dymoe.store import HostStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.systems import System
 
@@ -59,7 +61,7 @@ class Variant:
     Attributes:
         name: in the tables.
         options: of the plugin, but for the budget.
-        quantizer: made the bytes; "3 bits, NAME" has weights of 3 bits at 16.
+        quantizer: made the bytes; see `Bench.store`.
         system: in place of the one that the options name.
     """
 
@@ -105,6 +107,7 @@ class Bench:
     Attributes:
         prompts: token numbers of each text.
         decoded: the beginnings of some.
+        checkpoint: the model's weights.
     """
 
     def __init__(self, windows: int, decoded: int) -> None:
@@ -132,17 +135,15 @@ class Bench:
 
         # vLLM hands out the likeliest tokens only, and KL divergence needs all of them.
         self._sampler.compute_logprobs = watched
-        self._checkpoint = Checkpoint(MODEL)
+        self.checkpoint = Checkpoint(MODEL)
         self.prompts, self._unread = self._texts(windows)
         self.decoded = [text[:decoded] for text in self.prompts[::windows]]
-        self._stores: dict[str, HostStore] = {name: self._pack(name) for name in QUANTIZERS}
-        self._stores |= {f"3 bits, {name}": self._round_to_three(name) for name in QUANTIZERS}
-        self._stores["gptq"] = self._calibrate()
+        self._stores: dict[str, HostStore] = {}
 
     @property
     def experts(self) -> ModelExperts:
         """Shapes and formats."""
-        return self._checkpoint.model_experts(WIDTHS, GROUP_SIZE, torch.bfloat16)
+        return self.checkpoint.model_experts(WIDTHS, GROUP_SIZE, torch.bfloat16)
 
     def _texts(self, windows: int) -> tuple[list[list[int]], list[str]]:
         """Windows of each domain, and what lies between them, for calibration."""
@@ -171,7 +172,7 @@ class Bench:
         if share is None and chosen.get("system") == "dymoe":
             chosen["system_options"] = {"reuse_high": False, **chosen["system_options"]}
         options = Options(group_size=GROUP_SIZE, **chosen)
-        self._serve(self._stores[variant.quantizer], options, variant.system)
+        self._serve(self.store(variant.quantizer), options, variant.system)
         self._scheduler.max_num_scheduled_tokens = 1 if decode else WINDOW + 8
         if share is not None:  # a cache that has been in use
             self._read(texts[-1][:64])
@@ -183,6 +184,7 @@ class Bench:
         stats = self._model.runtime.stats()
         self._model.runtime.check_integrity()
         scores.moved, scores.planned = sum(stats.bytes_moved.values()), stats.planned
+        scores.hit_rate = stats.hit_rate
         return scores
 
     def planned_bytes(self, scores: Scores, variant: Variant) -> float:
@@ -218,19 +220,45 @@ class Bench:
         return found
 
     def _weights(self) -> Iterator[tuple[int, int, Any, torch.Tensor]]:
-        for layer in range(len(self._checkpoint.layers)):
-            for expert in range(self._checkpoint.num_experts):
-                for projection, (weight, _) in self._checkpoint.expert(layer, expert).items():
+        for layer in range(len(self.checkpoint.layers)):
+            for expert in range(self.checkpoint.num_experts):
+                for projection, (weight, _) in self.checkpoint.expert(layer, expert).items():
                     yield layer, expert, projection, weight
 
-    def _pack(self, name: str) -> HostStore:
-        packer = self._packer(self.experts, make_quantizer(name))
+    def store(self, name: str) -> HostStore:
+        """The experts, packed when they are first asked for.
+
+        Args:
+            name: of the quantizer, for versions of every width beside each other. "nested NAME" is 2 bits inside of 4,
+                "nested gptq W" with another weight of the low reading, "3 bits NAME" weights of 3 bits at 16.
+        """
+        if name not in self._stores:
+            self._stores[name] = self._make(name.split())
+        return self._stores[name]
+
+    def _make(self, words: list[str]) -> HostStore:
+        match words:
+            case ["3", "bits", quantizer]:
+                return self._round_to_three(quantizer)
+            case ["nested", "gptq", *weight]:
+                return self._pack_calibrated((4, 2), float(weight[0]) if weight else LOW_WEIGHT)
+            case ["nested", quantizer]:
+                return self._pack(quantizer, (4, 2))
+            case ["gptq"]:
+                return SeveralStores(
+                    {16: self.store("rtn")} | {bits: self._pack_calibrated((bits,), 0.0) for bits in (8, 4, 2)}
+                )
+        return self._pack(words[0], WIDTHS)
+
+    def _pack(self, name: str, bits: tuple[int, ...]) -> HostStore:
+        experts = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16)
+        packer = self._packer(experts, make_quantizer(name))
         for place in self._weights():
             packer.put(*place)
         return packer.finish()
 
     def _round_to_three(self, name: str) -> HostStore:
-        experts = self._checkpoint.model_experts((16,), GROUP_SIZE, torch.bfloat16)
+        experts = self.checkpoint.model_experts((16,), GROUP_SIZE, torch.bfloat16)
         quantizer = make_quantizer(name)
         packer = self._packer(experts, quantizer)
         for layer, expert, projection, weight in self._weights():
@@ -243,18 +271,29 @@ class Bench:
         writer = StoreWriter(folder / "store", Manifest(experts, quantizer.name, "measured"))
         return ExpertPacker(experts, quantizer, writer)
 
-    def _calibrate(self) -> HostStore:
-        """GPTQ for what the experts read in texts that are not measured."""
+    @cached_property
+    def _calibration(self) -> Calibration:
+        """What the experts read in texts that are not measured."""
         folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
-        self._serve(self._stores["rtn"], Options(hi=16, group_size=GROUP_SIZE, expert_budget="100%"))
+        self._serve(self.store("rtn"), Options(hi=16, group_size=GROUP_SIZE, expert_budget="100%"))
         vllm_dymoe.calibrate(self._llm, self._unread, folder / "calibration", length=WINDOW)
-        calibration, stores = Calibration(folder / "calibration"), {16: self._stores["rtn"]}
-        for hi, lo in ((8, 0), (4, 2)):
-            recipe = Recipe(hi, lo, GROUP_SIZE, "gptq", calibration=calibration)
-            convert(self._checkpoint, folder / f"{hi}-bit", recipe)
-            store = FileStore(folder / f"{hi}-bit")
-            stores |= dict.fromkeys(store.experts.formats, store)
-        return SeveralStores(stores)
+        return Calibration(folder / "calibration")
+
+    def _pack_calibrated(self, bits: tuple[int, ...], low_weight: float) -> HostStore:
+        """GPTQ at one width, or for two readings."""
+        experts = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16)
+        folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
+        writer, errors = StoreWriter(folder / "store", Manifest(experts, "gptq", "measured")), ErrorTally(experts)
+        for layer in range(len(experts.layers)):
+            if self._calibration.rare(layer):
+                raise SystemExit(f"experts of layer {layer} are too rare in the calibration; nothing reported")
+            for expert in range(experts.num_experts):
+                matrices = self.checkpoint.expert(layer, expert)
+                outer, inner = self._calibration.curvatures(layer, expert, matrices)
+                for projection, matrix in matrices.items():
+                    quantizer = Gptq(inner if projection is Projection.DOWN else outer, low_weight)
+                    pack_projection(experts, (layer, expert, projection), matrix, quantizer, writer, errors)
+        return writer.finish(errors.record())
 
 
 def rounded(weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:

@@ -13,12 +13,14 @@ class Scores:
     Attributes:
         logprobs: for each text float32 [tokens - 1, vocabulary], of what follows each token but the last.
         moved: bytes of experts that came to the device.
+        hit_rate: of experts that were needed, those that were there.
         steps: of the engine.
         planned: experts that the policy gave each tier.
     """
 
     logprobs: list[torch.Tensor] = field(default_factory=list)
     moved: int = 0
+    hit_rate: float = 0.0
     steps: int = 0
     planned: dict[str, int] = field(default_factory=dict)
 

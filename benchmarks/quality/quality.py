@@ -12,12 +12,13 @@ import os
 import platform
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import report
 import torch
-from bench import Bench, Variant
+from bench import GROUP_SIZE, Bench, Variant
 from losses import Scores, losses
 
 from vllm_dymoe.bench.systems import Chosen, OneLayerLow
@@ -27,13 +28,14 @@ HERE = Path(__file__).resolve().parent
 RETENTIONS = (0.9, 0.75, 0.5)
 QUANTIZERS = ("rtn", "hqq", "gptq")
 BUDGETS = (0.25, 0.5, 0.75)
+LOW_WEIGHTS = (0, 0.5, 2, 8)
 EXACT = Variant("16", {"hi": 16})
 
 
 def uniform(bits: int, quantizer: str = "rtn") -> Variant:
     """Every expert at one width; 3 is only there as weights that were rounded to it."""
     if bits == 3:
-        return Variant("3", {"hi": 16}, f"3 bits, {quantizer}")
+        return Variant("3", {"hi": 16}, f"3 bits {quantizer}")
     return Variant(f"{bits}", {"hi": bits}, quantizer)
 
 
@@ -45,6 +47,11 @@ def dymoe(retention: float, lo: int, quantizer: str = "rtn", rounding: str = "up
         {"hi": 4, "lo": lo, "system": "dymoe", "system_options": parameters},
         quantizer,
     )
+
+
+def nested(variant: Variant) -> Variant:
+    """With the low version inside the high one."""
+    return replace(variant, name=f"{variant.name}, nested", quantizer=f"nested {variant.quantizer}")
 
 
 class Measurement:
@@ -70,6 +77,7 @@ class Measurement:
         found["planned_bytes_per_step"] = self.bench.planned_bytes(scores, variant)
         if share is not None:
             found["moved_bytes_per_token"] = scores.moved / sum(map(len, texts))
+            found["hit_rate"] = scores.hit_rate
         return found
 
     # -- sections: one table each -----------------------------------------------------------------
@@ -129,14 +137,33 @@ class Measurement:
 
     def budgets(self) -> Iterator[dict[str, Any]]:
         """Quality against bytes moved, decoding one request under budgets that are the same in bytes for all."""
-        rows = [uniform(8), uniform(4), uniform(2), *(dymoe(r, lo) for lo in (2, 0) for r in (0.75, 0.5))]
-        rows += [dymoe(0.75, lo, rounding="nearest") for lo in (2, 0)]
+        rows = [uniform(4), uniform(2), dymoe(0.75, 2), dymoe(0.75, 2, rounding="nearest")]
+        rows += [*map(nested, rows[2:]), nested(dymoe(0.5, 2)), dymoe(0.75, 0), dymoe(0.75, 0, rounding="nearest")]
+        rows += [uniform(4, "gptq"), nested(dymoe(0.75, 2, "gptq", "nearest"))]
         for share in BUDGETS:
             for row in rows:
-                yield {"budget": share, "experts": row.name, **self.read(row, decode=True, share=share)}
+                place = {"budget": share, "experts": row.name, "quantizer": row.quantizer.removeprefix("nested ")}
+                yield {**place, **self.read(row, decode=True, share=share)}
+
+    def both(self) -> Iterator[dict[str, Any]]:
+        """Both readings of codes of 4 bits, by quantizer, and by what the low one counts when GPTQ chooses them."""
+        for quantizer in ("rtn", "hqq", *(f"gptq {weight:g}" for weight in LOW_WEIGHTS)):
+            for bits in (4, 2):
+                variant = Variant(f"{bits}, nested", {"hi": bits}, f"nested {quantizer}")
+                yield {"bits": bits, "quantizer": quantizer, **self.read(variant)}
+
+    def sizes(self) -> Iterator[dict[str, Any]]:
+        """Bytes of an expert by how its versions are stored."""
+        for bits in ((4,), (2,), (4, 2)):
+            formats = self.bench.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16).formats
+            yield {
+                "stored_bits": list(bits),
+                "expert_bytes": sum(form.nbytes for form in formats.values()),
+                "promotion_bytes": formats[bits[0]].nbytes if len(bits) > 1 else None,
+            }
 
 
-SECTIONS = ("uniform", "tiers", "choices", "layers", "tokens", "budgets")
+SECTIONS = ("uniform", "both", "sizes", "tiers", "choices", "layers", "tokens", "budgets")
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from rich.table import Table
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from readme import markdown, put
 
+from vllm_dymoe.quantize.gptq import LOW_WEIGHT
+
 Row = dict[str, Any]
 LOST = ["perplexity", "loss", "agreement", "KL, millinats"]
 
@@ -23,6 +25,11 @@ def lost(row: Row) -> list[str]:
         f"{row['agreement']:.1%}",
         f"{1000 * row['kl_nats']:.2f} ± {1000 * row['kl_error']:.2f}",
     ]
+
+
+def hits(row: Row) -> str:
+    """Of experts that were needed, the share that was there; rows of an earlier version do not say."""
+    return f"{row['hit_rate']:.1%}" if "hit_rate" in row else "-"
 
 
 def find(rows: list[Row], **wanted: Any) -> Row | None:
@@ -87,22 +94,90 @@ def budgets(rows: list[Row]) -> tuple[list[str], Iterator[list[str]]]:
 
     def lines() -> Iterator[list[str]]:
         for row in rows:
-            four = find(rows, budget=row["budget"], experts="4")
+            four = find(rows, budget=row["budget"], experts="4", quantizer="rtn")
             moved = row["moved_bytes_per_token"]
             share = f"{moved / four['moved_bytes_per_token']:.0%}" if four else ""
-            yield [f"{row['budget']:.0%}", row["experts"], f"{moved / 1024:.0f}", share, *lost(row)]
+            place = [f"{row['budget']:.0%}", row["experts"], row["quantizer"]]
+            yield [*place, hits(row), f"{moved / 1024:.0f}", share, *lost(row)]
 
-    return ["budget, of all experts at 4 bits", "experts", "KiB moved a token", "of uniform 4", *LOST], lines()
+    head = ["budget, of all experts at 4 bits", "experts", "quantizer", "hits", "KiB moved a token", "of uniform 4"]
+    return [*head, *LOST], lines()
+
+
+def both(rows: list[Row]) -> tuple[list[str], Iterator[list[str]]]:
+    """The two readings of the same codes."""
+    return ["bits, nested", "quantizer", *LOST], ([str(row["bits"]), row["quantizer"], *lost(row)] for row in rows)
+
+
+def sizes(rows: list[Row]) -> tuple[list[str], Iterator[list[str]]]:
+    """Bytes of an expert."""
+
+    def lines() -> Iterator[list[str]]:
+        for row in rows:
+            promotion = row["promotion_bytes"]
+            whole = row["expert_bytes"]
+            name = "/".join(map(str, row["stored_bits"]))
+            yield [name, f"{whole}", f"{promotion} ({promotion / whole:.0%})" if promotion else ""]
+
+    return ["stored bits", "bytes of an expert", "bytes of a promotion"], lines()
 
 
 TABLES = {
     "uniform": uniform,
+    "both": both,
+    "sizes": sizes,
     "tiers": tiers,
     "choices": choices,
     "layers": layers,
     "tokens": tokens,
     "budgets": budgets,
 }
+
+
+def _nested_aims(sections: dict[str, list[Row]]) -> Iterator[list[str]]:
+    """What a low version inside the high one is for."""
+    for row in sections.get("budgets", []):
+        if row["quantizer"] == "rtn" and row["experts"].startswith("4/2, r = 0.75"):
+            four, low = (
+                find(sections["budgets"], budget=row["budget"], experts=name, quantizer="rtn") for name in ("4", "2")
+            )
+            if four and low:
+                yield [
+                    f"bytes moved by {row['experts']} at {row['budget']:.0%}, of uniform 4's",
+                    "at most 65 %, at equal or better loss, with more hits",
+                    f"{row['moved_bytes_per_token'] / four['moved_bytes_per_token']:.0%}",
+                    f"KL {1000 * row['kl_nats']:.2f}, uniform 4 {1000 * four['kl_nats']:.2f}; "
+                    f"hits {hits(row)}, uniform 4 {hits(four)}",
+                ]
+    if "sizes" in sections:
+        four, _, nested = sections["sizes"]
+        yield [
+            "store of 4/2, of 4 bits'",
+            "100 %",
+            f"{nested['expert_bytes'] / four['expert_bytes']:.0%}",
+            f"{nested['expert_bytes']} bytes an expert",
+        ]
+        share = nested["promotion_bytes"] / nested["expert_bytes"]
+        yield ["a promotion, of a high expert", "at most 45 %", f"{share:.0%}", f"{nested['promotion_bytes']} bytes"]
+    if "both" in sections and "uniform" in sections:
+        for quantizer, ours, most in (("rtn", "rtn", 1.0), ("gptq", f"gptq {LOW_WEIGHT:g}", 1.25)):
+            inside = find(sections["both"], bits=2, quantizer=ours)
+            alone = find(sections["uniform"], bits=2, quantizer=quantizer)
+            if inside and alone:
+                yield [
+                    f"KL of nested 2 bits, {quantizer}, of 2 bits alone",
+                    f"below {most:.0%}",
+                    f"{inside['kl_nats'] / alone['kl_nats']:.0%}",
+                    f"{1000 * inside['kl_nats']:.2f} of {1000 * alone['kl_nats']:.2f}",
+                ]
+        aware, blind = (find(sections["both"], bits=4, quantizer=f"gptq {weight:g}") for weight in (LOW_WEIGHT, 0))
+        if aware and blind:
+            yield [
+                "KL of 4 bits, GPTQ for both readings, of GPTQ for one",
+                "at most 110 %",
+                f"{aware['kl_nats'] / blind['kl_nats']:.0%}",
+                f"{1000 * aware['kl_nats']:.2f} of {1000 * blind['kl_nats']:.2f}",
+            ]
 
 
 def aims(results: Row) -> Iterator[list[str]]:
@@ -121,17 +196,7 @@ def aims(results: Row) -> Iterator[list[str]]:
                         f"{ours['loss'] / low['loss']:.0%}",
                         f"{ours['loss']:+.2%} of {low['loss']:+.2%}; in KL {ours['kl_nats'] / low['kl_nats']:.0%}",
                     ]
-    for row in sections.get("budgets", []):
-        if row["experts"] in ("4/2, r = 0.75", "4/2, r = 0.75, nearest"):
-            four = find(sections["budgets"], budget=row["budget"], experts="4")
-            low = find(sections["budgets"], budget=row["budget"], experts="2")
-            if four and low:
-                yield [
-                    f"bytes moved by {row['experts']} at {row['budget']:.0%}, of uniform 4's",
-                    "at most 65 %",
-                    f"{row['moved_bytes_per_token'] / four['moved_bytes_per_token']:.0%}",
-                    f"loses {row['loss']:+.2%}, uniform 2 {low['loss']:+.2%}",
-                ]
+    yield from _nested_aims(sections)
     two = {row["quantizer"]: row for row in sections.get("uniform", []) if row["bits"] == 2}
     if "rtn" in two:
         for name in ("hqq", "gptq"):
@@ -165,8 +230,8 @@ def write_readme(results: Row, readme: Path) -> None:
     for name, rows in results["sections"].items():
         put(readme, name, markdown(*TABLES[name](rows)))
     note = (
-        f"{results['tokens']['prompt']} tokens as prompts, {results['tokens']['decode']} decoded, one run of "
-        f"{sum(results['seconds'].values()) / 60:.0f} minutes, {results['machine']}."
+        f"{results['tokens']['prompt']} tokens as prompts, {results['tokens']['decode']} decoded, "
+        f"{sum(results['seconds'].values()) / 60:.0f} minutes in all, {results['machine']}."
     )
     put(readme, "aims", markdown(AIMS_HEAD, aims(results)) + "\n\n" + note)
 
@@ -180,11 +245,11 @@ def draw(results: Row, path: Path) -> None:
 
     sections = results["sections"]
     figure, (moved, chosen, depth) = pyplot.subplots(1, 3, figsize=(17, 5))
-    names = dict.fromkeys(row["experts"] for row in sections["budgets"])
-    for at, name in enumerate(names):
-        rows = [row for row in sections["budgets"] if row["experts"] == name]
+    names = dict.fromkeys((row["experts"], row["quantizer"]) for row in sections["budgets"])
+    for at, (name, quantizer) in enumerate(names):
+        rows = [row for row in sections["budgets"] if (row["experts"], row["quantizer"]) == (name, quantizer)]
         x, y = [row["moved_bytes_per_token"] / 1024 for row in rows], [1000 * row["kl_nats"] for row in rows]
-        label = name if "/" in name else f"{name} everywhere"
+        label = (name if "/" in name else f"{name} everywhere") + f" ({quantizer})"
         moved.plot(x, y, "o-", color=f"C{at}", markersize=4, label=label)
     moved.set_xscale("log")
     moved.set_xlabel("KiB of experts moved for each decoded token")

@@ -6,7 +6,7 @@ BIN := .venv/bin
 LINT_TREE := build/lint
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast engine check format docs gpu bench-ablation bench-budget bench-gpu bench-predictors bench-quality kernels-table clean
+.PHONY: help setup demo test fast engine check format docs models gpu bench-ablation bench-budget bench-gpu bench-predictors bench-quality kernels-table clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ format: setup ## let ruff put the code in order
 
 docs: setup ## write the tables of README.md and docs/ that follow from the code
 	$(BIN)/python tools/docs.py
+
+models: setup ## try every architecture and format by hand, for the table of docs/models.md (an hour of two cores)
+	@$(BIN)/python -m tests.e2e.by_hand
 
 gpu: ## is it right on this GPU, and how fast? (10 minutes; PYTHON=one with torch and triton; nothing is installed)
 	$(PYTHON) benchmarks/gpu/gpu.py

@@ -24,6 +24,7 @@ from vllm_dymoe.vllm_adapter.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+RECORD = ROOT / "tests" / "e2e" / "models.json"
 _KINDS = {int: "a number", float: "a number", bool: "`true`, `false`", Path: "a path", str: "a name", dict: "an object"}
 _BUDGETS = ("auto", "top-k", "layer")
 
@@ -100,6 +101,17 @@ def methods() -> str:
     return ", ".join(f"`{method}`" for method in METHODS) + "\n"
 
 
+def models() -> str:
+    """What `make models` has recorded: architectures at 16 bits and formats."""
+    rows = []
+    for name, found in json.loads(RECORD.read_text()).items():
+        model, _, kind = name.partition(":")
+        alone = found.get("alone", "") if re.fullmatch(r"\d+ of \d+", found.get("alone", "")) else ""
+        answers = found.get("answers") or found["failed"]
+        rows.append([model, kind or "16 bits", answers, alone, found.get("bits", "")])
+    return table(["model", "format", "answers equal", "to vLLM's on the same files", "bits at 30 %"], rows)
+
+
 def commands() -> str:
     """Every command of vllm-dymoe."""
     group: Any = typer.main.get_command(app)
@@ -124,6 +136,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "architectures": architectures,
     "commands": commands,
     "methods": methods,
+    "models": models,
     "metrics": metrics,
     "options": options,
     "parameters": parameters,

@@ -8,16 +8,21 @@ slots, which have to give the same bits. What came out is recorded in models.jso
 table of docs/models.md.
 """
 
+import contextlib
 import json
 import random
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from vllm.model_executor.layers.fused_moe.router import router_factory
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 from tests.e2e.architectures import ARCHITECTURES, VOCABULARY, Architecture
 from tests.e2e.engines import answer, check_logprobs_close, engine, recorded_layers, runtime_of
@@ -165,11 +170,26 @@ FLOATS = (
     "gpt-oss:mxfp4",
     *(f"qwen3-moe:{kind}" for kind in CONFIGS if kind not in ("mxfp4", "mxfp4-deepseek-v4")),
     "qwen3-moe-128:fp8-blocks",
+    "minimax-m2:fp8-blocks",
     *(f"glm-4-moe:{kind}" for kind in ("fp8-blocks", "nvfp4-modelopt")),
     *(f"deepseek-v3:{kind}" for kind in ("fp8-blocks", "nvfp4-modelopt")),
     *(f"mixtral:{kind}" for kind in ("fp8-compressed-tensors", "nvfp4-modelopt")),
     *(f"llama-4:{kind}" for kind in ("fp8-compressed-tensors", "nvfp4-compressed-tensors")),
 )
+
+
+@contextlib.contextmanager
+def sigmoid_routers() -> Iterator[None]:
+    """vLLM's CPU build routes by sigmoids only in groups of experts; one group of them all is the same."""
+
+    def router(**settings: Any) -> CPURouter:
+        if settings["scoring_func"] == "sigmoid" and settings["custom_routing_function"] is None:
+            grouped = {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
+            settings |= {} if settings["use_grouped_topk"] else grouped
+        return CPURouter(**settings)
+
+    with mock.patch.object(router_factory, "CPURouter", router):
+        yield
 
 
 def prompts() -> list[dict[str, list[int]]]:
@@ -245,7 +265,7 @@ def _line(error: BaseException) -> str:
 
 if __name__ == "__main__":
     for chosen in sys.argv[1:] or (*MORE, *FLOATS):
-        with tempfile.TemporaryDirectory() as temporary:
+        with tempfile.TemporaryDirectory() as temporary, sigmoid_routers():
             found = check(*chosen.partition(":")[::2], Path(temporary))
         print("BY HAND", json.dumps({chosen: found}), flush=True)
         record = json.loads(RECORD.read_text()) if RECORD.exists() else {}

@@ -9,7 +9,10 @@ from vllm_dymoe.quantize.floats import FloatMatrix, blocks
 def compressed(fmt, weights, **changes):
     """A quantization_config of compressed-tensors; activations are quantized, too, as in most checkpoints."""
     weights = {"type": "float", "symmetric": True} | weights
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "type": "float"}} | changes
+    activations = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    if fmt.startswith("nvfp4"):
+        activations = {**weights, "dynamic": "local"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations} | changes
     config = {"quant_method": "compressed-tensors", "format": fmt, "config_groups": {"group_0": group}}
     return config | {"ignore": ["lm_head"]}
 

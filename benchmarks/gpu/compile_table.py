@@ -4,7 +4,7 @@ Compiles every variant ahead of time, without a GPU, and writes registers, spill
 instructions to compiled.json and the README. A row of the same kernel source, tile and Triton is kept: a run that was
 interrupted goes on where it was. After a change of the sources a row is kept if the compiler is still given the same
 code for it, so that only what the change touches is compiled again. `--jobs` compiles in several processes,
-`--architecture` for one of them only.
+`--architecture` for one of them only, `--essential` what no change of a kernel may do without.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import triton  # noqa: E402
 from machine_code import compile_variant, ir_digest  # noqa: E402
 from readme import put  # noqa: E402
-from variants import ARCHITECTURES, Variant, all_variants  # noqa: E402
+from variants import ARCHITECTURES, Variant, all_variants, essential_variants  # noqa: E402
 
 HERE = Path(__file__).parent
 TABLE, README = HERE / "compiled.json", HERE / "README.md"
@@ -37,7 +37,9 @@ def problems(row: dict) -> list[str]:
     found = []
     name = " ".join(str(row[column]) for column in COLUMNS if row[column])
     grouped = row["kernel"].startswith("grouped")
-    if row["spill_bytes"] and not grouped and row["kernel"] not in ("decide", "name_ahead"):  # one program for a layer
+    # A launch that fetches waits for the link, and one program for a layer for itself: a few bytes do not matter there.
+    allowed = 64 if "fetch" in row["note"] or row["kernel"] in ("decide", "name_ahead") else 0
+    if row["spill_bytes"] > allowed and not grouped:
         found.append(f"{name} spills {row['spill_bytes']} bytes")
     if row["shared_bytes"] > SHARED_KIB[row["architecture"]] * 1024:
         found.append(f"{name} takes {row['shared_bytes']} bytes of shared memory, more than there are")
@@ -89,17 +91,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--architecture", type=int, choices=ARCHITECTURES)
+    parser.add_argument("--essential", action="store_true")
     arguments = parser.parse_args()
     with ProcessPoolExecutor(arguments.jobs) as pool:
         rows = renewed(known_rows(), pool)
         save(rows)
         done = {key(row) for row in rows}
-        wanted = [v for v in all_variants() if arguments.architecture in (None, v.architecture) and v.key not in done]
+        planned = essential_variants() if arguments.essential else all_variants()
+        wanted = [v for v in planned if arguments.architecture in (None, v.architecture) and v.key not in done]
         print(f"{len(rows)} rows are up to date, {len(wanted)} are to be compiled", flush=True)
-        # Decode first, and both ends of the architectures: what an interrupted run has is then worth most.
-        wanted.sort(
-            key=lambda v: (v.kernel.startswith("grouped"), v.architecture not in (ARCHITECTURES[0], ARCHITECTURES[-1]))
-        )
+        # What an interrupted run has is worth most in this order: the essential ones, decode, the ends' architectures.
+        first, ends = {variant.key for variant in essential_variants()}, (ARCHITECTURES[0], ARCHITECTURES[-1])
+        wanted.sort(key=lambda v: (v.key not in first, v.kernel.startswith("grouped"), v.architecture not in ends))
         for row in pool.map(compile_row, wanted):
             rows.append(row)
             print(" ".join(str(value) for value in row.values()), flush=True)

@@ -219,6 +219,15 @@ def all_variants() -> Iterator[Variant]:
         yield from variants(architecture)
 
 
+def essential_variants() -> Iterator[Variant]:
+    """Those that every change of a kernel compiles: on the H100's architecture every kernel, and every kind of experts
+    with no option, grouped on the largest tile."""
+    kernels = ("gate_up", "down", "grouped_gate_up", "grouped_linear")
+    for variant in variants(90):
+        if variant.kernel not in kernels or variant.note in ("", "m 128"):
+            yield variant
+
+
 def variants(architecture: int) -> Iterator[Variant]:
     """Those of one architecture."""
     every = architecture in (ARCHITECTURES[0], ARCHITECTURES[-1])

@@ -127,7 +127,7 @@ def execute(program, turns, history):
     engine = make_engine("pinned", store, history, turns, None, program)
     runtime = make_runtime(
         store,
-        program.budget or plain_runtime(program).minimum_budget,
+        program.budget or "100%",
         Roomy(),
         predictor=Guesses(program.guesses),
         engine=engine,
@@ -137,7 +137,8 @@ def execute(program, turns, history):
     if program.ahead:
         runtime.decode.look_ahead(AnyExperts(program.steps[0][0]), runtime.make_branch())
         runtime.memory.fetch_ahead(program.ahead)
-        runtime.resize(program.budget or plain_runtime(program).minimum_budget)
+    if program.ahead or not program.budget:
+        runtime.resize(program.budget or runtime.minimum_budget)
     runtime.kernel.asynchronous = True
     record_reads(runtime.kernel, history, COMPUTATION, turns.pause)
     outputs = []

@@ -1,6 +1,5 @@
 """What stands around a step that needs no host, and that nothing of it stands inside."""
 
-import logging
 import time
 
 import pytest
@@ -79,13 +78,14 @@ def test_which_steps_need_the_host(runtime):
         runtime.check_integrity()
 
 
-def test_large_batches_are_told_once_that_nothing_is_kept_for_them(runtime, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+def test_large_batches_are_told_once_that_nothing_is_kept_for_them(runtime, monkeypatch):
+    said = []
+    monkeypatch.setattr(decode_steps.logger, "warning", lambda text, *values: said.append(text % values))
     monkeypatch.setattr(decode_steps, "_MANY", 2)
     large = rank(runtime)
     for count in range(4):
         run(large, count, DECODE_ROWS + 1)
-        assert caplog.text.count('decisions "host"') == int(count > 0)
+        assert [line.count('decisions "host"') for line in said] == [1] * (count > 0)
     run(large, 1, DECODE_ROWS)
 
 

@@ -78,7 +78,7 @@ def test_the_defaults_are_accepted():
         ({"expert_bugdet": "25%"}, 'expert_bugdet is not an option; did you mean "expert_budget"?'),
         ({"hi": 3}, "additional_config.dymoe.hi = 3: input should be 16, 8, 4 or 2."),
         ({"hi": 4, "lo": 8}, "lo is 8 bits but must be below hi"),
-        ({"system": "dynaexq"}, 'system "dynaexq" does not exist; choose one of exact, on-demand, layer-prefetch'),
+        ({"system": "oracle"}, 'system "oracle" does not exist; choose one of exact, on-demand, layer-prefetch'),
         (
             {"prefetch": "none"},
             'additional_config.dymoe.prefetch is not an option any more; write "system_options": {"l',

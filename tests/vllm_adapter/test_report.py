@@ -96,7 +96,11 @@ def test_the_first_line_says_what_is_active(store):
 
 
 def test_who_decides_in_decode_is_said(memory_store):
-    host, device = (runtime_with(memory_store, slots=6, decisions=who) for who in ("host", "device"))
+    cpu = torch.device("cpu")
+    host, device = (
+        MoERuntime(memory_store, Options(hi=4, lo=2, group_size=32, expert_budget="50%", decisions=who), cpu)
+        for who in ("host", "device")
+    )
     assert "decode is decided by the host; " in describe(host)
     assert "decode is decided by the device (" in describe(device)
     host.host_decides_because = "of a test"

@@ -96,8 +96,8 @@ class DenseLayers:
                     width = getattr(layer, "input_size_per_partition", layer.input_size)
                     method.apply(layer, torch.zeros(1, width, dtype=layer.params_dtype))
 
-        for step in (create_weights, process_weights_after_loading):
-            setattr(method, step.__name__, step)
+        # Of this layer's own method, and of nothing else in vLLM.
+        vars(method).update(create_weights=create_weights, process_weights_after_loading=process_weights_after_loading)
         return method
 
 

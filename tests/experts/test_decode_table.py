@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import recorded_routing
 from tests.support.decode_steps import (
     EXPERTS,
     FORMATS,
@@ -29,9 +30,9 @@ from vllm_dymoe.systems.dymoe import Dymoe
 class Host:
     """The rule as the host applies it: ``System.select``, ``ResidencyTable.begin_step``, evictions, publications."""
 
-    def __init__(self, shares, system, skip_low, nested):
+    def __init__(self, shares, system, skip_low, nested, experts=EXPERTS):
         tiers = {Tier.LO: shares[LOW], Tier.HI: shares[HIGH]}
-        self.table = ResidencyTable(EXPERTS, tiers, reuse_high=system.reuses_high, nested=nested)
+        self.table = ResidencyTable(experts, tiers, reuse_high=system.reuses_high, nested=nested)
         self.system, self.skip_low, self.slots = system, skip_low, iter(range(1 << 30))
         self.counts = np.zeros((LAYERS, len(Counter)), np.int64)
 
@@ -122,6 +123,21 @@ def test_any_steps_give_the_rows_that_the_host_keeps(steps, low, high, retention
         for name in ("tier", "heat", "used_at", *(("fine_heat", "fine_used_at") if nested else ())):
             assert np.array_equal(getattr(table, name).numpy(), getattr(host.table, name))
     assert table.counters.tolist() == host.counts.tolist()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("nested", [False, True])
+def test_recorded_routing_gives_the_rows_that_the_host_keeps(nested, batch):
+    shares, system = {LOW: [4, 3], HIGH: [5, 6]}, Dymoe(retention=0.5)
+    sizes = {"experts": recorded_routing.EXPERTS, "top_k": recorded_routing.TOP_K}
+    table = make_table(shares, system=system, nested=nested, **sizes)
+    host = Host(shares, system, False, nested, sizes["experts"])
+    for layer, ids, weights in recorded_routing.recorded_steps(batch):
+        decision = decide(table, layer, ids, weights)
+        check_items(decision, ids, *host.step(layer, ids, weights))
+        assert np.array_equal(table.tier.numpy(), host.table.tier)
+    assert table.counters.tolist() == host.counts.tolist()
+    assert (table.counters[:, Counter.HITS] > 0).all()
 
 
 def check_addresses(table, layer, decision, held):

@@ -1,6 +1,5 @@
 """The program that decides a layer's step against its plain twin: every tensor, bit for bit."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -8,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.sections import DEVICE, at_the_edge
 from tests.kernels.twins import Twins
+from tests.support import recorded_routing
 from tests.support.decode_steps import EXPERTS, LAYERS, TOKENS, make_table, random_step, rows
 from vllm_dymoe.experts.decode_table import Decision
 from vllm_dymoe.experts.residency import HIGH, LOW
@@ -81,17 +81,13 @@ def test_routing_that_repeats_an_expert_or_names_none():
     twins.step(0, torch.full((3, 3), -1), weights)
 
 
-def test_recorded_routing():
-    """The distribution of a trained model's routers: popular experts, and steps that resemble their neighbours."""
-    rng = np.random.default_rng(0)
-    scores = rng.normal(size=(LAYERS, EXPERTS))
-    twins = Twins({LOW: [2, 2], HIGH: [4, 4]}, system=Dymoe(retention=0.75))
-    for step in range(12):
-        scores = 0.9 * scores + 0.4 * rng.normal(size=scores.shape)
-        for layer in range(LAYERS):
-            ids = np.argsort(-scores[layer])[None, :3].copy()
-            weights = np.exp(scores[layer][ids]).astype(np.float32)
-            twins.step(layer, torch.from_numpy(ids), torch.from_numpy(weights / weights.sum()), real=min(1, step))
+@pytest.mark.parametrize("nested", [False, True])
+def test_recorded_routing(nested):
+    """What routers of a trained model chose: popular experts, and steps that resemble their neighbours."""
+    sizes = {"experts": recorded_routing.EXPERTS, "top_k": recorded_routing.TOP_K}
+    twins = Twins({LOW: [4, 3], HIGH: [5, 6]}, system=Dymoe(retention=0.75), nested=nested, **sizes)
+    for step, (layer, ids, weights) in enumerate(recorded_routing.recorded_steps(3)):
+        twins.step(layer, ids, weights, real=min(3, step))
     assert twins.plain.counters[:, 4].sum() > 0
 
 

@@ -1,0 +1,29 @@
+"""Records what two routers of the shipped model chose in decode: ``python -m tests.support.record_routing``."""
+
+import tempfile
+
+import torch
+from safetensors.torch import save_file
+
+from tests.e2e.engines import answer, engine, prompts
+from tests.support.recorded_routing import FILE
+from vllm_dymoe.traces import Trace
+
+LAYERS = [2, 6]
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        with engine(dymoe={"hi": 4, "expert_budget": "100%", "trace": folder}) as llm:
+            answer(llm, prompts()[:2], max_tokens=40, logprobs=None)
+            llm.collective_rpc("dymoe_trace")
+        trace = Trace.load(folder)
+    decoded = ~trace.prefill
+    of_trace = {"ids": trace.experts, "weights": trace.weights}
+    chosen = {name: values[decoded][:, LAYERS].contiguous() for name, values in of_trace.items()}
+    save_file(chosen, FILE)
+    print({name: tuple(values.shape) for name, values in chosen.items()}, torch.unique(chosen["ids"]).numel())
+
+
+if __name__ == "__main__":
+    main()

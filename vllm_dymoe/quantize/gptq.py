@@ -13,9 +13,9 @@ make all weights smaller, and lose more (benchmarks/LOG.md).
 Where the low version lies inside the high one a code is read in two ways, and each reading has an error of its own that
 later columns make up for. The code is the one whose two squared errors, that of the low reading times a weight, are
 least together. The weight is chosen for each matrix: what GPTQ leaves of the low reading's output error, where it does
-not look at it, is 20 to 5000 times the high one's on one small model, by how alike columns' inputs are, and no constant
-suits both ends. One sweep of coordinate descent follows, which chooses every column's codes once more, given all the
-others (Behdin et al., "QuantEase", 2023); it takes a tenth off the low reading's loss and costs the high one nothing.
+not look at it, is a multiple of the high one's that differs by orders of magnitude between matrices, by how alike
+columns' inputs are, and no constant suits both ends. One sweep of coordinate descent follows, which chooses every
+column's codes once more, given all the others (Behdin et al., "QuantEase", 2023).
 
 Written here, because the libraries that have it, GPTQModel and llm-compressor, quantize the modules of a model that
 they load, onto grids whose zeros are whole numbers. Ours are 16-bit weights (docs/format.md), which fit a group better.

@@ -232,7 +232,7 @@ def test_metrics_say_what_the_workers_count(client, server, checkpoint):
         assert grown[f"vllm_dymoe_{name}_total",] == stats[name] - counted[name], name
     moved = grown["vllm_dymoe_transferred_bytes_total", "demand"]
     assert moved == stats["bytes_moved"]["demand"] - counted["bytes_moved"]["demand"]
-    assert moved == grown["vllm_dymoe_misses_total",] * Manifest.read(checkpoint).experts.formats[4].nbytes
+    assert moved == grown["vllm_dymoe_misses_total",] * Manifest.read(checkpoint).experts.formats[4].whole_nbytes
     assert after["vllm_dymoe_budget_bytes",] == stats["budget_bytes"]
     assert after["vllm_dymoe_resident_experts", "hi"] == stats["resident_experts"]["hi"]
     assert 0 < after["vllm_dymoe_resident_experts", "hi"] <= after["vllm_dymoe_slots", "hi"] == 64

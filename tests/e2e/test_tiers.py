@@ -67,7 +67,7 @@ def test_mixed_tiers_read_complete_bytes_and_keep_one_version(store):
             # With a high slot for nearly every expert hardly a low version is kept that could be promoted.
             assert stats.promotions > 0 or budget == "100%"
             assert stats.reuses > 0
-            assert stats.misses == stats.transfers["demand"]
+            assert stats.misses <= stats.transfers["demand"], "one or two slices for each"
             assert stats.peak_expert_bytes <= stats.budget_bytes
-        low, high = (runtime.experts.formats[bits].nbytes for bits in (2, 4))
-        assert low * stats.misses < stats.bytes_moved["demand"] < high * stats.misses
+        fine = runtime.experts.formats[4]
+        assert fine.nbytes * stats.misses < stats.bytes_moved["demand"] < fine.whole_nbytes * stats.misses

@@ -2,7 +2,7 @@
 
 
 def watch_computed(runtime, told):
-    """Call ``told(layer, expert, tier, slot)`` for every expert, right after its rows were computed."""
+    """Call ``told(layer, expert, tier, slot)`` for every expert, or slice, right after its rows were computed."""
     forward, begin = runtime.forward, runtime.kernel.begin
     running = []
 
@@ -14,19 +14,20 @@ def watch_computed(runtime, told):
         work = begin(*arguments, **named)
         place, compute, slots = work.place, work.compute, {}
         there = {
-            slot.expert.gate.weight.data_ptr(): (tier, slot)
-            for tier, pool in runtime.memory.pools.items()
-            for slot in pool.slots
+            slot.blob.data_ptr(): (tier, slot) for tier, pool in runtime.memory.pools.items() for slot in pool.slots
         }
 
         def placed(expert, packed):
-            slots[expert] = there[packed[0].weight.data_ptr()]
+            gate = packed.gate
+            parts = (gate.weight,) if gate.fine is None else (gate.weight, gate.fine)
+            slots[expert] = [there[part.data_ptr()] for part in parts]
             place(expert, packed)
 
         def computed(experts, receive=None):
             compute(experts, receive)
             for expert in experts:
-                told(running[0], expert, *slots[expert])
+                for tier, slot in slots[expert]:
+                    told(running[0], expert, tier, slot)
 
         work.place, work.compute = placed, computed
         return work

@@ -13,8 +13,22 @@ USE = 1 << 16
 """Heat of one use; at most USE << AGING adds up."""
 
 
+MOST_EXPERTS = 512
+"""Experts of a layer for which a program decides: all of them are in one vector."""
+
+
+def check_experts(experts: int) -> None:
+    """Refuse layers for which no program decides.
+
+    Raises:
+        ValueError: they have more experts than it holds.
+    """
+    if experts > MOST_EXPERTS:
+        raise ValueError(f"a layer has {experts} experts, but a device decides for at most {MOST_EXPERTS}")
+
+
 def experts_width(experts: int) -> int:
-    """Elements of the vectors that the program has of a layer's experts: a power of two."""
+    """Elements of the vectors that a program has of a layer's experts: a power of two."""
     return max(32, 1 << (experts - 1).bit_length())
 
 

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.decision import Decision
 from vllm_dymoe.experts.decode_ahead import Copies
-from vllm_dymoe.experts.decode_table import Decision, DecodeTable
+from vllm_dymoe.experts.decode_table import DecodeTable
 from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.kernels.combine import Pairs
 from vllm_dymoe.kernels.triton import (

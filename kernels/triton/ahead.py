@@ -13,10 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_dymoe.kernels.checks import check_tensor
-from vllm_dymoe.kernels.decode import experts_width, scratch_size
+from vllm_dymoe.kernels.decode import check_experts, experts_width, scratch_size
 from vllm_dymoe.kernels.triton.decide import (
     ELEMENTS_AT_ONCE,
-    MOST_EXPERTS,
     WARPS,
     add_to,
     bytes_ahead,
@@ -61,8 +60,7 @@ def name_ahead(
         ValueError: more experts than the program holds, or sizes that disagree.
     """
     experts, (tokens, guesses) = table["tier"].shape[1], ids.shape
-    if experts > MOST_EXPERTS:
-        raise ValueError(f"a layer has {experts} experts, but a device decides for at most {MOST_EXPERTS}")
+    check_experts(experts)
     check_tensor("ids", ids, shape=(tokens, guesses))
     check_tensor("scores", scores, shape=(tokens, guesses), dtype=torch.float32)
     check_tensor("rows", rows, shape=(1,), dtype=torch.int32)

@@ -16,10 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_dymoe.kernels.checks import check_tensor
-from vllm_dymoe.kernels.decode import AGING, POSITIONS_AT_ONCE, USE, WEIGHT_UNIT, experts_width
+from vllm_dymoe.kernels.decode import AGING, POSITIONS_AT_ONCE, USE, WEIGHT_UNIT, check_experts, experts_width
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 
-MOST_EXPERTS = 512
 # Of a chunk of pairs times experts: 16 for each thread, and twice as many registers where they are int64.
 ELEMENTS_AT_ONCE = 2048
 WARPS = 4
@@ -69,8 +68,7 @@ def decide(
     """
     (layers, experts), (depth, _, ring_tokens, top_k) = table["tier"].shape, table["ring_ids"].shape
     tokens = ids.shape[0]
-    if experts > MOST_EXPERTS:
-        raise ValueError(f"a layer has {experts} experts, but a device decides for at most {MOST_EXPERTS}")
+    check_experts(experts)
     check_tensor("ids", ids, shape=(tokens, top_k))
     check_tensor("weights", weights, shape=(tokens, top_k), dtype=torch.float32)
     check_tensor("rows", rows, shape=(1,), dtype=torch.int32)

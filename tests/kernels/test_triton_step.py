@@ -6,8 +6,9 @@ import torch
 from tests.kernels.sections import DEVICE, TOLERANCE, Experts, poisoned, random_x, relative_error, work_list
 from tests.support.decode_steps import rows
 from tests.support.no_host import HostInStepError, NoHost
+from vllm_dymoe.experts.decision import Decision
 from vllm_dymoe.experts.decode_rule import decide_plain
-from vllm_dymoe.experts.decode_table import Counter, Decision, DecodeTable
+from vllm_dymoe.experts.decode_table import Counter, DecodeTable
 from vllm_dymoe.experts.layout import ExpertFormat
 from vllm_dymoe.experts.residency import HIGH, LOW
 from vllm_dymoe.kernels import Activation, Curve, combine

@@ -4,9 +4,9 @@ import torch
 
 from tests.kernels.sections import DEVICE
 from tests.support.decode_steps import make_table, rows
+from vllm_dymoe.experts.decision import Decision
 from vllm_dymoe.experts.decode_ahead import Copies, name_ahead_plain
 from vllm_dymoe.experts.decode_rule import decide_plain
-from vllm_dymoe.experts.decode_table import Decision
 from vllm_dymoe.kernels.triton.ahead import name_ahead
 from vllm_dymoe.kernels.triton.decide import decide
 

@@ -24,8 +24,8 @@ from tests.runtime.schedules import (
     Guesses,
     Program,
     RecordedMemory,
+    expected,
     make_engine,
-    plain_runtime,
 )
 from tests.runtime.steps import forward, make_runtime, random_step
 from tests.support.deterministic_threads import DeterministicThreads
@@ -151,13 +151,6 @@ def execute(program, turns, history):
     runtime.check_integrity()
     engine.close()
     return outputs
-
-
-def expected(program):
-    runtime = plain_runtime(program)
-    return [
-        forward(runtime, layer, *random_step(seed, tokens, runtime.experts)) for seed, layer, tokens in program.steps
-    ]
 
 
 guesses = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)), max_size=4).map(tuple)

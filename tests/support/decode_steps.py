@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 
+from vllm_dymoe.experts.decision import Decision
 from vllm_dymoe.experts.decode_rule import decide_plain
-from vllm_dymoe.experts.decode_table import Decision, DecodeTable
+from vllm_dymoe.experts.decode_table import DecodeTable
 from vllm_dymoe.experts.layout import ExpertFormat, stored_formats
 from vllm_dymoe.experts.residency import HIGH, LOW
 from vllm_dymoe.systems.dymoe import Dymoe

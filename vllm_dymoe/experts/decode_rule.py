@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.experts.decode_table import KEPT, PASSED, STAYED, Counter, Decision, DecodeTable
+from vllm_dymoe.experts.decision import KEPT, PASSED, STAYED, Decision
+from vllm_dymoe.experts.decode_table import Counter, DecodeTable
 from vllm_dymoe.experts.residency import FREE, HIGH, HIT, LOW, NOWHERE, STREAM, decide, decide_slices, record_uses
 from vllm_dymoe.kernels.decode import POSITIONS_AT_ONCE, WEIGHT_UNIT
 
@@ -74,10 +75,7 @@ def decide_plain(
         counts[counter] += np.count_nonzero(places != HIT)
         counts[Counter.PASSED] += np.count_nonzero(places == STREAM)
         counts[Counter.EVICTIONS] += np.count_nonzero(places >= 0)
-    if table.nested:
-        _give_slices(table, layer, active, low_places, high_places)
-    else:
-        _give_slots(table, layer, active, wanted, np.where(wanted == HIGH, high_places, low_places))
+    _give(table, layer, active, (low_places, high_places))
     _list_items(table, layer, active, computed, (low_places, high_places), sizes, decision)
     _list_positions(active, chosen, top_k, decision)
 
@@ -137,35 +135,25 @@ def _found_ahead(table: DecodeTable, layer: int, expert: int, code: int) -> tupl
     return (slot, projections) if table.staged_for[half] == layer and tier == code else (-1, 0)
 
 
-def _give_slots(table: DecodeTable, layer: int, active: Ints, wanted: NDArray[np.int8], places: Ints) -> None:
-    """Write the rows of experts that are kept: free slots are taken in ascending order."""
-    tier, slot = table.tier.numpy()[layer], table.slot.numpy()[layer]
-    for code in (HIGH, LOW):
+def _give(table: DecodeTable, layer: int, active: Ints, places: tuple[Ints, Ints]) -> None:
+    """Write the rows of what is kept, one pool after the other: free slots are taken in ascending order.
+
+    Bases come before fine slices, because who loses its base loses both.
+    """
+    nested, tier = table.nested, table.tier.numpy()[layer]
+    for code in (LOW, HIGH) if nested else (HIGH, LOW):
+        given = places[code - 1]
+        slot = (table.fine if nested and code == HIGH else table.slot).numpy()[layer]
         first, share = int(table.first_slot[layer, code]), int(table.shares[layer, code])
         own = np.arange(first, first + share, dtype=np.int32)
-        free = iter(own[~np.isin(own, slot[tier == code])].tolist())
-        for number in ((wanted == code) & ((places == FREE) | (places >= 0))).nonzero()[0].tolist():
-            expert, victim = active[number], places[number]
+        free = iter(own[~np.isin(own, slot[tier >= code if nested else tier == code])].tolist())
+        for number in ((given == FREE) | (given >= 0)).nonzero()[0].tolist():
+            expert, victim = active[number], given[number]
             taken = next(free) if victim == FREE else slot[victim]
             if victim != FREE:
-                tier[victim], slot[victim] = NOWHERE, -1
+                tier[victim], slot[victim] = code - 1 if nested else NOWHERE, -1
             tier[expert], slot[expert] = code, taken
-
-
-def _give_slices(table: DecodeTable, layer: int, active: Ints, bases: Ints, fine: Ints) -> None:
-    """The same for bases, and then for fine slices; who loses its base loses both."""
-    tier = table.tier.numpy()[layer]
-    for code, slot, places in ((LOW, table.slot.numpy()[layer], bases), (HIGH, table.fine.numpy()[layer], fine)):
-        first, share = int(table.first_slot[layer, code]), int(table.shares[layer, code])
-        own = np.arange(first, first + share, dtype=np.int32)
-        free = iter(own[~np.isin(own, slot[tier >= code])].tolist())
-        for number in ((places == FREE) | (places >= 0)).nonzero()[0].tolist():
-            expert, victim = active[number], places[number]
-            taken = next(free) if victim == FREE else slot[victim]
-            if victim != FREE:
-                tier[victim], slot[victim] = code - 1, -1
-            tier[expert], slot[expert] = code, taken
-        if code == LOW:
+        if nested and code == LOW:
             table.fine.numpy()[layer][tier == NOWHERE] = -1
 
 

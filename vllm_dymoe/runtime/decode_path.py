@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vllm_dymoe.experts.decode_table import Decision, DecodeTable
+from vllm_dymoe.experts.decision import Decision
+from vllm_dymoe.experts.decode_table import DecodeTable
 from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.predict.on_device import OnDevice

@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
+from vllm_dymoe.experts.decision import Decision
 from vllm_dymoe.experts.decode_ahead import Copies
-from vllm_dymoe.experts.decode_table import Decision, DecodeTable
+from vllm_dymoe.experts.decode_table import DecodeTable
 from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.kernels import Activation, ExpertKernel
+from vllm_dymoe.kernels.decode import check_experts
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.ahead import fetch_ahead, name_ahead
-from vllm_dymoe.kernels.triton.decide import MOST_EXPERTS
 from vllm_dymoe.kernels.triton.step import DecodeStep
 
 
@@ -29,10 +30,7 @@ class TritonDecode:
 
     def __init__(self, kernel: ExpertKernel, experts: ModelExperts, rows: int) -> None:
         assert isinstance(kernel, TritonKernel)
-        if experts.num_experts > MOST_EXPERTS:
-            raise ValueError(
-                f"a layer has {experts.num_experts} experts, and the program that decides holds at most {MOST_EXPERTS}"
-            )
+        check_experts(experts.num_experts)
         self._kernel, self._formats = kernel, [fmt.matrices for fmt in experts.formats.values()]
         self._steps: dict[Activation, DecodeStep] = {}
         self._check(self._step(Activation.SILU), rows, experts.top_k)

@@ -362,7 +362,7 @@ def pack(
         packed.order.copy_(order)
         codes = codes[:, order]
 
-    packed.weight.copy_(_stored(codes, format))
+    _store(codes, packed.weight, format)
     packed.scales_zeros[:, : format.rows, 0].copy_(scales.t())
     packed.scales_zeros[:, : format.rows, 1].copy_(zeros.t())
 
@@ -398,7 +398,7 @@ def pack_floats(
         packed.factor.copy_(torch.tensor(factor, dtype=torch.float32))
     elif factor != (1.0, 1.0):
         raise ValueError(f"factor is {factor}, and {format.codebook.name} has none")
-    packed.weight.copy_(_stored(codes, format))
+    _store(codes, packed.weight, format)
     # As bytes, of which a pad is 0: not every dtype of scales can be padded.
     raw = scales.contiguous().view(torch.uint8).view(format.rows, format.groups, -1)
     raw = torch.nn.functional.pad(raw, (0, 0, 0, 0, 0, format.padded_rows - format.rows))
@@ -429,19 +429,24 @@ def pack_nested(
     check_tensor("fine", fine, dtype=torch.uint8, shape=(format.nbytes,))
     pack(format.base, codes >> half, scales, zeros, base, order)
     lower = codes & (1 << half) - 1
-    fine.view(format.weight_shape).copy_(_stored(lower if order is None else lower[:, order], format))
+    _store(lower if order is None else lower[:, order], fine.view(format.weight_shape), format)
 
 
-def _stored(codes: Tensor, format: MatrixFormat) -> Tensor:
-    """Codes [rows, columns], or halves of them, in stored order, as a section has them: uint8 [format.weight_shape]."""
+def _store(codes: Tensor, weight: Tensor, format: MatrixFormat) -> None:
+    """Write codes [rows, columns], or halves of them, in stored order into a section: uint8 [format.weight_shape]."""
     padding = (0, format.padded_columns - format.columns, 0, format.padded_rows - format.rows)
-    padded = torch.nn.functional.pad(codes, padding)
+    if any(padding):
+        codes = torch.nn.functional.pad(codes, padding)
+    first, second = codes.view(-1, 2, PAIR_BYTES, format.padded_columns).unbind(1)  # [blocks, 32, columns]
     if format.stored_bits == 8:
-        return torch.stack((_pairs(padded >> 4), _pairs(padded & 15)), 1)
-    if format.stored_bits == 4:
-        return _pairs(padded)
-    halves = _pairs(padded).reshape(-1, 2, format.fold // 2 * PAIR_BYTES)
-    return (halves[:, 0] | halves[:, 1] << 2).view(format.weight_shape)
+        weight[:, 0].copy_((first >> 4 | second & 0xF0).transpose(1, 2))
+        weight[:, 1].copy_((first & 15 | second << 4).transpose(1, 2))
+        return
+    pairs = (first | second << 4).transpose(1, 2)
+    if format.stored_bits == 2:
+        halves = pairs.reshape(-1, 2, format.fold // 2 * PAIR_BYTES)
+        pairs = (halves[:, 0] | halves[:, 1] << 2).view(format.weight_shape)
+    weight.copy_(pairs)
 
 
 def unpack(packed: PackedMatrix) -> Tensor:
@@ -465,7 +470,7 @@ def _stored_codes(packed: PackedMatrix) -> Tensor:
 
 
 def _loaded(stored: Tensor, format: MatrixFormat) -> Tensor:
-    """Inverse of :func:`_stored`: uint8 [padded_rows, padded_columns]."""
+    """Inverse of :func:`_store`: uint8 [padded_rows, padded_columns]."""
     if format.stored_bits == 8:
         return _codes(stored[:, 0]) << 4 | _codes(stored[:, 1])
     if format.stored_bits == 4:
@@ -508,14 +513,8 @@ def _in_input_order(packed: PackedMatrix, stored: Tensor) -> Tensor:
     return stored if packed.order is None else stored[:, packed.order.long().argsort()]
 
 
-def _pairs(codes: Tensor) -> Tensor:
-    """4-bit codes [rows, columns] in the layout of a block: a strided uint8 [blocks, columns, 32]."""
-    halves = codes.view(-1, 2, PAIR_BYTES, codes.shape[1])  # [blocks, half, 32, columns]
-    return (halves[:, 0] | halves[:, 1] << 4).transpose(1, 2)
-
-
 def _codes(pairs: Tensor) -> Tensor:
-    """Inverse of :func:`_pairs`: uint8 [rows, columns]."""
+    """The 4-bit codes of pairs [blocks, columns, 32]: uint8 [rows, columns]."""
     blocks, columns, _ = pairs.shape
     return torch.cat((pairs & 15, pairs >> 4), 2).transpose(1, 2).reshape(blocks * BLOCK_ROWS, columns)
 

@@ -143,8 +143,9 @@ def test_a_bias_leaves_the_order_of_columns_behind_it_alone():
 def test_wrong_weights_are_named(tmp_path, weight, sentence):
     experts = make_experts()
     packer = ExpertPacker(experts, make_quantizer("rtn"), StoreWriter(tmp_path / "s", Manifest(experts, "rtn", "")))
+    packer.put(1, 5, Projection.GATE, weight)
     with pytest.raises(StoreError, match=sentence):
-        packer.put(1, 5, Projection.GATE, weight)
+        packer.finish()
 
 
 def test_experts_that_are_missing_are_named(tmp_path):

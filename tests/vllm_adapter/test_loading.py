@@ -37,8 +37,10 @@ def test_weights_that_are_not_finite_end_the_start_and_leave_nothing(tmp_path, b
     model.put(0, 0, Projection.GATE, random_weight(EXPERTS, 0, 0, Projection.GATE))
     weight = random_weight(EXPERTS, 1, 4, Projection.DOWN)
     weight[3, 5] = bad
+    model.put(1, 4, Projection.DOWN, weight)
+    model._model.layer_loaded(0)
     with pytest.raises(StoreError) as caught:
-        model.put(1, 4, Projection.DOWN, weight)
+        model._model.layer_loaded(1)
     assert str(caught.value).startswith("vllm-dymoe: the down projection of expert 4 in layer 2 cannot be quantized")
     assert "1 of its weights are NaN or infinite; download the checkpoint again." in str(caught.value)
     assert not os.listdir(tmp_path)

@@ -37,7 +37,7 @@ class Layer(torch.nn.Module):
 
     def put(self, expert, projection, matrix):
         assert (expert, projection) not in self.got
-        self.got[expert, projection] = matrix
+        self.got[expert, projection] = matrix()
 
     def _map_global_expert_id_to_local_expert_id(self, expert):
         return expert - self.first if self.first <= expert < self.first + self.local else -1

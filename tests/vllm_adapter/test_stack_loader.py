@@ -27,7 +27,7 @@ class Layer(torch.nn.Module):
         reader = make_reader({"quant_method": "mxfp4"})
         self.loader = QuantizedStackLoader(
             self,
-            lambda *given: self.got.__setitem__(given[:2], given[2].dequantize()),
+            lambda *given: self.got.__setitem__(given[:2], given[2]().dequantize()),
             lambda *given: self.biases.__setitem__(given[:2], given[2]),
             reader,
             lambda: wanted,

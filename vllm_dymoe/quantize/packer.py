@@ -15,11 +15,15 @@ from vllm_dymoe.quantize.base import Codes, Quantizer, dequantized, pack_bias, q
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
 from vllm_dymoe.quantize.prequantized import Held, Matrix, PrequantizedMatrix, check_held
+from vllm_dymoe.quantize.side_by_side import SideBySide
 from vllm_dymoe.store import FileStore, StoreError
 from vllm_dymoe.store.writer import StoreWriter
 
 Place = tuple[int, int, Projection]
 """Position of the layer, local expert, and which of its matrices."""
+
+Given = Tensor | Held | Callable[[], Tensor | Held]
+"""A weight, or what makes it, which is called by the thread that packs it."""
 
 
 def pack_projection(
@@ -79,6 +83,8 @@ def pack_projection(
 class ExpertPacker:
     """Takes weights and biases in whatever order a loader has them, and knows which are still missing.
 
+    Weights are packed by threads: what is wrong with one is said later, by ``finish`` at the latest.
+
     Args:
         experts: what the store will hold.
         quantizer: used for every bit-width below 16.
@@ -95,7 +101,8 @@ class ExpertPacker:
     ) -> None:
         self.experts = experts
         self._errors = ErrorTally(experts)
-        self._quantizer, self._writer, self._progress = quantizer, writer, progress
+        self._quantizer, self._writer = quantizer, writer
+        self._threads = SideBySide(lambda *_: progress())
         self._missing: set[Place] = {
             (layer, expert, projection)
             for layer in range(len(experts.layers))
@@ -105,20 +112,25 @@ class ExpertPacker:
         self._missing_biases = set(self._missing) if any(fmt.bias for fmt in experts.formats.values()) else set()
         self._early_biases: dict[Place, Tensor] = {}
 
-    def put(self, layer: int, expert: int, projection: Projection, weight: Tensor | Held) -> None:
+    def put(self, layer: int, expert: int, projection: Projection, weight: Given) -> None:
         """Pack one weight, [rows, columns] on any device.
 
         Raises:
-            StoreError: see :func:`pack_projection`.
+            StoreError: see :func:`pack_projection`, of this weight or one before it.
         """
         place = (layer, expert, projection)
         bias = self._early_biases.pop(place, None)
-        matrix = weight if isinstance(weight, Held) else weight.cpu(), bias
-        pack_projection(self.experts, place, matrix, self._quantizer, self._writer, self._errors)
+        if isinstance(weight, Tensor):
+            weight = weight.cpu()
+        form = next(iter(self.experts.formats.values())).matrices[projection]
+        self._threads.submit(2 * form.rows * form.columns, self._pack, place, weight, bias)
         self._missing.discard(place)
         if bias is not None:
             self._missing_biases.discard(place)
-        self._progress()
+
+    def _pack(self, place: Place, weight: Given, bias: Tensor | None) -> None:
+        matrix = (weight() if callable(weight) else weight), bias
+        pack_projection(self.experts, place, matrix, self._quantizer, self._writer, self._errors)
 
     def put_bias(self, layer: int, expert: int, projection: Projection, bias: Tensor) -> None:
         """Store one bias, [rows] on any device, before or after its weight.
@@ -130,6 +142,7 @@ class ExpertPacker:
         if place in self._missing:
             self._early_biases[place] = bias.to("cpu", copy=True)
             return
+        self._threads.wait()  # for the section that it is a part of
         for bits, fmt in self.experts.formats.items():
             form = fmt.matrices[projection]
             if form.nested:  # its bias is in the base
@@ -143,18 +156,21 @@ class ExpertPacker:
         """Complete the store.
 
         Raises:
-            StoreError: the checkpoint did not hold every projection.
+            StoreError: the checkpoint did not hold every projection, or one cannot be stored.
         """
+        self._threads.wait()
         for missing, what in ((self._missing, "expert projections"), (self._missing_biases, "biases of experts")):
             if missing:
                 raise StoreError(
                     f"the checkpoint lacks {len(missing)} {what}, the first being that of the "
                     f"{_name(self.experts, min(missing))}; download it again."
                 )
+        self._threads.close()
         return self._writer.finish(self._errors.record())
 
     def discard(self) -> None:
         """Give up: remove what was written."""
+        self._threads.close()  # by now no thread may write to the files
         self._writer.discard()
 
 

@@ -1,17 +1,10 @@
-"""Packing all experts of a checkpoint: side by side, each on one core.
+"""Packing all experts of a checkpoint, side by side.
 
-Quantizing is many small operations: spreading each of them over the cores costs more in waiting than it gains. Whole
-experts are the pieces of work, because what a down projection reads follows from the other two; at most two for each
-core are under way.
+Whole experts are the pieces of work, because what a down projection reads follows from the other two.
 """
 
 import contextlib
-import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-
-import torch
+from collections.abc import Callable, Iterator
 
 from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.quantize import make_quantizer
@@ -20,6 +13,7 @@ from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.journal import Journal
 from vllm_dymoe.quantize.packer import pack_projection
+from vllm_dymoe.quantize.side_by_side import SideBySide
 from vllm_dymoe.store import ErrorRecord
 from vllm_dymoe.store.writer import StoreWriter
 
@@ -77,38 +71,15 @@ def pack(
             curvature = inner if projection is Projection.DOWN else outer
             pack_projection(experts, (layer, expert, projection), matrix, chosen, writer, errors, curvature)
 
+    def done(layer: int, expert: int) -> None:
+        progress(checkpoint.layer_bytes[layer] // experts.num_experts)
+        if journal is not None and expert == experts.num_experts - 1:
+            writer.sync(layer)
+            journal.add(layer, errors.of_layer(layer))
+
     # Closed here: whoever catches an error may close the writer's files, and by then no thread may write to them.
-    with contextlib.closing(_side_by_side(work(), do)) as done:
-        for layer, expert in done:
-            progress(checkpoint.layer_bytes[layer] // experts.num_experts)
-            if journal is not None and expert == experts.num_experts - 1:
-                writer.sync(layer)
-                journal.add(layer, errors.of_layer(layer))
+    with contextlib.closing(SideBySide(done)) as cores:
+        for layer, expert in work():
+            cores.submit(checkpoint.layer_bytes[layer] // experts.num_experts, do, layer, expert)
+        cores.wait()
     return errors.record()
-
-
-def _side_by_side(
-    work: Iterator[tuple[int, int]], do: Callable[[int, int], None]
-) -> Generator[tuple[int, int], None, None]:
-    """Do pieces of work on all cores, each on one; yields those that are done, in their order."""
-    cores = len(os.sched_getaffinity(0))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pool = ThreadPoolExecutor(cores)
-    pending: deque[tuple[tuple[int, int], Future[None]]] = deque()
-
-    def oldest() -> tuple[int, int]:
-        piece, done = pending.popleft()
-        done.result()
-        return piece
-
-    try:
-        for piece in work:
-            pending.append((piece, pool.submit(do, *piece)))
-            if len(pending) == 2 * cores:
-                yield oldest()
-        while pending:
-            yield oldest()
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)

@@ -24,10 +24,11 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import Projection
+from vllm_dymoe.quantize.packer import Given
 from vllm_dymoe.quantize.prequantized import Held
 from vllm_dymoe.quantize.readers import Reader
 
-PutWeight = Callable[[int, Projection, Tensor | Held], None]
+PutWeight = Callable[[int, Projection, Given], None]
 """(local expert, projection, weight of this rank)."""
 
 PutBias = Callable[[int, Projection, Tensor], None]
@@ -127,7 +128,7 @@ class ExpertLoader:
             if (expert := self._local(number)) != -1:
                 self._take(expert, _DBRX[name], matrix.t() if name == "w2" else matrix)
 
-    def _take(self, expert: int, projection: Projection, weight: Tensor | Held) -> None:
+    def _take(self, expert: int, projection: Projection, weight: Tensor) -> None:
         dimension = _SLICED_DIMENSION[projection]
         self._put_weight(expert, projection, weight.narrow(dimension, *self._share(weight.shape[dimension])))
 
@@ -208,16 +209,13 @@ class PrequantizedExpertLoader(ExpertLoader):
         sizes = (self._hidden, self._intermediate) if down else (self._intermediate, self._hidden)
         try:
             if kind in self._reader.parts:
-                self._take_part(expert, projection, kind, loaded_weight, sizes)
+                self._take_part(expert_id, expert, projection, kind, loaded_weight, sizes)
             elif kind in self._reader.checked:
                 self._reader.check(kind, loaded_weight.cpu(), *sizes)
             else:
                 raise ValueError("it has 16 bits, although the checkpoint is quantized; this mix is not supported.")
         except ValueError as error:
-            raise ConfigError(
-                f"vllm-dymoe: the {projection.name.lower()} projection of expert {expert_id} in {self._name} cannot be "
-                f"read from the {self._reader.method} checkpoint: {error}"
-            ) from error
+            raise self._unreadable(expert_id, projection, error) from error
         return True if return_success else None
 
     def check_complete(self) -> None:
@@ -233,13 +231,34 @@ class PrequantizedExpertLoader(ExpertLoader):
                 f"{' and '.join(missing)} in the checkpoint; download it again."
             )
 
-    def _take_part(self, expert: int, projection: Projection, kind: str, part: Tensor, sizes: tuple[int, int]) -> None:
+    def _take_part(
+        self, number: int, expert: int, projection: Projection, kind: str, part: Tensor, sizes: tuple[int, int]
+    ) -> None:
         parts = self._waiting.setdefault((expert, projection), {})
         parts[kind] = part.cpu()
         if len(parts) == len(self._reader.parts):
             del self._waiting[expert, projection]
             if self._wanted():
-                self._take(expert, projection, self._reader.read(parts, *sizes))
+                self._put_weight(expert, projection, lambda: self._read(number, projection, parts, sizes))
+
+    def _read(self, number: int, projection: Projection, parts: dict[str, Tensor], sizes: tuple[int, int]) -> Held:
+        """This rank's part of a matrix.
+
+        Raises:
+            ConfigError: it is not what the checkpoint's configuration says.
+        """
+        try:
+            matrix = self._reader.read(parts, *sizes)
+        except ValueError as error:
+            raise self._unreadable(number, projection, error) from error
+        dimension = _SLICED_DIMENSION[projection]
+        return matrix.narrow(dimension, *self._share(sizes[dimension]))
+
+    def _unreadable(self, number: int, projection: Projection, error: ValueError) -> ConfigError:
+        return ConfigError(
+            f"vllm-dymoe: the {projection.name.lower()} projection of expert {number} in {self._name} cannot be "
+            f"read from the {self._reader.method} checkpoint: {error}"
+        )
 
 
 class _Placeholder(Parameter):

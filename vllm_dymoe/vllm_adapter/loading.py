@@ -12,7 +12,7 @@ from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict import RoutedModel
-from vllm_dymoe.quantize.prequantized import Held
+from vllm_dymoe.quantize.packer import Given
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.compatibility import describe
 from vllm_dymoe.runtime import MoERuntime, minimum_budget
@@ -106,7 +106,7 @@ class Loading:
         """Whether the checkpoint's experts are needed; see :class:`ModelStore`."""
         return self._of(position)[0].wants_experts()
 
-    def put(self, position: int, expert: int, projection: Projection, weight: torch.Tensor | Held) -> None:
+    def put(self, position: int, expert: int, projection: Projection, weight: Given) -> None:
         """Take one projection from the checkpoint; see :class:`ModelStore`."""
         model, layer = self._of(position)
         model.put(layer, expert, projection, weight)

@@ -17,8 +17,7 @@ from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.quantize.prequantized import Held
+from vllm_dymoe.quantize.packer import ExpertPacker, Given
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.compatibility import format_fields, quantizer_name
 from vllm_dymoe.store import HostStore, StoreError
@@ -111,7 +110,7 @@ class ModelStore:
             self._prepare()
         return self._packer is not None
 
-    def put(self, layer: int, expert: int, projection: Projection, weight: Tensor | Held) -> None:
+    def put(self, layer: int, expert: int, projection: Projection, weight: Given) -> None:
         """Take one projection from the checkpoint; nothing to do where a complete store exists.
 
         Raises:
@@ -180,9 +179,11 @@ class ModelStore:
         """After an error nothing half-written stays, and the user reads whose error it is."""
         try:
             yield
-        except StoreError as error:
+        except (StoreError, ConfigError) as error:
             if self._packer is not None:
                 self._packer.discard()
+            if isinstance(error, ConfigError):  # says already whose it is
+                raise
             raise StoreError(f"vllm-dymoe: {error}") from error
 
     def _prepare(self) -> RankStore:

@@ -6,6 +6,7 @@ projection, the last one what is left; zeros fill it up.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -113,19 +114,27 @@ class QuantizedStackLoader(ExpertLoader):
             raise ConfigError(f"vllm-dymoe: {self._name} lacks {stem}_{missing}; download the checkpoint again.")
 
     def _take_matrices(self, stem: str, codes: Tensor, scales: Tensor) -> None:
-        for expert, (some_codes, some_scales) in enumerate(zip(codes, scales, strict=True)):
-            rows, columns = some_codes.shape[0], some_codes[0].numel() * 8 // self._reader.bits
-            parts = dict(zip(self._reader.parts, (some_codes, some_scales), strict=True))
-            try:
-                matrix = self._reader.read(parts, rows, columns)
-            except ValueError as error:
-                raise ConfigError(
-                    f"vllm-dymoe: {stem} of expert {expert} in {self._name} cannot be read from the "
-                    f"{self._reader.method} checkpoint: {error}"
-                ) from error
-            assert isinstance(matrix, FloatMatrix)
-            for projection, part in self._split(stem, rows):
-                self._put_weight(expert, projection, matrix.rows(part).filled(*self._sizes[projection]))
+        for expert, both in enumerate(zip(codes, scales, strict=True)):
+            for projection, rows in self._split(stem, codes.shape[1]):
+                parts = dict(zip(self._reader.parts, (each[rows] for each in both), strict=True))
+                where = f"{stem} of expert {expert} in {self._name}"
+                self._put_weight(expert, projection, partial(self._read, where, projection, parts))
+
+    def _read(self, where: str, projection: Projection, parts: dict[str, Tensor]) -> FloatMatrix:
+        """One matrix, filled up to this rank's sizes.
+
+        Raises:
+            ConfigError: it is not what the checkpoint's configuration says.
+        """
+        codes = parts[self._reader.parts[0]]
+        try:
+            matrix = self._reader.read(parts, codes.shape[0], codes[0].numel() * 8 // self._reader.bits)
+        except ValueError as error:
+            raise ConfigError(
+                f"vllm-dymoe: {where} cannot be read from the {self._reader.method} checkpoint: {error}"
+            ) from error
+        assert isinstance(matrix, FloatMatrix)
+        return matrix.filled(*self._sizes[projection])
 
     def _split(self, stem: str, rows: int) -> tuple[tuple[Projection, slice], ...]:
         """Rows of one expert's w13 or w2 by projection; of w13 gate and up take turns."""

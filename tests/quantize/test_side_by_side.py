@@ -1,0 +1,73 @@
+"""Pieces of work on all cores: in order for whoever asks, on one core each, and no more than there is room for."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+from vllm_dymoe.quantize import side_by_side
+from vllm_dymoe.quantize.side_by_side import SideBySide
+
+
+@pytest.fixture
+def done():
+    return []
+
+
+@pytest.fixture
+def pool(done):
+    pool = SideBySide(lambda *piece: done.append(piece))
+    yield pool
+    pool.close()
+
+
+def test_all_is_done_and_told_in_order(pool, done):
+    worked = []
+    for number in range(100):
+        pool.submit(1, worked.append, number)
+    pool.wait()
+    assert done == [(number,) for number in range(100)]
+    assert sorted(worked) == list(range(100))
+
+
+def test_pieces_stay_on_one_core_and_the_caller_keeps_its_own(pool):
+    before, found = torch.get_num_threads(), []
+    for _ in range(20):
+        pool.submit(1, lambda: found.append((threading.current_thread(), torch.get_num_threads())))
+    pool.wait()
+    assert {threads for _, threads in found} == {1}
+    assert threading.current_thread() not in {thread for thread, _ in found}
+    assert torch.get_num_threads() == before
+
+
+def test_threads_leave_the_core_of_a_bound_caller():
+    """As vLLM's CPU worker binds each of its threads to a core of its own."""
+    cores, found, free = os.sched_getaffinity(0), [], threading.Event()
+    threading.Thread(target=free.wait).start()
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        pool = SideBySide(lambda: None)
+        pool.submit(1, lambda: found.append(os.sched_getaffinity(0)))
+        pool.wait()
+        pool.close()
+    finally:
+        os.sched_setaffinity(0, cores)
+        free.set()
+    assert found == [cores]
+
+
+def test_large_pieces_wait_for_one_another(pool, done):
+    gate = threading.Event()
+    pool.submit(side_by_side._MOST_BYTES, gate.wait)
+    threading.Timer(0.05, gate.set).start()
+    pool.submit(1, int)
+    assert done == [()]
+
+
+def test_an_error_is_raised_where_the_work_comes_from(pool, done):
+    pool.submit(1, int)
+    pool.submit(1, int, "no number")
+    with pytest.raises(ValueError, match="no number"):
+        pool.wait()
+    assert done == [()]

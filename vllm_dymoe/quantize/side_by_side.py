@@ -1,0 +1,87 @@
+"""Work on all cores, each piece on one.
+
+Quantizing is many small operations: spreading each of them over the cores costs more in waiting than it gains, most of
+all where something else has one of the cores.
+"""
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+# What waits or is worked on, of which a checkpoint in memory holds as much again at most.
+_MOST_BYTES = 1 << 29
+
+
+class SideBySide:
+    """Pieces of work that one thread hands out; at most two for each core are under way.
+
+    Args:
+        done: called by that thread with the arguments of each piece that is done, in the order of handing out.
+    """
+
+    def __init__(self, done: Callable[..., object]) -> None:
+        self._done = done
+        self._pool, cores = _one_core_each()
+        self._most = 2 * cores
+        self._pending: deque[tuple[Future[object], int, tuple[Any, ...]]] = deque()
+        self._bytes = 0
+
+    def submit(self, nbytes: int, do: Callable[..., object], *arguments: Any) -> None:
+        """Hand out a piece that needs so many bytes, once there is room for it. Raises what an earlier one raised."""
+        while self._pending and (len(self._pending) == self._most or self._bytes + nbytes > _MOST_BYTES):
+            self._finish_oldest()
+        self._pending.append((self._pool.submit(do, *arguments), nbytes, arguments))
+        self._bytes += nbytes
+
+    def wait(self) -> None:
+        """Wait for all that is handed out. Raises what one of the pieces raised."""
+        while self._pending:
+            self._finish_oldest()
+
+    def close(self) -> None:
+        """Begin nothing more, and wait for what is being worked on."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _finish_oldest(self) -> None:
+        future, nbytes, arguments = self._pending.popleft()
+        self._bytes -= nbytes
+        future.result()
+        self._done(*arguments)
+
+
+def _one_core_each() -> tuple[ThreadPoolExecutor, int]:
+    """Threads whose tensor operations stay on one core, and how many."""
+    cores = _cores()
+    started = threading.Barrier(len(cores))
+
+    def start() -> None:
+        # vLLM's CPU worker is bound to one core, and threads that it starts would be.
+        os.sched_setaffinity(0, cores)
+        torch.get_num_threads()  # from here on this thread's number is its own
+        started.wait()
+
+    # As torch.set_num_threads, which vLLM's CPU worker replaces: the caller's own number ends as it was.
+    before = torch.get_num_threads()
+    torch._C.set_num_threads(1)
+    try:
+        pool = ThreadPoolExecutor(len(cores), "dymoe-pack")
+        for future in [pool.submit(start) for _ in cores]:
+            future.result()
+    finally:
+        torch._C.set_num_threads(before)
+    return pool, len(cores)
+
+
+def _cores() -> set[int]:
+    """Those on which any thread of this process may run."""
+    found = os.sched_getaffinity(0)
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            found |= os.sched_getaffinity(int(task))
+    return found

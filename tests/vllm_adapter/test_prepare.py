@@ -169,7 +169,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused_before_it_is_loaded(tmp_path,
 def test_a_model_without_experts_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     message = refusal(model=tmp_path, skip_tokenizer_init=True)
-    assert f"{tmp_path} is not a Mixture-of-Experts model; leave --quantization dymoe out" in message
+    assert f"vLLM finds no experts in the config.json of {tmp_path}; leave --quantization dymoe out" in message
 
 
 def test_other_models_and_methods_are_left_alone(tmp_path):

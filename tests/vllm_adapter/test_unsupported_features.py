@@ -5,6 +5,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm import envs
 from vllm.config import LoRAConfig
 from vllm.v1.worker.gpu_worker import Worker
@@ -13,7 +14,8 @@ from tests.vllm_adapter.test_prepare import MODEL, configure, refusal
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.store import MANIFEST, Manifest
 from vllm_dymoe.vllm_adapter import prepare
-from vllm_dymoe.vllm_adapter.patches import apply_patches
+from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
+from vllm_dymoe.vllm_adapter.patches import PATCHES, apply_patches
 from vllm_dymoe.vllm_adapter.prepare import experts_of, refuse_unsupported_features
 from vllm_dymoe.vllm_adapter.quant_config import read_options
 
@@ -69,6 +71,42 @@ def test_lora_that_reaches_the_experts_is_refused(targets):
 def test_lora_on_attention_is_accepted():
     config = configure(enable_lora=True, lora_target_modules=ATTENTION)
     assert isinstance(config.lora_config, LoRAConfig)
+
+
+@pytest.mark.parametrize(
+    ("ours", "name"), [(True, "experts.3.up_proj"), (False, "experts"), (True, "shared_experts.up_proj")]
+)
+def test_an_adapter_of_packed_experts_is_refused(ours, name):
+    """vLLM would leave out that part of it."""
+    layer = torch.nn.Module()
+    layer.quant_method = DymoeMoEMethod.__new__(DymoeMoEMethod) if ours else object()
+    adapter = SimpleNamespace(loras={"layers.0.self_attn.q_proj": 1, f"layers.0.mlp.{name}": 2})
+    manager = SimpleNamespace(_adapter_manager=SimpleNamespace(model=torch.nn.Sequential(layer)))
+    load = next(patch for patch in PATCHES if patch.target[1] == "_load_adapter").wrapped(lambda *_: adapter)
+    request = SimpleNamespace(lora_path="/adapters/1")
+    if ours and name.startswith("experts"):
+        with pytest.raises(ConfigError, match=r"adapter /adapters/1 changes experts \(layers.0.mlp.experts.3.up_proj"):
+            load(manager, request)
+    else:
+        assert load(manager, request) is adapter
+
+
+@pytest.mark.parametrize(
+    ("method", "stages", "layers", "refused"),
+    [("dymoe", 1, {}, True), ("dymoe", 2, {}, False), (None, 1, {}, False), ("dymoe", 1, {"layer": True}, False)],
+)
+def test_a_model_with_experts_of_its_own_code_is_refused(method, stages, layers, refused):
+    layers = {name: DymoeMoEMethod.__new__(DymoeMoEMethod) for name in layers}
+    for layer in layers.values():
+        layer.loading = object()
+    config = engine_config(compilation_config=SimpleNamespace(static_forward_context=layers))
+    config.model_config.quantization, config.parallel_config.pipeline_parallel_size = method, stages
+    initialize = next(patch for patch in PATCHES if patch.target[1] == "initialize_model").wrapped(lambda **_: 7)
+    if refused:
+        with pytest.raises(ConfigError, match="int runs none of its experts in vLLM's MoE layer"):
+            initialize(vllm_config=config, prefix="")
+    else:
+        assert initialize(vllm_config=config, prefix="") == 7
 
 
 def test_data_parallelism_is_refused():

@@ -164,6 +164,20 @@ def loading_of(config: VllmConfig) -> Loading | None:
     return next((layer.loading for layer in layers if isinstance(layer, DymoeMoEMethod)), None)
 
 
+def refuse_without_layers(config: VllmConfig, model: str) -> None:
+    """Refuse a model of which no layer came to us, before its weights are loaded.
+
+    Raises:
+        ConfigError: the first model of an engine has none. A draft may have none, and so may a stage of a pipeline.
+    """
+    ours = config.model_config.quantization == "dymoe" and config.parallel_config.pipeline_parallel_size == 1
+    if ours and loading_of(config) is None:
+        raise ConfigError(
+            f"vllm-dymoe: {model} runs none of its experts in vLLM's MoE layer, so that all of them would be on the "
+            "device; serve this model without --quantization dymoe."
+        )
+
+
 def _context_key(layer_name: str) -> str:
     return f"{layer_name}.dymoe"
 

@@ -53,6 +53,14 @@ def _create_engine_config(original: Original, self: Any, *args: Any, **kwargs: A
     return config
 
 
+def _initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> Any:
+    from vllm_dymoe.vllm_adapter.moe_method import refuse_without_layers
+
+    model = original(vllm_config=vllm_config, **kwargs)
+    refuse_without_layers(vllm_config, type(model).__name__)
+    return model
+
+
 def _execute_model(original: Original, self: Any, scheduler_output: Any) -> Any:
     rank = _rank(self.worker.vllm_config.quant_config)
     if rank is None or not rank.begin_step(scheduler_output):
@@ -108,6 +116,14 @@ def _reload_weights(original: Original, self: Any, *args: Any, **kwargs: Any) ->
     return original(self, *args, **kwargs)
 
 
+def _load_adapter(original: Original, self: Any, request: Any) -> Any:
+    from vllm_dymoe.vllm_adapter.lora import refuse_adapted_experts
+
+    adapter = original(self, request)
+    refuse_adapted_experts(self._adapter_manager.model, request.lora_path, adapter)
+    return adapter
+
+
 def _do_log_stats(original: Original, self: Any) -> Awaitable[None] | None:
     """In AsyncLLM it is awaited, and so are its workers' answers; in LLMEngine both are there at once."""
     from vllm_dymoe.vllm_adapter.metrics import publish, publish_later
@@ -150,6 +166,12 @@ PATCHES = (
         ),
         replacement=_create_engine_config,
         removable="a hook of QuantizationConfig that sees the finished VllmConfig",
+    ),
+    Patch(
+        target=("vllm.model_executor.model_loader.base_loader", "initialize_model"),
+        why="A model that computes experts with code of its own would be served as if we were not there.",
+        replacement=_initialize_model,
+        removable="a hook of QuantizationConfig that sees the model before its weights",
     ),
     Patch(
         target=("vllm.v1.worker.worker_base.WorkerWrapperBase", "execute_model"),
@@ -202,6 +224,12 @@ PATCHES = (
         ),
         replacement=_reload_weights,
         removable="a way for a quantization method to refuse or to take part in reloading",
+    ),
+    Patch(
+        target=("vllm.lora.worker_manager.WorkerLoRAManager", "_load_adapter"),
+        why="vLLM leaves out what an adapter has for layers that --lora-target-modules does not name, without a word.",
+        replacement=_load_adapter,
+        removable="an error of vLLM's for an adapter of which a part would be left out",
     ),
     Patch(
         target=("vllm.model_executor.layers.attention.Attention", "process_weights_after_loading"),

@@ -21,6 +21,7 @@ from vllm_dymoe.store import StoreError
 from vllm_dymoe.store.placement import choose_host_place
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs
+from vllm_dymoe.vllm_adapter.lora import may_reach_experts
 from vllm_dymoe.vllm_adapter.quant_config import expert_width, read_options
 from vllm_dymoe.vllm_adapter.report import logger
 from vllm_dymoe.vllm_adapter.store import check_ranks, drafted_by_experts
@@ -90,7 +91,8 @@ def _refuse_model(config: VllmConfig) -> None:
     model = config.model_config
     if model.get_num_experts() == 0:
         raise ConfigError(
-            f"vllm-dymoe: {model.model} is not a Mixture-of-Experts model; leave --quantization dymoe out for it."
+            f"vllm-dymoe: vLLM finds no experts in the config.json of {model.model}; leave --quantization dymoe out "
+            "for it."
         )
     if "PhimoeForCausalLM" in model.architectures:
         raise ConfigError(
@@ -209,15 +211,6 @@ def refuse_unsupported_features(config: VllmConfig) -> None:
             raise ConfigError(f"vllm-dymoe: {sentence}")
 
 
-def _adapts_experts(config: VllmConfig) -> bool:
-    """Whether LoRA may reach the experts: vLLM wraps every layer unless target modules leave it out."""
-    lora = config.lora_config
-    if lora is None:
-        return False
-    # "experts" stands for the whole layer, "experts.3.up_proj" for one of its projections.
-    return lora.target_modules is None or any("experts" in name.split(".") for name in lora.target_modules)
-
-
 def _drafts_with_experts(config: VllmConfig) -> bool:
     if not drafted_by_experts(config):
         return False
@@ -234,7 +227,7 @@ def _bypasses_the_worker(config: VllmConfig) -> bool:
 
 _UNSUPPORTED: tuple[tuple[Callable[[VllmConfig], bool], str], ...] = (
     (
-        _adapts_experts,
+        lambda config: may_reach_experts(config.lora_config),
         "LoRA on the experts is not supported; name the layers that adapters may change with --lora-target-modules, "
         "for instance q_proj k_proj v_proj o_proj.",
     ),

@@ -1,11 +1,18 @@
 """Damaged, truncated, mislabelled and half-converted checkpoints: one sentence before anything is loaded."""
 
+import json
+import shutil
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests.quantize.readers.float_packing import CONFIGS, parts, random_floats
 from tests.vllm_adapter.test_prepare import configure, refusal, with_quantization_config
+from vllm_dymoe.quantize.readers import make_reader
+from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.vllm_adapter.checkpoint import check_checkpoint
 
 KINDS = ["mxfp4", "mxfp4-compressed-tensors", "mxfp4-deepseek-v4", "mxfp8-modelopt", "nvfp4-modelopt"]
 KINDS += ["nvfp4-compressed-tensors", "fp8-blocks", "fp8-compressed-tensors"]
@@ -84,3 +91,44 @@ def test_every_format_under_the_name_of_every_other_is_noticed(tmp_path, kind, s
     if kind == says:
         return
     refusal(model=write(tmp_path, kind, experts(kind), says))
+
+
+def in_the_cache(cache, checkpoint):
+    """A checkpoint as the hub's client has downloaded it, and the configuration of a model of that name."""
+    revision, repository = "0" * 40, cache / "models--someone--some-model"
+    snapshot = repository / "snapshots" / revision
+    snapshot.parent.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    shutil.copytree(checkpoint, snapshot)
+    text = SimpleNamespace(num_hidden_layers=2)
+    model = SimpleNamespace(model="someone/some-model", revision=None, hf_text_config=text)
+    return SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format="auto", download_dir=str(cache)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_downloaded_is_checked_too(tmp_path, kind):
+    reader = make_reader(CONFIGS[kind])
+    tensors = experts(kind)
+    (tmp_path / "model").mkdir()
+    path = write(tmp_path / "model", kind, tensors) / "model.safetensors"
+    check_checkpoint(in_the_cache(tmp_path / "whole", path.parent), reader)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"snapshots/0+/model.safetensors cannot be read"):
+        check_checkpoint(in_the_cache(tmp_path / "cut", path.parent), reader)
+    del tensors[places(tensors)[-1]]
+    write(tmp_path / "model", kind, tensors)
+    with pytest.raises(CheckpointError, match="is damaged or half converted"):
+        check_checkpoint(in_the_cache(tmp_path / "half", path.parent), reader)
+
+
+def test_what_is_not_downloaded_yet_is_left_to_vllm(tmp_path):
+    (tmp_path / "model").mkdir()
+    write(tmp_path / "model", "fp8-blocks", experts("fp8-blocks"))
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    reader = make_reader(CONFIGS["fp8-blocks"])
+    config = in_the_cache(tmp_path / "cache", tmp_path / "model")
+    check_checkpoint(config, reader)
+    config.model_config.model = "someone/another-model"
+    check_checkpoint(config, reader)

@@ -28,7 +28,7 @@ def read_tensors(folder: Path) -> dict[str, TensorPlace]:
     Raises:
         CheckpointError: there are no safetensors files, one is damaged, or one tensor is in two of them.
     """
-    files = _weight_files(folder)
+    files = weight_files(folder)
     if not files:
         raise CheckpointError(f"{folder} has no *.safetensors files; other formats are not read.")
     tensors: dict[str, TensorPlace] = {}
@@ -46,7 +46,7 @@ def check_files(folder: Path) -> list[TensorPlace]:
     Raises:
         CheckpointError: one is.
     """
-    return [place for path in _weight_files(folder) for place in _read_places(path).values()]
+    return [place for path in weight_files(folder) for place in _read_places(path).values()]
 
 
 def copy_tensors(tensors: Iterable[TensorPlace], folder: Path, progress: Callable[[int], None]) -> None:
@@ -77,8 +77,12 @@ def copy_tensors(tensors: Iterable[TensorPlace], folder: Path, progress: Callabl
     write_synced(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that the checkpoint's index names, else all of them."""
+def weight_files(folder: Path) -> list[Path]:
+    """The files that the checkpoint's index names, else all of them.
+
+    Raises:
+        CheckpointError: the index cannot be read.
+    """
     index = folder / INDEX
     if index.is_file():
         try:

@@ -14,8 +14,8 @@ from vllm import LLM, SamplingParams
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.model_config import read_config
 from vllm_dymoe.quantize.recording import MANIFEST, CalibrationError, Recording, check_space
+from vllm_dymoe.vllm_adapter.checkpoint import local_folder
 from vllm_dymoe.vllm_adapter.observers import DOMAIN
-from vllm_dymoe.vllm_adapter.store import local_folder
 
 PART_TOKENS = 8192
 """Of one part, or of its only text: what a run that is killed has to compute again."""

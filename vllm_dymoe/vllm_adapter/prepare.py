@@ -13,13 +13,13 @@ from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, stored_formats
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict.checkpoint import PredictorError, read_card
-from vllm_dymoe.quantize.expert_parts import check_expert_parts
-from vllm_dymoe.quantize.tensors import CheckpointError, check_files
+from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.runtime.decisions import DRAFTED, device_decides, without_device
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.store.placement import choose_host_place
 from vllm_dymoe.systems import make_system
+from vllm_dymoe.vllm_adapter.checkpoint import check_checkpoint
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs
 from vllm_dymoe.vllm_adapter.lora import may_reach_experts
 from vllm_dymoe.vllm_adapter.quant_config import expert_width, read_options
@@ -59,12 +59,7 @@ def prepare(config: VllmConfig) -> None:
             _check_host_memory(config, experts, options)
         if options.predictor is not None:
             read_card(options.predictor)  # the worker checks that it is this model's
-        folder = Path(config.model_config.model)
-        # Files that are cut off, before hours of loading them; what was downloaded is whole.
-        if folder.is_dir() and config.load_config.load_format in ("auto", "hf", "safetensors"):
-            tensors = check_files(folder)
-            if reader is not None and (layers := getattr(config.model_config.hf_text_config, "num_hidden_layers", 0)):
-                check_expert_parts(folder, tensors, reader, layers)
+        check_checkpoint(config, reader)
     except (StoreError, PredictorError, CheckpointError) as error:
         raise ConfigError(f"vllm-dymoe: {error}") from error
     if current_platform.support_static_graph_mode():

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from tqdm import tqdm
 from vllm.config import VllmConfig
 
@@ -31,6 +30,7 @@ from vllm_dymoe.store import (
 from vllm_dymoe.store.page_lock import CudaPageLock
 from vllm_dymoe.store.placement import HostPlace, choose_host_place
 from vllm_dymoe.store.writer import StoreWriter
+from vllm_dymoe.vllm_adapter.checkpoint import local_folder
 from vllm_dymoe.vllm_adapter.report import logger
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
@@ -195,22 +195,6 @@ def check_ranks(folder: Path, ranks: int) -> None:
             f"the experts in {folder} are packed for --tensor-parallel-size {packed_for}, not {ranks}; "
             "serve them with that, or serve the 16-bit checkpoint that they were made from."
         )
-
-
-def local_folder(vllm_config: VllmConfig) -> Path:
-    """The folder of the model's checkpoint: itself if it is a path, else its snapshot in the hub's cache."""
-    model = vllm_config.model_config.model
-    if Path(model).is_dir():
-        return Path(model).resolve()
-    # The loader has downloaded the weights by now. What it does not know of is our shards and manifest.
-    return Path(
-        snapshot_download(
-            model,
-            revision=vllm_config.model_config.revision,
-            cache_dir=vllm_config.load_config.download_dir,
-            allow_patterns=["*.json", "dymoe-experts-*.safetensors"],
-        )
-    )
 
 
 def fingerprint(folder: Path | None, purpose: str) -> str:

@@ -2,13 +2,14 @@
 
     python -m tests.e2e.by_hand [NAME ...] [NAME:KIND ...]
 
-A name is an architecture at 16 bits, a kind one of published floats. Each is served by vLLM at 16 bits without the
-plugin (of a kind: with the dequantized weights), by vLLM alone as it is, and with the plugin, at 100 and at 30 % of the
-slots, which have to give the same bits. What came out is recorded in models.json, from which `make docs` makes the
-table of docs/models.md.
+A name is an architecture at 16 bits, a kind one of published floats or of 4-bit integers. Each is served by vLLM at 16
+bits without the plugin (of a kind: with the dequantized weights), by vLLM alone as it is, and with the plugin, at 100
+and at 30 % of the slots, which have to give the same bits. What came out is recorded in models.json, from which `make
+docs` makes the table of docs/models.md.
 """
 
 import contextlib
+import functools
 import json
 import random
 import sys
@@ -24,10 +25,10 @@ import torch
 from vllm.model_executor.layers.fused_moe.router import router_factory
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
+from tests.e2e import test_floats, test_quantized
 from tests.e2e.architectures import ARCHITECTURES, VOCABULARY, Architecture
 from tests.e2e.engines import answer, check_logprobs_close, engine, recorded_layers, runtime_of
-from tests.e2e.quantized import write_floats
-from tests.e2e.test_floats import check_store
+from tests.e2e.quantized import KINDS, write_floats, write_quantized
 from tests.quantize.readers.float_packing import CONFIGS
 
 RECORD = Path(__file__).parent / "models.json"
@@ -174,6 +175,7 @@ FLOATS = (
     *(f"glm-4-moe:{kind}" for kind in ("fp8-blocks", "nvfp4-modelopt")),
     *(f"deepseek-v3:{kind}" for kind in ("fp8-blocks", "nvfp4-modelopt")),
     *(f"mixtral:{kind}" for kind in ("fp8-compressed-tensors", "nvfp4-modelopt")),
+    *(f"qwen3-moe:{kind}" for kind in KINDS),
     *(f"llama-4:{kind}" for kind in ("fp8-compressed-tensors", "nvfp4-compressed-tensors")),
 )
 
@@ -209,7 +211,8 @@ def check(name: str, kind: str, folder: Path) -> dict[str, str]:
     experts = None
     try:
         if kind:
-            experts = write_floats(architecture, kind, folder)
+            write = functools.partial(write_quantized, dense=kind != "gptq-ordered") if kind in KINDS else write_floats
+            experts = write(architecture, kind, folder)
         else:
             architecture.save(folder / "plain")
     except Exception as error:
@@ -222,8 +225,10 @@ def check(name: str, kind: str, folder: Path) -> dict[str, str]:
     try:
         with serve(served, {} if kind else {"hi": 16}) as llm:
             runtime, layers = runtime_of(llm), []
-            if experts is not None:
-                check_store(runtime.store, experts)
+            if experts is not None and kind in KINDS:
+                test_quantized.check_store(runtime.store, experts, 4)
+            elif experts is not None:
+                test_floats.check_store(runtime.store, experts)
             for budget in ("100%", "30%"):
                 runtime.resize(budget)
                 with recorded_layers(runtime) as outputs:

@@ -22,6 +22,17 @@ KINDS = {
         packing.gptq,
         {"dtype": torch.float16, "symmetric": True},
     ),
+    "auto-round": (
+        {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "group_size": 32,
+            "sym": True,
+            "packing_format": "auto_round:auto_gptq",
+        },
+        packing.gptq,
+        {"dtype": torch.float16, "symmetric": True},
+    ),
     # Columns quantized in the order of their activations: vLLM 0.32 runs no dense layers that are quantized so.
     "gptq-ordered": (
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True},

@@ -122,6 +122,8 @@ def _name_in_vllm(config: Mapping[str, Any]) -> str:
     """The method that vLLM makes of a quantization_config; ModelOpt's algorithms are several of them."""
     if EXPERT_DTYPE in config:
         return "deepseek_v4_fp8"
+    if config.get("quant_method") == "auto-round":
+        return "inc"
     algorithm = str(describe_modelopt(config).get("quant_algo") or "").upper()
     names = {"NVFP4": "modelopt_fp4", "MXFP8": "modelopt_mxfp8", "MIXED": "modelopt_mixed", "FP8": "modelopt"}
     return next((name for part, name in names.items() if part in algorithm), str(config["quant_method"]))

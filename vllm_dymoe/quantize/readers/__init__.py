@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm_dymoe.quantize.readers.auto_round import make_auto_round_reader
 from vllm_dymoe.quantize.readers.awq import AwqReader
 from vllm_dymoe.quantize.readers.base import Reader
 from vllm_dymoe.quantize.readers.compressed_floats import CompressedFloatsReader
@@ -32,6 +33,7 @@ EXPERT_DTYPE = "expert_dtype"
 _READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
     "awq": AwqReader,
     "gptq": GptqReader,
+    "auto-round": make_auto_round_reader,
     "compressed-tensors": _make_compressed_tensors,
     "fp8": _make_fp8,
     "mxfp4": Mxfp4Reader,
@@ -49,6 +51,7 @@ _NAMES_OF_VLLM = {
     "modelopt_mxfp8": "modelopt",
     "modelopt_mixed": "modelopt",
     "compressed_tensors": "compressed-tensors",
+    "inc": "auto-round",
 }
 _EXPERTS_APART = ("deepseek_v4", "deepseek_v41")
 

@@ -31,14 +31,20 @@ def test_all_is_done_and_told_in_order(pool, done):
     assert sorted(worked) == list(range(100))
 
 
-def test_pieces_stay_on_one_core_and_the_caller_keeps_its_own(pool):
+def test_pieces_stay_on_one_core_and_the_caller_keeps_its_own():
     before, found = torch.get_num_threads(), []
-    for _ in range(20):
-        pool.submit(1, lambda: found.append((threading.current_thread(), torch.get_num_threads())))
-    pool.wait()
+    torch.set_num_threads(3)
+    try:
+        pool = SideBySide(lambda: None)
+        for _ in range(20):
+            pool.submit(1, lambda: found.append((threading.current_thread(), torch.get_num_threads())))
+        pool.wait()
+        pool.close()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
     assert {threads for _, threads in found} == {1}
     assert threading.current_thread() not in {thread for thread, _ in found}
-    assert torch.get_num_threads() == before
 
 
 def test_threads_leave_the_core_of_a_bound_caller():

@@ -174,7 +174,7 @@ def refuse_without_layers(config: VllmConfig, model: str) -> None:
     if ours and loading_of(config) is None:
         raise ConfigError(
             f"vllm-dymoe: {model} runs none of its experts in vLLM's MoE layer, so that all of them would be on the "
-            "device; serve this model without --quantization dymoe."
+            "device; leave --moe-backend out if it is set, else serve this model without --quantization dymoe."
         )
 
 

@@ -117,9 +117,10 @@ def damaged(kind, part, change):
     return reader.read(parts, *tensors["weights"].shape)
 
 
-def with_byte(byte):
+def with_byte(*some):
     def change(tensor):
-        tensor.view(torch.uint8).view(-1)[7] = byte
+        for place, byte in enumerate(some, 7):
+            tensor.view(torch.uint8).view(-1)[place] = byte
         return tensor
 
     return change
@@ -134,6 +135,7 @@ def with_byte(byte):
         ("mxfp4", "scales", with_byte(255), "some of its scales are NaN or infinite"),
         ("mxfp4", "scales", with_byte(254), "too large for a weight"),
         ("nvfp4-modelopt", "weight_scale", with_byte(0x7F), "some of its scales are NaN or infinite"),
+        ("nvfp4-modelopt", "weight_scale", with_byte(0x7F, 0x81), "some of its scales are NaN or infinite"),
         ("nvfp4-modelopt", "weight_scale_2", lambda t: t.expand(2), r"weight_scale_2 has shape \[2\], expected one"),
         ("nvfp4-compressed-tensors", "weight_global_scale", torch.zeros_like, "too large for a weight"),
         ("nvfp4-compressed-tensors", "weight_packed", lambda t: t.t(), r"weight_packed has shape \[96, 44\]"),

@@ -453,8 +453,8 @@ SPOILED = {
     "ours": ("separate", lambda m: m.config.update(quantization_config={"quant_method": "dymoe"}), "dymoe checkpoint"),
     "quantized text": (
         "separate",
-        lambda m: m.config.update(text_config={"quantization_config": {"quant_method": "quark"}}),
-        "with quark already",
+        lambda m: m.config.update(text_config={"quantization_config": {"quant_method": "hqq"}}),
+        "with hqq already",
     ),
     "infinite weights": (
         "separate",

@@ -130,7 +130,7 @@ def write_floats(architecture: Architecture, kind: str, folder: Path) -> dict:
     config, left = dict(float_packing.CONFIGS[kind]), dense_modules(plain)
     if isinstance(config.get("quantization"), dict):  # ModelOpt's older form
         config["quantization"] = config["quantization"] | {"exclude_modules": left, "kv_cache_quant_algo": None}
-    config |= {"modules_to_not_convert": left, "ignore": left}
+    config |= {"modules_to_not_convert": left, "ignore": left, "exclude": left}
     save(folder / "plain", described, plain)
     save(folder / "quantized", described | {"quantization_config": config}, quantized)
     return experts

@@ -195,7 +195,7 @@ def test_an_option_that_contradicts_the_checkpoint_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "quantization",
     [
-        {"quant_method": "quark", "export": {}},
+        {"quant_method": "hqq", "export": {}},
         {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]},
     ],
 )

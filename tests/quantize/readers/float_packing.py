@@ -33,6 +33,16 @@ CONFIGS = {
         "weight_block_size": [128, 128],
         "expert_dtype": "fp4",
     },
+    "mxfp4-quark": {
+        "quant_method": "quark",
+        "global_quant_config": {
+            "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
+            "input_tensors": None,
+        },
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "export": {"kv_cache_group": [], "pack_method": "reorder"},
+    },
     "mxfp8-modelopt": {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
     "mxfp8-compressed-tensors": compressed(
         "mxfp8-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
@@ -78,6 +88,8 @@ def parts(kind, matrix):
         return {"blocks": pairs.view(len(pairs), -1, 16), "scales": matrix.scales.view(torch.uint8)}
     if kind == "mxfp4-deepseek-v4":
         return {"weight": pairs.view(torch.int8), "scale": matrix.scales}
+    if kind == "mxfp4-quark":
+        return {"weight": pairs, "weight_scale": matrix.scales.view(torch.uint8)}
     if kind == "mxfp4-compressed-tensors":
         return {"weight_packed": pairs, "weight_scale": matrix.scales.view(torch.uint8)}
     if kind == "nvfp4-modelopt":

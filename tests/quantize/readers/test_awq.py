@@ -88,8 +88,8 @@ def test_variants_that_are_not_read_are_refused(changes, sentence):
 
 
 def test_methods_that_are_not_read_are_refused_by_name():
-    with pytest.raises(CheckpointError, match=r"with quark already, and only awq, gptq, .* and 16-bit"):
-        make_reader({"quant_method": "quark"})
+    with pytest.raises(CheckpointError, match=r"with hqq already, and only awq, gptq, .* and 16-bit"):
+        make_reader({"quant_method": "hqq"})
 
 
 @pytest.mark.parametrize(

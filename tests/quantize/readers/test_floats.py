@@ -14,6 +14,7 @@ from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 FOLDER = Path(__file__).parent / "golden"
+KINDS = [kind for kind in CONFIGS if kind != "mxfp4-quark"]  # which are compressed-tensors' bytes
 
 
 def golden(kind):
@@ -32,7 +33,7 @@ def packed(matrix, group_size=32):
     return format.view(section)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_weight_is_the_one_that_the_tool_dequantizes(kind):
     tensors, reader, matrix = golden(kind)
     want = tensors["weights"]
@@ -57,7 +58,7 @@ def test_a_default_dtype_rounds_no_factor():
     assert torch.equal(weights, tensors["weights"])
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_has_its_part_of_every_weight(kind):
     """Also where the boundary cuts a block of rows, or of columns into whole groups of the store."""
     tensors, _, matrix = golden(kind)
@@ -71,7 +72,7 @@ def test_a_rank_has_its_part_of_every_weight(kind):
     assert weights.count_nonzero() == want.count_nonzero()
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_packer_of_the_tests_packs_as_the_tool_does(kind):
     tensors, reader, matrix = golden(kind)
     made = {reader.spellings.get(part, part): tensor for part, tensor in parts(kind, matrix).items()}

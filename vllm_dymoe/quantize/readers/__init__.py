@@ -12,6 +12,7 @@ from vllm_dymoe.quantize.readers.fp8 import Fp8Reader, Mxfp8Reader
 from vllm_dymoe.quantize.readers.gptq import GptqReader
 from vllm_dymoe.quantize.readers.modelopt import make_modelopt_reader
 from vllm_dymoe.quantize.readers.mxfp4 import Mxfp4ExpertsReader, Mxfp4Reader
+from vllm_dymoe.quantize.readers.quark import make_quark_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 
@@ -39,6 +40,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
     "mxfp4": Mxfp4Reader,
     "mxfp8": Mxfp8Reader,
     "modelopt": make_modelopt_reader,
+    "quark": make_quark_reader,
 }
 
 METHODS = tuple(_READERS)

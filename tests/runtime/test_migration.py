@@ -28,6 +28,7 @@ from tests.runtime.schedules import (
     make_engine,
 )
 from tests.runtime.steps import CPU, ByNumber, forward, make_runtime, random_step
+from tests.runtime.two_ranks import on_two_ranks
 from tests.small_model import make_experts, make_store
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
@@ -329,60 +330,54 @@ def test_warm_up_counts_nothing_and_idleness_ends_no_window():
 # -- ranks ----------------------------------------------------------------------------------------
 
 
-def tables_of_two_ranks(agreeing):
-    """The maps of two ranks, step by step, one of which has a slow disk that also fails now and then."""
-    barrier, said = threading.Barrier(2), [[], []]
+class SlowStore(Obstinate):
+    """Takes its time, and fails now and then."""
 
-    def agree(rank, flags):
-        if not agreeing:
-            return flags
-        said[rank] = list(flags)
-        barrier.wait(10)
-        assert len(said[0]) == len(said[1])
-        least = [min(pair) for pair in zip(*said, strict=True)]
-        barrier.wait(10)
-        return least
+    reads = 0
 
-    class Slow(Obstinate):
-        reads = 0
+    def read_into(self, *arguments, **named):
+        self.reads += 1
+        if self.how:
+            time.sleep(0.003)
+            if self.reads % 7 == 0:
+                raise OSError("the disk is on fire")
+        self._store.read_into(*arguments, **named)
 
-        def read_into(self, *arguments, **named):
-            self.reads += 1
-            if self.how:
-                time.sleep(0.003)
-                if self.reads % 7 == 0:
-                    raise OSError("the disk is on fire")
-            self._store.read_into(*arguments, **named)
 
-    maps = [[], []]
-
-    def run(rank):
-        store = Slow(STORES[True])
-        runtime = dynaexq(store, agree=partial(agree, rank))
-        store.how = "slow" if rank else ""
-        for _, held, _ in serve(runtime, random_steps(5) * 3):
-            maps[rank].append(held)
-            time.sleep(0.001)
-        runtime.engine.close()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def map_of_every_step(rank, agree):
+    """The second rank's disk is slow."""
+    store = SlowStore(STORES[True])
+    runtime = dynaexq(store, agree=agree)
+    store.how = "slow" if rank else ""
+    maps = []
+    for _, held, _ in serve(runtime, random_steps(5) * 6):
+        maps.append(held)
+        time.sleep(0.001)
+    runtime.engine.close()
     return maps
 
 
 def test_ranks_that_share_experts_publish_in_the_same_step():
-    one, other = tables_of_two_ranks(agreeing=True)
-    assert len(one) == len(other) == 42
+    one, other, _ = on_two_ranks(map_of_every_step)
+    assert len(one) == len(other) == 84
     assert all(map(np.array_equal, one, other))
     assert any((a != b).any() for a, b in itertools.pairwise(one)), "nothing moved"
 
 
 def test_ranks_that_do_not_agree_are_found_apart():
-    one, other = tables_of_two_ranks(agreeing=False)
+    one, other, _ = on_two_ranks(lambda rank, agree: map_of_every_step(rank, list))
     assert not all(map(np.array_equal, one, other))
+
+
+def test_ranks_with_nothing_to_move_seldom_ask():
+    """Only for the time, of which each has its own."""
+
+    def run(rank, agree):
+        runtime = dynaexq(STORES[True], agree=agree, window_s=1e9)
+        return len(list(serve(runtime, random_steps(5) * 6)))
+
+    *_, asked = on_two_ranks(run)
+    assert 0 < asked <= 84 // 16
 
 
 # -- the start ------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Versions that move between steps without the host: captured tables stay, their values change, and no bit is wrong."""
 
+import itertools
 import time
 from unittest import mock
 
@@ -11,6 +12,7 @@ from tests.runtime.decided import decode
 from tests.runtime.schedules import LAYERS
 from tests.runtime.steps import CPU, forward, random_step
 from tests.runtime.test_migration import AT_ONCE, frozen_output
+from tests.runtime.two_ranks import on_two_ranks
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.residency import HIGH, LOW
@@ -24,9 +26,9 @@ STORES = {nested: make_store(make_experts(layers=LAYERS, num_experts=6, nested=n
 PROMPT = DECODE_ROWS + 3
 
 
-def planned_runtime(nested, share="85%", **options):
+def planned_runtime(nested, share="85%", agree=list, **options):
     chosen = Options(hi=4, lo=2, group_size=32, expert_budget=share, decisions="device")
-    return MoERuntime(STORES[nested], chosen, CPU, system=DynaExq(**(AT_ONCE | options)))
+    return MoERuntime(STORES[nested], chosen, CPU, system=DynaExq(**(AT_ONCE | options)), agree=agree)
 
 
 def serve(runtime, count, tokens=lambda number: (2, 5, PROMPT)[number % 3]):
@@ -37,7 +39,7 @@ def serve(runtime, count, tokens=lambda number: (2, 5, PROMPT)[number % 3]):
         held = runtime.memory.table.tier.copy()
         for layer in range(LAYERS):
             x, weights, ids = random_step(number, rows, runtime.experts)
-            ids = (ids % 3 + 3 * (number // 4 % 2)).int()
+            ids = (ids % 3 + 3 * (number // 6 % 2)).int()  # now one half, now the other
             run = forward if rows == PROMPT else decode
             yield run(runtime, layer, x, weights, ids), held, (layer, (x, weights, ids))
         if rows != PROMPT:
@@ -83,11 +85,32 @@ def test_choices_are_counted_where_they_are_made_and_read_once():
         np.add.at(expected, (held[layer][ids] - LOW, layer, ids), 1)
         if layer == LAYERS - 1:
             assert counts.add(4) == 4 * 2 * LAYERS
+    counts.ask()
     assert counts.ready()
     assert all(map(np.array_equal, counts.take(), expected))
-    assert counts.ready()
+    counts.ask()
     assert not np.any(counts.take())
     runtime.engine.close()
+
+
+def test_ranks_whose_clocks_differ_close_a_window_with_the_same_counts():
+    """The second one's clock is a step behind."""
+
+    def run(rank, agree):
+        runtime = planned_runtime(True, agree=agree, window_s=3, window_uses=0.1)
+        runtime.memory.decisions.recording.fill_(1)
+        migration, turns = runtime._migration, itertools.count(-rank)
+        migration._look, migration._began, migration._clock = 1, 0, lambda: next(turns)
+        hotness = []
+        for _ in serve(runtime, 40, lambda number: 1 + number % 5):
+            hotness.append(migration.hotness.score.copy())
+        runtime.engine.close()
+        return hotness
+
+    one, other, asked = on_two_ranks(run)
+    assert asked > 10
+    assert len({score.tobytes() for score in one}) > 3
+    assert all(map(np.array_equal, one, other))
 
 
 def test_experts_of_other_ranks_and_rows_of_padding_are_not_counted():
@@ -95,7 +118,7 @@ def test_experts_of_other_ranks_and_rows_of_padding_are_not_counted():
     table, counts = runtime.memory.decisions, DecodeCounts(runtime.memory.decisions)
     table.ring_ids[0, :, :3] = torch.tensor([[0, -1], [5, 0], [4, 4]], dtype=torch.int32)
     counts.add(2)
-    counts.ready()
+    counts.ask()
     assert sum(counts.take()).tolist() == [[2, 0, 0, 0, 0, 1]] * LAYERS
     runtime.engine.close()
 

@@ -35,6 +35,7 @@ FAILED, UNDER_WAY, ARRIVED = 0, 1, 2
 """What a rank says of a move: the least of all holds for each."""
 OUTCOMES = ("published", "failed", "late", "refused", "outdated")
 _LOADING = 8  # transfers that are on their way at once before the first request
+_LOOK = 16  # turns from one look at the clocks of several ranks to the next: each costs a message of all
 
 
 @dataclass
@@ -114,6 +115,8 @@ class Migration:
         self._planned: deque[Swap] = deque()
         self._flying: list[_Move] = []
         self._began, self._busy = clock(), 0.0
+        self._turns, self._look = 0, 1 if agree is list else _LOOK
+        self._closing = False
         self._load(hottest(start, self._places))
         for layer in range(shape[0]):
             memory.rows_changed(layer)
@@ -184,20 +187,29 @@ class Migration:
         """Publish what has arrived on all ranks, and begin what there is room for; waits for nothing.
 
         Ranks that compute the same experts together take their turns between the same two steps, and whether there is
-        anything to say follows from what all of them know. So they speak together, or not at all.
+        anything to say follows from what all of them know. So they speak together, or not at all. Their clocks differ:
+        they agree that a window is over before any of them closes its counts, or these would not be the same.
         """
-        if not (self._flying or self._planned or self._seen >= self._least):
+        self._turns += 1
+        looks = self._seen >= self._least and self._turns % self._look == 0
+        if not (self._flying or self._planned or self._closing or looks):
             return
         now = self._clock()
-        over = self._seen >= self._least and now - self._began >= self._migrating.window_seconds
-        over = over and (self._decoded is None or self._decoded.ready())
+        if self._closing:
+            assert self._decoded is not None
+            over = self._decoded.ready()
+        else:
+            over = looks and now - self._began >= self._migrating.window_seconds
         over_, free, *states = self._agree([over, self._link_is_free(now), *map(self._state, self._flying)])
         for move, state in zip(list(self._flying), states, strict=True):
             if state == ARRIVED:
                 self._publish(move)
             elif state == FAILED:
                 self._give_up(move, "failed" if move.fetches else "refused")
-        if over_:
+        if over_ and self._decoded is not None and not self._closing:
+            self._decoded.ask()
+            self._closing = True
+        elif over_:
             self._end_window(now)
         while free and self._planned and len(self._flying) < self._migrating.in_flight:
             swap = self._planned.popleft()
@@ -280,7 +292,7 @@ class Migration:
             self.stats.choices[Tier.HI] += int(high.sum())
         self.hotness = self.hotness.after(self._counts, rule)
         self._counts.fill(0)
-        self._seen, self._began, self._busy = 0, now, 0.0
+        self._seen, self._began, self._busy, self._closing = 0, now, 0.0, False
         held = self._memory.table.tier == HIGH
         for _, layer, up, down in (move.swap for move in self._flying):
             held[layer, up] = True

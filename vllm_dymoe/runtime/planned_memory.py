@@ -77,7 +77,6 @@ class DecodeCounts:
         pinned = device.type == "cuda"
         self._there = torch.zeros(2 * self._bins, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._event = torch.cuda.Event() if pinned else None
-        self._asked = False
 
     def add(self, tokens: int) -> int:
         """Count a step that has run, or is going to on the computing stream; returns its choices of all ranks."""
@@ -88,19 +87,19 @@ class DecodeCounts:
         self._uses.scatter_add_(0, index, torch.ones_like(index))
         return index.numel()
 
+    def ask(self) -> None:
+        """Count anew from the next step on, and send what there is to the host."""
+        self._there.copy_(self._uses, non_blocking=True)
+        self._uses.zero_()
+        if self._event is not None:
+            self._event.record()
+
     def ready(self) -> bool:
-        """Whether ``take`` would not wait; the first call asks."""
-        if not self._asked:
-            self._there.copy_(self._uses, non_blocking=True)
-            self._uses.zero_()
-            self._asked = True
-            if self._event is not None:
-                self._event.record()
+        """Whether what was asked for is there."""
         return self._event is None or self._event.query()
 
     def take(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What low and high versions served until ``ready`` asked: choices, int64 [layers, experts]."""
-        self._asked = False
+        """What low and high versions served until ``ask``: choices, int64 [layers, experts]."""
         low, high = self._there.numpy().copy().reshape(2, self._bins)[:, :-1]
         shape = self._table.layers, self._table.experts
         return low.reshape(shape), high.reshape(shape)

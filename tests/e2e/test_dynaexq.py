@@ -1,11 +1,24 @@
 """Versions that move under a real engine: nothing waits, even for copies that never end."""
 
+import os
 import threading
+import time
 
+import numpy as np
 import pytest
 
-from tests.e2e.engines import answer, engine, prompts, runtime_of
+from tests.e2e.engines import (
+    answer,
+    check_logprobs_close,
+    engine,
+    equal_share,
+    in_own_process,
+    prompts,
+    runtime_of,
+)
+from tests.e2e.full_replays import replayed_steps
 from vllm_dymoe.experts.residency import HIGH
+from vllm_dymoe.vllm_adapter.worker import _runtime
 
 pytestmark = pytest.mark.engine
 
@@ -45,3 +58,104 @@ def test_requests_end_with_the_right_tokens_whether_copies_hang_or_arrive(monkey
         assert stats.moves["published"] > 0
         assert stats.choices["hi"] > 0
         assert (runtime.memory.table.tier != held).any()
+
+
+def test_replayed_steps_read_what_is_published_without_a_new_capture():
+    """Whole decode steps that were captured before; eager ones with the same rows answer alike, to the last bit."""
+    parameters = {"window_s": 0, "window_uses": 0.5, "link_share": 1.0, "margin": 0, "in_flight": 8}
+    options = {"hi": 4, "lo": 2, "expert_budget": "70%", "system": "dynaexq", "system_options": parameters}
+    options |= {"host_store": "pinned", "decisions": "device"}
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4]}
+    with replayed_steps() as seen, engine(dymoe=options, enforce_eager=False, compilation_config=graphs) as llm:
+        runtime = runtime_of(llm)
+        tiers = runtime.memory.table.tier
+
+        def frozen(replaying):
+            seen.replaying = replaying
+            with pytest.MonkeyPatch.context() as still:
+                still.setattr(runtime, "_migration", None)
+                return [answer(llm, prompts()[:batch], max_tokens=6) for batch in (1, 4)]
+
+        want, before = frozen(False), tiers.copy()
+        assert frozen(True) == want
+        captures, replays = list(seen.captures), seen.replays
+        for _ in range(3):
+            answer(llm, prompts()[4:8], logprobs=None)
+        stats = runtime.stats()
+        assert stats.moves["published"] > 0
+        assert stats.misses == 0
+        assert (tiers != before).any()
+        replayed, after = frozen(True), tiers.copy()
+        assert frozen(False) == replayed
+        assert replayed != want, "what was published is not read"
+        assert (tiers == after).all()
+        assert seen.captures == captures
+        assert (sorted(captures), seen.moved) == ([1, 4], 0)
+        assert seen.replays > replays
+        runtime.check_integrity()
+
+
+# -- two ranks ------------------------------------------------------------------------------------
+
+TWO = {"hi": 4, "lo": 2, "group_size": 32, "system": "dynaexq"}  # see test_parallel for groups of 32
+FOLLOWING = {"window_s": 0, "window_uses": 1, "link_share": 1.0, "margin": 0}
+
+
+def watch(worker):
+    """Note the map of each step on a rank; copies of the second rank are slow."""
+    runtime = _runtime(worker)
+    worker.maps, begin, read = [], runtime.begin_step, runtime.store.read_into
+
+    def begin_step(phase):
+        begin(phase)
+        worker.maps.append(runtime.memory.table.tier.copy())
+
+    def slowly(*arguments, **named):
+        time.sleep(0.05)
+        read(*arguments, **named)
+
+    runtime.begin_step = begin_step
+    if worker.rank:
+        runtime.store.read_into = slowly
+
+
+def watched(worker):
+    """What was noted; the map that holds stays from now on."""
+    runtime = _runtime(worker)
+    runtime._migration.stop()
+    runtime._migration = None
+    return np.array(worker.maps), runtime.memory.table.tier.copy()
+
+
+def serve_two_ranks(log):
+    """The maps of two ranks while versions move, and answers with the one at the end."""
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
+    options = TWO | {"expert_budget": "75%", "system_options": FOLLOWING}
+    with engine(dymoe=options, distributed_executor_backend="mp", tensor_parallel_size=2) as llm:
+        llm.collective_rpc(watch)
+        answer(llm, prompts()[:8], logprobs=None, max_tokens=48)
+        maps = llm.collective_rpc(watched)
+        answers = answer(llm, prompts(), max_tokens=16)
+        llm.collective_rpc("dymoe_check_integrity")
+        return maps, answers, llm.collective_rpc("dymoe_stats")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+def test_two_ranks_publish_in_the_same_step_and_answer_like_one_with_their_map(tmp_path):
+    maps, answers, stats = in_own_process(serve_two_ranks, tmp_path / "log")
+    (one, held), (other, _) = maps
+    assert np.array_equal(one, other)
+    assert (np.diff(one, axis=0) != 0).any(), "nothing moved"
+    assert [rank["misses"] for rank in stats] == [0, 0]
+    with engine(dymoe=TWO | {"expert_budget": "100%"}) as llm:
+        runtime, high = runtime_of(llm), held == HIGH
+        runtime._popularity = high.astype(float)
+        least, fine = runtime.minimum_budget, runtime.experts.formats[4].nbytes
+        runtime.resize(least + (int(high.sum()) - 1) * fine)
+        runtime._migration = None
+        assert np.array_equal(runtime.memory.table.tier, held)
+        alone = answer(llm, prompts(), max_tokens=16)
+    check_logprobs_close(answers, alone)
+    assert equal_share(answers, alone) >= 0.95

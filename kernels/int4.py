@@ -10,14 +10,16 @@ on the address of the weights nor on the other tokens of the batch. It computes
 
 so a block whose high codes are followed by its low codes is a block of twice the
 columns, and x beside itself meets it in one call, with one rounding at the end.
-All factors are powers of two: the scales stay exact. Nested codes are put together
-in the workspace, and then read as those of one section, to the last bit.
+All factors are powers of two: the scales stay exact. Nested codes give what those of one
+section do, to the last bit: at 4 bits through a kernel of our own (halves), or put together
+in the workspace where that cannot be compiled, as at 8 bits.
 
 The upper half h of a code is (4 h - 6.5) * scale + zero at 2 bits, and (16 h - 120.5) * scale + zero
 at 4: of what the kernel takes only the zeros, zero + 1.5 scale and zero + 7.5 scale, are rounded to bfloat16.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -50,19 +52,21 @@ class Int4Linear:
     def __init__(self, workspace: Tensor) -> None:
         self._workspace = workspace
         self._plans: dict[MatrixFormat, Sequence[Linear]] = {}
+        self._of_halves = _product_of_halves()
 
     def supports(self, format: MatrixFormat) -> bool:
         """Whether a format can be computed here: a matter of the format and the workspace."""
         # In float16 torch's kernel is scalar code, a hundred times slower. Integer zeros would have to be rounded, and
         # floats are no steps of a grid.
         fast = format.quantized and format.dtype is torch.bfloat16 and not format.integer_zeros
-        return fast and format.codebook is None and _block_bytes(format) <= self._workspace.numel()
+        needed = 0 if self._read_as_they_are(format) else _block_bytes(format)
+        return fast and format.codebook is None and needed <= self._workspace.numel()
 
     def linear(self, format: MatrixFormat) -> Linear:
         """The operation for matrices of one format: bfloat16 [n, columns] to [n, rows], accumulated in float32."""
         padded = format.padded_rows != format.rows or format.padded_columns != format.columns
-        direct = _read_as_they_are(format) and not (padded or format.bias or format.act_order)
-        return _four_bits if direct else self
+        product = self._read_as_they_are(format)
+        return product if product and not (padded or format.bias or format.act_order) else self
 
     def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
         """x bfloat16 [n, columns] times the weight: bfloat16 [n, rows], accumulated in float32; then plus the bias."""
@@ -70,8 +74,9 @@ class Int4Linear:
         x = packed.in_stored_order(x)
         if format.padded_columns != format.columns:
             x = F.pad(x, (0, format.padded_columns - format.columns))
-        if _read_as_they_are(format):
-            result = _four_bits(x, packed)
+        product = self._read_as_they_are(format)
+        if product is not None:
+            result = product(x, packed)
         else:
             if format not in self._plans:
                 self._plans[format] = _plan(format, self._workspace)
@@ -82,6 +87,12 @@ class Int4Linear:
             result = result[:, : format.rows]
         return result if packed.bias is None else result.add_(packed.bias)
 
+    def _read_as_they_are(self, format: MatrixFormat) -> Linear | None:
+        """What multiplies padded rows and columns without a workspace, if anything does."""
+        if format.bits != 4 or format.upper_of:
+            return None
+        return self._of_halves if format.nested else _four_bits
+
 
 def _four_bits(x: Tensor, packed: PackedMatrix) -> Tensor:
     """x [n, padded_columns] times the padded rows."""
@@ -90,9 +101,15 @@ def _four_bits(x: Tensor, packed: PackedMatrix) -> Tensor:
     return _int4_linear(x.contiguous(), packed.byte_rows, packed.format.group_size, packed.scales_zeros)
 
 
-def _read_as_they_are(format: MatrixFormat) -> bool:
-    """Whether codes, scales and zeros are what the kernel takes."""
-    return format.bits == 4 and not format.nested and not format.upper_of
+@cache
+def _product_of_halves() -> Linear | None:
+    """The product of nested codes of 4 bits; None where it cannot be compiled."""
+    if not int4_available() or compiled_operations() is None:
+        return None
+    from vllm_dymoe.kernels import halves
+
+    halves.compile_everything()
+    return halves.product
 
 
 class _Unfolding:
@@ -150,9 +167,7 @@ class _Merging:
         self._rows = _part(blocks, BLOCK_ROWS, format)
         rows = (blocks.stop - blocks.start) * BLOCK_ROWS
         self._weight = workspace[: rows * format.padded_columns // 2].view(rows, -1)
-        self._merged = self._weight.view(-1, format.fold * PAIR_BYTES)
-        self._halves = self._merged.view(-1, 2, format.fold // 2 * PAIR_BYTES).unbind(1)
-        self._compiled = compiled_operations()
+        self._halves = self._weight.view(-1, 2, format.fold // 2 * PAIR_BYTES).unbind(1)
 
     def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
         """x [n, padded_columns] times these blocks: [n, rows]."""
@@ -161,11 +176,8 @@ class _Merging:
         base, fine, scales_zeros = packed.folded, packed.fine.view(packed.folded.shape), packed.scales_zeros
         if self._parts is not None:
             base, fine, scales_zeros = base[self._parts], fine[self._parts], scales_zeros[:, self._rows].contiguous()
-        if self._compiled is not None:
-            self._compiled.merge(base, fine, self._merged)
-        else:
-            unfold_groups(base, *self._halves)
-            add_lower_halves(fine, *self._halves)
+        unfold_groups(base, *self._halves)
+        add_lower_halves(fine, *self._halves)
         return _int4_linear(x, self._weight, self._group_size, scales_zeros)
 
 
@@ -232,8 +244,6 @@ def _block_bytes(format: MatrixFormat) -> int:
     scales_bytes = format.groups * BLOCK_ROWS * 2 * format.dtype.itemsize
     if format.bits == 8:
         return 2 * scales_bytes + (2 * format.padded_columns * PAIR_BYTES if format.nested else 0)
-    if _read_as_they_are(format):
-        return 0
     return scales_bytes + format.padded_columns * PAIR_BYTES
 
 

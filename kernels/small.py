@@ -148,17 +148,6 @@ def combine(out: Tensor, weights: Tensor, into: Tensor) -> None:
     _combine(out.data_ptr(), weights.data_ptr(), tokens, top_k, out.shape[1], into.data_ptr())
 
 
-def merge(base: Tensor, fine: Tensor, merged: Tensor) -> None:
-    """4-bit codes of their upper and lower halves.
-
-    Args:
-        base: uint8 [any, fold / 2 * 32], contiguous, as PackedMatrix.folded.
-        fine: like base.
-        merged: uint8 [any, fold * 32], contiguous, overwritten with the first columns and then the second ones.
-    """
-    _merge(base.data_ptr(), fine.data_ptr(), merged.data_ptr(), len(base), base.shape[1] // 8)
-
-
 def _compiled(function: Callable[..., Any], fastmath: set[str]) -> Any:
     options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
     try:

@@ -3,7 +3,13 @@
 from types import SimpleNamespace
 
 
-def scheduled(*tokens, drafted=None, new=(), reading=(), finished=()):
+def prompt(name, tokens, computed=0):
+    """What the scheduler says of a new request."""
+    tokens = list(tokens)
+    return SimpleNamespace(req_id=name, prompt_token_ids=tokens, prompt_embeds=None, num_computed_tokens=computed)
+
+
+def scheduled(*tokens, drafted=None, new=(), reading=(), finished=(), computed=None):
     """A step of requests "a", "b", ... that compute so many tokens each.
 
     Args:
@@ -11,13 +17,19 @@ def scheduled(*tokens, drafted=None, new=(), reading=(), finished=()):
         new: what the scheduler says of requests that are new.
         reading: names of those that were scheduled before and have not answered yet.
         finished: names of those that have ended.
+        computed: by request how many tokens were computed before.
     """
     counts = dict(zip("abcdefghijkl", tokens, strict=False))
+    names = [name for name in counts if name not in {request.req_id for request in new}]
     return SimpleNamespace(
         num_scheduled_tokens=counts,
         total_num_scheduled_tokens=sum(tokens),
         scheduled_spec_decode_tokens={name: [7] * count for name, count in (drafted or {}).items()},
         scheduled_new_reqs=list(new),
-        scheduled_cached_reqs=SimpleNamespace(is_context_phase=set(reading).__contains__),
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=names,
+            num_computed_tokens=[(computed or {}).get(name, 0) for name in names],
+            is_context_phase=set(reading).__contains__,
+        ),
         finished_req_ids=set(finished),
     )

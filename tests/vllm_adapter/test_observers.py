@@ -44,6 +44,7 @@ def new(name, prompt, domain=None, embeds=False):
     return SimpleNamespace(
         req_id=name,
         prompt_token_ids=None if embeds else tokens,
+        num_computed_tokens=0,
         prompt_embeds=torch.zeros(prompt, 8) if embeds else None,
         sampling_params=sampling,
     )

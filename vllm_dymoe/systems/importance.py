@@ -35,7 +35,7 @@ class StepImportance(NamedTuple):
 
     Attributes:
         load: Eq. 2: for each expert that tokens of prompts use how many heavy hitters do, and, since many have the same
-            number, these tokens' routing weights' sum.
+            number, these tokens' routing weights' sum, both with what the prompts' earlier parts said of these experts.
         gate: Eq. 3: for each expert that other tokens use the sum of their routing weights.
     """
 
@@ -69,6 +69,9 @@ def step_importance(
     places = (expert_ids.flatten().long() + 1).clamp_min_(0)  # other ranks' experts fall into the first place
     sums = values.new_zeros(len(columns), experts + 1)
     sums.index_add_(1, places, torch.stack(columns).view(len(columns), -1))
+    if prompt is not None and prompt.before is not None:
+        known = prompt.before[:, :experts]
+        sums[1:3, 1 : 1 + known.shape[1]] += known
     found = list(enumerate(zip(*sums.float()[:, 1:].tolist(), strict=True)))
     if prompt is None:
         return StepImportance({}, {expert: total for expert, (count, total) in found if count})

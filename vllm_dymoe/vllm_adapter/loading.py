@@ -176,7 +176,10 @@ class Loading:
         speculative, step = config.speculative_config, RunningStep()
         drafted = speculative.num_speculative_tokens if speculative else 0
         failures = make_step_failures(step)
-        self.running = Running(runtime, step, failures, self._foresight, observation, self._routed_model, drafted)
+        caches = bool(self._vllm_config.cache_config.enable_prefix_caching)
+        self.running = Running(
+            runtime, step, failures, self._foresight, observation, self._routed_model, drafted, caches=caches
+        )
 
     def _extend(self, running: Running, rank: RankStore, draft: HostStore) -> None:
         """Go on with a draft's layers behind the model's: the slots are shared out again, among all of them."""

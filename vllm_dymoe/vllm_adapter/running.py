@@ -56,6 +56,7 @@ class Running:
         observation: who hears what routers say.
         model: what predictors may know, given the file of a trained one.
         drafted: tokens that speculative decoding adds to a request's one.
+        caches: vLLM may find the beginning of a prompt in its cache.
 
     Attributes:
         prompts: finds the prompts of a step; None for a system that does not ask.
@@ -70,6 +71,8 @@ class Running:
         observation: Observation,
         model: Callable[[Path | None], RoutedModel],
         drafted: int = 0,
+        *,
+        caches: bool = True,
     ) -> None:
         self.runtime = runtime
         self.step = step
@@ -78,7 +81,7 @@ class Running:
         self.observation = observation
         self.prompts: PromptTap | None = None
         if runtime.system.heavy_hitters is not None:
-            self.prompts = PromptTap(lambda: self.runtime.system, step, drafted)
+            self.prompts = PromptTap(lambda: self.runtime.system, step, drafted, caches=caches)
         self._model = model
         self._decode: DecodeSteps | None = None
         if runtime.decode is not None:
@@ -118,7 +121,7 @@ class Running:
             x, weights, ids = x[:tokens], weights[:tokens], ids[:tokens]
         here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
         draft = layer.position >= self._num_layers
-        prompt = None if self.prompts is None or draft else self.prompts.tokens(tokens, x.device)
+        prompt = None if self.prompts is None or draft else self.prompts.tokens(tokens, x.device, layer.position)
         everywhere = None if here is ids else ids
         routing = Routing(layer.position, self._num_layers, x, here, weights, step.phase, prompt, everywhere)
         routing.weights_on_input = layer.weights_on_input
@@ -129,6 +132,8 @@ class Running:
             elif self.failures.sentence is None:
                 for observer in () if draft else self.observation.observers:
                     observer.see(routing)
+                if self.prompts is not None:
+                    self.prompts.remember(routing, runtime.experts.num_experts)
                 out = runtime.forward(routing, layer.activation)
             else:  # the step has failed already
                 out = torch.zeros_like(x)
@@ -145,6 +150,8 @@ class Running:
         """A step of executors begins; false if it has no tokens and only ends some requests."""
         for observer in self.observation.observers:
             observer.begin_step(scheduler_output)
+        if self.prompts is not None:
+            self.prompts.chunks.begin_step(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens == 0:
             return False
         self.step.begin(scheduler_output)

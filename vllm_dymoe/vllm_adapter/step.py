@@ -8,9 +8,9 @@ Which tokens of a prompt attention dwells on (DyMoE Eq. 1) is read off queries a
 return no scores. They are handed both outside of any compiled graph: there the last queries of each prompt are asked
 once more, for their scores alone. What they say holds until the next attention layer, so each MoE layer has the heavy
 hitters of the attention before it. Only keys of the running step are there. In a chunked prefill, and behind a cached
-prefix, attention is therefore compared among the tokens of the chunk. Where no attention layer hands over queries and
-keys (MLA), every token counts as a heavy hitter, and an expert's importance is its number of tokens: its load, which
-the paper finds to follow its heavy hitters closely (3.3).
+prefix, attention is therefore compared among the tokens of the chunk; what these say of experts adds up over the chunks
+(``chunks``). Where no attention layer hands over queries and keys (MLA), every token counts as a heavy hitter, and an
+expert's importance is its number of tokens: its load, which the paper finds to follow its heavy hitters closely (3.3).
 """
 
 import itertools
@@ -22,9 +22,10 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 
-from vllm_dymoe.experts.routing import Phase, PromptTokens
+from vllm_dymoe.experts.routing import Phase, PromptTokens, Routing
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.importance import attention_mass, mark_heavy_hitters
+from vllm_dymoe.vllm_adapter.chunks import Chunks, Reading, load_of
 
 _KEY = "vllm_dymoe.prompts"
 WINDOW = 32
@@ -92,11 +93,13 @@ class _Prompts:
 
     Attributes:
         spans: rows of each prompt.
+        readings: the prompt of each, if it is a request's that has not answered yet.
         heavy: bool [tokens], as the last attention layer left it; None before the first.
         rows: bool [tokens], the spans as a mask; None before the first MoE layer.
     """
 
     spans: list[tuple[int, int]]
+    readings: list[Reading | None]
     heavy: torch.Tensor | None = None
     rows: torch.Tensor | None = None
 
@@ -108,11 +111,18 @@ class PromptTap:
         system: the one in force, asked anew in every step.
         step: the running one.
         drafted: tokens that speculative decoding adds to a request's one; a longer query is a prompt's.
+        caches: vLLM may find the beginning of a prompt in its cache.
+
+    Attributes:
+        chunks: the requests whose prompts are read: of these any query is a prompt's.
     """
 
-    def __init__(self, system: Callable[[], System], step: RunningStep, drafted: int = 0) -> None:
+    def __init__(
+        self, system: Callable[[], System], step: RunningStep, drafted: int = 0, *, caches: bool = True
+    ) -> None:
         self._system = system
         self._step = step
+        self.chunks = Chunks(caches=caches)
         self._longest_decode = 1 + drafted
 
     def attend(self, layer: Any, query: torch.Tensor, key: torch.Tensor | None) -> None:
@@ -135,8 +145,8 @@ class PromptTap:
         for (first, last), mass in zip(prompts.spans, masses, strict=True):
             mark_heavy_hitters(mass, share, prompts.heavy[first:last])
 
-    def tokens(self, count: int, device: torch.device) -> PromptTokens | None:
-        """The prompts among a MoE layer's tokens.
+    def tokens(self, count: int, device: torch.device, layer: int = 0) -> PromptTokens | None:
+        """The prompts among the tokens of a MoE layer, by its position.
 
         None if there are none, or the system does not ask, or the layer computes only some of the step's tokens.
         """
@@ -148,7 +158,26 @@ class PromptTap:
             for first, last in prompts.spans:
                 prompts.rows[first:last] = True
         heavy = prompts.rows if prompts.heavy is None else prompts.heavy
-        return PromptTokens(prompts.rows, heavy, mixed=sum(last - first for first, last in prompts.spans) < count)
+        known = [reading.load[layer] for reading in prompts.readings if reading and reading.load is not None]
+        before = torch.stack(known).sum(0) if known else None
+        mixed = sum(last - first for first, last in prompts.spans) < count
+        return PromptTokens(prompts.rows, heavy, mixed, before)
+
+    def remember(self, routing: Routing, experts: int) -> None:
+        """Count what a layer's router chose for prompts, of which a step or a request may read more.
+
+        Args:
+            routing: of the layer.
+            experts: of the rank.
+        """
+        prompts = self.running() if routing.prompt is not None else None
+        if prompts is None or routing.prompt is None:
+            return
+        for (first, last), reading in zip(prompts.spans, prompts.readings, strict=True):
+            if reading is not None and self.chunks.asks(reading):
+                rows = slice(first, last)
+                load = load_of(routing.ids[rows], routing.weights[rows], routing.prompt.heavy[rows], experts)
+                reading.add(routing.layer, routing.num_layers, load)
 
     @property
     def _share(self) -> float | None:
@@ -163,20 +192,27 @@ class PromptTap:
         context = get_forward_context()
         prompts: _Prompts | None = context.additional_kwargs.get(_KEY)
         if prompts is None:
-            prompts = context.additional_kwargs[_KEY] = _Prompts(self._spans(context.attn_metadata))
+            prompts = context.additional_kwargs[_KEY] = self._find(context.attn_metadata)
         return prompts
 
-    def _spans(self, attention: Any) -> list[tuple[int, int]]:
-        starts = _query_starts(attention)
-        if starts is None:
-            return []
+    def _find(self, attention: Any) -> _Prompts:
+        found = _Prompts([], [])
+        metadata = _described(attention)
+        if metadata is None:
+            return found
         tokens = self._step.tokens
-        places = [min(place, tokens) for place in starts.tolist()]  # requests too may be padding
-        return [(first, last) for first, last in itertools.pairwise(places) if last - first > self._longest_decode]
+        places = [min(place, tokens) for place in metadata.query_start_loc.tolist()]  # requests too may be padding
+        lengths = getattr(metadata, "seq_lens", None)
+        ends = lengths.tolist() if lengths is not None and self.chunks.any else []
+        for (first, last), end in itertools.zip_longest(itertools.pairwise(places), ends[: len(places) - 1]):
+            reading = self.chunks.take(end, last - first) if last > first and end is not None else None
+            if reading is not None or last - first > self._longest_decode:
+                found.spans.append((first, last))
+                found.readings.append(reading)
+        return found
 
 
-def _query_starts(attention: Any) -> Any:
-    """The first row of each request, and the one behind the last, as a tensor; None where no layer says so."""
+def _described(attention: Any) -> Any:
+    """What an attention layer is told of the step's requests; None where no layer is."""
     layers = attention[0] if isinstance(attention, list) else attention or {}
-    found = (getattr(metadata, "query_start_loc", None) for metadata in layers.values())
-    return next((starts for starts in found if starts is not None), None)
+    return next((told for told in layers.values() if getattr(told, "query_start_loc", None) is not None), None)

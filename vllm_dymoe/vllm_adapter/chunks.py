@@ -1,0 +1,134 @@
+"""What the earlier parts of a prompt have said of experts: the chunks before this one, and a cached prefix.
+
+DyMoE judges experts by a whole prompt (Eq. 2). vLLM reads a long one in chunks, of which the last may be one token, and
+does not read what it has cached. So the loads of chunks are added up while a prompt is read, and those of prompts that
+were read are kept, for others that begin alike: of a cached prefix the load is its share of such a prompt's.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PROMPTS_KEPT = 32  # each 16 bytes for every expert of the model: 96 KiB for Qwen3-30B-A3B
+
+
+@dataclass(eq=False)
+class Reading:
+    """A prompt that is read, or was.
+
+    Attributes:
+        tokens: of the prompt; None where it has none, but embeddings.
+        length: of the prompt.
+        read: how many of its tokens the running step will have read, or found in vLLM's cache.
+        load: float64 [layers, 2, experts], of these tokens: heavy hitters that used an expert, and the sum of routing
+            weights; None where nothing is known.
+    """
+
+    tokens: Sequence[int] | None
+    length: int
+    read: int = 0
+    load: Tensor | None = None
+
+    def add(self, layer: int, layers: int, load: Tensor) -> None:
+        """What a part of the prompt says in one layer: float64 [2, experts]."""
+        if self.load is None:
+            self.load = load.new_zeros(layers, *load.shape)
+        self.load[layer] += load
+
+
+class Chunks:
+    """The prompts of a rank's requests, while they are read and some time longer.
+
+    Args:
+        caches: vLLM may find the beginning of a prompt in its cache.
+    """
+
+    def __init__(self, *, caches: bool = True) -> None:
+        self._caches = caches
+        self._reading: dict[str, Reading] = {}
+        self._read: deque[Reading] = deque(maxlen=_PROMPTS_KEPT)
+        self._scheduled: dict[tuple[int, int], list[Reading]] = {}
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """A step begins, or only ends some requests."""
+        self._scheduled = {}
+        for name in scheduler_output.finished_req_ids:
+            self._end(name)
+        for name in [name for name, reading in self._reading.items() if reading.read >= reading.length]:
+            self._end(name)
+        for new in scheduler_output.scheduled_new_reqs:
+            tokens = new.prompt_token_ids
+            length = len(new.prompt_embeds if tokens is None else tokens)
+            self._reading[new.req_id] = Reading(tokens, length)
+            self._schedule(new.req_id, new.num_computed_tokens, scheduler_output.num_scheduled_tokens)
+        cached = scheduler_output.scheduled_cached_reqs
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if cached.is_context_phase(name):
+                self._schedule(name, computed, scheduler_output.num_scheduled_tokens)
+
+    @property
+    def any(self) -> bool:
+        """Whether the running step reads a prompt that nobody has taken."""
+        return bool(self._scheduled)
+
+    def take(self, end: int, count: int) -> Reading | None:
+        """The prompt of which the running step reads so many tokens up to a place, each once; None if there is none.
+
+        vLLM's runners order requests as it suits them, and say of each how much it computes and where it stands.
+        """
+        found = self._scheduled.get((end, count))
+        return found.pop(0) if found else None
+
+    def asks(self, reading: Reading) -> bool:
+        """Whether anybody will want to know what the running step says of a prompt."""
+        return reading.read < reading.length or (self._caches and reading.tokens is not None)
+
+    def _schedule(self, name: str, computed: int, counts: Mapping[str, int]) -> None:
+        reading, count = self._reading.get(name), counts.get(name, 0)
+        if reading is None or not count:
+            return
+        if reading.read != computed:  # behind a cached prefix, or begun anew
+            reading.load = self._of_prefix(reading.tokens, computed)
+        reading.read = computed + count
+        self._scheduled.setdefault((reading.read, count), []).append(reading)
+
+    def _end(self, name: str) -> None:
+        reading = self._reading.pop(name, None)
+        if reading is not None and reading.load is not None and reading.tokens is not None:
+            reading.tokens, reading.length = reading.tokens[: reading.read], reading.read
+            self._read.append(reading)
+
+    def _of_prefix(self, tokens: Sequence[int] | None, count: int) -> Tensor | None:
+        """What the shortest known prompt that begins with these tokens said, scaled to their number."""
+        if tokens is None or not count:
+            return None
+        prefix = list(tokens[:count])
+        alike = [known for known in self._read if known.tokens is not None and list(known.tokens[:count]) == prefix]
+        if not alike:
+            return None
+        nearest = min(alike, key=lambda known: known.length)
+        assert nearest.load is not None
+        return nearest.load * (count / nearest.length)
+
+
+def load_of(ids: Tensor, weights: Tensor, heavy: Tensor, experts: int) -> Tensor:
+    """What some tokens of a prompt say of a layer's experts.
+
+    Args:
+        ids: int [tokens, top_k], negative where another rank has the expert.
+        weights: float32 [tokens, top_k].
+        heavy: bool [tokens].
+        experts: of the rank.
+
+    Returns:
+        float64 [2, experts]: see :class:`Reading`.
+    """
+    values = weights.double()
+    places = (ids.flatten().long() + 1).clamp_min_(0)  # other ranks' experts fall into the first place
+    hits = heavy.unsqueeze(1).expand_as(values).double()
+    sums = values.new_zeros(2, experts + 1)
+    return sums.index_add_(1, places, torch.stack((hits, values)).flatten(1))[:, 1:]

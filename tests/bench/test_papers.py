@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from vllm_dymoe.bench.cases import Workload
 from vllm_dymoe.bench.papers import PAPERS
 from vllm_dymoe.bench.papers.base import Line, Missing, Quality, Recorded, Routed, Speed
 from vllm_dymoe.bench.papers.compare import cases_of, fill, lines
-from vllm_dymoe.bench.papers.routers import activated, best_setting, cost_map, strategy
+from vllm_dymoe.bench.papers.routers import activated, best_setting, cost_map, heavy_hitters, hot_sets, strategy
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.plan.errors import compare  # noqa: F401 - rows of papers are rows of plans
 from vllm_dymoe.predict.gate import Gate
@@ -32,7 +33,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_a_preset_has_every_table_and_its_options_can_be_served(paper):
-    tables = list(PAPERS[paper]())
+    tables = list(PAPERS[paper](8))
     assert {table.name for table in tables} == EXPECTED[paper]
     for line in (line for table in tables for line in table.lines):
         assert set(line.paper) <= {name for table in tables for name in table.columns}
@@ -47,9 +48,17 @@ def test_a_preset_has_every_table_and_its_options_can_be_served(paper):
 
 
 def test_figures_that_repeat_a_tables_rows_measure_nothing_twice():
-    cases = cases_of(list(PAPERS["firm"]()), "m", WORKLOAD, {}, lambda subject: subject)
+    cases = cases_of(list(PAPERS["firm"](8)), "m", WORKLOAD, {}, lambda subject: subject)
     served = {(json.dumps(case.subject.options, sort_keys=True), case.budget) for case in cases}
-    assert len(cases) == len(served) == 6 * 4 + 1
+    assert len(served) == 6 * 4
+    assert len(cases) == len(served) + 15  # pairs of lengths, of one of them
+
+
+def test_batches_have_requests_enough_and_prompts_of_one_length():
+    cases = cases_of(list(PAPERS["dynaexq"](8)), "m", WORKLOAD, {}, lambda subject: subject)
+    assert {case.batch for case in cases} == {1, 2, 4, 8, 16, 32}
+    assert all(case.workload.requests >= case.batch and case.workload.prompt_tokens for case in cases)
+    assert len({case.group for case in cases}) == 3  # one engine for each system
 
 
 # -- routers --------------------------------------------------------------------------------------
@@ -105,6 +114,32 @@ def test_experts_of_a_batch(recorded):
     assert activated(recorded, 8, prefill=False) is None
 
 
+def test_heavy_hitters_beside_all_tokens(recorded):
+    """Where every token of a prompt is one, both loads are the same; where only one expert has them, it has all."""
+    trace = recorded.trace
+    with pytest.raises(ValueError, match="without heavy hitters"):
+        heavy_hitters(recorded)
+    everything = replace(trace, heavy=trace.prefill[:, None].expand(-1, 5).clone())
+    found = heavy_hitters(replace(recorded, trace=everything))
+    assert found["correlation of the loads"] == pytest.approx(1)
+    assert found["of heavy hitters %"] == found["of all tokens, to the busiest quarter %"] < 100
+    one = replace(trace, heavy=everything.heavy & (trace.experts == 3).any(-1))
+    assert heavy_hitters(replace(recorded, trace=one))["of heavy hitters %"] > found["of heavy hitters %"]
+
+
+def test_hot_sets_of_two_domains(recorded):
+    again = replace(recorded, trace=replace(recorded.trace, domain=("one", "other") * 3))
+    assert hot_sets(recorded).keys() < hot_sets(again).keys()
+    few = Trace(
+        replace(HEADER, num_experts=32, top_k=10), (torch.arange(4)[:, None, None] // 2 * 16 + torch.arange(10)).expand(
+            4, 5, 10).to(torch.uint8), torch.ones(4, 5, 10).half(), request=torch.arange(4).int() // 2,
+        position=torch.arange(4).int() % 2, prefill=torch.zeros(4, dtype=torch.bool), domain=("one", "other"),
+    )  # fmt: skip
+    found = hot_sets(Recorded(few, [], {}))
+    assert found["shared by two domains, mean %"] == 0
+    assert found["traffic of a layer's ten hottest %"] == pytest.approx(50)
+
+
 # -- filling --------------------------------------------------------------------------------------
 
 
@@ -116,7 +151,7 @@ def filled(source, **paper):
 @pytest.mark.parametrize("name", ["Table 3", "Figure 10"])
 def test_rows_of_two_tiers_use_both_of_them(name):
     """On Mixtral, whose numbers the paper has."""
-    table = next(table for table in PAPERS["dymoe"]() if table.name == name)
+    table = next(table for table in PAPERS["dymoe"](8) if table.name == name)
     asked = [line.ours.subject.options for line in table.lines if isinstance(line.ours, Speed)]
     systems = [make_system(Options(**options)) for options in asked if options.get("system") == "dymoe"]
     assert systems
@@ -124,7 +159,7 @@ def test_rows_of_two_tiers_use_both_of_them(name):
 
 
 def test_numbers_stand_beside_the_papers_and_missing_ones_say_why():
-    table = next(table for table in PAPERS["dymoe"]() if table.name == "Table 3")
+    table = next(table for table in PAPERS["dymoe"](8) if table.name == "Table 3")
     found = [
         fill(line, lambda subject, budget: {"measured": {"ttft_ms": {"median": 250.0}, "tpot_ms": {"mean": 50.0}}},
              lambda: None, lambda source: "") for line in table.lines

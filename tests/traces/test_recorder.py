@@ -36,11 +36,25 @@ def run(recorder, spans, seed, *, first=0, layers=range(3), guesses=False, gates
     for layer in layers:
         x, weights, ids = choices(tokens, seed * 10 + layer)
         next_gate = choices(tokens, seed * 10 + layer + 1)[2].long() if guesses and layer < 2 else None
-        recorder.record(layer, x, weights, ids, next_gate)
+        heavy = ids[:, 0] > layer if first == 0 else None  # steps behind the first have no prompt
+        recorder.record(layer, x, weights, ids, next_gate, heavy)
         x.fill_(torch.nan), weights.fill_(torch.nan), ids.fill_(99)
     position = torch.arange(first, first + tokens + 3)  # vLLM's is as long as its buffer
     recorder.end(spans, position, number, next_gate=gates_right)
     position.fill_(-1)
+
+
+def test_heavy_hitters_are_those_of_prompts(tmp_path):
+    recorder, _ = make_recorder(tmp_path, heavy=True)
+    run(recorder, [Span(0, 5, 5)], seed=1)
+    run(recorder, [Span(0, 1, 5)], seed=2, first=5)
+    recorder.close()
+    trace = Trace.load(tmp_path)
+    for layer in range(3):
+        assert torch.equal(trace.heavy[:5, layer], trace.experts[:5, layer, 0] > layer)
+    assert not trace.heavy[5].any()
+    with pytest.raises(TraceError, match="other tensors"):
+        make_recorder(tmp_path)
 
 
 def test_what_was_chosen_is_what_is_read(tmp_path):

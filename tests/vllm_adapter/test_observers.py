@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.experts.routing import PromptTokens, Routing
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.traces.recorder import Span
 from vllm_dymoe.vllm_adapter.observers import DOMAIN, Observation, TraceObserver
@@ -123,6 +123,16 @@ def test_a_step_that_failed_is_not_recorded(listener):
     assert listener.ended == []
 
 
+def test_heavy_hitters_are_only_tokens_of_prompts(listener):
+    tap = TraceObserver(listener)
+    x, weights, ids = torch.zeros(3, 4), torch.ones(3, 2), torch.zeros(3, 2)
+    prompt = PromptTokens(torch.tensor([True, True, False]), torch.tensor([True, False, True]), mixed=True)
+    tap.see(Routing(0, 1, x, ids, weights, prompt=prompt))
+    assert listener.recorded[-1][5].tolist() == [True, False, False]
+    tap.see(Routing(0, 1, x, ids, weights))
+    assert listener.recorded[-1][5] is None
+
+
 def test_next_gates_are_asked_about_this_layers_input(listener):
     asked = []
 
@@ -138,15 +148,15 @@ def test_next_gates_are_asked_about_this_layers_input(listener):
     x, weights, ids = torch.tensor([[1.0, 3.0, 2.0]]), torch.ones(1, 2), torch.zeros(1, 2)
     tap.begin_step(scheduled({"a": 1}, [new("a", 1)]))
     tap.see(Routing(0, 3, x, ids, weights))
-    assert listener.recorded[-1][-1] is None, "the gates are not checked yet"
+    assert listener.recorded[-1][4] is None, "the gates are not checked yet"
     known += [gate(0), gate(1), gate(2)]
     tap.begin_step(scheduled({"a": 1}))
     for layer in range(3):
         tap.see(Routing(layer, 3, x, ids, weights))
     assert asked == [1, 2]
-    assert listener.recorded[-3][-1].tolist() == [[1, 2]]
-    assert listener.recorded[-2][-1].tolist() == [[0, 2]]
-    assert listener.recorded[-1][-1] is None
+    assert listener.recorded[-3][4].tolist() == [[1, 2]]
+    assert listener.recorded[-2][4].tolist() == [[0, 2]]
+    assert listener.recorded[-1][4] is None
 
 
 def test_a_step_says_whether_the_gates_were_right_and_is_forgotten_by_its_number(listener):

@@ -46,6 +46,7 @@ class Workload:
         warm_up: answers before them that are not.
         max_tokens: of each answer.
         temperature: 0 is greedy; otherwise each request has a seed of its own.
+        prompt_tokens: of each prompt, cut from all of them behind one another; None leaves prompts as they are.
     """
 
     prompts: str
@@ -55,6 +56,7 @@ class Workload:
     warm_up: int
     max_tokens: int
     temperature: float = 0.0
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True)

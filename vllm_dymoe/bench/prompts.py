@@ -98,6 +98,19 @@ def by_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [group[place] for place in range(longest) for group in domains.values() if place < len(group)]
 
 
+def windows(tokens: Sequence[int], length: int, count: int) -> list[list[int]]:
+    """Pieces of one length from all over a text; they overlap where it is short.
+
+    Raises:
+        ConfigError: it is shorter than one of them.
+    """
+    room = len(tokens) - length
+    if room < 0:
+        raise ConfigError(f"all prompts together have {len(tokens)} tokens, but one of {length} was asked for.")
+    starts = [number * room // max(1, count - 1) for number in range(count)]
+    return [list(tokens[start : start + length]) for start in starts]
+
+
 def _is_list(text: str) -> bool:
     return text.lstrip()[:1] == "[" and text.rstrip()[-1:] == "]"
 

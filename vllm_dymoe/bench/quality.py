@@ -15,7 +15,8 @@ from vllm_dymoe.bench.rows import Row, append_row, read_rows
 from vllm_dymoe.bench.run import ROWS
 from vllm_dymoe.config import ConfigError
 
-_METRICS = ("acc,none", "exact_match,strict-match", "exact_match,number", "exact_match,none", "pass@1,create_test")
+_METRICS = ("acc,none", "exact_match,strict-match", "exact_match,number", "exact_match,none", "pass@1,create_test",
+            "word_perplexity,none")  # fmt: skip
 
 
 def available() -> str | None:
@@ -34,7 +35,7 @@ def score(
     include: Path | None = None,
     engine: Mapping[str, Any] | None = None,
 ) -> Row:
-    """Scores of some tasks, 0 to 1, by name; a cell that the folder has is not measured again.
+    """Scores of some tasks, 0 to 1, or perplexities, by name; a cell that the folder has is not measured again.
 
     Args:
         model: as for ``vllm serve``.

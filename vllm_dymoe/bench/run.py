@@ -60,7 +60,6 @@ def measure(
 def job_of(group: Sequence[Case], prompts: PromptSet, out: Path, expert_bytes: int = 0) -> dict[str, Any]:
     """What the process of a group needs to know."""
     first = group[0]
-    workload = first.workload
     return {
         "label": first.subject.label,
         "module": _module(first.subject.peer),
@@ -68,7 +67,6 @@ def job_of(group: Sequence[Case], prompts: PromptSet, out: Path, expert_bytes: i
         "options": first.subject.options,
         "peer": first.subject.peer,
         "engine": {**dict(first.engine), **_offloaded(first, expert_bytes)},
-        "workload": asdict(workload),
         "prompts": [(prompt.text, prompt.output_tokens) for prompt in by_turns(prompts.prompts)],
         "random_length": prompts.random_length,
         "out": str(out.resolve()),

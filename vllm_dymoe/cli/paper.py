@@ -18,7 +18,7 @@ from safetensors import safe_open
 from vllm_dymoe.bench.cases import FULL, Subject, Workload, grid
 from vllm_dymoe.bench.check import check_outputs
 from vllm_dymoe.bench.papers import PAPERS
-from vllm_dymoe.bench.papers.base import Quality, Recorded
+from vllm_dymoe.bench.papers.base import At, Quality, Recorded
 from vllm_dymoe.bench.papers.compare import as_markdown, cases_of, fill, lines
 from vllm_dymoe.bench.plots import draw
 from vllm_dymoe.bench.prompts import PromptSet, by_turns
@@ -56,7 +56,8 @@ def run(
     if paper not in PAPERS:
         raise ConfigError(f"{paper} is none of the papers: {', '.join(PAPERS)}.")
     make_known()
-    tables, shape, console = list(PAPERS[paper]()), read_shape(model), Console()
+    shape, console = read_shape(model), Console()
+    tables = list(PAPERS[paper](shape.moe_layers))
     rows: dict[str, Row] = {}
     with progress() as advance:
         rate = None
@@ -72,9 +73,8 @@ def run(
         rows = {row["key"]: row for row in measure(cases, asked, out, progress=advance)}
     check_outputs(rows.values())
 
-    def row_of(subject: Subject, budget: str) -> Row:
-        (case, *_) = grid(model, [change(replace(subject, budgets=None))], [budget], [1], workload, engine)
-        return rows[case.key]
+    def row_of(subject: Subject, at: At) -> Row:
+        return rows[at.case(change(replace(subject, budgets=None)), model, workload, engine).key]
 
     @cache
     def recorded() -> Recorded:
@@ -116,6 +116,8 @@ def _record(
         write_prompts(prompts, [(prompt.text, prompt.domain) for prompt in by_turns(asked.prompts)])
         command = [Path(sys.executable).with_name("vllm-dymoe"), "trace", model, "--prompts", prompts, "--out", folder]
         command += ["--inputs", "--max-tokens", str(workload.max_tokens), "--engine", json.dumps(dict(engine))]
+        # Every expert stays high, and heavy hitters are recorded as well.
+        command += ["--options", '{"system": "dymoe", "system_options": {"retention": 1}}']
         given = [str(part) for part in command]
         done = subprocess.run(given, capture_output=True, text=True, check=False, env=environment())
         if done.returncode:

@@ -63,6 +63,7 @@ class Recorder:
         header: whose routers they are.
         limit: bytes that the folder may have, with what is in it already.
         inputs: whether the routers' inputs are recorded too, and what the next layers' gates make of them.
+        heavy: whether heavy hitters of prompts are.
         say: takes one sentence for the log.
         part_bytes: size of a part; smaller ones are written every ``interval`` seconds.
         interval: see ``part_bytes``.
@@ -78,6 +79,7 @@ class Recorder:
         limit: int,
         *,
         inputs: bool = False,
+        heavy: bool = False,
         say: Callable[[str], None] = print,
         part_bytes: int = _PART_BYTES,
         interval: float = _INTERVAL,
@@ -86,7 +88,7 @@ class Recorder:
         self.header = header
         self.recording = True
         self.tokens = 0
-        self._inputs = inputs
+        self._inputs, self._heavy = inputs, heavy
         self._next_gate: bool | None = None
         self._limit = limit
         self._say = say
@@ -119,6 +121,7 @@ class Recorder:
         weights: torch.Tensor,
         ids: torch.Tensor,
         next_gate: torch.Tensor | None = None,
+        heavy: torch.Tensor | None = None,
     ) -> None:
         """Copy what a layer's router chose.
 
@@ -129,6 +132,7 @@ class Recorder:
             ids: [tokens, top_k] int, experts counted over all ranks.
             next_gate: [tokens, top_k] int, what the next layer's gate makes of ``x``, in every layer but the last; the
                 run's first step decides whether it is recorded, until a step ends whose gates were wrong.
+            heavy: bool [tokens], heavy hitters of prompts; None for no token.
         """
         step = self._step
         if step is None:
@@ -147,6 +151,8 @@ class Recorder:
             step.layers["router_inputs"][layer].copy_(x)
             if self._next_gate and next_gate is not None:
                 step.layers["next_gate"][layer].copy_(next_gate)
+        if self._heavy:
+            step.layers["heavy"][layer].copy_(torch.zeros_like(ids[:, 0], dtype=torch.bool) if heavy is None else heavy)
         step.recorded += 1
 
     def end(self, spans: Sequence[Span], position: torch.Tensor, number: int = 0, *, next_gate: bool = True) -> None:
@@ -261,6 +267,8 @@ class Recorder:
         shape = (step.tokens, header.num_layers, header.top_k)
         step.tensors["experts"] = torch.empty(shape, dtype=experts, device=device)
         step.tensors["weights"] = torch.empty(shape, dtype=torch.float16, device=device)
+        if self._heavy:
+            step.tensors["heavy"] = torch.empty(shape[:2], dtype=torch.bool, device=device)
         if self._inputs:
             if self._next_gate:
                 shape = (step.tokens, header.num_layers - 1, header.top_k)
@@ -283,7 +291,8 @@ class Recorder:
             raise TraceError(f"trace folder {self.folder} cannot be written to.")
         for path in sorted(self.folder.glob("*.safetensors"))[:1]:
             header, names = read_header(path)
-            if header != self.header or ("router_inputs" in names) != self._inputs:
+            kept = ("router_inputs" in names, "heavy" in names)
+            if header != self.header or kept != (self._inputs, self._heavy):
                 raise TraceError(
                     f"trace folder {self.folder} has a trace of another model or with other tensors ({path.name}, of "
                     f"{header.model}); name another folder."

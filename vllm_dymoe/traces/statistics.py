@@ -64,6 +64,19 @@ def overlap(one: Trace, other: Trace) -> torch.Tensor:
     return shared.cumsum(-1) / torch.arange(1, later.shape[1] + 1)
 
 
+def heavy_load(trace: Trace) -> torch.Tensor | None:
+    """Heavy hitters of prompts that each expert was chosen for (DyMoE Eq. 2): int64 [layers, experts].
+
+    Returns:
+        None if they were not recorded.
+    """
+    if trace.heavy is None:
+        return None
+    chosen = zip(trace.experts.unbind(1), trace.heavy.unbind(1), strict=True)
+    experts = trace.header.num_experts
+    return torch.stack([ids[heavy].long().flatten().bincount(minlength=experts) for ids, heavy in chosen])
+
+
 def _neighbours(trace: Trace) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and those right before them, where both were recorded."""
     order = trace.in_order()

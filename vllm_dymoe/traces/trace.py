@@ -28,6 +28,8 @@ class Trace:
         router_inputs: [tokens, layers, hidden] float16; None if they were not recorded.
         next_gate: [tokens, layers - 1, top_k], as ``experts``: what the next layer's gate makes of this layer's input,
             best first; None if it was not recorded.
+        heavy: [tokens, layers] bool, whether a prompt's token is a heavy hitter in a layer (DyMoE 4.2); None unless the
+            system that served asks for them.
         domain: a name for each request, empty where none was given; None if no request has one.
 
     Raises:
@@ -42,6 +44,7 @@ class Trace:
     prefill: torch.Tensor
     router_inputs: torch.Tensor | None = None
     next_gate: torch.Tensor | None = None
+    heavy: torch.Tensor | None = None
     domain: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -58,6 +61,8 @@ class Trace:
             expected["router_inputs"] = ((tokens, header.num_layers, header.hidden), torch.float16)
         if self.next_gate is not None:
             expected["next_gate"] = ((tokens, header.num_layers - 1, header.top_k), expert_dtype(header.num_experts))
+        if self.heavy is not None:
+            expected["heavy"] = ((tokens, header.num_layers), torch.bool)
         for name, (shape, dtype) in expected.items():
             tensor = getattr(self, name)
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:

@@ -18,6 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
 from vllm_dymoe.bench.cases import FULL
+from vllm_dymoe.bench.prompts import windows
 from vllm_dymoe.bench.rows import append_row
 from vllm_dymoe.bench.summary import Answers, peak_bytes, summarise
 from vllm_dymoe.bench.systems import make_known
@@ -35,23 +36,24 @@ def run(job: Mapping[str, Any]) -> None:
     make_known()
     llm = start(job)
     out = Path(job["out"])
-    prompts = token_ids(llm, job)
     for case in job["cases"]:
+        workload = case["row"]["workload"]
+        prompts = token_ids(llm, job, workload)
         if job["options"] is not None:
             llm.collective_rpc("dymoe_resize", args=(case["budget"],))
             if case["budget"] == FULL:
                 llm.collective_rpc(_fill)
-        measured = measure(llm, prompts, case["batch"], job, case["key"])
+        measured = measure(llm, prompts, case["batch"], workload, case["key"], ours=job["options"] is not None)
         append_row(out, {"key": case["key"], "kind": "speed", **case["row"], "measured": measured})
 
 
 def start(job: Mapping[str, Any]) -> LLM:
     """The engine of a job; without options of the plugin it is vLLM's own."""
-    workload, options = job["workload"], job["options"]
+    options = job["options"]
     settings: dict[str, Any] = {
         "max_num_seqs": max(case["batch"] for case in job["cases"]),
         "enable_prefix_caching": False,
-        "skip_tokenizer_init": workload["random"],
+        "skip_tokenizer_init": job["random_length"] is not None,
         "disable_log_stats": True,
     }
     if current_platform.is_cpu():
@@ -62,13 +64,13 @@ def start(job: Mapping[str, Any]) -> LLM:
     return LLM(model=job["model"], **(settings | job["engine"]))
 
 
-def token_ids(llm: LLM, job: Mapping[str, Any]) -> list[Request]:
+def token_ids(llm: LLM, job: Mapping[str, Any], workload: Mapping[str, Any]) -> list[Request]:
     """Prompts as numbers, each with the length of its answer; those that do not fit into the model are left out.
 
     Raises:
         SystemExit: too few are left.
     """
-    workload, config = job["workload"], llm.llm_engine.vllm_config.model_config
+    config = llm.llm_engine.vllm_config.model_config
     wanted = workload["requests"] + workload["warm_up"]
     if workload["random"]:
         chance = random.Random(0)
@@ -78,6 +80,9 @@ def token_ids(llm: LLM, job: Mapping[str, Any]) -> list[Request]:
             for _ in range(wanted)
         ]
     tokenizer, found = llm.get_tokenizer(), []
+    if workload["prompt_tokens"]:
+        together = [token for text, _ in job["prompts"] for token in tokenizer.encode(text)]
+        return [(ids, workload["max_tokens"]) for ids in windows(together, workload["prompt_tokens"], wanted)]
     for text, tokens in job["prompts"]:
         ids, tokens = tokenizer.encode(text), tokens or workload["max_tokens"]
         if len(ids) + tokens <= config.max_model_len:
@@ -92,9 +97,10 @@ def token_ids(llm: LLM, job: Mapping[str, Any]) -> list[Request]:
     return found
 
 
-def measure(llm: LLM, prompts: Sequence[Request], batch: int, job: Mapping[str, Any], label: str) -> dict[str, Any]:
+def measure(
+    llm: LLM, prompts: Sequence[Request], batch: int, workload: Mapping[str, Any], label: str, *, ours: bool
+) -> dict[str, Any]:
     """One case: warm up with the first prompts, then answer the others, ``batch`` at a time."""
-    workload, ours = job["workload"], job["options"] is not None
     cold, warm = prompts[: workload["warm_up"]], prompts[workload["warm_up"] :]
     for number, together in enumerate(_chunks(cold, batch)):
         answer(llm, together, f"{label}-warm-{number}", workload["temperature"], ours=False)

@@ -18,6 +18,7 @@ from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.quantize.recording import CalibrationError, PartWriter
+from vllm_dymoe.systems import make_system
 from vllm_dymoe.traces import TraceError, TraceHeader
 from vllm_dymoe.traces.recorder import Recorder, Span
 from vllm_dymoe.units import size
@@ -202,7 +203,9 @@ class TraceObserver(Observer):
         next_gate = None
         if layer + 1 < len(self._gates):
             next_gate, _ = self._gates[layer + 1].best(routing.x, ids.shape[1])
-        self.recorder.record(layer, routing.x, routing.weights, ids, next_gate)
+        prompt = routing.prompt
+        heavy = None if prompt is None else prompt.heavy & prompt.rows
+        self.recorder.record(layer, routing.x, routing.weights, ids, next_gate, heavy)
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
         """Tell the recorder whose tokens they were."""
@@ -249,6 +252,7 @@ def observe_trace(
             header(),
             options.trace.limit,
             inputs=options.trace.inputs,
+            heavy=make_system(options).heavy_hitters is not None,
             say=lambda sentence: logger.info("vllm-dymoe: %s", sentence),
         )
     except TraceError as error:

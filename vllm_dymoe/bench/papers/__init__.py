@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator
 from vllm_dymoe.bench.papers import duoserve, dymoe, dynaexq, firm
 from vllm_dymoe.bench.papers.base import PaperTable
 
-PAPERS: dict[str, Callable[[], Iterator[PaperTable]]] = {
+PAPERS: dict[str, Callable[[int], Iterator[PaperTable]]] = {
     "dymoe": dymoe.tables,
     "duoserve": duoserve.tables,
     "firm": firm.tables,
     "dynaexq": dynaexq.tables,
 }
+
+"""By name: from the number of a model's MoE layers to the tables."""
 
 __all__ = ["PAPERS", "PaperTable"]

@@ -1,13 +1,38 @@
 """A paper's table: its rows, its numbers, and where ours come from."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_dymoe.bench.cases import Subject
+from vllm_dymoe.bench.cases import Case, Subject, Workload
 from vllm_dymoe.bench.rows import Row
 
 Number = float | str | None
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a system is measured.
+
+    Attributes:
+        budget: of experts.
+        batch: requests at once.
+        prompt_tokens: of each prompt; None takes the run's prompts as they are.
+        max_tokens: of each answer; None for those of the run.
+    """
+
+    budget: str
+    batch: int = 1
+    prompt_tokens: int | None = None
+    max_tokens: int | None = None
+
+    def case(self, subject: Subject, model: str, workload: Workload, engine: Mapping[str, Any]) -> Case:
+        """Of a run's workload: at least as many requests as the batch has, at the lengths that are asked for."""
+        asked = replace(
+            workload, requests=max(workload.requests, self.batch), prompt_tokens=self.prompt_tokens,
+            max_tokens=self.max_tokens or workload.max_tokens,
+        )  # fmt: skip
+        return Case(model, subject, self.budget, self.batch, asked, engine)
 
 
 @dataclass(frozen=True)
@@ -16,11 +41,11 @@ class Speed:
 
     Attributes:
         subject: which.
-        columns: for each column of the table the budget, and what of the row it shows.
+        columns: for each column of the table where it is measured, and what of the row it shows.
     """
 
     subject: Subject
-    columns: Mapping[str, tuple[str, Callable[[Row], Number]]]
+    columns: Mapping[str, tuple[At, Callable[[Row], Number]]]
 
 
 @dataclass(frozen=True)

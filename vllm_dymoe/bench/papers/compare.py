@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vllm_dymoe.bench.cases import Case, Subject, Workload, grid
-from vllm_dymoe.bench.papers.base import Line, Missing, Number, PaperTable, Quality, Recorded, Routed, Speed
+from vllm_dymoe.bench.cases import Case, Subject, Workload
+from vllm_dymoe.bench.papers.base import At, Line, Missing, Number, PaperTable, Quality, Recorded, Routed, Speed
 from vllm_dymoe.bench.rows import Row
 from vllm_dymoe.bench.table import markdown
 
@@ -34,9 +34,10 @@ def cases_of(
     """Everything that has to be measured for the tables, each once."""
     found: dict[str, Case] = {}
     for source in speeds(tables):
-        budgets = sorted({budget for budget, _ in source.columns.values()})
         subject = change(replace(source.subject, budgets=None))
-        found |= {case.key: case for case in grid(model, [subject], budgets, [1], workload, engine)}
+        for at, _ in source.columns.values():
+            case = at.case(subject, model, workload, engine)
+            found[case.key] = case
     return list(found.values())
 
 
@@ -48,7 +49,7 @@ def speeds(tables: Sequence[PaperTable]) -> Iterator[Speed]:
 
 def fill(
     line: Line,
-    row_of: Callable[[Subject, str], Row],
+    row_of: Callable[[Subject, At], Row],
     recorded: Callable[[], Recorded],
     scores: Callable[[Quality], Mapping[str, float] | str],
 ) -> Filled:
@@ -56,7 +57,7 @@ def fill(
 
     Args:
         line: the paper's row.
-        row_of: what was measured of a subject at a budget.
+        row_of: what was measured of a subject there.
         recorded: the trace.
         scores: of lm-eval by column, or why there are none.
     """
@@ -64,7 +65,7 @@ def fill(
     if isinstance(source, Missing):
         return Filled(line, {}, source.why)
     if isinstance(source, Speed):
-        return Filled(line, {name: of(row_of(source.subject, budget)) for name, (budget, of) in source.columns.items()})
+        return Filled(line, {name: of(row_of(source.subject, at)) for name, (at, of) in source.columns.items()})
     if isinstance(source, Quality):
         found = scores(source)
         return Filled(line, {}, found) if isinstance(found, str) else Filled(line, found)

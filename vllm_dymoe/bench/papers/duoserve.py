@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_dymoe.bench.cases import FULL, Subject
 from vllm_dymoe.bench.papers.base import (
+    At,
     Line,
     Missing,
     Number,
@@ -30,14 +31,14 @@ _OTHER_MODEL = "serve this model, with prompts of this dataset, to repeat its ro
 _GB = {"MoESys": (4.24, 9.13), "ACC": (3.63, 8.06), "DuoServe-MoE": (3.91, 8.44), "GPU only": (25.14, 138.0)}
 
 
-def tables() -> Iterator[PaperTable]:
+def tables(_moe_layers: int) -> Iterator[PaperTable]:
     """All of them."""
     memory = [
-        Line(name, Speed(_subject(name), {"ours, MB": (_SYSTEMS[name][0], peak)}), _gigabytes(name))
+        Line(name, Speed(_subject(name), {"ours, MB": (At(_SYSTEMS[name][0]), peak)}), _gigabytes(name))
         for name in _SYSTEMS
     ]
     full = Subject("GPU only", {"system": "exact", "system_options": {"look_ahead": 0}}, budgets=(FULL,))
-    memory.append(Line("GPU only", Speed(full, {"ours, MB": (FULL, peak)}), _gigabytes("GPU only")))
+    memory.append(Line("GPU only", Speed(full, {"ours, MB": (At(FULL), peak)}), _gigabytes("GPU only")))
     about = "peak memory: of everything in the paper, of experts here"
     yield PaperTable("Table 2", about, ("8x7B, GB", "8x22B, GB", "ours, MB"), memory)
     columns = ("all experts %", "at least one %")
@@ -66,7 +67,7 @@ def _subject(name: str) -> Subject:
 
 def _speed(name: str, columns: Mapping[str, Any]) -> Line:
     budget = _SYSTEMS[name][0]
-    return Line(name, Speed(_subject(name), {column: (budget, of) for column, of in columns.items()}))
+    return Line(name, Speed(_subject(name), {column: (At(budget), of) for column, of in columns.items()}))
 
 
 def _gigabytes(name: str) -> dict[str, Number]:

@@ -1,12 +1,13 @@
 """DynaExq: Tables 1 to 4, Figures 1 to 3 and 6 to 10."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from vllm_dymoe.bench.cases import Subject
-from vllm_dymoe.bench.papers.base import Line, Missing, Number, PaperTable, Quality, Recorded, Routed, Speed, tpot, ttft
-from vllm_dymoe.bench.papers.routers import activated
+from vllm_dymoe.bench.papers.base import At, Line, Missing, Number, PaperTable, Quality, Recorded, Routed, Speed
+from vllm_dymoe.bench.papers.routers import activated, hot_sets
+from vllm_dymoe.bench.rows import Row
 
 _BATCHES = (1, 2, 4, 8, 16, 32)
 _DECODE = {
@@ -28,13 +29,17 @@ _QUALITY: Mapping[str, tuple[Mapping[str, Any], tuple[float, ...]]] = {
 _SIZES = ("layers", "experts", "top-k")
 _OTHER_MODEL = "serve this model to repeat its row."
 _BUDGET = "50%"  # of all experts at 16 bits: the low versions take half of it, high ones the rest
-_FIGURES = {
-    "Figure 6": "TTFT over batch sizes", "Figure 7": "TPOT over batch sizes", "Figure 8": "throughput over batch sizes",
-    "Figure 9": "end to end over batch sizes", "Figure 10": "TTFT over lengths of prompts",
-}  # fmt: skip
+_FETCHED = "fetched as predicted, in ExpertFlow's place"
+_SYSTEMS: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "static Int4": ({"hi": 4, "system": "exact", "system_options": {"look_ahead": 0}}, "100%"),
+    "DynaExq": (_QUALITY["DynaExq"][0], _BUDGET),
+    _FETCHED: ({"hi": 16, "system": "exact"}, _BUDGET),
+}
+_TOKENS = 48  # of prompts where batches are compared: two dozen prompts make no batch of 32
+_LENGTHS = (32, 64, 128, 256)
 
 
-def tables() -> Iterator[PaperTable]:
+def tables(_moe_layers: int) -> Iterator[PaperTable]:
     """All of them."""
     batches = tuple(str(batch) for batch in _BATCHES)
     for name, what, prefill in (("Table 1", _DECODE, False), ("Table 2", _PREFILL, True)):
@@ -53,25 +58,66 @@ def tables() -> Iterator[PaperTable]:
         Line(label, Quality(options, _TASKS), dict(zip(_TASKS, numbers, strict=True)))
         for label, (options, numbers) in _QUALITY.items()
     ])  # fmt: skip
-    for name in ("Figure 1", "Figure 2", "Figure 3"):
-        yield PaperTable(name, "which experts are hot, and when", ("ours",), [
-            Line("routers", Missing("`vllm-dymoe report TRACE` draws it from the trace of this run."))
-        ])  # fmt: skip
-    for name, about in _FIGURES.items():
-        yield PaperTable(name, about, ("TTFT s", "TPOT s"), [*_speeds()])
+    lengths = tuple(map(str, _LENGTHS))
+    yield PaperTable("Figure 1", "ms of a prompt that wait for the link, over its tokens", lengths, [
+        _line(_FETCHED, _FETCHED, _by_length, _stalled)
+    ])  # fmt: skip
+    yield PaperTable("Figure 2", "which experts are hot; domains are those of the prompts", (
+        "traffic of a layer's ten hottest %", "shared by two domains, mean %", "least %"), [
+        Line("routers", Routed(hot_sets))
+    ])  # fmt: skip
+    yield PaperTable("Figure 3", "perplexity over the budget of high versions", ("WikiText-2",), [
+        Line(f"{budget} of all experts' bytes at 16 bits",
+             Quality({**_QUALITY["DynaExq"][0], "expert_budget": budget}, {"WikiText-2": "wikitext"}))
+        for budget in ("30%", "50%", "75%", "100%")
+    ])  # fmt: skip
+    yield PaperTable("Figure 6", "TTFT in s over batch sizes", batches, _times(_by_batch, "ttft_ms"))
+    yield PaperTable("Figure 7", "TPOT in s over batch sizes", batches, _times(_by_batch, "tpot_ms"))
+    yield PaperTable("Figure 8", "tokens per second over batch sizes", batches, [
+        _line(system, system, _by_batch, _throughput) for system in _SYSTEMS
+    ])  # fmt: skip
+    yield PaperTable("Figure 9", "end to end in s over batch sizes", batches, _times(_by_batch, "request_ms"))
+    yield PaperTable("Figure 10", "TTFT in s over tokens of a prompt", lengths, _times(_by_length, "ttft_ms"))
 
 
 def _ratios(prefill: bool, recorded: Recorded) -> Mapping[str, Number]:
     return {str(batch): activated(recorded, batch, prefill=prefill) for batch in _BATCHES}
 
 
-def _speeds() -> Iterator[Line]:
-    systems: dict[str, Mapping[str, Any]] = {
-        "static Int4": {"system": "exact", "system_options": {"look_ahead": 0}},
-        "DynaExq": {"hi": 16, "lo": 4, "system": "dynaexq"},
-    }
-    for label, options in systems.items():
-        budget = _BUDGET if "lo" in options else "100%"
-        columns = {"TTFT s": (budget, ttft), "TPOT s": (budget, tpot)}
-        yield Line(label, Speed(Subject(label, options, budgets=(budget,)), columns))
-    yield Line("ExpertFlow", Missing("a system of its own; measure its server with --peer http://..."))
+_Places = Callable[[str], Mapping[str, At]]
+"""From a budget to where each column is measured."""
+
+
+def _by_batch(budget: str) -> Mapping[str, At]:
+    return {str(batch): At(budget, batch, _TOKENS) for batch in _BATCHES}
+
+
+def _by_length(budget: str) -> Mapping[str, At]:
+    return {str(tokens): At(budget, 1, tokens) for tokens in _LENGTHS}
+
+
+def _line(system: str, label: str, places: _Places, of: Callable[[Row], Number]) -> Line:
+    options, budget = _SYSTEMS[system]
+    columns = {name: (at, of) for name, at in places(budget).items()}
+    return Line(label, Speed(Subject(system, options, budgets=(budget,)), columns))
+
+
+def _times(places: _Places, measured: str) -> list[Line]:
+    return [
+        _line(system, f"{system}, {kind}", places, partial(_seconds, measured, kind))
+        for system in _SYSTEMS
+        for kind in ("mean", "p99")
+    ]
+
+
+def _seconds(measured: str, kind: str, row: Row) -> float:
+    return float(row["measured"][measured][kind]) / 1e3
+
+
+def _throughput(row: Row) -> float:
+    return float(row["measured"]["tokens_per_second"])
+
+
+def _stalled(row: Row) -> float:
+    found = row["measured"]
+    return 1e3 * float(found["prefill"]["exposed_wait_seconds"]) / len(found["prompt_tokens"])

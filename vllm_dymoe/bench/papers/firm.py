@@ -5,13 +5,15 @@ from functools import partial
 from typing import Any
 
 from vllm_dymoe.bench.cases import Subject
-from vllm_dymoe.bench.papers.base import Line, Missing, PaperTable, Routed, Speed, rate, tpot
+from vllm_dymoe.bench.papers.base import At, Line, Missing, PaperTable, Routed, Speed, rate, tpot
 from vllm_dymoe.bench.papers.routers import best_setting, strategy
 from vllm_dymoe.predict.meeting_of_layers import Votes
 
 # Slots of the paper's caches as shares of Qwen1.5-MoE's 1440 experts.
 _CACHES = {"128": "9%", "256": "18%", "512": "36%", "768": "53%"}
 _K, _P, _TOP_K = 3, 3, 4
+_PROMPTS, _ANSWERS = (16, 32, 64, 128, 256), (16, 32, 64)  # the paper has 15 pairs, and does not print which
+_LENGTHS = {f"{prompt}/{answer}": At("18%", 1, prompt, answer) for prompt in _PROMPTS for answer in _ANSWERS}
 
 
 def _parts(ahead: str, projections: int, **parameters: Any) -> Mapping[str, Any]:
@@ -28,10 +30,10 @@ _TABLE_1: Mapping[str, tuple[Mapping[str, Any], tuple[float, ...]]] = {
 _TABLE_2 = {1: (3.51, 3.6, 3.8, 4.71), 2: (3.75, 3.87, 4.32, 4.92)}
 
 
-def tables() -> Iterator[PaperTable]:
+def tables(_moe_layers: int) -> Iterator[PaperTable]:
     """All of them."""
-    seconds = {cache: (share, tpot) for cache, share in _CACHES.items()}
-    rates = {cache: (share, rate) for cache, share in _CACHES.items()}
+    seconds = {cache: (At(share), tpot) for cache, share in _CACHES.items()}
+    rates = {cache: (At(share), rate) for cache, share in _CACHES.items()}
     about = f"s per token of Qwen1.5-MoE-A2.7B on an RTX 3090 and PCIe 4; caches of {_CACHES}"
     yield PaperTable("Table 1", about, tuple(_CACHES), [
         Line(label, Speed(Subject(label, options), seconds), dict(zip(_CACHES, numbers, strict=True)))
@@ -48,8 +50,11 @@ def tables() -> Iterator[PaperTable]:
         *(Line(name, Missing("a system of its own; measure its server with --peer http://..."))
           for name in ("AP", "MI", "DP", "Fiddler")),
     ])  # fmt: skip
-    yield PaperTable("Figure 5", "tokens per second over lengths of prompts and answers", ("tokens/s",), [
-        Line("15 pairs of lengths", Missing("a run has one length; repeat it with several --max-tokens."))
+    lengths = {pair: (at, rate) for pair, at in _LENGTHS.items()}
+    yield PaperTable("Figure 5", "tokens per second over tokens of prompt and answer", tuple(_LENGTHS), [
+        Line("FIRM-MoE", Speed(_firm(1), lengths)),
+        *(Line(name, Missing(f"beside it: `vllm-dymoe bench MODEL --peer {peer}`."))
+          for name, peer in (("Fiddler", "http://..."), ("Llama.cpp", "llama.cpp"))),
     ])  # fmt: skip
     yield PaperTable("Figure 6", "K and P of the lowest cost (Eq. 11), without a cache here", ("K", "P", "cost"), [
         Line(group, Routed(partial(_best, group)), {"K": k, "P": 3})

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 
 import torch
 
@@ -10,7 +10,15 @@ from vllm_dymoe.bench.papers.base import Number, Recorded
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.meeting_of_layers import Votes, vote
 from vllm_dymoe.traces import Trace
-from vllm_dymoe.traces.statistics import activation_similarity, affinity, popularity
+from vllm_dymoe.traces.statistics import (
+    activation_similarity,
+    affinity,
+    by_domain,
+    heavy_load,
+    load,
+    overlap,
+    popularity,
+)
 
 _ALPHA = _BETA = 0.5  # of Eq. 11
 _TOKENS = 2000  # as FIRM-MoE counts (section "Impact of Fine-Grained Pre-fetching")
@@ -22,6 +30,37 @@ def similarity(recorded: Recorded) -> Mapping[str, Number]:
     if found is None:
         return {}
     return {"lowest": float(found.min()), "mean": float(found.mean()), "highest": float(found.max())}
+
+
+def heavy_hitters(recorded: Recorded) -> Mapping[str, Number]:
+    """Whether tokens that matter go to other experts than tokens do (DyMoE Figure 4), means over the layers."""
+    trace: Trace = recorded.trace
+    heavy = heavy_load(trace)
+    if heavy is None:
+        raise ValueError("the trace was recorded without heavy hitters; record it with the system dymoe")
+    everything, heavy = load(trace.select(trace.prefill)), heavy.double()
+    quarter = trace.header.num_experts // 4
+    busiest = [counts.topk(quarter).values.sum(-1) / counts.sum(-1) for counts in (everything, heavy)]
+    together = [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in zip(everything, heavy, strict=True)]
+    return {
+        "of all tokens, to the busiest quarter %": 100 * float(busiest[0].mean()),
+        "of heavy hitters %": 100 * float(busiest[1].mean()),
+        "correlation of the loads": sum(together) / len(together),
+    }
+
+
+def hot_sets(recorded: Recorded) -> Mapping[str, Number]:
+    """How much the ten hottest experts of a layer carry, and two domains share of them (DynaExq Figure 2)."""
+    trace: Trace = recorded.trace
+    top = min(10, trace.header.num_experts)
+    parts = list(by_domain(trace).values())
+    shared = [overlap(one, other)[:, top - 1] for one, other in combinations(parts, 2)]
+    carried = popularity(trace).topk(top).values.sum(-1)
+    found: dict[str, Number] = {"traffic of a layer's ten hottest %": 100 * float(carried.mean())}
+    if shared:
+        pairs = torch.stack(shared)
+        found |= {"shared by two domains, mean %": 100 * float(pairs.mean()), "least %": 100 * float(pairs.min())}
+    return found
 
 
 def patterns(recorded: Recorded) -> Mapping[str, Number]:

@@ -14,7 +14,7 @@ from vllm_dymoe.bench.summary import Answers, peak_bytes, summarise
 
 
 def _answer(job: Mapping[str, Any], case: Mapping[str, Any]) -> dict[str, Any]:
-    workload = job["workload"]
+    workload = case["row"]["workload"]
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         device_map: Any = "auto" if torch.cuda.is_available() else _layers_on_disk(job["model"])

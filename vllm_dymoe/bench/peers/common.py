@@ -18,6 +18,6 @@ def answer_job(answer: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str
     """
     job = json.loads(Path(sys.argv[1]).read_text())
     for case in job["cases"]:
-        measured = {"peak_device_bytes": peak_bytes(), "warm_up_requests": job["workload"]["warm_up"]}
+        measured = {"peak_device_bytes": peak_bytes(), "warm_up_requests": case["row"]["workload"]["warm_up"]}
         measured |= answer(job, case)
         append_row(Path(job["out"]), {"key": case["key"], "kind": "speed", **case["row"], "measured": measured})

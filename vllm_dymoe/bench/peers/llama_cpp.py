@@ -22,7 +22,7 @@ def layers_on_cpu(budget: str, layers: int) -> int:
 
 
 def _answer(job: Mapping[str, Any], case: Mapping[str, Any]) -> dict[str, Any]:
-    folder, workload = Path(job["model"]), job["workload"]
+    folder, workload = Path(job["model"]), case["row"]["workload"]
     files = sorted(folder.glob("*.gguf")) if folder.is_dir() else [folder]
     if not files:
         raise SystemExit(f"{folder} has no .gguf file, which llama.cpp needs; convert the model and put it there.")

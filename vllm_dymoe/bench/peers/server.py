@@ -14,7 +14,7 @@ from vllm_dymoe.bench.summary import Answers, summarise
 
 
 def _answer(job: Mapping[str, Any], case: Mapping[str, Any]) -> dict[str, Any]:
-    workload, batch = job["workload"], case["batch"]
+    workload, batch = case["row"]["workload"], case["batch"]
     ask = partial(stream, job["peer"], job["engine"].get("model", job["model"]), workload["max_tokens"])
     texts = [text for text, _ in job["prompts"]][: workload["warm_up"] + workload["requests"]]
     for text in texts[: workload["warm_up"]]:

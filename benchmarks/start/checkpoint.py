@@ -1,6 +1,7 @@
 """A checkpoint of published floats with layers of Qwen3-30B-A3B: random codes, scales near those of real weights."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,11 +9,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, HEADS, KV_HEADS, HEAD_DIM = 2048, 768, 128, 8, 32, 4, 128
+sys.path.append(str(Path(__file__).resolve().parents[1] / "budget"))
+
+import model
+from model import EXPERTS, HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS
+
 VOCABULARY = 4096
 MATRICES = {"gate_proj": (INTERMEDIATE, HIDDEN), "up_proj": (INTERMEDIATE, HIDDEN), "down_proj": (HIDDEN, INTERMEDIATE)}
 Parts = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 _MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 # quantization_config, and dtype and shape of the tensors of a matrix [rows, columns].
 FORMATS: dict[str, tuple[dict, Callable[[int, int], Parts]]] = {
     "mxfp4": (
@@ -22,6 +28,18 @@ FORMATS: dict[str, tuple[dict, Callable[[int, int], Parts]]] = {
             "config_groups": {"experts": {"targets": ["Linear"], "weights": _MXFP4}},
         },
         lambda n, k: {"weight_packed": (torch.uint8, (n, k // 2)), "weight_scale": (torch.uint8, (n, k // 32))},
+    ),
+    "int4": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"experts": {"targets": ["Linear"], "weights": _INT4}},
+        },
+        lambda n, k: {
+            "weight_packed": (torch.int32, (n, k // 8)),
+            "weight_scale": (torch.bfloat16, (n, k // 32)),
+            "weight_shape": (torch.int64, (2,)),
+        },
     ),
     "nvfp4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
@@ -45,33 +63,9 @@ def config(fmt: str, layers: int) -> dict:
     """config.json of the model."""
     left = ["lm_head", *(f"model.layers.{n}.mlp.gate" for n in range(layers))]
     left += [f"model.layers.{n}.self_attn.{each}_proj" for n in range(layers) for each in "qkvo"]
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "torch_dtype": "bfloat16",
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "intermediate_size": 3 * HIDDEN,
-        "moe_intermediate_size": INTERMEDIATE,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "max_position_embeddings": 4096,
-        "vocab_size": VOCABULARY,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "quantization_config": FORMATS[fmt][0] | {"ignore": left, "modules_to_not_convert": left},
-    }
+    described = {"vocab_size": VOCABULARY, "quantization_config": FORMATS[fmt][0]}
+    described["quantization_config"] |= {"ignore": left, "modules_to_not_convert": left}
+    return model.config(layers) | described
 
 
 class RandomTensors:
@@ -83,8 +77,9 @@ class RandomTensors:
 
     def codes(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Random codes; of e4m3 none that is NaN."""
-        count = torch.Size(shape).numel()
+        count = torch.Size(shape).numel() * dtype.itemsize
         start = int(torch.randint(len(self._pool) - count, (1,), generator=self._generator))
+        start -= start % 8
         codes = self._pool[start : start + count]
         return (codes & 0xB7 if dtype == torch.float8_e4m3fn else codes.clone()).view(dtype).view(shape)
 
@@ -96,7 +91,7 @@ class RandomTensors:
 
 
 def scale(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Equal scales: 2^-9 as an exponent, 0.5 in e4m3, otherwise 0.01."""
+    """Equal scales: 2^-9 as an exponent, 0.5 in e4m3, otherwise about 0.01."""
     if dtype == torch.uint8:
         return torch.full(shape, 118, dtype=dtype)
     return torch.full(shape, 0.5 if dtype == torch.float8_e4m3fn else 0.01).to(dtype)
@@ -120,7 +115,10 @@ def layer(fmt: str, prefix: str, random: RandomTensors) -> Iterator[tuple[str, T
     for expert in range(EXPERTS):
         for projection, shape in MATRICES.items():
             for part, described in FORMATS[fmt][1](*shape).items():
-                made = scale(*described) if "scale" in part else random.codes(*described)
+                if part == "weight_shape":
+                    made = torch.tensor(shape)
+                else:
+                    made = scale(*described) if "scale" in part else random.codes(*described)
                 yield f"{prefix}.mlp.experts.{expert}.{projection}.{part}", made
 
 

@@ -1,0 +1,102 @@
+"""Adapters of dense layers beside streamed experts: transformers' answers, and the same bits at every budget.
+
+vLLM itself runs a model with experts under LoRA on GPUs only, so transformers' model, with the adapter's product added
+to its weights, says what is right.
+"""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+
+from tests.e2e.engines import MODEL, engine, prompts, recorded_layers, runtime_of
+from vllm_dymoe.config import ConfigError
+
+pytestmark = pytest.mark.engine
+
+RANK, TARGETS = 8, ["q_proj", "o_proj"]
+# Two places for one adapter: vLLM's CPU build gives requests without one what lies in the last place, here nothing.
+SETTINGS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "lora_target_modules": TARGETS}
+
+
+def random_adapter():
+    """Large enough to change what the model says; by the names of PEFT."""
+    config = json.loads((MODEL / "config.json").read_text())
+    hidden, heads = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, columns, rows in (("q_proj", hidden, heads), ("o_proj", heads, hidden)):
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{place}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator) * columns**-0.5
+            tensors[f"{place}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator)
+    return tensors
+
+
+def write(adapter, folder):
+    folder.mkdir()
+    save_file(adapter, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": TARGETS, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return str(folder)
+
+
+def on_an_expert(adapter):
+    """The same adapter, with a part for a projection of an expert."""
+    place = "base_model.model.model.layers.0.mlp.experts.0.down_proj"
+    hidden = json.loads((MODEL / "config.json").read_text())["hidden_size"]
+    width = json.loads((MODEL / "config.json").read_text())["moe_intermediate_size"]
+    sizes = {"lora_A": (RANK, width), "lora_B": (hidden, RANK)}
+    return adapter | {f"{place}.{name}.weight": torch.ones(size) for name, size in sizes.items()}
+
+
+def answers(llm, adapter):
+    """What was read and said, every second prompt with the adapter, all at once."""
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    requests = [adapter if number % 2 else None for number in range(8)]
+    done = llm.generate(prompts()[:8], sampling, use_tqdm=False, lora_request=requests)
+    return [(list(output.prompt_token_ids), list(output.outputs[0].token_ids)) for output in done]
+
+
+def share_of_likeliest(model, given):
+    """How many of the tokens that were said are the model's likeliest."""
+    found = []
+    for read, said in given:
+        with torch.no_grad():
+            logits = model(torch.tensor([read + said])).logits[0, len(read) - 1 : -1]
+        found.append(logits.argmax(1) == torch.tensor(said))
+    return float(torch.cat(found).float().mean())
+
+
+def merge(model, adapter):
+    for name in (name for name in adapter if name.endswith("lora_B.weight")):
+        place = name.removesuffix(".lora_B.weight")
+        weight = model.get_submodule(place.removeprefix("base_model.model.")).weight
+        weight.data += adapter[name] @ adapter[f"{place}.lora_A.weight"]
+
+
+def test_adapters_of_dense_layers_beside_streamed_experts(tmp_path):
+    adapter = random_adapter()
+    request = LoRARequest("adapter", 1, write(adapter, tmp_path / "adapter"))
+    experts = LoRARequest("experts", 2, write(on_an_expert(adapter), tmp_path / "experts"))
+    with engine(dymoe={"hi": 16}, **SETTINGS) as llm:
+        runtime, layers = runtime_of(llm), []
+        with pytest.raises(ConfigError, match=r"the adapter \S+ changes experts \(\S+experts.0.down_proj"):
+            llm.llm_engine.add_lora(experts)
+        for budget in ("100%", "30%"):
+            runtime.resize(budget)
+            with recorded_layers(runtime) as outputs:
+                given = answers(llm, request)
+            runtime.check_integrity()
+            layers.append(outputs)
+    assert all(torch.equal(a, b) for a, b in zip(*layers, strict=True))
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    plain, adapted = given[::2], given[1::2]
+    # Near ties of bfloat16 against float32 are few; of the other model's tokens most differ.
+    assert share_of_likeliest(model, plain) > 0.85
+    assert share_of_likeliest(model, adapted) < 0.5
+    merge(model, adapter)
+    assert share_of_likeliest(model, adapted) > 0.85

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.cli.checkpoints import EXPERTS, INTERMEDIATE, MOE_LAYERS, STYLES, command, make_model, refused
+from tests.cli.checkpoints import EXPERTS, INTERMEDIATE, MOE_LAYERS, STYLES, TOP_K, command, make_model, refused
 from vllm_dymoe.experts.layout import BlobKey, Projection
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer, quantize_matrix, tensors
@@ -131,6 +131,19 @@ def test_dense_tensors_are_copied_bit_for_bit(model, out, shards, shard_bytes, m
         assert read_tensors(out)[name].begin % tensor.itemsize == 0, f"{name} is not aligned"
         assert copied.dtype == tensor.dtype
         assert torch.equal(copied, tensor), name
+
+
+def test_sizes_that_each_layer_has_and_router_biases_beside_the_experts(model, out):
+    """As Hunyuan and Laguna have them."""
+    for key, each in (("num_experts_per_tok", "moe_topk"), ("moe_intermediate_size", "moe_intermediate_size")):
+        model.config[each] = 3 * [model.config.pop(key)]
+    bias = f"model.layers.{MOE_LAYERS[0]}.mlp.experts.e_score_correction_bias"
+    model.tensors[bias] = torch.arange(EXPERTS).float()
+    model.save()
+    quantized(model, out, "--hi", 16)
+    assert FileStore(out).experts.top_k == TOP_K
+    with safe_open(read_tensors(out)[bias].path, framework="pt") as file:
+        assert torch.equal(file.get_tensor(bias), model.tensors[bias])
 
 
 def test_the_safetensors_library_reads_every_shard(model, out):

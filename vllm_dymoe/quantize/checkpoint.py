@@ -26,9 +26,9 @@ from vllm_dymoe.quantize.tensors import CheckpointError, read_tensors
 from vllm_dymoe.store.header import TensorPlace
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "moe_k")
+_TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 _HIDDEN = ("moe_latent_size", "hidden_size")
-_INTERMEDIATE = ("moe_intermediate_size", "intermediate_size")
+_INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _WITHOUT_GATE = frozenset(("nemotron_h",))
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _SAMPLE_BYTES = 512
@@ -254,7 +254,7 @@ class Checkpoint:
             )
         if len(stacks) > 1:
             raise CheckpointError(f"{self.folder} has experts in several places, {' and '.join(sorted(stacks))}.")
-        return stacks.pop(), self.config.size("num_hidden_layers")
+        return stacks.pop(), self.config.size("num_hidden_layers", "num_layers")
 
     def _check_known(self, named: ExpertName, place: TensorPlace) -> None:
         """Refuse a tensor of an expert that is neither a 16-bit weight nor a bias nor what the reader knows."""

@@ -112,7 +112,7 @@ class ModelConfig:
         return self._text.get("model_type")
 
     def size(self, *keys: str) -> int:
-        """The first of some keys that it has.
+        """The first of some keys that it has; where each layer has its own, the largest.
 
         Raises:
             CheckpointError: it has none, or not a size.
@@ -120,6 +120,8 @@ class ModelConfig:
         for key in keys:
             value = self._text.get(key)
             if value is not None:
+                if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
+                    value = max(value)
                 if not isinstance(value, int) or value < 1:
                     raise CheckpointError(f"{key} in {self._path} is {value!r}, not a size.")
                 return value

@@ -25,7 +25,7 @@ _STACKED = {
     "down_proj": _DOWN,
     "output_linear": _DOWN,
 }
-
+_ROUTERS = "e_score_correction_bias"  # Laguna's lies beside the experts
 _STACK_PARTS = {"scale_inv": "weight_scale_inv", "scale": "weight_scale"}  # beside a weight that has no ".weight"
 
 
@@ -51,7 +51,7 @@ class ExpertName:
 def read_name(name: str) -> ExpertName | None:
     """Read the name of a tensor; None if it is not of an expert."""
     match = _NAME.fullmatch(name) or _GRANITE.fullmatch(name)
-    if match is None:
+    if match is None or match["rest"] == _ROUTERS:
         return None
     layers, layer, rest = match["stack"], int(match["layer"]), match["rest"]
     number, _, tail = rest.partition(".")

@@ -22,6 +22,10 @@ from vllm_dymoe.store.writer import StoreWriter
 Place = tuple[int, int, Projection]
 """Position of the layer, local expert, and which of its matrices."""
 
+# Of memory, for each weight, while it is packed: codes and their copies (3.2 measured), or floats beside what is read
+# of their codes (8.2).
+_BYTES_OF_HELD, _BYTES_OF_QUANTIZED = 4, 10
+
 Given = Tensor | Held | Callable[[], Tensor | Held]
 """A weight, or what makes it, which is called by the thread that packs it."""
 
@@ -120,10 +124,11 @@ class ExpertPacker:
         """
         place = (layer, expert, projection)
         bias = self._early_biases.pop(place, None)
+        each = _BYTES_OF_HELD
         if isinstance(weight, Tensor):
-            weight = weight.cpu()
+            weight, each = weight.cpu(), _BYTES_OF_QUANTIZED
         form = next(iter(self.experts.formats.values())).matrices[projection]
-        self._threads.submit(2 * form.rows * form.columns, self._pack, place, weight, bias)
+        self._threads.submit(each * form.rows * form.columns, self._pack, place, weight, bias)
         self._missing.discard(place)
         if bias is not None:
             self._missing_biases.discard(place)

@@ -25,8 +25,9 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from readme import markdown, put  # noqa: E402
+from texts import DOMAINS, MODEL, pieces  # noqa: E402
 
-from vllm_dymoe.experts.hotness import Hotness, hottest, swaps  # noqa: E402
+from vllm_dymoe.experts.hotness import Hotness, even_shares, hottest, share_out, swaps  # noqa: E402
 from vllm_dymoe.experts.layout import BlobKey  # noqa: E402
 from vllm_dymoe.experts.tier import Tier  # noqa: E402
 from vllm_dymoe.kernels.packed import dequantize  # noqa: E402
@@ -37,9 +38,6 @@ from vllm_dymoe.store import HostStore, Manifest  # noqa: E402
 from vllm_dymoe.store.writer import StoreWriter  # noqa: E402
 from vllm_dymoe.systems.dynaexq import DynaExq  # noqa: E402
 
-MODEL = HERE.parent / "tiny_moe" / "model"
-DOMAINS = ("docs", "code", "arithmetic")
-END = "<|endoftext|>"
 SHARES = (0.125, 0.25, 0.5)
 GROUP_SIZE = 64
 AFTER = 2  # windows behind a shift; what comes then counts
@@ -84,9 +82,7 @@ class Reader:
 
     def windows(self, domain: str) -> list[list[list[int]]]:
         """Texts of a domain, by window, none twice."""
-        documents = (MODEL / "heldout" / f"{domain}.txt").read_text().split(f"\n{END}\n")
-        ids = [token for text in documents for token in [*self._tokenizer(text.strip("\n"))["input_ids"], 0]]
-        rows = [ids[first : first + self._length] for first in range(0, len(ids) - self._length + 1, self._length)]
+        rows = pieces(domain, self._tokenizer, self._length)
         return [rows[first : first + self._texts] for first in range(0, len(rows) - self._texts + 1, self._texts)]
 
     @torch.no_grad()
@@ -167,22 +163,34 @@ class Measurement:
         self.loads = [reader.read(str(place), rows, None)[1] for place, (_, rows) in enumerate(self.stream)]
         self.static = reader.read("calibration", self.calibration, None)[1]
 
-    def run(self, share: float) -> dict[str, list[float]]:
+    def layer_worth(self) -> list[float]:
+        """Millinats that each layer takes away if it alone is high, on text of all domains that does not count."""
+        layers, experts = self._reader.shape
+        sets = np.concatenate([np.zeros((1, layers, 1), bool), np.eye(layers, dtype=bool)[:, :, None]])
+        low, *found = (self._reader.read("calibration", self.calibration, high.repeat(experts, 1))[0] for high in sets)
+        return [low - millinats for millinats in found]
+
+    def run(self, share: float, worth: list[float]) -> dict[str, list[float]]:
         """Millinats of each window, by who chose the high set; and the moves that followed it."""
         layers, experts = self._reader.shape
         places = np.full(layers, round(share * experts))
-        follows = Follows((layers, experts), places, self._parameters)
+        by_worth = share_out(even_shares(self.static) * np.array(worth)[:, None], int(places.sum()))
+        ours = {
+            "dynaexq": Follows((layers, experts), places, self._parameters),
+            "dynaexq, layer_worth": Follows((layers, experts), by_worth, self._parameters),
+        }
         chance = hottest(np.random.default_rng(0).random((layers, experts)), places)
         fixed = hottest(self.static.astype(float), places)
         own = {domain: hottest(self._load(domain).astype(float), places) for domain in dict(self.stream)}
-        found: dict[str, list[float]] = {name: [] for name in ("random", "static", "dynaexq", "own")}
+        found: dict[str, list[float]] = {name: [] for name in ("random", "static", *ours, "own")}
         for place, (domain, rows) in enumerate(self.stream):
             for name, high in (("random", chance), ("static", fixed), ("own", own[domain])):
                 found[name].append(self._reader.read(str(place), rows, high)[0])
-            millinats, counts = self._reader.read(str(place), rows, follows.high)
-            found["dynaexq"].append(millinats)
-            follows.end_window(counts)
-        return found | {"moves": [float(moves) for moves in follows.moves]}
+            for name, follows in ours.items():
+                millinats, counts = self._reader.read(str(place), rows, follows.high)
+                found[name].append(millinats)
+                follows.end_window(counts)
+        return found | {"moves": [float(moves) for moves in ours["dynaexq"].moves]}
 
     def uniform(self, high: bool) -> list[float]:
         """The same with all experts in one version."""
@@ -210,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=256, help="tokens of a text")
     parser.add_argument("--texts", type=int, default=4, help="of a window")
-    parser.add_argument("--windows", type=int, default=6, help="of each domain")
+    parser.add_argument("--windows", type=int, default=5, help="of each domain")
     parser.add_argument("--parameters", type=json.loads, default={}, help="system_options of dynaexq")
     parser.add_argument("--no-readme", action="store_true", help="leave README.md and results.json as they are")
     arguments = parser.parse_args()
@@ -228,8 +236,9 @@ def main() -> None:
         "overlap_of_hottest": {str(share): measurement.overlap(share) for share in SHARES},
         "millinats": {"0.0": {"uniform": measurement.uniform(False)}, "1.0": {"uniform": measurement.uniform(True)}},
     }
+    results["layer_worth_millinats"] = worth = measurement.layer_worth()
     for share in SHARES:
-        results["millinats"][str(share)] = measurement.run(share)
+        results["millinats"][str(share)] = measurement.run(share, worth)
         print(share, json.dumps(results["millinats"][str(share)]), file=sys.stderr, flush=True)
     results["worst_above_own"] = worst(results, windows)
     if not arguments.no_readme:
@@ -248,7 +257,8 @@ def worst(results: dict[str, Any], windows: int) -> dict[str, dict[str, float]]:
         own = settled(rows["own"], windows)
         found[share] = {
             name: max(ours / best for ours, best in zip(settled(rows[name], windows), own, strict=True)) - 1
-            for name in ("random", "static", "dynaexq")
+            for name in rows
+            if name not in ("own", "moves")
         }
     return found
 

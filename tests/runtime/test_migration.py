@@ -409,6 +409,24 @@ def test_every_plan_holds_everybody_and_as_many_high_as_it_can(kind, nbytes):
     assert high >= 23 or nbytes - spent < one_more
 
 
+def test_layers_have_places_by_what_high_versions_are_worth_there():
+    experts, options = make_experts(layers=3, num_experts=8, nested=True), Options(hi=4, lo=2, group_size=32)
+    system = DynaExq(layer_worth=(3, 1, 2))
+    limit = minimum_budget(experts, options, system, 0) + 5 * experts.formats[4].nbytes
+
+    def places(system, **popularity):
+        return plan_slots(experts, options, system, limit, 0, **popularity).quotas[Tier.HI]
+
+    assert places(DynaExq()) == [2, 2, 2]
+    assert places(system) == [3, 1, 2]
+    traffic = np.array([[3.1, 2.4, 1.2, 0.7], [5.0, 2.9, 0.1, 0], [2.3, 2.2, 2.1, 1.4]])
+    traffic = np.pad(traffic, ((0, 0), (0, 4)))
+    assert places(DynaExq(), popularity=traffic) == [2, 2, 2]
+    assert places(system, popularity=traffic) == [2, 1, 3]
+    with pytest.raises(ConfigError, match="layer_worth has 2 numbers, but this rank has 3 layers"):
+        places(DynaExq(layer_worth=(1, 1)))
+
+
 @pytest.mark.parametrize("nested", [True, False])
 def test_the_least_budget_serves(nested):
     runtime = dynaexq(STORES[nested], high=1)

@@ -100,9 +100,14 @@ def hottest(score: NDArray[np.float64], places: NDArray[np.int64]) -> NDArray[np
 
 
 def share_out(score: NDArray[np.float64], places: int) -> NDArray[np.int64]:
-    """Places of each layer, so that high experts get as much of the traffic as they can; int64 [layers].
+    """Places of each layer, so that high experts get as much as they can; int64 [layers].
 
-    Every layer routes the same tokens, so that a place is worth the share of its layer's traffic that comes with it.
+    Every layer routes the same tokens, so that a place is worth the share of its layer's traffic that comes with it,
+    times what high versions are worth in that layer.
+
+    Args:
+        score: float64 [layers, experts], that product.
+        places: of all layers.
     """
     order = np.argsort(-score, axis=None, kind="stable")[:places]
     return np.bincount(order // score.shape[1], minlength=score.shape[0])

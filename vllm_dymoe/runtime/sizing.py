@@ -197,15 +197,32 @@ def _plan_residents(
     high = min(every - 1, 1 + (limit - workspace_bytes - least) // (step - least))
     if limit - workspace_bytes >= _resident_bytes(experts, options, migrating, every):
         high = every
-    places = layer_shares(high, [1.0] * layers, 0, each)
+    worth = _layer_worth(experts, migrating.worth)
+    places = layer_shares(high, worth, 0, each)
     if popularity is not None:
-        places = share_out(popularity, high).tolist()
+        places = share_out(popularity * np.array(worth)[:, None], high).tolist()
     low = [each if nested else each - count for count in places]
     staging = 0 if nested or high == every else migrating.in_flight
     slots, quotas = {Tier.HI: high + staging}, {Tier.HI: places}
     if any(low):
         slots, quotas = slots | {Tier.LO: sum(low) + staging}, quotas | {Tier.LO: low}
     return SlotPlan(limit, workspace_bytes, slots, quotas)
+
+
+def _layer_worth(experts: ModelExperts, worth: Sequence[float]) -> list[float]:
+    """For every layer; those of a draft, which decides no token, are worth least.
+
+    Raises:
+        ConfigError: it is said of another number of layers.
+    """
+    own = len(experts.layers) - experts.draft_layers
+    if worth and len(worth) != own:
+        raise ConfigError(
+            f"vllm-dymoe: layer_worth has {len(worth)} numbers, but this rank has {own} layers with experts; "
+            "give one for each, or leave it out."
+        )
+    known = list(worth) or [1.0] * own
+    return known + [min(known)] * experts.draft_layers
 
 
 def _slice_slots(sizes: Mapping[Tier, int], high: float, every_expert: int, spare: int) -> dict[Tier, int]:

@@ -40,6 +40,7 @@ class Migrating:
         window_uses: that experts have had on average by then, or the window goes on.
         in_flight: moves at the same time.
         link_share: of the time, that the link may work for moves.
+        worth: what a high expert takes away in each layer, beside the others; empty if that is not known.
         trace: whose most popular experts are high at start.
         streams: a budget that cannot hold every expert is served by fetching.
     """
@@ -49,6 +50,7 @@ class Migrating:
     window_uses: float
     in_flight: int
     link_share: float
+    worth: tuple[float, ...]
     trace: Path | None
     streams: bool
 

@@ -29,7 +29,7 @@ class DynaExq(System):
     """Seconds of a window, after which high experts are chosen anew."""
     window_uses: PositiveFloat = 16
     """Uses that experts have in a window on average; one with fewer goes on."""
-    margin: NonNegativeFloat = 0.2
+    margin: NonNegativeFloat = 0.1
     """How much hotter an expert must be to take another one's place, in even shares of a layer's traffic."""
     slack: NonNegativeInt = 1
     """Ranks below its layer's places that a high expert may fall to before it goes."""
@@ -37,6 +37,8 @@ class DynaExq(System):
     """Experts that are moved at the same time."""
     link_share: float = Field(default=0.25, gt=0, le=1)
     """Share of the time that the link may work for moves."""
+    layer_worth: tuple[PositiveFloat, ...] = ()
+    """What high versions are worth in each layer beside the others, for its places; alike if empty."""
     popularity: Path | None = None
     """A trace: at start its most popular experts are high, and layers have places by what these bring."""
     stream_cold: bool = False
@@ -52,7 +54,14 @@ class DynaExq(System):
         """As the parameters say."""
         rule = Rule(self.alpha, self.margin, self.slack)
         return Migrating(
-            rule, self.window_s, self.window_uses, self.in_flight, self.link_share, self.popularity, self.stream_cold
+            rule=rule,
+            window_seconds=self.window_s,
+            window_uses=self.window_uses,
+            in_flight=self.in_flight,
+            link_share=self.link_share,
+            worth=self.layer_worth,
+            trace=self.popularity,
+            streams=self.stream_cold,
         )
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:

@@ -163,6 +163,32 @@ def test_a_slice_that_cannot_be_read_costs_no_slot(monkeypatch):
         assert step(runtime, hi=[1 + bits, 2 + bits]) > 0
 
 
+@pytest.mark.parametrize("wanted", [{"hi": [4, 5, 6, 7]}, {"hi": [4, 5], "lo": [6, 7]}, {"hi": [0, 4, 5, 6]}], ids=str)
+@pytest.mark.parametrize("lent", [(HI, LO), (HI,), (LO,)], ids=str)
+def test_where_no_staging_slot_comes_back_kept_slices_make_room(wanted, lent):
+    """Reads that do not end have them: a fine slice gives up its slot alone, a base takes its fine slice along."""
+    runtime, roomy = make_runtime(budget="50%", high=0.5), make_runtime(budget="100%")
+    for _ in range(3):  # so warm that others pass through
+        step(runtime, hi=[0, 1])
+        step(runtime, hi=[2], lo=[3])
+    pools = [runtime.memory.pools[tier] for tier in lent]
+    stuck = [(pool, slot) for pool in pools for slot in iter(lambda pool=pool: pool.take(kept=False), None)]
+    assert stuck
+    tiers = {expert: Tier(tier) for tier, experts in wanted.items() for expert in experts}
+    ids, x = torch.tensor([list(tiers)], dtype=torch.int32), torch.ones(1, 64, dtype=torch.bfloat16)
+    outputs = []
+    for one in (runtime, roomy):
+        one.system.plan.clear()
+        one.system.plan.update(tiers)
+        one.memory.table.reuse_high = False
+        outputs.append(forward(one, 0, x, torch.full((1, TOP_K), 0.25), ids))
+    assert torch.equal(*outputs)
+    for pool, slot in stuck:
+        pool.give_back(slot, kept=False)
+    runtime.check_integrity()
+    step(runtime, **wanted)
+
+
 class Ahead:
     """What a prefetcher hands over to layer 0."""
 

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -12,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_dymoe.config import ConfigError
+from vllm_dymoe.kernels.codebook import MXFP4
 from vllm_dymoe.resolve import ENVIRONMENT_PREFIX
 from vllm_dymoe.vllm_adapter import prepare
 from vllm_dymoe.vllm_adapter.prepare import WORKER_EXTENSION, experts_of
@@ -240,3 +242,13 @@ def test_the_experts_are_those_of_the_models_configuration():
     assert experts.formats.keys() == {4, 2}
     assert (experts.formats[4].hidden, experts.formats[4].intermediate) == (256, 64)
     assert experts.nbytes(4) == EXPERTS * experts.formats[4].whole_nbytes
+
+
+@pytest.mark.parametrize(("codebook", "nested"), [(None, True), (MXFP4, False)])
+def test_a_codebook_has_no_low_version_inside(codebook, nested):
+    config = configure({"hi": 4, "lo": 2})
+    config.quant_config.reader = SimpleNamespace(bits=4, asymmetric=False, act_order=False, codebook=codebook)
+    formats = experts_of(config, read_options(config, None)).formats
+    assert formats[4].nested is nested
+    assert formats[4].codebook is codebook
+    assert formats[2].codebook is None

@@ -13,6 +13,7 @@ from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, stored_formats
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict.checkpoint import PredictorError, read_card
+from vllm_dymoe.quantize.readers.compatibility import format_fields
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.runtime.decisions import DRAFTED, device_decides, without_device
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
@@ -174,10 +175,13 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
     narrow = (getattr(text, name, None) for name in ("moe_latent_size", "routed_expert_hidden_size"))
     hidden = next((size for size in narrow if size), model.get_hidden_size())
     has_gate = not str(getattr(text, "model_type", "")).startswith("nemotron_h")
-    formats = stored_formats(
-        options.stored_bits,
-        lambda bits: ExpertFormat(hidden, width, bits, options.group_size, model.dtype, has_gate=has_gate),
-    )
+    ours, reader = (getattr(config.quant_config, name, None) for name in ("checkpoint", "reader"))
+
+    def make(bits: int) -> ExpertFormat:
+        fields = format_fields(reader, ours or {}, bits)
+        return ExpertFormat(hidden, width, bits, options.group_size, model.dtype, has_gate=has_gate, **fields)
+
+    formats = stored_formats(options.stored_bits, make)
     layers = tuple(range(model.get_num_layers(parallel)))
     return ModelExperts(layers, experts, getattr(text, "num_experts_per_tok", None) or 1, formats)
 

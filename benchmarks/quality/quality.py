@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 RETENTIONS = (0.9, 0.75, 0.5)
 QUANTIZERS = ("rtn", "hqq", "gptq")
 BUDGETS = (0.25, 0.5, 0.75)
-LOW_WEIGHTS = (0, 0.5, 2, 8)
+LOW_WEIGHTS = (0, 2, 3, 4, 6, 8)
 EXACT = Variant("16", {"hi": 16})
 
 

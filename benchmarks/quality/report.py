@@ -14,6 +14,7 @@ from readme import markdown, put
 from vllm_dymoe.quantize.gptq import LOW_WEIGHT
 
 Row = dict[str, Any]
+NESTED = ", nested"
 LOST = ["perplexity", "loss", "agreement", "KL, millinats"]
 
 
@@ -137,17 +138,19 @@ TABLES = {
 def _nested_aims(sections: dict[str, list[Row]]) -> Iterator[list[str]]:
     """What a low version inside the high one is for."""
     for row in sections.get("budgets", []):
-        if row["quantizer"] == "rtn" and row["experts"].startswith("4/2, r = 0.75"):
-            four, low = (
-                find(sections["budgets"], budget=row["budget"], experts=name, quantizer="rtn") for name in ("4", "2")
+        name = row["experts"].removesuffix(NESTED)
+        if row["quantizer"] == "rtn" and name != row["experts"] and name.startswith("4/2, r = 0.75"):
+            four, before = (
+                find(sections["budgets"], budget=row["budget"], experts=other, quantizer="rtn") for other in ("4", name)
             )
-            if four and low:
+            if four and before:
                 yield [
                     f"bytes moved by {row['experts']} at {row['budget']:.0%}, of uniform 4's",
                     "at most 65 %, at equal or better loss, with more hits",
                     f"{row['moved_bytes_per_token'] / four['moved_bytes_per_token']:.0%}",
                     f"KL {1000 * row['kl_nats']:.2f}, uniform 4 {1000 * four['kl_nats']:.2f}; "
-                    f"hits {hits(row)}, uniform 4 {hits(four)}",
+                    f"hits {hits(row)}, uniform 4 {hits(four)}; two versions beside each other "
+                    f"{before['moved_bytes_per_token'] / four['moved_bytes_per_token']:.0%}",
                 ]
     if "sizes" in sections:
         four, _, nested = sections["sizes"]
@@ -250,7 +253,9 @@ def draw(results: Row, path: Path) -> None:
         rows = [row for row in sections["budgets"] if (row["experts"], row["quantizer"]) == (name, quantizer)]
         x, y = [row["moved_bytes_per_token"] / 1024 for row in rows], [1000 * row["kl_nats"] for row in rows]
         label = (name if "/" in name else f"{name} everywhere") + f" ({quantizer})"
-        moved.plot(x, y, "o-", color=f"C{at}", markersize=4, label=label)
+        beside = name + NESTED in {other for other, _ in names}  # two versions, as before one lay inside the other
+        style = "x--" if beside else "s-" if quantizer == "gptq" else "o-"
+        moved.plot(x, y, style, color=f"C{at}", markersize=4, label=label + (", before" if beside else ""))
     moved.set_xscale("log")
     moved.set_xlabel("KiB of experts moved for each decoded token")
     moved.set_title("budgets of 75 %, 50 % and 25 % (left to right) of all experts at 4 bits")

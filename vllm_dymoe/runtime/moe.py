@@ -35,7 +35,7 @@ from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.device_memory import make_device_memory
 from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
-from vllm_dymoe.runtime.migration import Agree, Migration, MigrationStats
+from vllm_dymoe.runtime.migration import Agree, Migration
 from vllm_dymoe.runtime.planned_memory import DecodeCounts, PlannedMemory
 from vllm_dymoe.runtime.popularity import read_popularity
 from vllm_dymoe.runtime.precision import changed_precision
@@ -562,7 +562,7 @@ class MoERuntime:
         self._counts, self.engine.stats = ResidencyCounts(), TransferStats()
         self._prefetch_stats.reset()
         if self._migration is not None:
-            self._migration.stats = MigrationStats()
+            self._migration.reset_stats()
         if self.predictor is not None:
             self.predictor.stats, self.predictor.seconds = PredictionStats(), 0.0
 

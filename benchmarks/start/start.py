@@ -102,6 +102,7 @@ def main() -> None:
         for start in ("first", "second"):
             forget(Path(temporary))
             row[start] = measure(folder, stores, arguments.budget)
+            print(f"{start} start: {json.dumps(row[start])}", flush=True)
             row["store_bytes"] = sum(path.stat().st_size for path in stores.rglob("*") if path.is_file())
     print(f"bound: {size} bytes read once; memory {row['store_bytes'] / GIB + 2:.2f} GiB")
     first = row["first"]

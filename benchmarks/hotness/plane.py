@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm_dymoe.experts.hotness import Hotness, Rule, even_shares, hottest, swaps
 
 BLOCK, PROMPT, ANSWER = 4, 48, 448  # steps; tokens
-SECONDS = 40.0
+SECONDS = 20.0
 LAYERS, EXPERTS = 48, 128  # Qwen3-30B-A3B, for the time of a plan
 # Nobody is ever so much hotter that a move pays; or nearly everybody is, in short windows.
 STILL, MOVING = {"margin": 1e9}, {"margin": 0, "slack": 0, "window_s": 0.5, "window_uses": 1, "alpha": 1.0}

@@ -8,10 +8,8 @@ import torch
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, stored_formats
-from vllm_dymoe.quantize.model_config import read_config
+from vllm_dymoe.quantize.model_config import INTERMEDIATE, NUM_EXPERTS, TOP_K, read_config
 
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk")
 _ITEM = 2  # bytes of a weight outside of experts
 
 
@@ -111,8 +109,8 @@ def shape_of(config: dict[str, Any], where: str) -> ModelShape:
         return default
 
     layers, hidden, heads = size("num_hidden_layers"), size("hidden_size"), size("num_attention_heads")
-    experts, top_k = size(*_NUM_EXPERTS), size(*_TOP_K)
-    intermediate = size("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
+    experts, top_k = size(*NUM_EXPERTS), size(*TOP_K)
+    intermediate = size(*INTERMEDIATE)
     dense_width = size("intermediate_size_mlp", "intermediate_size", default=0)
     moe = sum(_is_moe(config, layer) for layer in range(layers))
     shared = size("shared_expert_intermediate_size", "shared_intermediate_size", default=0)

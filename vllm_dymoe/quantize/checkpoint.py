@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection, stored_formats
-from vllm_dymoe.quantize.model_config import ModelConfig
+from vllm_dymoe.quantize.model_config import INTERMEDIATE, NUM_EXPERTS, TOP_K, ModelConfig
 from vllm_dymoe.quantize.prequantized import Held, Matrix
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.readers.compatibility import format_fields
@@ -25,10 +25,7 @@ from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, read_tensors
 from vllm_dymoe.store.header import TensorPlace
 
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 _HIDDEN = ("moe_latent_size", "hidden_size")
-_INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _WITHOUT_GATE = frozenset(("nemotron_h",))
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _SAMPLE_BYTES = 512
@@ -141,7 +138,7 @@ class Checkpoint:
     @property
     def num_experts(self) -> int:
         """Experts in each layer."""
-        return self.config.size(*_NUM_EXPERTS)
+        return self.config.size(*NUM_EXPERTS)
 
     def model_experts(self, bits: tuple[int, ...], group_size: int, dtype: torch.dtype) -> ModelExperts:
         """What a store of this checkpoint holds.
@@ -154,7 +151,7 @@ class Checkpoint:
         Raises:
             CheckpointError: config.json lacks a size, or the format cannot hold this model.
         """
-        hidden, intermediate = self.config.size(*_HIDDEN), self.config.size(*_INTERMEDIATE)
+        hidden, intermediate = self.config.size(*_HIDDEN), self.config.size(*INTERMEDIATE)
         biased = any("bias" in tensors.parts for tensors in self.experts)
         formats = stored_formats(
             bits,
@@ -168,7 +165,7 @@ class Checkpoint:
                 _ = fmt.nbytes
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the experts of {self.folder} cannot be packed: {error}.") from error
-        return ModelExperts(self.layers, self.num_experts, self.config.size(*_TOP_K), formats)
+        return ModelExperts(self.layers, self.num_experts, self.config.size(*TOP_K), formats)
 
     def expert(self, position: int, expert: int) -> dict[Projection, Matrix]:
         """One expert, by projection.

@@ -11,6 +11,11 @@ import torch
 from vllm_dymoe.quantize.readers import with_expert_dtype
 from vllm_dymoe.quantize.tensors import CheckpointError
 
+# What a size is called, the surest name first.
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
+INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "expert_intermediate_size", "intermediate_size")
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json.

@@ -4,6 +4,10 @@ PYTHON ?= python3
 DEVICE ?= auto
 BIN := .venv/bin
 LINT_TREE := build/lint
+JOBS ?= 2
+# The tests' models are tiny: a thread of each process computes faster than two that wait for each other.
+ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
+FAST := $(ONE_THREAD) $(BIN)/python -m pytest -m "not engine" -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test fast engine check format docs models gpu bench-ablation bench-budget bench-gpu bench-predictors bench-quality kernels-table clean
@@ -36,10 +40,10 @@ bench-quality: setup ## what precision costs in quality, and what the system dym
 test: fast engine ## all tests
 
 fast: setup ## only the tests that start no vLLM engine
-	$(BIN)/python -m pytest -m "not engine"
+	$(FAST)
 
 engine: setup ## only the tests that start one
-	$(BIN)/python -m pytest -m engine
+	$(ONE_THREAD) $(BIN)/python -m pytest -m engine -n $(JOBS) --dist loadfile
 
 # mypy and import-linter look for vllm_dymoe.kernels inside vllm_dymoe, but its sources lie beside it
 # (pyproject.toml, package-dir): they get a tree of links that looks like the installed package.
@@ -50,7 +54,7 @@ check: setup ## lint, format, types, the direction of imports, and the fast test
 	@cp -rs $(CURDIR)/vllm_dymoe $(LINT_TREE)/ && cp -rs $(CURDIR)/kernels $(LINT_TREE)/vllm_dymoe/
 	cd $(LINT_TREE) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p vllm_dymoe
 	cd $(LINT_TREE) && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
-	$(BIN)/python -m pytest -m "not engine"
+	$(FAST)
 
 format: setup ## let ruff put the code in order
 	$(BIN)/ruff check --fix .

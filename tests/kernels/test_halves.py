@@ -1,5 +1,7 @@
 """The product of codes in two halves: torch's own kernel on the codes put together, to the last bit."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -8,8 +10,11 @@ from vllm_dymoe.kernels import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels import int4 as int4_module
 from vllm_dymoe.kernels.int4 import Int4Linear, int4_available
 
-pytest.importorskip("numba")
-pytestmark = pytest.mark.skipif(not int4_available(), reason="torch's int4 kernel reads this layout with AVX512 only")
+# Numba alone is not imported here: vLLM would start no engine beside it (kernels/small.py says why).
+pytestmark = [
+    pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed"),
+    pytest.mark.skipif(not int4_available(), reason="torch's int4 kernel reads this layout with AVX512 only"),
+]
 
 
 @pytest.fixture

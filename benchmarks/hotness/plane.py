@@ -28,7 +28,7 @@ class Plane:
     """Switches the plane of a runtime, and takes the time that it spends."""
 
     def __init__(self, runtime: Any) -> None:
-        self._runtime, self._migration = runtime, runtime._migration
+        self._runtime, self._migration = runtime, runtime.serving.migration
         self.seconds = 0.0
         for name in ("turn", "count"):
             setattr(self._migration, name, self._timed(getattr(self._migration, name)))
@@ -46,7 +46,7 @@ class Plane:
         if not on:
             for fetch in self._migration.flying:
                 self._runtime.engine.wait(fetch.ticket)
-        self._runtime._migration = self._migration if on else None
+        self._runtime.serving.migration = self._migration if on else None
 
 
 def measure(llm: LLM, batch: int) -> dict[str, Any]:

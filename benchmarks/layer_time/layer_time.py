@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import vllm_dymoe.experts.routing as experts_routing
-import vllm_dymoe.runtime.moe as moe
+import vllm_dymoe.runtime.serving as serving
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts, Projection
 from vllm_dymoe.experts.routing import Routing
@@ -93,8 +93,8 @@ def count_parts(runtime: MoERuntime, clock: Clock) -> None:
     """Count what a layer is made of; counting itself takes about half a microsecond a call."""
     system = runtime.system
     select = clock.timed("tiers", system.select)
-    runtime.system = SimpleNamespace(renormalizes=False, overlaps=system.overlaps, select=select)
-    table, fetcher = runtime.memory.table, runtime._fetcher
+    runtime.serving.system = SimpleNamespace(renormalizes=False, overlaps=system.overlaps, select=select)
+    table, fetcher = runtime.memory.table, runtime.serving.fetcher
     table.begin_step = clock.timed("table", table.begin_step)
     for name in ("complete", "release"):
         setattr(fetcher, name, clock.timed("table", getattr(fetcher, name)))
@@ -140,22 +140,25 @@ def measure(store: FileStore, shape: Shape, bits: int, tokens: int, budget: str)
         for layer in range(shape.layers):  # every expert that fits is there before anything is measured
             everyone = torch.arange(shape.experts).view(-1, shape.top_k).int()
             rows = x[:1].expand(len(everyone), -1).contiguous()
-            runtime.forward(Routing(layer, shape.layers, rows, everyone, weights[:1].expand(len(everyone), -1)))
+            runtime.serving.forward(Routing(layer, shape.layers, rows, everyone, weights[:1].expand(len(everyone), -1)))
         runtime.reset_stats()
         totals, products = [], []
         for layer, ids in steps(STEPS):
             begin = time.perf_counter()
-            runtime.forward(Routing(layer, shape.layers, x, ids, weights))
+            runtime.serving.forward(Routing(layer, shape.layers, x, ids, weights))
             totals.append(time.perf_counter() - begin)
             products.append(bare_products(runtime, layer, x, ids))
         clock, parts = Clock(), []
         count_parts(runtime, clock)
-        group, combine = experts_routing.group_by_expert, moe.combine
-        experts_routing.group_by_expert, moe.combine = clock.timed("grouping", group), clock.timed("combining", combine)
+        group, combine = experts_routing.group_by_expert, serving.combine
+        experts_routing.group_by_expert, serving.combine = (
+            clock.timed("grouping", group),
+            clock.timed("combining", combine),
+        )
         for layer, ids in steps(STEPS):
-            runtime.forward(Routing(layer, shape.layers, x, ids, weights))
+            runtime.serving.forward(Routing(layer, shape.layers, x, ids, weights))
             parts.append(clock.take())
-        experts_routing.group_by_expert, moe.combine = group, combine
+        experts_routing.group_by_expert, serving.combine = group, combine
     hit_rate = runtime.stats().hit_rate
     runtime.engine.close()
     medians = {label: statistics.median(part.get(label, 0.0) for part in parts) for label in PARTS}

@@ -115,8 +115,8 @@ def _serve(
     gate = None if accuracy is None else NextGate(accuracy, plan.ask_us / 1e6, threads)
     system = Exact(look_ahead=int(gate is not None))
     runtime = MoERuntime(store, options, torch.device("cpu"), system=system, engine=transfers, predictor=gate)
-    if runtime._prefetcher is not None:
-        runtime._prefetcher.clock = lambda: threads.now
+    if runtime.serving.prefetcher is not None:
+        runtime.serving.prefetcher.clock = lambda: threads.now
     x, weights = torch.zeros(1, 64, dtype=torch.bfloat16), torch.full((1, TOP_K), 1 / TOP_K)
 
     def forward(x: Any, work: Sequence[Any], out: Any, activation: Any, receive: Callable[[int], None] | None) -> None:
@@ -135,7 +135,7 @@ def _serve(
             begin = threads.now
         for layer, ids in enumerate(layers):
             threads.sleep_until(threads.now + plan.layer_us / 1e6)
-            runtime.forward(Routing(layer, LAYERS, x, torch.tensor([ids]).int(), weights, Phase.DECODE))
+            runtime.serving.forward(Routing(layer, LAYERS, x, torch.tensor([ids]).int(), weights, Phase.DECODE))
     tokens, stats = len(routing) - WARM_UP, runtime.stats()
     transfers.close()
     moved, ahead = stats.bytes_moved, stats.prefetches

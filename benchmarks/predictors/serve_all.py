@@ -96,13 +96,13 @@ def run(llm: Any, name: str, plan: argparse.Namespace, gbps: float) -> tuple[dic
 
     runtime, oracle = serve.runtime_of(llm), Oracle()
     if name == "oracle":
-        runtime.predictor = Measured(oracle)
+        runtime.serving.predictor = Measured(oracle)
         serve.Answers(llm, plan.prompts, plan)
-        runtime.predictor = Measured(Oracle())  # says nothing
+        runtime.serving.predictor = Measured(Oracle())  # says nothing
     serve.Answers(llm, plan.prompts[-1:], plan)  # the cache has something to work with
     if name == "oracle":
         oracle.rewind()
-        runtime.predictor = Measured(oracle)
+        runtime.serving.predictor = Measured(oracle)
     answers = serve.Answers(llm, plan.prompts, plan)
     return summary(answers, gbps), answers.tokens
 

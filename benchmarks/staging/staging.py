@@ -165,8 +165,8 @@ def _serve(
     foresight = None if accuracy is None else Foresight(accuracy)
     system = Exact(look_ahead=int(accuracy is not None)) if slots is None else WithSlots(slots=slots)
     runtime = MoERuntime(store, options, torch.device("cpu"), system=system, engine=engine, predictor=foresight)
-    if runtime._prefetcher is not None:
-        runtime._prefetcher.clock = lambda: threads.now
+    if runtime.serving.prefetcher is not None:
+        runtime.serving.prefetcher.clock = lambda: threads.now
     blobs = {id(slot.expert.gate): slot.blob for pool in runtime.memory.pools.values() for slot in pool.slots}
     state = SimpleNamespace(layer=0, tokens=1, experts={})
 
@@ -197,7 +197,7 @@ def _serve(
             threads.sleep_until(threads.now + attention_seconds(tokens) + host)
             rows = len(ids)
             x = torch.zeros(rows, 64, dtype=torch.bfloat16)
-            runtime.forward(
+            runtime.serving.forward(
                 Routing(layer, len(runtime.experts.layers), x, ids, torch.full(ids.shape, 1 / SHAPE.top_k), phase)
             )
         if number:

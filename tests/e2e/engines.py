@@ -100,18 +100,18 @@ def answer(llm: Any, texts: list[Any], max_tokens: int = 32, logprobs: int | Non
 def recorded_layers(runtime: Any) -> Iterator[list[torch.Tensor]]:
     """Collect the output of every MoE layer of every step."""
     outputs: list[torch.Tensor] = []
-    original = runtime.forward
+    original = runtime.serving.forward
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = original(*args, **kwargs)
         outputs.append(out.clone())
         return out
 
-    runtime.forward = forward
+    runtime.serving.forward = forward
     try:
         yield outputs
     finally:
-        del runtime.forward
+        del runtime.serving.forward
 
 
 class WatchedSystem:
@@ -144,18 +144,18 @@ def gates_compared(llm: Any, change: Callable[[Any], Any] = lambda gate: gate) -
 
     model = llm.llm_engine.vllm_config.quant_config.loaded_model()
     shares: list[float] = []
-    original = model.runtime.forward
+    original = model.runtime.serving.forward
 
     def forward(routing: Any, activation: Any) -> torch.Tensor:
         gate = change(model.foresight.gates[routing.layer])
         shares.append(gate.agreement(routing.x, routing.ids, NEAR_TIE))
         return original(routing, activation)
 
-    model.runtime.forward = forward
+    model.runtime.serving.forward = forward
     try:
         yield shares
     finally:
-        del model.runtime.forward
+        del model.runtime.serving.forward
 
 
 def equal_share(ours: list[Answer], theirs: list[Answer]) -> float:

@@ -100,9 +100,9 @@ def test_nothing_is_made_of_what_vllm_computes_to_warm_up(llm, monkeypatch):
             answer(llm, prompts()[:1], max_tokens=3, logprobs=None)
         assert bool(heard) == served
         before, recorded, told = stats_of(llm), tokens_recorded(llm), len(heard)
-        watched = runtime.system = WatchedSystem(runtime.system)
+        watched = runtime.serving.system = WatchedSystem(runtime.system)
         warm_up(llm)
-        runtime.system = watched._system
+        runtime.serving.system = watched._system
         assert len(watched.seen) >= 3 * LAYERS
         assert all(routing.prompt is None for routing, _ in watched.seen), "a prompt that nobody has sent"
         after = stats_of(llm)
@@ -139,13 +139,13 @@ def test_the_same_tokens_and_the_same_bits_at_every_budget_and_counts_that_add_u
 def test_the_policy_sees_the_prompts_of_each_step_and_their_heavy_hitters(llm):
     set_retention(llm, 0.5)
     runtime = runtime_of(llm)
-    watched = runtime.system = WatchedSystem(runtime.system)
+    watched = runtime.serving.system = WatchedSystem(runtime.system)
     llm.reset_prefix_cache()
     start(llm, [1, 2], max_tokens=4)
     step(llm, 2)
     start(llm, [LONG], max_tokens=2)
     finish(llm)
-    runtime.system = watched._system
+    runtime.serving.system = watched._system
     kinds = set()
     for routing, _ in watched.seen:
         prompt = routing.prompt

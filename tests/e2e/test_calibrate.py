@@ -44,7 +44,7 @@ def run(llm, out, progress=lambda done, total: None):
 def recorded(llm, tmp_path_factory):
     """A calibration, and what the runtime was given meanwhile: by layer, inputs, weights and experts."""
     runtime, seen = runtime_of(llm), [([], [], []) for _ in range(LAYERS)]
-    original = runtime.forward
+    original = runtime.serving.forward
 
     def forward(routing, activation):
         for kind, values in zip(seen[routing.layer], (routing.x, routing.weights, routing.ids), strict=True):
@@ -52,13 +52,13 @@ def recorded(llm, tmp_path_factory):
         return original(routing, activation)
 
     out = tmp_path_factory.mktemp("calibration")
-    runtime.forward = forward
+    runtime.serving.forward = forward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrating, "PART_TOKENS", PART)
         try:
             recording = run(llm, out)
         finally:
-            del runtime.forward
+            del runtime.serving.forward
     return out, recording, [tuple(torch.cat(rows) for rows in layer) for layer in seen]
 
 

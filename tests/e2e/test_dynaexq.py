@@ -33,7 +33,7 @@ def test_requests_end_with_the_right_tokens_whether_copies_hang_or_arrive(monkey
         held = runtime.memory.table.tier.copy()
         assert 0 < (held == HIGH).sum() < held.size
         with monkeypatch.context() as still:
-            still.setattr(runtime, "_migration", None)
+            still.setattr(runtime.serving, "migration", None)
             want = answer(llm, prompts()[:4])
         read, gate = runtime.store.read_into, threading.Event()
 
@@ -73,7 +73,7 @@ def test_replayed_steps_read_what_is_published_without_a_new_capture():
         def frozen(replaying):
             seen.replaying = replaying
             with pytest.MonkeyPatch.context() as still:
-                still.setattr(runtime, "_migration", None)
+                still.setattr(runtime.serving, "migration", None)
                 return [answer(llm, prompts()[:batch], max_tokens=6) for batch in (1, 4)]
 
         want, before = frozen(False), tiers.copy()
@@ -104,7 +104,7 @@ FOLLOWING = {"window_s": 0, "window_uses": 1, "link_share": 1.0, "margin": 0}
 def watch(worker):
     """Note the map of each step on a rank; copies of the second rank are slow."""
     runtime = _runtime(worker)
-    worker.maps, begin, read = [], runtime.begin_step, runtime.store.read_into
+    worker.maps, begin, read = [], runtime.serving.begin_step, runtime.store.read_into
 
     def begin_step(phase):
         begin(phase)
@@ -114,7 +114,7 @@ def watch(worker):
         time.sleep(0.05)
         read(*arguments, **named)
 
-    runtime.begin_step = begin_step
+    runtime.serving.begin_step = begin_step
     if worker.rank:
         runtime.store.read_into = slowly
 
@@ -122,8 +122,8 @@ def watch(worker):
 def watched(worker):
     """What was noted; the map that holds stays from now on."""
     runtime = _runtime(worker)
-    runtime._migration.stop()
-    runtime._migration = None
+    runtime.serving.migration.stop()
+    runtime.serving.migration = None
     return np.array(worker.maps), runtime.memory.table.tier.copy()
 
 
@@ -154,7 +154,7 @@ def test_two_ranks_publish_in_the_same_step_and_answer_like_one_with_their_map(t
         runtime._popularity = high.astype(float)
         least, fine = runtime.minimum_budget, runtime.experts.formats[4].nbytes
         runtime.resize(least + (int(high.sum()) - 1) * fine)
-        runtime._migration = None
+        runtime.serving.migration = None
         assert np.array_equal(runtime.memory.table.tier, held)
         alone = answer(llm, prompts(), max_tokens=16)
     check_logprobs_close(answers, alone)

@@ -55,7 +55,7 @@ def answers_with_less(llm):
     runtime = runtime_of(llm)
     runtime.resize("25%")
     llm.collective_rpc("dymoe_precision", kwargs={"retention": 0.5})
-    watched = runtime.system = WatchedSystem(runtime.system)
+    watched = runtime.serving.system = WatchedSystem(runtime.system)
     answers = answer(llm, prompts())
     assert runtime.stats().planned["lo"] > 0
     return answers, [routing.prompt.heavy for routing, _ in watched.seen if routing.prompt is not None]

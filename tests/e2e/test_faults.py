@@ -239,10 +239,10 @@ def impatient(llm):
 
 def wait_for_orphaned_reads(runtime):
     deadline = time.monotonic() + 30
-    while runtime._fetcher.orphaned and time.monotonic() < deadline:
+    while runtime.serving.fetcher.orphaned and time.monotonic() < deadline:
         time.sleep(0.01)
-        runtime._fetcher.collect()
-    assert not runtime._fetcher.orphaned
+        runtime.serving.fetcher.collect()
+    assert not runtime.serving.fetcher.orphaned
 
 
 @pytest.mark.parametrize("budget", ["25%", "minimum"])
@@ -255,14 +255,14 @@ def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot_until_it_end
     check_failed(llm.generate(prompts()[:2], SamplingParams(max_tokens=4), use_tqdm=False), "transfer_timeout_s")
     reads.disarm()
     runtime.check_integrity()
-    assert runtime._fetcher.orphaned
+    assert runtime.serving.fetcher.orphaned
     with pytest.raises(ValueError, match="have not ended"):
         runtime.resize("50%")
     if budget == "minimum":  # its only slot is the one that is being read into
         check_failed(llm.generate(prompts()[:1], SamplingParams(max_tokens=4), use_tqdm=False), "has not ended")
     else:
         assert answer(llm, prompts()[:1], max_tokens=12)[0].tokens == want[0]
-    assert runtime._fetcher.orphaned
+    assert runtime.serving.fetcher.orphaned
     reads.gate.set()
     wait_for_orphaned_reads(runtime)
     check_well(llm, want)

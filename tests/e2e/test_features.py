@@ -73,18 +73,18 @@ def crowded():
 def counted_tokens(llm):
     """Tokens of every step, as the first MoE layer sees them."""
     runtime, steps = runtime_of(llm), []
-    original = runtime.forward
+    original = runtime.serving.forward
 
     def forward(routing, activation):
         if routing.layer == 0:
             steps.append(len(routing.x))
         return original(routing, activation)
 
-    runtime.forward = forward
+    runtime.serving.forward = forward
     try:
         yield steps
     finally:
-        del runtime.forward
+        del runtime.serving.forward
 
 
 def check_same_text(ours, theirs):

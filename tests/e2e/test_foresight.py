@@ -54,19 +54,19 @@ def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(llm):
     assert stats.prefetches["useful"] + stats.prefetches["late"] > stats.prefetches["wasted"]
     assert tuner.settled
 
-    runtime.predictor = type(meeting)(NextGate(meeting.predictor._gates, top_k=4))
+    runtime.serving.predictor = type(meeting)(NextGate(meeting.predictor._gates, top_k=4))
     next_tokens, next_layers = answered(llm)
     stats = runtime.stats()
     assert stats.predictions["right"] / stats.predictions["wanted"] > 0.6
     assert stats.prefetches["useful"] > 0
 
-    runtime.predictor = None
+    runtime.serving.predictor = None
     plain_tokens, plain_layers = answered(llm)
     assert sum(runtime.stats().prefetches.values()) == 0
     assert tokens == next_tokens == plain_tokens
     for outputs in (layers, next_layers):
         assert all(torch.equal(a, b) for a, b in zip(outputs, plain_layers, strict=True))
-    runtime.predictor = meeting
+    runtime.serving.predictor = meeting
 
 
 def test_a_timeline_of_an_llm(llm, tmp_path):

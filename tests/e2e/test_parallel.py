@@ -55,7 +55,7 @@ def set_system(worker, system, budget):
     from vllm_dymoe.vllm_adapter.worker import _runtime
 
     runtime = _runtime(worker)
-    runtime.system = system
+    runtime.serving.system = system
     runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
     runtime.reset_stats()
 
@@ -120,7 +120,7 @@ def one_rank(tmp_path_factory):
         runtime = runtime_of(llm)
         result["outputs"] = [layer_output(runtime, position) for position in range(8)]
         for bits, system in SYSTEMS.items():
-            runtime.system = system
+            runtime.serving.system = system
             runtime.resize("100%")
             result[bits] = answer(llm, prompts(), max_tokens=16)
             result.setdefault("trace", llm.collective_rpc("dymoe_trace"))

@@ -39,7 +39,7 @@ def watched(llm):
     runtime = runtime_of(llm)
 
     def watch():
-        runtime.system = WatchedSystem(runtime.system)
+        runtime.serving.system = WatchedSystem(runtime.system)
         return runtime.system.seen
 
     yield watch
@@ -145,7 +145,7 @@ def test_retention_1_is_exact_and_what_is_refused_changes_nothing(llm):
         with pytest.raises(Exception, match="vllm-dymoe: "):
             change(llm, **wrong)
     assert change(llm)["system_options"]["retention"] == 1.0
-    runtime.system = Exact()
+    runtime.serving.system = Exact()
     with recorded_layers(runtime) as theirs:
         assert [a.tokens for a in answer(llm, prompts()[:3], max_tokens=10)] == [a.tokens for a in tokens]
     assert len(ours) == len(theirs) > 0
@@ -161,7 +161,7 @@ def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):
         runtime, want = runtime_of(llm), None
         for budget in ("100%", "minimum"):
             runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
-            watched = runtime.system = WatchedSystem(Dymoe(**options["system_options"]))
+            watched = runtime.serving.system = WatchedSystem(Dymoe(**options["system_options"]))
             with recorded_layers(runtime) as layers:
                 answer(llm, [{"prompt_token_ids": text} for text in texts], max_tokens=6)
             runtime.check_integrity()

@@ -54,7 +54,7 @@ def test_mixed_tiers_read_complete_bytes_and_keep_one_version(store):
     options = {"hi": 4, "lo": 2, "expert_budget": "50%", "host_store": store}
     with engine(dymoe=options) as llm:
         runtime = runtime_of(llm)
-        runtime.system = ByWeight()
+        runtime.serving.system = ByWeight()
         for budget in ("50%", "10%", "100%"):
             runtime.resize(budget)
             runtime.reset_stats()

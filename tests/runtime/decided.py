@@ -47,7 +47,7 @@ def decided_runtime(store, budget="50%", system=None, **options):
 
 def decode(runtime, layer, x, weights, ids, activation=Activation.SILU, rows=None):
     """One layer of a step without the host, of so many real rows."""
-    runtime.enter_decode()
+    runtime.serving.enter_decode()
     runtime.decode.tell(len(x) if rows is None else rows)
     out = runtime.decode.forward(layer, x, weights, ids, activation)
     runtime.decode.tell(0)

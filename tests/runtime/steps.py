@@ -68,7 +68,7 @@ def random_step(seed, tokens, experts):
 
 def forward(runtime, layer, x, weights, ids, activation=Activation.SILU, **told):
     """One layer of one step; the order of arguments is that of vLLM's."""
-    return runtime.forward(Routing(layer, len(runtime.experts.layers), x, ids, weights, **told), activation)
+    return runtime.serving.forward(Routing(layer, len(runtime.experts.layers), x, ids, weights, **told), activation)
 
 
 def run(runtime, steps, activation=Activation.SILU):

@@ -37,6 +37,7 @@ from vllm_dymoe.runtime.ahead import Ahead
 from vllm_dymoe.runtime.decided_memory import DecidedMemory
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.runtime.decode_plain import PlainDecode
+from vllm_dymoe.runtime.serving import Serving
 from vllm_dymoe.systems.exact import Exact
 
 PROMPT = DECODE_ROWS + 4
@@ -247,7 +248,7 @@ PLANTED = {
     "the host fills a slot that the branch still fills": (DecodePath, "settle", lambda self: None, "while the branch"),
     "a row is published before another stream has filled its slot": (RecordedDecode, "fetch", elsewhere, "writes"),
     "a slot is filled before the decode step that reads it": (DecidedMemory, "fence", lambda *_: None, "writes"),
-    "a decode step fills slots that guesses still fill": (DecidedRuntime, "enter_decode", forget_copies, ""),
+    "a decode step fills slots that guesses still fill": (Serving, "enter_decode", forget_copies, ""),
     "the host goes by a snapshot from before a decode step": (DecidedMemory, "enter_stream", look_once, "wrong"),
 }
 

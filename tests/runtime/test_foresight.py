@@ -186,7 +186,7 @@ def test_nobody_counts_what_was_computed_to_warm_up():
         for layer in range(LAYERS):
             if warm and layer in (0, 2):  # before a request, and between two
                 before = runtime.stats()
-                with runtime.unobserved():
+                with runtime.serving.unobserved():
                     for other in range(LAYERS):
                         forward(runtime, other, x, weights, torch.tensor([[0, 1]]).expand(512, -1).int())
                 after = runtime.stats()

@@ -45,7 +45,7 @@ def outputs(runtime, activation, steps=STEPS, **told):
     found = []
     for seed, layer, tokens in steps:
         x, weights, ids = random_step(seed, tokens, runtime.experts)
-        found.append(runtime.forward(Routing(layer, 2, x, ids, weights, **told), activation))
+        found.append(runtime.serving.forward(Routing(layer, 2, x, ids, weights, **told), activation))
     runtime.check_integrity()
     return found
 
@@ -101,9 +101,9 @@ def test_a_drafts_layers_lie_behind_the_models_and_change_none_of_its_bits(tmp_p
     together = []
     for seed, layer, tokens in STEPS:
         x, weights, ids = random_step(seed, tokens, runtime.experts)
-        together.append(runtime.forward(Routing(layer, 2, x, ids, weights), Activation.SILU))
+        together.append(runtime.serving.forward(Routing(layer, 2, x, ids, weights), Activation.SILU))
         drafted = Routing(2, 2, x, ids, weights)
-        got = runtime.forward(drafted, Activation.SILU)
+        got = runtime.serving.forward(drafted, Activation.SILU)
         right = reference(store, drafted, Activation.SILU)
         assert (got.double() - right).norm() / right.norm() < 1e-2
     runtime.check_integrity()

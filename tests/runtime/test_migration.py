@@ -92,7 +92,7 @@ def dynaexq(store, high=4, engine=None, make=MoERuntime, agree=list, hi=4, lo=2,
 def serve(runtime, steps):
     """Run (seed, layer, tokens) with traffic that shifts; yields each output with the map that held."""
     for number, (seed, layer, tokens) in enumerate(steps):
-        runtime.begin_step(Phase.DECODE)
+        runtime.serving.begin_step(Phase.DECODE)
         held = runtime.memory.table.tier.copy()
         x, weights, ids = random_step(seed, tokens, runtime.experts)
         ids = (ids % 3 + 3 * (number // 4 % 2)).int() if number % 3 else ids  # now one half, now the other
@@ -121,9 +121,9 @@ def execute(nested, kind, steps, turns, history, faults=(), high=4, idle=16):
             served.append((output, frozen_output(STORES[nested], held, steps[len(served)][1], step)))
             for _ in range(idle):  # a device needs several looks until its copies have ended
                 turns.pause()
-                runtime.begin_step(Phase.DECODE)
+                runtime.serving.begin_step(Phase.DECODE)
         assert runtime.stats().misses == 0
-        moves = dict(runtime._migration.stats.moves)
+        moves = dict(runtime.serving.migration.stats.moves)
     finally:
         store.hanging = False
         engine.close()
@@ -293,7 +293,7 @@ def test_no_more_moves_than_in_flight_and_the_link_rests_between_them():
     store = make_store(make_experts(layers=3, num_experts=EXPERTS, nested=True))
     now = [0.0]
     runtime = dynaexq(store, 9, plain_engine(store, CPU, 0, largest_blob=0), in_flight=2, link_share=0.25)
-    migration = runtime._migration
+    migration = runtime.serving.migration
     migration._clock = lambda: now[0]
     migration._began = 0.0
     list(serve(runtime, random_steps(3)))
@@ -316,13 +316,13 @@ def test_no_more_moves_than_in_flight_and_the_link_rests_between_them():
 
 def test_warm_up_counts_nothing_and_idleness_ends_no_window():
     runtime = dynaexq(STORES[True])
-    with runtime.unobserved():
+    with runtime.serving.unobserved():
         list(serve(runtime, random_steps(1)))
     assert sum(runtime.stats().choices.values()) == 0
-    runtime.begin_step(Phase.DECODE)
+    runtime.serving.begin_step(Phase.DECODE)
     assert runtime.stats().windows == 0
     list(serve(runtime, random_steps(1)))
-    runtime.begin_step(Phase.DECODE)
+    runtime.serving.begin_step(Phase.DECODE)
     assert runtime.stats().windows > 0
     assert sum(runtime.stats().choices.values()) == sum(2 * tokens for _, _, tokens in random_steps(1))
 

@@ -150,8 +150,8 @@ def test_cores_that_copy_take_turns_with_computation():
 
 def without_overlap(runtime):
     """As Accelerate is measured."""
-    runtime.system = OnDemand(overlap=False)
-    runtime._fetcher = Fetcher(runtime.memory, runtime.engine, overlaps=runtime.system.overlaps)
+    runtime.serving.system = OnDemand(overlap=False)
+    runtime.serving.fetcher = Fetcher(runtime.memory, runtime.engine, overlaps=runtime.system.overlaps)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -287,7 +287,7 @@ def test_a_prompts_first_layer_is_fetched_ahead_of_it(system, phase, log):
     """DuoServe-MoE 5.2: the first experts travel while what is before the layer computes."""
     engine = Script({3: 0, 4: 0, 5: 0})
     runtime = make_runtime(STORE, 4 / 12, system, lo=0, engine=engine, predictor=First())
-    runtime.begin_step(phase)
+    runtime.serving.begin_step(phase)
     assert engine.log == log
     step(runtime, [3, 5])
     assert engine.log.count("ask 3") == (not log)

@@ -35,7 +35,7 @@ def serve(runtime, count, tokens=lambda number: (2, 5, PROMPT)[number % 3]):
     """Whole steps with and without the host in turn; yields each layer's output beside that of a frozen map."""
     for number in range(count):
         rows = tokens(number)
-        runtime.begin_step(Phase.PREFILL if rows == PROMPT else Phase.DECODE)
+        runtime.serving.begin_step(Phase.PREFILL if rows == PROMPT else Phase.DECODE)
         held = runtime.memory.table.tier.copy()
         for layer in range(LAYERS):
             x, weights, ids = random_step(number, rows, runtime.experts)
@@ -43,7 +43,7 @@ def serve(runtime, count, tokens=lambda number: (2, 5, PROMPT)[number % 3]):
             run = forward if rows == PROMPT else decode
             yield run(runtime, layer, x, weights, ids), held, (layer, (x, weights, ids))
         if rows != PROMPT:
-            runtime.end_decode(rows)
+            runtime.serving.end_decode(rows)
         runtime.check_integrity()
         time.sleep(0.002)
 
@@ -99,7 +99,7 @@ def test_ranks_whose_clocks_differ_close_a_window_with_the_same_counts():
     def run(rank, agree):
         runtime = planned_runtime(True, agree=agree, window_s=3, window_uses=0.1)
         runtime.memory.decisions.recording.fill_(1)
-        migration, turns = runtime._migration, itertools.count(-rank)
+        migration, turns = runtime.serving.migration, itertools.count(-rank)
         migration._look, migration._began, migration._clock = 1, 0, lambda: next(turns)
         hotness = []
         for _ in serve(runtime, 40, lambda number: 1 + number % 5):

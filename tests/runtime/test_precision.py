@@ -93,7 +93,7 @@ class Recorded:
             work.place = placed
             return work
 
-        runtime.system, runtime.kernel.begin = Watched(), recorded
+        runtime.serving.system, runtime.kernel.begin = Watched(), recorded
 
 
 class Replayed(System):
@@ -151,7 +151,7 @@ def test_reuse_changes_nothing_but_which_version_is_computed():
     assert recorded.versions != recorded.plans
     for budget in ("100%", "20%"):
         other = make_runtime(budget=budget, reuse_high=False)
-        other.system = Replayed(versions=iter(recorded.versions))
+        other.serving.system = Replayed(versions=iter(recorded.versions))
         assert equal(run(other), want), budget
 
 

@@ -70,7 +70,7 @@ def test_the_budget_changes_while_guesses_are_on_their_way():
         got += run(runtime, [step])
         if number % 3 == 0:
             runtime.resize(BUDGETS[number // 3 % 3])
-            assert runtime._prefetcher.ahead == []
+            assert runtime.serving.prefetcher.ahead == []
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     assert runtime.stats().bytes_moved["prefetch"] > 0
     runtime.engine.close()
@@ -186,10 +186,10 @@ def test_experts_are_fetched_ahead_in_the_tier_that_their_layer_will_want(lo, ne
     runtime = with_budget(
         store, "50%", Dymoe(retention=0.75), lo=lo, predictor=Guesses(1), link_gbps=FORMAT.nbytes / 1e-3 / 1e9
     )
-    runtime._prefetcher.offer(2, candidates(0, 1, layer=3))
-    runtime._prefetcher.fill()
-    assert {(fetch.expert, fetch.tier) for fetch in runtime._prefetcher.ahead} == fetched
-    runtime._prefetcher.clear()
+    runtime.serving.prefetcher.offer(2, candidates(0, 1, layer=3))
+    runtime.serving.prefetcher.fill()
+    assert {(fetch.expert, fetch.tier) for fetch in runtime.serving.prefetcher.ahead} == fetched
+    runtime.serving.prefetcher.clear()
     runtime.engine.close()
 
 

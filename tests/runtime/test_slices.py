@@ -116,7 +116,7 @@ def test_a_version_that_is_there_is_read_as_it_is_wanted():
         return work
 
     runtime.kernel.begin = watched
-    runtime.system = Planned()
+    runtime.serving.system = Planned()
     assert step(runtime, hi=[1]) > 0
     assert step(runtime, lo=[1]) == 0
     assert seen == [4, 2]
@@ -196,10 +196,10 @@ class Ahead:
 
     def __init__(self, runtime, expert, **slices):
         """Slices by tier, and whether they are complete."""
-        self.ahead = [runtime._fetcher.start(0, expert, Tier(tier), Reason.PREFETCH) for tier in slices]
+        self.ahead = [runtime.serving.fetcher.start(0, expert, Tier(tier), Reason.PREFETCH) for tier in slices]
         for fetch, complete in zip(self.ahead, slices.values(), strict=True):
-            (runtime._fetcher.complete if complete else lambda fetch: runtime.engine.demand(fetch.ticket))(fetch)
-        runtime._prefetcher = self
+            (runtime.serving.fetcher.complete if complete else lambda fetch: runtime.engine.demand(fetch.ticket))(fetch)
+        runtime.serving.prefetcher = self
 
     def claim(self, layer, wanted):
         claimed, self.ahead = {(fetch.expert, fetch.tier): fetch for fetch in self.ahead}, []

@@ -3,7 +3,7 @@
 
 def watch_computed(runtime, told):
     """Call ``told(layer, expert, tier, slot)`` for every expert, or slice, right after its rows were computed."""
-    forward, begin = runtime.forward, runtime.kernel.begin
+    forward, begin = runtime.serving.forward, runtime.kernel.begin
     running = []
 
     def layer_of(routing, *arguments):
@@ -32,4 +32,4 @@ def watch_computed(runtime, told):
         work.place, work.compute = placed, computed
         return work
 
-    runtime.forward, runtime.kernel.begin = layer_of, watched
+    runtime.serving.forward, runtime.kernel.begin = layer_of, watched

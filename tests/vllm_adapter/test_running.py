@@ -27,12 +27,16 @@ LAYER = RankLayer("layers.0", 0, Activation.SILU, None)
 
 
 class Runtime:
-    """As much of a runtime as a rank looks at."""
+    """As much of a runtime, and of what serves its steps, as a rank looks at."""
 
     experts = SimpleNamespace(layers=(0,))
     system = SimpleNamespace(heavy_hitters=None)
     decode = None
     unobserved = contextlib.nullcontext
+
+    @property
+    def serving(self):
+        return self
 
     def begin_step(self, phase):
         pass

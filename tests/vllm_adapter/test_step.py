@@ -100,7 +100,8 @@ class Runner:
 def rank_of(step):
     """A rank whose steps these are, without anything to compute."""
     system, experts = SimpleNamespace(heavy_hitters=None), SimpleNamespace(layers=())
-    runtime = SimpleNamespace(system=system, experts=experts, decode=None, begin_step=lambda phase: None)
+    serving = SimpleNamespace(begin_step=lambda phase: None)
+    runtime = SimpleNamespace(system=system, experts=experts, decode=None, serving=serving)
     foresight = Foresight(Options(system="on-demand"))
     return Running(runtime, step, StepFailures(step), foresight, Observation(), lambda path: None)
 

@@ -108,7 +108,7 @@ class DecidedMemory(ExpertMemory):
             system: chooses tiers.
             bits: of each tier, 0 for one that is skipped.
         """
-        table, experts = self.decisions, self._experts
+        table, experts = self.decisions, self.experts
         layers, count = len(experts.layers), experts.num_experts
         formats = {CODES[tier]: experts.formats.get(bits[tier]) for tier in (Tier.HI, Tier.LO)}
         table.set_precision(formats, system.critical_counts(layers, count))
@@ -132,7 +132,7 @@ class DecidedMemory(ExpertMemory):
 
     def _fill_if_complete(self) -> None:
         """Where every expert has a slot, bring them all: then no step ever misses one."""
-        layers, experts = len(self._experts.layers), self._experts.num_experts
+        layers, experts = len(self.experts.layers), self.experts.num_experts
         whole = [tier for tier in self.pools if sum(self.plan.quotas[tier]) == layers * experts]
         if self.nested:
             whole = [tier for tier in (Tier.LO, Tier.HI) if tier in whole and Tier.LO in whole]
@@ -191,7 +191,7 @@ class DecidedMemory(ExpertMemory):
         fetched = {HIGH: values[Counter.FETCHED_HIGH], LOW: values[Counter.FETCHED_LOW]}
         transfers.transfers[Reason.DEMAND] += sum(fetched.values())
         for code, bits in self._sources:
-            transfers.bytes_moved[Reason.DEMAND] += fetched[code] * self._experts.formats[bits].nbytes
+            transfers.bytes_moved[Reason.DEMAND] += fetched[code] * self.experts.formats[bits].nbytes
         transfers.bytes_moved[Reason.DEMAND] -= values[Counter.AHEAD_USED_BYTES]
         transfers.bytes_moved[Reason.PREFETCH] += values[Counter.AHEAD_BYTES]
         transfers.transfers[Reason.PREFETCH] += values[Counter.AHEAD]

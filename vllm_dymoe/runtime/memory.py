@@ -42,7 +42,7 @@ class ExpertMemory:
     make_table = ResidencyTable
 
     def __init__(self, experts: ModelExperts, device: torch.device, device_memory: DeviceMemory) -> None:
-        self._experts, self._device, self._device_memory = experts, device, device_memory
+        self.experts, self._device, self._device_memory = experts, device, device_memory
         self.pools: dict[Tier, SlotPool] = {}
         self.bits: dict[Tier, int] = {}
 
@@ -56,12 +56,12 @@ class ExpertMemory:
         self.budget = BudgetTracker(plan.limit)
         if plan.workspace_bytes:
             self.budget.reserve("the kernel's workspace and the predictor", plan.workspace_bytes)
-        high = self._experts.formats.get(self.bits.get(Tier.HI, 0))
+        high = self.experts.formats.get(self.bits.get(Tier.HI, 0))
         self.nested = high is not None and high.nested
         self.parts = {tier: (Tier.LO, Tier.HI) if self.nested and tier is Tier.HI else (tier,) for tier in Tier}
-        self.table = self.make_table(self._experts.num_experts, plan.quotas, reuse_high=reuse_high, nested=self.nested)
+        self.table = self.make_table(self.experts.num_experts, plan.quotas, reuse_high=reuse_high, nested=self.nested)
         for tier, count in plan.slots.items():
-            fmt = self._experts.formats[bits[tier]]
+            fmt = self.experts.formats[bits[tier]]
             self.budget.reserve(f"{count} slots of tier {tier.value}", count * fmt.nbytes)
             self.pools[tier] = self.make_pool(fmt, count, sum(plan.quotas[tier]))
 
@@ -107,7 +107,7 @@ class ExpertMemory:
         """
         if plan.limit <= self.plan.limit:  # the device has given as much before
             return
-        wanted = sum(count * self._experts.formats[bits[tier]].nbytes for tier, count in plan.slots.items())
+        wanted = sum(count * self.experts.formats[bits[tier]].nbytes for tier, count in plan.slots.items())
         held = sum(pool.nbytes for pool in self.pools.values())
         available, computation = self._device_memory.available(), self._device_memory.computation()
         room = held + max(0, available - computation)

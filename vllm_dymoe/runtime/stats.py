@@ -4,12 +4,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.predict import Measured, PredictionStats
-from vllm_dymoe.runtime.counters import ResidencyCounts
-from vllm_dymoe.runtime.memory import ExpertMemory
-from vllm_dymoe.runtime.migration import OUTCOMES, Migration, MigrationStats
-from vllm_dymoe.runtime.prefetch import PrefetchStats
-from vllm_dymoe.transfer import Reason, TransferStats
+from vllm_dymoe.predict import PredictionStats
+from vllm_dymoe.runtime.migration import OUTCOMES, MigrationStats
+from vllm_dymoe.runtime.serving import Serving
+from vllm_dymoe.transfer import Reason
 
 
 @dataclass(frozen=True)
@@ -75,17 +73,10 @@ class RuntimeStats:
     migration_link_seconds: float
 
     @classmethod
-    def collect(
-        cls,
-        counts: ResidencyCounts,
-        memory: ExpertMemory,
-        transfer: TransferStats,
-        prefetch: PrefetchStats,
-        intervals: dict[str, int],
-        predictor: Measured | None,
-        migration: Migration | None,
-    ) -> "RuntimeStats":
+    def collect(cls, serving: Serving) -> "RuntimeStats":
         """Read the counters of one runtime."""
+        counts, prefetch, predictor = serving.counts, serving.prefetch_stats, serving.predictor
+        transfer, memory, migration = serving.engine.stats, serving.memory, serving.migration
         plan, moved = memory.plan, migration.stats if migration else MigrationStats()
         return cls(
             planned={tier.value: counts.planned[tier] for tier in Tier},
@@ -102,7 +93,7 @@ class RuntimeStats:
             budget_bytes=memory.budget.limit,
             peak_expert_bytes=memory.budget.peak,
             prefetches={name: getattr(prefetch, name) for name in ("useful", "late", "wasted", "cancelled")},
-            prefetch_interval=intervals,
+            prefetch_interval=serving.prefetcher.intervals if serving.prefetcher else {},
             predictions=asdict(predictor.stats if predictor else PredictionStats()),
             predictor_bytes=predictor.nbytes if predictor else 0,
             prediction_seconds=predictor.seconds if predictor else 0.0,

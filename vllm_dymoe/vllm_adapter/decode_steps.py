@@ -58,7 +58,7 @@ class DecodeSteps:
     ) -> Tensor:
         """One layer; see :meth:`vllm_dymoe.runtime.decode_path.DecodePath.forward`."""
         if not capturing:  # what vLLM computes to warm up has no tokens, and changes nothing
-            self._runtime.enter_decode()
+            self._runtime.serving.enter_decode()
             self._path.tell(0 if self._step.warming_up else self._step.real(len(x)))
         return self._path.forward(layer, x, weights, ids, activation)
 
@@ -76,9 +76,9 @@ class DecodeSteps:
             )
         if not self._tokens:
             return
-        self._runtime.enter_decode()
+        self._runtime.serving.enter_decode()
         self._path.tell(self._tokens)
-        recording = bool(self._listeners) or self._runtime.counts_decoded
+        recording = bool(self._listeners) or self._runtime.serving.counts_decoded
         if recording != self._recording:
             self._table.recording.fill_(recording)
             self._recording = recording
@@ -91,7 +91,7 @@ class DecodeSteps:
         if not tokens:
             return
         self._path.tell(0)
-        self._runtime.end_decode(tokens)
+        self._runtime.serving.end_decode(tokens)
         timeline = self._runtime.engine.timeline
         if timeline is not None and self._began is not None:
             name = f"decode step {self._step.number}"

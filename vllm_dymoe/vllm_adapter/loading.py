@@ -225,7 +225,7 @@ class Loading:
 
         def hits() -> int:
             assert self.running is not None
-            return self.running.runtime.hits
+            return self.running.runtime.serving.counts.hits
 
         return RoutedModel(
             len(experts.layers),

@@ -169,9 +169,9 @@ def _fill(worker: Any) -> None:
     x = torch.zeros(experts.num_experts, fmt.hidden, dtype=fmt.dtype, device=runtime.device)
     ids = (torch.arange(experts.num_experts)[:, None] + torch.arange(top_k)) % experts.num_experts
     weights = torch.full(ids.shape, 1 / top_k, device=runtime.device)
-    with runtime.unobserved():
+    with runtime.serving.unobserved():
         for layer in range(len(experts.layers)):
-            runtime.forward(Routing(layer, len(experts.layers), x, ids.int().to(runtime.device), weights))
+            runtime.serving.forward(Routing(layer, len(experts.layers), x, ids.int().to(runtime.device), weights))
 
 
 def _counters(llm: LLM) -> list[dict[str, Any]]:

@@ -127,14 +127,14 @@ class Running:
         routing.weights_on_input = layer.weights_on_input
         try:
             if step.warming_up:
-                with runtime.unobserved():
-                    out = runtime.forward(routing, layer.activation)
+                with runtime.serving.unobserved():
+                    out = runtime.serving.forward(routing, layer.activation)
             elif self.failures.sentence is None:
                 for observer in () if draft else self.observation.observers:
                     observer.see(routing)
                 if self.prompts is not None:
                     self.prompts.remember(routing, runtime.experts.num_experts)
-                out = runtime.forward(routing, layer.activation)
+                out = runtime.serving.forward(routing, layer.activation)
             else:  # the step has failed already
                 out = torch.zeros_like(x)
         except TransferError as error:
@@ -155,7 +155,7 @@ class Running:
         if scheduler_output.total_num_scheduled_tokens == 0:
             return False
         self.step.begin(scheduler_output)
-        self.runtime.begin_step(self.step.phase)
+        self.runtime.serving.begin_step(self.step.phase)
         if self._decode is not None:
             self._decode.begin()
         return True

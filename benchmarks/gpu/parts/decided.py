@@ -32,14 +32,14 @@ class DecidedSteps:
         self._stack, self._runtime, self._path = stack, runtime, runtime.decode
         self._x = stack.inputs(tokens, 0)
         self._seen: list[Seen] = []
-        runtime.enter_decode()
+        runtime.serving.enter_decode()
         self._path.tell(0)  # the step before a capture, and on a host the capture itself, change nothing
         self._graph = capture(self._launch, None)
         self._path.tell(tokens)
 
     def step(self, x: Tensor) -> list[Seen]:
         """Replay; what is seen stays where it is, and the next step writes over it."""
-        self._runtime.enter_decode()
+        self._runtime.serving.enter_decode()
         self._x.copy_(x)
         self._graph.replay()
         return self._seen

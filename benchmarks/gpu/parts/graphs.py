@@ -143,7 +143,7 @@ class Pieces:
         return x, weights, ids, torch.empty_like(x)
 
     def _operator(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, out: Tensor) -> None:
-        out.copy_(self.runtime.forward(Routing(layer, MODEL.layers, x, ids, weights)))
+        out.copy_(self.runtime.serving.forward(Routing(layer, MODEL.layers, x, ids, weights)))
 
 
 def _check_pieces(store: HostStore, budget: str, prefetch: str) -> list[str]:

@@ -189,7 +189,7 @@ class Stack:
         seen = []
         for layer in range(self.model.layers):
             weights, ids = self.route(layer, x)
-            out = runtime.forward(Routing(layer, self.model.layers, x, ids, weights, phase))
+            out = runtime.serving.forward(Routing(layer, self.model.layers, x, ids, weights, phase))
             seen.append(Seen(layer, x, weights, ids, out))
             x = normalized(x + out)
         return seen

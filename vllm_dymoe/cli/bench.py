@@ -63,7 +63,7 @@ def run(
             full = grid(model, [Subject("", options)], [FULL], [1], workload, engine)[-1:]
             (found,) = measure(full, asked, out, progress=advance)
             seconds = found["measured"]["tpot_ms"]["mean"] / 1e3 / shape.layers
-            subjects = [over for link in links for over in over(link, subjects, shape, seconds)]
+            subjects = [slowed for link in links for slowed in over(link, subjects, shape, seconds)]
         cases = grid(model, subjects, budgets, batches, workload, engine)
         rows = measure(cases, asked, out, expert_bytes=shape.packed((16,)).nbytes(16), progress=advance)
     report(rows, out, console, shape, title=_title(model, workload))

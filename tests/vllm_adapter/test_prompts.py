@@ -35,9 +35,9 @@ def begin(monkeypatch):
     return step
 
 
-def make_tap(drafted=0, **options):
+def make_tap(drafted=0, recorded=False, **options):
     system = Dymoe(**options)
-    return PromptTap(lambda: system, STEP, drafted)
+    return PromptTap(lambda: system, STEP, drafted, recorded=recorded)
 
 
 def queries_and_keys(rows, seed=0):
@@ -129,6 +129,13 @@ def test_where_every_expert_gets_the_same_tier_nothing_is_computed(begin, retent
     tap = make_tap(retention=retention)
     tap.attend(LAYER, *queries_and_keys(40))
     assert tap.tokens(40, CPU) is None
+
+
+def test_a_trace_has_heavy_hitters_where_every_expert_gets_the_same_tier(begin):
+    begin([40])
+    tap = make_tap(retention=1, recorded=True)
+    tap.attend(LAYER, *queries_and_keys(40))
+    assert int(tap.tokens(40, CPU).heavy.sum()) == 8
 
 
 def test_ranks_add_up_what_their_heads_see(begin, monkeypatch):

@@ -81,7 +81,8 @@ class Running:
         self.observation = observation
         self.prompts: PromptTap | None = None
         if runtime.system.heavy_hitters is not None:
-            self.prompts = PromptTap(lambda: self.runtime.system, step, drafted, caches=caches)
+            recorded = runtime.options.trace is not None
+            self.prompts = PromptTap(lambda: self.runtime.system, step, drafted, caches=caches, recorded=recorded)
         self._model = model
         self._decode: DecodeSteps | None = None
         if runtime.decode is not None:

@@ -112,16 +112,24 @@ class PromptTap:
         step: the running one.
         drafted: tokens that speculative decoding adds to a request's one; a longer query is a prompt's.
         caches: vLLM may find the beginning of a prompt in its cache.
+        recorded: a trace has them, so that they are marked where every expert gets the same tier, too.
 
     Attributes:
         chunks: the requests whose prompts are read: of these any query is a prompt's.
     """
 
     def __init__(
-        self, system: Callable[[], System], step: RunningStep, drafted: int = 0, *, caches: bool = True
+        self,
+        system: Callable[[], System],
+        step: RunningStep,
+        drafted: int = 0,
+        *,
+        caches: bool = True,
+        recorded: bool = False,
     ) -> None:
         self._system = system
         self._step = step
+        self._recorded = recorded
         self.chunks = Chunks(caches=caches)
         self._longest_decode = 1 + drafted
 
@@ -181,9 +189,9 @@ class PromptTap:
 
     @property
     def _share(self) -> float | None:
-        """Of heavy hitters; None where every expert gets the same tier."""
+        """Of heavy hitters; None where nobody asks for them."""
         system = self._system()
-        return system.heavy_hitters if len(system.tiers) > 1 else None
+        return system.heavy_hitters if self._recorded or len(system.tiers) > 1 else None
 
     def running(self) -> _Prompts | None:
         """The prompts of the running step, if any; None while vLLM warms up."""

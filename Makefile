@@ -10,7 +10,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 FAST := $(ONE_THREAD) $(BIN)/python -m pytest -m "not engine" -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast engine check format docs models gpu bench-ablation bench-budget bench-gpu bench-predictors bench-quality kernels-table clean
+.PHONY: help setup demo test fast engine check format docs models gpu bench-ablation bench-budget bench-gpu bench-papers bench-predictors bench-quality kernels-table clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,10 @@ bench-budget: setup ## what a byte budget costs: vLLM, accelerate and this plugi
 bench-ablation: setup ## what each part of the papers' systems buys over a slow link (20 minutes, 6 GB of disk, a quiet machine)
 	@$(BIN)/python -m pip install --quiet matplotlib
 	@$(BIN)/python benchmarks/ablation/ablation.py
+
+bench-papers: setup ## the four papers' tables on the shipped model (an hour, a quiet machine)
+	@$(BIN)/python -m pip install --quiet lm-eval matplotlib
+	@$(BIN)/python benchmarks/papers/papers.py --quality
 
 bench-predictors: setup ## which predictor of the next layer's experts is worth its price (40 minutes, a quiet machine)
 	@$(BIN)/python -m pip install --quiet matplotlib

@@ -122,22 +122,22 @@ def measure(llm: Any, variant: str, budget: str, gbps: float, plan: argparse.Nam
         move_whole_experts(runtime.engine)
     if row.oracle:
         oracle = Mistaken(row.oracle, row.wrong, runtime.experts.num_experts)
-        runtime.predictor = Measured(oracle)
+        runtime.serving.predictor = Measured(oracle)
         Answers(llm, plan.prompts, plan)
-        runtime.predictor = Measured(Mistaken(1, 0, runtime.experts.num_experts))  # says nothing
+        runtime.serving.predictor = Measured(Mistaken(1, 0, runtime.experts.num_experts))  # says nothing
     runtime.resize(budget)
     Answers(llm, plan.prompts[-1:], plan)  # the cache has something to work with
     if oracle is not None:
         oracle.rewind()
-        runtime.predictor = Measured(oracle)
+        runtime.serving.predictor = Measured(oracle)
     answers = Answers(llm, plan.prompts, plan)
     cell = case(answers, gbps)
     if runtime.predictor is not None and row.exact:
-        predictor, runtime.predictor = runtime.predictor, None
+        predictor, runtime.serving.predictor = runtime.predictor, None
         runtime.resize(budget)
         Answers(llm, plan.prompts[-1:], plan)
         cell["without"] = case(Answers(llm, plan.prompts, plan), gbps)
-        runtime.predictor = predictor
+        runtime.serving.predictor = predictor
     return cell, answers.tokens
 
 
@@ -191,7 +191,7 @@ def fill(runtime: Any, layer: int) -> None:
     hidden = next(iter(runtime.experts.formats.values())).hidden
     x = torch.zeros(experts, hidden, dtype=torch.bfloat16)
     ids = (torch.arange(experts)[:, None] + torch.arange(top_k)) % experts
-    runtime.forward(Routing(layer, len(runtime.experts.layers), x, ids.int(), torch.full(ids.shape, 1 / top_k)))
+    runtime.serving.forward(Routing(layer, len(runtime.experts.layers), x, ids.int(), torch.full(ids.shape, 1 / top_k)))
 
 
 def main() -> None:

@@ -51,6 +51,16 @@ def speeds(results: dict[str, Any]) -> Iterator[list[str]]:
             ]  # fmt: skip
 
 
+def at_a_glance(results: dict[str, Any]) -> str:
+    """The front page's: tokens a second over batches."""
+    cases = sorted(sweep(results).items())
+    head = ["requests at once", *(str(batch) for batch, _ in cases)]
+    labels = {"fetching": "fetched when the router has chosen", "fetching ahead": "fetched ahead"}
+    labels |= {"dynaexq": "`dynaexq`: all at 2 bits, the busiest at 4", FULL_LOAD: "all on the device, at 4 bits"}
+    speeds_of = {label: [f"{found[label]['tokens_per_second']:.0f}" for _, found in cases] for label in labels}
+    return markdown(head, ([said, *speeds_of[label]] for label, said in labels.items()))
+
+
 def stalls(results: dict[str, Any]) -> Iterator[list[str]]:
     """Figure 1: the share of a request's time in which the host waits for experts, over lengths."""
     for row in results["rows"]:
@@ -115,6 +125,7 @@ def report(results: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     if folder is not None:
         for name, (head, lines) in tables.items():
             put(folder / "README.md", name, markdown(head, lines) if lines else "Not measured yet.")
+        put(folder.parents[1] / "README.md", "batches", at_a_glance(results))
         (folder / "speed.json").write_text(json.dumps(slim(results), indent=1) + "\n")
         draw(results, folder / "speed.png")
     return {

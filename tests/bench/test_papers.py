@@ -14,13 +14,14 @@ from vllm_dymoe.bench.papers import PAPERS
 from vllm_dymoe.bench.papers.base import Line, Missing, Quality, Recorded, Routed, Speed
 from vllm_dymoe.bench.papers.compare import cases_of, fill, lines
 from vllm_dymoe.bench.papers.routers import activated, best_setting, cost_map, heavy_hitters, hot_sets, strategy
+from vllm_dymoe.cli import paper as paper_command
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.plan.errors import compare  # noqa: F401 - rows of papers are rows of plans
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.meeting_of_layers import Votes, vote
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.traces import Trace, TraceHeader, expert_dtype
+from vllm_dymoe.training import TrainingError
 
 WORKLOAD = Workload("digest", "prompts", False, 2, 1, 8)
 EXPECTED = {
@@ -140,6 +141,16 @@ def test_hot_sets_of_two_domains(recorded):
     assert found["traffic of a layer's ten hottest %"] == pytest.approx(50)
 
 
+def test_the_network_of_a_preset_learns_from_requests_that_are_not_measured(recorded, tmp_path, monkeypatch):
+    learned = []
+    monkeypatch.setattr(paper_command, "write", lambda trace, *_, **__: learned.append(trace.request.unique().tolist()))
+    trace = replace(recorded.trace, request=torch.arange(recorded.trace.num_tokens, dtype=torch.int32) // 10)
+    paper_command._train(trace, 4, tmp_path)
+    assert learned == [[4, 5]]
+    with pytest.raises(TrainingError, match="none of the prompts is left to learn from behind 6 that are measured"):
+        paper_command._train(trace, 6, tmp_path)
+
+
 # -- filling --------------------------------------------------------------------------------------
 
 
@@ -177,10 +188,19 @@ def test_numbers_stand_beside_the_papers_and_missing_ones_say_why():
     assert filled(Routed(broken)).why == "no gates."
 
 
+def test_a_table_without_a_number_of_ours_says_why_once():
+    table = next(table for table in PAPERS["dymoe"](8) if table.name == "Table 1")
+    found = [fill(line, lambda subject, budget: {}, lambda: None, lambda source: "no lm-eval.") for line in table.lines]
+    _, _, notes = lines(table, found)
+    assert notes == ["All rows: no lm-eval."]
+
+
 # -- lm-eval --------------------------------------------------------------------------------------
 
 FAKE = """
 import json, os, pathlib, sys
+from vllm_dymoe.systems import SYSTEMS
+assert os.environ.get("DYMOE_SYSTEM", "exact") in SYSTEMS
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 tasks = given["--tasks"].split(",")
 assert os.environ["DYMOE_HI"] == "4", os.environ
@@ -205,6 +225,11 @@ def test_a_cell_is_scored_once(lm_eval):
         assert row["scores"] == {"a": 0.25, "b": 0.25}
     quality.score("m", {"hi": 4}, ["a"], lm_eval / "out")
     assert (lm_eval / "count").read_text() == "xx"
+
+
+def test_a_cell_may_name_what_only_benchmarks_compare(lm_eval):
+    row = quality.score("m", {"hi": 4, "system": "one layer low"}, ["a"], lm_eval / "out")
+    assert row["scores"] == {"a": 0.25}
 
 
 def test_a_task_that_fails_shows_its_log(lm_eval):

@@ -10,6 +10,7 @@ Formats, told apart by what a file holds:
 
 import hashlib
 import json
+import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 from vllm_dymoe.config import ConfigError
 
 SHIPPED = "shipped"
+_FIRST_TOKEN = 2  # of random prompts: what is below is often special
 _RANDOM = re.compile(r"random:(\d+)")
 
 
@@ -96,6 +98,12 @@ def by_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
         domains.setdefault(prompt.domain, []).append(prompt)
     longest = max(map(len, domains.values()), default=0)
     return [group[place] for place in range(longest) for group in domains.values() if place < len(group)]
+
+
+def random_tokens(vocabulary: int, length: int, count: int) -> list[list[int]]:
+    """So many prompts of one length, the same ones each time."""
+    chance = random.Random(0)
+    return [[chance.randrange(_FIRST_TOKEN, vocabulary) for _ in range(length)] for _ in range(count)]
 
 
 def windows(tokens: Sequence[int], length: int, count: int) -> list[list[int]]:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_dymoe.bench.cases import digest
 from vllm_dymoe.bench.rows import Row, append_row, read_rows
 from vllm_dymoe.bench.run import ROWS
@@ -61,7 +63,8 @@ def score(
         if row["key"] == key:
             return row
     with tempfile.TemporaryDirectory() as work:
-        command = [sys.executable, "-m", "lm_eval", "--model", "vllm", "--batch_size", "1", "--tasks", ",".join(tasks)]
+        command = [sys.executable, "-m", "vllm_dymoe.bench.evaluate", "--model", "vllm", "--batch_size", "1"]
+        command += ["--tasks", ",".join(tasks)]
         command += ["--model_args", arguments(model, engine or {}), "--output_path", work]
         command += ["--limit", str(limit)] if limit else []
         command += ["--include_path", str(include)] if include else []
@@ -91,7 +94,10 @@ def variables(options: Mapping[str, Any]) -> dict[str, str]:
 
 def arguments(model: str, engine: Mapping[str, Any]) -> str:
     """As lm-eval takes them."""
-    settings = {"pretrained": model, "quantization": "dymoe", "enable_prefix_caching": False, **engine}
+    settings = {"pretrained": model, "quantization": "dymoe", "enable_prefix_caching": False}
+    if not torch.cuda.is_available():  # compiling for a CPU takes longer than most cells
+        settings["enforce_eager"] = True
+    settings |= engine
     return ",".join(f"{name}={value}" for name, value in settings.items())
 
 

@@ -18,8 +18,9 @@ from safetensors import safe_open
 from vllm_dymoe.bench.cases import FULL, Subject, Workload, grid
 from vllm_dymoe.bench.check import check_outputs
 from vllm_dymoe.bench.papers import PAPERS
-from vllm_dymoe.bench.papers.base import At, Quality, Recorded
+from vllm_dymoe.bench.papers.base import TRAINED, At, Quality, Recorded
 from vllm_dymoe.bench.papers.compare import as_markdown, cases_of, fill, lines
+from vllm_dymoe.bench.papers.duoserve import RECIPE
 from vllm_dymoe.bench.plots import draw
 from vllm_dymoe.bench.prompts import PromptSet, by_turns
 from vllm_dymoe.bench.quality import available, score
@@ -28,10 +29,13 @@ from vllm_dymoe.bench.run import environment, measure
 from vllm_dymoe.bench.systems import make_known
 from vllm_dymoe.cli.bench import over, progress
 from vllm_dymoe.cli.trace import write_prompts
+from vllm_dymoe.cli.train import write
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.plan.model import ModelShape, read_shape
 from vllm_dymoe.traces import Trace
+from vllm_dymoe.training import TrainingError
 
+_RECORDED_TOKENS = 128  # of an answer at least: networks learn from them
 _GATE = re.compile(r"layers\.(\d+)\..*\b(?:gate|router)\.weight$")
 
 
@@ -59,6 +63,18 @@ def run(
     shape, console = read_shape(model), Console()
     tables = list(PAPERS[paper](shape.moe_layers))
     rows: dict[str, Row] = {}
+
+    @cache
+    def recorded() -> Recorded:
+        return _record(model, asked, workload, engine, out, shape)
+
+    @cache
+    def trained() -> str:
+        try:
+            return str(_train(recorded().trace, workload.warm_up + workload.requests, out))
+        except ValueError as error:
+            raise ConfigError(f"The paper's network cannot be trained: {error}.") from error
+
     with progress() as advance:
         rate = None
         if link is not None:
@@ -67,6 +83,8 @@ def run(
             rate = found["measured"]["tpot_ms"]["mean"] / 1e3 / shape.layers
 
         def change(subject: Subject) -> Subject:
+            if (subject.options or {}).get("predictor") == TRAINED:
+                subject = replace(subject, options={**(subject.options or {}), "predictor": trained()})
             return subject if link is None or rate is None else next(over(link, [subject], shape, rate))
 
         cases = cases_of(tables, model, workload, engine, change)
@@ -75,10 +93,6 @@ def run(
 
     def row_of(subject: Subject, at: At) -> Row:
         return rows[at.case(change(replace(subject, budgets=None)), model, workload, engine).key]
-
-    @cache
-    def recorded() -> Recorded:
-        return _record(model, asked, workload, engine, out, shape)
 
     def scores(source: Quality) -> Mapping[str, float] | str:
         if not tasks:
@@ -115,7 +129,8 @@ def _record(
         prompts = out / "prompts.jsonl"
         write_prompts(prompts, [(prompt.text, prompt.domain) for prompt in by_turns(asked.prompts)])
         command = [Path(sys.executable).with_name("vllm-dymoe"), "trace", model, "--prompts", prompts, "--out", folder]
-        command += ["--inputs", "--max-tokens", str(workload.max_tokens), "--engine", json.dumps(dict(engine))]
+        length = str(max(workload.max_tokens, _RECORDED_TOKENS))
+        command += ["--inputs", "--max-tokens", length, "--engine", json.dumps(dict(engine))]
         # Every expert stays high, and heavy hitters are recorded as well.
         command += ["--options", '{"system": "dymoe", "system_options": {"retention": 1}}']
         given = [str(part) for part in command]
@@ -124,6 +139,21 @@ def _record(
             raise ValueError(f"the trace could not be recorded: {done.stderr[-500:]}")
     sizes = {"layers": shape.moe_layers, "experts": shape.experts, "top-k": shape.top_k}
     return Recorded(Trace.load(folder), gates_of(Path(model)), sizes)
+
+
+def _train(trace: Trace, measured: int, out: Path) -> Path:
+    """DuoServe-MoE's network from the requests behind those that are measured, trained once.
+
+    Raises:
+        TrainingError: there are too few.
+    """
+    path = out / "predictor.safetensors"
+    if not path.exists():
+        others = list(trace.by_request())[measured:]
+        if not others:
+            raise TrainingError(f"none of the prompts is left to learn from behind {measured} that are measured")
+        write(trace.select(torch.cat(others)), out / "trace", path, architecture="paper-shared", recipe=RECIPE)
+    return path
 
 
 def gates_of(folder: Path) -> list[torch.Tensor]:
@@ -139,8 +169,8 @@ def gates_of(folder: Path) -> list[torch.Tensor]:
 
 def _print(console: Console, title: str, head: list[str], body: list[list[str]], notes: list[str]) -> None:
     table = Table(title=title, title_justify="left")
-    for name in head:
-        table.add_column(name, justify="right" if name else "left")
+    for name in head:  # a narrow column for each number, so that what the rows are called stays whole
+        table.add_column(name.replace(", ", "\n"), justify="right" if name else "left", no_wrap=not name)
     for line in body:
         table.add_row(*line)
     console.print(table)

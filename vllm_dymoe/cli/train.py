@@ -35,19 +35,32 @@ def run(trace_path: Path, out: Path, *, architecture: str, recipe: Recipe, devic
     trace = Trace.load(trace_path)
     if architecture == "auto":
         architecture = "linear" if trace.router_inputs is None else "linear+input"
-    with _Epochs(f"Training on {escape(trace_path.name)}", recipe.epochs) as progress:
+    trained, network = write(trace, trace_path, out, architecture=architecture, recipe=recipe, device=device)
+    _print(out, architecture, trained, network, time.perf_counter() - begin)
+
+
+def write(
+    trace: Trace, path: Path, out: Path, *, architecture: str, recipe: Recipe, device: str = "cpu"
+) -> tuple[Trained, FoldedMLP]:
+    """Train on a trace that was read from ``path``, and write ``out``.
+
+    Raises:
+        TrainingError: the trace is not enough, or not what the architecture sees.
+        PredictorError: the file cannot be written.
+    """
+    with _Epochs(f"Training on {escape(path.name)}", recipe.epochs) as progress:
         trained = train(trace, ARCHITECTURES[architecture], recipe, progress.show, device)
     network = fold(trained.model)
     card = PredictorCard(
         header=trace.header,
         architecture={"name": architecture, **asdict(ARCHITECTURES[architecture])},
-        trace={"path": str(trace_path), "tokens": trained.tokens, "requests": trained.requests},
+        trace={"path": str(path), "tokens": trained.tokens, "requests": trained.requests},
         metrics=trained.metrics,
         seed=recipe.seed,
         version=__version__,
     )
     save_predictor(out, card, network)
-    _print(out, architecture, trained, network, time.perf_counter() - begin)
+    return trained, network
 
 
 class _Epochs(Progress):

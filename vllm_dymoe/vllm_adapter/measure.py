@@ -6,7 +6,6 @@ the file of rows that each of them is added to.
 
 import hashlib
 import json
-import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
 from vllm_dymoe.bench.cases import FULL
-from vllm_dymoe.bench.prompts import windows
+from vllm_dymoe.bench.prompts import random_tokens, windows
 from vllm_dymoe.bench.rows import append_row
 from vllm_dymoe.bench.summary import Answers, peak_bytes, summarise
 from vllm_dymoe.bench.systems import make_known
@@ -27,8 +26,6 @@ from vllm_dymoe.experts.tier import Tier
 
 Request = tuple[list[int], int]
 """Token numbers of a prompt, and tokens of its answer."""
-
-_FIRST_TOKEN = 2  # of random prompts: what is below is often special
 
 
 def run(job: Mapping[str, Any]) -> None:
@@ -73,12 +70,8 @@ def token_ids(llm: LLM, job: Mapping[str, Any], workload: Mapping[str, Any]) -> 
     config = llm.llm_engine.vllm_config.model_config
     wanted = workload["requests"] + workload["warm_up"]
     if workload["random"]:
-        chance = random.Random(0)
-        vocabulary, length = config.get_vocab_size(), job["random_length"]
-        return [
-            ([chance.randrange(_FIRST_TOKEN, vocabulary) for _ in range(length)], workload["max_tokens"])
-            for _ in range(wanted)
-        ]
+        drawn = random_tokens(config.get_vocab_size(), job["random_length"], wanted)
+        return [(ids, workload["max_tokens"]) for ids in drawn]
     tokenizer, found = llm.get_tokenizer(), []
     if workload["prompt_tokens"]:
         together = [token for text, _ in job["prompts"] for token in tokenizer.encode(text)]

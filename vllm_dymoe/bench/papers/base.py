@@ -8,6 +8,8 @@ from vllm_dymoe.bench.cases import Case, Subject, Workload
 from vllm_dymoe.bench.rows import Row
 
 Number = float | str | None
+TRAINED = "trained here"
+"""In place of a predictor's file: DuoServe-MoE's network, trained on the run's prompts that are not measured."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,10 @@ def lines(table: PaperTable, filled: Sequence[Filled]) -> tuple[list[str], list[
     for row in filled:
         if row.why:
             why.setdefault(row.why, []).append(row.line.label)
-    notes = [f"{', '.join(labels)}: {sentence}" for sentence, labels in why.items()]
+    notes = [
+        f"{'All rows' if len(labels) == len(filled) > 1 else ', '.join(labels)}: {sentence}"
+        for sentence, labels in why.items()
+    ]
     return ["", *(f"{name}, {'paper' if paper else 'ours'}" for name, paper in columns)], body, notes
 
 

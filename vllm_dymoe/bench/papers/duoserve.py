@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_dymoe.bench.cases import FULL, Subject
 from vllm_dymoe.bench.papers.base import (
+    TRAINED,
     At,
     Line,
     Missing,
@@ -21,12 +22,15 @@ from vllm_dymoe.bench.papers.base import (
 )
 from vllm_dymoe.bench.papers.routers import patterns
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
+from vllm_dymoe.training import Recipe, train
 
 _SYSTEMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "MoESys": ("layer", {"system": "layer-prefetch"}),
     "ACC": ("top-k", {"system": "on-demand", "system_options": {"overlap": False}}),
-    "DuoServe-MoE": ("top-k", {"system": "duoserve"}),
+    "DuoServe-MoE": ("top-k", {"system": "duoserve", "predictor": TRAINED}),
 }
+RECIPE = Recipe(epochs=60)
+"""Of the networks: a run records few tokens, so that they are read often."""
 _OTHER_MODEL = "serve this model, with prompts of this dataset, to repeat its row."
 _GB = {"MoESys": (4.24, 9.13), "ACC": (3.63, 8.06), "DuoServe-MoE": (3.91, 8.44), "GPU only": (25.14, 138.0)}
 
@@ -76,7 +80,5 @@ def _gigabytes(name: str) -> dict[str, Number]:
 
 def _trained(architecture: str, recorded: Recorded) -> Mapping[str, Number]:
     """Hit rates of a network that is trained on the trace now."""
-    from vllm_dymoe.training import Recipe, train
-
-    found = train(recorded.trace, ARCHITECTURES[architecture], Recipe(epochs=10)).metrics["trained"]
+    found = train(recorded.trace, ARCHITECTURES[architecture], RECIPE).metrics["trained"]
     return {"all experts %": 100 * found["all_k"], "at least one %": 100 * found["at_least_one"]}

@@ -9,6 +9,7 @@ from vllm_dymoe.bench.papers.routers import heavy_hitters, similarity
 
 _TASKS = {"MMLU": "mmlu", "CMMLU": "cmmlu", "GSM8K": "gsm8k"}
 _PLACES = {"16 GB": "25%", "24 GB": "50%"}
+_HERE = "here with " + " and ".join(f"{share} of the experts for {memory}" for memory, share in _PLACES.items())
 _COLUMNS = {f"{memory} {name}": (At(share), of) for memory, share in _PLACES.items() for name, of in
             (("TTFT s", ttft), ("TPOT s", tpot))}  # fmt: skip
 _NOTHING_AHEAD: Mapping[str, Any] = {"system_options": {"look_ahead": 0}}
@@ -52,7 +53,7 @@ def tables(moe_layers: int) -> Iterator[PaperTable]:
     """All of them."""
     yield PaperTable("Table 1", "uniform quantization", tuple(_TASKS), [*_quality_of_uniform()])
     yield PaperTable("Table 2", "4/0 and 4/2 at three retentions", tuple(_TASKS), [*_quality_of_dymoe()])
-    yield PaperTable("Table 3", f"Mixtral-8x7B on an RTX 3090 and PCIe 3; here {_PLACES}", tuple(_COLUMNS), [
+    yield PaperTable("Table 3", f"Mixtral-8x7B on an RTX 3090 and PCIe 3; {_HERE}", tuple(_COLUMNS), [
         Line(label, Speed(Subject(label, options), _COLUMNS), dict(zip(_COLUMNS, numbers, strict=True)))
         for label, (options, numbers) in _ABLATION.items()
     ])  # fmt: skip
@@ -68,7 +69,7 @@ def tables(moe_layers: int) -> Iterator[PaperTable]:
     ])  # fmt: skip
     yield PaperTable("Figure 6", "cosine of neighbouring layers' inputs; the paper draws 0.8 to 1", (
         "lowest", "mean", "highest"), [Line("router inputs", Routed(similarity))])  # fmt: skip
-    yield PaperTable("Figure 10", f"systems; here {_PLACES}", tuple(_COLUMNS), [*_systems()])
+    yield PaperTable("Figure 10", f"systems; {_HERE}", tuple(_COLUMNS), [*_systems()])
     yield PaperTable("Figure 11", "quality over retention: Table 2 has its numbers", tuple(_TASKS), [
         Line(f"4/2, r = {r}", Quality(_dymoe("4/2", r), _TASKS)) for r in (0.5, 0.6, 0.7, 0.8)
     ])  # fmt: skip

@@ -34,7 +34,8 @@ def tables(_moe_layers: int) -> Iterator[PaperTable]:
     """All of them."""
     seconds = {cache: (At(share), tpot) for cache, share in _CACHES.items()}
     rates = {cache: (At(share), rate) for cache, share in _CACHES.items()}
-    about = f"s per token of Qwen1.5-MoE-A2.7B on an RTX 3090 and PCIe 4; caches of {_CACHES}"
+    here = ", ".join(f"{share} for {cache}" for cache, share in _CACHES.items())
+    about = f"s per token of Qwen1.5-MoE-A2.7B on an RTX 3090 and PCIe 4; here as shares of the experts, {here}"
     yield PaperTable("Table 1", about, tuple(_CACHES), [
         Line(label, Speed(Subject(label, options), seconds), dict(zip(_CACHES, numbers, strict=True)))
         for label, (options, numbers) in _TABLE_1.items()

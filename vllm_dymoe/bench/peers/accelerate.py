@@ -10,19 +10,24 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_dymoe.bench.peers.common import answer_job
+from vllm_dymoe.bench.prompts import random_tokens
 from vllm_dymoe.bench.summary import Answers, peak_bytes, summarise
 
 
 def _answer(job: Mapping[str, Any], case: Mapping[str, Any]) -> dict[str, Any]:
     workload = case["row"]["workload"]
-    tokenizer = AutoTokenizer.from_pretrained(job["model"])
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         device_map: Any = "auto" if torch.cuda.is_available() else _layers_on_disk(job["model"])
         network = AutoModelForCausalLM.from_pretrained(
             job["model"], dtype="auto", device_map=device_map, offload_folder=folder
         )
-        prompts = [text for text, _ in job["prompts"]][: workload["warm_up"] + workload["requests"]]
-        found = [_one(network, tokenizer, text, workload["max_tokens"]) for text in prompts]
+        count = workload["warm_up"] + workload["requests"]
+        if job["random_length"]:
+            prompts = random_tokens(network.config.vocab_size, job["random_length"], count)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(job["model"])
+            prompts = [tokenizer.encode(text) for text, _ in job["prompts"][:count]]
+        found = [_one(network, ids, workload["max_tokens"]) for ids in prompts]
     return summarise(found[workload["warm_up"] :]) | {"peak_device_bytes": peak_bytes()}
 
 
@@ -35,11 +40,11 @@ def _layers_on_disk(model: str) -> dict[str, str]:
     return kept | {f"model.layers.{layer}": "disk" for layer in range(layers)}
 
 
-def _one(network: Any, tokenizer: Any, text: str, tokens: int) -> Answers:
+def _one(network: Any, prompt: list[int], tokens: int) -> Answers:
     """Greedy, one request: batches of unequal prompts would need padding, which the others do not pay for."""
-    ids, past, found, answer = tokenizer(text, return_tensors="pt").input_ids, None, Answers(), []
+    past, found, answer = None, Answers(), []
     begin = before = time.perf_counter()
-    given = ids.to(network.device)
+    given = torch.tensor([prompt], device=network.device)
     for _ in range(tokens):
         result = network(input_ids=given, past_key_values=past, use_cache=True)
         past, given = result.past_key_values, result.logits[:, -1:].argmax(-1)
@@ -47,7 +52,7 @@ def _one(network: Any, tokenizer: Any, text: str, tokens: int) -> Answers:
         now = time.perf_counter()
         (found.between if found.first else found.first).append(now - before)
         before = now
-    found.seconds, found.prompt_tokens, found.lengths = before - begin, [ids.shape[1]], [tokens]
+    found.seconds, found.prompt_tokens, found.lengths = before - begin, [len(prompt)], [tokens]
     found.outputs = [hashlib.sha256(str(answer).encode()).hexdigest()[:12]]
     return found
 

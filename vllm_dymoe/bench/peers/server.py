@@ -15,6 +15,8 @@ from vllm_dymoe.bench.summary import Answers, summarise
 
 def _answer(job: Mapping[str, Any], case: Mapping[str, Any]) -> dict[str, Any]:
     workload, batch = case["row"]["workload"], case["batch"]
+    if job["random_length"]:
+        raise SystemExit(f"{job['peer']} is asked in text; random prompts are numbers.")
     ask = partial(stream, job["peer"], job["engine"].get("model", job["model"]), workload["max_tokens"])
     texts = [text for text, _ in job["prompts"]][: workload["warm_up"] + workload["requests"]]
     for text in texts[: workload["warm_up"]]:

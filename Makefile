@@ -10,7 +10,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 FAST := $(ONE_THREAD) $(BIN)/python -m pytest -m "not engine" -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast engine check format docs models gpu bench-ablation bench-budget bench-gpu bench-papers bench-predictors bench-quality kernels-table clean
+.PHONY: help setup demo test fast engine check format docs models gpu bench-budget bench-gpu bench-papers bench-predictors bench-quality kernels-table clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,13 +21,9 @@ setup: ## create .venv with vLLM for this machine (about 3 minutes; PYTHON=pytho
 demo: setup ## serve a small model under a byte budget and watch it
 	@$(BIN)/python benchmarks/demo/demo.py
 
-bench-budget: setup ## what a byte budget costs: vLLM, accelerate and this plugin (25 minutes, 20 GB of disk, a quiet machine)
+bench-budget: setup ## what a byte budget costs: vLLM, accelerate and this plugin (10 minutes, 10 GB of disk, a quiet machine)
 	@$(BIN)/python -m pip install --quiet accelerate
 	@$(BIN)/python benchmarks/budget/budget.py
-
-bench-ablation: setup ## what each part of the papers' systems buys over a slow link (20 minutes, 6 GB of disk, a quiet machine)
-	@$(BIN)/python -m pip install --quiet matplotlib
-	@$(BIN)/python benchmarks/ablation/ablation.py
 
 bench-papers: setup ## the four papers' tables on the shipped model (an hour, a quiet machine)
 	@$(BIN)/python -m pip install --quiet lm-eval matplotlib

@@ -106,9 +106,3 @@ def write(folder: Path, layers: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "generation_config.json").write_text("{}")
     (folder / "config.json").write_text(json.dumps(config(layers), indent=2))
-
-
-def prompts(layers: int, count: int, length: int) -> list[list[int]]:
-    """Random prompts as token numbers: there is no tokenizer."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(2, vocabulary(layers), (count, length), generator=generator).tolist()

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("staging", "ablation")]
+sys.path.append(str(Path(__file__).resolve().parents[1] / "staging"))
 from staging import VirtualTime
 
 from vllm_dymoe.config import Options

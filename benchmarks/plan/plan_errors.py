@@ -1,74 +1,127 @@
-"""How far is a plan from what was measured? Predicts the rows of benchmarks/ablation, and writes the README's table.
+"""How far is a plan from what was measured? Runs `vllm-dymoe bench` on two models over emulated links, and compares.
 
-Of that run the plan knows what a token takes with every expert resident, and the rate of the emulated link. What
-routers choose is made up, as where nobody has recorded a trace.
+The shipped model answers its prompts; layers with the shapes of Qwen3-30B-A3B and random weights answer random ones.
+Of a run the plan knows what a token takes with every expert resident, and the rate of the link. What routers choose is
+made up: as where nobody has recorded a trace for the shipped model, and evenly for the random one. With --measured only
+the table is written anew.
 """
 
+import argparse
 import json
+import os
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_dymoe.bench.rows import read_rows
 from vllm_dymoe.cli.plan import LOCALITY, SKEW
-from vllm_dymoe.plan.device import Device, FullLoad
+from vllm_dymoe.plan.device import measured_device
 from vllm_dymoe.plan.errors import Compared, compare, median_error, reversed_rankings
-from vllm_dymoe.plan.model import read_shape
+from vllm_dymoe.plan.model import ModelShape, read_shape
 from vllm_dymoe.plan.replay import stated_skew
 from vllm_dymoe.traces import TraceHeader
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent))
+sys.path += [str(HERE.parent), str(HERE.parent / "budget")]
+import model  # noqa: E402
 from readme import markdown, put  # noqa: E402
 
-MODEL = HERE.parent / "tiny_moe" / "model"
-PROMPT = 24  # tokens, about
-# Rows of that run whose systems a user can choose.
-SYSTEMS: dict[str, dict[str, Any]] = {
-    "on-demand": {"system": "on-demand"},
-    "cache": {"system_options": {"look_ahead": 0}},
-    "next-gate": {},
-    "4/2": {"lo": 2, "system": "dymoe", "system_options": {"look_ahead": 0}},
-    "4/2, next-gate": {"lo": 2, "system": "dymoe"},
-    "4/0, next-gate": {"system": "dymoe"},
-    "firm, n = 2": {"system": "firm"},
-}
+SHIPPED, LAYERS = HERE.parent / "tiny_moe" / "model", 4
+ROUTERS = {"shipped": (SKEW, LOCALITY), "random": (0.0, 0.0)}
+CACHE = '{"label": "cache", "system_options": {"look_ahead": 0}}'
+FIXED = ("on-demand", CACHE, "exact", "firm")
+MIXED = ('{"label": "4/2", "system": "dymoe", "lo": 2}', '{"label": "4/0", "system": "dymoe"}')
 
 
-def compared() -> list[Compared]:
-    """Every row of the shipped model."""
-    data = json.loads((HERE.parent / "ablation" / "results.json").read_text())["models"]["shipped"]
-    shape, resident = read_shape(str(MODEL)), data["resident"]
-    full = FullLoad({(4, 1): resident["tpot_ms"] / 1e3}, {(4, 1): resident["ttft_ms"] / 1e3}, {(4, 1): PROMPT})
-    device = Device("this machine", 0, 1.0, 1.0, 1.0, measured=full)
-    header = TraceHeader("shipped", "", shape.moe_layers, shape.experts, shape.top_k, shape.hidden)
-    rows = [
-        {
-            "kind": "speed", "label": name, "budget": budget, "batch": 1,
-            "options": SYSTEMS[name] | {"link_gbps": link["gbps"]},
-            "measured": {"tpot_ms": {"mean": case["tpot_ms"]}, "prompt_tokens": [PROMPT]},
-        }
-        for link in data["links"].values()
-        for budget, cases in link["cases"].items()
-        for name, case in cases.items()
-        if name in SYSTEMS
-    ]  # fmt: skip
-    return compare(rows, shape, device, {1: stated_skew(header, 1, SKEW, LOCALITY)})
+def bench(folder: Path, out: Path, link: str, budgets: tuple[str, ...], systems: tuple[str, ...], *more: str) -> None:
+    """One run of the command; rows that `out` has are not measured again."""
+    command: list[Any] = [Path(sys.executable).with_name("vllm-dymoe"), "bench", folder, "--out", out, "--link", link]
+    command += ["--requests", "3", "--warm-up", "2", "--max-tokens", "24", "--engine", '{"max_model_len": 256}', *more]
+    command += [part for budget in budgets for part in ("--budget", budget)]
+    command += [part for system in systems for part in ("--system", system)]
+    subprocess.run([str(part) for part in command], check=True)
+
+
+def measure(work: Path) -> dict[str, list[dict[str, Any]]]:
+    """Every row that a plan is compared with, by model."""
+    os.environ["DYMOE_STORE_DIR"] = str(work / "stores")
+    # One core computes. Another copies: behind a GPU's link a copy takes nothing from computation.
+    os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    shipped, random = work / "shipped", work / "random"
+    bench(SHIPPED, shipped, "rtx3090", ("25%", "50%", "75%"), FIXED + MIXED)
+    bench(SHIPPED, shipped, "h100", ("25%",), FIXED)
+    folder = work / f"qwen3-{LAYERS}-layers"
+    if not (folder / "config.json").exists():
+        model.write(folder, LAYERS)
+    bench(folder, random, "rtx3090", ("25%", "75%"), FIXED, "--prompts", "random:24")
+    return {name: [_kept(row) for row in read_rows(work / name / "rows.jsonl")] for name in ROUTERS}
+
+
+def _kept(row: dict[str, Any]) -> dict[str, Any]:
+    """What predictions are made from and compared with."""
+    if row["kind"] != "speed":
+        return row
+    kept = {name: row[name] for name in ("kind", "label", "budget", "batch", "options")}
+    measured = row["measured"]
+    times = {name: {kind: round(measured[name][kind], 3) for kind in ("median", "mean")}
+             for name in ("ttft_ms", "tpot_ms")}  # fmt: skip
+    return kept | {"measured": times | {"prompt_tokens": measured["prompt_tokens"]}}
+
+
+def compared(results: dict[str, Any]) -> dict[str, list[Compared]]:
+    """Every row of each model, predicted now."""
+    found = {}
+    for name, rows in results.items():
+        shape = read_shape(str(SHIPPED)) if name == "shipped" else _random()
+        header = TraceHeader(name, "", shape.moe_layers, shape.experts, shape.top_k, shape.hidden)
+        routings = {1: stated_skew(header, 1, *ROUTERS[name])}
+        found[name] = compare(rows, shape, measured_device(rows, name), routings)
+    return found
+
+
+def _random() -> ModelShape:
+    """Of the model with random weights, from its config.json alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(model.config(LAYERS)))
+        return read_shape(folder)
+
+
+def said(what: str, rows: Sequence[Compared]) -> str:
+    """How far off."""
+    largest = max(abs(row.error) for row in rows)
+    return f"{what}: {len(rows)} rows, median error {median_error(rows):.1%}, largest {largest:.0%}."
+
+
+def write(results: dict[str, Any], readme: Path) -> None:
+    """The table of errors."""
+    found = compared(results)
+    parts = [said("Both models", [row for rows in found.values() for row in rows])]
+    for name, rows in found.items():
+        lines = [
+            [row.label, row.budget, f"{row.link / 1e6:.1f}", f"{1e3 * row.predicted:.1f}", f"{1e3 * row.measured:.1f}",
+             f"{row.error:+.0%}"]
+            for row in rows
+        ]  # fmt: skip
+        head = [f"{name} model", "budget", "link MB/s", "predicted ms", "measured ms", "error"]
+        wrong = len(reversed_rankings(rows))
+        parts += [f"{said(f'The {name} model', rows)} {wrong} clear rankings are reversed.", markdown(head, lines)]
+    put(readme, "errors", "\n\n".join(parts))
 
 
 def main() -> None:
-    """Write the table."""
-    found = compared()
-    lines = [
-        [row.label, row.budget, f"{row.link / 1e6:.1f}", f"{1e3 * row.predicted:.1f}", f"{1e3 * row.measured:.1f}",
-         f"{row.error:+.0%}"]
-        for row in found
-    ]  # fmt: skip
-    head = ["", "budget", "link MB/s", "predicted ms", "measured ms", "error"]
-    said = (
-        f"{len(found)} rows, median error {median_error(found):.1%}, {len(reversed_rankings(found))} rankings reversed."
+    """Measure, compare, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", action="store_true", help="compare with the rows of the last run")
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-plan", help="for models, rows"
     )
-    put(HERE / "README.md", "errors", f"{said}\n\n{markdown(head, lines)}")
-    print(json.dumps({"rows": len(found), "median_error": median_error(found)}))
+    arguments = parser.parse_args()
+    if not arguments.measured:
+        (HERE / "results.json").write_text(json.dumps(measure(arguments.work), indent=1) + "\n")
+    write(json.loads((HERE / "results.json").read_text()), HERE / "README.md")
 
 
 if __name__ == "__main__":

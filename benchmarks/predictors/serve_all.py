@@ -1,6 +1,6 @@
 """What each predictor is worth: the shipped model answers single requests over an emulated link, with each of them.
 
-The link is as slow beside this machine's computation as PCIe 4 is beside an RTX 3090's (../ablation/hardware.py).
+The link is as slow beside this machine's computation as PCIe 4 is beside an RTX 3090's (../hardware.py).
 Settings of memory: a quarter, a half and three quarters of the experts, as a cache; and as many slots as one token uses
 experts, where nothing stays, which is DuoServe-MoE's own setting.
 """
@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "ablation"))
+sys.path.append(str(HERE.parent))
 
 LINK = "PCIe 4 x16"
 NEW_TOKENS = 32
 REQUESTS = 2  # of each domain
-# The experts of Qwen3-30B-A3B, of which the shipped model is a miniature.
-RATIO_OF = {"hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "top_k": 8, "expert_bytes": 2_654_208}
 SLOTS = "one token's experts"
 SCARCE, CACHES = "25%", ("25%", "50%", "75%")
 SYSTEM = "compared alone"  # in vllm_dymoe/bench/systems.py
@@ -71,17 +69,17 @@ def serve_all(model: Path, predictor: Path, work: Path) -> dict[str, Any]:
 
 def summary(answers: Any, gbps: float) -> dict[str, Any]:
     """One row."""
-    import serve
+    import engines
 
     new = NEW_TOKENS - 1
     requests = [answers.decode_seconds[i * new : (i + 1) * new] for i in range(len(answers.prefill_seconds))]
     latency = [prefill + sum(decode) for prefill, decode in zip(answers.prefill_seconds, requests, strict=True)]
-    everything = serve.case(answers, gbps)
+    everything = engines.case(answers, gbps)
     steps = len(answers.decode_seconds)
     return everything | {
         "latency_ms": 1e3 * statistics.mean(latency),
         "tokens_per_second": sorted(1 / seconds for seconds in answers.decode_seconds),
-        "prediction_ms": 1e3 * serve.total(answers.decode, "prediction_seconds") / steps,
+        "prediction_ms": 1e3 * engines.total(answers.decode, "prediction_seconds") / steps,
         "predictor_bytes": answers.decode[-1]["predictor_bytes"],
         "budget_bytes": answers.decode[-1]["budget_bytes"],
     }
@@ -89,28 +87,28 @@ def summary(answers: Any, gbps: float) -> dict[str, Any]:
 
 def run(llm: Any, name: str, plan: argparse.Namespace, gbps: float) -> tuple[dict[str, Any], Any]:
     """One variant; an oracle sees a run before it foresees it."""
-    import serve
+    import engines
 
     from vllm_dymoe.predict import Measured
     from vllm_dymoe.predict.oracle import Oracle
 
-    runtime, oracle = serve.runtime_of(llm), Oracle()
+    runtime, oracle = engines.runtime_of(llm), Oracle()
     if name == "oracle":
         runtime.serving.predictor = Measured(oracle)
-        serve.Answers(llm, plan.prompts, plan)
+        engines.Answers(llm, plan.prompts, plan)
         runtime.serving.predictor = Measured(Oracle())  # says nothing
-    serve.Answers(llm, plan.prompts[-1:], plan)  # the cache has something to work with
+    engines.Answers(llm, plan.prompts[-1:], plan)  # the cache has something to work with
     if name == "oracle":
         oracle.rewind()
         runtime.serving.predictor = Measured(oracle)
-    answers = serve.Answers(llm, plan.prompts, plan)
+    answers = engines.Answers(llm, plan.prompts, plan)
     return summary(answers, gbps), answers.tokens
 
 
 def main() -> None:
     """Every variant of both settings."""
-    import serve
-    from hardware import Shape, ratio
+    import engines
+    from hardware import QWEN3_30B, Shape, ratio
     from record import pieces
 
     parser = argparse.ArgumentParser()
@@ -122,16 +120,16 @@ def main() -> None:
     # Not the pieces that were recorded: the predictor has not seen them.
     plan.prompts = [ids for _, ids in pieces(plan.model, REQUESTS, shift=0.47)]
     options = {"hi": 4, "lo": 0}
-    with serve.engine(str(plan.model), options | {"expert_budget": "100%"}) as llm:
-        runtime = serve.runtime_of(llm)
+    with engines.engine(str(plan.model), options | {"expert_budget": "100%"}) as llm:
+        runtime = engines.runtime_of(llm)
         for layer in range(len(runtime.experts.layers)):
-            serve.fill(runtime, layer)
-        serve.Answers(llm, plan.prompts[:1], plan)
-        answers = serve.Answers(llm, plan.prompts, plan)
+            engines.fill(runtime, layer)
+        engines.Answers(llm, plan.prompts[:1], plan)
+        answers = engines.Answers(llm, plan.prompts, plan)
         expected = answers.tokens
         layers, expert_bytes = len(runtime.experts.layers), runtime.experts.formats[4].nbytes
         layer_s = statistics.mean(answers.decode_seconds) / layers
-        times_longer = ratio(Shape(**RATIO_OF), LINK)
+        times_longer = ratio(Shape(**QWEN3_30B), LINK)
         gbps = expert_bytes / (times_longer * layer_s) / 1e9
         resident = summary(answers, gbps)
         del llm, runtime
@@ -146,7 +144,7 @@ def main() -> None:
             chosen = options | budget | changes | {"link_gbps": gbps}
             if "predictor" in chosen:
                 chosen["predictor"] = str(plan.predictor)
-            with serve.engine(str(plan.model), chosen) as llm:
+            with engines.engine(str(plan.model), chosen) as llm:
                 row, tokens = run(llm, name, plan, gbps)
                 del llm
             print(f"{setting}, {name}: {row['tpot_ms']:.1f} ms a token", flush=True)

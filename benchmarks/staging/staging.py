@@ -1,7 +1,7 @@
 """How many staging slots keep the link busy? The real runtime and engine, in the virtual time of a GPU.
 
 Qwen3-30B-A3B at 4 bits on an RTX 3090 behind PCIe 4: what computes and what is moved takes as long as the data sheet
-says (ablation/hardware.py), in virtual time, so that the answer is the same on every machine, however busy. Cache,
+says (hardware.py), in virtual time, so that the answer is the same on every machine, however busy. Cache,
 schedule, prefetch and transfer engine are the ones that serve; the kernel is replaced by the time that it takes and a
 check that its experts' bytes are there. Slots for staging are taken from what layers keep: more of them cost hits.
 """
@@ -23,9 +23,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-sys.path += [str(Path(__file__).resolve().parents[1] / "ablation"), str(Path(__file__).resolve().parents[2])]
-from hardware import LINKS, MEMORY_BYTES_PER_SECOND, Shape
-from report import QWEN3_30B
+sys.path += [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
+from hardware import LINKS, MEMORY_BYTES_PER_SECOND, QWEN3_30B, Shape
 
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ import torch
 
 from vllm_dymoe.bench.cases import digest
 from vllm_dymoe.bench.rows import Row, append_row, read_rows
-from vllm_dymoe.bench.run import ROWS
+from vllm_dymoe.bench.run import ROWS, environment
 from vllm_dymoe.config import ConfigError
 
 _METRICS = ("acc,none", "exact_match,strict-match", "exact_match,number", "exact_match,none", "pass@1,create_test",
@@ -71,10 +70,8 @@ def score(
         log = folder / "logs" / f"{key}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as output:
-            environment = os.environ | variables(options)
-            code = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False
-            ).returncode
+            served = environment() | variables(options)
+            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=served, check=False).returncode
         files = sorted(Path(work).rglob("results*.json"))
         if code or not files:
             end = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
@@ -87,9 +84,10 @@ def score(
 
 def variables(options: Mapping[str, Any]) -> dict[str, str]:
     """Options as the environment has them, which is how they reach lm-eval's engine."""
-    found = {f"DYMOE_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
-             for name, value in options.items()}  # fmt: skip
-    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **found}
+    return {
+        f"DYMOE_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
+        for name, value in options.items()
+    }
 
 
 def arguments(model: str, engine: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """One token of the shipped model over an emulated link, before and after fetching ahead: timeline.png and two traces.
 
-The link is as slow beside a layer as PCIe 4 is beside an RTX 3090's (hardware.py). Half of the experts are on the
+The link is as slow beside a layer as PCIe 4 is beside an RTX 3090's (../hardware.py). Half of the experts are on the
 device. The traces open in https://ui.perfetto.dev.
 """
 
@@ -9,22 +9,32 @@ import itertools
 import json
 import os
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
-from ablation import shipped
-from hardware import Shape, ratio
-from report import QWEN3_30B
-from serve import OPTIONS, engine, everything_resident, runtime_of
-
-from vllm_dymoe.cli.timeline import draw
-
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+from engines import engine, everything_resident, runtime_of  # noqa: E402
+from hardware import QWEN3_30B, Shape, ratio  # noqa: E402
+
+from vllm_dymoe.cli.timeline import draw  # noqa: E402
+
+SHIPPED = HERE.parent / "tiny_moe" / "model"
 VARIANTS: dict[str, dict[str, Any]] = {
     "before: a cache, and transfers when the router has chosen": {"system_options": {"look_ahead": 0}},
     "after: the next layer's gate is asked ahead": {},
 }
 TOKENS = 24
+
+
+def prompts_of_the_model() -> list[list[int]]:
+    """Two of the prompts that it ships with."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    texts = [entry["prompt"] for entry in json.loads((SHIPPED / "prompts.json").read_text())]
+    return [tokenizer(text)["input_ids"] for text in (texts[0], texts[5])]
 
 
 def tokens(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -53,22 +63,22 @@ def main() -> None:
     os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"})
     from vllm import SamplingParams
 
-    plan = argparse.Namespace(**shipped() | {"new_tokens": TOKENS})
-    plan.models = {str(lo): model for lo, model in plan.models.items()}
-    resident = everything_resident(plan)
+    plan = argparse.Namespace(new_tokens=TOKENS, temperature=0)
+    prompts = prompts_of_the_model()
+    resident = everything_resident(str(SHIPPED), prompts, plan)
     layer_seconds = resident["layer_ms"] / 1e3
     link_seconds = ratio(Shape(**QWEN3_30B), arguments.link) * layer_seconds
     gbps = resident["shape"]["expert_bytes"] / link_seconds / 1e9
     drawn = {}
     for name, options in VARIANTS.items():
-        settings = OPTIONS | options | {"expert_budget": arguments.budget, "link_gbps": gbps}
-        with engine(plan.models[str(OPTIONS["lo"])], settings) as llm:
+        settings = options | {"expert_budget": arguments.budget, "link_gbps": gbps}
+        with engine(str(SHIPPED), settings) as llm:
             sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-            prompts = [{"prompt_token_ids": prompt} for prompt in plan.prompts]
-            llm.generate(prompts[:1], sampling, use_tqdm=False)
+            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+            llm.generate(asked[:1], sampling, use_tqdm=False)
             runtime = runtime_of(llm)
             runtime.start_timeline()
-            llm.generate(prompts[1:2], sampling, use_tqdm=False)
+            llm.generate(asked[1:2], sampling, use_tqdm=False)
             events = runtime.stop_timeline()
         title = name.split(":")[0]
         (arguments.out / f"timeline-{title}.json").write_text(json.dumps({"traceEvents": events}))

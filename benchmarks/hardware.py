@@ -10,6 +10,17 @@ MEMORY_BYTES_PER_SECOND = 936e9  # RTX 3090, GDDR6X
 LINKS = {"PCIe 3 x16": 15.75e9, "PCIe 4 x16": 31.51e9}  # bytes per second, after the encoding
 
 
+# Of the shape of which the shipped model is a miniature.
+QWEN3_30B = {
+    "hidden": 2048,
+    "heads": 32,
+    "kv_heads": 4,
+    "head_dim": 128,
+    "top_k": 8,
+    "expert_bytes": 2_654_208,
+}
+
+
 @dataclass(frozen=True)
 class Shape:
     """One layer of a MoE model.

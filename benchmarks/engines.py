@@ -106,11 +106,12 @@ def case(answers: Answers, gbps: float) -> dict[str, Any]:
 
 def everything_resident(folder: str, prompts: list[list[int]], plan: argparse.Namespace) -> dict[str, Any]:
     """What a token costs where nothing is ever moved, and the shape that it was."""
+    from vllm_dymoe.vllm_adapter.measure import fill
+
     with engine(folder, {"expert_budget": "100%"}) as llm:
         runtime, config = runtime_of(llm), llm.llm_engine.model_config.hf_text_config
         layers = len(runtime.experts.layers)
-        for layer in range(layers):
-            fill(runtime, layer)
+        fill(runtime)
         Answers(llm, prompts[:1], plan)
         answers = Answers(llm, prompts, plan)
         expert_bytes = next(iter(runtime.experts.formats.values())).nbytes
@@ -119,16 +120,3 @@ def everything_resident(folder: str, prompts: list[list[int]], plan: argparse.Na
             "shape": asdict(Shape(config.hidden_size, *heads, config.num_experts_per_tok, expert_bytes)),
             "layer_ms": 1e3 * statistics.mean(answers.decode_seconds) / layers,
         }
-
-
-def fill(runtime: Any, layer: int) -> None:
-    """Bring every expert of a layer to the device."""
-    import torch
-
-    from vllm_dymoe.experts.routing import Routing
-
-    experts, top_k = runtime.experts.num_experts, runtime.experts.top_k
-    hidden = next(iter(runtime.experts.formats.values())).hidden
-    x = torch.zeros(experts, hidden, dtype=torch.bfloat16)
-    ids = (torch.arange(experts)[:, None] + torch.arange(top_k)) % experts
-    runtime.serving.forward(Routing(layer, len(runtime.experts.layers), x, ids.int(), torch.full(ids.shape, 1 / top_k)))

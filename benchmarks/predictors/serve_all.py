@@ -111,6 +111,8 @@ def main() -> None:
     from hardware import QWEN3_30B, Shape, ratio
     from record import pieces
 
+    from vllm_dymoe.vllm_adapter.measure import fill
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--predictor", type=Path, required=True)
@@ -122,8 +124,7 @@ def main() -> None:
     options = {"hi": 4, "lo": 0}
     with engines.engine(str(plan.model), options | {"expert_budget": "100%"}) as llm:
         runtime = engines.runtime_of(llm)
-        for layer in range(len(runtime.experts.layers)):
-            engines.fill(runtime, layer)
+        fill(runtime)
         engines.Answers(llm, plan.prompts[:1], plan)
         answers = engines.Answers(llm, plan.prompts, plan)
         expected = answers.tokens

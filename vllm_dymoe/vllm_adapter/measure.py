@@ -23,6 +23,7 @@ from vllm_dymoe.bench.summary import Answers, peak_bytes, summarise
 from vllm_dymoe.bench.systems import make_known
 from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.runtime.moe import MoERuntime
 
 Request = tuple[list[int], int]
 """Token numbers of a prompt, and tokens of its answer."""
@@ -39,7 +40,7 @@ def run(job: Mapping[str, Any]) -> None:
         if job["options"] is not None:
             llm.collective_rpc("dymoe_resize", args=(case["budget"],))
             if case["budget"] == FULL:
-                llm.collective_rpc(_fill)
+                llm.collective_rpc(_fill_worker)
         measured = measure(llm, prompts, case["batch"], workload, case["key"], ours=job["options"] is not None)
         append_row(out, {"key": case["key"], "kind": "speed", **case["row"], "measured": measured})
 
@@ -152,9 +153,12 @@ def answer(llm: LLM, requests: Sequence[Request], label: str, temperature: float
     return found
 
 
-def _fill(worker: Any) -> None:
+def _fill_worker(worker: Any) -> None:
+    fill(worker.vllm_config.quant_config.loaded_model().runtime)
+
+
+def fill(runtime: MoERuntime) -> None:
     """Bring every expert to the device: what prompts alone leave out would be fetched while full load is measured."""
-    runtime = worker.vllm_config.quant_config.loaded_model().runtime
     if Tier.HI not in runtime.system.tiers or not runtime.system.keeps_experts:
         return
     experts, top_k = runtime.experts, runtime.experts.top_k

@@ -11,8 +11,8 @@ from tests.cli.checkpoints import command
 from vllm_dymoe.bench import quality
 from vllm_dymoe.bench.cases import Workload
 from vllm_dymoe.bench.papers import PAPERS
-from vllm_dymoe.bench.papers.base import Line, Missing, Quality, Recorded, Routed, Speed
-from vllm_dymoe.bench.papers.compare import cases_of, fill, lines
+from vllm_dymoe.bench.papers.base import Line, Missing, PaperTable, Quality, Recorded, Routed, Speed
+from vllm_dymoe.bench.papers.compare import Filled, cases_of, fill, lines
 from vllm_dymoe.bench.papers.routers import activated, best_setting, cost_map, heavy_hitters, hot_sets, strategy
 from vllm_dymoe.cli import paper as paper_command
 from vllm_dymoe.config import ConfigError, Options
@@ -167,6 +167,40 @@ def test_rows_of_two_tiers_use_both_of_them(name):
     systems = [make_system(Options(**options)) for options in asked if options.get("system") == "dymoe"]
     assert systems
     assert not any(system.warnings(32, 2) for system in systems)
+
+
+def test_quality_is_that_of_the_choice_and_not_of_what_happens_to_be_resident():
+    """Everything fits where quality is measured; a system that may reuse would compute every expert high there."""
+    rows = [line.ours for table in PAPERS["dymoe"](8) for line in table.lines if isinstance(line.ours, Quality)]
+    systems = [make_system(Options(**row.options)) for row in rows if row.options.get("system") == "dymoe"]
+    assert len(systems) == 12 + 4
+    assert not any(system.reuses_high for system in systems)
+
+
+def test_quality_of_dynaexq_has_the_bytes_of_its_speed():
+    tables = {table.name: table for table in PAPERS["dynaexq"](8)}
+    (quality,) = (line.ours.options for line in tables["Table 4"].lines if line.label == "DynaExq")
+    (speed,) = (line.ours for line in tables["Figure 8"].lines if line.label == "DynaExq")
+    assert quality == {**speed.subject.options, "expert_budget": speed.subject.budgets[0]}
+    assert {at.budget for at, _ in speed.columns.values()} == {quality["expert_budget"]}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        ("-", "-"),
+        (0.05, "0.05"),
+        (0.27954, "0.2795"),
+        (999.9, "999.9"),
+        (5188.4, "5,188"),
+        (12084, "12,084"),
+    ],
+)
+def test_numbers_are_written_out(value, text):
+    table = PaperTable("Table", "", ("x",), [Line("row", Missing("not here."), {"x": value, "y": 1})])
+    (row,) = table.lines
+    assert lines(replace(table, columns=("x", "y")), [Filled(row, {})])[1] == [["row", *([text] if value else []), "1"]]
 
 
 def test_numbers_stand_beside_the_papers_and_missing_ones_say_why():

@@ -24,6 +24,8 @@ class Filled:
     why: str = ""
 
 
+_WHOLE = 1000
+"""Numbers from here on are written without a fraction."""
 Change = Callable[[Subject], Subject]
 """Puts a subject behind the run's link."""
 
@@ -116,4 +118,6 @@ def as_markdown(paper: str, tables: Sequence[tuple[PaperTable, Sequence[Filled]]
 
 
 def _cell(value: Number) -> str:
-    return "" if value is None else value if isinstance(value, str) else f"{value:.4g}"
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{value:,.0f}" if abs(value) >= _WHOLE else f"{value:.4g}"

@@ -75,8 +75,10 @@ def tables(moe_layers: int) -> Iterator[PaperTable]:
     ])  # fmt: skip
 
 
-def _dymoe(tiers: str, retention: float, **options: Any) -> dict[str, Any]:
-    return {"hi": 4, "lo": int(tiers[2:]), "system": "dymoe", "system_options": {"retention": retention}} | options
+def _dymoe(tiers: str, retention: float) -> dict[str, Any]:
+    # Every expert fits on the device here, so that reuse would compute all of them high.
+    chosen = {"retention": retention, "reuse_high": False}
+    return {"hi": 4, "lo": int(tiers[2:]), "system": "dymoe", "system_options": chosen}
 
 
 def _quality_of_uniform() -> Iterator[Line]:

@@ -20,8 +20,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-papers", help="for rows")
     parser.add_argument("--quality", action="store_true", help="and quality, through lm-eval")
     arguments = parser.parse_args()
-    # Which of four continuations of a held-out text is its own?
-    quality = ["--tasks", "dymoe_continuations", "--include", HERE.parent / "quality" / "lm_eval"]
+    # Which of four continuations of a held-out text is its own? And how likely is that text (perplexity of its words)?
+    quality = ["--tasks", "dymoe_continuations,dymoe_texts", "--include", HERE.parent / "quality" / "lm_eval"]
     # One core computes. Another copies: behind a GPU's link a copy takes nothing from computation.
     alone = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for paper in arguments.papers:

@@ -92,6 +92,7 @@ def test_the_tasks_for_lm_eval_are_the_held_out_texts():
         stored = [json.loads(line) for line in (FOLDER / "lm_eval" / f"{name}.jsonl").read_text().splitlines()]
         assert stored == rows
         assert f"lm_eval/{name}.jsonl" in (FOLDER / "lm_eval" / f"{name}.yaml").read_text()
+    assert "lm_eval/continuations.jsonl" in (FOLDER / "lm_eval" / "texts.yaml").read_text()
     texts = {domain: "\n".join(make_tasks.documents(domain)) for domain in ("docs", "code")}
     for row in make_tasks.continuations():
         goes_on = [row["context"] + choice in texts[row["domain"]] for choice in row["choices"]]

@@ -49,7 +49,7 @@ def table(rows: Sequence[dict[str, Any]], everything: int) -> str:
     (four_bits,) = (row for row in uniform if (row["bits"], row["quantizer"]) == (4, "rtn"))
     batch = {(row["label"], row["budget"]): row["measured"]["tokens_per_second"] for row in rows if row["batch"] > 1}
     lines = []
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["options"] is not None):
         if row["batch"] > 1 or row["label"].startswith("full load"):
             continue
         measured, ours = row["measured"], row["options"] is not None
@@ -75,9 +75,9 @@ def main() -> None:
     if not (folder / "config.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
         model.write(folder, arguments.layers)
-    bench(folder, out, "--peer", "vllm", "--peer", "accelerate", "--batch", "1", "--requests", "3", "--warm-up", "1")
+    bench(folder, out, "--peer", "vllm", "--peer", "accelerate", "--batch", "1", "--requests", "8", "--warm-up", "1")
     single = (out / "table.md").read_text()
-    bench(folder, out, "--peer", "vllm", "--batch", "16", "--requests", "16", "--warm-up", "1")
+    bench(folder, out, "--peer", "vllm", "--batch", "16", "--requests", "64", "--warm-up", "1")
     rows = [row for row in read_rows(out / "rows.jsonl") if row["kind"] == "speed"]
     weights = arguments.layers * model.EXPERTS * 3 * model.HIDDEN * model.INTERMEDIATE
     said = f"{arguments.layers} layers, {platform.machine()} CPU, {os.cpu_count()} cores, one run."

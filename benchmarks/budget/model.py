@@ -2,8 +2,10 @@
 
 Attention, norms and router are as in the real model. The vocabulary shrinks with the
 number of layers, so that the output head keeps the share of a token's time that it has
-in the real one. A random router chooses experts almost evenly and hardly ever the same
-ones for the next token: the worst case for any cache.
+in the real one. What a layer adds is small beside the token it adds to, as at the start
+of training (GPT-2's scaling): if it were not, attention's average over the text, nearly the
+same for every token, would choose the experts. So a random router chooses them evenly, and
+for the next token the same ones by chance alone: the worst case for any cache.
 """
 
 import json
@@ -15,6 +17,8 @@ from safetensors.torch import save_file
 REAL_LAYERS, REAL_VOCABULARY = 48, 151_936
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 2048, 32, 4, 128
 EXPERTS, TOP_K, INTERMEDIATE = 128, 8, 768
+ADDED = (2 * REAL_LAYERS) ** -0.5
+"""Of what attention or experts add to a token: both do in each layer, and together they add as much as a token is."""
 
 
 def vocabulary(layers: int) -> int:
@@ -59,13 +63,14 @@ def write(folder: Path, layers: int) -> None:
     # Weights are windows of one random pool: drawing ten billion numbers takes longer than writing them.
     pool = torch.randn(1 << 25, generator=generator).bfloat16()
 
-    def weight(rows: int, columns: int) -> torch.Tensor:
+    def weight(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        """[rows, columns]: what has rms 1 comes out of it with rms ``gain``."""
         count = rows * columns
         start = int(torch.randint(pool.numel(), (1,), generator=generator))
         numbers = pool[start : start + count]
         if len(numbers) < count:
             numbers = torch.cat((numbers, pool.repeat(-(-count // pool.numel()))))
-        return (numbers[:count] * columns**-0.5).view(rows, columns)
+        return (numbers[:count] * (gain * columns**-0.5)).view(rows, columns)
 
     weight_map: dict[str, str] = {}
     size = 0
@@ -79,7 +84,7 @@ def write(folder: Path, layers: int) -> None:
     save(
         "dense.safetensors",
         {
-            "model.embed_tokens.weight": weight(vocabulary(layers), HIDDEN),
+            "model.embed_tokens.weight": weight(vocabulary(layers), HIDDEN, gain=HIDDEN**0.5),  # a token has rms 1
             "lm_head.weight": weight(vocabulary(layers), HIDDEN),
             "model.norm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
         },
@@ -92,7 +97,7 @@ def write(folder: Path, layers: int) -> None:
             f"{prefix}.self_attn.q_proj.weight": weight(HEADS * HEAD_DIM, HIDDEN),
             f"{prefix}.self_attn.k_proj.weight": weight(KV_HEADS * HEAD_DIM, HIDDEN),
             f"{prefix}.self_attn.v_proj.weight": weight(KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{prefix}.self_attn.o_proj.weight": weight(HIDDEN, HEADS * HEAD_DIM),
+            f"{prefix}.self_attn.o_proj.weight": weight(HIDDEN, HEADS * HEAD_DIM, ADDED),
             f"{prefix}.self_attn.q_norm.weight": torch.ones(HEAD_DIM, dtype=torch.bfloat16),
             f"{prefix}.self_attn.k_norm.weight": torch.ones(HEAD_DIM, dtype=torch.bfloat16),
             f"{prefix}.mlp.gate.weight": weight(EXPERTS, HIDDEN),
@@ -100,7 +105,7 @@ def write(folder: Path, layers: int) -> None:
         for expert in range(EXPERTS):
             tensors[f"{prefix}.mlp.experts.{expert}.gate_proj.weight"] = weight(INTERMEDIATE, HIDDEN)
             tensors[f"{prefix}.mlp.experts.{expert}.up_proj.weight"] = weight(INTERMEDIATE, HIDDEN)
-            tensors[f"{prefix}.mlp.experts.{expert}.down_proj.weight"] = weight(HIDDEN, INTERMEDIATE)
+            tensors[f"{prefix}.mlp.experts.{expert}.down_proj.weight"] = weight(HIDDEN, INTERMEDIATE, ADDED)
         save(f"layer-{layer:02d}.safetensors", tensors)
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

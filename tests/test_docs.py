@@ -184,11 +184,15 @@ def test_options_of_the_examples_are_accepted(page):
 
 
 def test_variables_of_the_examples_are_accepted():
-    found = re.findall(r"\b(DYMOE_[A-Z_]+)=(?:'([^']*)'|([^'\s`]+))", "\n".join(TEXTS.values()))
-    variables = {name: quoted or plain for name, quoted, plain in found}
-    assert len(variables) >= 5
-    for name, value in variables.items():
-        resolve_options(environment={"DYMOE_HI": "4", "DYMOE_LO": "2"} | {name: value})
+    """Those that stand before one command, together."""
+    one = r"\b(DYMOE_[A-Z_]+)=(?:'([^']*)'|([^'\s`]+))"
+    commands = re.finditer(rf"(?:{one}[\s\\]*)+", "\n".join(TEXTS.values()))
+    found = [re.findall(one, command[0]) for command in commands]
+    assert sum(map(len, found)) >= 5
+    assert max(map(len, found)) >= 3
+    for variables in found:
+        environment = {name: quoted or plain for name, quoted, plain in variables}
+        resolve_options(environment={"DYMOE_HI": "4", "DYMOE_LO": "2"} | environment)
 
 
 @pytest.mark.parametrize("page", [page for page in DOCS if "```python" in DOCS[page]])

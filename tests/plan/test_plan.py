@@ -15,7 +15,7 @@ from vllm_dymoe.config import ConfigError, ExpertBudget
 from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.plan import advice
 from vllm_dymoe.plan.advice import Serving, choices, recommended, room_for_experts
-from vllm_dymoe.plan.device import Device, find_device, parse_rate
+from vllm_dymoe.plan.device import Device, find_device, measured_device, parse_rate
 from vllm_dymoe.plan.errors import compare, median_error, reversed_rankings
 from vllm_dymoe.plan.model import shape_of
 from vllm_dymoe.plan.predict import predict, step_bytes
@@ -249,12 +249,35 @@ def measured_row(label, options, budget, tpot):
 
 
 def test_errors_are_relative_and_rankings_are_compared_where_they_are_clear(skewed):
-    fast, slow = predicted({}, "25%", skewed).tpot, predicted({"system": "on-demand"}, "25%", skewed).tpot
-    rows = [measured_row("exact", {}, "25%", 1.1 * fast), measured_row("od", {"system": "on-demand"}, "25%", slow)]
+    alone = {"system": "on-demand", "system_options": {"overlap": False}}
+    fast, slow = predicted({}, "25%", skewed).tpot, predicted(alone, "25%", skewed).tpot
+    rows = [measured_row("exact", {}, "25%", 1.1 * fast), measured_row("od", alone, "25%", slow)]
     found = compare(rows, QWEN, DEVICE, {1: skewed})
     assert median_error(found) == pytest.approx((1 - 1 / 1.1) / 2, abs=0.01)
     assert not reversed_rankings(found)
-    swapped = [measured_row("exact", {}, "25%", slow), measured_row("od", {"system": "on-demand"}, "25%", fast)]
+    swapped = [measured_row("exact", {}, "25%", slow), measured_row("od", alone, "25%", fast)]
     assert len(reversed_rankings(compare(swapped, QWEN, DEVICE, {1: skewed}))) == 1
-    close = [measured_row("exact", {}, "25%", slow), measured_row("od", {"system": "on-demand"}, "25%", slow / 1.1)]
+    close = [measured_row("exact", {}, "25%", slow), measured_row("od", alone, "25%", slow / 1.1)]
     assert not reversed_rankings(compare(close, QWEN, DEVICE, {1: skewed}))
+
+
+def test_a_run_says_what_a_systems_own_step_and_its_misses_cost(skewed):
+    """A system that chooses tiers takes longer than the full load, and a miss longer than its bytes."""
+    machine = {"kind": "machine", "memory_bytes_per_second": 1e10, "link_bytes_per_second": 2e10}
+    alone = {"system_options": {"look_ahead": 0}}  # nothing travels while a layer computes
+    mixed, on_demand = {"system": "dymoe", "lo": 2, **alone}, {"system": "on-demand"}
+    full = measured_row("full load, 4 bits", {}, "100%", 0.010)
+    loading = measured_row("od", on_demand, "25%", 0.010 + 0.020 + 0.008)
+    loading["measured"] |= {"decode_steps": 10, "decode": {"misses": 800, "bytes_moved": {"demand": 4e9, "ahead": 0}}}
+    rows = [machine, full, measured_row("4/2", mixed, "100%", 0.013), loading]
+    for row in rows[1:]:
+        row["measured"]["ttft_ms"] = {"median": 100.0}
+    device = measured_device(rows, "run")
+    assert device.measured.miss == pytest.approx(0.008 / 80)
+    without = replace(device, measured=replace(device.measured, miss=0.0, own_step={}))
+    for options, own in ((mixed, 0.003), (alone, 0.0)):
+        found, bare = (predicted(options, "25%", skewed, device=one) for one in (device, without))
+        misses = (1 - found.hit_rate) * QWEN.top_k * QWEN.moe_layers
+        assert found.tpot - bare.tpot == pytest.approx(own + 1e-4 * misses)
+    other = measured_row("exact", {}, "25%", 0.02)
+    assert [row.label for row in compare([*rows, other], QWEN, device, {1: skewed})] == ["exact"]

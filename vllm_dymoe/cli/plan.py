@@ -29,6 +29,7 @@ def run(
         ConfigError: model or device are not known, or nothing fits.
         TraceError: the trace is of another model, or damaged.
     """
+    make_known()
     shape, device = read_shape(model), find_device(gpu, link)
     routings = routings_of(shape, model, trace, batch)
     rows = list(choices(shape, device, routings, serving, prompt))
@@ -57,7 +58,7 @@ def check(model: str, folder: Path, trace: Path | None) -> None:
     routings = {batch: routings_of(shape, model, trace, batch) for batch in batches}
     compared = compare(rows, shape, device, routings)
     if not compared:
-        raise ConfigError(f"{folder} has no row but full loads.")
+        raise ConfigError(f"{folder} has no row but those that a plan begins with.")
     table = Table(title=f"Predicted and measured: {folder}", title_justify="left")
     for name in ("", "budget", "batch", "link MB/s", "predicted ms", "measured ms", "error"):
         table.add_column(name, justify="right" if name else "left")

@@ -4,13 +4,19 @@ What a data sheet promises is not what programs get. The shares of it below are 
 reach; a folder of measured rows replaces them all.
 """
 
+import json
 import re
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from vllm_dymoe.bench.cases import FULL
 from vllm_dymoe.bench.rows import Row, read_rows
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.plan.model import ModelShape
+from vllm_dymoe.systems import SYSTEMS, make_system
 
 _GIB, _PCIE3, _PCIE4, _PCIE5 = 2**30, 15.75e9, 31.51e9, 63.02e9
 
@@ -41,18 +47,22 @@ _LAYER_SECONDS = 300e-6  # of the host, which decides every layer; by count of i
 
 
 @dataclass(frozen=True)
-class FullLoad:
-    """What was measured with every expert on the device.
+class Measured:
+    """What a run says of steps with every expert on the device, and of misses.
 
     Attributes:
         step: seconds of a decode step, by bit-width and batch.
+        own_step: the same where a system chooses tiers and names experts ahead, by `serving` and batch.
         prompt: seconds to the first token, by bit-width and batch.
         prompt_tokens: mean length of these prompts, together in a batch.
+        miss: seconds of the host for each miss, beside the time of its bytes.
     """
 
     step: dict[tuple[int, int], float] = field(default_factory=dict)
+    own_step: dict[tuple[str, int], float] = field(default_factory=dict)
     prompt: dict[tuple[int, int], float] = field(default_factory=dict)
     prompt_tokens: dict[tuple[int, int], float] = field(default_factory=dict)
+    miss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ class Device:
     compute: float
     link: float
     layer_seconds: float = _LAYER_SECONDS
-    measured: FullLoad = field(default_factory=FullLoad)
+    measured: Measured = field(default_factory=Measured)
 
 
 def find_device(name: str, link: str | None) -> Device:
@@ -133,26 +143,75 @@ def _key(name: str) -> str:
 
 
 def measured_device(rows: list[Row], name: str) -> Device:
-    """What a run of ``vllm-dymoe bench`` saw at full load; others of its rows are predicted from that.
+    """What a run of ``vllm-dymoe bench`` saw in the rows that plans begin with; its others are predicted from that.
 
     Raises:
         ConfigError: the run has no full load.
     """
     machine = next((row for row in rows if row["kind"] == "machine"), None)
-    full = FullLoad()
+    full = Measured()
     for row in rows:
-        if row["kind"] == "speed" and row["label"].startswith("full load"):
-            at, measured = (int(row["options"].get("hi", 4)), row["batch"]), row["measured"]
+        measured: dict[str, Any] = row.get("measured", {})
+        if is_full_load(row):
+            at = int(row["options"].get("hi", 4)), row["batch"]
             full.step[at] = measured["tpot_ms"]["mean"] / 1e3
             full.prompt[at] = measured["ttft_ms"]["median"] / 1e3
             lengths = measured["prompt_tokens"]
             full.prompt_tokens[at] = row["batch"] * sum(lengths) / len(lengths)
+        elif is_resident(row):
+            full.own_step[serving(_settled(row["options"])), row["batch"]] = measured["tpot_ms"]["mean"] / 1e3
     if machine is None or not full.step:
         raise ConfigError(f"{name} has no row of full load; let `vllm-dymoe bench` finish first.")
+    link = machine["link_bytes_per_second"]
+    misses = [_miss_seconds(row, full, link) for row in rows if is_on_demand(row)]
+    if misses:
+        full = replace(full, miss=max(0.0, statistics.fmean(misses)))
     return Device(
-        name, machine.get("memory_bytes", 0), machine["memory_bytes_per_second"], float("inf"),
-        machine["link_bytes_per_second"], measured=full,
-    )  # fmt: skip
+        name, machine.get("memory_bytes", 0), machine["memory_bytes_per_second"], float("inf"), link, measured=full
+    )
+
+
+def is_full_load(row: Row) -> bool:
+    """Whether it says what a step takes with every expert resident."""
+    return row["kind"] == "speed" and row["label"].startswith("full load")
+
+
+def is_resident(row: Row) -> bool:
+    """Whether it says so of one system, which keeps experts and has a place for each."""
+    return _is_ours(row) and row["budget"] == FULL and SYSTEMS[_settled(row["options"]).system].keeps_experts
+
+
+def is_on_demand(row: Row) -> bool:
+    """Whether it says what misses cost: nothing is kept, nothing fetched ahead, and bytes travel beside computation."""
+    if not _is_ours(row):
+        return False
+    system = make_system(_settled(row["options"]))
+    return not system.keeps_experts and system.foresight is None and system.overlaps
+
+
+def serving(options: Options) -> str:
+    """The same for options that serve alike if every expert is resident."""
+    return json.dumps([options.system, options.system_options, options.hi, options.lo], sort_keys=True)
+
+
+def _settled(options: Mapping[str, Any]) -> Options:
+    return Options.model_validate(options)
+
+
+def _is_ours(row: Row) -> bool:
+    return row["kind"] == "speed" and row["options"] is not None and not is_full_load(row)
+
+
+def _miss_seconds(row: Row, full: Measured, link: float) -> float:
+    """What is left of a step for each of its misses, without computation and the time of all bytes."""
+    measured, options = row["measured"], _settled(row["options"])
+    decode, steps = measured["decode"], measured["decode_steps"]
+    rate = link if options.link_gbps is None else options.link_gbps * 1e9
+    travelling = sum(decode["bytes_moved"].values()) / steps / rate
+    computing = full.step.get((options.hi, row["batch"]))
+    if computing is None:
+        return 0.0
+    return float((measured["tpot_ms"]["mean"] / 1e3 - computing - travelling) * steps / decode["misses"])
 
 
 def parse_rate(text: str) -> float:

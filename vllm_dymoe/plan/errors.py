@@ -1,4 +1,8 @@
-"""A plan against what was measured: each row of a run predicted from its full load, and how far off that is."""
+"""A plan against what was measured: rows of a run, predicted from those that a plan begins with.
+
+It begins with the full loads, each system's own step with every expert resident, and loading on demand, which says what
+a miss costs the host.
+"""
 
 import itertools
 import statistics
@@ -8,7 +12,7 @@ from typing import Any
 
 from vllm_dymoe.bench.rows import Row
 from vllm_dymoe.config import ExpertBudget
-from vllm_dymoe.plan.device import Device
+from vllm_dymoe.plan.device import Device, is_full_load, is_on_demand, is_resident
 from vllm_dymoe.plan.model import ModelShape
 from vllm_dymoe.plan.predict import predict
 from vllm_dymoe.plan.replay import Routings
@@ -47,18 +51,20 @@ class Compared:
 
 
 def compare(rows: Sequence[Row], shape: ModelShape, device: Device, routings: Mapping[int, Routings]) -> list[Compared]:
-    """Predict every row of the plugin but the full load, which predictions begin with.
+    """Predict every row of the plugin but those that predictions begin with.
 
     Args:
         rows: of one model.
         shape: of it.
-        device: what the rows' full load says.
+        device: what the others say.
         routings: by batch.
     """
     return [
         _compare(row, shape, device, routings[row["batch"]])
         for row in rows
-        if row["kind"] == "speed" and row["options"] is not None and not row["label"].startswith("full load")
+        if row["kind"] == "speed"
+        and row["options"] is not None
+        and not (is_full_load(row) or is_resident(row) or is_on_demand(row))
     ]
 
 

@@ -4,8 +4,8 @@ With every expert there a step takes what was measured so, or
 
     t = (bytes of weights / bandwidth of memory) + layers * (the host's time for a layer)
 
-Each miss adds its bytes / the link. What was named ahead may travel while the layer before computes: of the link's
-time for a layer, the smaller of
+Each miss adds its bytes / the link, and what it costs the host, where a run has measured that. What was named ahead may
+travel while the layer before computes: of the link's time for a layer, the smaller of
 
     accuracy * (its misses)        and        utilisation * (a layer's computation)
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from vllm_dymoe.config import Options
 from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.experts.tier import Tier
-from vllm_dymoe.plan.device import Device
+from vllm_dymoe.plan.device import Device, serving
 from vllm_dymoe.plan.model import ModelShape
 from vllm_dymoe.plan.replay import LayerDemand, Routings, replay
 from vllm_dymoe.runtime.sizing import SlotPlan, slot_bits, tier_bits
@@ -79,7 +79,7 @@ def predict(
     hidden = min(accuracy * waiting, utilisation * computing / shape.layers)
     needed = sum(demand.active.values())
     return Prediction(
-        tpot=computing + shape.moe_layers * (waiting - hidden),
+        tpot=computing + shape.moe_layers * (waiting - hidden + demand.misses * device.measured.miss),
         ttft=_prompt_seconds(shape, experts, options, plan, device, routings, prompt, link),
         hit_rate=1 - demand.misses / needed if needed else 1.0,
         moved=shape.moe_layers * layer_bytes,
@@ -121,9 +121,10 @@ def foresight(system: System, routings: Routings) -> tuple[float, float]:
 def _decode_seconds(
     shape: ModelShape, experts: ModelExperts, options: Options, demand: LayerDemand, device: Device, batch: int
 ) -> float:
-    measured = device.measured.step.get((options.hi, batch))
-    if measured is not None:
-        return measured
+    measured = device.measured
+    step = measured.own_step.get((serving(options), batch), measured.step.get((options.hi, batch)))
+    if step is not None:
+        return step
     return step_bytes(shape, experts, options, demand) / device.bandwidth + shape.moe_layers * device.layer_seconds
 
 

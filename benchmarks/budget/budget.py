@@ -21,8 +21,10 @@ import model
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 from readme import markdown, put  # noqa: E402
+from twice import twice  # noqa: E402
 
 from vllm_dymoe.bench.rows import read_rows  # noqa: E402
+from vllm_dymoe.bench.run import ROWS  # noqa: E402
 
 BUDGETS = ("top-k", "25%", "50%", "100%")
 LABELS = {"vllm": "vLLM, all in memory", "accelerate": "accelerate, layers on disk"}
@@ -75,14 +77,17 @@ def main() -> None:
     if not (folder / "config.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
         model.write(folder, arguments.layers)
-    bench(folder, out, "--peer", "vllm", "--peer", "accelerate", "--batch", "1", "--requests", "8", "--warm-up", "1")
-    single = (out / "table.md").read_text()
-    bench(folder, out, "--peer", "vllm", "--batch", "16", "--requests", "64", "--warm-up", "1")
-    rows = [row for row in read_rows(out / "rows.jsonl") if row["kind"] == "speed"]
+    alone = ("--peer", "vllm", "--peer", "accelerate", "--batch", "1", "--requests", "8", "--warm-up", "1")
+    together = ("--peer", "vllm", "--batch", "16", "--requests", "32", "--warm-up", "16")
+    for name, options in (("alone", alone), ("together", together)):
+        twice(lambda run, options=options: bench(folder, run, *options), out / name)
+    rows = [row for name in ("alone", "together") for row in read_rows(out / name / ROWS) if row["kind"] == "speed"]
     weights = arguments.layers * model.EXPERTS * 3 * model.HIDDEN * model.INTERMEDIATE
-    said = f"{arguments.layers} layers, {platform.machine()} CPU, {os.cpu_count()} cores, one run."
-    tables = "\n\n".join((single.rstrip(), (out / "table.md").read_text().rstrip(), said))
-    put(HERE / "README.md", "results", tables.replace(str(folder), "one at a time", 1).replace(str(folder), "together"))
+    machine = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    said = f"{arguments.layers} layers, {machine}, each row the faster of two runs."
+    single, batch = ((out / name / "table.md").read_text().rstrip() for name in ("alone", "together"))
+    tables = (single.replace(str(folder), "one at a time"), batch.replace(str(folder), "together"), said)
+    put(HERE / "README.md", "results", "\n\n".join(tables))
     put(HERE.parents[1] / "README.md", "budget", f"{table(rows, 2 * weights)}\n\n{said}")
 
 

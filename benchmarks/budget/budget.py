@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import model
+import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
@@ -83,7 +84,8 @@ def main() -> None:
         twice(lambda run, options=options: bench(folder, run, *options), out / name)
     rows = [row for name in ("alone", "together") for row in read_rows(out / name / ROWS) if row["kind"] == "speed"]
     weights = arguments.layers * model.EXPERTS * 3 * model.HIDDEN * model.INTERMEDIATE
-    machine = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    machine = f"{platform.machine()} CPU {'with' if bf16 else 'without'} bf16 instructions, {os.cpu_count()} cores"
     said = f"{arguments.layers} layers, {machine}, each row the faster of two runs."
     single, batch = ((out / name / "table.md").read_text().rstrip() for name in ("alone", "together"))
     tables = (single.replace(str(folder), "one at a time"), batch.replace(str(folder), "together"), said)

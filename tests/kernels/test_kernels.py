@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.matrices import ACTIVATIONS, KINDS, Expert, in_one_section, random_expert
@@ -90,6 +90,8 @@ def test_every_kernel_agrees_with_the_reference(
     out = compute(KERNELS[kernel](), x, work, tokens * len(kinds), activation)
     for i, (expert, rows) in enumerate(zip(experts, chosen, strict=True)):
         want = expert_reference(x[rows], expert.gate, expert.up, expert.down, activation)
+        # A square of what random weights give may be more than the type has numbers for: not the kernel's doing.
+        assume(not rows or want.abs().max() < torch.finfo(dtype).max)
         got = out.view(tokens, len(kinds), hidden)[rows, i]
         assert not rows or relative_error(got, want) < TOLERANCE[dtype], kinds[i]
         others = [t for t in range(tokens) if t not in rows]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_dymoe.bench.rows import Row, append_row, read_rows
+from vllm_dymoe.bench.rows import Row, append_row, is_full_load, read_rows
 from vllm_dymoe.bench.run import ROWS
 
 
@@ -21,7 +21,7 @@ def twice(bench: Callable[[Path], None], out: Path, *, same_link: bool = False) 
     bench(first)
     known = {row["key"] for row in read_rows(again / ROWS)}
     for row in read_rows(first / ROWS):
-        if row["key"] not in known and (row["kind"] == "machine" or (same_link and _is_full_load(row))):
+        if row["key"] not in known and (row["kind"] == "machine" or (same_link and is_full_load(row))):
             append_row(again / ROWS, row)
     bench(again)
     (out / ROWS).unlink(missing_ok=True)
@@ -33,10 +33,6 @@ def twice(bench: Callable[[Path], None], out: Path, *, same_link: bool = False) 
             faster["measured"]["tpot_ms"]["runs"] = [_tpot(row), _tpot(other)]
         append_row(out / ROWS, faster)
     bench(out)
-
-
-def _is_full_load(row: Row) -> bool:
-    return row["kind"] == "speed" and row["label"].startswith("full load")
 
 
 def _tpot(row: Row) -> float:

@@ -77,7 +77,7 @@ class CpuKernel:
         self._tiled = TiledLinear(workspace)
         self._int4_tokens = int4_tokens if int4_available() else 0
         if linear_tokens is None:
-            linear_tokens = sys.maxsize if _has_bfloat16_instructions() else _LINEAR_TOKENS
+            linear_tokens = sys.maxsize if has_bfloat16_instructions() else _LINEAR_TOKENS
         self._linear_tokens = linear_tokens
         self._small = compiled_operations() if small else None
         if self._small is not None:
@@ -151,6 +151,6 @@ def _rows_of_a_product(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def _has_bfloat16_instructions() -> bool:
+def has_bfloat16_instructions() -> bool:
     """Whether a bfloat16 product is faster than a float32 one, whatever the number of tokens."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

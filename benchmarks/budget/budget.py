@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import model
-import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 from readme import markdown, put  # noqa: E402
 from twice import twice  # noqa: E402
 
-from vllm_dymoe.bench.rows import read_rows  # noqa: E402
+from vllm_dymoe.bench.rows import is_full_load, read_rows  # noqa: E402
 from vllm_dymoe.bench.run import ROWS  # noqa: E402
+from vllm_dymoe.kernels.cpu import has_bfloat16_instructions  # noqa: E402
 
 BUDGETS = ("top-k", "25%", "50%", "100%")
 LABELS = {"vllm": "vLLM, all in memory", "accelerate": "accelerate, layers on disk"}
@@ -53,7 +53,7 @@ def table(rows: Sequence[dict[str, Any]], everything: int) -> str:
     batch = {(row["label"], row["budget"]): row["measured"]["tokens_per_second"] for row in rows if row["batch"] > 1}
     lines = []
     for row in sorted(rows, key=lambda row: row["options"] is not None):
-        if row["batch"] > 1 or row["label"].startswith("full load"):
+        if row["batch"] > 1 or is_full_load(row):
             continue
         measured, ours = row["measured"], row["options"] is not None
         together = batch.get((row["label"], row["budget"]))
@@ -84,8 +84,8 @@ def main() -> None:
         twice(lambda run, options=options: bench(folder, run, *options), out / name)
     rows = [row for name in ("alone", "together") for row in read_rows(out / name / ROWS) if row["kind"] == "speed"]
     weights = arguments.layers * model.EXPERTS * 3 * model.HIDDEN * model.INTERMEDIATE
-    bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    machine = f"{platform.machine()} CPU {'with' if bf16 else 'without'} bf16 instructions, {os.cpu_count()} cores"
+    bf16 = "with" if has_bfloat16_instructions() else "without"
+    machine = f"{platform.machine()} CPU {bf16} bf16 instructions, {os.cpu_count()} cores"
     said = f"{arguments.layers} layers, {machine}, each row the faster of two runs."
     single, batch = ((out / name / "table.md").read_text().rstrip() for name in ("alone", "together"))
     tables = (single.replace(str(folder), "one at a time"), batch.replace(str(folder), "together"), said)

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,20 +97,15 @@ def compared(results: dict[str, Any]) -> dict[str, list[Compared]]:
     return found
 
 
-def reversed_in_both(rows: Sequence[Compared], measured: Sequence[Row]) -> set[tuple[str, ...]]:
-    """Systems that a plan ranks the other way round than both runs of them."""
-    runs = {_place(row["label"], row["budget"], row["options"]): row["measured"]["tpot_ms"]["runs"]
-            for row in measured if row["kind"] == "speed" and row["options"]}  # fmt: skip
+def reversed_in_both(rows: Sequence[Compared], measured: Sequence[Row]) -> set[tuple[str, str, str, float]]:
+    """Systems, budget and link where a plan ranks them the other way round than both runs did."""
+    runs = {(row["label"], row["budget"], row["options"]["link_gbps"] * 1e9): row["measured"]["tpot_ms"]["runs"]
+            for row in measured if "link_gbps" in row.get("options", {})}  # fmt: skip
     found = []
     for run in range(2):
-        alone = [replace(row, measured=runs[_place(row.label, row.budget, row.link)][run] / 1e3) for row in rows]
-        found.append({(one.label, other.label, one.budget) for one, other in reversed_rankings(alone)})
+        alone = [replace(row, measured=runs[row.label, row.budget, row.link][run] / 1e3) for row in rows]
+        found.append({(one.label, other.label, one.budget, one.link) for one, other in reversed_rankings(alone)})
     return found[0] & found[1]
-
-
-def _place(label: str, budget: str, link: Mapping[str, Any] | float) -> tuple[str, str, float]:
-    rate = link if isinstance(link, float) else 1e9 * link.get("link_gbps", 0.0)
-    return label, budget, round(rate)
 
 
 def _random() -> ModelShape:

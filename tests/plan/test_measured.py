@@ -37,5 +37,5 @@ def test_a_ranking_is_reversed_where_both_runs_say_so(found):
         predicted = [Compared("a", "25%", 1, 2e7, 0.03, min(fast) / 1e3), Compared("b", "25%", 1, 2e7, 0.02, 1.0)]
         return plan_errors.reversed_in_both(predicted, rows)
 
-    assert reversed_([10.0, 12.0], [20.0, 15.0]) == {("a", "b", "25%")}
+    assert reversed_([10.0, 12.0], [20.0, 15.0]) == {("a", "b", "25%", 2e7)}
     assert not reversed_([10.0, 14.0], [20.0, 15.0])

@@ -272,7 +272,7 @@ def test_a_run_says_what_a_systems_own_step_and_its_misses_cost(skewed):
     rows = [machine, full, measured_row("4/2", mixed, "100%", 0.013), loading]
     for row in rows[1:]:
         row["measured"]["ttft_ms"] = {"median": 100.0}
-    device = measured_device(rows, "run")
+    device = measured_device([*rows, loading | {"batch": 2}], "run")  # of whose batch there is no full load
     assert device.measured.miss == pytest.approx(0.008 / 80)
     without = replace(device, measured=replace(device.measured, miss=0.0, own_step={}))
     for options, own in ((mixed, 0.003), (alone, 0.0)):

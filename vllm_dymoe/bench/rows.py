@@ -33,6 +33,11 @@ def read_rows(path: Path) -> list[Row]:
     return list(rows.values())
 
 
+def is_full_load(row: Row) -> bool:
+    """Whether it says what a step takes with every expert on the device."""
+    return row["kind"] == "speed" and row["label"].startswith("full load")
+
+
 def append_row(path: Path, row: Row) -> None:
     """Add one row, in one write; what a kill has left of another is cut off."""
     with path.open("ab+") as stream:

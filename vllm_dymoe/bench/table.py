@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vllm_dymoe.bench.rows import Row
+from vllm_dymoe.bench.rows import Row, is_full_load
 
 HEAD = (
     "", "budget", "link MB/s", "batch", "TTFT ms", "TPOT ms", "p99", "tokens/s", "of full load", "hits", "resident MB",
@@ -37,9 +37,7 @@ class Bounds:
 def full_loads(rows: Iterable[Row]) -> dict[tuple[int, int], float]:
     """Tokens per second with every expert on the device, by bit-width and batch."""
     return {
-        (bits_of(row), row["batch"]): row["measured"]["decode_tokens_per_second"]
-        for row in rows
-        if row["label"].startswith("full load")
+        (bits_of(row), row["batch"]): row["measured"]["decode_tokens_per_second"] for row in rows if is_full_load(row)
     }
 
 

@@ -7,16 +7,15 @@ reach; a folder of measured rows replaces them all.
 import json
 import re
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_dymoe.bench.cases import FULL
-from vllm_dymoe.bench.rows import Row, read_rows
+from vllm_dymoe.bench.rows import Row, is_full_load, read_rows
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.plan.model import ModelShape
-from vllm_dymoe.systems import SYSTEMS, make_system
+from vllm_dymoe.systems import System, make_system
 
 _GIB, _PCIE3, _PCIE4, _PCIE5 = 2**30, 15.75e9, 31.51e9, 63.02e9
 
@@ -153,17 +152,18 @@ def measured_device(rows: list[Row], name: str) -> Device:
     for row in rows:
         measured: dict[str, Any] = row.get("measured", {})
         if is_full_load(row):
-            at = int(row["options"].get("hi", 4)), row["batch"]
+            at = _options_of(row).hi, row["batch"]
             full.step[at] = measured["tpot_ms"]["mean"] / 1e3
             full.prompt[at] = measured["ttft_ms"]["median"] / 1e3
             lengths = measured["prompt_tokens"]
             full.prompt_tokens[at] = row["batch"] * sum(lengths) / len(lengths)
-        elif is_resident(row):
-            full.own_step[serving(_settled(row["options"])), row["batch"]] = measured["tpot_ms"]["mean"] / 1e3
+        elif _is_resident(row):
+            full.own_step[serving(_options_of(row)), row["batch"]] = measured["tpot_ms"]["mean"] / 1e3
     if machine is None or not full.step:
         raise ConfigError(f"{name} has no row of full load; let `vllm-dymoe bench` finish first.")
     link = machine["link_bytes_per_second"]
-    misses = [_miss_seconds(row, full, link) for row in rows if is_on_demand(row)]
+    on_demand = [row for row in rows if _is_on_demand(row)]
+    misses = [_miss_seconds(row, full, link) for row in on_demand if (_options_of(row).hi, row["batch"]) in full.step]
     if misses:
         full = replace(full, miss=max(0.0, statistics.fmean(misses)))
     return Device(
@@ -171,21 +171,21 @@ def measured_device(rows: list[Row], name: str) -> Device:
     )
 
 
-def is_full_load(row: Row) -> bool:
-    """Whether it says what a step takes with every expert resident."""
-    return row["kind"] == "speed" and row["label"].startswith("full load")
+def is_beginning(row: Row) -> bool:
+    """Whether plans begin with this row of the plugin, so that they cannot be compared with it."""
+    return is_full_load(row) or _is_resident(row) or _is_on_demand(row)
 
 
-def is_resident(row: Row) -> bool:
-    """Whether it says so of one system, which keeps experts and has a place for each."""
-    return _is_ours(row) and row["budget"] == FULL and SYSTEMS[_settled(row["options"]).system].keeps_experts
+def _is_resident(row: Row) -> bool:
+    """Whether it says what a step takes with every expert resident in one system, which keeps them."""
+    return _is_ours(row) and row["budget"] == FULL and _system_of(row).keeps_experts
 
 
-def is_on_demand(row: Row) -> bool:
+def _is_on_demand(row: Row) -> bool:
     """Whether it says what misses cost: nothing is kept, nothing fetched ahead, and bytes travel beside computation."""
     if not _is_ours(row):
         return False
-    system = make_system(_settled(row["options"]))
+    system = _system_of(row)
     return not system.keeps_experts and system.foresight is None and system.overlaps
 
 
@@ -194,23 +194,25 @@ def serving(options: Options) -> str:
     return json.dumps([options.system, options.system_options, options.hi, options.lo], sort_keys=True)
 
 
-def _settled(options: Mapping[str, Any]) -> Options:
-    return Options.model_validate(options)
-
-
 def _is_ours(row: Row) -> bool:
-    return row["kind"] == "speed" and row["options"] is not None and not is_full_load(row)
+    return row["kind"] == "speed" and row["options"] is not None
+
+
+def _options_of(row: Row) -> Options:
+    return Options.model_validate(row["options"])
+
+
+def _system_of(row: Row) -> System:
+    return make_system(_options_of(row))
 
 
 def _miss_seconds(row: Row, full: Measured, link: float) -> float:
     """What is left of a step for each of its misses, without computation and the time of all bytes."""
-    measured, options = row["measured"], _settled(row["options"])
+    measured, options = row["measured"], _options_of(row)
     decode, steps = measured["decode"], measured["decode_steps"]
     rate = link if options.link_gbps is None else options.link_gbps * 1e9
     travelling = sum(decode["bytes_moved"].values()) / steps / rate
-    computing = full.step.get((options.hi, row["batch"]))
-    if computing is None:
-        return 0.0
+    computing = full.step[options.hi, row["batch"]]
     return float((measured["tpot_ms"]["mean"] / 1e3 - computing - travelling) * steps / decode["misses"])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_dymoe.bench.rows import Row
 from vllm_dymoe.config import ExpertBudget
-from vllm_dymoe.plan.device import Device, is_full_load, is_on_demand, is_resident
+from vllm_dymoe.plan.device import Device, is_beginning
 from vllm_dymoe.plan.model import ModelShape
 from vllm_dymoe.plan.predict import predict
 from vllm_dymoe.plan.replay import Routings
@@ -62,9 +62,7 @@ def compare(rows: Sequence[Row], shape: ModelShape, device: Device, routings: Ma
     return [
         _compare(row, shape, device, routings[row["batch"]])
         for row in rows
-        if row["kind"] == "speed"
-        and row["options"] is not None
-        and not (is_full_load(row) or is_resident(row) or is_on_demand(row))
+        if row["kind"] == "speed" and row["options"] is not None and not is_beginning(row)
     ]
 
 

@@ -3,9 +3,9 @@
 import torch
 
 from tests.support.memory_writer import MemoryWriter
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.packer import ExpertPacker
+from vllm_dymoe.residency.layout import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.store import MemoryStore
 
 

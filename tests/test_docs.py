@@ -17,9 +17,9 @@ import torch
 import typer
 
 from vllm_dymoe.cli.app import app
-from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.kernels import MatrixFormat, dequantize, pack, pack_nested
 from vllm_dymoe.quantize.convert import Recipe
+from vllm_dymoe.residency.layout import BlobKey, ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.store import STORE_VERSION, Manifest
 from vllm_dymoe.store.files import file_name

@@ -22,7 +22,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from readme import markdown, put  # noqa: E402
 from replay import POLICIES  # noqa: E402
 
-from vllm_dymoe.experts import residency  # noqa: E402
+from vllm_dymoe.residency import residency  # noqa: E402
 from vllm_dymoe.traces import Trace  # noqa: E402
 
 SHIPPED = HERE.parent / "tiny_moe" / "model"

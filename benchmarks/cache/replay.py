@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from vllm_dymoe.experts.residency import HIGH, HIT, NOWHERE, STREAM, decide, record_uses
+from vllm_dymoe.residency.rule import HIGH, HIT, NOWHERE, STREAM, decide, record_uses
 
 Routing = np.ndarray
 """int [steps, experts of a step], each expert once in a step."""

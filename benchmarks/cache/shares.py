@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.residency import FREE, HIGH, HIT, LOW, NOWHERE, decide_slices, record_uses
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.residency.rule import FREE, HIGH, HIT, LOW, NOWHERE, decide_slices, record_uses
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.sizing import plan_slots
 from vllm_dymoe.systems.dymoe import Dymoe
 

@@ -26,9 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_dymoe.experts.decision import Decision
-from vllm_dymoe.experts.decode_ahead import Copies
-from vllm_dymoe.experts.decode_table import DecodeTable
 from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.kernels.combine import Pairs
 from vllm_dymoe.kernels.triton import (
@@ -52,6 +49,9 @@ from vllm_dymoe.kernels.triton import (
     place,
 )
 from vllm_dymoe.kernels.triton.table import BOOKS
+from vllm_dymoe.residency.decision import Decision
+from vllm_dymoe.residency.decode_ahead import Copies
+from vllm_dymoe.residency.decode_table import DecodeTable
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 BITS = (16, 8, 4, 2)

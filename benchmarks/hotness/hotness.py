@@ -1,7 +1,7 @@
 """Does precision that follows traffic keep the quality that fixed sets lose? DynaExq's Figures 2 and 3, as KL.
 
 The shipped model reads held-out text of one domain after the other, in windows. At the end of each window the high set
-is chosen anew, by the functions that serve (``vllm_dymoe/experts/hotness.py``), and the next window is read with it:
+is chosen anew, by the functions that serve (``vllm_dymoe/residency/hotness.py``), and the next window is read with it:
 experts in the set have their 4 bits, the others the 2 bits that lie inside. Sets that do not move stand beside it, and
 the set of the domain's own loads, which nobody can know beforehand. Writes results.json and README.md's tables.
 """
@@ -27,13 +27,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from readme import markdown, put  # noqa: E402
 from texts import DOMAINS, MODEL, pieces  # noqa: E402
 
-from vllm_dymoe.experts.hotness import Hotness, even_shares, hottest, share_out, swaps  # noqa: E402
-from vllm_dymoe.experts.layout import BlobKey  # noqa: E402
-from vllm_dymoe.experts.tier import Tier  # noqa: E402
 from vllm_dymoe.kernels.packed import dequantize  # noqa: E402
 from vllm_dymoe.quantize import make_quantizer  # noqa: E402
 from vllm_dymoe.quantize.checkpoint import Checkpoint  # noqa: E402
 from vllm_dymoe.quantize.packer import ExpertPacker  # noqa: E402
+from vllm_dymoe.residency.hotness import Hotness, even_shares, hottest, share_out, swaps  # noqa: E402
+from vllm_dymoe.residency.layout import BlobKey  # noqa: E402
+from vllm_dymoe.residency.tier import Tier  # noqa: E402
 from vllm_dymoe.store import HostStore, Manifest  # noqa: E402
 from vllm_dymoe.store.writer import StoreWriter  # noqa: E402
 from vllm_dymoe.systems.dynaexq import DynaExq  # noqa: E402

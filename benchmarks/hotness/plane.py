@@ -15,7 +15,7 @@ import numpy as np
 from texts import DOMAINS, MODEL, pieces
 from vllm import LLM, SamplingParams
 
-from vllm_dymoe.experts.hotness import Hotness, Rule, even_shares, hottest, swaps
+from vllm_dymoe.residency.hotness import Hotness, Rule, even_shares, hottest, swaps
 
 BLOCK, PROMPT, ANSWER = 4, 48, 448  # steps; tokens
 SECONDS = 20.0

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import torch
 
-from vllm_dymoe.experts.layout import ExpertFormat, PackedExpert
 from vllm_dymoe.kernels import Activation, CpuKernel, pack, unpack
 from vllm_dymoe.kernels.base import ExpertWork
+from vllm_dymoe.residency.layout import ExpertFormat, PackedExpert
 
 SHAPES = {"2048 x 768": (2048, 768, 8), "2048 x 1408": (2048, 1408, 6), "256 x 64": (256, 64, 4)}
 TOKENS = (1, 2, 4, 16)

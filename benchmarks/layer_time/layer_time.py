@@ -23,12 +23,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import vllm_dymoe.experts.routing as experts_routing
+import vllm_dymoe.residency.routing as experts_routing
 import vllm_dymoe.runtime.serving as serving
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts, Projection
-from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.layout import BlobKey, ExpertFormat, ModelExperts, Projection
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import FileStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter

@@ -26,9 +26,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "staging"))
 from staging import VirtualTime
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, all_keys
-from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict import Candidate
+from vllm_dymoe.residency.layout import ExpertFormat, ModelExperts, all_keys
+from vllm_dymoe.residency.routing import Phase, Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import MemoryStore
 from vllm_dymoe.systems.exact import Exact

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.predict import Candidate, Gate, Predictor
 from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
 from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.predict.popularity import Popularity
+from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.traces import Trace, TraceHeader
 from vllm_dymoe.traces.statistics import affinity
 

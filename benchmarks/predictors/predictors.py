@@ -24,12 +24,12 @@ import torch
 from contestants import Told, gates_of, untrained
 from stick import Replay, replay
 
-from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.predict import Predictor
 from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.predict.folded import FoldedMLP, fold
 from vllm_dymoe.predict.trained import TrainedPredictor
+from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.traces import MIXTRAL_8X7B, QWEN3_30B_A3B, Trace, synthetic_trace
 from vllm_dymoe.training import Recipe, split_by_request, train
 

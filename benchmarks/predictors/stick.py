@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.predict import Candidate, Predictor
+from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.traces import Trace
 
 

@@ -29,9 +29,9 @@ from hardware import LINKS, MEMORY_BYTES_PER_SECOND, QWEN3_30B, Shape
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, all_keys
-from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict import Candidate
+from vllm_dymoe.residency.layout import ExpertFormat, ModelExperts, all_keys
+from vllm_dymoe.residency.routing import Phase, Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import MemoryStore
 from vllm_dymoe.systems.exact import Exact

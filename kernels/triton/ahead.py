@@ -1,6 +1,6 @@
 """Fetching ahead beside a layer that is computed: which of the next layer's experts, in one program, and their copies.
 
-The plain twin, bit for bit, is ``vllm_dymoe.experts.decode_ahead``; names are those of ``DecodeTable`` and ``Copies``.
+Plain twin, bit for bit: ``vllm_dymoe.residency.decode_ahead``. Names are those of ``DecodeTable`` and ``Copies``.
 Both launches stand in a branch of the step: the first one beside a layer's own three, the second behind them, where the
 link idles, until the next layer is decided.
 """

@@ -1,6 +1,6 @@
 """A layer's step decided on the device, in one program: which experts, at which tier, from where, to where.
 
-The plain twin, bit for bit, is ``vllm_dymoe.experts.decode_rule.decide_plain``; names are those of ``DecodeTable`` and
+Plain twin, bit for bit: ``vllm_dymoe.residency.decode_rule.decide_plain``. Names are those of ``DecodeTable`` and
 ``Decision`` beside it. All that is compared is an integer, or one rounded to float32: no order of additions decides.
 
 One program of four warps is enough. Everything about experts is a vector of WIDTH of them, and pairs go by in chunks.

@@ -9,13 +9,13 @@ import torch
 
 from tests.cli.checkpoints import EXPERTS, HIDDEN, MOE_LAYERS, TOP_K, command, make_model, refused
 from tests.quantize.recordings import write_recording
-from vllm_dymoe.experts.layout import BlobKey, Projection
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import journal, make_quantizer, quantize_matrix
 from vllm_dymoe.quantize.base import pack_bias
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.gptq import Gptq
+from vllm_dymoe.residency.layout import BlobKey, Projection
 from vllm_dymoe.store import FileStore
 
 RARE = 1

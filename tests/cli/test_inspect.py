@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, MOE_LAYERS, command, make_model, refused
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.sizing import plan_slots, workspace_bytes
 from vllm_dymoe.store import MANIFEST, FileStore
 from vllm_dymoe.store.files import file_name

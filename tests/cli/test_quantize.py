@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 
 from tests.cli.checkpoints import EXPERTS, INTERMEDIATE, MOE_LAYERS, STYLES, TOP_K, command, make_model, refused
-from vllm_dymoe.experts.layout import BlobKey, Projection
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer, quantize_matrix, tensors
 from vllm_dymoe.quantize.base import pack_bias
 from vllm_dymoe.quantize.tensors import read_tensors
+from vllm_dymoe.residency.layout import BlobKey, Projection
 from vllm_dymoe.store import MANIFEST, FileStore, writer
 
 

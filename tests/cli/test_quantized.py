@@ -8,9 +8,9 @@ import torch
 
 from tests.cli.checkpoints import MOE_LAYERS, NAMES, command, make_model, refused
 from tests.quantize.readers import packing
-from vllm_dymoe.experts.layout import BlobKey, Projection
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.tensors import read_tensors
+from vllm_dymoe.residency.layout import BlobKey, Projection
 from vllm_dymoe.store import FileStore
 
 CONFIGS = {

@@ -10,8 +10,8 @@ import pytest
 
 from tests.e2e.engines import answer, engine, prompts, runtime_of
 from tests.runtime.decided import check_decided
-from vllm_dymoe.experts.decode_rule import decide_plain
 from vllm_dymoe.kernels.triton.decide import decide
+from vllm_dymoe.residency.decode_rule import decide_plain
 from vllm_dymoe.runtime.decode_plain import PlainDecode
 
 OPTIONS = {

@@ -6,10 +6,10 @@ from safetensors import safe_open
 
 from tests.e2e.engines import MODEL, engine, runtime_of
 from vllm_dymoe import calibrate
-from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.recording import CalibrationError
+from vllm_dymoe.residency.layout import Projection
 from vllm_dymoe.vllm_adapter import offline as calibrating
 
 pytestmark = pytest.mark.engine

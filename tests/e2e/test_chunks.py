@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.e2e.engines import MODEL, WatchedSystem, answer, engine, runtime_of
-from vllm_dymoe.experts.routing import Phase
+from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.importance import step_importance
 

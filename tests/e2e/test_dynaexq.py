@@ -17,7 +17,7 @@ from tests.e2e.engines import (
     runtime_of,
 )
 from tests.e2e.full_replays import replayed_steps
-from vllm_dymoe.experts.residency import HIGH
+from vllm_dymoe.residency.rule import HIGH
 from vllm_dymoe.vllm_adapter.worker import _runtime
 
 pytestmark = pytest.mark.engine

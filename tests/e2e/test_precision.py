@@ -6,7 +6,7 @@ import torch
 from tests.e2e.architectures import ARCHITECTURES
 from tests.e2e.engines import WatchedSystem, answer, engine, prompts, recorded_layers, runtime_of
 from tests.e2e.padding import check_padding
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.systems.schedule import Schedule

@@ -15,10 +15,10 @@ from tests.e2e.architectures import ARCHITECTURES
 from tests.e2e.engines import answer, check_logprobs_close, equal_share, runtime_of
 from tests.e2e.quantized import write_quantized
 from tests.e2e.test_models import TOKENS, prompts, serve
-from vllm_dymoe.experts.layout import BlobKey
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import Recipe, convert
+from vllm_dymoe.residency.layout import BlobKey
 
 pytestmark = pytest.mark.engine
 

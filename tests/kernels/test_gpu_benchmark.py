@@ -15,10 +15,10 @@ import torch
 
 from tests.kernels.on_the_host import OnTheHost
 from tests.support.benchmarks import modules_of
-from vllm_dymoe.experts.layout import ExpertFormat
 from vllm_dymoe.kernels import Curve
 from vllm_dymoe.kernels.triton.tiles import TABLE as TILES
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
+from vllm_dymoe.residency.layout import ExpertFormat
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"

@@ -11,13 +11,13 @@ from tests.kernels.sections import DEVICE, at_the_edge
 from tests.kernels.twins import Twins
 from tests.support.decode_steps import EXPERTS, LAYERS, TOKENS, TOP_K, make_table, random_step, rows
 from tests.support.no_host import HostInStepError, NoHost
-from vllm_dymoe.experts.decode_ahead import MOST_AHEAD, Copies
-from vllm_dymoe.experts.decode_table import Counter, DecodeTable
-from vllm_dymoe.experts.residency import HIGH, LOW
 from vllm_dymoe.kernels.triton.ahead import fetch_ahead, name_ahead
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.predict.folded import FoldedMLP
 from vllm_dymoe.predict.on_device import GatesOnDevice, NetworkOnDevice
+from vllm_dymoe.residency.decode_ahead import MOST_AHEAD, Copies
+from vllm_dymoe.residency.decode_table import Counter, DecodeTable
+from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.runtime.ahead import Ahead, NoBranch
 from vllm_dymoe.systems.dymoe import Dymoe
 

@@ -9,9 +9,9 @@ from tests.kernels.sections import DEVICE, at_the_edge
 from tests.kernels.twins import Twins
 from tests.support import recorded_routing
 from tests.support.decode_steps import EXPERTS, LAYERS, TOKENS, make_table, random_step, rows
-from vllm_dymoe.experts.decision import Decision
-from vllm_dymoe.experts.residency import HIGH, LOW
 from vllm_dymoe.kernels.triton.decide import decide
+from vllm_dymoe.residency.decision import Decision
+from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.systems.dymoe import Dymoe
 
 shares = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)

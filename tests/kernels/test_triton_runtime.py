@@ -10,11 +10,11 @@ from tests.runtime.decided import KINDS, decided_runtime, run_decided, store_of
 from tests.runtime.steps import ByNumber, make_runtime, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
 from tests.support.memory_writer import MemoryWriter
-from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.residency.layout import ModelExperts
 from vllm_dymoe.runtime import moe
 from vllm_dymoe.runtime.decode_triton import TritonDecode
 from vllm_dymoe.systems.dymoe import Dymoe

@@ -6,17 +6,17 @@ import torch
 from tests.kernels.sections import DEVICE, TOLERANCE, Experts, poisoned, random_x, relative_error, work_list
 from tests.support.decode_steps import rows
 from tests.support.no_host import HostInStepError, NoHost
-from vllm_dymoe.experts.decision import Decision
-from vllm_dymoe.experts.decode_rule import decide_plain
-from vllm_dymoe.experts.decode_table import Counter, DecodeTable
-from vllm_dymoe.experts.layout import ExpertFormat
-from vllm_dymoe.experts.residency import HIGH, LOW
 from vllm_dymoe.kernels import Activation, Curve, combine
 from vllm_dymoe.kernels.codebook import FP8, MXFP4, NVFP4
 from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape, ExpertTable, Scratch, decode_down, decode_gate_up
 from vllm_dymoe.kernels.triton.step import DecodeStep
 from vllm_dymoe.kernels.triton.table import BOOKS
 from vllm_dymoe.kernels.triton.tiles import Tiles
+from vllm_dymoe.residency.decision import Decision
+from vllm_dymoe.residency.decode_rule import decide_plain
+from vllm_dymoe.residency.decode_table import Counter, DecodeTable
+from vllm_dymoe.residency.layout import ExpertFormat
+from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.systems.dymoe import Dymoe
 
 EXPERTS, TOP_K, BITS = 6, 2, {LOW: 2, HIGH: 4}

@@ -4,11 +4,11 @@ import torch
 
 from tests.kernels.sections import DEVICE
 from tests.support.decode_steps import make_table, rows
-from vllm_dymoe.experts.decision import Decision
-from vllm_dymoe.experts.decode_ahead import Copies, name_ahead_plain
-from vllm_dymoe.experts.decode_rule import decide_plain
 from vllm_dymoe.kernels.triton.ahead import name_ahead
 from vllm_dymoe.kernels.triton.decide import decide
+from vllm_dymoe.residency.decision import Decision
+from vllm_dymoe.residency.decode_ahead import Copies, name_ahead_plain
+from vllm_dymoe.residency.decode_rule import decide_plain
 
 
 def moved(record, place):

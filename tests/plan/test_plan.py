@@ -12,7 +12,6 @@ import pytest
 
 from tests.cli.checkpoints import command, refused
 from vllm_dymoe.config import ConfigError, ExpertBudget
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.plan import advice
 from vllm_dymoe.plan.advice import Serving, choices, recommended, room_for_experts
 from vllm_dymoe.plan.device import Device, find_device, measured_device, parse_rate
@@ -20,6 +19,7 @@ from vllm_dymoe.plan.errors import compare, median_error, reversed_rankings
 from vllm_dymoe.plan.model import shape_of
 from vllm_dymoe.plan.predict import predict, step_bytes
 from vllm_dymoe.plan.replay import LayerDemand, Routings, replay, stated_skew
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.systems import make_system

@@ -2,8 +2,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.predict import Candidate, Measured
+from vllm_dymoe.residency.routing import Routing
 
 X = torch.zeros(1, 1)
 LAYERS = 4

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from tests.predict.gates import random_gates, random_inputs
 from tests.predict.streams import RecordedStream
-from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
 from vllm_dymoe.predict.side_stream import OnStream
 from vllm_dymoe.predict.tuner import Heop, Setting
+from vllm_dymoe.residency.routing import Phase, Routing
 
 LAYERS, EXPERTS, HIDDEN = 5, 12, 6
 NO_IDS = torch.zeros(0, 0, dtype=torch.int32)

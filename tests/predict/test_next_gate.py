@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from tests.predict.gates import random_gates, random_inputs
 from tests.predict.streams import RecordedStream
-from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.predict.side_stream import OnStream
+from vllm_dymoe.residency.routing import Phase, Routing
 
 NO_IDS = torch.zeros(0, 0, dtype=torch.int32)
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from tests.predict.gates import random_gates, random_inputs
-from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict import TrainedPredictor
 from vllm_dymoe.predict.folded import FoldedMLP
 from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.predict.on_device import on_device
 from vllm_dymoe.predict.popularity import Popularity
+from vllm_dymoe.residency.routing import Phase, Routing
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 4, 8, 2, 16
 CPU = torch.device("cpu")

@@ -1,8 +1,8 @@
 import torch
 
-from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict import Measured
 from vllm_dymoe.predict.oracle import Oracle
+from vllm_dymoe.residency.routing import Phase, Routing
 
 X = torch.zeros(1, 1)
 

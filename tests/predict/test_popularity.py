@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict.popularity import Popularity
+from vllm_dymoe.residency.routing import Phase, Routing
 
 X = torch.zeros(1, 1)
 

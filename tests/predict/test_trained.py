@@ -5,11 +5,11 @@ import torch
 
 from tests.predict.made_up import SIZES, made_up
 from tests.predict.streams import RecordedStream
-from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
 from vllm_dymoe.predict.side_stream import Inline, OnStream
 from vllm_dymoe.predict.trained import TrainedPredictor
+from vllm_dymoe.residency.routing import Phase, Routing
 from vllm_dymoe.training import Recipe, train
 
 TRACE = made_up(inputs=True)

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 
 from tests.quantize.recordings import write_recording
 from tests.small_model import make_experts, random_weight
-from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.quantize import calibration as calibrating
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.recording import CalibrationError
+from vllm_dymoe.residency.layout import Projection
 
 EXPERTS = make_experts(top_k=2)
 HIDDEN = 64

@@ -8,13 +8,13 @@ import torch
 
 from tests.quantize.recordings import correlated_inputs
 from tests.small_model import fill, make_experts, random_weight
-from vllm_dymoe.experts.layout import BlobKey, Projection
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.base import dequantized
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
 from vllm_dymoe.quantize.packer import ExpertPacker
+from vllm_dymoe.residency.layout import BlobKey, Projection
 from vllm_dymoe.store import MANIFEST, ErrorRecord, FileStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter
 

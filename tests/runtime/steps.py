@@ -3,9 +3,9 @@
 import torch
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.transfer import make_engine

@@ -31,7 +31,7 @@ from tests.runtime.steps import forward, make_runtime, random_step
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from tests.support.recorded_device import COMPUTATION, RecordedStore, record_reads
-from vllm_dymoe.experts.decode_table import DecodeTable
+from vllm_dymoe.residency.decode_table import DecodeTable
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.ahead import Ahead
 from vllm_dymoe.runtime.decided_memory import DecidedMemory

@@ -10,8 +10,8 @@ from tests.runtime.decided import KINDS, check_decided, decided_runtime, decode,
 from tests.runtime.steps import BUDGETS, CPU, STEPS, forward, make_runtime, random_step, run
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.residency import HIGH, LOW
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.runtime import MoERuntime, moe
 from vllm_dymoe.runtime.decisions import device_decides
 from vllm_dymoe.store.joined import join

@@ -1,7 +1,7 @@
 """Slots of copies that were given up."""
 
 from tests.runtime.test_prefetch import make_ahead
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.transfer import Reason
 from vllm_dymoe.transfer.ticket import State
 

@@ -14,12 +14,12 @@ from tests.runtime.steps import forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from tests.support.happens_before import History
 from tests.support.recorded_device import RecordedStreams
-from vllm_dymoe.experts.routing import Phase, PromptTokens
 from vllm_dymoe.predict import RoutedModel, SideStreamPredictor
 from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
 from vllm_dymoe.predict.side_stream import OnStream
+from vllm_dymoe.residency.routing import Phase, PromptTokens
 from vllm_dymoe.systems.duoserve import DuoServe
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact

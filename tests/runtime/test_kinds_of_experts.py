@@ -8,10 +8,10 @@ import torch
 from tests.runtime.steps import BUDGETS, STEPS, ByNumber, make_runtime, random_step, with_budget
 from tests.small_model import make_experts, make_store
 from tests.store.stores import damage, write
-from vllm_dymoe.experts.layout import BlobKey, ModelExperts, Projection
-from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, Curve, expert_reference
+from vllm_dymoe.residency.layout import BlobKey, ModelExperts, Projection
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.store import FileStore, StoreError
 from vllm_dymoe.store.joined import join
 from vllm_dymoe.systems.dymoe import Dymoe

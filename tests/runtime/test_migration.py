@@ -34,10 +34,10 @@ from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from tests.support.recorded_device import record_reads
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.layout import BlobKey
-from vllm_dymoe.experts.residency import HIGH, LOW
-from vllm_dymoe.experts.routing import Phase
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.layout import BlobKey
+from vllm_dymoe.residency.routing import Phase
+from vllm_dymoe.residency.rule import HIGH, LOW
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.migration import ARRIVED, FAILED, UNDER_WAY, Migration

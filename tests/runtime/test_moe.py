@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.runtime.steps import BUDGETS, STEPS, ByNumber, forward, make_runtime, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.experts.layout import EVERY_PROJECTION
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.reference import expert_reference
+from vllm_dymoe.residency.layout import EVERY_PROJECTION
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import TransferError
 
@@ -28,7 +28,7 @@ def test_the_output_is_the_weighted_sum_of_the_experts(memory_store):
     got = forward(runtime, 1, x, weights, ids)
     want = torch.zeros(x.shape, dtype=torch.float64)
     fmt = memory_store.experts.formats[4]
-    from vllm_dymoe.experts.layout import BlobKey
+    from vllm_dymoe.residency.layout import BlobKey
 
     for token in range(5):
         for k in range(2):
@@ -149,7 +149,7 @@ def test_a_device_without_room_is_refused_with_the_options_that_matter(memory_st
 
 def test_slots_are_really_there_from_the_start():
     """Nobody else can take the memory later: every page of the arena has been written."""
-    from vllm_dymoe.experts.slots import SlotPool
+    from vllm_dymoe.residency.slots import SlotPool
 
     fmt = make_experts(hidden=1024, intermediate=1024).formats[4]
     before = psutil.Process().memory_info().rss

@@ -15,8 +15,8 @@ from tests.runtime.test_migration import AT_ONCE, frozen_output
 from tests.runtime.two_ranks import on_two_ranks
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.residency import HIGH, LOW
-from vllm_dymoe.experts.routing import Phase
+from vllm_dymoe.residency.routing import Phase
+from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.runtime.planned_memory import DecodeCounts, PlannedMemory

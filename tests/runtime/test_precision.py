@@ -11,8 +11,8 @@ import torch
 from tests.runtime.steps import forward, kept_by
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.routing import PromptTokens
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.routing import PromptTokens
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.systems import System

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.runtime.steps import BUDGETS, ByNumber, kept_by, run, with_budget
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.experts.routing import Phase
-from vllm_dymoe.experts.table import layer_shares
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import Candidate, SideStreamPredictor
+from vllm_dymoe.residency.routing import Phase
+from vllm_dymoe.residency.table import layer_shares
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.device_memory import HostMemory
 from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory

@@ -10,8 +10,8 @@ import torch
 from tests.runtime.steps import CPU, forward, kept_by, make_runtime, random_step
 from tests.small_model import make_experts
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.experts.slots import SlotPool
 from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.residency.slots import SlotPool
 from vllm_dymoe.runtime import device_memory
 from vllm_dymoe.runtime.device_memory import CudaMemory, HostMemory, make_device_memory
 from vllm_dymoe.store import Manifest, MemoryStore

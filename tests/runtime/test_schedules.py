@@ -19,9 +19,9 @@ from tests.runtime.schedules import EXPERTS, KINDS, LAYERS, Program, execute, ex
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from tests.support.recorded_device import RecordedStreams, RecordedThreads
-from vllm_dymoe.experts.residency import HIT, STREAM
-from vllm_dymoe.experts.slots import SlotPool
-from vllm_dymoe.experts.table import ResidencyTable
+from vllm_dymoe.residency.rule import HIT, STREAM
+from vllm_dymoe.residency.slots import SlotPool
+from vllm_dymoe.residency.table import ResidencyTable
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.prefetch import Prefetcher

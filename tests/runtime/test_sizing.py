@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.runtime.steps import ByNumber
 from tests.small_model import make_experts
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import minimum_budget, plan_slots
 from vllm_dymoe.runtime.sizing import limit_in_bytes, workspace_bytes
 from vllm_dymoe.systems.dymoe import Dymoe

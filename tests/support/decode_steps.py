@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
-from vllm_dymoe.experts.decision import Decision
-from vllm_dymoe.experts.decode_rule import decide_plain
-from vllm_dymoe.experts.decode_table import DecodeTable
-from vllm_dymoe.experts.layout import ExpertFormat, stored_formats
-from vllm_dymoe.experts.residency import HIGH, LOW
+from vllm_dymoe.residency.decision import Decision
+from vllm_dymoe.residency.decode_rule import decide_plain
+from vllm_dymoe.residency.decode_table import DecodeTable
+from vllm_dymoe.residency.layout import ExpertFormat, stored_formats
+from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.systems.dymoe import Dymoe
 
 LAYERS, EXPERTS, TOP_K, TOKENS, SLOTS = 2, 12, 3, 6, 24

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.routing import PromptTokens, Routing
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.routing import PromptTokens, Routing
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems import SystemOptionError, make_system
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact

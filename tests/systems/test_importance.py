@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_dymoe.experts.routing import PromptTokens
+from vllm_dymoe.residency.routing import PromptTokens
 from vllm_dymoe.systems.importance import (
     attention_mass,
     gate_importance,

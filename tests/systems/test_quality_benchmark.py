@@ -9,8 +9,8 @@ import torch
 
 from tests.support.benchmarks import modules_of
 from vllm_dymoe.bench.systems import Chosen, OneLayerLow
-from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.dymoe import Dymoe
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "quality"

@@ -9,12 +9,12 @@ from tests.predict.gates import random_gates
 from tests.predict.made_up import made_up
 from tests.small_model import make_experts
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.routing import Phase, Routing
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import RoutedModel
 from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
+from vllm_dymoe.residency.routing import Phase, Routing
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems import SYSTEMS, SystemOptionError, make_system
 from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.systems.firm import Firm

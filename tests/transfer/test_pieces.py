@@ -7,7 +7,7 @@ import torch
 
 from tests.support.happens_before import History
 from tests.support.recorded_device import COMPUTATION, RecordedStreams
-from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts
+from vllm_dymoe.residency.layout import BlobKey, ExpertFormat, ModelExperts
 from vllm_dymoe.store import MemoryStore
 from vllm_dymoe.transfer import Reason
 from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.vllm_adapter.steps import prompt, scheduled
-from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.importance import step_importance
 from vllm_dymoe.vllm_adapter import step as step_module

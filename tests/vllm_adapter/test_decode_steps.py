@@ -10,8 +10,8 @@ from tests.runtime.steps import make_runtime, random_step
 from tests.support.no_host import HostInStepError, NoHost
 from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.decode_table import DecodeTable
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.residency.decode_table import DecodeTable
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.vllm_adapter import decode_steps
 from vllm_dymoe.vllm_adapter import running as module

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.predict import Gate, RoutedModel
+from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.vllm_adapter.gates import Foresight, GateCheck, GateError, ModuleTree, find_gate
 from vllm_dymoe.vllm_adapter.observers import Observation
 

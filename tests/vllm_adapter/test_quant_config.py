@@ -12,7 +12,6 @@ from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 
 from tests.vllm_adapter.test_prepare import configure, refusal, with_quantization_config
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.experts.layout import ExpertFormat
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.readers.compatibility import (
     check_compatible,
@@ -22,6 +21,7 @@ from vllm_dymoe.quantize.readers.compatibility import (
     store_group_sizes,
 )
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.layout import ExpertFormat
 from vllm_dymoe.store.manifest import describe_codes
 from vllm_dymoe.vllm_adapter import quant_config
 from vllm_dymoe.vllm_adapter.loading import Loading

@@ -12,8 +12,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.routing import Phase
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter import moe_method
 from vllm_dymoe.vllm_adapter.failures import StepFailures

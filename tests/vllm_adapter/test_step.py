@@ -10,7 +10,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.routing import Phase
+from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.vllm_adapter.failures import StepFailures
 from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.observers import Observation

@@ -7,14 +7,14 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
-from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import Predictor, RoutedModel
 from vllm_dymoe.predict.all_experts import AllExperts
 from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers, Votes
 from vllm_dymoe.predict.popularity import Popularity
 from vllm_dymoe.predict.side_stream import make_side_stream
 from vllm_dymoe.predict.tuner import Heop, Setting
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems import SYSTEMS, System
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact

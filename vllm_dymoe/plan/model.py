@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, stored_formats
 from vllm_dymoe.quantize.model_config import INTERMEDIATE, NUM_EXPERTS, TOP_K, read_config
+from vllm_dymoe.residency.layout import ExpertFormat, ModelExperts, stored_formats
 
 _ITEM = 2  # bytes of a weight outside of experts
 

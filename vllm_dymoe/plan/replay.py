@@ -7,8 +7,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_dymoe.experts.residency import FREE, HIGH, HIT, LOW, NOWHERE, decide, decide_slices, record_uses
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.rule import FREE, HIGH, HIT, LOW, NOWHERE, decide, decide_slices, record_uses
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.traces import Trace, TraceHeader, synthetic_trace
 from vllm_dymoe.traces.statistics import next_gate_accuracy, popularity
 

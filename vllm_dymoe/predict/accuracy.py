@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.predict.base import Candidate, Predictor, SideStreamPredictor
+from vllm_dymoe.residency.routing import Routing
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.predict.base import Candidate
+from vllm_dymoe.residency.routing import Routing
 
 
 class AllExperts:

@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.predict.side_stream import SideStream
+from vllm_dymoe.residency.routing import Routing
 
 
 class Candidate(NamedTuple):

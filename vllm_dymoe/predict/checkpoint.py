@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.predict.folded import FoldedMLP
+from vllm_dymoe.residency.identity import ModelIdentity
 
 PREDICTOR_FORMAT = 1
 _KIND = "vllm-dymoe predictor"

@@ -25,7 +25,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.residency.identity import ModelIdentity
 
 _CERTAINTY = 6.0  # logits between an expert that affinity is sure of and one that it rules out
 PAPER_WIDTHS = (2048, 1024, 512, 256, 128, 64)

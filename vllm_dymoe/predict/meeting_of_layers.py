@@ -20,12 +20,12 @@ from functools import partial
 
 import torch
 
-from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict.base import Candidate, SideStreamPredictor
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.ranking import rank_by_frequency
 from vllm_dymoe.predict.side_stream import Answer, Inline, SideStream
 from vllm_dymoe.predict.tuner import Heop
+from vllm_dymoe.residency.routing import Phase, Routing
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ No server can have it. It is the bound that the other predictors are measured ag
 
 from collections.abc import Sequence
 
-from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.predict.base import Candidate
+from vllm_dymoe.residency.routing import Routing
 
 
 class Oracle:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict.base import Candidate
+from vllm_dymoe.residency.routing import Phase, Routing
 
 
 class Popularity:

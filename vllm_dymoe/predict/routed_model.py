@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.predict.gate import Gate
+from vllm_dymoe.residency.identity import ModelIdentity
 
 _CPU = torch.device("cpu")
 

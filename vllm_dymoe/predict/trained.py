@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vllm_dymoe.experts.routing import Phase, Routing
 from vllm_dymoe.predict.base import Candidate, SideStreamPredictor
 from vllm_dymoe.predict.checkpoint import PredictorError, load_predictor
 from vllm_dymoe.predict.folded import FoldedMLP
 from vllm_dymoe.predict.ranking import rank_by_frequency
 from vllm_dymoe.predict.routed_model import RoutedModel
 from vllm_dymoe.predict.side_stream import Answer, Inline, SideStream, make_side_stream
+from vllm_dymoe.residency.routing import Phase, Routing
 
 
 class TrainedPredictor(SideStreamPredictor):

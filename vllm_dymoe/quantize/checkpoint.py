@@ -16,13 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.quantize.model_config import INTERMEDIATE, NUM_EXPERTS, TOP_K, ModelConfig
 from vllm_dymoe.quantize.prequantized import Held, Matrix
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.readers.compatibility import format_fields
 from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, read_tensors
+from vllm_dymoe.residency.layout import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.store.header import TensorPlace
 
 _HIDDEN = ("moe_latent_size", "hidden_size")

@@ -6,7 +6,6 @@ Whole experts are the pieces of work, because what a down projection reads follo
 import contextlib
 from collections.abc import Callable, Iterator
 
-from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
@@ -14,6 +13,7 @@ from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.journal import Journal
 from vllm_dymoe.quantize.packer import pack_projection
 from vllm_dymoe.quantize.side_by_side import SideBySide
+from vllm_dymoe.residency.layout import ModelExperts, Projection
 from vllm_dymoe.store import ErrorRecord
 from vllm_dymoe.store.writer import StoreWriter
 

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vllm_dymoe.experts.decode_ahead import Copies
-from vllm_dymoe.experts.decode_table import DecodeTable
 from vllm_dymoe.predict.on_device import OnDevice
+from vllm_dymoe.residency.decode_ahead import Copies
+from vllm_dymoe.residency.decode_table import DecodeTable
 
 
 class Branch(Protocol):
@@ -61,7 +61,7 @@ class CudaBranch:
 
 
 class AheadKernel(Protocol):
-    """Names and fetches; see :mod:`~vllm_dymoe.experts.decode_ahead`."""
+    """Names and fetches; see :mod:`~vllm_dymoe.residency.decode_ahead`."""
 
     def name_ahead(
         self, table: DecodeTable, layer: int, ids: Tensor, scores: Tensor, rows: Tensor, copies: Copies

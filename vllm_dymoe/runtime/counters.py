@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.tier import Tier
 
 
 @dataclass

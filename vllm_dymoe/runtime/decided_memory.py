@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_dymoe.experts.decode_rule import PROJECTIONS
-from vllm_dymoe.experts.decode_table import Counter, DecodeTable
-from vllm_dymoe.experts.layout import BlobKey, ExpertFormat
-from vllm_dymoe.experts.residency import HIGH, HIT, LOW, NOWHERE, STREAM
-from vllm_dymoe.experts.slots import Slot, SlotPool
-from vllm_dymoe.experts.table import CODES, ResidencyTable
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.decode_rule import PROJECTIONS
+from vllm_dymoe.residency.decode_table import Counter, DecodeTable
+from vllm_dymoe.residency.layout import BlobKey, ExpertFormat
+from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, STREAM
+from vllm_dymoe.residency.slots import Slot, SlotPool
+from vllm_dymoe.residency.table import CODES, ResidencyTable
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.runtime.device_memory import DeviceMemory

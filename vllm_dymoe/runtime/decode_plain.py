@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vllm_dymoe.experts.decision import Decision
-from vllm_dymoe.experts.decode_ahead import Copies, name_ahead_plain
-from vllm_dymoe.experts.decode_rule import decide_plain
-from vllm_dymoe.experts.decode_table import DecodeTable
-from vllm_dymoe.experts.layout import ExpertFormat
 from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork, MatrixFormat, combine
+from vllm_dymoe.residency.decision import Decision
+from vllm_dymoe.residency.decode_ahead import Copies, name_ahead_plain
+from vllm_dymoe.residency.decode_rule import decide_plain
+from vllm_dymoe.residency.decode_table import DecodeTable
+from vllm_dymoe.residency.layout import ExpertFormat
 
 
 class PlainDecode:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_dymoe.experts.layout import EVERY_PROJECTION, BlobKey
-from vllm_dymoe.experts.slots import Slot
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.layout import EVERY_PROJECTION, BlobKey
+from vllm_dymoe.residency.slots import Slot
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.transfer import Reason, TransferEngine
 from vllm_dymoe.transfer.ticket import Ticket

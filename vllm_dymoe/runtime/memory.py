@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.experts.budget import BudgetTracker
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, PackedExpert
-from vllm_dymoe.experts.residency import HIGH
-from vllm_dymoe.experts.slots import Slot, SlotPool
-from vllm_dymoe.experts.table import ResidencyTable
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.budget import BudgetTracker
+from vllm_dymoe.residency.layout import ExpertFormat, ModelExperts, PackedExpert
+from vllm_dymoe.residency.rule import HIGH
+from vllm_dymoe.residency.slots import Slot, SlotPool
+from vllm_dymoe.residency.table import ResidencyTable
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.device_memory import DeviceMemory
 from vllm_dymoe.runtime.sizing import SlotPlan
 

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.experts.hotness import Hotness, Swap, hottest, swaps
-from vllm_dymoe.experts.residency import HIGH
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.observe.timeline import Lane
+from vllm_dymoe.residency.hotness import Hotness, Swap, hottest, swaps
+from vllm_dymoe.residency.rule import HIGH
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.planned_memory import DecodeCounts

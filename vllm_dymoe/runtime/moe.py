@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
-from vllm_dymoe.experts.budget import BudgetTracker
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
 from vllm_dymoe.observe.timeline import CudaClock, HostClock, Timeline
 from vllm_dymoe.predict import Measured, Predictor
 from vllm_dymoe.predict.on_device import on_device
+from vllm_dymoe.residency.budget import BudgetTracker
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.ahead import Branch, make_branch
 from vllm_dymoe.runtime.decided_memory import DecidedMemory
 from vllm_dymoe.runtime.decisions import DRAFTED, device_decides

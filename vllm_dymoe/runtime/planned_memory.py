@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_dymoe.experts.decode_table import DecodeTable
-from vllm_dymoe.experts.layout import ExpertFormat
-from vllm_dymoe.experts.residency import HIGH
-from vllm_dymoe.experts.slots import Slot, SlotPool
-from vllm_dymoe.experts.table import ResidencyTable
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.decode_table import DecodeTable
+from vllm_dymoe.residency.layout import ExpertFormat
+from vllm_dymoe.residency.rule import HIGH
+from vllm_dymoe.residency.slots import Slot, SlotPool
+from vllm_dymoe.residency.table import ResidencyTable
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.decided_memory import DecidedMemory
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.sizing import SlotPlan

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from vllm_dymoe.experts.routing import Phase
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import Candidate, Measured
+from vllm_dymoe.residency.routing import Phase
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.systems import System

@@ -14,14 +14,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from vllm_dymoe.experts.residency import HIT
-from vllm_dymoe.experts.routing import Phase, Routing
-from vllm_dymoe.experts.slots import Slot
-from vllm_dymoe.experts.table import CODES
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, ExpertKernel, LayerWork, combine
 from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.predict import Measured, PredictionStats
+from vllm_dymoe.residency.routing import Phase, Routing
+from vllm_dymoe.residency.rule import HIT
+from vllm_dymoe.residency.slots import Slot
+from vllm_dymoe.residency.table import CODES
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.decided_memory import DecidedMemory
 from vllm_dymoe.runtime.decode_path import DecodePath

@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
-from vllm_dymoe.experts.hotness import share_out
-from vllm_dymoe.experts.layout import ModelExperts
-from vllm_dymoe.experts.table import layer_shares
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
+from vllm_dymoe.residency.hotness import share_out
+from vllm_dymoe.residency.layout import ModelExperts
+from vllm_dymoe.residency.table import layer_shares
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.base import FEWEST_STAGING, Migrating
 

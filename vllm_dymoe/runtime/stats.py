@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import PredictionStats
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.migration import OUTCOMES, MigrationStats
 from vllm_dymoe.runtime.serving import Serving
 from vllm_dymoe.transfer import Reason

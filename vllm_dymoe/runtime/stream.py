@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_dymoe.experts.residency import HIT, STREAM
-from vllm_dymoe.experts.slots import Slot
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import LayerWork
 from vllm_dymoe.kernels.base import Receive
 from vllm_dymoe.observe.timeline import Lane, Timeline
+from vllm_dymoe.residency.rule import HIT, STREAM
+from vllm_dymoe.residency.slots import Slot
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import torch
 
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts
 from vllm_dymoe.kernels.codebook import CODEBOOKS
+from vllm_dymoe.residency.layout import ExpertFormat, ModelExperts
 from vllm_dymoe.store.base import StoreError
 
 MANIFEST = "dymoe_experts.json"

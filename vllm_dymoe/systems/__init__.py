@@ -3,7 +3,7 @@
 from pydantic import ValidationError
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.base import System, SystemOptionError
 from vllm_dymoe.systems.duoserve import DuoServe
 from vllm_dymoe.systems.dymoe import Dymoe

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from vllm_dymoe.config import ExpertBudget
-from vllm_dymoe.experts.hotness import Rule
-from vllm_dymoe.experts.layout import EVERY_PROJECTION, ModelExperts
-from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.predict import Predictor, RoutedModel
+from vllm_dymoe.residency.hotness import Rule
+from vllm_dymoe.residency.layout import EVERY_PROJECTION, ModelExperts
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.pace import Pace, Unpaced
 
 # Two slots keep a link busy within a layer: one is computed while the other fills. From a layer's last transfer to the

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.systems.importance import gate_importance, most_important, step_importance
 from vllm_dymoe.systems.schedule import Schedule

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from vllm_dymoe.experts.hotness import Rule
-from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.hotness import Rule
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.base import Migrating, System
 
 

@@ -4,10 +4,10 @@ from typing import ClassVar
 
 from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 
-from vllm_dymoe.experts.layout import EVERY_PROJECTION
 from vllm_dymoe.predict import Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.predict.side_stream import make_side_stream
+from vllm_dymoe.residency.layout import EVERY_PROJECTION
 from vllm_dymoe.systems.base import System
 from vllm_dymoe.systems.pace import Pace, PaidPace
 

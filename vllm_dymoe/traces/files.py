@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from vllm_dymoe.experts.identity import ModelIdentity
+from vllm_dymoe.residency.identity import ModelIdentity
 
 TRACE_FORMAT = 1
 INCOMPLETE = ".incomplete"

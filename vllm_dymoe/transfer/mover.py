@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 
-from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.observe.timeline import Lane, Timeline
+from vllm_dymoe.residency.layout import Projection
 from vllm_dymoe.transfer.delivery import Delivery, Streams
 from vllm_dymoe.transfer.queue import TicketQueue
 from vllm_dymoe.transfer.ticket import ALL, Piece, Reason, Ticket

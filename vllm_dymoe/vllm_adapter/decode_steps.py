@@ -9,9 +9,9 @@ filled with them.
 import torch
 from torch import Tensor
 
-from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.observe.timeline import Lane
+from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.vllm_adapter.observers import Observation, Observer

@@ -23,10 +23,10 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.experts.layout import Projection
 from vllm_dymoe.quantize.packer import Given
 from vllm_dymoe.quantize.prequantized import Held
 from vllm_dymoe.quantize.readers import Reader
+from vllm_dymoe.residency.layout import Projection
 
 PutWeight = Callable[[int, Projection, Given], None]
 """(local expert, projection, weight of this rank)."""

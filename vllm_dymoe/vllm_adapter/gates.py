@@ -18,10 +18,10 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.predict import Gate, Predictor, PredictorError, RoutedModel
 from vllm_dymoe.predict.checkpoint import PredictorCard, read_card
 from vllm_dymoe.predict.trained import TrainedPredictor
+from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.observers import Observation, Observer
 from vllm_dymoe.vllm_adapter.report import logger

@@ -9,12 +9,12 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.layout import ModelExperts, Projection
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict import RoutedModel
 from vllm_dymoe.quantize.packer import Given
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.compatibility import describe
+from vllm_dymoe.residency.layout import ModelExperts, Projection
 from vllm_dymoe.runtime import MoERuntime, minimum_budget
 from vllm_dymoe.runtime.decisions import DRAFTED, without_device
 from vllm_dymoe.runtime.sizing import workspace_bytes

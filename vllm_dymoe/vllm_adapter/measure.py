@@ -21,8 +21,8 @@ from vllm_dymoe.bench.prompts import random_tokens, windows
 from vllm_dymoe.bench.rows import append_row
 from vllm_dymoe.bench.summary import Answers, peak_bytes, summarise
 from vllm_dymoe.bench.systems import make_known
-from vllm_dymoe.experts.routing import Routing
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.moe import MoERuntime
 
 Request = tuple[list[int], int]

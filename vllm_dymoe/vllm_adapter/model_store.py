@@ -14,12 +14,12 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.packer import ExpertPacker, Given
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.compatibility import format_fields, quantizer_name
+from vllm_dymoe.residency.layout import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.store import HostStore, StoreError
 from vllm_dymoe.vllm_adapter.report import logger
 from vllm_dymoe.vllm_adapter.store import LayerSpec, RankStore

@@ -15,9 +15,9 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.quantize.recording import CalibrationError, PartWriter
+from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.traces import TraceError, TraceHeader
 from vllm_dymoe.traces.recorder import Recorder, Span

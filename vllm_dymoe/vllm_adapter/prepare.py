@@ -10,11 +10,11 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.experts.layout import ExpertFormat, ModelExperts, stored_formats
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict.checkpoint import PredictorError, read_card
 from vllm_dymoe.quantize.readers.compatibility import format_fields
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.layout import ExpertFormat, ModelExperts, stored_formats
 from vllm_dymoe.runtime.decisions import DRAFTED, device_decides, without_device
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.store import StoreError

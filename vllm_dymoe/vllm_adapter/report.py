@@ -7,7 +7,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.runtime.sizing import tier_bits

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.experts.routing import Routing
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.predict import RoutedModel
+from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter.decode_steps import DecodeSteps

@@ -22,7 +22,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 
-from vllm_dymoe.experts.routing import Phase, PromptTokens, Routing
+from vllm_dymoe.residency.routing import Phase, PromptTokens, Routing
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.importance import attention_mass, mark_heavy_hitters
 from vllm_dymoe.vllm_adapter.chunks import Chunks, Reading, load_of

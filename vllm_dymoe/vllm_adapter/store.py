@@ -13,10 +13,10 @@ from tqdm import tqdm
 from vllm.config import VllmConfig
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.layout import ModelExperts
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.layout import ModelExperts
 from vllm_dymoe.store import (
     MANIFEST,
     STORE_VERSION,

@@ -10,7 +10,7 @@ from torch import Tensor
 from parts.decided import DecidedSteps, runtime_of
 from parts.launches import fixed_launch
 from parts.stack import DEVICE, DTYPE, Model, Stack, normalized, pinned_store, same_bits
-from vllm_dymoe.experts.routing import Routing
+from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from parts.stack import DEVICE
-from vllm_dymoe.experts.layout import ExpertFormat
 from vllm_dymoe.kernels import Activation, ExpertWork
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.quantize.dummy import fill_randomly
+from vllm_dymoe.residency.layout import ExpertFormat
 
 
 def fixed_launch(formats: list[ExpertFormat], x: Tensor, out: Tensor, ids: Tensor) -> tuple[Callable[[], None], ...]:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.layout import BlobKey, ExpertFormat, ModelExperts
-from vllm_dymoe.experts.routing import Phase, Routing
-from vllm_dymoe.experts.tier import Tier
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.predict import Gate, RoutedModel
 from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.residency.layout import BlobKey, ExpertFormat, ModelExperts
+from vllm_dymoe.residency.routing import Phase, Routing
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import FileStore, HostStore, Manifest, MemoryStore
 from vllm_dymoe.store.page_lock import CudaPageLock

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.experts.layout import nests
 from vllm_dymoe.quantize.readers.base import GROUP_SIZES, Reader
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.layout import nests
 from vllm_dymoe.store.manifest import read_codes
 
 

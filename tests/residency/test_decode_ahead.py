@@ -17,10 +17,10 @@ from tests.support.decode_steps import (
     random_step,
     rows,
 )
-from vllm_dymoe.experts.decision import KEPT, PASSED, STAYED
-from vllm_dymoe.experts.decode_ahead import Copies, name_ahead_plain
-from vllm_dymoe.experts.decode_table import Counter
-from vllm_dymoe.experts.residency import HIGH, LOW
+from vllm_dymoe.residency.decision import KEPT, PASSED, STAYED
+from vllm_dymoe.residency.decode_ahead import Copies, name_ahead_plain
+from vllm_dymoe.residency.decode_table import Counter
+from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.systems.dymoe import Dymoe
 
 EXACT = Dymoe(retention=1)

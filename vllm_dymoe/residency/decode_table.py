@@ -4,7 +4,7 @@ A layer's step is decided by one program on the device, or by its plain twin on 
 shares, tiers, retention and pools are values here, so that a graph stays when they change between two steps.
 
 Each layer has a range of slots of its own in each tier's pool: a free slot is the lowest of the range that no row
-names, and no list has to be kept. Tiers are written as in ``residency``: NOWHERE, LOW and HIGH index what has size 3.
+names, and no list has to be kept. Tiers are written as in ``rule``: NOWHERE, LOW and HIGH index what has size 3.
 
 Where the low version lies inside the high one the pool of LOW has bases and that of HIGH fine slices; what is said of a
 version's address, slot, source and offsets is then said of that slice.
@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.experts.layout import ExpertFormat
-from vllm_dymoe.experts.residency import HIGH, LOW, NOWHERE
-from vllm_dymoe.experts.table import ResidencyTable
+from vllm_dymoe.residency.layout import ExpertFormat
+from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE
+from vllm_dymoe.residency.table import ResidencyTable
 
 
 class Counter(IntEnum):

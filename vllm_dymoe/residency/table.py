@@ -6,8 +6,8 @@ from heapq import heapify, heappop, heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_dymoe.experts.residency import HIGH, LOW, NOWHERE, coldest, decide, decide_slices, record_uses
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE, coldest, decide, decide_slices, record_uses
+from vllm_dymoe.residency.tier import Tier
 
 CODES = {Tier.SKIP: NOWHERE, Tier.LO: LOW, Tier.HI: HIGH}
 """How the table writes a tier."""
@@ -65,7 +65,7 @@ class ResidencyTable:
         """Count what a layer's step uses, and decide what it keeps.
 
         Returns:
-            int64 [n], see :func:`~.residency.decide`; if nested int64 [2, n], see :func:`~.residency.decide_slices`.
+            int64 [n], see :func:`~.rule.decide`; if nested int64 [2, n], see :func:`~.rule.decide_slices`.
         """
         self.steps[layer] += 1
         heat, used_at = self.heat[layer], self.used_at[layer]

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_dymoe.experts.residency import AGING, HIGH, STREAM, USE, coldest, decide, record_uses
+from vllm_dymoe.residency.rule import AGING, HIGH, STREAM, USE, coldest, decide, record_uses
 
 EXPERTS = 8
 steps = st.lists(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS), min_size=1, max_size=60)

@@ -19,12 +19,12 @@ from tests.support.decode_steps import (
     make_table,
     random_step,
 )
-from vllm_dymoe.experts.decision import KEPT, PASSED, STAYED
-from vllm_dymoe.experts.decode_table import Counter
-from vllm_dymoe.experts.residency import FREE, HIGH, HIT, LOW, NOWHERE, STREAM
-from vllm_dymoe.experts.routing import Phase, Routing, group_by_expert
-from vllm_dymoe.experts.table import CODES, ResidencyTable
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.decision import KEPT, PASSED, STAYED
+from vllm_dymoe.residency.decode_table import Counter
+from vllm_dymoe.residency.routing import Phase, Routing, group_by_expert
+from vllm_dymoe.residency.rule import FREE, HIGH, HIT, LOW, NOWHERE, STREAM
+from vllm_dymoe.residency.table import CODES, ResidencyTable
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.dymoe import Dymoe
 
 

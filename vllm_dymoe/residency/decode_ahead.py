@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.experts.decode_rule import PROJECTIONS, bytes_ahead, choose_tiers, slot_address, sum_weights
-from vllm_dymoe.experts.decode_table import Counter, DecodeTable
-from vllm_dymoe.experts.residency import HIGH, LOW
 from vllm_dymoe.kernels.decode import scratch_size
+from vllm_dymoe.residency.decode_rule import PROJECTIONS, bytes_ahead, choose_tiers, slot_address, sum_weights
+from vllm_dymoe.residency.decode_table import Counter, DecodeTable
+from vllm_dymoe.residency.rule import HIGH, LOW
 
 MOST_AHEAD = 8
 """Experts that are fetched ahead for a layer at most."""

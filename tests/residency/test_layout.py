@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vllm_dymoe.experts.layout import ExpertFormat, stored_formats
 from vllm_dymoe.kernels.codebook import MXFP4
+from vllm_dymoe.residency.layout import ExpertFormat, stored_formats
 
 
 @pytest.mark.parametrize("flag", ["bias", "integer_zeros", "act_order"])

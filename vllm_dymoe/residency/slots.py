@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.experts.layout import ExpertFormat, PackedExpert
 from vllm_dymoe.host_memory import drop_pages, map_bytes
+from vllm_dymoe.residency.layout import ExpertFormat, PackedExpert
 
 
 @dataclass(eq=False)

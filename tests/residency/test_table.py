@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_dymoe.experts.layout import ExpertFormat
-from vllm_dymoe.experts.residency import FREE, HIGH, HIT, LOW, STREAM
-from vllm_dymoe.experts.slots import SlotPool
-from vllm_dymoe.experts.table import CODES, ResidencyTable, layer_shares
-from vllm_dymoe.experts.tier import Tier
+from vllm_dymoe.residency.layout import ExpertFormat
+from vllm_dymoe.residency.rule import FREE, HIGH, HIT, LOW, STREAM
+from vllm_dymoe.residency.slots import SlotPool
+from vllm_dymoe.residency.table import CODES, ResidencyTable, layer_shares
+from vllm_dymoe.residency.tier import Tier
 
 CPU = torch.device("cpu")
 FORMAT = ExpertFormat(64, 64, 4, 32, torch.bfloat16)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from vllm_dymoe.experts.hotness import Hotness, Rule, even_shares, hottest, share_out, swaps
+from vllm_dymoe.residency.hotness import Hotness, Rule, even_shares, hottest, share_out, swaps
 
 LAYERS, EXPERTS = 2, 8
 counts = arrays(np.int64, (LAYERS, EXPERTS), elements=st.integers(0, 1000))

@@ -1,6 +1,6 @@
 """A layer's step decided at once, with NumPy: the plain twin of ``kernels/triton/decide.py``, bit for bit.
 
-What is kept is ``residency``'s rule and nothing else. Around it are the choice of tiers (DyMoE 4.2 and 4.3), the slots,
+What is kept is the rule and nothing else. Around it are the choice of tiers (DyMoE 4.2 and 4.3), the slots,
 and the work list.
 """
 
@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.experts.decision import KEPT, PASSED, STAYED, Decision
-from vllm_dymoe.experts.decode_table import Counter, DecodeTable
-from vllm_dymoe.experts.residency import FREE, HIGH, HIT, LOW, NOWHERE, STREAM, decide, decide_slices, record_uses
 from vllm_dymoe.kernels.decode import POSITIONS_AT_ONCE, WEIGHT_UNIT
+from vllm_dymoe.residency.decision import KEPT, PASSED, STAYED, Decision
+from vllm_dymoe.residency.decode_table import Counter, DecodeTable
+from vllm_dymoe.residency.rule import FREE, HIGH, HIT, LOW, NOWHERE, STREAM, decide, decide_slices, record_uses
 
 PROJECTIONS = 3
 Ints = NDArray[np.int64]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_dymoe.experts.budget import BudgetError, BudgetTracker
+from vllm_dymoe.residency.budget import BudgetError, BudgetTracker
 
 
 def test_reserving_too_much_is_refused_and_changes_nothing():

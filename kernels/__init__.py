@@ -9,27 +9,20 @@ from typing import Any
 import torch
 
 from vllm_dymoe.kernels.activation import Activation, Curve
-from vllm_dymoe.kernels.base import ExpertKernel, ExpertWork, Group, Groups, LayerWork
-from vllm_dymoe.kernels.codebook import Codebook
+from vllm_dymoe.kernels.base import ExpertKernel, ExpertWork, LayerWork
 from vllm_dymoe.kernels.combine import combine
 from vllm_dymoe.kernels.cpu import CpuKernel
-from vllm_dymoe.kernels.packed import MatrixFormat, PackedMatrix, dequantize, pack, pack_floats, pack_nested, unpack
+from vllm_dymoe.kernels.pack import dequantize, pack, pack_floats, pack_nested, unpack
 from vllm_dymoe.kernels.reference import expert_reference
-from vllm_dymoe.kernels.torch_ops import TorchKernel
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 __all__ = [
     "Activation",
-    "Codebook",
     "CpuKernel",
     "Curve",
     "ExpertKernel",
     "ExpertWork",
-    "Group",
-    "Groups",
     "LayerWork",
-    "MatrixFormat",
-    "PackedMatrix",
-    "TorchKernel",
     "combine",
     "dequantize",
     "expert_reference",
@@ -54,15 +47,15 @@ def make_kernel(
         formats: those that work may have, for a kernel that is compiled for them; none if they are not known.
 
     Raises:
-        ValueError: a smaller workspace.
+        ValueError: a smaller workspace, or a device that is neither a CPU nor a CUDA device.
     """
     options: dict[str, Any] = {} if workspace_bytes is None else {"workspace_bytes": workspace_bytes}
     device = torch.device(device)
     if device.type == "cpu":
         return CpuKernel(**options)
-    if device.type == "cuda":
-        # Here and not above: importing triton takes a second, and nobody without a GPU needs it.
-        from vllm_dymoe.kernels.triton import TritonKernel
+    if device.type != "cuda":
+        raise ValueError(f"device is {device}, expected a CPU or a CUDA device")
+    # Importing triton takes a second, which only a GPU needs.
+    from vllm_dymoe.kernels.triton import TritonKernel
 
-        return TritonKernel(device, formats=formats, **options)
-    return TorchKernel(device, **options)
+    return TritonKernel(device, formats=formats, **options)

@@ -1,14 +1,15 @@
 """What a layer's step asks of a kernel, and what every kernel promises."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.checks import check_tensor
-from vllm_dymoe.kernels.packed import BLOCK_ROWS, DTYPES, MatrixFormat, PackedMatrix
+from vllm_dymoe.residency.checks import check_tensor
+from vllm_dymoe.residency.matrix import BLOCK_ROWS, DTYPES, MatrixFormat, PackedMatrix
+from vllm_dymoe.residency.routing import Groups
 
 Linear = Callable[[Tensor, PackedMatrix], Tensor]
 """(x [n, columns], packed) -> x @ weight.T + bias [n, rows], a new tensor."""
@@ -44,24 +45,6 @@ class ExpertWork(NamedTuple):
     down: PackedMatrix
     tokens: Tensor
     pairs: Tensor
-
-
-class Group(NamedTuple):
-    """One expert's share of a step, described on the host.
-
-    Attributes:
-        tokens: int64 [n], rows of the layer's input.
-        pairs: int64 [n], rows of the unweighted output, token * top_k + k.
-        size: n, at least 1.
-    """
-
-    tokens: Tensor
-    pairs: Tensor
-    size: int
-
-
-Groups = Mapping[int, Group]
-"""By expert."""
 
 
 class LayerWork(Protocol):

@@ -19,7 +19,6 @@ from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.base import (
     ExpertWork,
     ForwardedWork,
-    Groups,
     Linear,
     Receive,
     check_activations,
@@ -29,8 +28,9 @@ from vllm_dymoe.kernels.base import (
 )
 from vllm_dymoe.kernels.combine import compiled_operations
 from vllm_dymoe.kernels.int4 import Int4Linear, int4_available
-from vllm_dymoe.kernels.packed import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.tiled import TiledLinear
+from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
+from vllm_dymoe.residency.routing import Groups
 
 DEFAULT_WORKSPACE_BYTES = 1 << 20
 

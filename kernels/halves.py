@@ -21,8 +21,8 @@ from numba import carray, cfunc, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from vllm_dymoe.kernels.packed import PackedMatrix
 from vllm_dymoe.kernels.small import _as_written, _narrowed, _pointer, _widened
+from vllm_dymoe.residency.matrix import PackedMatrix
 
 _LANES, _VECTORS = 16, 4  # a block of 64 rows is four vectors of float32
 _UNROLLED = 4  # columns of a turn of the innermost loop

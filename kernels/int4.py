@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_dymoe.kernels.combine import compiled_operations
-from vllm_dymoe.kernels.packed import BLOCK_ROWS, PAIR_BYTES, MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.unfold import SCALE_FACTOR, add_lower_halves, unfold_groups
+from vllm_dymoe.residency.matrix import BLOCK_ROWS, PAIR_BYTES, MatrixFormat, PackedMatrix
 
 Linear = Callable[[Tensor, PackedMatrix], Tensor]
 _int4_linear = torch._weight_int4pack_mm_for_cpu

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.packed import PackedMatrix, dequantize
+from vllm_dymoe.kernels.pack import dequantize
+from vllm_dymoe.residency.matrix import PackedMatrix
 
 
 def expert_reference(

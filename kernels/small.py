@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation, Curve
 from vllm_dymoe.kernels.base import ExpertWork, Receive
-from vllm_dymoe.kernels.packed import MatrixFormat
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 # llvmlite answers every name with a function of its library, __dict__ too; vLLM 0.32 on a CPU asks each attribute of
 # each module for that, and would not start in a process that has loaded numba.

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_dymoe.kernels.codebook import E2M1_OF_E4M3
-from vllm_dymoe.kernels.packed import BLOCK_ROWS, PAIR_BYTES, MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.unfold import SCALE_FACTOR, unfold
+from vllm_dymoe.residency.code import E2M1_OF_E4M3
+from vllm_dymoe.residency.matrix import BLOCK_ROWS, PAIR_BYTES, MatrixFormat, PackedMatrix
 
 # Columns of a tile: enough for a matrix product at full speed, a multiple of
 # every group size, and a fixed number, so that the order of summation depends

@@ -9,7 +9,7 @@ half of a 4-bit code stands for 4c at the whole scale, and a lower half adds to 
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels.packed import PAIR_BYTES, PackedMatrix
+from vllm_dymoe.residency.matrix import PAIR_BYTES, PackedMatrix
 
 SCALE_FACTOR = 0.25
 """What the scales of an unfolded matrix are to be multiplied with."""

@@ -17,9 +17,10 @@ import torch
 import typer
 
 from vllm_dymoe.cli.app import app
-from vllm_dymoe.kernels import MatrixFormat, dequantize, pack, pack_nested
+from vllm_dymoe.kernels import dequantize, pack, pack_nested
 from vllm_dymoe.quantize.convert import Recipe
-from vllm_dymoe.residency.layout import BlobKey, ExpertFormat, ModelExperts, Projection, stored_formats
+from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts, Projection, stored_formats
+from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.store import STORE_VERSION, Manifest
 from vllm_dymoe.store.files import file_name
@@ -347,7 +348,7 @@ def test_the_formulas_of_places_hold_everywhere():
 
 
 def blob_format(bits):
-    return ExpertFormat(MODEL["hidden_size"], MODEL["moe_intermediate_size"], bits, 64, BFLOAT16)
+    return Format(MODEL["hidden_size"], MODEL["moe_intermediate_size"], bits, 64, BFLOAT16)
 
 
 def halves(bits, **values):

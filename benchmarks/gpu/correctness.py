@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from vllm_dymoe.kernels import Activation, ExpertWork, PackedMatrix, expert_reference, pack
+from vllm_dymoe.kernels import Activation, ExpertWork, expert_reference, pack
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
     ExpertShape,
@@ -16,6 +16,7 @@ from vllm_dymoe.kernels.triton import (
     decode_down,
     decode_gate_up,
 )
+from vllm_dymoe.residency.matrix import PackedMatrix
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BITS = (16, 8, 4, 2)

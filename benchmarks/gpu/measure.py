@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 from layers import GROUP, Layer, Machine
 
-from vllm_dymoe.kernels import ExpertWork, PackedMatrix
+from vllm_dymoe.kernels import ExpertWork
 from vllm_dymoe.kernels.triton import ExpertShape
+from vllm_dymoe.residency.matrix import PackedMatrix
 
 DTYPE = torch.bfloat16
 SIDE = 8192

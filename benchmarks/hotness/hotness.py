@@ -27,12 +27,12 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from readme import markdown, put  # noqa: E402
 from texts import DOMAINS, MODEL, pieces  # noqa: E402
 
-from vllm_dymoe.kernels.packed import dequantize  # noqa: E402
+from vllm_dymoe.kernels.pack import dequantize  # noqa: E402
 from vllm_dymoe.quantize import make_quantizer  # noqa: E402
 from vllm_dymoe.quantize.checkpoint import Checkpoint  # noqa: E402
 from vllm_dymoe.quantize.packer import ExpertPacker  # noqa: E402
+from vllm_dymoe.residency.format import BlobKey  # noqa: E402
 from vllm_dymoe.residency.hotness import Hotness, even_shares, hottest, share_out, swaps  # noqa: E402
-from vllm_dymoe.residency.layout import BlobKey  # noqa: E402
 from vllm_dymoe.residency.tier import Tier  # noqa: E402
 from vllm_dymoe.store import HostStore, Manifest  # noqa: E402
 from vllm_dymoe.store.writer import StoreWriter  # noqa: E402

@@ -17,12 +17,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from vllm_dymoe.kernels import MatrixFormat, dequantize
-from vllm_dymoe.kernels.codebook import MXFP4
+from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer, quantize_matrix
 from vllm_dymoe.quantize.base import Quantizer
 from vllm_dymoe.quantize.floats import FloatMatrix, blocks
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
+from vllm_dymoe.residency.code import MXFP4
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 RESULTS = Path(__file__).with_name("results.json")

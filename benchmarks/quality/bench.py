@@ -25,14 +25,14 @@ from vllm import LLM, SamplingParams
 
 import vllm_dymoe
 from vllm_dymoe.config import Options
-from vllm_dymoe.kernels import MatrixFormat
 from vllm_dymoe.quantize import Quantizer, make_quantizer
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import LOW_WEIGHT, Gptq
 from vllm_dymoe.quantize.packer import ExpertPacker, pack_projection
-from vllm_dymoe.residency.layout import EVERY_PROJECTION, BlobKey, ModelExperts, Projection
+from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts, Projection
+from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter

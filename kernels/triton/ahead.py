@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_dymoe.kernels.checks import check_tensor
-from vllm_dymoe.kernels.decode import check_experts, experts_width, scratch_size
 from vllm_dymoe.kernels.triton.decide import (
     ELEMENTS_AT_ONCE,
     WARPS,
@@ -23,6 +21,8 @@ from vllm_dymoe.kernels.triton.decide import (
     tiers_of,
 )
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
+from vllm_dymoe.residency.checks import check_tensor
+from vllm_dymoe.residency.constants import check_experts, experts_width, scratch_size
 
 # Of one expert. Each has 8 KiB on its way, and a PCIe link of 50 GB/s with 2 us of latency needs 100 KB.
 _PROGRAMS = 16

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_dymoe.kernels.checks import check_tensor
-from vllm_dymoe.kernels.decode import AGING, POSITIONS_AT_ONCE, USE, WEIGHT_UNIT, check_experts, experts_width
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
+from vllm_dymoe.residency.checks import check_tensor
+from vllm_dymoe.residency.constants import AGING, POSITIONS_AT_ONCE, USE, WEIGHT_UNIT, check_experts, experts_width
 
 # Of a chunk of pairs times experts: 16 for each thread, and twice as many registers where they are int64.
 ELEMENTS_AT_ONCE = 2048

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import ExpertWork, Groups, Packed, Receive, check_formats, check_tokens
-from vllm_dymoe.kernels.checks import check_tensor
-from vllm_dymoe.kernels.packed import DTYPES, GROUP_SIZES, MatrixFormat
+from vllm_dymoe.kernels.base import ExpertWork, Packed, Receive, check_formats, check_tokens
 from vllm_dymoe.kernels.triton.description import DECODE, Description, Plan, plan
 from vllm_dymoe.kernels.triton.launch import (
     DOWN,
@@ -25,6 +23,9 @@ from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_tog
 from vllm_dymoe.kernels.triton.step import DecodeStep
 from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
+from vllm_dymoe.residency.checks import check_tensor
+from vllm_dymoe.residency.matrix import DTYPES, GROUP_SIZES, MatrixFormat
+from vllm_dymoe.residency.routing import Groups
 
 DEFAULT_WORKSPACE_BYTES = 32 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10

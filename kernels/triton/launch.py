@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.checks import check_tensor
 from vllm_dymoe.kernels.triton.activation import constants
 from vllm_dymoe.kernels.triton.decode import down_kernel, gate_up_kernel
 from vllm_dymoe.kernels.triton.grouped import grouped_gate_up_kernel, grouped_linear_kernel
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.kernels.triton.table import ExpertTable, WorkList
 from vllm_dymoe.kernels.triton.tiles import DecodeTile, GroupedTile
+from vllm_dymoe.residency.checks import check_tensor
 
 
 @dataclass(frozen=True, eq=False)

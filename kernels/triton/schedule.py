@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels.checks import check_tensor
 from vllm_dymoe.kernels.triton.table import WorkList
+from vllm_dymoe.residency.checks import check_tensor
 
 
 def schedule(expert_ids: Tensor, num_experts: int, step: int) -> WorkList:

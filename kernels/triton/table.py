@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels.checks import check_tensor
-from vllm_dymoe.kernels.codebook import CODEBOOKS
-from vllm_dymoe.kernels.packed import BIT_WIDTHS, DTYPES, GROUP_SIZES, MatrixFormat
+from vllm_dymoe.residency.checks import check_tensor
+from vllm_dymoe.residency.code import CODEBOOKS
+from vllm_dymoe.residency.matrix import BIT_WIDTHS, DTYPES, GROUP_SIZES, MatrixFormat
 
 ADDRESS_ALIGNMENT = 16
 BOOKS = {book.tag: book for book in CODEBOOKS.values()}

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from vllm_dymoe.cli import app
-from vllm_dymoe.residency.layout import Projection
+from vllm_dymoe.residency.format import Projection
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 96, 80, 4, 2
 MOE_LAYERS = (1, 2)  # layer 0 is dense

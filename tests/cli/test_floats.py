@@ -10,7 +10,7 @@ from tests.cli.checkpoints import MOE_LAYERS, command, make_model, refused
 from tests.cli.test_quantized import name_of
 from tests.quantize.readers import float_packing
 from vllm_dymoe.kernels import dequantize, unpack
-from vllm_dymoe.residency.layout import BlobKey, Projection
+from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import FileStore
 
 

@@ -15,7 +15,7 @@ from vllm_dymoe.quantize.base import pack_bias
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.gptq import Gptq
-from vllm_dymoe.residency.layout import BlobKey, Projection
+from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import FileStore
 
 RARE = 1

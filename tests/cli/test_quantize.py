@@ -19,7 +19,7 @@ from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer, quantize_matrix, tensors
 from vllm_dymoe.quantize.base import pack_bias
 from vllm_dymoe.quantize.tensors import read_tensors
-from vllm_dymoe.residency.layout import BlobKey, Projection
+from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import MANIFEST, FileStore, writer
 
 

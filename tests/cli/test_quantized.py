@@ -10,7 +10,7 @@ from tests.cli.checkpoints import MOE_LAYERS, NAMES, command, make_model, refuse
 from tests.quantize.readers import packing
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.tensors import read_tensors
-from vllm_dymoe.residency.layout import BlobKey, Projection
+from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import FileStore
 
 CONFIGS = {

@@ -9,7 +9,7 @@ from vllm_dymoe import calibrate
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.recording import CalibrationError
-from vllm_dymoe.residency.layout import Projection
+from vllm_dymoe.residency.format import Projection
 from vllm_dymoe.vllm_adapter import offline as calibrating
 
 pytestmark = pytest.mark.engine

@@ -10,7 +10,7 @@ from tests.e2e.quantized import dequantize_checkpoint, write_floats
 from tests.e2e.test_models import TOKENS, prompts, serve
 from tests.e2e.test_quantized import place
 from vllm_dymoe.kernels import dequantize, unpack
-from vllm_dymoe.residency.layout import BlobKey, Projection
+from vllm_dymoe.residency.format import BlobKey, Projection
 
 pytestmark = pytest.mark.engine
 

@@ -18,7 +18,7 @@ from tests.e2e.test_models import TOKENS, prompts, serve
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import Recipe, convert
-from vllm_dymoe.residency.layout import BlobKey
+from vllm_dymoe.residency.format import BlobKey
 
 pytestmark = pytest.mark.engine
 

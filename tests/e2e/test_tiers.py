@@ -6,7 +6,7 @@ from pydantic import PrivateAttr
 
 from tests.e2e.engines import answer, engine, prompts, runtime_of
 from tests.support.computed import watch_computed
-from vllm_dymoe.residency.layout import BlobKey
+from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.exact import Exact
 

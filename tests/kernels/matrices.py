@@ -4,18 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_dymoe.kernels import (
-    Activation,
-    Curve,
-    ExpertWork,
-    MatrixFormat,
-    PackedMatrix,
-    pack,
-    pack_floats,
-    pack_nested,
-    unpack,
-)
-from vllm_dymoe.kernels.codebook import MXFP4, Codebook
+from vllm_dymoe.kernels import Activation, Curve, ExpertWork, pack, pack_floats, pack_nested, unpack
+from vllm_dymoe.residency.code import MXFP4, Codebook
+from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 
 ACTIVATIONS = (
     Activation.SILU,

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.matrices import random_expert, random_packed
-from vllm_dymoe.kernels import Activation, CpuKernel, MatrixFormat, dequantize, expert_reference, pack_floats, unpack
-from vllm_dymoe.kernels.codebook import CODEBOOKS, FP8, MXFP4, NVFP4
+from vllm_dymoe.kernels import Activation, CpuKernel, dequantize, expert_reference, pack_floats, unpack
 from vllm_dymoe.kernels.int4 import Int4Linear
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
+from vllm_dymoe.residency.code import CODEBOOKS, FP8, MXFP4, NVFP4
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # OCP Microscaling Formats 1.0, table 5
 BOOKS = list(CODEBOOKS.values())

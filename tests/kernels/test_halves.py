@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.kernels.matrices import in_one_section, random_packed
-from vllm_dymoe.kernels import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels import int4 as int4_module
 from vllm_dymoe.kernels.int4 import Int4Linear, int4_available
+from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 
 # Numba alone is not imported here: vLLM would start no engine beside it (kernels/small.py says why).
 pytestmark = [

@@ -7,19 +7,11 @@ from hypothesis import strategies as st
 
 from tests.kernels.matrices import ACTIVATIONS, KINDS, Expert, in_one_section, random_expert
 from tests.operations import Operations
-from vllm_dymoe.kernels import (
-    Activation,
-    CpuKernel,
-    ExpertWork,
-    MatrixFormat,
-    TorchKernel,
-    combine,
-    expert_reference,
-    make_kernel,
-)
+from vllm_dymoe.kernels import Activation, CpuKernel, ExpertWork, combine, expert_reference, make_kernel
 from vllm_dymoe.kernels.combine import Pairs, combine_with_torch
 from vllm_dymoe.kernels.int4 import int4_available
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 # Two roundings of the inner activation, one of the result: 8 bits of mantissa in bf16, 11 in fp16.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -28,7 +20,6 @@ KERNELS = {
     "cpu-by-matrices": lambda: CpuKernel(small=False),
     "cpu-without-int4": lambda: CpuKernel(int4_tokens=0, small=False),
     "cpu-small-workspace": lambda: CpuKernel(workspace_bytes=MINIMUM_WORKSPACE_BYTES, small=False),
-    "torch": lambda: TorchKernel(torch.device("cpu"), workspace_bytes=1 << 20),
 }
 
 

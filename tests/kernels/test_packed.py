@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.matrices import random_packed
-from vllm_dymoe.kernels import MatrixFormat, dequantize, pack, pack_nested, unpack
+from vllm_dymoe.kernels import dequantize, pack, pack_nested, unpack
 from vllm_dymoe.kernels.int4 import int4_available
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 formats = st.builds(
     MatrixFormat,

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels.matrices import random_packed
-from vllm_dymoe.kernels import MatrixFormat, combine, dequantize
+from vllm_dymoe.kernels import combine, dequantize
 from vllm_dymoe.kernels.int4 import Int4Linear, int4_available
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 # One rounding of the result at 8 and at 11 bits of mantissa: the sums are float32.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}

@@ -17,8 +17,8 @@ from tests.kernels.sections import (
 )
 from tests.kernels.test_triton_decode import run
 from vllm_dymoe.kernels import Activation, dequantize
-from vllm_dymoe.kernels.codebook import CODEBOOKS, FP8, MXFP4, NVFP4
 from vllm_dymoe.kernels.triton import DOWN, DecodeTile, ExpertShape, GroupedTile, grouped_gate_up, grouped_linear
+from vllm_dymoe.residency.code import CODEBOOKS, FP8, MXFP4, NVFP4
 
 TAGS = [book.tag for book in CODEBOOKS.values()]
 kinds = st.lists(st.sampled_from([*TAGS, 2]), min_size=1, max_size=3)

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from tests.kernels.matrices import ACTIVATIONS, Expert, random_expert
 from tests.kernels.sections import DEVICE, TOLERANCE, relative_error, some_widths
-from vllm_dymoe.kernels import Activation, ExpertWork, PackedMatrix, expert_reference
+from vllm_dymoe.kernels import Activation, ExpertWork, expert_reference
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.kernel import MINIMUM_WORKSPACE_BYTES
+from vllm_dymoe.residency.matrix import PackedMatrix
 
 
 def on_device(packed):

@@ -14,7 +14,7 @@ from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.residency.layout import ModelExperts
+from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.runtime import moe
 from vllm_dymoe.runtime.decode_triton import TritonDecode
 from vllm_dymoe.systems.dymoe import Dymoe

@@ -10,7 +10,7 @@ from vllm_dymoe.kernels import Activation
 from vllm_dymoe.quantize import calibration as calibrating
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.recording import CalibrationError
-from vllm_dymoe.residency.layout import Projection
+from vllm_dymoe.residency.format import Projection
 
 EXPERTS = make_experts(top_k=2)
 HIDDEN = 64

@@ -5,10 +5,11 @@ import torch
 
 from tests.small_model import make_experts
 from tests.support.memory_writer import MemoryWriter
-from vllm_dymoe.kernels import MatrixFormat, dequantize
-from vllm_dymoe.kernels.codebook import CODEBOOKS
+from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize.dummy import fill_randomly, random_store
-from vllm_dymoe.residency.layout import BlobKey, Projection, all_keys
+from vllm_dymoe.residency.code import CODEBOOKS
+from vllm_dymoe.residency.format import BlobKey, Projection, all_keys
+from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.store import FileStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter
 

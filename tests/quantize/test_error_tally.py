@@ -14,7 +14,7 @@ from vllm_dymoe.quantize.base import dequantized
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.residency.layout import BlobKey, Projection
+from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import MANIFEST, ErrorRecord, FileStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter
 

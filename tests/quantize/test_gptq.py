@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.quantize.recordings import correlated_inputs
-from vllm_dymoe.kernels import MatrixFormat, dequantize
+from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import gptq, make_quantizer, quantize_matrix
 from vllm_dymoe.quantize.base import Codes, dequantized
 from vllm_dymoe.quantize.gptq import DAMPING, Curvature, Gptq
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 
 def random_weight(rows, columns, seed):

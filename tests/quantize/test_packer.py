@@ -11,12 +11,13 @@ import torch
 from tests.quantize.readers import packing
 from tests.small_model import fill, make_experts, random_weight
 from tests.support.memory_writer import MemoryWriter
-from vllm_dymoe.kernels import MatrixFormat, dequantize
+from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.base import pack_bias
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
-from vllm_dymoe.residency.layout import Projection, all_keys
+from vllm_dymoe.residency.format import Projection, all_keys
+from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError
 from vllm_dymoe.store.writer import StoreWriter
 

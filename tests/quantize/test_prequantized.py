@@ -5,11 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from tests.quantize.readers.packing import random_prequantized
-from vllm_dymoe.kernels import MatrixFormat, dequantize, unpack
+from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.int4 import Int4Linear
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
 from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 
 def prequantized(*sizes, **settings):

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_dymoe.kernels import MatrixFormat, dequantize
+from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import QUANTIZERS, base, make_quantizer, quantize_matrix
 from vllm_dymoe.quantize.base import group_ranges
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 NORM = 0.7  # of HQQ's objective
 

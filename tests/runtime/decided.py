@@ -9,9 +9,9 @@ from tests.small_model import make_experts
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.config import Options
 from vllm_dymoe.kernels import Activation, Curve
-from vllm_dymoe.kernels.codebook import CODEBOOKS
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.residency.layout import BlobKey
+from vllm_dymoe.residency.code import CODEBOOKS
+from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS

@@ -9,7 +9,7 @@ from tests.runtime.steps import BUDGETS, STEPS, ByNumber, make_runtime, random_s
 from tests.small_model import make_experts, make_store
 from tests.store.stores import damage, write
 from vllm_dymoe.kernels import Activation, Curve, expert_reference
-from vllm_dymoe.residency.layout import BlobKey, ModelExperts, Projection
+from vllm_dymoe.residency.format import BlobKey, ModelExperts, Projection
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.store import FileStore, StoreError

@@ -34,7 +34,7 @@ from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from tests.support.recorded_device import record_reads
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.residency.layout import BlobKey
+from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.residency.tier import Tier

@@ -15,7 +15,7 @@ from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.reference import expert_reference
-from vllm_dymoe.residency.layout import EVERY_PROJECTION
+from vllm_dymoe.residency.format import EVERY_PROJECTION
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import TransferError
 
@@ -28,7 +28,7 @@ def test_the_output_is_the_weighted_sum_of_the_experts(memory_store):
     got = forward(runtime, 1, x, weights, ids)
     want = torch.zeros(x.shape, dtype=torch.float64)
     fmt = memory_store.experts.formats[4]
-    from vllm_dymoe.residency.layout import BlobKey
+    from vllm_dymoe.residency.format import BlobKey
 
     for token in range(5):
         for k in range(2):

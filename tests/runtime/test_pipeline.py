@@ -10,7 +10,7 @@ from tests.runtime.steps import ByNumber, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.predict import Candidate
-from vllm_dymoe.residency.layout import BlobKey
+from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.systems.on_demand import OnDemand

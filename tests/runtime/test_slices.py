@@ -226,7 +226,7 @@ def test_slices_that_were_fetched_ahead_come_in_any_order(slices, budget):
 
 def test_a_slice_is_where_its_blob_says_and_a_whole_expert_is_one_piece(tmp_path):
     from tests.store.stores import read, write
-    from vllm_dymoe.residency.layout import BlobKey
+    from vllm_dymoe.residency.format import BlobKey
     from vllm_dymoe.store import MemoryStore
 
     files = write(tmp_path / "store", make_experts(nested=True))

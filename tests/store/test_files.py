@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from tests.store.stores import damage, read, write
-from vllm_dymoe.residency.layout import BlobKey, all_keys
+from vllm_dymoe.residency.format import BlobKey, all_keys
 from vllm_dymoe.store import FileStore, StoreError
 from vllm_dymoe.store.files import file_name
 

@@ -14,7 +14,7 @@ from tests.small_model import fill, make_experts, make_store
 from tests.store.stores import read, write
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.residency.layout import BlobKey, Projection
+from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import FileStore, Manifest, StoreError
 from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.header import read_header

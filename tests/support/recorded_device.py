@@ -14,7 +14,7 @@ import torch
 from tests.support.happens_before import Agent, Clock, History
 from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork
 from vllm_dymoe.kernels.base import Receive
-from vllm_dymoe.residency.layout import EVERY_PROJECTION, BlobKey, ModelExperts
+from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts
 from vllm_dymoe.store import MemoryStore
 
 COMPUTATION = "computation"

@@ -13,7 +13,7 @@ from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from tests.support.patience import becomes, ended
 from tests.support.recorded_device import RecordedStore, RecordedStreams
-from vllm_dymoe.residency.layout import BlobKey
+from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.transfer import Reason, TransferError
 from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
 from vllm_dymoe.transfer.engine import TransferEngine

@@ -12,7 +12,7 @@ from tests.support.happens_before import History
 from tests.support.patience import becomes, ended
 from tests.support.recorded_device import COMPUTATION, RecordedStreams
 from vllm_dymoe.observe.timeline import Timeline
-from vllm_dymoe.residency.layout import EVERY_PROJECTION, BlobKey
+from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import Reason, TransferError, make_engine
 from vllm_dymoe.transfer.cuda import CudaStreams, PinnedDelivery, StagedDelivery

@@ -13,7 +13,7 @@ from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from tests.support.patience import ended
 from tests.support.recorded_device import RecordedStore
-from vllm_dymoe.residency.layout import EVERY_PROJECTION, BlobKey
+from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import Reason, TransferError
 from vllm_dymoe.transfer.engine import TransferEngine

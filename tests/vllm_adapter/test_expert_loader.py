@@ -7,7 +7,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.residency.layout import Projection
+from vllm_dymoe.residency.format import Projection
 from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 6, 8

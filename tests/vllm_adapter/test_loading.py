@@ -11,7 +11,7 @@ from tests.small_model import fill, make_experts, random_weight
 from vllm_dymoe.config import Options
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.residency.layout import BlobKey, Projection
+from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import Manifest, StoreError
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.vllm_adapter.loading import Loading

@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.kernels.codebook import MXFP4
+from vllm_dymoe.residency.code import MXFP4
 from vllm_dymoe.resolve import ENVIRONMENT_PREFIX
 from vllm_dymoe.vllm_adapter import prepare
 from vllm_dymoe.vllm_adapter.prepare import WORKER_EXTENSION, experts_of

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from tests.quantize.readers.packing import awq, random_prequantized
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.readers import make_reader
-from vllm_dymoe.residency.layout import Projection
+from vllm_dymoe.residency.format import Projection
 from vllm_dymoe.vllm_adapter.expert_loader import PrequantizedExpertLoader
 
 EXPERTS, HIDDEN, INTERMEDIATE, GROUP = 4, 64, 96, 32

@@ -21,7 +21,7 @@ from vllm_dymoe.quantize.readers.compatibility import (
     store_group_sizes,
 )
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.residency.layout import ExpertFormat
+from vllm_dymoe.residency.format import Format
 from vllm_dymoe.store.manifest import describe_codes
 from vllm_dymoe.vllm_adapter import quant_config
 from vllm_dymoe.vllm_adapter.loading import Loading
@@ -147,7 +147,7 @@ def test_what_the_formats_of_a_checkpoint_are(config):
     assert format_fields(reader, {}, 4) == own
     assert not any(format_fields(reader, {}, 2).values())
     ours = {"quant_method": "dymoe", "format_version": 5, "hi": 16, "lo": 4, "group_size": 32, "quantizer": "rtn"}
-    ours |= describe_codes({4: ExpertFormat(64, 64, 4, 32, torch.bfloat16, **own)})
+    ours |= describe_codes({4: Format(64, 64, 4, 32, torch.bfloat16, **own)})
     load, dymoe = SimpleNamespace(load_format="auto"), {"hi": 16, "lo": 4, "group_size": 32}
     served = SimpleNamespace(
         additional_config={"dymoe": dymoe},

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from tests.quantize.readers.float_packing import parts, random_floats
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.readers import make_reader
-from vllm_dymoe.residency.layout import Projection
+from vllm_dymoe.residency.format import Projection
 from vllm_dymoe.vllm_adapter.stack_loader import QuantizedStackLoader
 
 EXPERTS, HIDDEN, INTERMEDIATE = 2, 64, 160  # five groups of 32: no two ranks have equally many

@@ -11,7 +11,7 @@ from tests.small_model import make_experts
 from tests.store.locks import RecordedLock
 from tests.store.stores import write
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.residency.layout import all_keys
+from vllm_dymoe.residency.format import all_keys
 from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError, memory_bytes
 from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.placement import HostPlace

@@ -15,7 +15,7 @@ from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.model_config import read_config
 from vllm_dymoe.quantize.readers.compatibility import store_group_sizes
 from vllm_dymoe.quantize.tensors import read_tensors
-from vllm_dymoe.residency.layout import ModelExperts, all_keys
+from vllm_dymoe.residency.format import ModelExperts, all_keys
 from vllm_dymoe.runtime.sizing import limit_in_bytes, minimum_budget, plan_slots, used_tiers, workspace_bytes
 from vllm_dymoe.store import MANIFEST, FileStore, Manifest
 from vllm_dymoe.systems import System

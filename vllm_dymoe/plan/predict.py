@@ -19,7 +19,7 @@ from vllm_dymoe.config import Options
 from vllm_dymoe.plan.device import Device, serving
 from vllm_dymoe.plan.model import ModelShape
 from vllm_dymoe.plan.replay import LayerDemand, Routings, replay
-from vllm_dymoe.residency.layout import ModelExperts
+from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.sizing import SlotPlan, slot_bits, tier_bits
 from vllm_dymoe.systems import System, make_system

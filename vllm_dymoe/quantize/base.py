@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_dymoe.kernels import MatrixFormat, pack, pack_nested
+from vllm_dymoe.kernels import pack, pack_nested
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 # Weights that are quantized together on a CPU: half a megabyte of floats.
 _CHUNK = 1 << 17

@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_dymoe.quantize.gptq import Curvature
 from vllm_dymoe.quantize.prequantized import Held, Matrix
 from vllm_dymoe.quantize.recording import CalibrationError, Recording
-from vllm_dymoe.residency.layout import ModelExperts, Projection
+from vllm_dymoe.residency.format import ModelExperts, Projection
 
 # Tokens of an expert that are in memory at a time, as float32.
 _CHUNK = 4096

@@ -22,7 +22,7 @@ from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.readers.compatibility import format_fields
 from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, read_tensors
-from vllm_dymoe.residency.layout import ExpertFormat, ModelExperts, Projection, stored_formats
+from vllm_dymoe.residency.format import Format, ModelExperts, Projection, stored_formats
 from vllm_dymoe.store.header import TensorPlace
 
 _HIDDEN = ("moe_latent_size", "hidden_size")
@@ -155,7 +155,7 @@ class Checkpoint:
         biased = any("bias" in tensors.parts for tensors in self.experts)
         formats = stored_formats(
             bits,
-            lambda width: ExpertFormat(
+            lambda width: Format(
                 hidden, intermediate, width, group_size, dtype, biased, has_gate=Projection.GATE in self.projections,
                 **format_fields(self.reader, {}, width),
             ),
@@ -307,7 +307,7 @@ class Checkpoint:
         return found
 
     @cached_property
-    def _plain_format(self) -> ExpertFormat:
+    def _plain_format(self) -> Format:
         """Of one expert at 16 bits, for its shapes."""
         return self.model_experts((16,), 64, torch.bfloat16).formats[16]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_dymoe.kernels import MatrixFormat, PackedMatrix
-from vllm_dymoe.residency.layout import BlobKey, ModelExperts
+from vllm_dymoe.residency.format import BlobKey, ModelExperts
+from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.store import FileStore
 from vllm_dymoe.store.writer import StoreWriter
 

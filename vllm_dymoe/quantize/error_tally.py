@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from vllm_dymoe.quantize.gptq import Curvature
-from vllm_dymoe.residency.layout import ModelExperts, Projection
+from vllm_dymoe.residency.format import ModelExperts, Projection
 from vllm_dymoe.store import ErrorRecord
 
 _WEIGHT, _OUTPUT = range(2)

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_dymoe.kernels import Codebook, MatrixFormat, pack_floats
+from vllm_dymoe.kernels import pack_floats
+from vllm_dymoe.residency.code import Codebook
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 # A weight of 2^64 is nobody's, and products with it would leave the range of floats.
 _LARGEST_SCALE = 2.0**64

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels import MatrixFormat
 from vllm_dymoe.quantize.base import Codes
 from vllm_dymoe.quantize.rtn import RoundToNearest
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 DAMPING = 0.01
 """Added to the Hessian's diagonal, as a share of its mean: keeps what few tokens say from being believed entirely."""

@@ -17,8 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels import MatrixFormat
 from vllm_dymoe.quantize.base import Codes, group_ranges, nearest_codes, quantize_groups
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 _NORM = 0.7
 _BETA = 10.0

@@ -9,13 +9,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels import MatrixFormat, dequantize
+from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize.base import Codes, Quantizer, dequantized, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
 from vllm_dymoe.quantize.prequantized import Held, Matrix, PrequantizedMatrix, check_held
 from vllm_dymoe.quantize.side_by_side import SideBySide
-from vllm_dymoe.residency.layout import BlobKey, ModelExperts, Projection
+from vllm_dymoe.residency.format import BlobKey, ModelExperts, Projection
+from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.store import FileStore, StoreError
 from vllm_dymoe.store.writer import StoreWriter
 

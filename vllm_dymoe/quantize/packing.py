@@ -13,7 +13,7 @@ from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.journal import Journal
 from vllm_dymoe.quantize.packer import pack_projection
 from vllm_dymoe.quantize.side_by_side import SideBySide
-from vllm_dymoe.residency.layout import ModelExperts, Projection
+from vllm_dymoe.residency.format import ModelExperts, Projection
 from vllm_dymoe.store import ErrorRecord
 from vllm_dymoe.store.writer import StoreWriter
 

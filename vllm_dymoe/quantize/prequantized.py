@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels import MatrixFormat, pack, pack_nested
+from vllm_dymoe.kernels import pack, pack_nested
 from vllm_dymoe.quantize.floats import FloatMatrix
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from vllm_dymoe.kernels import MatrixFormat
 from vllm_dymoe.quantize.base import Codes, group_ranges, nearest_codes, quantize_groups
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 
 class RoundToNearest:

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels.decode import scratch_size
+from vllm_dymoe.residency.constants import scratch_size
 
 STAYED, KEPT, PASSED = 0, 1, 2
 """What becomes of an expert's bytes: they are there; fetched to be kept; fetched for this step alone."""

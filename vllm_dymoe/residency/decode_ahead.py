@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.kernels.decode import scratch_size
+from vllm_dymoe.residency.constants import scratch_size
 from vllm_dymoe.residency.decode_rule import PROJECTIONS, bytes_ahead, choose_tiers, slot_address, sum_weights
 from vllm_dymoe.residency.decode_table import Counter, DecodeTable
 from vllm_dymoe.residency.rule import HIGH, LOW

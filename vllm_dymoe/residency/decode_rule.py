@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.kernels.decode import POSITIONS_AT_ONCE, WEIGHT_UNIT
+from vllm_dymoe.residency.constants import POSITIONS_AT_ONCE, WEIGHT_UNIT
 from vllm_dymoe.residency.decision import KEPT, PASSED, STAYED, Decision
 from vllm_dymoe.residency.decode_table import Counter, DecodeTable
 from vllm_dymoe.residency.rule import FREE, HIGH, HIT, LOW, NOWHERE, STREAM, decide, decide_slices, record_uses

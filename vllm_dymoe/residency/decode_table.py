@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.residency.layout import ExpertFormat
+from vllm_dymoe.residency.format import Format
 from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE
 from vllm_dymoe.residency.table import ResidencyTable
 
@@ -194,7 +194,7 @@ class DecodeTable:
 
     # -- values that the host sets between two steps ----------------------------------------------
 
-    def set_precision(self, formats: Mapping[int, ExpertFormat | None], critical: NDArray[np.int32]) -> None:
+    def set_precision(self, formats: Mapping[int, Format | None], critical: NDArray[np.int32]) -> None:
         """What tiers mean, and how many experts of a step are high.
 
         Args:

@@ -1,14 +1,33 @@
 """What a router said for one layer of one step: read by the host at most once, for whoever asks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from vllm_dymoe.kernels import Group, Groups
+
+class Group(NamedTuple):
+    """One expert's share of a step, described on the host.
+
+    Attributes:
+        tokens: int64 [n], rows of the layer's input.
+        pairs: int64 [n], rows of the unweighted output, token * top_k + k.
+        size: n, at least 1.
+    """
+
+    tokens: Tensor
+    pairs: Tensor
+    size: int
+
+
+Groups = Mapping[int, Group]
+"""By expert."""
 
 
 class Phase(Enum):
@@ -30,10 +49,10 @@ class PromptTokens:
             used each, and the sum of their tokens' routing weights. None where the step has all of its prompts.
     """
 
-    rows: torch.Tensor
-    heavy: torch.Tensor
+    rows: Tensor
+    heavy: Tensor
     mixed: bool
-    before: torch.Tensor | None = None
+    before: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -55,12 +74,12 @@ class Routing:
 
     layer: int
     num_layers: int
-    x: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
     phase: Phase = Phase.DECODE
     prompt: PromptTokens | None = None
-    global_ids: torch.Tensor | None = None
+    global_ids: Tensor | None = None
     weights_on_input: bool = False
 
     @cached_property
@@ -78,7 +97,7 @@ class Routing:
         """This rank's experts in ascending order, each with its rows in ascending order."""
         return group_by_expert(self.host_ids)
 
-    def work(self) -> tuple[torch.Tensor, Groups, torch.Tensor]:
+    def work(self) -> tuple[Tensor, Groups, Tensor]:
         """What experts read, which of its rows each reads, and what multiplies what they give."""
         if not self.weights_on_input:
             return self.x, self.groups, self.weights

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_dymoe.kernels.decode import AGING, USE
+from vllm_dymoe.residency.constants import AGING, USE
 
 NOWHERE, LOW, HIGH = 0, 1, 2
 """In which version an expert is held, or wanted."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.host_memory import drop_pages, map_bytes
-from vllm_dymoe.residency.layout import ExpertFormat, PackedExpert
+from vllm_dymoe.residency.format import Expert, Format
 
 
 @dataclass(eq=False)
@@ -24,9 +24,9 @@ class Slot:
 
     index: int
     blob: torch.Tensor
-    expert: PackedExpert | None
+    expert: Expert | None
     last_read: Any = None
-    joined: "tuple[Slot, PackedExpert] | None" = None
+    joined: "tuple[Slot, Expert] | None" = None
 
 
 @dataclass
@@ -42,7 +42,7 @@ class SlotPool:
         promised: slots that layers may keep and do not use yet.
     """
 
-    format: ExpertFormat
+    format: Format
     count: int
     device: torch.device
     promised: int = 0

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vllm_dymoe.residency.decode_rule import PROJECTIONS
 from vllm_dymoe.residency.decode_table import Counter, DecodeTable
-from vllm_dymoe.residency.layout import BlobKey, ExpertFormat
+from vllm_dymoe.residency.format import BlobKey, Format
 from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, STREAM
 from vllm_dymoe.residency.slots import Slot, SlotPool
 from vllm_dymoe.residency.table import CODES, ResidencyTable
@@ -87,7 +87,7 @@ class DecidedMemory(ExpertMemory):
         self.streaming = False
         self._fill_if_complete()
 
-    def make_pool(self, fmt: ExpertFormat, count: int, promised: int) -> SlotPool:
+    def make_pool(self, fmt: Format, count: int, promised: int) -> SlotPool:
         """A pool of which the host has what no layer keeps."""
         pool = super().make_pool(fmt, count, 0)
         pool.withhold(promised)

@@ -15,7 +15,7 @@ from vllm_dymoe.kernels import Activation
 from vllm_dymoe.predict.on_device import OnDevice
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_table import DecodeTable
-from vllm_dymoe.residency.layout import ModelExperts
+from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.runtime.ahead import Ahead, AheadKernel, Branch
 
 DECODE_ROWS = 16

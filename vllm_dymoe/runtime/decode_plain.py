@@ -6,12 +6,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork, MatrixFormat, combine
+from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork, combine
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_ahead import Copies, name_ahead_plain
 from vllm_dymoe.residency.decode_rule import decide_plain
 from vllm_dymoe.residency.decode_table import DecodeTable
-from vllm_dymoe.residency.layout import ExpertFormat
+from vllm_dymoe.residency.format import Format
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 
 class PlainDecode:
@@ -24,7 +25,7 @@ class PlainDecode:
 
     name = "decided and fetched as a device would, by the host"
 
-    def __init__(self, kernel: ExpertKernel, formats: Mapping[int, ExpertFormat]) -> None:
+    def __init__(self, kernel: ExpertKernel, formats: Mapping[int, Format]) -> None:
         self._kernel, self._formats = kernel, {fmt.matrices[2].tag: fmt for fmt in formats.values()}
 
     def forward(

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels import Activation, ExpertKernel
-from vllm_dymoe.kernels.decode import check_experts
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.ahead import fetch_ahead, name_ahead
 from vllm_dymoe.kernels.triton.step import DecodeStep
+from vllm_dymoe.residency.constants import check_experts
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_ahead import Copies
 from vllm_dymoe.residency.decode_table import DecodeTable
-from vllm_dymoe.residency.layout import ModelExperts
+from vllm_dymoe.residency.format import ModelExperts
 
 
 class TritonDecode:

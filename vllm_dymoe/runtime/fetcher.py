@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_dymoe.residency.layout import EVERY_PROJECTION, BlobKey
+from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey
 from vllm_dymoe.residency.slots import Slot
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.memory import ExpertMemory

@@ -7,7 +7,7 @@ import torch
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.residency.budget import BudgetTracker
-from vllm_dymoe.residency.layout import ExpertFormat, ModelExperts, PackedExpert
+from vllm_dymoe.residency.format import Expert, Format, ModelExperts
 from vllm_dymoe.residency.rule import HIGH
 from vllm_dymoe.residency.slots import Slot, SlotPool
 from vllm_dymoe.residency.table import ResidencyTable
@@ -65,7 +65,7 @@ class ExpertMemory:
             self.budget.reserve(f"{count} slots of tier {tier.value}", count * fmt.nbytes)
             self.pools[tier] = self.make_pool(fmt, count, sum(plan.quotas[tier]))
 
-    def make_pool(self, fmt: ExpertFormat, count: int, promised: int) -> SlotPool:
+    def make_pool(self, fmt: Format, count: int, promised: int) -> SlotPool:
         """Slots whose memory is there from now on, whatever other processes take later.
 
         Raises:
@@ -139,7 +139,7 @@ class ExpertMemory:
         index = (self.table.fine if part is Tier.HI else self.table.slot)[layer, expert]
         return self.pools[part].slots[index] if index >= 0 else None
 
-    def packed(self, slots: Sequence[Slot]) -> PackedExpert:
+    def packed(self, slots: Sequence[Slot]) -> Expert:
         """What lies in the slots of an expert: in one, or in a base and a fine slice."""
         base = slots[0].expert
         assert base is not None

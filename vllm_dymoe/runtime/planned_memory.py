@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_dymoe.residency.decode_table import DecodeTable
-from vllm_dymoe.residency.layout import ExpertFormat
+from vllm_dymoe.residency.format import Format
 from vllm_dymoe.residency.rule import HIGH
 from vllm_dymoe.residency.slots import Slot, SlotPool
 from vllm_dymoe.residency.table import ResidencyTable
@@ -32,7 +32,7 @@ class PlannedMemory(DecidedMemory):
         super().allocate(plan, bits, reuse_high=reuse_high)
         self.streaming = True
 
-    def make_pool(self, fmt: ExpertFormat, count: int, promised: int) -> SlotPool:
+    def make_pool(self, fmt: Format, count: int, promised: int) -> SlotPool:
         """See ExpertMemory."""
         return ExpertMemory.make_pool(self, fmt, count, promised)
 

@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_dymoe.config import ConfigError
+from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.hotness import even_shares
-from vllm_dymoe.residency.layout import ModelExperts
 from vllm_dymoe.systems import System
 from vllm_dymoe.traces import Trace, TraceError, statistics
 

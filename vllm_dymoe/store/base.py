@@ -4,7 +4,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from vllm_dymoe.residency.layout import EVERY_PROJECTION, BlobKey, ModelExperts
+from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts
 
 
 class StoreError(RuntimeError):

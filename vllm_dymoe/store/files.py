@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from vllm_dymoe.residency.layout import EVERY_PROJECTION, BlobKey, Projection
+from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, Projection
 from vllm_dymoe.store.base import StoreError
 from vllm_dymoe.store.header import TensorPlace, read_header
 from vllm_dymoe.store.manifest import Manifest

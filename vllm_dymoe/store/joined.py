@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from vllm_dymoe.residency.layout import EVERY_PROJECTION, BlobKey, ModelExperts
+from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts
 from vllm_dymoe.store.base import HostStore
 from vllm_dymoe.store.memory import MemoryStore
 

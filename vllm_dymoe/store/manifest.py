@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import torch
 
-from vllm_dymoe.kernels.codebook import CODEBOOKS
-from vllm_dymoe.residency.layout import ExpertFormat, ModelExperts
+from vllm_dymoe.residency.code import CODEBOOKS
+from vllm_dymoe.residency.format import Format, ModelExperts
 from vllm_dymoe.store.base import StoreError
 
 MANIFEST = "dymoe_experts.json"
@@ -19,14 +19,14 @@ _FLAGS = {"integer_zeros": "zeros_in_steps", "act_order": "ordered"}
 _CODEBOOKS = "codebooks"
 
 
-def describe_codes(formats: Mapping[int, ExpertFormat]) -> dict[str, Any]:
+def describe_codes(formats: Mapping[int, Format]) -> dict[str, Any]:
     """What codes of some bit-widths mean, as it stands in a manifest and in a checkpoint's quantization_config."""
     flags = {key: [bits for bits, fmt in formats.items() if getattr(fmt, field)] for field, key in _FLAGS.items()}
     return flags | {_CODEBOOKS: {str(bits): fmt.codebook.name for bits, fmt in formats.items() if fmt.codebook}}
 
 
 def read_codes(described: Mapping[str, Any], bits: int) -> dict[str, Any]:
-    """The same of one bit-width as arguments of :class:`ExpertFormat`.
+    """The same of one bit-width as arguments of :class:`Format`.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it is something else.
@@ -138,7 +138,7 @@ class Manifest:
                 )
             dtype = getattr(torch, data["dtype"])
             formats = {
-                bits: ExpertFormat(
+                bits: Format(
                     data["hidden_size"],
                     data["intermediate_size"],
                     bits,

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from vllm_dymoe.host_memory import available_host_memory, whole_pages
-from vllm_dymoe.residency.layout import EVERY_PROJECTION, BlobKey, ModelExperts, layer_keys
+from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts, layer_keys
 from vllm_dymoe.store.base import HostMemoryError
 from vllm_dymoe.store.files import FileStore
 from vllm_dymoe.store.page_lock import Arena, PageLock

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from vllm_dymoe.residency.layout import ModelExperts
+from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.store.base import HostMemoryError
 from vllm_dymoe.store.memory import memory_bytes
 from vllm_dymoe.units import size

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_dymoe.residency.layout import BlobKey, Projection
+from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store.base import StoreError
 from vllm_dymoe.store.durable import make_partial, replace_folder, sync_folder, write_at, write_synced
 from vllm_dymoe.store.files import FileStore, checksum, file_name

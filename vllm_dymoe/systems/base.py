@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_dymoe.config import ExpertBudget
 from vllm_dymoe.predict import Predictor, RoutedModel
+from vllm_dymoe.residency.format import EVERY_PROJECTION, ModelExperts
 from vllm_dymoe.residency.hotness import Rule
-from vllm_dymoe.residency.layout import EVERY_PROJECTION, ModelExperts
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.pace import Pace, Unpaced

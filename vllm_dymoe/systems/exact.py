@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 from vllm_dymoe.predict import Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.predict.side_stream import make_side_stream
-from vllm_dymoe.residency.layout import EVERY_PROJECTION
+from vllm_dymoe.residency.format import EVERY_PROJECTION
 from vllm_dymoe.systems.base import System
 from vllm_dymoe.systems.pace import Pace, PaidPace
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.residency.layout import BlobKey, Projection
+from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import HostStore, MemoryStore
 from vllm_dymoe.transfer.delivery import Streams
 from vllm_dymoe.transfer.ticket import ALL, Reason, Ticket

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_dymoe.residency.layout import BlobKey
+from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.store import HostStore
 from vllm_dymoe.transfer.ticket import Ticket
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.observe.timeline import Lane, Timeline
-from vllm_dymoe.residency.layout import BlobKey
+from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.store import blob_name
 from vllm_dymoe.transfer.delivery import Delivery
 from vllm_dymoe.transfer.mover import Mover, place

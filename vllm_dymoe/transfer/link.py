@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.residency.layout import BlobKey
+from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.transfer.delivery import Delivery
 from vllm_dymoe.transfer.ticket import Ticket
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from vllm_dymoe.observe.timeline import Lane, Timeline
-from vllm_dymoe.residency.layout import Projection
+from vllm_dymoe.residency.format import Projection
 from vllm_dymoe.transfer.delivery import Delivery, Streams
 from vllm_dymoe.transfer.queue import TicketQueue
 from vllm_dymoe.transfer.ticket import ALL, Piece, Reason, Ticket

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_dymoe.residency.layout import EVERY_PROJECTION, BlobKey
+from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey
 
 ALL = len(EVERY_PROJECTION)
 """Projections of a blob."""

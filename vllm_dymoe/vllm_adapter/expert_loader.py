@@ -26,7 +26,7 @@ from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.packer import Given
 from vllm_dymoe.quantize.prequantized import Held
 from vllm_dymoe.quantize.readers import Reader
-from vllm_dymoe.residency.layout import Projection
+from vllm_dymoe.residency.format import Projection
 
 PutWeight = Callable[[int, Projection, Given], None]
 """(local expert, projection, weight of this rank)."""

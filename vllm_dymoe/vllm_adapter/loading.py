@@ -14,7 +14,7 @@ from vllm_dymoe.predict import RoutedModel
 from vllm_dymoe.quantize.packer import Given
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.compatibility import describe
-from vllm_dymoe.residency.layout import ModelExperts, Projection
+from vllm_dymoe.residency.format import ModelExperts, Projection
 from vllm_dymoe.runtime import MoERuntime, minimum_budget
 from vllm_dymoe.runtime.decisions import DRAFTED, without_device
 from vllm_dymoe.runtime.sizing import workspace_bytes

@@ -8,7 +8,7 @@ from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from vllm_dymoe.host_memory import available_host_memory
-from vllm_dymoe.residency.layout import ModelExperts
+from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.runtime.device_memory import CudaMemory
 from vllm_dymoe.runtime.device_share import StepShape, automatic_share
 

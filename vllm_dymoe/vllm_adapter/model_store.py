@@ -19,7 +19,7 @@ from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.packer import ExpertPacker, Given
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.compatibility import format_fields, quantizer_name
-from vllm_dymoe.residency.layout import ExpertFormat, ModelExperts, Projection, stored_formats
+from vllm_dymoe.residency.format import Format, ModelExperts, Projection, stored_formats
 from vllm_dymoe.store import HostStore, StoreError
 from vllm_dymoe.vllm_adapter.report import logger
 from vllm_dymoe.vllm_adapter.store import LayerSpec, RankStore
@@ -91,7 +91,7 @@ class ModelStore:
         width = max(layer.intermediate for layer in self.layers)
         formats = stored_formats(
             self._options.stored_bits,
-            lambda bits: ExpertFormat(
+            lambda bits: Format(
                 spec.hidden, width, bits, self._options.group_size, spec.dtype, spec.bias,
                 has_gate=spec.activation.has_gate, **format_fields(self._reader, self._checkpoint, bits),
             ),

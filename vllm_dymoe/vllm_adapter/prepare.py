@@ -14,7 +14,7 @@ from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict.checkpoint import PredictorError, read_card
 from vllm_dymoe.quantize.readers.compatibility import format_fields
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.residency.layout import ExpertFormat, ModelExperts, stored_formats
+from vllm_dymoe.residency.format import Format, ModelExperts, stored_formats
 from vllm_dymoe.runtime.decisions import DRAFTED, device_decides, without_device
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.store import StoreError
@@ -177,9 +177,9 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
     has_gate = not str(getattr(text, "model_type", "")).startswith("nemotron_h")
     ours, reader = (getattr(config.quant_config, name, None) for name in ("checkpoint", "reader"))
 
-    def make(bits: int) -> ExpertFormat:
+    def make(bits: int) -> Format:
         fields = format_fields(reader, ours or {}, bits)
-        return ExpertFormat(hidden, width, bits, options.group_size, model.dtype, has_gate=has_gate, **fields)
+        return Format(hidden, width, bits, options.group_size, model.dtype, has_gate=has_gate, **fields)
 
     formats = stored_formats(options.stored_bits, make)
     layers = tuple(range(model.get_num_layers(parallel)))

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.floats import FloatMatrix
 from vllm_dymoe.quantize.readers import Reader
-from vllm_dymoe.residency.layout import Projection
+from vllm_dymoe.residency.format import Projection
 from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader, PutBias, PutWeight
 
 _WEIGHT, _SCALE = "weight", "weight_scale"

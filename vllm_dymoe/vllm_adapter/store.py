@@ -16,7 +16,7 @@ from vllm_dymoe.config import Options
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.residency.layout import ModelExperts
+from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.store import (
     MANIFEST,
     STORE_VERSION,

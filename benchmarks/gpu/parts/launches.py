@@ -9,10 +9,10 @@ from parts.stack import DEVICE
 from vllm_dymoe.kernels import Activation, ExpertWork
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.quantize.dummy import fill_randomly
-from vllm_dymoe.residency.layout import ExpertFormat
+from vllm_dymoe.residency.format import Format
 
 
-def fixed_launch(formats: list[ExpertFormat], x: Tensor, out: Tensor, ids: Tensor) -> tuple[Callable[[], None], ...]:
+def fixed_launch(formats: list[Format], x: Tensor, out: Tensor, ids: Tensor) -> tuple[Callable[[], None], ...]:
     """One layer whose experts stay in their slots: its launches alone, and a whole call of the kernel.
 
     Args:

@@ -2,8 +2,8 @@
 
 import torch
 
-from vllm_dymoe.kernels.codebook import FP8, MXFP4, NVFP4
 from vllm_dymoe.quantize.floats import FloatMatrix, blocks
+from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
 
 
 def compressed(fmt, weights, **changes):

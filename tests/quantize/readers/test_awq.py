@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 
 from tests.quantize.readers.make_golden import without_init
 from tests.quantize.readers.packing import Prequantized, awq, random_prequantized
-from vllm_dymoe.kernels import MatrixFormat, dequantize, unpack
+from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "awq.safetensors")
 ROWS, COLUMNS = GOLDEN["codes"].shape

@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.quantize.readers.packing import Prequantized, compressed_tensors, random_prequantized
-from vllm_dymoe.kernels import MatrixFormat, dequantize, unpack
+from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 FOLDER = Path(__file__).parent / "golden"
 KINDS = ("compressed-tensors-4-group", "compressed-tensors-8-channel", "compressed-tensors-4-asymmetric")

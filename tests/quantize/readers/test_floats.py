@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.quantize.readers.float_packing import CONFIGS, FP8_WEIGHTS, compressed, parts, random_floats
-from vllm_dymoe.kernels import MatrixFormat, dequantize, unpack
-from vllm_dymoe.kernels.codebook import FP8, MXFP4, NVFP4
+from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.floats import FloatMatrix, blocks
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 FOLDER = Path(__file__).parent / "golden"
 KINDS = [kind for kind in CONFIGS if kind != "mxfp4-quark"]  # which are compressed-tensors' bytes

@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.quantize.readers.packing import Prequantized, gptq, random_prequantized
-from vllm_dymoe.kernels import MatrixFormat, dequantize, unpack
+from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "gptq.safetensors")
 ROWS, COLUMNS = GOLDEN["codes"].shape

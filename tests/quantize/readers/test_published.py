@@ -5,10 +5,10 @@ import json
 import pytest
 
 from tests.quantize.readers.float_packing import FP8_WEIGHTS, NVFP4_WEIGHTS, compressed
-from vllm_dymoe.kernels.codebook import FP8, MXFP4, NVFP4
 from vllm_dymoe.quantize.model_config import ModelConfig
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels import Codebook
 from vllm_dymoe.quantize.floats import FloatMatrix
 from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.code import Codebook
 
 GROUP_SIZES = (128, 64, 32)
 """Of a store, the largest first."""

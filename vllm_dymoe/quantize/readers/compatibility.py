@@ -6,12 +6,12 @@ from typing import Any
 from vllm_dymoe.config import Options
 from vllm_dymoe.quantize.readers.base import GROUP_SIZES, Reader
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.residency.layout import nests
+from vllm_dymoe.residency.format import nests
 from vllm_dymoe.store.manifest import read_codes
 
 
 def format_fields(reader: Reader | None, ours: Mapping[str, Any], bits: int) -> dict[str, Any]:
-    """What makes the format of one bit-width hold what a checkpoint has: arguments of :class:`ExpertFormat`.
+    """What makes the format of one bit-width hold what a checkpoint has: arguments of :class:`Format`.
 
     Only the checkpoint's own numbers have integer zero points, an order of columns or a codebook. Another tier is
     derived from the weights, with groups of neighbours: an order would cost a gather for every product and make nothing

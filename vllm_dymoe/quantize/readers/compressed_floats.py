@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_dymoe.kernels.codebook import FP8, MXFP4, NVFP4
 from vllm_dymoe.quantize.floats import FloatMatrix
 from vllm_dymoe.quantize.readers import base
 from vllm_dymoe.quantize.readers.compressed_tensors import FLOAT_FORMATS, group_of_experts, unreadable
 from vllm_dymoe.quantize.readers.fp8 import MXFP8_GROUP, read_fp8, read_mxfp8
 from vllm_dymoe.quantize.readers.mxfp4 import read_mxfp4
 from vllm_dymoe.quantize.readers.nvfp4 import read_nvfp4
+from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
 
 _STRATEGIES = {NVFP4: ("tensor_group",), MXFP4: ("group",), FP8: ("tensor", "channel", "block", "group")}
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels.codebook import FP8, MXFP4, NVFP4
 from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.quantize.readers import base
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
 
 _FORMAT = "pack-quantized"
 FLOAT_FORMATS = {

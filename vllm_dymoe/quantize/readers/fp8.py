@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels.codebook import FP8
 from vllm_dymoe.quantize.floats import FloatMatrix, blocks
 from vllm_dymoe.quantize.readers import base
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.code import FP8
 
 _SCALE_DTYPES = (*base.SCALE_DTYPES, torch.float8_e8m0fnu)
 _NAMES_OF_E4M3 = ("e4m3", "e4m3fn", "float8_e4m3fn")  # the last is MiniMax's

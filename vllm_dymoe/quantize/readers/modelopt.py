@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_dymoe.kernels.codebook import FP8, NVFP4
 from vllm_dymoe.quantize.floats import FloatMatrix
 from vllm_dymoe.quantize.readers import base
 from vllm_dymoe.quantize.readers.fp8 import Mxfp8Reader, read_fp8
 from vllm_dymoe.quantize.readers.nvfp4 import GROUP, read_nvfp4
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.code import FP8, NVFP4
 
 _MIXED = "MIXED_PRECISION"
 _BLOCK = 128

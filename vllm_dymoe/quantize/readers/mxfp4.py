@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels.codebook import MXFP4
 from vllm_dymoe.quantize.floats import FloatMatrix, blocks, unpack_pairs
 from vllm_dymoe.quantize.readers import base
+from vllm_dymoe.residency.code import MXFP4
 
 _GROUP = 32
 

@@ -8,9 +8,9 @@ ModelOpt multiplies scales with its number (qtensor/nvfp4_tensor.py), compressed
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels.codebook import NVFP4
 from vllm_dymoe.quantize.floats import FloatMatrix, blocks, unpack_pairs
 from vllm_dymoe.quantize.readers import base
+from vllm_dymoe.residency.code import NVFP4
 
 GROUP = 16
 

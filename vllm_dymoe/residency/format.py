@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_dymoe.kernels import Codebook, MatrixFormat, PackedMatrix
+from vllm_dymoe.residency.code import Codebook
+from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 
 
 class Projection(IntEnum):
@@ -40,7 +41,7 @@ class BlobKey:
     bits: int
 
 
-class PackedExpert(NamedTuple):
+class Expert(NamedTuple):
     """Zero-copy views into one blob."""
 
     gate: PackedMatrix
@@ -49,7 +50,7 @@ class PackedExpert(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExpertFormat:
+class Format:
     """How one version of an expert is packed.
 
     Attributes:
@@ -81,7 +82,7 @@ class ExpertFormat:
     upper_of: int = 0
 
     @cached_property
-    def base(self) -> "ExpertFormat":
+    def base(self) -> "Format":
         """The format of the base slice, if this one is nested."""
         return replace(self, bits=self.bits // 2, nested=False, upper_of=self.bits)
 
@@ -121,7 +122,7 @@ class ExpertFormat:
         """Bytes of the whole blob."""
         return sum(matrix.nbytes for matrix in self.matrices)
 
-    def view(self, blob: torch.Tensor, base: PackedExpert | None = None) -> PackedExpert:
+    def view(self, blob: torch.Tensor, base: Expert | None = None) -> Expert:
         """See a blob or slice (uint8 [nbytes], contiguous) as packed matrices, without copying.
 
         Args:
@@ -132,7 +133,7 @@ class ExpertFormat:
             matrix.view(blob[section], upper)
             for matrix, section, upper in zip(self.matrices, self.sections, base or (None,) * 3, strict=True)
         )
-        return PackedExpert(gate, up, down)
+        return Expert(gate, up, down)
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class ModelExperts:
     layers: tuple[int, ...]
     num_experts: int
     top_k: int
-    formats: Mapping[int, ExpertFormat]
+    formats: Mapping[int, Format]
     draft_layers: int = 0
 
     @property
@@ -199,7 +200,7 @@ class SlicePlace(NamedTuple):
     slices: int
 
 
-def stored_formats(bits: Sequence[int], make: Callable[[int], ExpertFormat]) -> dict[int, ExpertFormat]:
+def stored_formats(bits: Sequence[int], make: Callable[[int], Format]) -> dict[int, Format]:
     """The formats of a store, the high tier first: one inside the other where one has half the bits of the other.
 
     Args:

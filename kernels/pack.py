@@ -1,0 +1,211 @@
+"""Codes into sections and back: what :class:`MatrixFormat` describes, written, read and turned into weights."""
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.residency.checks import check_tensor
+from vllm_dymoe.residency.matrix import BLOCK_ROWS, PAIR_BYTES, MatrixFormat, PackedMatrix
+
+
+def pack(
+    format: MatrixFormat,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    section: Tensor,
+    order: Tensor | None = None,
+) -> None:
+    """Write a quantized matrix into a section; bytes that pad are zero, and so is a bias, until it is copied into
+    view(section).bias.
+
+    Args:
+        format: 8, 4 or 2 bits.
+        codes: uint8 [rows, columns], each below 2**bits, in the order of the inputs, which :func:`unpack` restores.
+        scales: [rows, groups], exact in the format's dtype.
+        zeros: [rows, groups], exact in the format's dtype.
+        section: uint8 [nbytes], overwritten.
+        order: int64 [columns], the columns as they are to be stored, group by group; only for an act order.
+
+    Raises:
+        TypeError: codes or section is not uint8.
+        ValueError: a 16-bit or nested format, a wrong shape, a code that does not fit, or an order that is missing, not
+            a permutation, or not the format's to hold.
+    """
+    if not format.quantized:
+        raise ValueError("format has 16 bits: such a matrix has no codes, copy its weights into view(section).weight")
+    if format.codebook is not None:
+        raise ValueError(f"format is {format.codebook.name}, which has no zeros: use pack_floats")
+    if format.nested:
+        raise ValueError("format is nested: pack_nested writes its two sections")
+    check_tensor("codes", codes, dtype=torch.uint8, shape=(format.rows, format.columns), contiguous=False)
+    check_tensor("scales", scales, shape=(format.rows, format.groups), contiguous=False)
+    check_tensor("zeros", zeros, shape=(format.rows, format.groups), contiguous=False)
+    highest = int(codes.max())
+    if highest >> format.bits:
+        raise ValueError(f"codes holds {highest}, which does not fit {format.bits} bits")
+    if (order is not None) != format.act_order:
+        raise ValueError(f"order is {'missing' if format.act_order else 'given'}, but act_order is {format.act_order}")
+    packed = format.view(section)
+    assert packed.scales_zeros is not None
+    section.zero_()
+    if order is not None and packed.order is not None:
+        if not torch.equal(order.sort().values, torch.arange(format.columns)):
+            raise ValueError(f"order names not each of the {format.columns} columns once")
+        packed.order.copy_(order)
+        codes = codes[:, order]
+
+    _store(codes, packed.weight, format)
+    packed.scales_zeros[:, : format.rows, 0].copy_(scales.t())
+    packed.scales_zeros[:, : format.rows, 1].copy_(zeros.t())
+
+
+def pack_floats(
+    format: MatrixFormat, codes: Tensor, scales: Tensor, section: Tensor, factor: tuple[float, float] = (1.0, 1.0)
+) -> None:
+    """Write a matrix with a codebook into a section; bytes that pad are zero, and so is a bias.
+
+    Args:
+        format: with a codebook.
+        codes: uint8 [rows, columns], as published.
+        scales: [rows, groups] in the codebook's dtype.
+        section: uint8 [nbytes], overwritten.
+        factor: what scales are multiplied with, and then divided by; (1, 1) for a codebook without one.
+
+    Raises:
+        TypeError: codes, scales or section have another dtype.
+        ValueError: a format without a codebook, a wrong shape, a code that does not fit, or a factor too many.
+    """
+    if format.codebook is None:
+        raise ValueError("format has no codebook: use pack")
+    check_tensor("codes", codes, dtype=torch.uint8, shape=(format.rows, format.columns), contiguous=False)
+    shape, dtype = (format.rows, format.groups), format.codebook.scale_dtype
+    check_tensor("scales", scales, dtype=dtype, shape=shape, contiguous=False)
+    highest = int(codes.max())
+    if highest >> format.bits:
+        raise ValueError(f"codes holds {highest}, which does not fit {format.bits} bits")
+    packed = format.view(section)
+    assert packed.scales is not None
+    section.zero_()
+    if packed.factor is not None:
+        packed.factor.copy_(torch.tensor(factor, dtype=torch.float32))
+    elif factor != (1.0, 1.0):
+        raise ValueError(f"factor is {factor}, and {format.codebook.name} has none")
+    _store(codes, packed.weight, format)
+    # As bytes, of which a pad is 0: not every dtype of scales can be padded.
+    raw = scales.contiguous().view(torch.uint8).view(format.rows, format.groups, -1)
+    raw = torch.nn.functional.pad(raw, (0, 0, 0, 0, 0, format.padded_rows - format.rows))
+    raw = raw.view(format.blocks, BLOCK_ROWS, format.groups, -1).transpose(1, 2)
+    packed.scales.view(torch.uint8).view(raw.shape).copy_(raw)
+
+
+def pack_nested(
+    format: MatrixFormat,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    base: Tensor,
+    fine: Tensor,
+    order: Tensor | None = None,
+) -> None:
+    """Write a matrix of a nested format into the sections of its upper and its lower halves; otherwise as `pack`.
+
+    Args:
+        base: uint8 [format.base.nbytes], overwritten.
+        fine: uint8 [format.nbytes], overwritten.
+
+    Raises:
+        TypeError: codes or a section is not uint8.
+        ValueError: as `pack`.
+    """
+    half = format.bits // 2
+    check_tensor("fine", fine, dtype=torch.uint8, shape=(format.nbytes,))
+    pack(format.base, codes >> half, scales, zeros, base, order)
+    lower = codes & (1 << half) - 1
+    _store(lower if order is None else lower[:, order], fine.view(format.weight_shape), format)
+
+
+def _store(codes: Tensor, weight: Tensor, format: MatrixFormat) -> None:
+    """Write codes [rows, columns], or halves of them, in stored order into a section: uint8 [format.weight_shape]."""
+    padding = (0, format.padded_columns - format.columns, 0, format.padded_rows - format.rows)
+    if any(padding):
+        codes = torch.nn.functional.pad(codes, padding)
+    first, second = codes.view(-1, 2, PAIR_BYTES, format.padded_columns).unbind(1)  # [blocks, 32, columns]
+    if format.stored_bits == 8:
+        weight[:, 0].copy_((first >> 4 | second & 0xF0).transpose(1, 2))
+        weight[:, 1].copy_((first & 15 | second << 4).transpose(1, 2))
+        return
+    pairs = (first | second << 4).transpose(1, 2)
+    if format.stored_bits == 2:
+        halves = pairs.reshape(-1, 2, format.fold // 2 * PAIR_BYTES)
+        pairs = (halves[:, 0] | halves[:, 1] << 2).view(format.weight_shape)
+    weight.copy_(pairs)
+
+
+def unpack(packed: PackedMatrix) -> Tensor:
+    """The codes of a quantized matrix: uint8 [rows, columns], columns in the order of the inputs.
+
+    Raises:
+        ValueError: the matrix has 16 bits, and therefore no codes.
+    """
+    if not packed.format.quantized:
+        raise ValueError("the matrix has 16 bits: it holds weights, not codes")
+    return _in_input_order(packed, _stored_codes(packed))
+
+
+def _stored_codes(packed: PackedMatrix) -> Tensor:
+    """uint8 [rows, columns] as they are stored."""
+    format = packed.format
+    codes = _loaded(packed.weight, format)
+    if packed.fine is not None:
+        codes = codes << format.stored_bits | _loaded(packed.fine, format)
+    return codes[: format.rows, : format.columns]
+
+
+def _loaded(stored: Tensor, format: MatrixFormat) -> Tensor:
+    """Inverse of :func:`_store`: uint8 [padded_rows, padded_columns]."""
+    if format.stored_bits == 8:
+        return _codes(stored[:, 0]) << 4 | _codes(stored[:, 1])
+    if format.stored_bits == 4:
+        return _codes(stored)
+    halves = stored.view(-1, 1, format.fold // 2 * PAIR_BYTES)
+    pairs = torch.cat((halves & 0x33, halves >> 2 & 0x33), 1)
+    return _codes(pairs.view(format.blocks, format.padded_columns, PAIR_BYTES))
+
+
+def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weights that a packed matrix stands for: `dtype` [rows, columns], columns in the order of the inputs.
+
+    The arithmetic is float32, or float64 if that is asked for; narrower dtypes are rounded to at the end. With a
+    codebook it is that of the tools that publish such codes: scale times factor first, then level times that.
+    """
+    format = packed.format
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    if packed.scales is not None and format.codebook is not None:
+        by_row = packed.scales.to(precise).transpose(1, 2).reshape(format.padded_rows, format.groups)[: format.rows]
+        if packed.factor is not None:
+            multiplier, divisor = packed.factor.to(precise)
+            by_row = by_row * multiplier / divisor
+        levels = format.codebook.levels(_stored_codes(packed)).to(precise)
+        return (levels * by_row.repeat_interleave(format.group_size, dim=1)[:, : format.columns]).to(dtype)
+    if packed.scales_zeros is None:
+        return packed.weight.to(dtype)
+    scales, zeros = (
+        packed.scales_zeros.to(precise)
+        .permute(2, 1, 0)[:, : format.rows]
+        .repeat_interleave(format.group_size, dim=2)[:, :, : format.columns]
+    )
+    if format.integer_zeros:
+        zeros = zeros * scales
+    weights: Tensor = (_stored_codes(packed).to(precise) * format.step - format.center) * scales + zeros
+    return _in_input_order(packed, weights.to(dtype))
+
+
+def _in_input_order(packed: PackedMatrix, stored: Tensor) -> Tensor:
+    """Columns [rows, columns] where their inputs are."""
+    return stored if packed.order is None else stored[:, packed.order.long().argsort()]
+
+
+def _codes(pairs: Tensor) -> Tensor:
+    """The 4-bit codes of pairs [blocks, columns, 32]: uint8 [rows, columns]."""
+    blocks, columns, _ = pairs.shape
+    return torch.cat((pairs & 15, pairs >> 4), 2).transpose(1, 2).reshape(blocks * BLOCK_ROWS, columns)

@@ -20,8 +20,8 @@ from torch import Tensor
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer, quantize_matrix
 from vllm_dymoe.quantize.base import Quantizer
-from vllm_dymoe.quantize.floats import FloatMatrix, blocks
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
+from vllm_dymoe.quantize.held import HeldFloats, blocks
 from vllm_dymoe.residency.code import MXFP4
 from vllm_dymoe.residency.matrix import MatrixFormat
 
@@ -30,7 +30,7 @@ RESULTS = Path(__file__).with_name("results.json")
 TOKENS, GROUPS = 2048, (32, 64)
 
 
-def as_mxfp4(weight: Tensor) -> FloatMatrix:
+def as_mxfp4(weight: Tensor) -> HeldFloats:
     """Round to nearest under a power of two for 32 columns, float32 [rows, columns]: OCP MX 1.0, 6.3."""
     rows, columns = weight.shape
     groups = weight.view(rows, -1, 32)
@@ -40,10 +40,10 @@ def as_mxfp4(weight: Tensor) -> FloatMatrix:
     nearest = (scaled.abs()[..., None] - magnitudes).abs().argmin(-1)
     codes = (nearest + 8 * (scaled < 0)).to(torch.uint8).view(rows, columns)
     scales = exponents.exp2().to(torch.float8_e8m0fnu)
-    return FloatMatrix(MXFP4, codes, scales, torch.arange(rows), blocks(columns, 32))
+    return HeldFloats(MXFP4, codes, scales, torch.arange(rows), blocks(columns, 32))
 
 
-def upper_half(matrix: FloatMatrix) -> Tensor:
+def upper_half(matrix: HeldFloats) -> Tensor:
     """The weights of two bits: a sign, and one of two magnitudes."""
     levels, weights = MXFP4.levels(matrix.codes), matrix.dequantize()
     scales = matrix.scales.float()[matrix.row_blocks][:, matrix.column_blocks]

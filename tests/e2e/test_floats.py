@@ -26,8 +26,8 @@ def named_matrices(experts):
             if "down" in name:
                 yield layer, expert, Projection.DOWN, each
             else:
-                yield layer, expert, Projection.GATE, each.rows(slice(0, None, 2))
-                yield layer, expert, Projection.UP, each.rows(slice(1, None, 2))
+                yield layer, expert, Projection.GATE, each.part(0, slice(0, None, 2))
+                yield layer, expert, Projection.UP, each.part(0, slice(1, None, 2))
 
 
 def check_store(store, experts):

@@ -14,8 +14,8 @@ from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.base import pack_bias
+from vllm_dymoe.quantize.held import HeldIntegers
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
 from vllm_dymoe.residency.format import Projection, all_keys
 from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError
@@ -80,7 +80,7 @@ def random_codes(experts, layer, expert, projection):
     matrix = experts.formats[4].matrices[projection]
     seed = layer * 1000 + expert * 10 + projection
     made = packing.random_prequantized(matrix.rows, matrix.columns, 32, dtype=torch.bfloat16, seed=seed, shuffled=True)
-    return PrequantizedMatrix(made.bits, made.codes, made.scales, made.zero_points, made.column_groups)
+    return HeldIntegers(made.bits, made.codes, made.scales, made.zero_points, made.column_groups)
 
 
 @pytest.mark.parametrize("bias", [False, True])

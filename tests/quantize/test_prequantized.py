@@ -9,13 +9,13 @@ from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.int4 import Int4Linear
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
-from vllm_dymoe.quantize.prequantized import PrequantizedMatrix
+from vllm_dymoe.quantize.held import HeldIntegers
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 
 def prequantized(*sizes, **settings):
     matrix = random_prequantized(*sizes, **settings)
-    return PrequantizedMatrix(matrix.bits, matrix.codes, matrix.scales, matrix.zero_points, matrix.column_groups)
+    return HeldIntegers(matrix.bits, matrix.codes, matrix.scales, matrix.zero_points, matrix.column_groups)
 
 
 def packed(matrix, group_size, dtype=torch.float16, *, steps=True, act_order=False):
@@ -68,10 +68,10 @@ def test_a_ranks_share_is_cut_out_of_the_codes(ranks):
     matrix, share = prequantized(96, 288, 96), 96 // ranks
     whole = matrix.dequantize()
     for rank in range(ranks):
-        rows = matrix.narrow(0, rank * share, share)
+        rows = matrix.part(0, slice(rank * share, (rank + 1) * share))
         assert torch.equal(dequantize(packed(rows, 32), torch.float16), whole[rank * share : (rank + 1) * share])
         width = 288 // ranks // 32 * 32
-        columns = matrix.narrow(1, rank * width, width)
+        columns = matrix.part(1, slice(rank * width, (rank + 1) * width))
         assert torch.equal(dequantize(packed(columns, 32), torch.float16), whole[:, rank * width : (rank + 1) * width])
 
 
@@ -101,7 +101,13 @@ def test_zeros_would_be_rounded_without_steps():
             True,
             "as they are, do not lie in groups .* hi to 16",
         ),
-        (prequantized(8, 96, 64).narrow(1, 32, 64), 64, torch.float16, True, "do not lie in groups of 64 neighbours"),
+        (
+            prequantized(8, 96, 64).part(1, slice(32, 96)),
+            64,
+            torch.float16,
+            True,
+            "do not lie in groups of 64 neighbours",
+        ),
     ],
 )
 def test_what_cannot_be_held_is_refused(matrix, group_size, dtype, steps, sentence):

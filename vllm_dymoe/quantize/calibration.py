@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm_dymoe.quantize.gptq import Curvature
-from vllm_dymoe.quantize.prequantized import Held, Matrix
+from vllm_dymoe.quantize.held import Held, Matrix
 from vllm_dymoe.quantize.recording import CalibrationError, Recording
 from vllm_dymoe.residency.format import ModelExperts, Projection
 

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vllm_dymoe.quantize.held import Held, Matrix
 from vllm_dymoe.quantize.model_config import INTERMEDIATE, NUM_EXPERTS, TOP_K, ModelConfig
-from vllm_dymoe.quantize.prequantized import Held, Matrix
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.readers.compatibility import format_fields
 from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
@@ -190,14 +190,11 @@ class Checkpoint:
         matrix = self._plain_format.matrices[projection]
         rows = matrix.rows * len(tensors.projections)
         try:
-            for part in self.reader.checked:
-                if part in parts:
-                    self.reader.check(part, parts[part], rows, matrix.columns)
             held = self.reader.read(parts, rows, matrix.columns)
             if len(tensors.projections) == 1:
                 return held
             which = self._stacking.rows(rows, tensors.projections)[tensors.projections.index(projection)]
-            return held.rows(which)
+            return held.part(0, which)
         except ValueError as error:
             stem = tensors.parts[self.reader.parts[0]].name.rpartition(".")[0]
             raise CheckpointError(f"{stem} in {self.folder} is no {self.reader.method} matrix: {error}") from error

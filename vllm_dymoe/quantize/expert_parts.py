@@ -43,7 +43,7 @@ def check_expert_parts(folder: Path, tensors: Iterable[TensorPlace], reader: Rea
 
 def _check_part(folder: Path, place: TensorPlace, part: str, reader: Reader) -> None:
     """One tensor by name and dtype; shapes are the reader's to check."""
-    dtypes = {reader.parts[0]: _dtypes_of_codes(reader), reader.parts[1]: reader.scale_dtypes}.get(part, ())
+    dtypes = {reader.parts[0]: reader.code_dtypes, reader.parts[1]: reader.scale_dtypes}.get(part, ())
     if part in reader.known_parts and (not dtypes or place.dtype in dtypes):
         return
     expected = f"{part} of {' or '.join(dtypes)}" if dtypes else " and ".join(reader.known_parts)
@@ -51,9 +51,3 @@ def _check_part(folder: Path, place: TensorPlace, part: str, reader: Reader) -> 
         f"{place.name} ({place.dtype}) in {folder} is not what config.json says: {reader.method} has {expected} there; "
         "download the checkpoint again, or correct its quantization_config."
     )
-
-
-def _dtypes_of_codes(reader: Reader) -> tuple[str, ...]:
-    if reader.codebook is None:
-        return ("I32",)
-    return ("F8_E4M3",) if reader.codebook.bits == 8 else ("U8", "I8")

@@ -13,7 +13,7 @@ from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize.base import Codes, Quantizer, dequantized, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
-from vllm_dymoe.quantize.prequantized import Held, Matrix, PrequantizedMatrix, check_held
+from vllm_dymoe.quantize.held import Held, Matrix
 from vllm_dymoe.quantize.side_by_side import SideBySide
 from vllm_dymoe.residency.format import BlobKey, ModelExperts, Projection
 from vllm_dymoe.residency.matrix import MatrixFormat
@@ -186,13 +186,9 @@ def _pack(
     """Write one section, or two; what was quantized and to which codes, or None where nothing was."""
     if isinstance(weight, Held):
         if form.bits == weight.bits:
-            if isinstance(weight, PrequantizedMatrix):
-                weight.pack(form, section, base)
-            else:  # floats have no halves
-                weight.pack(form, section)
+            weight.pack(form, section, base)
             return None, None
-        if isinstance(weight, PrequantizedMatrix):
-            check_held(weight.scales, form.dtype)
+        weight.check_scales(form.dtype)
         weight = weight.dequantize()
     return weight, quantize_matrix(weight, form, quantizer, section, base)
 

@@ -13,8 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.platforms import current_platform
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.quantize.readers import EXPERT_DTYPE
-from vllm_dymoe.quantize.readers.modelopt import describe_modelopt
+from vllm_dymoe.quantize.readers import EXPERT_DTYPE, describe_modelopt
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_dymoe.config import ConfigError
+from vllm_dymoe.quantize.held import Held
 from vllm_dymoe.quantize.packer import Given
-from vllm_dymoe.quantize.prequantized import Held
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.residency.format import Projection
 
@@ -210,8 +210,8 @@ class PrequantizedExpertLoader(ExpertLoader):
         try:
             if kind in self._reader.parts:
                 self._take_part(expert_id, expert, projection, kind, loaded_weight, sizes)
-            elif kind in self._reader.checked:
-                self._reader.check(kind, loaded_weight.cpu(), *sizes)
+            elif kind in self._reader.checks:
+                self._reader.checks[kind](kind, loaded_weight.cpu(), *sizes)
             else:
                 raise ValueError("it has 16 bits, although the checkpoint is quantized; this mix is not supported.")
         except ValueError as error:
@@ -252,7 +252,8 @@ class PrequantizedExpertLoader(ExpertLoader):
         except ValueError as error:
             raise self._unreadable(number, projection, error) from error
         dimension = _SLICED_DIMENSION[projection]
-        return matrix.narrow(dimension, *self._share(sizes[dimension]))
+        start, length = self._share(sizes[dimension])
+        return matrix.part(dimension, slice(start, start + length))
 
     def _unreadable(self, number: int, projection: Projection, error: ValueError) -> ConfigError:
         return ConfigError(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.quantize.floats import FloatMatrix
+from vllm_dymoe.quantize.held import HeldFloats
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.residency.format import Projection
 from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader, PutBias, PutWeight
@@ -120,7 +120,7 @@ class QuantizedStackLoader(ExpertLoader):
                 where = f"{stem} of expert {expert} in {self._name}"
                 self._put_weight(expert, projection, partial(self._read, where, projection, parts))
 
-    def _read(self, where: str, projection: Projection, parts: dict[str, Tensor]) -> FloatMatrix:
+    def _read(self, where: str, projection: Projection, parts: dict[str, Tensor]) -> HeldFloats:
         """One matrix, filled up to this rank's sizes.
 
         Raises:
@@ -133,7 +133,7 @@ class QuantizedStackLoader(ExpertLoader):
             raise ConfigError(
                 f"vllm-dymoe: {where} cannot be read from the {self._reader.method} checkpoint: {error}"
             ) from error
-        assert isinstance(matrix, FloatMatrix)
+        assert isinstance(matrix, HeldFloats)
         return matrix.filled(*self._sizes[projection])
 
     def _split(self, stem: str, rows: int) -> tuple[tuple[Projection, slice], ...]:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.quantize.readers.float_packing import CONFIGS, FP8_WEIGHTS, compressed, parts, random_floats
 from vllm_dymoe.kernels import dequantize, unpack
-from vllm_dymoe.quantize.floats import FloatMatrix, blocks
+from vllm_dymoe.quantize.held import HeldFloats, blocks
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
@@ -64,7 +64,7 @@ def test_a_rank_has_its_part_of_every_weight(kind):
     """Also where the boundary cuts a block of rows, or of columns into whole groups of the store."""
     tensors, _, matrix = golden(kind)
     half, column = matrix.shape[0] // 2, 96 if matrix.codebook is not FP8 else 32
-    part = matrix.narrow(0, half, half).narrow(1, column, 96)
+    part = matrix.part(0, slice(half, 2 * half)).part(1, slice(column, column + 96))
     want = tensors["weights"][half:, column : column + 96]
     assert torch.equal(dequantize(packed(part)).to(want.dtype), want)
     filled = part.filled(half + 5, 128)
@@ -90,13 +90,15 @@ def test_the_packer_of_the_tests_packs_as_the_tool_does(kind):
 def test_a_boundary_that_cuts_a_group_is_refused():
     _, _, matrix = golden("mxfp4")
     with pytest.raises(ValueError, match="do not lie in groups of 32 with one scale"):
-        packed(matrix.narrow(1, 16, 96))
+        packed(matrix.part(1, slice(16, 112)))
 
 
 def test_rows_in_turns_are_two_matrices():
     tensors, _, matrix = golden("mxfp4")
     for first in (0, 1):
-        assert torch.equal(dequantize(packed(matrix.rows(slice(first, None, 2)))), tensors["weights"][first::2].float())
+        assert torch.equal(
+            dequantize(packed(matrix.part(0, slice(first, None, 2)))), tensors["weights"][first::2].float()
+        )
 
 
 def test_scales_of_one_number_for_a_row_or_of_exponents_are_read():
@@ -183,6 +185,6 @@ def test_sixteen_codes_are_all_read():
         four = codes & 15
         scales = torch.full((2, 128 // book.group_size), 0.5).to(book.scale_dtype)
         factor = (1.0, 3.0) if book.has_factor else (1.0, 1.0)
-        matrix = FloatMatrix(book, four, scales, torch.arange(2), blocks(128, book.group_size), factor)
+        matrix = HeldFloats(book, four, scales, torch.arange(2), blocks(128, book.group_size), factor)
         assert torch.equal(dequantize(packed(matrix)), matrix.dequantize())
         assert matrix.dequantize().unique().numel() == 15

@@ -1,0 +1,142 @@
+"""Small floats with scales: FP8, MXFP8, MXFP4 and NVFP4, however their writers name the tensors.
+
+Two 4-bit codes share a byte, the first in the low half. Activations stay at 16 bits, so that their scales are not
+needed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.quantize.held import Held, HeldFloats, blocks, unpack_pairs
+from vllm_dymoe.quantize.readers.base import (
+    EXPONENTS,
+    NUMBERS,
+    SCALE_DTYPES,
+    Reader,
+    check_part,
+    choose_group_size,
+    count_groups,
+    ignore,
+)
+from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
+
+_FP8_SCALE_DTYPES = (*SCALE_DTYPES, torch.float8_e8m0fnu)
+_EXPONENT_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+_MX_GROUP, _NV_GROUP = 32, 16
+_INPUT_SCALE = {"input_scale": ignore}
+
+
+def fp8(method: str, scale: str = "weight_scale", block: Any = None, **fields: Any) -> Reader:
+    """E4m3 with a scale for each block of a matrix, for each row, or for all of it.
+
+    ``weight`` float8_e4m3fn [rows, columns]; the scales [rows / block, columns / block], rounded up (ModelOpt's have
+    two more dimensions of 1), or without a block one number or one for each row. DeepSeek's ``weight_scale_inv`` is
+    multiplied with in spite of its name (DeepSeek-V3, inference/kernel.py, ``weight_dequant``).
+
+    Args:
+        method: ``quant_method``.
+        scale: end of the name of the scales.
+        block: its rows and columns, if there are blocks.
+        fields: of the reader.
+
+    Raises:
+        CheckpointError: blocks that no store has groups for.
+    """
+    width = None if block is None else choose_group_size(method, block[1])
+    cut = None if block is None or width is None else (int(block[0]), width)
+
+    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> HeldFloats:
+        scales = parts[scale]
+        if cut is not None and scales.dim() == 4:
+            scales = scales[:, 0, :, 0]
+        return _read_fp8(parts["weight"], scale, scales, rows, columns, cut)
+
+    kind = {"checks": _INPUT_SCALE, "codebook": FP8, "scale_dtypes": NUMBERS}
+    return Reader(method, FP8.bits, width, ("weight", scale), read, **{**kind, **fields})
+
+
+def mxfp8(method: str, **fields: Any) -> Reader:
+    """E4m3 ``weight``, and ``weight_scale`` uint8 [rows, columns / 32], 2^(byte - 127)."""
+
+    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> HeldFloats:
+        scales = parts["weight_scale"]
+        check_part("weight_scale", scales, _EXPONENT_DTYPES, rows, count_groups(columns, _MX_GROUP))
+        exponents = scales.contiguous().view(torch.float8_e8m0fnu)
+        return _read_fp8(parts["weight"], "weight_scale", exponents, rows, columns, (1, _MX_GROUP))
+
+    kind = {"checks": _INPUT_SCALE, "codebook": FP8, "scale_dtypes": EXPONENTS}
+    return Reader(method, FP8.bits, _MX_GROUP, ("weight", "weight_scale"), read, **{**kind, **fields})
+
+
+def mxfp4(method: str, parts: tuple[str, str] = ("weight", "weight_scale"), **fields: Any) -> Reader:
+    """Codes int8 or uint8 [rows, columns / 2], and exponents uint8 or e8m0 [rows, columns / 32], 2^(byte - 127)."""
+
+    def read(tensors: Mapping[str, Tensor], rows: int, columns: int) -> HeldFloats:
+        (codes, exponents), (packed, scales) = parts, (tensors[part] for part in parts)
+        check_part(codes, packed, (torch.uint8, torch.int8), rows, -(-columns // 2))
+        check_part(exponents, scales, _EXPONENT_DTYPES, rows, count_groups(columns, _MX_GROUP))
+        scales = scales.contiguous().view(torch.float8_e8m0fnu)
+        unpacked = unpack_pairs(packed.view(torch.uint8))[:, :columns]
+        return HeldFloats(MXFP4, unpacked, scales, torch.arange(rows), blocks(columns, _MX_GROUP))
+
+    kind = {"codebook": MXFP4, "scale_dtypes": EXPONENTS}
+    return Reader(method, MXFP4.bits, _MX_GROUP, parts, read, **{**kind, **fields})
+
+
+def gpt_oss() -> Reader:
+    """MXFP4 of gpt-oss, which has all experts of a layer in one tensor, rows of gate and up in turns.
+
+    ``blocks`` uint8 [rows, columns / 32, 16] and ``scales`` uint8 [rows, columns / 32] (openai/gpt-oss,
+    gpt_oss/torch/weights.py; transformers' ``convert_moe_packed_tensors``).
+    """
+    flat = mxfp4("mxfp4", ("blocks", "scales"), ranks_take_groups=True)
+
+    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
+        if columns % _MX_GROUP:
+            raise ValueError(f"blocks cannot hold {columns} inputs, which is no multiple of {_MX_GROUP}.")
+        packed = parts["blocks"]
+        if packed.dim() == 3:
+            check_part("blocks", packed, (torch.uint8,), rows, columns // _MX_GROUP, _MX_GROUP // 2)
+            packed = packed.reshape(rows, -1)
+        return flat.make({**parts, "blocks": packed}, rows, columns)
+
+    return replace(flat, make=read)
+
+
+def nvfp4(method: str, parts: tuple[str, str, str], *, divides: bool, **fields: Any) -> Reader:
+    """E2m1 codes uint8 [rows, columns / 2], scales float8_e4m3fn [rows, columns / 16], one float32 for the matrix.
+
+    ModelOpt multiplies the scales with its number (qtensor/nvfp4_tensor.py), compressed-tensors divides them by its
+    own (compressors/nvfp4/base.py).
+    """
+
+    def read(tensors: Mapping[str, Tensor], rows: int, columns: int) -> HeldFloats:
+        packed, scales, number = (tensors[part] for part in parts)
+        check_part(parts[0], packed, (torch.uint8,), rows, -(-columns // 2))
+        check_part(parts[1], scales, (torch.float8_e4m3fn,), rows, count_groups(columns, _NV_GROUP))
+        if number.numel() != 1:
+            raise ValueError(f"{parts[2]} has shape {list(number.shape)}, expected one number.")
+        factor = float(number.float())
+        both = (1.0, factor) if divides else (factor, 1.0)
+        codes = unpack_pairs(packed)[:, :columns]
+        return HeldFloats(NVFP4, codes, scales, torch.arange(rows), blocks(columns, _NV_GROUP), both)
+
+    kind = {"checks": _INPUT_SCALE, "codebook": NVFP4, "scale_dtypes": ("F8_E4M3",)}
+    return Reader(method, NVFP4.bits, _NV_GROUP, parts, read, **{**kind, **fields})
+
+
+def _read_fp8(
+    weight: Tensor, name: str, scales: Tensor, rows: int, columns: int, block: tuple[int, int] | None
+) -> HeldFloats:
+    check_part("weight", weight, (torch.float8_e4m3fn,), rows, columns)
+    if block is None:
+        by_row = scales.numel() == rows and scales.dim() > 0 and rows > 1
+        scales = scales.reshape(-1, 1)
+        block = (1 if by_row else rows), columns
+    check_part(name, scales, _FP8_SCALE_DTYPES, -(-rows // block[0]), -(-columns // block[1]))
+    codes = weight.view(torch.uint8)
+    return HeldFloats(FP8, codes, scales.float(), blocks(rows, block[0]), blocks(columns, block[1]))

@@ -1,0 +1,209 @@
+"""Integers in 32-bit words with a scale and a zero point for each group: AWQ, GPTQ and compressed-tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.quantize.held import HeldIntegers, blocks
+from vllm_dymoe.quantize.readers.base import (
+    SCALE_DTYPES,
+    Reader,
+    check_part,
+    choose_bits,
+    choose_group_size,
+    count_groups,
+)
+from vllm_dymoe.quantize.tensors import CheckpointError
+
+_WORD_BITS = 32
+# Of the eight numbers in AutoAWQ's words the one in bits 4 i to 4 i + 3 belongs to output _AWQ_ORDER[i]
+# (awq/modules/linear/gemm.py, ``WQLinear_GEMM.from_linear``).
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_AWQ_PLACE = tuple(_AWQ_ORDER.index(output) for output in range(8))
+_ZERO_POINT_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+_GPTQ_RULES = ("bits", "group_size", "sym", "desc_act")
+
+
+def awq(config: Mapping[str, Any]) -> Reader:
+    """AutoAWQ, "gemm" packing: transposed, eight outputs in a word, in AutoAWQ's order.
+
+    ``qweight`` int32 [columns, rows / 8], ``qzeros`` int32 [groups, rows / 8], ``scales`` [groups, rows].
+
+    Raises:
+        CheckpointError: a version or a parameter that is not read.
+    """
+    version = str(config.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise CheckpointError(
+            f'the checkpoint is quantized with awq, version "{version}", and only "gemm" can be read; quantize it '
+            'again with version "GEMM".'
+        )
+    if not config.get("zero_point", True):
+        raise CheckpointError(
+            "the checkpoint is quantized with awq without zero points, which gemm packing does not have; quantize "
+            "it again with zero_point true."
+        )
+    bits = choose_bits("awq", config.get("bits", config.get("w_bit")), (4,))
+    group_size = choose_group_size("awq", config.get("group_size", config.get("q_group_size")))
+
+    def in_order(words: Tensor) -> Tensor:
+        numbers = unpack_words(words, bits)
+        return numbers.view(-1, 8)[:, _AWQ_PLACE].reshape(numbers.shape).t()
+
+    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> HeldIntegers:
+        if rows % 8:
+            raise ValueError(f"qweight cannot hold {rows} outputs, which is no multiple of 8.")
+        groups = count_groups(columns, group_size)
+        check_part("qweight", parts["qweight"], (torch.int32,), columns, rows // 8)
+        check_part("qzeros", parts["qzeros"], (torch.int32,), groups, rows // 8)
+        check_part("scales", parts["scales"], SCALE_DTYPES, groups, rows)
+        codes, zero_points = in_order(parts["qweight"]), in_order(parts["qzeros"])
+        return HeldIntegers(bits, codes, parts["scales"].t(), zero_points, blocks(columns, group_size))
+
+    return Reader("awq", bits, group_size, ("qweight", "qzeros", "scales"), read, asymmetric=True)
+
+
+def gptq(config: Mapping[str, Any]) -> Reader:
+    """AutoGPTQ and GPTQModel: transposed, neighbouring inputs in a word.
+
+    ``qweight`` int32 [columns * bits / 32, rows], ``qzeros`` int32 [groups, rows * bits / 32], ``scales``
+    [groups, rows], and ``g_idx`` int32 [columns], the group of each column. The first version of the format stores zero
+    points less one, which dequantizing adds and masks again (AutoGPTQ, nn_modules/qlinear/qlinear_cuda_old.py: a stored
+    15 is 0 at 4 bits; other code of AutoGPTQ makes 16 of it, which its quantizer never chooses); "gptq_v2" stores them
+    as they are. With desc_act columns were quantized in the order of their activations, and only ``g_idx`` knows their
+    groups.
+
+    Raises:
+        CheckpointError: a version or a parameter that is not read.
+    """
+    version = "marlin" if config.get("is_marlin_format") else str(config.get("checkpoint_format") or "gptq")
+    if version not in _ZERO_POINT_OFFSETS:
+        raise CheckpointError(
+            f'the checkpoint is quantized with gptq, checkpoint_format "{version}", and only '
+            f"{' and '.join(_ZERO_POINT_OFFSETS)} can be read; save it in one of them."
+        )
+    for pattern, rule in (config.get("dynamic") or {}).items():
+        if not pattern.startswith("-:") and any(key in rule for key in _GPTQ_RULES):
+            raise CheckpointError(
+                f'the checkpoint is quantized with gptq and has another format for the modules "{pattern}" '
+                '("dynamic"), which cannot be read; use one with the same format everywhere.'
+            )
+    bits = choose_bits("gptq", config.get("bits"), (8, 4, 2))
+    group_size = choose_group_size("gptq", config.get("group_size"))
+    asymmetric = not config.get("sym", True)
+    # With one group for all columns their order has no effect, and static groups are made of neighbours.
+    act_order = bool(config.get("desc_act")) and group_size is not None and not config.get("static_groups")
+    each = _WORD_BITS // bits
+
+    def zero_points(words: Tensor) -> Tensor:
+        stored = unpack_words(words, bits)
+        highest, middle = 2**bits - 1, 2 ** (bits - 1)
+        if asymmetric:
+            return (stored + _ZERO_POINT_OFFSETS[version]) & highest
+        # Not all tools agree on the version where it has no effect.
+        if not bool(((stored == middle) | (stored == middle - 1)).all()):
+            raise ValueError(f"qzeros has zero points other than {middle}, although config.json says sym true.")
+        return torch.full_like(stored, middle)
+
+    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> HeldIntegers:
+        if rows % each or columns % each:
+            raise ValueError(f"qweight cannot hold {rows} x {columns} codes, which are no multiples of {each}.")
+        groups = count_groups(columns, group_size)
+        check_part("qweight", parts["qweight"], (torch.int32,), columns // each, rows)
+        check_part("qzeros", parts["qzeros"], (torch.int32,), groups, rows // each)
+        check_part("scales", parts["scales"], SCALE_DTYPES, groups, rows)
+        codes, zeros = unpack_words(parts["qweight"].t(), bits), zero_points(parts["qzeros"]).t()
+        order = (
+            _scattered("g_idx", parts, (torch.int32,), columns, groups) if act_order else blocks(columns, group_size)
+        )
+        return HeldIntegers(bits, codes, parts["scales"].t(), zeros, order)
+
+    def check(part: str, tensor: Tensor, rows: int, columns: int) -> None:
+        check_part(part, tensor, (torch.int32,), columns)
+        if not torch.equal(tensor.long(), blocks(columns, group_size)):
+            raise ValueError(
+                f"{part} says that its columns were reordered, although config.json says desc_act false or "
+                "static_groups true."
+            )
+
+    tensors = ("qweight", "qzeros", "scales")
+    parts, checks = ((*tensors, "g_idx"), {}) if act_order else (tensors, {"g_idx": check})
+    return Reader("gptq", bits, group_size, parts, read, checks, asymmetric, act_order)
+
+
+def pack_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
+    """compressed-tensors, format "pack-quantized": neighbouring inputs in a word, weights not transposed.
+
+    ``weight_packed`` int32 [rows, columns * bits / 32, rounded up], ``weight_scale`` [rows, groups], where they are
+    asymmetric ``weight_zero_point`` int32 [rows * bits / 32, rounded up, groups], and ``weight_shape`` int64 [2].
+    Signed numbers are stored plus half their range, codes and zero points alike
+    (compressed_tensors/compressors/pack_quantized). With actorder "group" ``weight_g_idx`` int32 [columns] says the
+    group of each column.
+
+    Args:
+        weights: how the configuration describes them.
+        unreadable: makes the error for what is found, and what can be read in its place.
+
+    Raises:
+        CheckpointError: a parameter that is not read.
+    """
+    method = "compressed-tensors"
+    bits = choose_bits(method, weights.get("num_bits"), (8, 4, 2))
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
+    if weights.get("type", "int") != "int" or strategy not in ("group", "channel"):
+        raise unreadable(f'{weights.get("type")} weights by "{strategy}"', 'integers by "group" or "channel"')
+    group_size = choose_group_size(method, weights.get("group_size") if strategy == "group" else None)
+    asymmetric = not weights.get("symmetric", True)
+    act_order = weights.get("actorder") in ("group", "dynamic") and group_size is not None  # two names of the same
+    each = _WORD_BITS // bits
+
+    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> HeldIntegers:
+        groups = count_groups(columns, group_size)
+        check_part("weight_packed", parts["weight_packed"], (torch.int32,), rows, -(-columns // each))
+        check_part("weight_scale", parts["weight_scale"], SCALE_DTYPES, rows, groups)
+        codes = unpack_words(parts["weight_packed"], bits)[:, :columns]
+        zero_points = torch.full((rows, groups), 2 ** (bits - 1), dtype=torch.uint8)
+        if asymmetric:
+            words = parts["weight_zero_point"]
+            check_part("weight_zero_point", words, (torch.int32,), -(-rows // each), groups)
+            zero_points = unpack_words(words.t(), bits).t()[:rows]
+        order = blocks(columns, group_size)
+        if act_order:
+            order = _scattered("weight_g_idx", parts, (torch.int32, torch.int64), columns, groups)
+        return HeldIntegers(bits, codes, parts["weight_scale"], zero_points, order)
+
+    def check_shape(part: str, tensor: Tensor, rows: int, columns: int) -> None:
+        if tensor.tolist() != [rows, columns]:
+            raise ValueError(f"{part} is {tensor.tolist()}, expected {[rows, columns]}.")
+
+    def check_order(part: str, tensor: Tensor, rows: int, columns: int) -> None:
+        if not torch.equal(tensor.long(), blocks(columns, group_size)):
+            raise ValueError(f"{part} says that its columns were reordered, although config.json has no such actorder.")
+
+    zeros, order = ("weight_zero_point",) if asymmetric else (), ("weight_g_idx",) if act_order else ()
+    checks = {"weight_shape": check_shape} | ({} if act_order else {"weight_g_idx": check_order})
+    parts = ("weight_packed", "weight_scale", *zeros, *order)
+    return Reader(method, bits, group_size, parts, read, checks, asymmetric, act_order)
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """The numbers in int32 words [n, m], from the lowest bits up: uint8 [n, m * 32 / bits], bits at most 8."""
+    # A machine's bytes are in this order too; four of them are taken at a time instead of one number.
+    octets = words.contiguous().view(torch.uint8).view(words.shape[0], -1)
+    if bits == 8:
+        return octets
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    return ((octets.unsqueeze(2) >> shifts) & (2**bits - 1)).view(words.shape[0], -1)
+
+
+def _scattered(
+    part: str, parts: Mapping[str, Tensor], dtypes: tuple[torch.dtype, ...], columns: int, groups: int
+) -> Tensor:
+    """The group of each column where a tensor says it: int64 [columns]."""
+    check_part(part, parts[part], dtypes, columns)
+    named = parts[part].long()
+    if bool(((named < 0) | (named >= groups)).any()):
+        raise ValueError(f"{part} names groups that do not exist: there are {groups}.")
+    return named

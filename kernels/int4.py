@@ -89,7 +89,7 @@ class Int4Linear:
 
     def _read_as_they_are(self, format: MatrixFormat) -> Linear | None:
         """What multiplies padded rows and columns without a workspace, if anything does."""
-        if format.bits != 4 or format.upper_of:
+        if format.bits != 4 or format.code.upper_of:
             return None
         return self._of_halves if format.nested else _four_bits
 
@@ -134,8 +134,8 @@ class _Unfolding:
         if self._unfolds:
             self._weight = pairs.view(rows, -1)
             self._halves = pairs.view(-1, 2, format.fold // 2 * PAIR_BYTES).unbind(1)
-        self._factors = _alternating(format.step * (SCALE_FACTOR if self._unfolds else 1), 1, rows)
-        self._halfway = _alternating(0, (format.step - 1) / 2, rows) if format.upper_of else None
+        self._factors = _alternating(format.code.step * (SCALE_FACTOR if self._unfolds else 1), 1, rows)
+        self._halfway = _alternating(0, (format.code.step - 1) / 2, rows) if format.code.upper_of else None
 
     def __call__(self, x: Tensor, packed: PackedMatrix) -> Tensor:
         """x [n, padded_columns] times these blocks: [n, rows]."""

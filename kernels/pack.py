@@ -33,8 +33,8 @@ def pack(
     """
     if not format.quantized:
         raise ValueError("format has 16 bits: such a matrix has no codes, copy its weights into view(section).weight")
-    if format.codebook is not None:
-        raise ValueError(f"format is {format.codebook.name}, which has no zeros: use pack_floats")
+    if format.code.floats:
+        raise ValueError(f"format is {format.code.name}, which has no zeros: use pack_floats")
     if format.nested:
         raise ValueError("format is nested: pack_nested writes its two sections")
     check_tensor("codes", codes, dtype=torch.uint8, shape=(format.rows, format.columns), contiguous=False)
@@ -75,10 +75,10 @@ def pack_floats(
         TypeError: codes, scales or section have another dtype.
         ValueError: a format without a codebook, a wrong shape, a code that does not fit, or a factor too many.
     """
-    if format.codebook is None:
+    if not format.code.floats:
         raise ValueError("format has no codebook: use pack")
     check_tensor("codes", codes, dtype=torch.uint8, shape=(format.rows, format.columns), contiguous=False)
-    shape, dtype = (format.rows, format.groups), format.codebook.scale_dtype
+    shape, dtype = (format.rows, format.groups), format.code.scale_dtype
     check_tensor("scales", scales, dtype=dtype, shape=shape, contiguous=False)
     highest = int(codes.max())
     if highest >> format.bits:
@@ -89,7 +89,7 @@ def pack_floats(
     if packed.factor is not None:
         packed.factor.copy_(torch.tensor(factor, dtype=torch.float32))
     elif factor != (1.0, 1.0):
-        raise ValueError(f"factor is {factor}, and {format.codebook.name} has none")
+        raise ValueError(f"factor is {factor}, and {format.code.name} has none")
     _store(codes, packed.weight, format)
     # As bytes, of which a pad is 0: not every dtype of scales can be padded.
     raw = scales.contiguous().view(torch.uint8).view(format.rows, format.groups, -1)
@@ -130,12 +130,12 @@ def _store(codes: Tensor, weight: Tensor, format: MatrixFormat) -> None:
     if any(padding):
         codes = torch.nn.functional.pad(codes, padding)
     first, second = codes.view(-1, 2, PAIR_BYTES, format.padded_columns).unbind(1)  # [blocks, 32, columns]
-    if format.stored_bits == 8:
+    if format.code.stored_bits == 8:
         weight[:, 0].copy_((first >> 4 | second & 0xF0).transpose(1, 2))
         weight[:, 1].copy_((first & 15 | second << 4).transpose(1, 2))
         return
     pairs = (first | second << 4).transpose(1, 2)
-    if format.stored_bits == 2:
+    if format.code.stored_bits == 2:
         halves = pairs.reshape(-1, 2, format.fold // 2 * PAIR_BYTES)
         pairs = (halves[:, 0] | halves[:, 1] << 2).view(format.weight_shape)
     weight.copy_(pairs)
@@ -157,15 +157,15 @@ def _stored_codes(packed: PackedMatrix) -> Tensor:
     format = packed.format
     codes = _loaded(packed.weight, format)
     if packed.fine is not None:
-        codes = codes << format.stored_bits | _loaded(packed.fine, format)
+        codes = codes << format.code.stored_bits | _loaded(packed.fine, format)
     return codes[: format.rows, : format.columns]
 
 
 def _loaded(stored: Tensor, format: MatrixFormat) -> Tensor:
     """Inverse of :func:`_store`: uint8 [padded_rows, padded_columns]."""
-    if format.stored_bits == 8:
+    if format.code.stored_bits == 8:
         return _codes(stored[:, 0]) << 4 | _codes(stored[:, 1])
-    if format.stored_bits == 4:
+    if format.code.stored_bits == 4:
         return _codes(stored)
     halves = stored.view(-1, 1, format.fold // 2 * PAIR_BYTES)
     pairs = torch.cat((halves & 0x33, halves >> 2 & 0x33), 1)
@@ -180,12 +180,12 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
     """
     format = packed.format
     precise = torch.float64 if dtype == torch.float64 else torch.float32
-    if packed.scales is not None and format.codebook is not None:
+    if packed.scales is not None:
         by_row = packed.scales.to(precise).transpose(1, 2).reshape(format.padded_rows, format.groups)[: format.rows]
         if packed.factor is not None:
             multiplier, divisor = packed.factor.to(precise)
             by_row = by_row * multiplier / divisor
-        levels = format.codebook.levels(_stored_codes(packed)).to(precise)
+        levels = format.code.levels(_stored_codes(packed)).to(precise)
         return (levels * by_row.repeat_interleave(format.group_size, dim=1)[:, : format.columns]).to(dtype)
     if packed.scales_zeros is None:
         return packed.weight.to(dtype)
@@ -196,7 +196,7 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
     )
     if format.integer_zeros:
         zeros = zeros * scales
-    weights: Tensor = (_stored_codes(packed).to(precise) * format.step - format.center) * scales + zeros
+    weights: Tensor = (_stored_codes(packed).to(precise) * format.code.step - format.code.center) * scales + zeros
     return _in_input_order(packed, weights.to(dtype))
 
 

@@ -57,7 +57,7 @@ _ROW = _MATRICES + 3 * _ADDRESSES
 _PLAIN_PRODUCTS = 1 << 18
 _QUANTIZED_WEIGHTS = 1 << 15
 
-_numbers = attrgetter("bits", "group_size", "integer_zeros", "nested", "upper_of")
+_numbers = attrgetter("code", "group_size", "integer_zeros")
 
 
 def most_tokens(gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, quantized: int) -> int:
@@ -73,7 +73,7 @@ def most_tokens(gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, quanti
         return 0
     if _numbers(down) != _numbers(up):
         return 0
-    if up.codebook is not None or down.codebook is not None:
+    if up.code.floats or down.code.floats:
         return 0
     weights = up.rows * up.columns
     if up.bits == 16:
@@ -101,7 +101,15 @@ class Call:
         if not (tokens.is_contiguous() and pairs.is_contiguous()):
             tokens, pairs = tokens.contiguous(), pairs.contiguous()
             self._named += tokens, pairs
-        numbers = count, tokens.data_ptr(), pairs.data_ptr(), format.rows, format.bits, format.upper_of, format.fold
+        numbers = (
+            count,
+            tokens.data_ptr(),
+            pairs.data_ptr(),
+            format.rows,
+            format.bits,
+            format.code.upper_of,
+            format.fold,
+        )
         self._table.extend(
             (*numbers, format.group_size, format.integer_zeros, *gate.addresses, *up.addresses, *down.addresses)
         )

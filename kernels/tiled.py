@@ -131,11 +131,11 @@ class TiledLinear:
                 scales, zeros = (part.float() for part in packed.scales_zeros[:, tile.rows].unbind(2))
                 if format.integer_zeros:
                     zeros.mul_(scales)
-                zeros = zeros.sub_(scales, alpha=format.center).unsqueeze(1)
+                zeros = zeros.sub_(scales, alpha=format.code.center).unsqueeze(1)
                 if format.bits == 2:
-                    scales.mul_(format.step * SCALE_FACTOR)
-                elif format.upper_of:
-                    scales.mul_(format.step)
+                    scales.mul_(format.code.step * SCALE_FACTOR)
+                elif format.code.upper_of:
+                    scales.mul_(format.code.step)
                 scales = scales.unsqueeze(1)
             if whole_bytes:
                 _load_bytes(tile, packed)
@@ -198,7 +198,7 @@ class TiledLinear:
 
 def _load_pairs(tile: _Tile, packed: PackedMatrix) -> None:
     """4-bit codes of a tile as floats; 2-bit codes are unfolded to them, and halves put together."""
-    if packed.format.stored_bits == 2:
+    if packed.format.code.stored_bits == 2:
         pairs = unfold(packed, tile.blocks, tile.columns, tile.pairs.view(-1))
     else:
         pairs = packed.weight[tile.blocks, tile.columns]

@@ -19,6 +19,7 @@ import typer
 from vllm_dymoe.cli.app import app
 from vllm_dymoe.kernels import dequantize, pack, pack_nested
 from vllm_dymoe.quantize.convert import Recipe
+from vllm_dymoe.residency.code import NESTED, code_of
 from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts, Projection, stored_formats
 from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.resolve import resolve_options
@@ -65,7 +66,7 @@ def integers(cell):
 
 
 def example_matrix(bits):
-    return MatrixFormat(100, 70, bits, GROUP_SIZE, BFLOAT16)
+    return MatrixFormat(100, 70, code_of(bits), GROUP_SIZE, BFLOAT16)
 
 
 def written(bits, *, codes=0, scales=0.0, zeros=0.0):
@@ -348,12 +349,12 @@ def test_the_formulas_of_places_hold_everywhere():
 
 
 def blob_format(bits):
-    return Format(MODEL["hidden_size"], MODEL["moe_intermediate_size"], bits, 64, BFLOAT16)
+    return Format(MODEL["hidden_size"], MODEL["moe_intermediate_size"], code_of(bits), 64, BFLOAT16)
 
 
 def halves(bits, **values):
     """The example's base and fine section."""
-    format = replace(example_matrix(bits), nested=True)
+    format = replace(example_matrix(bits), code=NESTED[bits])
     base, fine = (torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (format.base.nbytes, format.nbytes))
     matrix = torch.zeros(format.rows, format.columns, dtype=torch.uint8)
     matrix[ROW, COLUMN] = values.get("codes", 0)

@@ -48,7 +48,7 @@ from vllm_dymoe.kernels.triton import (
     launch,
     place,
 )
-from vllm_dymoe.kernels.triton.table import BOOKS
+from vllm_dymoe.residency.code import CODEBOOKS, WHOLE
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_ahead import Copies
 from vllm_dymoe.residency.decode_table import DecodeTable
@@ -198,10 +198,10 @@ _INTEGERS = tuple(
     for bits in ((4, 2), (8, 4))
     for note, ordered in (("fp16, zeros in steps", ()), ("fp16, zeros in steps, ordered", bits))
 )
-_FLOATS = tuple(Case(bits=(tag,)) for tag in BOOKS)
+_FLOATS = tuple(Case(bits=(book.tag,)) for book in CODEBOOKS.values())
 _FLOATS_FETCHED = tuple(
     Case("bias, swiglu_oai, fetch", bits=(tag,), bias=True, activation=Activation.SWIGLU_OAI, fetch=True)
-    for tag in BOOKS
+    for tag in (book.tag for book in CODEBOOKS.values())
 )
 # Hidden size, top_k, dtype, and whether pairs can be absent: DeepSeek-V3's, gpt-oss's, and an odd one of 22.
 _SUMS = (
@@ -369,7 +369,7 @@ class _Note:
             note = ", ".join(part for part in (case.note, detail) if part)
             shape, tiers = (
                 "x".join(map(str, case.sizes)),
-                "/".join(BOOKS[bits].name if bits in BOOKS else str(bits) for bits in case.bits),
+                "/".join(WHOLE[bits].name for bits in case.bits),
             )
         self._key = architecture, kernel, shape, tiers, note
 

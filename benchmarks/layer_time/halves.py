@@ -15,6 +15,7 @@ import torch
 
 from vllm_dymoe.kernels import Activation, CpuKernel, pack, unpack
 from vllm_dymoe.kernels.base import ExpertWork
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Expert, Format
 
 SHAPES = {"2048 x 768": (2048, 768, 8), "2048 x 1408": (2048, 1408, 6), "256 x 64": (256, 64, 4)}
@@ -24,7 +25,7 @@ BYTES = 64 << 20
 
 def make_pair(hidden: int, intermediate: int) -> tuple[Expert, Expert]:
     """An expert of random codes in one section, and in two halves."""
-    form = Format(hidden, intermediate, 4, 64, torch.bfloat16, nested=True)
+    form = Format(hidden, intermediate, code_of(4), 64, torch.bfloat16, nested=True)
     base = torch.randint(0, 256, (form.base.nbytes,), dtype=torch.uint8)
     for matrix in form.base.view(base):
         matrix.scales_zeros.normal_().mul_(0.01)

@@ -26,6 +26,7 @@ from rich.table import Table
 import vllm_dymoe.residency.routing as experts_routing
 import vllm_dymoe.runtime.serving as serving
 from vllm_dymoe.config import Options
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts, Projection
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
@@ -80,7 +81,7 @@ class Clock:
 
 def make_store(folder: Path, shape: Shape, bits: int) -> FileStore:
     """Experts of random bytes: what is in them changes no time."""
-    fmt = Format(shape.hidden, shape.intermediate, bits, 64, torch.bfloat16)
+    fmt = Format(shape.hidden, shape.intermediate, code_of(bits), 64, torch.bfloat16)
     experts = ModelExperts(tuple(range(shape.layers)), shape.experts, shape.top_k, {bits: fmt})
     sink = StoreWriter(folder, Manifest(experts, "rtn", "random"))
     for layer, expert in itertools.product(range(shape.layers), range(shape.experts)):

@@ -22,7 +22,7 @@ from vllm_dymoe.quantize import make_quantizer, quantize_matrix
 from vllm_dymoe.quantize.base import Quantizer
 from vllm_dymoe.quantize.gptq import Curvature, Gptq
 from vllm_dymoe.quantize.held import HeldFloats, blocks
-from vllm_dymoe.residency.code import MXFP4
+from vllm_dymoe.residency.code import MXFP4, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
@@ -57,7 +57,7 @@ def upper_half(matrix: HeldFloats) -> Tensor:
 
 def two_bits(weight: Tensor, group_size: int, quantizer: Quantizer) -> Tensor:
     """The weights of 2-bit codes."""
-    format = MatrixFormat(*weight.shape, 2, group_size, torch.bfloat16)
+    format = MatrixFormat(*weight.shape, code_of(2), group_size, torch.bfloat16)
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     quantize_matrix(weight, format, quantizer, section)
     return dequantize(format.view(section))

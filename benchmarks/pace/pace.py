@@ -27,6 +27,7 @@ from staging import VirtualTime
 
 from vllm_dymoe.config import Options
 from vllm_dymoe.predict import Candidate
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Format, ModelExperts, all_keys
 from vllm_dymoe.residency.routing import Phase, Routing
 from vllm_dymoe.runtime import MoERuntime
@@ -67,7 +68,7 @@ class NextGate:
 
 def make_store() -> MemoryStore:
     """Tiny experts that travel as long as large ones; each one's bytes say which it is."""
-    fmt = Format(64, 32, 4, 32, torch.bfloat16)
+    fmt = Format(64, 32, code_of(4), 32, torch.bfloat16)
     store = MemoryStore(ModelExperts(tuple(range(LAYERS)), EXPERTS, TOP_K, {4: fmt}))
     for number, key in enumerate(all_keys(store.experts)):
         store.blob(key).view(torch.int64)[:] = number

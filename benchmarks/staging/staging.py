@@ -30,6 +30,7 @@ from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from vllm_dymoe.config import Options
 from vllm_dymoe.predict import Candidate
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Format, ModelExperts, all_keys
 from vllm_dymoe.residency.routing import Phase, Routing
 from vllm_dymoe.runtime import MoERuntime
@@ -100,7 +101,7 @@ class Foresight:
 
 def make_store(layers: int) -> MemoryStore:
     """Tiny experts that travel as long as large ones; each one's bytes say which it is."""
-    fmt = Format(64, 32, 4, 32, torch.bfloat16)
+    fmt = Format(64, 32, code_of(4), 32, torch.bfloat16)
     store = MemoryStore(ModelExperts(tuple(range(layers)), EXPERTS, SHAPE.top_k, {4: fmt}))
     for number, key in enumerate(all_keys(store.experts)):
         store.blob(key).view(torch.int64)[:] = number

@@ -46,7 +46,7 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, format: MatrixFormat) -> "Kind":
         """That of a format."""
-        nested = format.bits if format.nested else format.upper_of
+        nested = format.bits if format.nested else format.code.upper_of
         return cls(format.tag, format.integer_zeros, format.act_order, nested)
 
 

@@ -12,7 +12,7 @@ DESCRIPTIONS = [
 ]  # fmt: skip
 """Arguments that may begin anywhere: no kernel is compiled again because one of them is a slice of a tensor."""
 
-# What stands in the place of bits for a codebook: codebook.Codebook.tag.
+# What stands in the place of bits for a codebook: codebook.Code.tag.
 _MXFP4, _NVFP4, _FP8 = 32, 64, 128
 
 

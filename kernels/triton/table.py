@@ -1,18 +1,17 @@
 """What a launch is told: which sections experts have, and which tokens go to which expert. Device tensors only."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vllm_dymoe.residency.checks import check_tensor
-from vllm_dymoe.residency.code import CODEBOOKS
-from vllm_dymoe.residency.matrix import BIT_WIDTHS, DTYPES, GROUP_SIZES, MatrixFormat
+from vllm_dymoe.residency.code import NESTED, UPPER_HALVES, WHOLE
+from vllm_dymoe.residency.format import Format
+from vllm_dymoe.residency.matrix import DTYPES, GROUP_SIZES, MatrixFormat
 
 ADDRESS_ALIGNMENT = 16
-BOOKS = {book.tag: book for book in CODEBOOKS.values()}
-"""By what stands in tables for matrices with a codebook, where others have their bits."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +58,11 @@ class ExpertShape:
 
     def formats(self, bits: int) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
         """Gate [I, H] or [0, H], up [I, H] and down [H, I] at some bits, or with the codebook of a tag."""
-        if bits in BOOKS:
-            book = BOOKS[bits]
-            floats = (book.bits, book.group_size or self.group_size, self.dtype, self.bias, False, False, book)
-            up = MatrixFormat(self.intermediate, self.hidden, *floats)
-            gate = up if self.has_gate else replace(up, rows=0)
-            return gate, up, MatrixFormat(self.hidden, self.intermediate, *floats)
-        rest = (bits, self.group_size, self.dtype, self.bias, bits in self.integer_zeros, bits in self.act_order)
-        halves = bits == self.nested, self.nested if 2 * bits == self.nested else 0
-        up = MatrixFormat(self.intermediate, self.hidden, *rest, None, *halves)
-        gate = up if self.has_gate else replace(up, rows=0)
-        return gate, up, MatrixFormat(self.hidden, self.intermediate, *rest, None, *halves)
+        code = WHOLE[bits]
+        if self.nested:
+            code = {self.nested: NESTED[self.nested], self.nested // 2: UPPER_HALVES[self.nested]}.get(bits, code)
+        flags = self.bias, bits in self.integer_zeros, bits in self.act_order, self.has_gate
+        return Format(self.hidden, self.intermediate, code, self.group_size, self.dtype, *flags).matrices
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,9 +213,9 @@ def check_tiers(tiers: frozenset[int]) -> None:
     Raises:
         ValueError: there is one.
     """
-    wrong = sorted(tiers - set(BIT_WIDTHS) - BOOKS.keys())
+    wrong = sorted(tiers - WHOLE.keys())
     if wrong:
-        raise ValueError(f"tiers holds {wrong[0]} bits, expected some of {', '.join(map(str, BIT_WIDTHS))}")
+        raise ValueError(f"tiers holds {wrong[0]} bits, expected some of 16, 8, 4, 2")
 
 
 def check_addresses(name: str, addresses: Sequence[int]) -> None:

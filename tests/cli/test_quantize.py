@@ -19,6 +19,7 @@ from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer, quantize_matrix, tensors
 from vllm_dymoe.quantize.base import pack_bias
 from vllm_dymoe.quantize.tensors import read_tensors
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import MANIFEST, FileStore, writer
 
@@ -72,7 +73,7 @@ def test_experts_are_what_quantizing_them_directly_gives(tmp_path, out, style, q
         assert torch.equal(section, expected), place
         assert torch.equal(base, expected_base), place
         # The high version is what it would be by itself.
-        alone = replace(matrix, nested=False)
+        alone = replace(matrix, code=code_of(matrix.bits))
         single = torch.empty(alone.nbytes, dtype=torch.uint8)
         quantize_matrix(model.experts[place], alone, make_quantizer(quantizer), single)
         high = matrix.view(section.clone(), low.view(base))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_dymoe.kernels import Activation, Curve, ExpertWork, pack, pack_floats, pack_nested, unpack
-from vllm_dymoe.residency.code import MXFP4, Codebook
+from vllm_dymoe.residency.code import MXFP4, NESTED, PLAIN, STEPS, UPPER_HALVES, Code, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 
 ACTIVATIONS = (
@@ -73,7 +73,7 @@ def _pack_random_floats(format: MatrixFormat, size: float, section: torch.Tensor
 
 def in_one_section(packed: PackedMatrix) -> PackedMatrix:
     """A nested matrix as one that holds the same codes in a section of their own."""
-    format = replace(packed.format, nested=False)
+    format = replace(packed.format, code=code_of(packed.format.bits))
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     scales, zeros = packed.scales_zeros[:, : format.rows].permute(2, 1, 0)
     order = None if packed.order is None else packed.order.long()
@@ -91,16 +91,16 @@ def _with_bias(packed: PackedMatrix, generator: torch.Generator) -> PackedMatrix
 
 
 KINDS = {
-    "16": (16, {}),
-    "8": (8, {}),
-    "4": (4, {}),
-    "2": (2, {}),
-    "8 in two": (8, {"nested": True}),
-    "4 in two": (4, {"nested": True}),
-    "half of 8": (4, {"upper_of": 8}),
-    "half of 4": (2, {"upper_of": 4}),
+    "16": PLAIN,
+    "8": STEPS[8],
+    "4": STEPS[4],
+    "2": STEPS[2],
+    "8 in two": NESTED[8],
+    "4 in two": NESTED[4],
+    "half of 8": UPPER_HALVES[8],
+    "half of 4": UPPER_HALVES[4],
 }
-"""Everything that a section can hold: bits, and what else of the format says so."""
+"""Every code that is no published float."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Expert:
 def random_expert(
     hidden,
     intermediate,
-    bits,
+    code,
     group_size=32,
     dtype=torch.bfloat16,
     seed=0,
@@ -129,17 +129,10 @@ def random_expert(
     steps=False,
     act_order=False,
     gate=True,
-    codebook: Codebook | None = None,
-    nested=False,
-    upper_of=0,
 ) -> Expert:
-    """An expert of [hidden] -> [intermediate] -> [hidden]; at 16 bits its columns have no order.
-
-    A codebook decides about bits, and about the group size if it has one.
-    """
-    if codebook is not None:
-        bits, group_size = codebook.bits, codebook.group_size or group_size
-    rest = bits, group_size, dtype, bias, steps, act_order and bits < 16, codebook, nested, upper_of
+    """An expert of [hidden] -> [intermediate] -> [hidden], of a code or so many bits; at 16 without an order."""
+    code = code if isinstance(code, Code) else code_of(code)
+    rest = code, code.group_size or group_size, dtype, bias, steps, act_order and code.bits < 16
     wide, narrow = MatrixFormat(intermediate, hidden, *rest), MatrixFormat(hidden, intermediate, *rest)
     first = wide if gate else replace(wide, rows=0)
     return Expert(random_packed(first, seed), random_packed(wide, seed + 1), random_packed(narrow, seed + 2))

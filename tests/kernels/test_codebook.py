@@ -18,7 +18,7 @@ BOOKS = list(CODEBOOKS.values())
 
 
 def format_of(book, rows, columns, group_size=64, dtype=torch.bfloat16, **rest):
-    return MatrixFormat(rows, columns, book.bits, book.group_size or group_size, dtype, codebook=book, **rest)
+    return MatrixFormat(rows, columns, book, book.group_size or group_size, dtype, **rest)
 
 
 def test_levels_are_the_standards():
@@ -87,7 +87,7 @@ def test_tiles_multiply_with_these_weights(book, dtype, rows, columns):
 @pytest.mark.parametrize("tokens", [1, 3, 70])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(64, 96), (256, 512)])
 def test_the_cpu_kernel_computes_experts(book, tokens, hidden, intermediate):
-    expert = random_expert(hidden, intermediate, 4, 64, codebook=book, bias=True)
+    expert = random_expert(hidden, intermediate, book, 64, bias=True)
     x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
     out = torch.full((tokens, hidden), torch.nan, dtype=torch.bfloat16)
     rows = list(range(tokens))
@@ -105,15 +105,12 @@ def test_what_knows_no_floats_says_so():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"bits": 8}, "bits is 8, but codes of mxfp4 have 4"),
-        ({"group_size": 64}, "group_size is 64, expected 32"),
-        ({"integer_zeros": True}, "mxfp4 has neither zeros nor an order"),
-        ({"act_order": True}, "mxfp4 has neither zeros nor an order"),
-        ({"nested": True}, "mxfp4 has no halves"),
-        ({"bits": 4, "upper_of": 8}, "mxfp4 has no halves"),
+        ({"group_size": 64}, "group_size is 64, expected one of 32"),
+        ({"integer_zeros": True}, "mxfp4, which has neither zeros nor an order"),
+        ({"act_order": True}, "mxfp4, which has neither zeros nor an order"),
     ],
 )
 def test_formats_that_do_not_exist(arguments, sentence):
-    sizes = {"rows": 64, "columns": 64, "bits": 4, "group_size": 32, "dtype": torch.bfloat16, "codebook": MXFP4}
+    sizes = {"rows": 64, "columns": 64, "code": MXFP4, "group_size": 32, "dtype": torch.bfloat16}
     with pytest.raises(ValueError, match=sentence):
         MatrixFormat(**sizes | arguments)

@@ -18,6 +18,7 @@ from tests.support.benchmarks import modules_of
 from vllm_dymoe.kernels import Curve
 from vllm_dymoe.kernels.triton.tiles import TABLE as TILES
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Format
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +62,7 @@ def variants(gpu_folder):
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 def test_bytes_of_an_expert_are_those_of_the_format(layers, bits):
     for layer in layers.LAYERS:
-        fmt = Format(layer.hidden, layer.intermediate, bits, layers.GROUP, torch.bfloat16)
+        fmt = Format(layer.hidden, layer.intermediate, code_of(bits), layers.GROUP, torch.bfloat16)
         assert layers.expert_bytes(layer, bits) == fmt.nbytes
 
 

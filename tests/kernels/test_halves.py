@@ -8,6 +8,7 @@ import torch
 from tests.kernels.matrices import in_one_section, random_packed
 from vllm_dymoe.kernels import int4 as int4_module
 from vllm_dymoe.kernels.int4 import Int4Linear, int4_available
+from vllm_dymoe.residency.code import NESTED
 from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 
 # Numba alone is not imported here: vLLM would start no engine beside it (kernels/small.py says why).
@@ -25,7 +26,7 @@ def halves():
 
 
 def nested_matrix(rows: int, columns: int, group_size: int) -> PackedMatrix:
-    return random_packed(MatrixFormat(rows, columns, 4, group_size, torch.bfloat16, nested=True))
+    return random_packed(MatrixFormat(rows, columns, NESTED[4], group_size, torch.bfloat16))
 
 
 def whole_product(x: torch.Tensor, packed: PackedMatrix) -> torch.Tensor:

@@ -11,6 +11,7 @@ from vllm_dymoe.kernels import Activation, CpuKernel, ExpertWork, combine, exper
 from vllm_dymoe.kernels.combine import Pairs, combine_with_torch
 from vllm_dymoe.kernels.int4 import int4_available
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
+from vllm_dymoe.residency.code import NESTED, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 # Two roundings of the inner activation, one of the result: 8 bits of mantissa in bf16, 11 in fp16.
@@ -61,16 +62,15 @@ def test_every_kernel_agrees_with_the_reference(
         random_expert(
             hidden,
             intermediate,
-            bits,
+            KINDS[kind],
             group_size,
             dtype,
             seed + i,
             bias=bias,
             act_order=act_order,
             gate=activation.has_gate,
-            **rest,
         )
-        for i, (bits, rest) in enumerate(map(KINDS.__getitem__, kinds))
+        for i, kind in enumerate(kinds)
     ]
     chosen = [[t for t in range(tokens) if (t + i) % (i + 1) == 0] for i in range(len(kinds))]
     work = [
@@ -95,7 +95,7 @@ def test_every_kernel_agrees_with_the_reference(
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 @pytest.mark.parametrize("rest", [{}, {"bias": True, "act_order": True}, {"steps": True}], ids=str)
 def test_two_sections_give_the_bits_of_one(kernel, bits, group_size, tokens, rest):
-    nested = random_expert(150, 100, bits, group_size, nested=True, **rest)
+    nested = random_expert(150, 100, NESTED[bits], group_size, **rest)
     whole = Expert(*map(in_one_section, (nested.gate, nested.up, nested.down)))
     x, numbers = random_tokens(tokens, 150, torch.bfloat16), list(range(tokens))
     got, want = (compute(KERNELS[kernel](), x, [e.work(numbers, numbers)], tokens) for e in (nested, whole))
@@ -106,7 +106,7 @@ def test_a_gpu_gets_tritons_kernel(monkeypatch):
     """Which the runtime calls as it calls the CPU's; tests/kernels/test_triton_runtime.py lets it."""
     triton = pytest.importorskip("vllm_dymoe.kernels.triton")
     monkeypatch.setattr(triton, "TritonKernel", lambda *arguments, **options: (arguments, options))
-    formats = [MatrixFormat(64, 64, 4, 64, torch.bfloat16, integer_zeros=True, act_order=True)]
+    formats = [MatrixFormat(64, 64, code_of(4), 64, torch.bfloat16, integer_zeros=True, act_order=True)]
     made = make_kernel("cuda:1", 1 << 20, formats)
     assert made == ((torch.device("cuda:1"),), {"formats": formats, "workspace_bytes": 1 << 20})
 

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from tests.kernels.matrices import random_packed
 from vllm_dymoe.kernels import dequantize, pack, pack_nested, unpack
 from vllm_dymoe.kernels.int4 import int4_available
+from vllm_dymoe.residency.code import NESTED, PLAIN, STEPS, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 formats = st.builds(
     MatrixFormat,
     rows=st.integers(1, 150),
     columns=st.integers(1, 200),
-    bits=st.sampled_from([8, 4, 2]),
+    code=st.sampled_from(list(STEPS.values())),
     group_size=st.sampled_from([32, 64, 128, 256]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     bias=st.booleans(),
@@ -52,7 +53,7 @@ def test_codes_scales_and_zeros_survive(format, seed):
 @given(formats.filter(lambda format: format.bits > 2), st.booleans(), st.integers(0, 2**31))
 def test_the_low_version_is_inside_the_high_one(format, steps, seed):
     """And is the middle of all codes that share its half."""
-    format = replace(format, nested=True, integer_zeros=steps)
+    format = replace(format, code=NESTED[format.bits], integer_zeros=steps)
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << format.bits, (format.rows, format.columns), generator=generator, dtype=torch.uint8)
     scales, zeros = (torch.randn(2, format.rows, format.groups, generator=generator)).to(format.dtype)
@@ -64,7 +65,7 @@ def test_the_low_version_is_inside_the_high_one(format, steps, seed):
     high = format.view(fine, low)
     assert torch.equal(unpack(high), codes)
     assert torch.equal(unpack(low), codes >> format.bits // 2)
-    assert base.numel() + fine.numel() == replace(format, nested=False).nbytes
+    assert base.numel() + fine.numel() == replace(format, code=code_of(format.bits)).nbytes
     assert fine.numel() % 256 == 0
 
     def weights(codes):
@@ -80,25 +81,17 @@ def test_the_low_version_is_inside_the_high_one(format, steps, seed):
     assert torch.equal(dequantize(low, torch.float64), weights(middle))
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"bits": 2, "nested": True}, "nested is set for 2 bits"),
-        ({"bits": 4, "upper_of": 4}, "upper_of is 4 for 4 bits"),
-        ({"bits": 8, "upper_of": 16}, "upper_of is 16 for 8 bits"),
-    ],
-)
-def test_halves_that_there_are_not_are_refused(changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        MatrixFormat(64, 64, group_size=64, dtype=torch.bfloat16, **changes)
+def test_codes_that_there_are_not_are_refused():
+    with pytest.raises(ValueError, match="bits is 3, expected one of 16, 8, 4, 2"):
+        code_of(3)
 
 
 def test_a_fine_section_is_read_with_its_own_base_only():
-    format = MatrixFormat(64, 64, 4, 64, torch.bfloat16, nested=True)
+    format = MatrixFormat(64, 64, NESTED[4], 64, torch.bfloat16)
     fine = torch.zeros(format.nbytes, dtype=torch.uint8)
     with pytest.raises(ValueError, match="base is None"):
         format.view(fine)
-    plain = replace(format.base, upper_of=0)
+    plain = replace(format.base, code=code_of(2))
     with pytest.raises(ValueError, match="upper_of=0"):
         format.view(fine, plain.view(torch.zeros(plain.nbytes, dtype=torch.uint8)))
 
@@ -122,7 +115,7 @@ def test_sections_are_aligned_and_padding_is_zero(format):
 @settings(max_examples=40, deadline=None)
 @given(formats, st.booleans())
 def test_a_bias_lies_behind_everything_else(format, plain):
-    format = replace(format, bits=16 if plain else format.bits, act_order=False)
+    format = replace(format, code=PLAIN if plain else format.code, act_order=False)
     without = replace(format, bias=False)
     with_bias = replace(format, bias=True)
     assert without.view(torch.zeros(without.nbytes, dtype=torch.uint8)).bias is None
@@ -150,14 +143,14 @@ def test_an_order_of_columns_lies_at_the_end(format):
 @pytest.mark.skipif(not int4_available(), reason="torch's int4 kernel has another layout without AVX512")
 @pytest.mark.parametrize(("rows", "columns"), [(64, 32), (128, 256), (192, 96)])
 def test_four_bits_are_torchs_own_layout(rows, columns):
-    format = MatrixFormat(rows, columns, 4, 32, torch.bfloat16)
+    format = MatrixFormat(rows, columns, code_of(4), 32, torch.bfloat16)
     packed = random_packed(format)
     theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack(packed).int(), 1)
     assert torch.equal(packed.weight.view(rows, columns // 2), theirs)
 
 
 def test_the_view_is_no_copy():
-    format = MatrixFormat(64, 64, 4, 32, torch.bfloat16)
+    format = MatrixFormat(64, 64, code_of(4), 32, torch.bfloat16)
     section = torch.zeros(format.nbytes, dtype=torch.uint8)
     packed = format.view(section)
     section.fill_(0x21)
@@ -167,11 +160,10 @@ def test_the_view_is_no_copy():
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
-        ({"bits": 3}, ValueError, "bits is 3, expected one of 16, 8, 4, 2"),
         ({"group_size": 48}, ValueError, "group_size is 48"),
         ({"rows": -1}, ValueError, "no fewer than 0 rows"),
         ({"dtype": torch.float32}, TypeError, r"dtype is torch\.float32"),
-        ({"act_order": True, "bits": 16}, ValueError, "act_order is set for 16 bits, which have no groups"),
+        ({"act_order": True, "code": PLAIN}, ValueError, "act_order is set for the code 16"),
         (
             {"act_order": True, "columns": 32769},
             ValueError,
@@ -180,7 +172,7 @@ def test_the_view_is_no_copy():
     ],
 )
 def test_impossible_formats_are_refused(change, error, sentence):
-    values = {"rows": 64, "columns": 64, "bits": 4, "group_size": 32, "dtype": torch.bfloat16}
+    values = {"rows": 64, "columns": 64, "code": code_of(4), "group_size": 32, "dtype": torch.bfloat16}
     with pytest.raises(error, match=sentence):
         MatrixFormat(**(values | change))
 
@@ -195,13 +187,13 @@ def test_impossible_formats_are_refused(change, error, sentence):
     ],
 )
 def test_wrong_sections_are_refused(section, error, sentence):
-    format = MatrixFormat(64, 64, 4, 32, torch.bfloat16)
+    format = MatrixFormat(64, 64, code_of(4), 32, torch.bfloat16)
     with pytest.raises(error, match=sentence):
         format.view(section(format.nbytes))
 
 
 def test_codes_that_do_not_fit_are_refused():
-    format = MatrixFormat(2, 32, 2, 32, torch.bfloat16)
+    format = MatrixFormat(2, 32, code_of(2), 32, torch.bfloat16)
     codes, ones = torch.full((2, 32), 4, dtype=torch.uint8), torch.ones(2, 1)
     with pytest.raises(ValueError, match="codes holds 4, which does not fit 2 bits"):
         pack(format, codes, ones, ones, torch.empty(format.nbytes, dtype=torch.uint8))
@@ -217,7 +209,7 @@ def test_codes_that_do_not_fit_are_refused():
     ],
 )
 def test_wrong_orders_are_refused(act_order, order, sentence):
-    format = MatrixFormat(2, 32, 2, 32, torch.bfloat16, act_order=act_order)
+    format = MatrixFormat(2, 32, code_of(2), 32, torch.bfloat16, act_order=act_order)
     codes, ones = torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1)
     with pytest.raises(ValueError, match=sentence):
         pack(format, codes, ones, ones, torch.empty(format.nbytes, dtype=torch.uint8), order)

@@ -10,6 +10,7 @@ from tests.kernels.matrices import random_packed
 from vllm_dymoe.kernels import combine, dequantize
 from vllm_dymoe.kernels.int4 import Int4Linear, int4_available
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 # One rounding of the result at 8 and at 11 bits of mantissa: the sums are float32.
@@ -34,7 +35,9 @@ def relative_error(got, x, packed):
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 @pytest.mark.parametrize(("bias", "act_order"), [(False, False), (True, False), (True, True)])
 def test_tiles_meet_at_their_edges(bias, act_order, bits, dtype, tokens):
-    packed = random_packed(MatrixFormat(ROWS, COLUMNS, bits, 64, dtype, bias, act_order=act_order and bits < 16))
+    packed = random_packed(
+        MatrixFormat(ROWS, COLUMNS, code_of(bits), 64, dtype, bias, act_order=act_order and bits < 16)
+    )
     x = torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert relative_error(TiledLinear(poisoned_workspace())(x, packed), x, packed) < TOLERANCE[dtype]
 
@@ -45,7 +48,7 @@ def test_tiles_meet_at_their_edges(bias, act_order, bits, dtype, tokens):
 def test_the_smallest_matrices_are_rounded_once(path, rows, columns, bits):
     if path is Int4Linear and not int4_available():
         pytest.skip("needs torch's AVX512 int4 kernel")
-    packed = random_packed(MatrixFormat(rows, columns, bits, 32, torch.bfloat16))
+    packed = random_packed(MatrixFormat(rows, columns, code_of(bits), 32, torch.bfloat16))
     x = torch.randn(3, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
     want = F.linear(x.double(), dequantize(packed, torch.float64))
     # Half a unit in the last place of bfloat16, and float32 sums of at most 70 terms of size 1.
@@ -57,7 +60,7 @@ def test_the_smallest_matrices_are_rounded_once(path, rows, columns, bits):
 @pytest.mark.parametrize("group_size", [32, 256])
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_the_int4_path_cuts_rows_to_its_workspace(bits, group_size, tokens):
-    packed = random_packed(MatrixFormat(ROWS, COLUMNS, bits, group_size, torch.bfloat16))
+    packed = random_packed(MatrixFormat(ROWS, COLUMNS, code_of(bits), group_size, torch.bfloat16))
     x = torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(1)).bfloat16()
     got = Int4Linear(poisoned_workspace())(x, packed)
     assert relative_error(got, x, packed) < TOLERANCE[torch.bfloat16]
@@ -73,7 +76,7 @@ def test_an_order_of_columns_only_moves_the_inputs(path, bits, columns, tokens):
     """Bit for bit what the stored columns make of inputs that lie in their order."""
     if path == "int4" and not int4_available():
         pytest.skip("needs torch's AVX512 int4 kernel")
-    packed = random_packed(MatrixFormat(64, columns, bits, 32, torch.bfloat16, act_order=True))
+    packed = random_packed(MatrixFormat(64, columns, code_of(bits), 32, torch.bfloat16, act_order=True))
     order, unordered = packed.order.long(), replace(packed.format, act_order=False)
     neighbours = unordered.view(packed_section(packed)[: unordered.nbytes])
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -96,10 +99,10 @@ def packed_section(packed):
 def test_the_int4_path_declines_what_its_workspace_cannot_hold():
     """The caller dequantizes instead: a decision about the format, not an error in the middle of a step."""
     int4 = Int4Linear(poisoned_workspace())
-    assert not int4.supports(MatrixFormat(64, 16384, 2, 64, torch.bfloat16))
-    assert int4.supports(MatrixFormat(64, 16384, 4, 64, torch.bfloat16))
-    assert not int4.supports(MatrixFormat(64, 64, 4, 64, torch.float16))
-    assert not int4.supports(MatrixFormat(64, 64, 16, 64, torch.bfloat16))
+    assert not int4.supports(MatrixFormat(64, 16384, code_of(2), 64, torch.bfloat16))
+    assert int4.supports(MatrixFormat(64, 16384, code_of(4), 64, torch.bfloat16))
+    assert not int4.supports(MatrixFormat(64, 64, code_of(4), 64, torch.float16))
+    assert not int4.supports(MatrixFormat(64, 64, code_of(16), 64, torch.bfloat16))
 
 
 def test_combine_in_chunks_adds_the_same():

@@ -17,7 +17,7 @@ from tests.kernels.sections import (
     sections_at_the_edge,
     work_list,
 )
-from vllm_dymoe.kernels import Activation, Group
+from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import (
     DOWN,
     DecodeTile,
@@ -31,6 +31,7 @@ from vllm_dymoe.kernels.triton import (
     grouped_linear,
 )
 from vllm_dymoe.kernels.triton.kernel import TritonKernel, common_shape
+from vllm_dymoe.residency.routing import Group
 
 SILU, BFLOAT16 = Activation.SILU, torch.bfloat16
 TILE = DecodeTile(4, 2)

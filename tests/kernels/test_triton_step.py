@@ -9,9 +9,8 @@ from tests.support.no_host import HostInStepError, NoHost
 from vllm_dymoe.kernels import Activation, Curve, combine
 from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape, ExpertTable, Scratch, decode_down, decode_gate_up
 from vllm_dymoe.kernels.triton.step import DecodeStep
-from vllm_dymoe.kernels.triton.table import BOOKS
 from vllm_dymoe.kernels.triton.tiles import Tiles
-from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
+from vllm_dymoe.residency.code import FP8, MXFP4, NESTED, NVFP4, UPPER_HALVES, WHOLE
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_rule import decide_plain
 from vllm_dymoe.residency.decode_table import Counter, DecodeTable
@@ -34,9 +33,8 @@ class Layer:
         self.experts = {code: Experts(self.shape, [width] * EXPERTS, 100 * code) for code, width in bits.items()}
         formats = {
             code: Format(
-                150, 70, BOOKS[width].bits if width in BOOKS else width, 32, FLOAT16, True,
-                has_gate=has_gate, codebook=BOOKS.get(width), nested=nested and code == HIGH,
-                upper_of=bits[HIGH] if nested and code == LOW else 0,
+                150, 70, {LOW: UPPER_HALVES, HIGH: NESTED}[code][bits[HIGH]] if nested else WHOLE[width], 32, FLOAT16,
+                True, has_gate=has_gate,
             )
             for code, width in bits.items()
         }  # fmt: skip

@@ -7,7 +7,7 @@ from tests.small_model import make_experts
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize.dummy import fill_randomly, random_store
-from vllm_dymoe.residency.code import CODEBOOKS
+from vllm_dymoe.residency.code import CODEBOOKS, code_of
 from vllm_dymoe.residency.format import BlobKey, Projection, all_keys
 from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.store import FileStore, Manifest
@@ -40,7 +40,7 @@ def test_weights_are_finite_and_centred_and_of_the_usual_size(bits, dtype, hidde
 
 
 def test_an_order_of_columns_is_one():
-    matrix = MatrixFormat(64, 100, 4, 32, torch.bfloat16, act_order=True)
+    matrix = MatrixFormat(64, 100, code_of(4), 32, torch.bfloat16, act_order=True)
     section = torch.full((matrix.nbytes,), 0xEE, dtype=torch.uint8)
     fill_randomly(matrix, section, torch.Generator().manual_seed(0))
     order = matrix.view(section).order
@@ -93,7 +93,7 @@ def test_a_store_in_files_passes_its_checksums_and_counts_its_progress(tmp_path)
 
 @pytest.mark.parametrize("book", CODEBOOKS.values(), ids=CODEBOOKS)
 def test_published_floats_are_finite_and_of_the_usual_size(book):
-    format = MatrixFormat(200, 512, book.bits, book.group_size or 64, torch.bfloat16, codebook=book)
+    format = MatrixFormat(200, 512, book, book.group_size or 64, torch.bfloat16)
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     fill_randomly(format, section, torch.Generator().manual_seed(0))
     weights = dequantize(format.view(section))

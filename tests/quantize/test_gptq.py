@@ -10,6 +10,7 @@ from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import gptq, make_quantizer, quantize_matrix
 from vllm_dymoe.quantize.base import Codes, dequantized
 from vllm_dymoe.quantize.gptq import DAMPING, Curvature, Gptq
+from vllm_dymoe.residency.code import NESTED, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 
@@ -18,7 +19,7 @@ def random_weight(rows, columns, seed):
 
 
 def packed(weight, quantizer, bits, group_size=32, dtype=torch.bfloat16):
-    format = MatrixFormat(*weight.shape, bits, group_size, dtype)
+    format = MatrixFormat(*weight.shape, code_of(bits), group_size, dtype)
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     quantize_matrix(weight, format, quantizer, section)
     return format.view(section)
@@ -69,7 +70,7 @@ def plain_gptq(weight, hessian, scales, zeros, group_size, bits):
 def test_codes_are_those_of_the_plain_algorithm(bits, rows, columns, block, monkeypatch):
     monkeypatch.setattr(gptq, "_BLOCK", block)
     inputs, weight = correlated_inputs(200, columns, 1), random_weight(rows, columns, 2)
-    format = MatrixFormat(rows, columns, bits, 32, torch.bfloat16)
+    format = MatrixFormat(rows, columns, code_of(bits), 32, torch.bfloat16)
     hessian = inputs.t() @ inputs
     found = Gptq(Curvature.of(hessian)).quantize(weight, format)
     assert torch.equal(found.codes, plain_gptq(weight, hessian, found.scales, found.zeros, 32, bits))
@@ -112,7 +113,7 @@ def plain_gptq_of_both(weight, hessian, scales, zeros, group_size, bits, low_wei
 def test_codes_of_two_readings_are_those_of_the_plain_algorithm(bits, rows, columns, block, low_weight, monkeypatch):
     monkeypatch.setattr(gptq, "_BLOCK", block)
     inputs, weight = correlated_inputs(200, columns, 1), random_weight(rows, columns, 2)
-    format = MatrixFormat(rows, columns, bits, 32, torch.bfloat16, nested=True)
+    format = MatrixFormat(rows, columns, NESTED[bits], 32, torch.bfloat16)
     hessian = inputs.t() @ inputs
     found = Gptq(Curvature.of(hessian), low_weight).quantize(weight, format)
     grids = found.scales, found.zeros, 32, bits
@@ -126,8 +127,8 @@ def test_codes_of_two_readings_are_those_of_the_plain_algorithm(bits, rows, colu
 def test_a_low_reading_that_counts_nothing_changes_no_bit(bits):
     inputs, weight = correlated_inputs(300, 96, 1), random_weight(40, 96, 2)
     curvature = Curvature.of(inputs.t() @ inputs)
-    nested = MatrixFormat(40, 96, bits, 32, torch.bfloat16, nested=True)
-    today = Gptq(curvature).quantize(weight, replace(nested, nested=False))
+    nested = MatrixFormat(40, 96, NESTED[bits], 32, torch.bfloat16)
+    today = Gptq(curvature).quantize(weight, replace(nested, code=code_of(bits)))
     blind = Gptq(curvature, 0).quantize(weight, nested)
     assert torch.equal(blind.codes, today.codes)
     assert not torch.equal(Gptq(curvature).quantize(weight, nested).codes, today.codes)
@@ -139,7 +140,7 @@ def test_the_low_reading_gains_and_the_high_one_loses_little(noise):
     inputs, weight = correlated_inputs(3000, 256, 3), random_weight(64, 256, 4)
     inputs += noise * torch.randn(inputs.shape, generator=torch.Generator().manual_seed(5))
     seen, unseen = inputs[:2000], inputs[2000:]
-    format = MatrixFormat(64, 256, 4, 64, torch.bfloat16, nested=True)
+    format = MatrixFormat(64, 256, NESTED[4], 64, torch.bfloat16)
     curvature = Curvature.of(seen.t() @ seen)
 
     def errors(low_weight):

@@ -16,6 +16,7 @@ from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.base import pack_bias
 from vllm_dymoe.quantize.held import HeldIntegers
 from vllm_dymoe.quantize.packer import ExpertPacker
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Projection, all_keys
 from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError
@@ -126,7 +127,7 @@ def test_a_bias_of_another_width_is_refused():
 
 
 def test_a_bias_leaves_the_order_of_columns_behind_it_alone():
-    matrix = MatrixFormat(5, 40, 4, 32, torch.bfloat16, bias=True, act_order=True)
+    matrix = MatrixFormat(5, 40, code_of(4), 32, torch.bfloat16, bias=True, act_order=True)
     section = torch.full((matrix.nbytes,), 0xEE, dtype=torch.uint8)
     written = pack_bias(torch.ones(5), matrix, section)
     assert written.numel() == matrix.order_offset - matrix.bias_offset

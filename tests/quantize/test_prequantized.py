@@ -10,6 +10,7 @@ from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.int4 import Int4Linear
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
 from vllm_dymoe.quantize.held import HeldIntegers
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 
@@ -19,7 +20,9 @@ def prequantized(*sizes, **settings):
 
 
 def packed(matrix, group_size, dtype=torch.float16, *, steps=True, act_order=False):
-    format = MatrixFormat(*matrix.shape, matrix.bits, group_size, dtype, integer_zeros=steps, act_order=act_order)
+    format = MatrixFormat(
+        *matrix.shape, code_of(matrix.bits), group_size, dtype, integer_zeros=steps, act_order=act_order
+    )
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     matrix.pack(format, section)
     return format.view(section)
@@ -139,8 +142,8 @@ def test_kernels_multiply_with_the_checkpoints_weights(bits, dtype, act_order):
 
 def test_torchs_int4_kernel_is_not_given_integer_zeros():
     workspace = torch.empty(1 << 20, dtype=torch.uint8)
-    plain = MatrixFormat(64, 64, 4, 64, torch.bfloat16)
-    steps = MatrixFormat(64, 64, 4, 64, torch.bfloat16, integer_zeros=True)
+    plain = MatrixFormat(64, 64, code_of(4), 64, torch.bfloat16)
+    steps = MatrixFormat(64, 64, code_of(4), 64, torch.bfloat16, integer_zeros=True)
     assert Int4Linear(workspace).supports(plain)
     assert not Int4Linear(workspace).supports(steps)
     kernel = CpuKernel()
@@ -148,5 +151,5 @@ def test_torchs_int4_kernel_is_not_given_integer_zeros():
 
 
 def test_integer_zeros_have_no_meaning_at_16_bits():
-    with pytest.raises(ValueError, match="integer_zeros is set for 16 bits"):
-        MatrixFormat(64, 64, 16, 64, torch.bfloat16, integer_zeros=True)
+    with pytest.raises(ValueError, match="integer_zeros is set for the code 16"):
+        MatrixFormat(64, 64, code_of(16), 64, torch.bfloat16, integer_zeros=True)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from vllm_dymoe.residency.code import MXFP4
+from vllm_dymoe.residency.code import MXFP4, code_of
 from vllm_dymoe.residency.format import Format, stored_formats
 
 
 @pytest.mark.parametrize("flag", ["bias", "integer_zeros", "act_order"])
 def test_all_projections_are_as_the_expert_is(flag):
-    without, with_it = (Format(96, 64, 4, 32, torch.float16, **{flag: there}) for there in (False, True))
+    without, with_it = (Format(96, 64, code_of(4), 32, torch.float16, **{flag: there}) for there in (False, True))
     assert [getattr(matrix, flag) for matrix in with_it.matrices] == [True] * 3
     assert [getattr(matrix, flag) for matrix in without.matrices] == [False] * 3
     assert [(matrix.rows, matrix.columns) for matrix in with_it.matrices] == [(64, 96), (64, 96), (96, 64)]
@@ -17,12 +17,12 @@ def test_all_projections_are_as_the_expert_is(flag):
 
 
 def test_published_floats_have_no_halves():
-    made = {bits: Format(64, 96, bits, 32, torch.bfloat16, codebook=MXFP4 if bits == 4 else None) for bits in (4, 2)}
+    made = {bits: Format(64, 96, code_of(bits, MXFP4 if bits == 4 else None), 32, torch.bfloat16) for bits in (4, 2)}
     assert stored_formats((4, 2), made.__getitem__) == made
 
 
 def test_slices_of_experts_without_a_gate():
-    fine = stored_formats((4, 2), lambda bits: Format(64, 96, bits, 32, torch.bfloat16, has_gate=False))[4]
+    fine = stored_formats((4, 2), lambda bits: Format(64, 96, code_of(bits), 32, torch.bfloat16, has_gate=False))[4]
     slices = [torch.zeros(size, dtype=torch.uint8) for size in (fine.base.nbytes, fine.nbytes)]
     gate, up, _ = fine.view(slices[1], fine.base.view(slices[0]))
     assert (gate.weight.numel(), gate.fine.numel()) == (0, 0)

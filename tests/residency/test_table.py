@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Format
 from vllm_dymoe.residency.rule import FREE, HIGH, HIT, LOW, STREAM
 from vllm_dymoe.residency.slots import SlotPool
@@ -13,7 +14,7 @@ from vllm_dymoe.residency.table import CODES, ResidencyTable, layer_shares
 from vllm_dymoe.residency.tier import Tier
 
 CPU = torch.device("cpu")
-FORMAT = Format(64, 64, 4, 32, torch.bfloat16)
+FORMAT = Format(64, 64, code_of(4), 32, torch.bfloat16)
 
 
 def test_shares_are_what_staging_leaves():

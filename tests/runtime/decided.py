@@ -27,7 +27,7 @@ def store_of(kind, **sizes):
         activation = Activation(Curve.RELU2, has_gate=False)
         formats = {bits: replace(fmt, has_gate=False) for bits, fmt in experts.formats.items()}
     else:
-        formats = experts.formats | {high: replace(experts.formats[high], codebook=CODEBOOKS[kind])}
+        formats = experts.formats | {high: replace(experts.formats[high], code=CODEBOOKS[kind])}
     experts = replace(experts, formats=formats)
     return random_store(experts, MemoryWriter(experts), seed=3), activation
 

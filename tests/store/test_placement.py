@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.small_model import make_experts
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.store import StoreError, memory_bytes
 from vllm_dymoe.store.placement import HostPlace, choose_host_place
 
@@ -75,7 +76,7 @@ def test_memory_that_is_not_there_is_refused_with_the_numbers_that_would_fit(ran
     more = int(re.search(r"free (\d+) more", sentence)[1])
     choose("pinned", available=available + more * ranks, ranks=ranks)
     bits, taken = map(int, re.search(r"or hi = (\d) and lo = 0, which take (\d+)", sentence).groups())
-    fits = replace(LARGE, formats={bits: replace(LARGE.formats[4], bits=bits)})
+    fits = replace(LARGE, formats={bits: replace(LARGE.formats[4], code=code_of(bits))})
     assert memory_bytes(fits) == taken
     choose("pinned", available=available, ranks=ranks, experts=fits)
 

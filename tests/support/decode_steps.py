@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_rule import decide_plain
 from vllm_dymoe.residency.decode_table import DecodeTable
@@ -11,7 +12,7 @@ from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.systems.dymoe import Dymoe
 
 LAYERS, EXPERTS, TOP_K, TOKENS, SLOTS = 2, 12, 3, 6, 24
-FORMATS = {HIGH: Format(64, 32, 4, 32, torch.bfloat16), LOW: Format(64, 32, 2, 32, torch.bfloat16)}
+FORMATS = {HIGH: Format(64, 32, code_of(4), 32, torch.bfloat16), LOW: Format(64, 32, code_of(2), 32, torch.bfloat16)}
 _NESTED = stored_formats((4, 2), lambda bits: FORMATS[HIGH if bits == 4 else LOW])
 NESTED = {HIGH: _NESTED[4], LOW: _NESTED[2]}
 POOL, SOURCE = {LOW: 1 << 20, HIGH: 1 << 24}, {LOW: 1 << 30, HIGH: 1 << 34}

@@ -7,6 +7,7 @@ import torch
 
 from tests.support.happens_before import History
 from tests.support.recorded_device import COMPUTATION, RecordedStreams
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts
 from vllm_dymoe.store import MemoryStore
 from vllm_dymoe.transfer import Reason
@@ -112,7 +113,7 @@ def test_what_was_prefetched_is_followed_as_far_as_it_is_read(memory_store):
     ],
 )
 def test_a_copy_more_is_made_where_it_is_worth_it(hidden, intermediate, bits, copies):
-    experts = ModelExperts((0,), 1, 1, {bits: Format(hidden, intermediate, bits, 64, torch.bfloat16)})
+    experts = ModelExperts((0,), 1, 1, {bits: Format(hidden, intermediate, code_of(bits), 64, torch.bfloat16)})
     store = MemoryStore(experts)
     streams = Waits(History(), lambda: None, lambda: True)
     engine = TransferEngine(PinnedDelivery(store, streams), 0, eager=True)

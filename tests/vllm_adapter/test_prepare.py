@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.residency.code import MXFP4
+from vllm_dymoe.residency.code import MXFP4, NESTED
 from vllm_dymoe.resolve import ENVIRONMENT_PREFIX
 from vllm_dymoe.vllm_adapter import prepare
 from vllm_dymoe.vllm_adapter.prepare import WORKER_EXTENSION, experts_of
@@ -250,5 +250,5 @@ def test_a_codebook_has_no_low_version_inside(codebook, nested):
     config.quant_config.reader = SimpleNamespace(bits=4, asymmetric=False, act_order=False, codebook=codebook)
     formats = experts_of(config, read_options(config, None)).formats
     assert formats[4].nested is nested
-    assert formats[4].codebook is codebook
-    assert formats[2].codebook is None
+    assert formats[4].code is (codebook or NESTED[4])
+    assert not formats[2].code.floats

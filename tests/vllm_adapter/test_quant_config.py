@@ -21,6 +21,7 @@ from vllm_dymoe.quantize.readers.compatibility import (
     store_group_sizes,
 )
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Format
 from vllm_dymoe.store.manifest import describe_codes
 from vllm_dymoe.vllm_adapter import quant_config
@@ -143,11 +144,11 @@ def test_what_the_formats_of_a_checkpoint_are(config):
     """Of a checkpoint as it is, and of what was converted from it."""
     ordered = (4,) if config in (GPTQ, COMPRESSED) else ()
     reader = None if config is None else make_reader(config)
-    own = {"integer_zeros": config is AWQ, "act_order": bool(ordered), "codebook": None}
+    own = {"integer_zeros": config is AWQ, "act_order": bool(ordered), "code": code_of(4)}
     assert format_fields(reader, {}, 4) == own
-    assert not any(format_fields(reader, {}, 2).values())
+    assert format_fields(reader, {}, 2) == {"integer_zeros": False, "act_order": False, "code": code_of(2)}
     ours = {"quant_method": "dymoe", "format_version": 5, "hi": 16, "lo": 4, "group_size": 32, "quantizer": "rtn"}
-    ours |= describe_codes({4: Format(64, 64, 4, 32, torch.bfloat16, **own)})
+    ours |= describe_codes({4: Format(64, 64, group_size=32, dtype=torch.bfloat16, **own)})
     load, dymoe = SimpleNamespace(load_format="auto"), {"hi": 16, "lo": 4, "group_size": 32}
     served = SimpleNamespace(
         additional_config={"dymoe": dymoe},

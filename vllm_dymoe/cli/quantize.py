@@ -100,7 +100,7 @@ def _print_summary(checkpoint: Checkpoint, folder: Path, manifest: Manifest, sec
     table.add_row("dense", size(dense), size(dense), "")
     for position, (bits, fmt) in enumerate(experts.formats.items()):
         name = f"{count} experts, {'low' if position else 'high'} tier, {bits} bits"
-        packed = size(experts.nbytes(bits)) if not fmt.upper_of else "inside"
+        packed = size(experts.nbytes(bits)) if not fmt.code.upper_of else "inside"
         table.add_row(name, "" if position else size(before), packed, size(fmt.whole_nbytes))
     after = dense + experts.stored_nbytes
     table.add_section()

@@ -8,6 +8,7 @@ import torch
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.model_config import INTERMEDIATE, NUM_EXPERTS, TOP_K, read_config
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Format, ModelExperts, stored_formats
 
 _ITEM = 2  # bytes of a weight outside of experts
@@ -60,7 +61,7 @@ class ModelShape:
     def packed(self, bits: tuple[int, ...], group_size: int = 64) -> ModelExperts:
         """The experts as the plugin stores them."""
         formats = stored_formats(
-            bits, lambda width: Format(self.hidden, self.intermediate, width, group_size, torch.bfloat16)
+            bits, lambda width: Format(self.hidden, self.intermediate, code_of(width), group_size, torch.bfloat16)
         )
         return ModelExperts(tuple(range(self.moe_layers)), self.experts, self.top_k, formats)
 

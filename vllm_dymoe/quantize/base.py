@@ -90,7 +90,7 @@ def dequantized(codes: Codes, format: MatrixFormat) -> Tensor:
     """The weights that codes stand for: a new float32 [rows, columns]."""
     missing = format.padded_columns - format.columns
     groups = F.pad(codes.codes, (0, missing)).view(format.rows, format.groups, format.group_size)
-    weights = (groups.float() * format.step - format.center).mul_(codes.scales.float().unsqueeze(2))
+    weights = (groups.float() * format.code.step - format.code.center).mul_(codes.scales.float().unsqueeze(2))
     return weights.add_(codes.zeros.float().unsqueeze(2)).view(format.rows, -1)[:, : format.columns]
 
 

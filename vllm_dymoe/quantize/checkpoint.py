@@ -156,8 +156,8 @@ class Checkpoint:
         formats = stored_formats(
             bits,
             lambda width: Format(
-                hidden, intermediate, width, group_size, dtype, biased, has_gate=Projection.GATE in self.projections,
-                **format_fields(self.reader, {}, width),
+                hidden, intermediate, group_size=group_size, dtype=dtype, bias=biased,
+                has_gate=Projection.GATE in self.projections, **format_fields(self.reader, {}, width),
             ),
         )  # fmt: skip
         try:

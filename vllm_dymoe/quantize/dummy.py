@@ -60,7 +60,7 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
         exponent = int(torch.tensor(_SMALLEST, dtype=matrix.dtype).view(torch.int16))
         packed.weight.view(torch.int16).bitwise_and_(sign_and_mantissa).bitwise_or_(exponent)
     else:
-        scale = _SPREAD * 12**0.5 / 2 ** (matrix.upper_of or matrix.bits)  # codes are uniform
+        scale = _SPREAD * 12**0.5 / 2 ** (matrix.code.upper_of or matrix.bits)  # codes are uniform
         packed.scales_zeros[:, : matrix.rows, 0] = scale
         # The mean of the codes is half a step below the middle.
         packed.scales_zeros[:, : matrix.rows, 1] = 0.5 if matrix.integer_zeros else scale / 2
@@ -72,8 +72,7 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
 
 def _scale_floats(packed: PackedMatrix, scales: torch.Tensor) -> None:
     """Scales for random codes with a codebook, none of which is NaN then."""
-    book = packed.format.codebook
-    assert book is not None
+    book = packed.format.code
     if book.bits == 8:
         packed.weight[:, 1].bitwise_and_(0xEE)  # NaN has every bit set but the sign
     every = torch.arange(1 << book.bits, dtype=torch.uint8)

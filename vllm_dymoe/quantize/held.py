@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_dymoe.kernels import pack, pack_floats, pack_nested
-from vllm_dymoe.residency.code import Codebook
+from vllm_dymoe.residency.code import Code
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 # No model has a weight of 2^64, and products with it would leave the range of floats.
@@ -110,7 +110,7 @@ class HeldFloats:
         ValueError: codes or scales that are no numbers, or a scale too large for a weight.
     """
 
-    codebook: Codebook
+    codebook: Code
     codes: Tensor
     scales: Tensor
     row_blocks: Tensor
@@ -174,7 +174,7 @@ class HeldFloats:
         Raises:
             ValueError: a group of the format would have two scales.
         """
-        assert format.codebook == self.codebook
+        assert format.code == self.codebook
         first = _first_of_groups(self.column_blocks, format, "columns do not lie in groups of {} with one scale")
         # As bytes: not every dtype of scales can be indexed.
         raw = self.scales.contiguous().view(torch.uint8).view(*self.scales.shape, -1)

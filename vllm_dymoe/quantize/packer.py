@@ -59,7 +59,7 @@ def pack_projection(
     quantizer = quantizer if curvature is None else Gptq(curvature)
     for bits, fmt in experts.formats.items():
         form = fmt.matrices[place[2]]
-        if form.upper_of:  # written with the whole codes
+        if form.code.upper_of:  # written with the whole codes
             continue
         if tuple(weight.shape) != (form.rows, form.columns):
             raise StoreError(

@@ -1,52 +1,106 @@
-"""Published floating-point codes: what a code stands for, and what scales come with it.
+"""The register of codes: how stored bits become numbers, and what is stored beside them.
 
-A code is a small float and not a step of a grid: weight = level[code] * scale. MXFP4 and NVFP4 have the 16 levels of
-e2m1 (OCP Microscaling Formats 1.0, 5.3.3), FP8 the 256 of e4m3 (arXiv:2209.05433). Four-bit codes become e4m3 by
-shifting: e2m1's three lower bits, two places higher, are the same float at 1/64.
+16 bits are plain weights. 8, 4 and 2 bits are steps of a grid: weight = (step * code - center) * scale + zero. Each
+half of the bits of such a code is a slice of its own where versions are nested: the upper half alone is the low
+version. MXFP4, NVFP4 and FP8 are published floats, weight = level[code] * scale: the 16 levels of e2m1 (OCP
+Microscaling Formats 1.0, 5.3.3) or the 256 of e4m3 (arXiv:2209.05433).
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Codebook:
-    """A published format of codes and scales.
+class Code:
+    """How bits become numbers.
 
     Attributes:
         name: as users and files write it.
         bits: of a code.
+        tag: one bit that stands for the code in kernels' tables: the number of bits, or one that no width is.
+        stored_bits: bits of each code that a section holds; half of them for the fine slice of a nested version.
+        upper_of: bits of the codes whose upper halves these are, 0 for whole codes. Scale and zero are those of the
+            whole code, which is taken to be in the middle of those with this half.
         group_size: neighbouring columns of a row that share a scale; None where the matrix decides.
-        scale_dtype: of a scale.
+        scale_dtype: of a published float's scale; None for steps of a grid, whose scales and zeros have the matrix's.
         has_factor: whether a matrix has a factor of its own beside its scales.
-        tag: how kernels' tables name it, where other formats stand with their bits: one bit that no width is.
     """
 
     name: str
     bits: int
-    group_size: int | None
-    scale_dtype: torch.dtype
-    has_factor: bool
     tag: int
+    stored_bits: int
+    upper_of: int = 0
+    group_size: int | None = None
+    scale_dtype: torch.dtype | None = None
+    has_factor: bool = False
+
+    @property
+    def nested(self) -> bool:
+        """Whether sections hold lower halves alone, beside those of `base`."""
+        return self.stored_bits < self.bits
+
+    @cached_property
+    def base(self) -> "Code":
+        """Of the slice with the upper halves, if this code is nested."""
+        return UPPER_HALVES[self.bits]
+
+    @property
+    def floats(self) -> bool:
+        """Whether codes are published floats."""
+        return self.scale_dtype is not None
+
+    @cached_property
+    def step(self) -> int:
+        """Whole codes between two neighbouring ones: 1, or 4 or 16 for upper halves."""
+        return 1 << (self.upper_of - self.bits) if self.upper_of else 1
+
+    @cached_property
+    def center(self) -> float:
+        """The midpoint of the grid; 6.5 or 120.5 for upper halves."""
+        return (1 << (self.upper_of or self.bits) - 1) - (self.step - 1) / 2
 
     def levels(self, codes: Tensor) -> Tensor:
-        """What codes (uint8) stand for: float32, of the same shape."""
+        """What a published float's codes (uint8) stand for: float32, of the same shape."""
         if self.bits == 8:
             return codes.view(torch.float8_e4m3fn).float()
         return as_e4m3(codes).view(torch.float8_e4m3fn).float() * E2M1_OF_E4M3
 
 
-MXFP4 = Codebook("mxfp4", 4, 32, torch.float8_e8m0fnu, has_factor=False, tag=32)
-NVFP4 = Codebook("nvfp4", 4, 16, torch.float8_e4m3fn, has_factor=True, tag=64)
-FP8 = Codebook("fp8", 8, None, torch.float32, has_factor=False, tag=128)
-CODEBOOKS = {book.name: book for book in (MXFP4, NVFP4, FP8)}
+PLAIN = Code("16", 16, 16, 16)
+STEPS = {bits: Code(str(bits), bits, bits, bits) for bits in (8, 4, 2)}
+UPPER_HALVES = {bits: Code(f"{bits // 2} of {bits}", bits // 2, bits // 2, bits // 2, upper_of=bits) for bits in (8, 4)}
+"""By the bits of the whole code."""
+NESTED = {bits: Code(f"{bits}/{bits // 2}", bits, bits, bits // 2) for bits in (8, 4)}
+MXFP4 = Code("mxfp4", 4, 32, 4, group_size=32, scale_dtype=torch.float8_e8m0fnu)
+NVFP4 = Code("nvfp4", 4, 64, 4, group_size=16, scale_dtype=torch.float8_e4m3fn, has_factor=True)
+FP8 = Code("fp8", 8, 128, 8, scale_dtype=torch.float32)
+
+CODEBOOKS = {code.name: code for code in (MXFP4, NVFP4, FP8)}
+WHOLE = {code.tag: code for code in (PLAIN, *STEPS.values(), *CODEBOOKS.values())}
+"""Codes of a version of its own, by tag."""
+
+
+def code_of(bits: int, codebook: Code | None = None) -> Code:
+    """The code of a version of its own.
+
+    Raises:
+        ValueError: there is none of so many bits.
+    """
+    code = codebook or WHOLE.get(bits)
+    if code is None or code.bits != bits:
+        known = f"{codebook.bits} for {codebook.name}" if codebook else "one of 16, 8, 4, 2"
+        raise ValueError(f"bits is {bits}, expected {known}")
+    return code
+
 
 E2M1_OF_E4M3 = 64.0
 """e2m1 is that many times the e4m3 that :func:`as_e4m3` makes of it."""
 
 
 def as_e4m3(codes: Tensor) -> Tensor:
-    """e2m1 codes [...] as e4m3 codes of a 64th: uint8."""
+    """e2m1 codes [...] as e4m3 codes of a 64th, which their bits are two places higher: uint8."""
     return (codes & 8) << 4 | (codes & 7) << 2

@@ -1,9 +1,9 @@
 """One version of one expert is one contiguous blob: gate | up | down, each packed weights and scales.
 
-A transfer is then one copy (or one for each projection), a slot is an address, and
-a kernel needs that address and the format. Where the low version has half the bits of the high one it lies inside it:
-a blob is two slices, the *base* with the upper halves of codes, which is the low version, and behind it the *fine*
-slice with the lower halves. Byte offsets: docs/format.md.
+A transfer is then one copy (or one for each projection), a slot is an address, and a kernel needs that address and the
+format. Where the low version has half the bits of the high one it lies inside it: a blob is two slices, the *base* with
+the upper halves of codes, which is the low version, and behind it the *fine* slice with the lower halves. Byte offsets:
+docs/format.md.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_dymoe.residency.code import Codebook
+from vllm_dymoe.residency.code import NESTED, Code
 from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 
 
@@ -42,7 +42,7 @@ class BlobKey:
 
 
 class Expert(NamedTuple):
-    """Zero-copy views into one blob."""
+    """Zero-copy views of one expert's packed bytes, wherever they lie."""
 
     gate: PackedMatrix
     up: PackedMatrix
@@ -56,40 +56,49 @@ class Format:
     Attributes:
         hidden: model width H; gate and up are [I, H], down is [H, I].
         intermediate: expert width I on this rank.
-        bits: 16, 8, 4 or 2.
-        group_size: weights that share one scale and zero.
+        code: how bits become numbers; a nested one for the fine slice, beside `base`.
+        group_size: weights that share one scale and zero; a code with groups of its own ignores it.
         dtype: of the scales, and of the weights at 16 bits; bfloat16 or float16.
         bias: whether every projection has one.
-        integer_zeros: whether zeros count steps of their scale, see :class:`vllm_dymoe.kernels.MatrixFormat`.
+        integer_zeros: whether zeros count steps of their scale, see :class:`MatrixFormat`.
         act_order: whether columns are stored in another order than that of the inputs, see there.
         has_gate: whether there is one; otherwise it has no rows, and its section no bytes.
-        codebook: what codes stand for where they are floats, see there; one with groups of its own ignores group_size.
-        nested: whether it is the fine slice, beside `base`.
-        upper_of: bits of the version whose base slice it is; 0 for a version of its own.
     """
 
     hidden: int
     intermediate: int
-    bits: int
+    code: Code
     group_size: int
     dtype: torch.dtype
     bias: bool = False
     integer_zeros: bool = False
     act_order: bool = False
     has_gate: bool = True
-    codebook: Codebook | None = None
-    nested: bool = False
-    upper_of: int = 0
+
+    @property
+    def bits(self) -> int:
+        """Of the version."""
+        return self.code.bits
+
+    @property
+    def nested(self) -> bool:
+        """Whether it is a fine slice."""
+        return self.code.nested
 
     @cached_property
     def base(self) -> "Format":
         """The format of the base slice, if this one is nested."""
-        return replace(self, bits=self.bits // 2, nested=False, upper_of=self.bits)
+        return replace(self, code=self.code.base)
+
+    @cached_property
+    def slices(self) -> tuple["Format", ...]:
+        """What the version is read from: its base and itself where it is nested, or itself."""
+        return (self.base, self) if self.nested else (self,)
 
     @cached_property
     def whole_nbytes(self) -> int:
-        """Bytes that an expert needs in this version: with its base slice, if it is nested."""
-        return self.nbytes + (self.base.nbytes if self.nested else 0)
+        """Bytes that an expert needs in this version: of all its slices."""
+        return sum(part.nbytes for part in self.slices)
 
     @cached_property
     def projections(self) -> tuple[Projection, ...]:
@@ -99,31 +108,30 @@ class Format:
     @cached_property
     def matrices(self) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
         """Formats of gate [I, H] or [0, H], up [I, H] and down [H, I]."""
-        group_size = (self.codebook and self.codebook.group_size) or self.group_size
-        flags = (self.bias, self.integer_zeros, self.act_order, self.codebook, self.nested, self.upper_of)
-        rest = (self.bits, group_size, self.dtype, *flags)
+        group_size = self.code.group_size or self.group_size
+        rest = self.code, group_size, self.dtype, self.bias, self.integer_zeros, self.act_order
         up = MatrixFormat(self.intermediate, self.hidden, *rest)
         return up if self.has_gate else replace(up, rows=0), up, MatrixFormat(self.hidden, self.intermediate, *rest)
 
     @cached_property
     def sections(self) -> tuple[slice, slice, slice]:
-        """Bytes of the blob that each projection takes."""
+        """Bytes of the slice that each projection takes."""
         ends = [0]
         for matrix in self.matrices:
             ends.append(ends[-1] + matrix.nbytes)
         return slice(ends[0], ends[1]), slice(ends[1], ends[2]), slice(ends[2], ends[3])
 
     def span(self, projections: range) -> slice:
-        """Bytes of the blob that neighbouring projections take."""
+        """Bytes of the slice that neighbouring projections take."""
         return slice(self.sections[projections.start].start, self.sections[projections.stop - 1].stop)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the whole blob."""
-        return sum(matrix.nbytes for matrix in self.matrices)
+        """Bytes of the slice."""
+        return self.sections[-1].stop
 
     def view(self, blob: torch.Tensor, base: Expert | None = None) -> Expert:
-        """See a blob or slice (uint8 [nbytes], contiguous) as packed matrices, without copying.
+        """See a slice (uint8 [nbytes], contiguous) as packed matrices, without copying.
 
         Args:
             blob: the bytes.
@@ -173,12 +181,12 @@ class ModelExperts:
         """Where each version, or slice, lies in its blob."""
         places = {}
         for bits, fmt in self.formats.items():
-            if fmt.nested:
-                base = fmt.base.nbytes
-                places[bits] = SlicePlace(bits, fmt.whole_nbytes, base, 1, 2)
-                places[bits // 2] = SlicePlace(bits, fmt.whole_nbytes, 0, 0, 2)
-            elif not fmt.upper_of:
-                places[bits] = SlicePlace(bits, fmt.nbytes, 0, 0, 1)
+            if fmt.code.upper_of:
+                continue
+            start = 0
+            for number, part in enumerate(fmt.slices):
+                places[part.bits] = SlicePlace(bits, fmt.whole_nbytes, start, number, len(fmt.slices))
+                start += part.nbytes
         return places
 
 
@@ -209,20 +217,25 @@ def stored_formats(bits: Sequence[int], make: Callable[[int], Format]) -> dict[i
     """
     formats = {width: make(width) for width in bits}
     high, low = max(bits), min(bits)
-    if nests(bits, formats[high].codebook):
-        fine = replace(formats[high], nested=True)
+    if nests(bits, formats[high].code):
+        fine = nested(formats[high])
         return {high: fine, low: fine.base}
     return formats
 
 
-def nests(bits: Sequence[int], codebook: Codebook | None) -> bool:
+def nested(fmt: Format) -> Format:
+    """The fine slice of a version with the low one inside."""
+    return replace(fmt, code=NESTED[fmt.bits])
+
+
+def nests(bits: Sequence[int], code: Code | None) -> bool:
     """Whether the low one of two tiers lies inside the high one.
 
     Args:
         bits: of the tiers.
-        codebook: of the high one: the upper half of a float is no float of its own.
+        code: of the high one: the upper half of a float is no float of its own.
     """
-    return codebook is None and set(bits) in ({4, 2}, {8, 4})
+    return not (code and code.floats) and set(bits) in ({4, 2}, {8, 4})
 
 
 def all_keys(experts: ModelExperts) -> Iterator[BlobKey]:

@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from vllm_dymoe.residency.code import CODEBOOKS
-from vllm_dymoe.residency.format import Format, ModelExperts
+from vllm_dymoe.residency.code import CODEBOOKS, code_of
+from vllm_dymoe.residency.format import Format, ModelExperts, nested
 from vllm_dymoe.store.base import StoreError
 
 MANIFEST = "dymoe_experts.json"
@@ -22,7 +22,7 @@ _CODEBOOKS = "codebooks"
 def describe_codes(formats: Mapping[int, Format]) -> dict[str, Any]:
     """What codes of some bit-widths mean, as it stands in a manifest and in a checkpoint's quantization_config."""
     flags = {key: [bits for bits, fmt in formats.items() if getattr(fmt, field)] for field, key in _FLAGS.items()}
-    return flags | {_CODEBOOKS: {str(bits): fmt.codebook.name for bits, fmt in formats.items() if fmt.codebook}}
+    return flags | {_CODEBOOKS: {str(bits): fmt.code.name for bits, fmt in formats.items() if fmt.code.floats}}
 
 
 def read_codes(described: Mapping[str, Any], bits: int) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def read_codes(described: Mapping[str, Any], bits: int) -> dict[str, Any]:
     """
     flags = {field: bits in described.get(key, ()) for field, key in _FLAGS.items()}
     named = described.get(_CODEBOOKS, {}).get(str(bits))
-    return flags | {"codebook": None if named is None else CODEBOOKS[named]}
+    return flags | {"code": code_of(bits, None if named is None else CODEBOOKS[named])}
 
 
 @dataclass(frozen=True)
@@ -141,17 +141,16 @@ class Manifest:
                 bits: Format(
                     data["hidden_size"],
                     data["intermediate_size"],
-                    bits,
-                    data["group_size"],
-                    dtype,
-                    data["bias"],
+                    group_size=data["group_size"],
+                    dtype=dtype,
+                    bias=data["bias"],
                     has_gate=data.get("has_gate", True),
                     **read_codes(data, bits),
                 )
                 for bits in data["bits"]
             }
             for bits in data["nested"]:
-                formats[bits] = replace(formats[bits], nested=True)
+                formats[bits] = nested(formats[bits])
                 formats[bits // 2] = formats[bits].base
             experts = ModelExperts(tuple(data["layers"]), data["num_experts"], data["top_k"], formats)
             for bits, fmt in formats.items():

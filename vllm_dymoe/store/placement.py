@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.store.base import HostMemoryError
 from vllm_dymoe.store.memory import memory_bytes
@@ -65,7 +66,7 @@ def _fewer_bits(experts: ModelExperts, room: int) -> str:
     """The largest single version that fits, as a remark; nothing if none does."""
     stored = max(experts.formats)
     for bits in (8, 4, 2):
-        formats = {bits: replace(experts.formats[stored], bits=bits, nested=False)}
+        formats = {bits: replace(experts.formats[stored], code=code_of(bits))}
         if bits < stored and (taken := memory_bytes(replace(experts, formats=formats))) <= room:
             return f", or hi = {bits} and lo = 0, which take {taken}"
     return ""

@@ -92,7 +92,7 @@ class ModelStore:
         formats = stored_formats(
             self._options.stored_bits,
             lambda bits: Format(
-                spec.hidden, width, bits, self._options.group_size, spec.dtype, spec.bias,
+                spec.hidden, width, group_size=self._options.group_size, dtype=spec.dtype, bias=spec.bias,
                 has_gate=spec.activation.has_gate, **format_fields(self._reader, self._checkpoint, bits),
             ),
         )  # fmt: skip

@@ -179,7 +179,7 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
 
     def make(bits: int) -> Format:
         fields = format_fields(reader, ours or {}, bits)
-        return Format(hidden, width, bits, options.group_size, model.dtype, has_gate=has_gate, **fields)
+        return Format(hidden, width, group_size=options.group_size, dtype=model.dtype, has_gate=has_gate, **fields)
 
     formats = stored_formats(options.stored_bits, make)
     layers = tuple(range(model.get_num_layers(parallel)))

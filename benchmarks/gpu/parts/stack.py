@@ -14,6 +14,7 @@ from vllm_dymoe.config import Options
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.predict import Gate, RoutedModel
 from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts
 from vllm_dymoe.residency.routing import Phase, Routing
 from vllm_dymoe.residency.tier import Tier
@@ -58,7 +59,7 @@ class Model:
 
     def at(self, bits: Sequence[int]) -> ModelExperts:
         """Its experts, stored at these widths."""
-        formats = {b: Format(self.hidden, self.intermediate, b, self.group, DTYPE) for b in bits}
+        formats = {b: Format(self.hidden, self.intermediate, code_of(b), self.group, DTYPE) for b in bits}
         return ModelExperts(tuple(range(self.layers)), self.experts, self.top_k, formats)
 
 

@@ -12,6 +12,7 @@ from tests.quantize.readers.packing import Prequantized, awq, random_prequantize
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "awq.safetensors")
@@ -36,7 +37,7 @@ def test_codes_and_zero_points_are_those_that_autoawq_packed():
 
 @pytest.mark.parametrize("group_size", [64, 32])
 def test_a_section_holds_the_same_integers_and_dequantizes_to_autoawqs_weights(group_size):
-    format = MatrixFormat(ROWS, COLUMNS, 4, group_size, torch.float16, integer_zeros=True)
+    format = MatrixFormat(ROWS, COLUMNS, code_of(4), group_size, torch.float16, integer_zeros=True)
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     read().pack(format, section)
     packed = format.view(section)

@@ -10,6 +10,7 @@ from tests.quantize.readers.packing import Prequantized, compressed_tensors, ran
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 FOLDER = Path(__file__).parent / "golden"
@@ -39,7 +40,7 @@ def test_codes_and_weights_are_those_that_compressed_tensors_packed(kind):
     assert torch.equal(found.dequantize(), golden["weights"])
     bits = WEIGHTS[kind]["num_bits"]
     steps = not WEIGHTS[kind]["symmetric"]
-    format = MatrixFormat(*golden["codes"].shape, bits, 64, torch.bfloat16, integer_zeros=steps)
+    format = MatrixFormat(*golden["codes"].shape, code_of(bits), 64, torch.bfloat16, integer_zeros=steps)
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     found.pack(format, section)
     assert torch.equal(unpack(format.view(section)), golden["codes"])
@@ -81,7 +82,7 @@ def test_columns_in_another_order_are_read_and_not_mixed_up(order):
     tensors = compressed_tensors(matrix) | {"weight_g_idx": matrix.column_groups.int()}
     found = read(tensors, 32, 128, weights)
     assert torch.equal(found.dequantize(), matrix.weights())
-    format = MatrixFormat(32, 128, 4, 32, torch.bfloat16, act_order=True)
+    format = MatrixFormat(32, 128, code_of(4), 32, torch.bfloat16, act_order=True)
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     found.pack(format, section)
     assert torch.equal(unpack(format.view(section)), matrix.codes)

@@ -28,7 +28,7 @@ def golden(kind):
 
 def packed(matrix, group_size=32):
     book = matrix.codebook
-    format = MatrixFormat(*matrix.shape, book.bits, book.group_size or group_size, torch.bfloat16, codebook=book)
+    format = MatrixFormat(*matrix.shape, book, book.group_size or group_size, torch.bfloat16)
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     matrix.pack(format, section)
     return format.view(section)

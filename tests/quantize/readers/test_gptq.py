@@ -10,6 +10,7 @@ from tests.quantize.readers.packing import Prequantized, gptq, random_prequantiz
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "gptq.safetensors")
@@ -54,7 +55,7 @@ def test_every_variant_gives_its_codes_back(bits, version, symmetric, desc_act, 
     assert torch.equal(found.column_groups, matrix.column_groups)
     assert torch.equal(found.dequantize(), matrix.weights())
     assert make_reader(CONFIG | config).act_order == shuffled
-    format = MatrixFormat(32, 256, bits, 64, torch.float16, integer_zeros=not symmetric, act_order=shuffled)
+    format = MatrixFormat(32, 256, code_of(bits), 64, torch.float16, integer_zeros=not symmetric, act_order=shuffled)
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     found.pack(format, section)
     assert torch.equal(unpack(format.view(section)), matrix.codes)
@@ -67,7 +68,7 @@ def test_desc_act_with_static_groups_is_held_exactly(said):
     matrix = random_prequantized(32, 256, 64)
     found = read(gptq(matrix), 32, 256, desc_act=True, static_groups=said)
     assert make_reader(CONFIG | {"static_groups": said}).act_order != said
-    format = MatrixFormat(32, 256, 4, 64, torch.float16, integer_zeros=True, act_order=not said)
+    format = MatrixFormat(32, 256, code_of(4), 64, torch.float16, integer_zeros=True, act_order=not said)
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     found.pack(format, section)
     assert torch.equal(dequantize(format.view(section), torch.float16), matrix.weights())
@@ -76,7 +77,7 @@ def test_desc_act_with_static_groups_is_held_exactly(said):
 @pytest.mark.parametrize("group_size", [64, 32])
 def test_what_autogptq_packed_in_the_order_of_activations_is_held_bit_for_bit(group_size):
     assert not torch.equal(GOLDEN["g_idx"], torch.arange(COLUMNS, dtype=torch.int32) // GROUP)
-    format = MatrixFormat(ROWS, COLUMNS, 4, group_size, torch.float16, integer_zeros=True, act_order=True)
+    format = MatrixFormat(ROWS, COLUMNS, code_of(4), group_size, torch.float16, integer_zeros=True, act_order=True)
     section = torch.empty(format.nbytes, dtype=torch.uint8)
     read(GOLDEN, ROWS, COLUMNS).pack(format, section)
     assert torch.equal(unpack(format.view(section)), GOLDEN["codes"])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_dymoe.quantize.held import Held
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.residency.code import Codebook
+from vllm_dymoe.residency.code import Code
 
 GROUP_SIZES = (128, 64, 32)
 """Of a store, the largest first."""
@@ -58,7 +58,7 @@ class Reader:
     checks: Mapping[str, Check] = field(default_factory=dict)
     asymmetric: bool = False
     act_order: bool = False
-    codebook: Codebook | None = None
+    codebook: Code | None = None
     ranks_take_groups: bool = False
     scale_dtypes: tuple[str, ...] = ()
     spellings: Mapping[str, str] = field(default_factory=dict)

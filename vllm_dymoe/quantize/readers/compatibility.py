@@ -6,6 +6,7 @@ from typing import Any
 from vllm_dymoe.config import Options
 from vllm_dymoe.quantize.readers.base import GROUP_SIZES, Reader
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import nests
 from vllm_dymoe.store.manifest import read_codes
 
@@ -24,7 +25,8 @@ def format_fields(reader: Reader | None, ours: Mapping[str, Any], bits: int) -> 
     """
     if reader is None or bits != reader.bits:
         return read_codes(ours, bits)
-    return {"integer_zeros": reader.asymmetric, "act_order": reader.act_order, "codebook": reader.codebook}
+    code = code_of(bits, reader.codebook)
+    return {"code": code, "integer_zeros": reader.asymmetric, "act_order": reader.act_order}
 
 
 def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[int, ...]:

@@ -12,9 +12,10 @@ from tests.kernels.test_triton_kernel import make_kernel, on_device, random_x
 from tests.operations import Operations
 from tests.runtime.steps import ByNumber, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.kernels import Activation, ExpertWork, Group
+from vllm_dymoe.kernels import Activation, ExpertWork
 from vllm_dymoe.kernels.triton import TritonKernel, launch, place
 from vllm_dymoe.kernels.triton.description import Description
+from vllm_dymoe.residency.routing import Group
 from vllm_dymoe.runtime import moe
 from vllm_dymoe.transfer.cuda import PinnedDelivery
 from vllm_dymoe.transfer.engine import TransferEngine

@@ -74,11 +74,9 @@ def test_a_server_records_and_takes_over_what_was_trained_on_it(llm, traces, tmp
 
 def test_a_start_with_another_models_predictor_is_refused(llm, traces, tmp_path):
     """The same sentence as while it serves, before the model is loaded or right after."""
-    from vllm_dymoe.vllm_adapter.store import RankStore
-
     file = tmp_path / "predictor.safetensors"
     assert CliRunner().invoke(app, ["train", str(traces), "--out", str(file), "--epochs", "1"]).exit_code == 0
-    model: RankStore = llm.llm_engine.vllm_config.quant_config.loading._model.source
+    model = llm.llm_engine.vllm_config.quant_config.loading._model
     fingerprint, model.__dict__["model_fingerprint"] = model.model_fingerprint, "f" * 16
     try:
         with pytest.raises(Exception, match=f"was trained for {MODEL} with the weights {fingerprint}"):

@@ -1,12 +1,16 @@
 """Every way in which vLLM's models hand experts over ends in the same weights and biases."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
+from tests.quantize.readers.float_packing import parts, random_floats
+from tests.quantize.readers.packing import awq, random_prequantized
 from vllm_dymoe.config import ConfigError
+from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.residency.format import Projection
 from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader
 
@@ -20,23 +24,30 @@ SHAPES = {
 
 
 class Layer(torch.nn.Module):
-    """What the loader sees of a RoutedExperts."""
+    """What the loader sees of a RoutedExperts, and what it hands on."""
 
-    def __init__(self, *, rank=0, ranks=1, expert_rank=0, expert_ranks=1, activation=MoEActivation.SILU, bias=True):
+    layer_name = "model.layers.3.mlp.experts"
+
+    def __init__(
+        self, *, rank=0, ranks=1, expert_rank=0, expert_ranks=1, activation=MoEActivation.SILU, bias=True,
+        config=None, sizes=(HIDDEN, INTERMEDIATE), wanted=True,
+    ):  # fmt: skip
         super().__init__()
         parallel = SimpleNamespace(tp_rank=rank, tp_size=ranks)
         self.moe_config = SimpleNamespace(moe_parallel_config=parallel, activation=activation)
         self.local = EXPERTS // expert_ranks
         self.first = expert_rank * self.local
         self.got = {}
-        loader = ExpertLoader(self, self.put("weight"), self.put("bias"))
-        loader.register(self, torch.bfloat16, bias=bias)
+        sink = SimpleNamespace(put=self.put("weight"), put_bias=self.put("bias"), wants_experts=lambda: wanted)
+        reader = None if config is None else make_reader(config)
+        self.loader = ExpertLoader(self, sink, sizes[0], sizes[1] // ranks, reader)
+        self.loader.register(self, torch.bfloat16, bias=bias)
 
     def put(self, kind):
         def put(expert, projection, tensor):
             place = (kind, expert, projection)
             assert place not in self.got, f"{place} came twice"
-            self.got[place] = tensor
+            self.got[place] = tensor() if callable(tensor) else tensor
 
         return put
 
@@ -186,3 +197,177 @@ def test_the_first_matrix_of_experts_without_a_gate_is_up():
             )
     assert {place[2] for place in layer.got} == {Projection.UP, Projection.DOWN}
     assert len(layer.got) == 2 * EXPERTS
+
+
+WIDE, NARROW, GROUP = 64, 96, 32
+STEMS = {Projection.GATE: ("w1", "w13"), Projection.UP: ("w3", "w13"), Projection.DOWN: ("w2", "w2")}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
+
+
+def awq_layer(**parallel):
+    return Layer(config=AWQ, sizes=(WIDE, NARROW), bias=False, **parallel)
+
+
+def load(layer, tensors):
+    for expert, projection, part, tensor in tensors:
+        shard, stem = STEMS[projection]
+        param = getattr(layer, f"{stem}_{part}")
+        name = f"{layer.layer_name}.{stem}_{part}"
+        done = param.weight_loader(param, tensor, name, shard, expert, return_success=True)
+        assert done is (layer._map_global_expert_id_to_local_expert_id(expert) != -1)
+
+
+MODEL = {
+    (expert, projection): random_prequantized(
+        *((WIDE, NARROW) if projection is Projection.DOWN else (NARROW, WIDE)),
+        GROUP,
+        seed=10 * expert + projection,
+    )
+    for expert in range(EXPERTS)
+    for projection in Projection
+}
+
+
+def tensors(seed=0):
+    """All tensors of the model, in any order."""
+    everything = [(*place, part, tensor) for place, matrix in MODEL.items() for part, tensor in awq(matrix).items()]
+    random.Random(seed).shuffle(everything)
+    return everything
+
+
+@pytest.mark.parametrize("parallel", [(0, 1, 0, 1), (0, 3, 0, 1), (1, 3, 0, 1), (2, 3, 0, 1), (0, 1, 1, 2)])
+def test_every_quantized_expert_arrives_once_and_cut_as_codes(parallel):
+    rank, ranks, expert_rank, expert_ranks = parallel
+    layer = awq_layer(rank=rank, ranks=ranks, expert_rank=expert_rank, expert_ranks=expert_ranks)
+    load(layer, tensors())
+    layer.loader.check_complete()
+    share = NARROW // ranks
+    mine = slice(rank * share, (rank + 1) * share)
+    assert len(layer.got) == layer.local * len(Projection)
+    for (_, expert, projection), matrix in layer.got.items():
+        source = MODEL[layer.first + expert, projection]
+        cut = (slice(None), mine) if projection is Projection.DOWN else (mine, slice(None))
+        assert torch.equal(matrix.codes, source.codes[cut])
+        assert torch.equal(matrix.dequantize(), source.weights()[cut])
+
+
+def test_nothing_is_read_where_the_store_is_complete():
+    layer = awq_layer(wanted=False)
+    load(layer, [(*place[:2], part, torch.empty(0)) for *place, part, _ in tensors()])
+    layer.loader.check_complete()
+    assert not layer.got
+
+
+def refusal(layer, spoiled):
+    def load_all():
+        load(layer, spoiled)
+        layer.loader.check_complete()
+
+    with pytest.raises(ConfigError) as caught:
+        load_all()
+    sentence = str(caught.value)
+    assert sentence.startswith("vllm-dymoe: the down projection of expert 2 in model.layers.3.mlp.experts ")
+    assert sentence.endswith(".")
+    return sentence
+
+
+@pytest.mark.parametrize("part", ["qweight", "qzeros", "scales"])
+def test_a_missing_tensor_is_named(part):
+    left = [entry for entry in tensors() if entry[:3] != (2, Projection.DOWN, part)]
+    assert f"lacks {part} in the checkpoint; download it again." in refusal(awq_layer(), left)
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor", "sentence"),
+    [
+        ("qweight", torch.zeros(64, 8, dtype=torch.int32), "qweight has shape [64, 8], expected [96, 8]"),
+        ("qzeros", torch.zeros(2, 8, dtype=torch.int32), "qzeros has shape [2, 8], expected [3, 8]"),
+        ("scales", torch.zeros(3, 64), None),
+        ("weight", torch.zeros(64, 96), "it has 16 bits, although the checkpoint is quantized"),
+    ],
+)
+def test_a_tensor_that_disagrees_is_named(part, tensor, sentence):
+    spoiled = [entry for entry in tensors() if entry[:3] != (2, Projection.DOWN, part)]
+    spoiled.append((2, Projection.DOWN, part, tensor))
+    if sentence is None:  # scales of another dtype are the packer's to judge
+        load(awq_layer(), spoiled)
+    else:
+        assert sentence in refusal(awq_layer(), spoiled)
+
+
+def test_quantized_experts_of_a_whole_layer_in_one_tensor_are_refused():
+    layer = awq_layer()
+    with pytest.raises(
+        ConfigError, match=r"w13_qweight of model\.layers\.3\.mlp\.experts holds quantized experts of a whole"
+    ):
+        layer.w13_qweight.weight_loader(layer.w13_qweight, torch.zeros(4, 8, 8), "w13_qweight", "w1", 0)
+
+
+GATE, UP, DOWN = Projection
+MX_WIDTH = 160  # five groups of 32: no two ranks have equally many
+
+
+def mx_layer(width):
+    return Layer(config={"quant_method": "mxfp4"}, sizes=(WIDE, width), activation=MoEActivation.SWIGLUOAI)
+
+
+def load_stack(layer, name, tensor, expert=None):
+    """As GptOssModel's loader calls it."""
+    param = getattr(layer, name)
+    param.weight_loader(param, tensor, weight_name=f"x.{name}", shard_id=None, expert_id=expert)
+
+
+def stacked_model():
+    wide = [random_floats("mxfp4", 2 * MX_WIDTH, WIDE, seed=e) for e in range(2)]
+    down = [random_floats("mxfp4", WIDE, MX_WIDTH, seed=9 + e) for e in range(2)]
+    return wide, down
+
+
+def mx_stacks(matrices):
+    packed = [parts("mxfp4", matrix) for matrix in matrices]
+    blocks, scales = (torch.stack([each[part] for each in packed]) for part in ("blocks", "scales"))
+    return blocks.flatten(2), scales
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_rank_has_its_groups_and_zeros_behind_them(ranks):
+    wide, down = stacked_model()
+    (codes, scales), (down_codes, down_scales) = mx_stacks(wide), mx_stacks(down)
+    bias = torch.randn(2, 2 * MX_WIDTH)
+    width = -(-5 // ranks) * 32
+    for rank in range(ranks):
+        begin, end = min(rank * width, MX_WIDTH), min((rank + 1) * width, MX_WIDTH)
+        if begin == end:
+            continue  # the fourth of four ranks has nothing
+        layer = mx_layer(width)
+        load_stack(layer, "w13_weight_scale", scales[:, 2 * begin : 2 * end])
+        load_stack(layer, "w13_bias", bias[:, 2 * begin : 2 * end])
+        load_stack(layer, "w13_weight", codes[:, 2 * begin : 2 * end])
+        load_stack(layer, "w2_weight", down_codes[..., begin // 2 : end // 2])
+        load_stack(layer, "w2_weight_scale", down_scales[..., begin // 32 : end // 32])
+        load_stack(layer, "w2_bias", torch.ones(2, WIDE))
+        layer.loader.check_complete()
+        for expert in range(2):
+            gate, up = (wide[expert].dequantize()[first::2][begin:end] for first in (0, 1))
+            zeros = width - (end - begin)
+            pad = torch.nn.functional.pad
+            assert torch.equal(layer.got["weight", expert, GATE].dequantize(), pad(gate, (0, 0, 0, zeros)))
+            assert torch.equal(layer.got["weight", expert, UP].dequantize(), pad(up, (0, 0, 0, zeros)))
+            assert torch.equal(
+                layer.got["weight", expert, DOWN].dequantize(), pad(down[expert].dequantize()[:, begin:end], (0, zeros))
+            )
+            assert torch.equal(layer.got["bias", expert, UP], pad(bias[expert, 1::2][begin:end], (0, zeros)))
+            assert torch.equal(layer.got["bias", expert, DOWN], torch.ones(WIDE))
+
+
+def test_half_a_layer_and_damage_are_sentences():
+    wide, _ = stacked_model()
+    codes, scales = mx_stacks(wide)
+    layer = mx_layer(MX_WIDTH)
+    load_stack(layer, "w13_weight", codes)
+    with pytest.raises(ConfigError, match="lacks scales in the checkpoint; download"):
+        layer.loader.check_complete()
+    with pytest.raises(ConfigError, match=r"gate projection of expert 0 .* scales has shape"):
+        load_stack(layer, "w13_weight_scale", scales[:, :, :1])
+    with pytest.raises(ConfigError, match="is one expert's, and a mxfp4 checkpoint holds all"):
+        load_stack(layer, "w13_weight", codes[0], expert=0)

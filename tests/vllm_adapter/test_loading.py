@@ -13,20 +13,22 @@ from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import Manifest, StoreError
+from vllm_dymoe.store.placement import HostPlace
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.vllm_adapter.loading import Loading
-from vllm_dymoe.vllm_adapter.store import LayerSpec
+from vllm_dymoe.vllm_adapter.model_store import LayerSpec
 
 EXPERTS = make_experts()
 SPEC = LayerSpec("layers.1.mlp.experts", 6, 2, 64, 32, torch.bfloat16, False, 0, 1, 0, 1)
+CONFIG = SimpleNamespace(device_config=SimpleNamespace(device="cpu"))
 
 
 def loading(packer):
     """A rank that has found no store and packs one."""
-    loading = Loading(SimpleNamespace(), Options(system="on-demand"), None)
+    loading = Loading(CONFIG, Options(system="on-demand"), None)
     for number in (1, 2):
         loading.add_layer(replace(SPEC, name=f"layers.{number}.mlp.experts"))
-    loading._model._packer, loading._model.source = packer, SimpleNamespace(placed=lambda files: files)
+    loading._model._packer, loading._model.place = packer, HostPlace(False)
     return loading
 
 
@@ -34,10 +36,10 @@ def loading(packer):
 def test_weights_that_are_not_finite_end_the_start_and_leave_nothing(tmp_path, bad):
     packer = ExpertPacker(EXPERTS, make_quantizer("rtn"), StoreWriter(tmp_path / "s", Manifest(EXPERTS, "rtn", "m")))
     model = loading(packer)
-    model.put(0, 0, Projection.GATE, random_weight(EXPERTS, 0, 0, Projection.GATE))
+    model._model.put(0, 0, Projection.GATE, random_weight(EXPERTS, 0, 0, Projection.GATE))
     weight = random_weight(EXPERTS, 1, 4, Projection.DOWN)
     weight[3, 5] = bad
-    model.put(1, 4, Projection.DOWN, weight)
+    model._model.put(1, 4, Projection.DOWN, weight)
     model._model.layer_loaded(0)
     with pytest.raises(StoreError) as caught:
         model._model.layer_loaded(1)
@@ -76,13 +78,13 @@ def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
     """A layer half as wide, and one with fewer experts: the same weights, and zeros behind them."""
     narrow, few = replace(SPEC, name="layers.2.x", intermediate=16), replace(SPEC, name="layers.3.x", num_experts=4)
     biased = [replace(spec, bias=True) for spec in (SPEC, narrow, few)]
-    loading = Loading(SimpleNamespace(), Options(hi=16, system="on-demand"), None)
+    loading = Loading(CONFIG, Options(hi=16, system="on-demand"), None)
     for spec in biased:
         loading.add_layer(spec)
     experts = loading.experts
     packer = ExpertPacker(experts, make_quantizer("rtn"), StoreWriter(tmp_path / "s", Manifest(experts, "rtn", "m")))
     model = loading._model
-    model._packer, model.source = packer, SimpleNamespace(placed=lambda files: files)
+    model._packer, model.place = packer, HostPlace(False)
     given = {}
     for layer, spec in enumerate(biased):
         for expert in range(spec.num_experts):
@@ -90,8 +92,8 @@ def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
                 whole = random_weight(experts, layer, expert, projection)
                 rows, columns = (64, spec.intermediate) if projection is Projection.DOWN else (spec.intermediate, 64)
                 given[layer, expert, projection] = whole[:rows, :columns] + 1
-                loading.put(layer, expert, projection, given[layer, expert, projection])
-                loading.put_bias(layer, expert, projection, torch.ones(rows))
+                model.put(layer, expert, projection, given[layer, expert, projection])
+                model.put_bias(layer, expert, projection, torch.ones(rows))
         assert model.layer_loaded(layer) == (layer == 2)
     blob = torch.empty(experts.formats[16].nbytes, dtype=torch.uint8)
     for layer in range(3):

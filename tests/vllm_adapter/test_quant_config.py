@@ -26,9 +26,9 @@ from vllm_dymoe.residency.format import Format
 from vllm_dymoe.store.manifest import describe_codes
 from vllm_dymoe.vllm_adapter import quant_config
 from vllm_dymoe.vllm_adapter.loading import Loading
+from vllm_dymoe.vllm_adapter.model_store import LayerSpec
 from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig, read_options
-from vllm_dymoe.vllm_adapter.store import LayerSpec
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 

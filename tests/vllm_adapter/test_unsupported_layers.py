@@ -10,9 +10,8 @@ from tests.e2e.engines import MODEL
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.vllm_adapter.loading import Loading
-from vllm_dymoe.vllm_adapter.model_store import layer_numbers
+from vllm_dymoe.vllm_adapter.model_store import LayerSpec, layer_numbers
 from vllm_dymoe.vllm_adapter.moe_method import supported_activation
-from vllm_dymoe.vllm_adapter.store import LayerSpec
 
 
 def layer(name, **numbers):

@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm_dymoe.quantize.expert_parts import check_expert_parts
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.tensors import check_files, weight_files
+from vllm_dymoe.store import MANIFEST, Manifest, StoreError
 
 
 def local_folder(vllm_config: VllmConfig) -> Path:
@@ -42,6 +43,30 @@ def check_checkpoint(vllm_config: VllmConfig, reader: Reader | None) -> None:
     tensors = check_files(folder)
     if reader is not None and (layers := getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", 0)):
         check_expert_parts(folder, tensors, reader, layers)
+
+
+def check_ranks(folder: Path, ranks: int) -> None:
+    """Refuse a store that is cut for another number of tensor-parallel ranks, as far as it is on this machine.
+
+    Raises:
+        StoreError: it is, or cannot be read.
+    """
+    if not (folder / MANIFEST).is_file():
+        return
+    _, packed_for = Manifest.read(folder).tensor_parallel
+    if ranks != packed_for:
+        raise StoreError(
+            f"the experts in {folder} are packed for --tensor-parallel-size {packed_for}, not {ranks}; "
+            "serve them with that, or serve the 16-bit checkpoint that they were made from."
+        )
+
+
+def drafted_by_experts(config: VllmConfig) -> bool:
+    """Whether a model with experts of its own proposes tokens."""
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    # Methods without a draft model, such as ngram, have the target's own config there.
+    with_experts: bool = draft is not None and draft is not config.model_config and draft.get_num_experts() > 0
+    return with_experts
 
 
 def _snapshot(vllm_config: VllmConfig, **choice: Any) -> Path:

@@ -11,28 +11,26 @@ from vllm.config import VllmConfig
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict import RoutedModel
-from vllm_dymoe.quantize.packer import Given
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.compatibility import describe
-from vllm_dymoe.residency.format import ModelExperts, Projection
+from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.runtime import MoERuntime, minimum_budget
 from vllm_dymoe.runtime.decisions import DRAFTED, without_device
 from vllm_dymoe.runtime.sizing import workspace_bytes
-from vllm_dymoe.store import HostStore
 from vllm_dymoe.store.joined import join
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.traces import TraceHeader
 from vllm_dymoe.vllm_adapter.agreement import agreement
+from vllm_dymoe.vllm_adapter.checkpoint import drafted_by_experts
 from vllm_dymoe.vllm_adapter.failures import make_step_failures
 from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.graphs import leave_layers_out
 from vllm_dymoe.vllm_adapter.memory import automatic_budget
-from vllm_dymoe.vllm_adapter.model_store import ModelStore
+from vllm_dymoe.vllm_adapter.model_store import LayerSpec, LayerStore, ModelStore
 from vllm_dymoe.vllm_adapter.observers import Observation, observe_trace
 from vllm_dymoe.vllm_adapter.report import announce
 from vllm_dymoe.vllm_adapter.running import Running
 from vllm_dymoe.vllm_adapter.step import RunningStep
-from vllm_dymoe.vllm_adapter.store import LayerSpec, RankStore, drafted_by_experts
 
 
 class Loading:
@@ -82,7 +80,7 @@ class Loading:
         if self._draft is None:
             self._begin = time.perf_counter()
             self._draft = ModelStore(self._vllm_config, self.options, None, self.reader, self._host_memory)
-        if self._draft.source is not None:
+        if self._draft.place is not None:
             raise ConfigError(f"vllm-dymoe: {spec.name} belongs to a third model with MoE layers; two are supported.")
         self._draft.add(spec)
         draft, model = self._draft.experts, self._model.experts
@@ -98,23 +96,12 @@ class Loading:
         """The rank's experts, without a draft's."""
         return self._model.experts
 
-    def of_draft(self, position: int) -> bool:
-        """Whether a layer is a draft's."""
-        return position >= len(self._model.layers)
-
-    def wants_experts(self, position: int) -> bool:
-        """Whether the checkpoint's experts are needed; see :class:`ModelStore`."""
-        return self._of(position)[0].wants_experts()
-
-    def put(self, position: int, expert: int, projection: Projection, weight: Given) -> None:
-        """Take one projection from the checkpoint; see :class:`ModelStore`."""
-        model, layer = self._of(position)
-        model.put(layer, expert, projection, weight)
-
-    def put_bias(self, position: int, expert: int, projection: Projection, bias: torch.Tensor) -> None:
-        """Take one projection's bias; see :class:`ModelStore`."""
-        model, layer = self._of(position)
-        model.put_bias(layer, expert, projection, bias)
+    def layer_store(self, position: int) -> LayerStore:
+        """Where the experts of a layer go."""
+        count = len(self._model.layers)
+        if self._draft is None or position < count:
+            return LayerStore(self._model, position)
+        return LayerStore(self._draft, position - count)
 
     def layer_loaded(self, position: int, routed_experts: Any) -> None:
         """Note that vLLM has loaded one more layer; with the last one of the model the rank runs.
@@ -127,28 +114,21 @@ class Loading:
             StoreError: the checkpoint lacks an expert, or the store cannot be written.
             ConfigError: the budget cannot work.
         """
-        model, layer = self._of(position)
-        complete = model.layer_loaded(layer)
-        if not self.of_draft(position):
+        store = self.layer_store(position)
+        complete = store.model.layer_loaded(store.layer)
+        if store.model is self._model:
             self._foresight.layer_loaded(position, routed_experts)
         if not complete:
             return
-        assert model.store is not None
-        assert model.source is not None
         if self.running is None:
-            self._run(model.source, model.store, routed_experts.moe_config.num_experts)
+            self._run(routed_experts.moe_config.num_experts)
         else:
-            self._extend(self.running, model.source, model.store)
+            self._extend(self.running, store.model)
 
-    def _of(self, position: int) -> tuple[ModelStore, int]:
-        """The model of a layer, and the layer's place in it."""
-        if self._draft is None or not self.of_draft(position):
-            return self._model, position
-        return self._draft, position - len(self._model.layers)
-
-    def _run(self, rank_store: RankStore, store: HostStore, num_experts: int) -> None:
-        """Make the rank run that has these experts, of ``num_experts`` on all ranks."""
-        options, config, spec = self.options, self._vllm_config, self._model.layers[0]
+    def _run(self, num_experts: int) -> None:
+        """Make the rank run, whose experts are among ``num_experts`` on all ranks."""
+        options, config, spec, store = self.options, self._vllm_config, self._model.layers[0], self._model.store
+        assert store is not None
         device = torch.device(config.device_config.device)
         automatic = self._automatic_budget(device, self.experts)
         predictor = self._foresight.predictor(self._routed_model(options.predictor))
@@ -163,10 +143,10 @@ class Loading:
                 runtime.decode.warm_up(activation)
         else:
             leave_layers_out(config, runtime.host_decides_because or "the host decides about experts")
-        self._announce(runtime, rank_store)
+        self._announce(runtime, self._model)
 
         def header() -> TraceHeader:
-            model = config.model_config.model, rank_store.model_fingerprint
+            model = config.model_config.model, self._model.model_fingerprint
             return TraceHeader(*model, len(self._model.layers), num_experts, spec.top_k, spec.hidden)
 
         observation = Observation(self._recordable())
@@ -181,10 +161,11 @@ class Loading:
             runtime, step, failures, self._foresight, observation, self._routed_model, drafted, caches=caches
         )
 
-    def _extend(self, running: Running, rank: RankStore, draft: HostStore) -> None:
+    def _extend(self, running: Running, draft: ModelStore) -> None:
         """Go on with a draft's layers behind the model's: the slots are shared out again, among all of them."""
         before = running.runtime
-        store = join(before.release(), draft)  # two arenas at a time would exceed the budget
+        assert draft.store is not None
+        store = join(before.release(), draft.store)  # two arenas at a time would exceed the budget
         automatic = self._automatic_budget(before.device, store.experts)
         predictor = None if before.predictor is None else before.predictor.predictor
         agree = agreement(self._vllm_config)
@@ -193,7 +174,7 @@ class Loading:
         )
         leave_layers_out(self._vllm_config, DRAFTED)
         running.extend(runtime)
-        self._announce(runtime, rank)
+        self._announce(runtime, draft)
 
     @property
     def _obstacle(self) -> str:
@@ -203,11 +184,11 @@ class Loading:
         on_input = any(layer.weights_on_input for layer in self._model.layers)
         return "the router's weights multiply what experts read" if on_input else ""
 
-    def _announce(self, runtime: MoERuntime, rank: RankStore) -> None:
-        source = ""
-        if self.reader is not None and not rank.dummy:
+    def _announce(self, runtime: MoERuntime, store: ModelStore) -> None:
+        source, place = "", store.place.reason if store.place is not None else ""
+        if self.reader is not None and not store.dummy:
             source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
-        announce(runtime, self._rank_name, time.perf_counter() - self._begin, source, rank.place.reason)
+        announce(runtime, self._rank_name, time.perf_counter() - self._begin, source, place)
 
     def _automatic_budget(self, device: torch.device, experts: ModelExperts) -> int:
         options = self.options
@@ -217,11 +198,10 @@ class Loading:
         except ConfigError:
             if options.expert_budget.is_auto:
                 raise
-            return 0  # whoever asks for it while the model is served is refused then
+            return 0  # resizing to it is refused while the model is served
 
     def _routed_model(self, predictor: Path | None) -> RoutedModel:
-        experts, source = self.experts, self._model.source
-        assert source is not None
+        experts = self.experts
 
         def hits() -> int:
             assert self.running is not None
@@ -233,7 +213,7 @@ class Loading:
             experts.top_k,
             hits=hits,
             hidden=self._model.layers[0].hidden,
-            fingerprint="" if predictor is None else source.model_fingerprint,
+            fingerprint="" if predictor is None else self._model.model_fingerprint,
             device=torch.device(self._vllm_config.device_config.device),
             predictor=predictor,
         )

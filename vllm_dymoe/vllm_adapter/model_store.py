@@ -1,9 +1,15 @@
-"""From the MoE layers of one model, as vLLM creates and loads them, to the store of their experts."""
+"""The packed experts of one model on this rank: the checkpoint's own, an earlier start's, or made while vLLM loads it.
+
+A store that is made while a model loads is found again by its fingerprint.
+"""
 
 import contextlib
+import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,19 +20,96 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.kernels import Activation
 from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.packer import ExpertPacker, Given
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.compatibility import format_fields, quantizer_name
+from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.residency.format import Format, ModelExperts, Projection, stored_formats
-from vllm_dymoe.store import HostStore, StoreError
+from vllm_dymoe.store import (
+    MANIFEST,
+    STORE_VERSION,
+    FileStore,
+    HostMemoryError,
+    HostStore,
+    Manifest,
+    MemoryStore,
+    StoreError,
+)
+from vllm_dymoe.store.page_lock import CudaPageLock
+from vllm_dymoe.store.placement import HostPlace, choose_host_place
+from vllm_dymoe.store.writer import StoreWriter
+from vllm_dymoe.vllm_adapter.checkpoint import local_folder
 from vllm_dymoe.vllm_adapter.report import logger
-from vllm_dymoe.vllm_adapter.store import LayerSpec, RankStore
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What vLLM says of one MoE layer on this rank.
+
+    Attributes:
+        name: prefix in the model, ``model.layers.3.mlp.experts``.
+        num_experts: local experts.
+        top_k: experts per token.
+        hidden: model width.
+        intermediate: expert width on this rank.
+        dtype: of the weights.
+        bias: whether every projection has one.
+        rank: tensor-parallel rank, of ``ranks``.
+        expert_rank: expert-parallel rank, of ``expert_ranks``.
+        activation: of the gate.
+        weights_on_input: the router's weights multiply what experts read, and not what they give.
+    """
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    dtype: torch.dtype
+    bias: bool
+    rank: int
+    ranks: int
+    expert_rank: int
+    expert_ranks: int
+    activation: Activation = Activation.SILU
+    weights_on_input: bool = False
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What all layers of a model have in common."""
+        plain = replace(self.activation, has_gate=True) == self.activation
+        shared = self.rank, self.ranks, self.expert_rank, self.expert_ranks
+        return self.hidden, self.dtype, self.bias, plain, shared
+
+
+@dataclass(frozen=True)
+class LayerStore:
+    """One layer of a model's store, by position: where its experts go."""
+
+    model: "ModelStore"
+    layer: int
+
+    def wants_experts(self) -> bool:
+        """See :class:`ModelStore`."""
+        return self.model.wants_experts()
+
+    def put(self, expert: int, projection: Projection, weight: Given) -> None:
+        """See :class:`ModelStore`."""
+        self.model.put(self.layer, expert, projection, weight)
+
+    def put_bias(self, expert: int, projection: Projection, bias: Tensor) -> None:
+        """See :class:`ModelStore`."""
+        self.model.put_bias(self.layer, expert, projection, bias)
 
 
 class ModelStore:
-    """Collects the MoE layers of one model, and fills or opens their store.
+    """Collects the MoE layers of one model, and fills or opens the store of their experts.
 
     Layers whose experts are narrower than the widest, or fewer, are stored as wide and as many as those: zeros fill
     them up, which changes no result, and every slot fits every expert.
@@ -40,7 +123,8 @@ class ModelStore:
 
     Attributes:
         layers: in the order in which vLLM created them.
-        source: where the store is found or made, once the first weight came.
+        dummy: experts are random, and nothing is read from the checkpoint.
+        place: where the experts live; None before the first weight came.
         store: the experts, once the last layer is loaded.
     """
 
@@ -53,16 +137,19 @@ class ModelStore:
         host_memory: int,
     ) -> None:
         self.layers: list[LayerSpec] = []
-        self.source: RankStore | None = None
+        self.place: HostPlace | None = None
         self.store: HostStore | None = None
-        self._vllm_config, self._options = vllm_config, options
-        self._packed = checkpoint is not None
-        self._reader = reader
-        self._checkpoint = checkpoint or {}
-        self._host_memory = host_memory
+        self._vllm_config, self._options, self._reader = vllm_config, options, reader
+        self._checkpoint, self._host_memory = checkpoint, host_memory
+        self._packed_for = ""  # fingerprint of the model that the checkpoint's own store was made from
         self._loaded = 0
         self._packer: ExpertPacker | None = None
         self._progress: tqdm[Any] | None = None
+
+    @property
+    def dummy(self) -> bool:
+        """Whether experts are random, and nothing is read from the checkpoint."""
+        return bool(self._vllm_config.load_config.load_format == "dummy")
 
     def add(self, spec: LayerSpec) -> None:
         """Enter one layer.
@@ -70,16 +157,17 @@ class ModelStore:
         Raises:
             ConfigError: its experts are of another kind than those of the layers before it.
         """
-        if self.layers and _kind(spec) != _kind(self.layers[0]):
+        first = self.layers[0] if self.layers else spec
+        if spec.kind != first.kind:
             raise ConfigError(
-                f"vllm-dymoe: the experts of {spec.name} are of another kind than those of {self.layers[0].name} "
+                f"vllm-dymoe: the experts of {spec.name} are of another kind than those of {first.name} "
                 "(hidden size, dtype, biases or gates differ), which is not supported yet; serve this model without "
                 "--quantization dymoe."
             )
-        if self.layers and self._reader is not None and spec.intermediate != self.layers[0].intermediate:
+        if self._reader is not None and spec.intermediate != first.intermediate:
             raise ConfigError(
                 f"vllm-dymoe: the quantized experts of {spec.name} are {spec.intermediate} wide and those of "
-                f"{self.layers[0].name} {self.layers[0].intermediate}, which is supported for 16-bit checkpoints only; "
+                f"{first.name} {first.intermediate}, which is supported for 16-bit checkpoints only; "
                 "serve this model without --quantization dymoe."
             )
         self.layers.append(spec)
@@ -87,13 +175,13 @@ class ModelStore:
     @property
     def experts(self) -> ModelExperts:
         """The rank's experts, as the model's configuration describes them."""
-        spec = self.layers[0]
+        spec, reader, ours = self.layers[0], self._reader, self._checkpoint or {}
         width = max(layer.intermediate for layer in self.layers)
         formats = stored_formats(
             self._options.stored_bits,
             lambda bits: Format(
                 spec.hidden, width, group_size=self._options.group_size, dtype=spec.dtype, bias=spec.bias,
-                has_gate=spec.activation.has_gate, **format_fields(self._reader, self._checkpoint, bits),
+                has_gate=spec.activation.has_gate, **format_fields(reader, ours, bits),
             ),
         )  # fmt: skip
         numbers = layer_numbers([layer.name for layer in self.layers])
@@ -104,7 +192,7 @@ class ModelStore:
         """Whether the checkpoint's experts are needed: not where a complete store exists.
 
         Raises:
-            StoreError: the store cannot be written.
+            StoreError: the store cannot be opened or written.
         """
         with self._loading():
             self._prepare()
@@ -116,12 +204,11 @@ class ModelStore:
         Raises:
             StoreError: the store cannot be written, or the weights cannot be quantized.
         """
-        with self._loading():
-            self._prepare()
-            if self._packer is not None:
+        if self.wants_experts():
+            with self._loading() as packer:
                 if isinstance(weight, Tensor):
                     weight = self._widened(layer, projection, weight)
-                self._packer.put(layer, expert, projection, weight)
+                packer.put(layer, expert, projection, weight)
 
     def put_bias(self, layer: int, expert: int, projection: Projection, bias: Tensor) -> None:
         """Take one projection's bias; otherwise as ``put``.
@@ -129,10 +216,9 @@ class ModelStore:
         Raises:
             StoreError: the store cannot be written, or the bias not be stored.
         """
-        with self._loading():
-            self._prepare()
-            if self._packer is not None:
-                self._packer.put_bias(layer, expert, projection, self._widened(layer, projection, bias))
+        if self.wants_experts():
+            with self._loading() as packer:
+                packer.put_bias(layer, expert, projection, self._widened(layer, projection, bias))
 
     def layer_loaded(self, layer: int) -> bool:
         """Note that vLLM has loaded one more layer; whether it was the last one, so that the store is complete.
@@ -140,19 +226,89 @@ class ModelStore:
         Raises:
             StoreError: the checkpoint lacks an expert, or the store cannot be written.
         """
-        with self._loading():
-            source = self._prepare()
-            if self._packer is not None:
-                self._fill_up(layer, self._packer)
-            self._loaded += 1
-            if self._loaded < len(self.layers):
-                return False
-            if self._packer is not None:
-                self.store = source.placed(self._packer.finish())
-                self._packer = None
+        if self.wants_experts():
+            with self._loading() as packer:
+                self._fill_up(layer, packer)
+        self._loaded += 1
+        if self._loaded < len(self.layers):
+            return False
+        if self._packer is not None:
+            with self._loading() as packer:
+                self.store = self._placed(packer.finish())
+            self._packer = None
         if self._progress is not None:
             self._progress.close()
         return True
+
+    @cached_property
+    def model_fingerprint(self) -> str:
+        """Sixteen hex digits of the model's weights, whatever was made of its experts; what traces are known by."""
+        if self.dummy:
+            return self._manifest.model
+        if self._packed_for:
+            return self._packed_for
+        folder = local_folder(self._vllm_config)
+        try:
+            return Checkpoint(folder).fingerprint()
+        except CheckpointError:  # vLLM reads more kinds of checkpoints than we do
+            return fingerprint(folder, "its routers")
+
+    @cached_property
+    def _manifest(self) -> Manifest:
+        """Of the store that this rank would write; it looks at every file of the checkpoint."""
+        options, spec, experts = self._options, self.layers[0], self.experts
+        quantizer = quantizer_name(self._reader, options.stored_bits, options.quantizer)
+        ranks = spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks
+        described = f"({_described(experts)}, {quantizer!r}, {', '.join(map(str, ranks))})"
+        if self.dummy:  # of the checkpoint, only the shapes count
+            model = fingerprint(None, f"{described} random with seed {self._vllm_config.model_config.seed}")
+        else:
+            model = fingerprint(local_folder(self._vllm_config), described)
+        return Manifest(experts, "dummy" if self.dummy else quantizer, model, (spec.rank, spec.ranks))
+
+    @property
+    def _folder(self) -> Path:
+        root = self._options.store_dir or Path.home() / ".cache" / "vllm-dymoe"
+        name, spec = Path(self._vllm_config.model_config.model).name, self.layers[0]
+        return root.expanduser() / f"{name}-{self._manifest.model}" / f"rank-{spec.rank}-{spec.expert_rank}"
+
+    def _prepare(self) -> None:
+        """Open the store or the way into it, once, before the first weight."""
+        if self.place is not None:
+            return
+        config, experts = self._vllm_config, self.experts
+        device, ranks = config.device_config.device_type, config.parallel_config.local_world_size
+        self.place = choose_host_place(self._options.host_store, device, experts, self._host_memory, ranks)
+        existing = self._existing(experts)
+        if existing is not None:
+            logger.info("vllm-dymoe: the experts are packed already; reading them from %s", existing.folder)
+            self.store = self._placed(existing)
+            return
+        writer = StoreWriter(self._folder, self._manifest)
+        total = len(experts.layers) * experts.num_experts * len(experts.projections)
+        what = "Making random experts" if self.dummy else "Quantizing experts"
+        self._progress = tqdm(total=total, desc=what, unit=" projections", dynamic_ncols=True)
+        if self.dummy:
+            self.store = self._placed(random_store(experts, writer, config.model_config.seed, self._progress.update))
+        else:
+            quantizer = make_quantizer(self._options.quantizer)
+            self._packer = ExpertPacker(experts, quantizer, writer, self._progress.update)
+
+    def _existing(self, experts: ModelExperts) -> FileStore | None:
+        """The checkpoint's own store, or the one that an earlier start has left."""
+        if self._checkpoint is None or self.dummy:
+            return cached_store(self._folder, self._manifest)
+        store = FileStore(local_folder(self._vllm_config), experts.layers)
+        check_belongs(store, experts, self.layers[0])
+        self._packed_for = store.manifest.model
+        return store
+
+    def _placed(self, files: FileStore) -> HostStore:
+        """The packed experts where they are to live: the files themselves, or memory that is filled from them."""
+        assert self.place is not None
+        device = torch.device(self._vllm_config.device_config.device)
+        store, self.place = place_experts(files, self.place, device, asked_for=self._options.host_store != "auto")
+        return store
 
     def _widened(self, layer: int, projection: Projection, part: Tensor) -> Tensor:
         """A projection's weight or bias with zeros where its layer's experts are narrower than the widest."""
@@ -160,8 +316,7 @@ class ModelStore:
         if not missing or (projection is Projection.DOWN and part.dim() == 1):
             return part
         # Columns of down, rows of the others.
-        sides = (0, missing) if projection is Projection.DOWN or part.dim() == 1 else (0, 0, 0, missing)
-        return F.pad(part, sides)
+        return F.pad(part, (0, missing) if projection is Projection.DOWN or part.dim() == 1 else (0, 0, 0, missing))
 
     def _fill_up(self, layer: int, packer: ExpertPacker) -> None:
         """Store zeros in the places of experts that a layer has not, and no router names."""
@@ -175,56 +330,16 @@ class ModelStore:
                     packer.put_bias(layer, expert, projection, torch.zeros(form.rows))
 
     @contextlib.contextmanager
-    def _loading(self) -> Iterator[None]:
-        """After an error nothing half-written stays, and the user reads whose error it is."""
+    def _loading(self) -> Iterator[ExpertPacker]:
+        """After an error nothing half-written stays, and the sentence says that it is ours."""
         try:
-            yield
+            yield self._packer  # type: ignore[misc]  # None only in _prepare, which makes it
         except (StoreError, ConfigError) as error:
             if self._packer is not None:
                 self._packer.discard()
-            if isinstance(error, ConfigError):  # says already whose it is
+            if isinstance(error, ConfigError):  # says so already
                 raise
             raise StoreError(f"vllm-dymoe: {error}") from error
-
-    def _prepare(self) -> RankStore:
-        """Open the store or the way into it, once, before the first weight.
-
-        Raises:
-            StoreError: it cannot be opened or written.
-        """
-        if self.source is not None:
-            return self.source
-        experts, options = self.experts, self._options
-        quantizer = quantizer_name(self._reader, options.stored_bits, options.quantizer)
-        source = RankStore(
-            self._vllm_config, options, self.layers[0], experts, quantizer,
-            packed=self._packed, host_memory=self._host_memory,
-        )  # fmt: skip
-        existing = source.existing()
-        if existing is not None:
-            logger.info("vllm-dymoe: the experts are packed already; reading them from %s", existing.folder)
-            self.store = source.placed(existing)
-        else:
-            writer = source.writer()
-            total = len(experts.layers) * experts.num_experts * len(experts.projections)
-            what = "Making random experts" if source.dummy else "Quantizing experts"
-            self._progress = tqdm(total=total, desc=what, unit=" projections", dynamic_ncols=True)
-            update: Callable[[], object] = self._progress.update
-            if source.dummy:
-                self.store = source.placed(random_store(experts, writer, source.seed, update))
-            else:
-                self._packer = ExpertPacker(experts, make_quantizer(options.quantizer), writer, update)
-        self.source = source
-        return source
-
-
-def _kind(spec: LayerSpec) -> LayerSpec:
-    """What all layers of a model have in common."""
-    gate = replace(spec.activation, has_gate=True) == spec.activation
-    silu = type(spec.activation).SILU
-    return replace(
-        spec, name=str(gate), activation=silu, intermediate=0, num_experts=0, top_k=0, weights_on_input=False
-    )
 
 
 def layer_numbers(names: list[str]) -> tuple[int, ...]:
@@ -244,3 +359,114 @@ def layer_numbers(names: list[str]) -> tuple[int, ...]:
             numbers[place] += shift
             used.add(numbers[place])
     return tuple(numbers)
+
+
+def fingerprint(folder: Path | None, purpose: str) -> str:
+    """Sixteen hex digits that change with the checkpoint's files, with what is made of them and with our format.
+
+    Files count with name, size and time of change: reading them all would cost a start its speed.
+    Without a folder only the purpose counts.
+    """
+    digest = hashlib.sha256(f"{STORE_VERSION} {purpose}".encode())
+    if folder is None:
+        return digest.hexdigest()[:16]
+    config = folder / "config.json"
+    if config.is_file():
+        digest.update(config.read_bytes())
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _WEIGHT_SUFFIXES:
+            status = path.stat()
+            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _described(experts: ModelExperts) -> str:
+    """What a store holds, in the words that name the folders of stores in users' caches since version 5."""
+    formats = {}
+    for bits, fmt in experts.formats.items():
+        code, book = fmt.code, None
+        if code.floats:
+            book = (
+                f"Codebook(name={code.name!r}, bits={code.bits}, group_size={code.group_size}, "
+                f"scale_dtype={code.scale_dtype}, has_factor={code.has_factor}, tag={code.tag})"
+            )
+        formats[bits] = (
+            f"ExpertFormat(hidden={fmt.hidden}, intermediate={fmt.intermediate}, bits={bits}, "
+            f"group_size={fmt.group_size}, dtype={fmt.dtype}, bias={fmt.bias}, integer_zeros={fmt.integer_zeros}, "
+            f"act_order={fmt.act_order}, has_gate={fmt.has_gate}, codebook={book}, nested={fmt.nested}, "
+            f"upper_of={code.upper_of})"
+        )
+    each = ", ".join(f"{bits}: {words}" for bits, words in formats.items())
+    return (
+        f"ModelExperts(layers={experts.layers}, num_experts={experts.num_experts}, top_k={experts.top_k}, "
+        f"formats={{{each}}}, draft_layers={experts.draft_layers})"
+    )
+
+
+def cached_store(folder: Path, manifest: Manifest) -> FileStore | None:
+    """The store of an earlier start, if it is the one that would be written now."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    try:
+        store = FileStore(folder)
+    except StoreError as error:
+        logger.warning("vllm-dymoe: %s It is written again now.", error)
+        return None
+    if store.manifest != manifest:
+        logger.warning("vllm-dymoe: the store in %s is another model's; it is replaced", folder)
+        store.close()
+        return None
+    return store
+
+
+def place_experts(
+    files: FileStore, place: HostPlace, device: torch.device, *, asked_for: bool
+) -> tuple[HostStore, HostPlace]:
+    """Leave experts in their files, or fill memory from them, with progress.
+
+    Args:
+        files: the packed experts.
+        place: where they are to be.
+        device: that reads them.
+        asked_for: whether they have to be there.
+
+    Returns:
+        The store, and where it is: the files again where memory was not asked for and cannot be locked.
+
+    Raises:
+        StoreError: the files cannot be read, or memory that was asked for cannot be had.
+    """
+    if not place.pinned:
+        return files, place
+    page_lock = CudaPageLock(device) if device.type == "cuda" else None
+    nbytes, what = files.experts.stored_nbytes, "Reading experts into memory"
+    try:
+        with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, dynamic_ncols=True) as progress:
+            memory = MemoryStore.from_files(files, page_lock, progress.update)
+    except HostMemoryError as error:
+        if asked_for:
+            raise StoreError(f'{error}; use host_store = "file", or "auto".') from error
+        return files, HostPlace(False, f"auto: {error}")
+    files.close()
+    return memory, place
+
+
+def check_belongs(store: FileStore, experts: ModelExperts, spec: LayerSpec) -> None:
+    """Refuse, and close, a checkpoint's own store that is not for this model, dtype or rank.
+
+    Raises:
+        StoreError: it is not.
+    """
+    held = store.experts
+    for what, has, needs in (
+        ("tensor-parallel ranks", store.manifest.tensor_parallel, (spec.rank, spec.ranks)),
+        ("experts per layer", held.num_experts, experts.num_experts),
+        ("expert formats", held.formats, experts.formats),
+    ):
+        if has != needs:
+            store.close()
+            raise StoreError(
+                f"the experts in {store.folder} do not fit this model: the store has {what} {has}, the model needs "
+                f"{needs}; write the checkpoint again with `vllm-dymoe quantize` for this model, dtype and parallel "
+                "size."
+            )

@@ -9,7 +9,6 @@ the host, and writes into them. ``vllm::unified_attention_with_output`` does the
 of the layer's output.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -31,11 +30,10 @@ from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.vllm_adapter.activations import activation_of
-from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader, PrequantizedExpertLoader
+from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader
 from vllm_dymoe.vllm_adapter.loading import Loading
+from vllm_dymoe.vllm_adapter.model_store import LayerSpec
 from vllm_dymoe.vllm_adapter.running import RankLayer
-from vllm_dymoe.vllm_adapter.stack_loader import QuantizedStackLoader
-from vllm_dymoe.vllm_adapter.store import LayerSpec
 
 
 class DymoeMoEMethod(FusedMoEMethodBase):
@@ -102,16 +100,8 @@ class DymoeMoEMethod(FusedMoEMethodBase):
             )
         )
         self.layer = RankLayer(layer.layer_name, position, activation, None, weights_on_input)
-        put = functools.partial(self.loading.put, position)
-        put_bias = functools.partial(self.loading.put_bias, position)
-        self._loader = ExpertLoader(layer, put, put_bias)
-        reader, wanted = self.loading.reader, functools.partial(self.loading.wants_experts, position)
-        if reader is not None and reader.ranks_take_groups:
-            sizes = hidden_size, intermediate_size_per_partition
-            self._loader = QuantizedStackLoader(layer, put, put_bias, reader, wanted, *sizes)
-        elif reader is not None:
-            whole = intermediate_size_per_partition * parallel.tp_size
-            self._loader = PrequantizedExpertLoader(layer, put, put_bias, reader, wanted, hidden_size, whole)
+        sink, sizes = self.loading.layer_store(position), (hidden_size, intermediate_size_per_partition)
+        self._loader = ExpertLoader(layer, sink, *sizes, self.loading.reader)
         self._loader.register(layer, params_dtype, bias=self.moe.has_bias)
         # The operator finds its layer by name in the forward context, as vLLM's own does.
         get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self
@@ -121,8 +111,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         local = layer.expert_map
         if local is not None:
             self.layer = replace(self.layer, expert_map=torch.cat((local, local.new_full((1,), -1))))
-        if isinstance(self._loader, PrequantizedExpertLoader | QuantizedStackLoader):
-            self._loader.check_complete()
+        self._loader.check_complete()
         self.loading.layer_loaded(self.layer.position, layer)
 
     def apply(

@@ -20,12 +20,11 @@ from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_byte
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.store.placement import choose_host_place
 from vllm_dymoe.systems import make_system
-from vllm_dymoe.vllm_adapter.checkpoint import check_checkpoint
+from vllm_dymoe.vllm_adapter.checkpoint import check_checkpoint, check_ranks, drafted_by_experts
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs
 from vllm_dymoe.vllm_adapter.lora import may_reach_experts
 from vllm_dymoe.vllm_adapter.quant_config import expert_width, read_options
 from vllm_dymoe.vllm_adapter.report import logger
-from vllm_dymoe.vllm_adapter.store import check_ranks, drafted_by_experts
 
 WORKER_EXTENSION = "vllm_dymoe.vllm_adapter.worker.DymoeWorkerExtension"
 WITHOUT_DRAFT = (

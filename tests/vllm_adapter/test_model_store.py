@@ -11,14 +11,22 @@ from tests.small_model import make_experts
 from tests.store.locks import RecordedLock
 from tests.store.stores import write
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.residency.format import all_keys
+from vllm_dymoe.residency.code import MXFP4
+from vllm_dymoe.residency.format import Format, ModelExperts, all_keys, stored_formats
 from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError, memory_bytes
 from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.placement import HostPlace
 from vllm_dymoe.store.writer import StoreWriter
-from vllm_dymoe.vllm_adapter import store as store_module
+from vllm_dymoe.vllm_adapter import model_store
+from vllm_dymoe.vllm_adapter.model_store import (
+    LayerSpec,
+    _described,
+    cached_store,
+    check_belongs,
+    fingerprint,
+    place_experts,
+)
 from vllm_dymoe.vllm_adapter.report import logger
-from vllm_dymoe.vllm_adapter.store import LayerSpec, _check_belongs, cached_store, place_experts
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PINNED = HostPlace(True, "auto: there is room")
@@ -37,7 +45,7 @@ def files(tmp_path):
 @pytest.fixture
 def lock(monkeypatch):
     lock = RecordedLock()
-    monkeypatch.setattr(store_module, "CudaPageLock", lambda device: lock)
+    monkeypatch.setattr(model_store, "CudaPageLock", lambda device: lock)
     return lock
 
 
@@ -111,14 +119,14 @@ def warnings(caplog, monkeypatch):
 def test_a_store_for_another_model_is_refused(tmp_path, experts, spec, sentence):
     store = write(tmp_path / "store")
     with pytest.raises(StoreError, match=sentence) as caught:
-        _check_belongs(store, experts, spec, store.folder)
+        check_belongs(store, experts, spec)
     assert str(store.folder) in str(caught.value)
     assert "write the checkpoint again with `vllm-dymoe quantize`" in str(caught.value)
 
 
 def test_a_store_for_this_model_is_taken(tmp_path):
     store = write(tmp_path / "store")
-    _check_belongs(store, EXPERTS, SPEC, store.folder)
+    check_belongs(store, EXPERTS, SPEC)
     store.close()
 
 
@@ -140,3 +148,15 @@ def test_a_store_of_another_model_in_the_cache_is_replaced_with_a_warning(tmp_pa
     write(tmp_path / "store").close()
     assert cached_store(tmp_path / "store", Manifest(EXPERTS, "hqq", "a model")) is None
     assert "is another model's; it is replaced" in warnings()[0]
+
+
+def test_stores_in_users_caches_keep_their_names():
+    """The name was once made of the classes' own words; whatever they are called now, these are the words."""
+    assert _described(EXPERTS).startswith(
+        "ModelExperts(layers=(1, 2), num_experts=6, top_k=2, formats={4: ExpertFormat(hidden=64, intermediate=32, "
+        "bits=4, group_size=32, dtype=torch.bfloat16, bias=False, integer_zeros=False, act_order=False, has_gate=True, "
+        "codebook=None, nested=False, upper_of=0), 2: ExpertFormat("
+    )
+    assert fingerprint(None, _described(EXPERTS)) == "d02d0c9a2609d05b"
+    floats = stored_formats((4,), lambda bits: Format(64, 32, MXFP4, 64, torch.bfloat16))
+    assert fingerprint(None, _described(ModelExperts((0,), 4, 2, floats))) == "43bc652125a2bbcd"

@@ -5,8 +5,7 @@ import pytest
 from tests.e2e.engines import answer, engine, prompts, runtime_of
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.store import FileStore, MemoryStore
-from vllm_dymoe.vllm_adapter import report
-from vllm_dymoe.vllm_adapter import store as store_module
+from vllm_dymoe.vllm_adapter import model_store, report
 from vllm_dymoe.vllm_adapter.memory import kv_cache_bytes
 
 pytestmark = pytest.mark.engine
@@ -56,8 +55,8 @@ def test_a_second_start_never_quantizes_again(tmp_path, monkeypatch):
     assert "(auto: there is no CUDA device)" in line
 
     # As on a GPU: there is room. Who serves from memory does not look at the disk again.
-    choose = store_module.choose_host_place
-    monkeypatch.setattr(store_module, "choose_host_place", lambda asked, device, *rest: choose(asked, "cuda", *rest))
+    choose = model_store.choose_host_place
+    monkeypatch.setattr(model_store, "choose_host_place", lambda asked, device, *rest: choose(asked, "cuda", *rest))
     again, kind, line = start(tmp_path, "auto", said)
     assert (again, kind) == (tokens, MemoryStore)
     assert packed == [], "quantized again"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.kernels.activation import Activation, Curve
-from vllm_dymoe.kernels.base import ExpertKernel, ExpertWork, LayerWork
+from vllm_dymoe.kernels.base import ExpertKernel, ExpertWork, compute_experts
 from vllm_dymoe.kernels.combine import combine
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.pack import dequantize, pack, pack_floats, pack_nested, unpack
@@ -22,8 +22,8 @@ __all__ = [
     "Curve",
     "ExpertKernel",
     "ExpertWork",
-    "LayerWork",
     "combine",
+    "compute_experts",
     "dequantize",
     "expert_reference",
     "make_kernel",

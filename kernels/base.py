@@ -1,6 +1,7 @@
 """What a layer's step asks of a kernel, and what every kernel promises."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -8,17 +9,15 @@ from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.residency.checks import check_tensor
+from vllm_dymoe.residency.decision import Decision, Grouped
+from vllm_dymoe.residency.format import Expert
 from vllm_dymoe.residency.matrix import BLOCK_ROWS, DTYPES, MatrixFormat, PackedMatrix
-from vllm_dymoe.residency.routing import Groups
 
 Linear = Callable[[Tensor, PackedMatrix], Tensor]
 """(x [n, columns], packed) -> x @ weight.T + bias [n, rows], a new tensor."""
 
 Choose = Callable[[MatrixFormat, int], Linear]
 """The linear operation for a format and a number of tokens."""
-
-Packed = tuple[PackedMatrix, PackedMatrix, PackedMatrix]
-"""An expert's gate, up and down; a gate of no rows is none."""
 
 Receive = Callable[[int], None]
 """Called with n = 1, 2, 3 before the first n projections (gate, up, down) of any of the experts are read."""
@@ -47,30 +46,8 @@ class ExpertWork(NamedTuple):
     pairs: Tensor
 
 
-class LayerWork(Protocol):
-    """One layer's step: its routing is described once, its experts are computed as they come."""
-
-    def place(self, expert: int, packed: Packed) -> None:
-        """Say where an expert's bytes are, or will be when it is computed; each expert once.
-
-        Raises:
-            TypeError: packed for another dtype than x.
-            ValueError: projections whose shapes do not fit x or one another, or a misaligned address.
-        """
-        ...
-
-    def compute(self, experts: Sequence[int], receive: Receive | None = None) -> None:
-        """Write their rows of out, as ExpertKernel.forward does; which experts share a call changes no bit.
-
-        Args:
-            experts: some that have been placed.
-            receive: see ExpertKernel.forward.
-        """
-        ...
-
-
 class ExpertKernel(Protocol):
-    """Computes experts from their packed bytes; one call at a time per object.
+    """Computes experts from their packed bytes, one layer's step at a time.
 
     Attributes:
         name: which implementation, for logs and reports.
@@ -82,65 +59,57 @@ class ExpertKernel(Protocol):
     workspace_bytes: int
     asynchronous: bool
 
-    def begin(self, x: Tensor, groups: Groups, order: Sequence[int], out: Tensor, activation: Activation) -> LayerWork:
+    def begin(self, x: Tensor, decision: Decision, out: Tensor, activation: Activation) -> None:
         """Begin a layer's step.
 
         Args:
-            x: as in forward.
-            groups: tokens of each expert.
-            order: the experts that will be computed, in about that order: neighbours can share a launch.
-            out: as in forward.
+            x: [rows, hidden] bfloat16 or float16, contiguous.
+            decision: made by the host. Neighbouring items can share a launch.
+            out: [tokens * top_k, hidden] like x, overwritten where pairs of computed items are.
             activation: of the gate.
+
+        Raises:
+            TypeError: a dtype that no kernel computes with, or two.
+            ValueError: shapes that do not fit.
         """
         ...
 
-    def forward(
-        self,
-        x: Tensor,
-        work: Sequence[ExpertWork],
-        out: Tensor,
-        activation: Activation,
-        receive: Receive | None = None,
-    ) -> None:
-        """Write unweighted expert outputs: out[pairs] = down(activation(gate x, up x)), all experts in one call.
+    def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
+        """Write unweighted outputs: out[pairs] = down(activation(gate x, up x)), with the biases that there are.
 
-        A projection that has a bias adds it. Rows of `out` that no work names keep what they held.
+        Which items share a call changes no bit.
 
         Args:
-            x: [tokens, hidden] bfloat16 or float16, contiguous.
-            work: the active experts, at any mix of bit-widths.
-            out: [tokens * top_k, hidden] like x, overwritten where named.
-            activation: of the gate.
+            items: of the decision, whose views are placed.
             receive: lets projections that are still on their way arrive in time; it may block, and it changes no bit.
 
         Raises:
-            TypeError: a dtype other than the packed matrices' own.
-            ValueError: a shape that does not fit.
+            TypeError: an expert that is packed for another dtype than x.
+            ValueError: projections whose shapes do not fit x or one another, or a misaligned address.
         """
         ...
 
 
-class ForwardedWork:
-    """A layer's step by a kernel whose forward is all it has to offer: one that computes while it is called.
-
-    Args:
-        kernel: computes.
-        x: as in ExpertKernel.begin, like the others.
-        groups: tokens of each expert, where x is.
-        out: the outputs.
-        activation: of the gate.
-    """
-
-    def __init__(self, kernel: ExpertKernel, x: Tensor, groups: Groups, out: Tensor, activation: Activation) -> None:
-        self._kernel, self._x, self._groups, self._out, self._activation = kernel, x, groups, out, activation
-        self._packed: dict[int, Packed] = {}
-        self.place = self._packed.__setitem__  # see LayerWork; in every layer of every step, for each of its experts
-
-    def compute(self, experts: Sequence[int], receive: Receive | None = None) -> None:
-        """See LayerWork."""
-        packed, groups = self._packed, self._groups
-        work = [ExpertWork(*packed[expert], *groups[expert][:2]) for expert in experts]
-        self._kernel.forward(self._x, work, self._out, self._activation, receive)
+def compute_experts(
+    kernel: ExpertKernel,
+    x: Tensor,
+    work: Sequence[ExpertWork],
+    out: Tensor,
+    activation: Activation,
+    receive: Receive | None = None,
+) -> None:
+    """Begin a step of some experts and compute all of them at once."""
+    bounds = [0, *accumulate(check_tokens(expert) for expert in work)]
+    rows, pairs = (
+        torch.cat([getattr(expert, name).cpu() for expert in work]) if work else torch.empty(0, dtype=torch.int64)
+        for name in ("tokens", "pairs")
+    )
+    items = list(range(len(work)))
+    decision = Decision.of_routing(Grouped(items, bounds, rows, pairs), items)
+    for item, expert in enumerate(work):
+        decision.place(item, Expert(*expert[:3]))
+    kernel.begin(x, decision, out, activation)
+    kernel.compute(items, receive)
 
 
 def forward_experts(
@@ -151,21 +120,12 @@ def forward_experts(
     activation: Activation,
     receive: Receive | None = None,
 ) -> None:
-    """:meth:`ExpertKernel.forward` for kernels that have linear operations of one matrix.
+    """:meth:`ExpertKernel.compute` for kernels that have linear operations of one matrix.
 
     Several experts of few tokens are gathered, activated and written together: outside of
     the matrix products every operation costs more in calls than in work.
-
-    Args:
-        choose: the linear operation for a format and a number of tokens.
-        x: as in forward, like the others.
-        work: the active experts.
-        out: the outputs.
-        activation: of the gate.
-        receive: see forward.
     """
     receive = receive or _there
-    check_activations(x, out)
     for batch, counts in _batches(work, x, activation):
         if x.shape[0] == 1:  # each of them has this token
             rows: Sequence[Tensor] = [x] * len(batch)

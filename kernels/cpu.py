@@ -10,6 +10,8 @@ tokens, never on where it lies.
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,6 @@ from torch import Tensor
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.base import (
     ExpertWork,
-    ForwardedWork,
     Linear,
     Receive,
     check_activations,
@@ -29,8 +30,8 @@ from vllm_dymoe.kernels.base import (
 from vllm_dymoe.kernels.combine import compiled_operations
 from vllm_dymoe.kernels.int4 import Int4Linear, int4_available
 from vllm_dymoe.kernels.tiled import TiledLinear
+from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
-from vllm_dymoe.residency.routing import Groups
 
 DEFAULT_WORKSPACE_BYTES = 1 << 20
 
@@ -63,6 +64,7 @@ class CpuKernel:
     """
 
     asynchronous = False
+    _step: tuple[Any, ...]
 
     def __init__(
         self,
@@ -84,25 +86,20 @@ class CpuKernel:
             self._small.compile_everything()
         self.name = f"cpu, int4 up to {int4_tokens} tokens" if self._int4_tokens else "cpu, dequantizing"
 
-    def begin(
-        self, x: Tensor, groups: Groups, order: Sequence[int], out: Tensor, activation: Activation
-    ) -> ForwardedWork:
-        """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
-        return ForwardedWork(self, x, groups, out, activation)
+    def begin(self, x: Tensor, decision: Decision, out: Tensor, activation: Activation) -> None:
+        """Begin a layer's step, see :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
+        check_activations(x, out)
+        sizes = [after - before for before, after in pairwise(decision.bounds)]
+        parts = zip(decision.rows.split(sizes), decision.pairs.split(sizes), strict=True)
+        self._step = x, decision.views, list(parts), out, activation
 
-    def forward(
-        self,
-        x: Tensor,
-        work: Sequence[ExpertWork],
-        out: Tensor,
-        activation: Activation,
-        receive: Receive | None = None,
-    ) -> None:
-        """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
+    def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
+        """Compute some items, see :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
+        x, views, parts, out, activation = self._step
+        work = [ExpertWork(*views[item], *parts[item]) for item in items]
         if self._small is None or x.dtype is not torch.bfloat16:
             forward_experts(self._choose, x, work, out, activation, receive)
             return
-        check_activations(x, out)
         small, others = self._small.Call(), []
         formats, most = None, 0
         for expert in work:

@@ -95,7 +95,7 @@ def compile_layer(layer: Layer, tiers: str) -> None:
     """Compile every kernel of a layer; the first launch does."""
     from measure import DTYPE, random_expert, shape_of
 
-    from vllm_dymoe.kernels import Activation, ExpertWork
+    from vllm_dymoe.kernels import Activation, ExpertWork, compute_experts
     from vllm_dymoe.kernels.triton import TritonKernel
 
     bits = TIERS[tiers]
@@ -103,7 +103,7 @@ def compile_layer(layer: Layer, tiers: str) -> None:
     x = torch.zeros(1, layer.hidden, device="cuda", dtype=DTYPE)
     row = torch.zeros(1, dtype=torch.int64, device="cuda")
     kernel = TritonKernel("cuda", 64 << 20, [shape_of(layer).formats(width)[0] for width in bits])
-    kernel.forward(x, [ExpertWork(*expert, row, row)], x.clone(), Activation.SILU)
+    compute_experts(kernel, x, [ExpertWork(*expert, row, row)], x.clone(), Activation.SILU)
     torch.cuda.synchronize()
 
 

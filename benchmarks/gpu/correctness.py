@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from vllm_dymoe.kernels import Activation, ExpertWork, expert_reference, pack
+from vllm_dymoe.kernels import Activation, ExpertWork, compute_experts, expert_reference, pack
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
     ExpertShape,
@@ -88,7 +88,7 @@ def check_forward(case: tuple[ExpertShape, Activation]) -> list[str]:
         work.append(ExpertWork(*views, rows.to(DEVICE), (rows * experts + expert).to(DEVICE)))
         references.append((rows, expert_reference(x[:count], *matrices, activation)))
     out = torch.full((tokens * experts, hidden), float("nan"), dtype=dtype, device=DEVICE)
-    kernel.forward(x.to(DEVICE), work, out, activation)
+    compute_experts(kernel, x.to(DEVICE), work, out, activation)
     got = out.view(tokens, experts, hidden).cpu().double()
     for expert, (rows, want) in enumerate(references):
         error = float((got[rows, expert] - want).norm() / want.norm())
@@ -96,7 +96,7 @@ def check_forward(case: tuple[ExpertShape, Activation]) -> list[str]:
             wrong.append(f"forward {shape} {activation} expert {expert}: relative error {error:.2g}")
     again = torch.full_like(out, float("nan"))
     for part in work:  # one at a time: the same bits
-        kernel.forward(x.to(DEVICE), [part], again, activation)
+        compute_experts(kernel, x.to(DEVICE), [part], again, activation)
     if not torch.equal(out.view(torch.int16), again.view(torch.int16)):
         wrong.append(f"forward {shape}: experts one at a time give other bits than together")
     return wrong

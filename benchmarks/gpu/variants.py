@@ -316,9 +316,9 @@ def _place(architecture: int) -> Variant:
 def _decide(architecture: int, experts: int, top_k: int, nested: bool) -> Variant:
     note = _Note(architecture, "decide", None, f"top {top_k}" + ", nested" * nested, f"{experts} experts")
     table = DecodeTable.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu", nested=nested)
-    decision = Decision.allocate(1, top_k, experts, "cpu", nested=nested)
+    decision = Decision.allocate(1, top_k, experts, "cpu", slices=1 + nested)
     ids, weights = torch.zeros(1, top_k, dtype=torch.int32), torch.zeros(1, top_k)
-    decide.decide(vars(table), 0, ids, weights, ids[0, :1], vars(decision), start=note)
+    decide.decide(vars(table), 0, ids, weights, ids[0, :1], decision.tensors, start=note)
     return note.variant
 
 

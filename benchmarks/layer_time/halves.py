@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from vllm_dymoe.kernels import Activation, CpuKernel, pack, unpack
+from vllm_dymoe.kernels import Activation, CpuKernel, compute_experts, pack, unpack
 from vllm_dymoe.kernels.base import ExpertWork
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Expert, Format
@@ -60,7 +60,7 @@ def measure(hidden: int, intermediate: int, top_k: int, tokens: int, rounds: int
             experts = [pair[which] for pair in pairs[first : first + top_k]]
             work = [ExpertWork(*expert, rows, rows + tokens * place) for place, expert in enumerate(experts)]
             begin = time.perf_counter()
-            kernel.forward(x, work, outs[which], Activation.SILU)
+            compute_experts(kernel, x, work, outs[which], Activation.SILU)
             seconds[which].append((time.perf_counter() - begin) / top_k)
         if not torch.equal(*outs):
             raise SystemExit("halves give other bits than whole codes; nothing reported")

@@ -101,7 +101,7 @@ def count_parts(runtime: MoERuntime, clock: Clock) -> None:
         setattr(fetcher, name, clock.timed("table", getattr(fetcher, name)))
     runtime.engine.submit = clock.timed("submitting", runtime.engine.submit)
     runtime.engine.wait = clock.timed("waiting", runtime.engine.wait)
-    runtime.kernel.forward = clock.timed("kernel", runtime.kernel.forward)
+    runtime.kernel.compute = clock.timed("kernel", runtime.kernel.forward)
     choose = runtime.kernel._choose
     runtime.kernel._choose = lambda *kind: clock.timed("products", choose(*kind))
 

@@ -39,6 +39,7 @@ _OF_DECISION = (
     "count", "experts", "tiers", "slots", "fate", "bits", "addresses", "destinations", "fine_slots", "fine_fate",
     "fine", "fine_destinations", "work", "rows", "pairs", "computed", "scratch",
 )  # fmt: skip
+_SECOND = {"fine_slots": "slots", "fine_fate": "fate", "fine": "addresses", "fine_destinations": "destinations"}
 
 
 def decide(
@@ -84,7 +85,7 @@ def decide(
             weights,
             rows,
             *(table[name] for name in _OF_TABLE),
-            *(decision[name] for name in _OF_DECISION),
+            *(_argument(decision, name) for name in _OF_DECISION),
             layer,
             layers,
             tokens,
@@ -101,6 +102,13 @@ def decide(
         },
         {"num_warps": WARPS},
     )
+
+
+def _argument(decision: Mapping[str, Tensor], name: str) -> Tensor:
+    """What the kernel takes by that name: of tensors with slices the first one, or the last."""
+    tensor = decision[_SECOND.get(name, name)]
+    by_slice = name in _SECOND or name in _SECOND.values()
+    return tensor[-1 if name in _SECOND else 0] if by_slice else tensor
 
 
 _ANY_ALIGNMENT = ["ids", "weights", "rows", *_OF_TABLE, *(f"item_{name}" for name in _OF_DECISION)]

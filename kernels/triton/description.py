@@ -12,11 +12,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels.base import Packed
 from vllm_dymoe.kernels.triton.place import Place, place_experts
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList, check_addresses
 from vllm_dymoe.kernels.triton.tiles import Tiles
+from vllm_dymoe.residency.format import Expert
 
 DECODE = -1
 
@@ -115,7 +115,7 @@ class Description:
         plan: Plan,
         rows: Tensor,
         pairs: Tensor,
-        placed: Sequence[tuple[int, Packed]],
+        placed: Sequence[tuple[int, Expert]],
         device: torch.device,
         *,
         nested: bool = False,
@@ -145,7 +145,7 @@ class Description:
             rows, pairs = moved[len(moved) - 2 * len(rows) :].view(2, -1)
         self._rows, self._pairs = rows, pairs
 
-    def place(self, placed: Sequence[tuple[int, Packed]], *, start: Start = run_kernel) -> None:
+    def place(self, placed: Sequence[tuple[int, Expert]], *, start: Start = run_kernel) -> None:
         """Say where some more experts are, by row.
 
         Raises:
@@ -160,7 +160,7 @@ class Description:
         (addresses, fine), (bits, _) = self.addresses.chunk(2), self.bits.chunk(2)
         return ExpertTable(shape, tiers, addresses, bits, fine=fine)
 
-    def _places(self, placed: Sequence[tuple[int, Packed]]) -> list[Place]:
+    def _places(self, placed: Sequence[tuple[int, Expert]]) -> list[Place]:
         places = [place_of(row, packed) for row, packed in placed]
         behind = len(self._plan.order)
         return places + [
@@ -192,7 +192,7 @@ class Description:
             yield run.grouped, WorkList(items, self._rows[part], self._pairs[part])
 
 
-def place_of(row: int, packed: Packed) -> Place:
+def place_of(row: int, packed: Expert) -> Place:
     """Where an expert's sections are.
 
     Raises:
@@ -204,7 +204,7 @@ def place_of(row: int, packed: Packed) -> Place:
     return Place(row, sections, (gate.format.tag, up.format.tag, down.format.tag))
 
 
-def fine_place_of(row: int, packed: Packed) -> Place:
+def fine_place_of(row: int, packed: Expert) -> Place:
     """Where the sections of an expert's lower halves are.
 
     Raises:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import ExpertWork, Packed, Receive, check_formats, check_tokens
+from vllm_dymoe.kernels.base import ExpertWork, Receive, check_formats, check_tokens
 from vllm_dymoe.kernels.triton.description import DECODE, Description, Plan, plan
 from vllm_dymoe.kernels.triton.launch import (
     DOWN,
@@ -24,8 +25,9 @@ from vllm_dymoe.kernels.triton.step import DecodeStep
 from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
 from vllm_dymoe.residency.checks import check_tensor
+from vllm_dymoe.residency.decision import Decision
+from vllm_dymoe.residency.format import Expert
 from vllm_dymoe.residency.matrix import DTYPES, GROUP_SIZES, MatrixFormat
-from vllm_dymoe.residency.routing import Groups
 
 DEFAULT_WORKSPACE_BYTES = 32 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10
@@ -103,29 +105,14 @@ class TritonKernel:
             major, minor = torch.cuda.get_device_capability(self.device)
             self._architecture = 10 * major + minor
 
-    def begin(
-        self, x: Tensor, groups: Groups, order: Sequence[int], out: Tensor, activation: Activation
-    ) -> "TritonWork":
-        """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
+    def begin(self, x: Tensor, decision: Decision, out: Tensor, activation: Activation) -> None:
+        """Begin a layer's step, see :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
         _check_activations(x, out)
-        return TritonWork(self, x, groups, order, out, activation)
+        self._step = TritonWork(self, x, decision, out, activation)
 
-    def forward(
-        self,
-        x: Tensor,
-        work: Sequence[ExpertWork],
-        out: Tensor,
-        activation: Activation,
-        receive: Receive | None = None,
-    ) -> None:
-        """See :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
-        _check_activations(x, out)
-        for expert in work:
-            check_formats(*_formats(expert[:3]), x, activation)
-        prepared = self.prepare(work)
-        if prepared is not None:
-            self.compile(prepared.table, activation)
-            self.launch(prepared, x, out, activation, receive)
+    def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
+        """Compute some items, see :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
+        self._step.compute(items, receive)
 
     def prepare(self, work: Sequence[ExpertWork]) -> Prepared | None:
         """The host's part of a call: what is launched, and one copy of its description to the device.
@@ -137,12 +124,12 @@ class TritonKernel:
         active = [expert for expert in work if check_tokens(expert)]
         if not active:
             return None
-        shape, tiers = self.shape_of([_formats(expert[:3]) for expert in active])
+        shape, tiers = self.shape_of([_formats(Expert(*expert[:3])) for expert in active])
         tiles, made = self.plan(shape, [expert.tokens.shape[0] for expert in active])
         active = [active[number] for number in made.order]
         rows = torch.cat([expert.tokens for expert in active])
         pairs = torch.cat([expert.pairs for expert in active])
-        placed = [(row, expert[:3]) for row, expert in enumerate(active)]
+        placed = [(row, Expert(*expert[:3])) for row, expert in enumerate(active)]
         description = Description(made, rows, pairs, placed, self.device, nested=shape.nested > 0)
         return Prepared(description.table(shape, tiers), tiles, description.runs)
 
@@ -284,7 +271,7 @@ def _own_groups(format: MatrixFormat) -> bool:
     return format.codebook is not None and format.codebook.group_size is not None
 
 
-def _formats(packed: Packed) -> Formats:
+def _formats(packed: Expert) -> Formats:
     gate, up, down = packed
     return gate.format, up.format, down.format
 
@@ -307,67 +294,61 @@ def _check_activations(x: Tensor, out: Tensor) -> None:
 
 
 class TritonWork:
-    """A layer's step: described in one copy at its first launch, and launched as its experts come.
-
-    Args:
-        kernel: launches.
-        x: as in ExpertKernel.begin, like the others.
-        groups: tokens of each expert.
-        order: of the experts.
-        out: the outputs.
-        activation: of the gate.
-    """
+    """A layer's step: described in one copy at its first launch, and launched as its experts come."""
 
     def __init__(
-        self,
-        kernel: TritonKernel,
-        x: Tensor,
-        groups: Groups,
-        order: Sequence[int],
-        out: Tensor,
-        activation: Activation,
+        self, kernel: TritonKernel, x: Tensor, decision: Decision, out: Tensor, activation: Activation
     ) -> None:
         self._kernel, self._x, self._out, self._activation = kernel, x, out, activation
-        self._groups, self._order = groups, list(order)
-        self._fresh: dict[int, Packed] = {}  # that the device does not know yet
+        self._decision = decision
         self._formats: list[Formats] = []  # that differ
-        self._row: dict[int, int] = {}
+        self._row: dict[int, int] = {}  # by item
+        self._known: set[int] = set()  # items whose places the device knows
         self._description: Description | None = None
         self._table: ExpertTable | None = None
 
-    def place(self, expert: int, packed: Packed) -> None:
-        """See LayerWork."""
-        formats = _formats(packed)
-        if formats not in self._formats:
-            check_formats(*formats, self._x, self._activation)
-            self._formats.append(formats)
-            self._table = None
-        self._fresh[expert] = packed
-
-    def compute(self, experts: Sequence[int], receive: Receive | None = None) -> None:
-        """See LayerWork."""
+    def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
+        """See TritonKernel."""
+        sizes = [after - before for before, after in pairwise(self._decision.bounds)]
+        fresh = {
+            item: view
+            for item, view in enumerate(self._decision.views)
+            if view is not None and item not in self._known and sizes[item]
+        }
+        self._known.update(fresh)
+        for view in fresh.values():
+            if (formats := _formats(view)) not in self._formats:
+                check_formats(*formats, self._x, self._activation)
+                self._formats.append(formats)
+                self._table = None
+        items = [item for item in items if sizes[item]]
+        if not items:
+            return
         if self._description is None:
-            self._describe()
-        assert self._description is not None
-        if self._fresh:
+            self._describe(sizes, fresh)
+        elif fresh:
             # Before anything is waited for: the device has it done while bytes are on their way.
-            self._description.place([(self._row[expert], packed) for expert, packed in self._fresh.items()])
-            self._fresh.clear()
+            self._description.place([(self._row[item], view) for item, view in fresh.items()])
+        assert self._description is not None
         if self._table is None:
             shape, tiers = self._kernel.shape_of(self._formats)
             self._table = self._description.table(shape, tiers)
             self._kernel.compile(self._table, self._activation)
-        runs = list(self._description.launches(sorted(self._row[expert] for expert in experts)))
+        runs = list(self._description.launches(sorted(self._row[item] for item in items)))
         self._kernel.launch(Prepared(self._table, self._tiles, runs), self._x, self._out, self._activation, receive)
 
-    def _describe(self) -> None:
+    def _describe(self, sizes: list[int], fresh: dict[int, Expert]) -> None:
         shape, _ = self._kernel.shape_of(self._formats)
-        self._tiles, made = self._kernel.plan(shape, [self._groups[expert].size for expert in self._order])
-        order = [self._order[number] for number in made.order]
-        self._row = {expert: row for row, expert in enumerate(order)}
-        groups = [self._groups[expert] for expert in order]
-        rows = torch.cat([group.tokens for group in groups])
-        pairs = torch.cat([group.pairs for group in groups])
-        placed = [(self._row[expert], packed) for expert, packed in self._fresh.items()]
-        self._fresh.clear()
-        self._description = Description(made, rows, pairs, placed, self._kernel.device, nested=shape.nested > 0)
+        items = [item for item, size in enumerate(sizes) if size]
+        self._tiles, made = self._kernel.plan(shape, [sizes[item] for item in items])
+        order = [items[number] for number in made.order]
+        self._row = {item: row for row, item in enumerate(order)}
+        rows, pairs = self._decision.rows.split(sizes), self._decision.pairs.split(sizes)
+        self._description = Description(
+            made,
+            torch.cat([rows[item] for item in order]),
+            torch.cat([pairs[item] for item in order]),
+            [(self._row[item], view) for item, view in fresh.items()],
+            self._kernel.device,
+            nested=shape.nested > 0,
+        )

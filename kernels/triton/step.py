@@ -86,9 +86,9 @@ class DecodeStep:
         positions, inner = tokens * top_k, self.shape.intermediate
         hidden = self.memory[: 2 * positions * inner].view(x.dtype).view(positions, inner)
         scratch = Scratch(self.memory[self._hidden_bytes(positions) : needed].view(torch.float32), self.semaphores)
-        places = decision["addresses"], decision["bits"], decision["destinations"]
-        fine = (decision["fine"], decision["fine_destinations"]) if self.shape.nested else (None, None)
-        experts = ExpertTable(self.shape, self.tiers, *places, *fine)
+        addresses, destinations = decision["addresses"], decision["destinations"]
+        fine = (addresses[-1], destinations[-1]) if self.shape.nested else (None, None)
+        experts = ExpertTable(self.shape, self.tiers, addresses[0], decision["bits"], destinations[0], *fine)
         work, at = decision["work"], (decision["rows"], decision["pairs"])
         decode_gate_up(
             x, hidden, experts, WorkList(work[:-1], *at), self.activation, self.tiles.gate_up, scratch, start=start

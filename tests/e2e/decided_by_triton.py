@@ -34,7 +34,7 @@ def llm():
 
 
 def decided_by_the_program(table, layer, ids, weights, rows, decision):
-    decide(vars(table), layer, ids, weights.contiguous(), rows, vars(decision))
+    decide(vars(table), layer, ids, weights.contiguous(), rows, decision.tensors)
 
 
 def served(llm, budget, program):

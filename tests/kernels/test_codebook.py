@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.matrices import random_expert, random_packed
-from vllm_dymoe.kernels import Activation, CpuKernel, dequantize, expert_reference, pack_floats, unpack
+from vllm_dymoe.kernels import Activation, CpuKernel, compute_experts, dequantize, expert_reference, pack_floats, unpack
 from vllm_dymoe.kernels.int4 import Int4Linear
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
 from vllm_dymoe.residency.code import CODEBOOKS, FP8, MXFP4, NVFP4
@@ -91,7 +91,7 @@ def test_the_cpu_kernel_computes_experts(book, tokens, hidden, intermediate):
     x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
     out = torch.full((tokens, hidden), torch.nan, dtype=torch.bfloat16)
     rows = list(range(tokens))
-    CpuKernel().forward(x, [expert.work(rows, rows)], out, Activation.SWIGLU_OAI)
+    compute_experts(CpuKernel(), x, [expert.work(rows, rows)], out, Activation.SWIGLU_OAI)
     want = expert_reference(x, expert.gate, expert.up, expert.down, Activation.SWIGLU_OAI)
     # Activations are rounded to bfloat16 twice on the way, and products add up.
     assert (out.double() - want).norm() <= 2**-7 * want.norm()

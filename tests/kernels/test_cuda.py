@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from tests.kernels.matrices import random_expert
-from vllm_dymoe.kernels import Activation, ExpertWork, combine, dequantize, expert_reference, make_kernel, pack, unpack
+from vllm_dymoe.kernels import (
+    Activation,
+    ExpertWork,
+    combine,
+    compute_experts,
+    dequantize,
+    expert_reference,
+    make_kernel,
+    pack,
+    unpack,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -36,7 +46,7 @@ def test_the_plain_kernel_agrees_with_the_reference(bits, tokens, dtype, toleran
     rows = torch.arange(tokens, device="cuda")
     work = ExpertWork(on_gpu(expert.gate), on_gpu(expert.up), on_gpu(expert.down), rows, rows)
     out = torch.full((tokens, 1100), float("nan"), dtype=dtype, device="cuda")
-    make_kernel("cuda").forward(x.cuda(), [work], out, Activation.SILU)
+    compute_experts(make_kernel("cuda"), x.cuda(), [work], out, Activation.SILU)
     got = combine(out, torch.ones(tokens, 1, device="cuda")).cpu().double()
     want = expert_reference(x, expert.gate, expert.up, expert.down, Activation.SILU)
     assert (got - want).norm() / want.norm() < tolerance

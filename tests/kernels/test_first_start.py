@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from tests.kernels.matrices import random_expert
+from vllm_dymoe.kernels import compute_experts
 from vllm_dymoe.kernels import Activation, ExpertWork
 from vllm_dymoe.kernels.triton import TritonKernel
 
@@ -62,7 +63,7 @@ for activation, bits, counts in (("silu", 2, (1,)), ("silu", 4, (3, 10, 40, 200)
     out = torch.zeros(200, 100, dtype=torch.bfloat16)
     rows = [torch.arange(count) for count in counts]
     work = [ExpertWork(expert.gate, expert.up, expert.down, index, index) for index in rows]
-    kernel.forward(x, work, out, Activation.parse(activation))
+    compute_experts(kernel, x, work, out, Activation.parse(activation))
     calls.append(list(events))
     events.clear()
 print(json.dumps(calls))

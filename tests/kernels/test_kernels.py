@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from tests.kernels.matrices import ACTIVATIONS, KINDS, Expert, in_one_section, random_expert
 from tests.operations import Operations
-from vllm_dymoe.kernels import Activation, CpuKernel, ExpertWork, combine, expert_reference, make_kernel
+from vllm_dymoe.kernels import (
+    Activation,
+    CpuKernel,
+    ExpertWork,
+    combine,
+    compute_experts,
+    expert_reference,
+    make_kernel,
+)
 from vllm_dymoe.kernels.combine import Pairs, combine_with_torch
 from vllm_dymoe.kernels.int4 import int4_available
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
@@ -34,7 +42,7 @@ def random_tokens(count, hidden, dtype, seed=0):
 
 def compute(kernel, x, work, pairs, activation=Activation.SILU):
     out = torch.full((pairs, x.shape[1]), float("nan"), dtype=x.dtype)
-    kernel.forward(x, work, out, activation)
+    compute_experts(kernel, x, work, out, activation)
     return out
 
 
@@ -151,7 +159,7 @@ def test_experts_computed_together_get_the_bits_they_get_alone(width, activation
         together = compute(kernel, x[:tokens], work, 12 * tokens, activation)
         alone = torch.full_like(together, float("nan"))
         for expert in reversed(work):
-            kernel.forward(x[:tokens], [expert], alone, activation)
+            compute_experts(kernel, x[:tokens], [expert], alone, activation)
         assert torch.equal(together.nan_to_num(7.0), alone.nan_to_num(7.0))
 
 
@@ -220,7 +228,7 @@ def test_wrong_arguments_are_named(change, error, sentence):
     expert = random_expert(64, 64, 4)
     x, out = change(random_tokens(2, 64, torch.bfloat16), torch.empty(2, 64, dtype=torch.bfloat16))
     with pytest.raises(error, match=sentence):
-        make_kernel("cpu").forward(x, [expert.work([0], [0])], out, Activation.SILU)
+        compute_experts(make_kernel("cpu"), x, [expert.work([0], [0])], out, Activation.SILU)
 
 
 @pytest.mark.parametrize(("tokens", "pairs"), [([2], [0]), ([-1], [0]), ([0], [4]), ([0], [-1])])
@@ -229,7 +237,7 @@ def test_rows_that_are_not_there_are_refused(small, tokens, pairs):
     expert, out = random_expert(64, 64, 4), torch.zeros(4, 64, dtype=torch.bfloat16)
     kernel, x = CpuKernel(small=small), random_tokens(2, 64, torch.bfloat16)
     with pytest.raises(IndexError):
-        kernel.forward(x, [expert.work(tokens, pairs)], out, Activation.SILU)
+        compute_experts(kernel, x, [expert.work(tokens, pairs)], out, Activation.SILU)
     assert not out.any()
 
 
@@ -238,7 +246,9 @@ def test_rows_that_are_named_with_strides():
     want = compute(kernel, x, [expert.work([0, 2], [1, 3])], 4)
     every = torch.arange(4)
     got = torch.full_like(want, float("nan"))
-    kernel.forward(x, [ExpertWork(expert.gate, expert.up, expert.down, every[::2], every[1::2])], got, Activation.SILU)
+    compute_experts(
+        kernel, x, [ExpertWork(expert.gate, expert.up, expert.down, every[::2], every[1::2])], got, Activation.SILU
+    )
     assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
 
 
@@ -259,7 +269,7 @@ def test_no_projection_is_read_before_it_is_there(small, bits):
         for theirs in (late.gate, late.up, late.down)[count:]:
             theirs.weight.view(torch.uint8).fill_(0xFF)
 
-    kernel.forward(x, [late.work([0, 1, 2], [0, 1, 2])], got, Activation.SILU, receive)
+    compute_experts(kernel, x, [late.work([0, 1, 2], [0, 1, 2])], got, Activation.SILU, receive)
     assert torch.equal(got, want)
 
 

@@ -31,7 +31,8 @@ from vllm_dymoe.kernels.triton import (
     grouped_linear,
 )
 from vllm_dymoe.kernels.triton.kernel import TritonKernel, common_shape
-from vllm_dymoe.residency.routing import Group
+from vllm_dymoe.residency.decision import Decision, Grouped
+from vllm_dymoe.residency.format import Expert
 
 SILU, BFLOAT16 = Activation.SILU, torch.bfloat16
 TILE = DecodeTile(4, 2)
@@ -131,13 +132,14 @@ def test_a_layer_of_both_through_the_kernel():
     experts = Experts(shape, bits)
     kernel = TritonKernel(DEVICE, formats=[shape.formats(width)[0] for width in bits])
     x, tokens = random_x(2, shape.hidden, shape.dtype), torch.tensor([0, 1])
-    groups = {e: Group(tokens, tokens * 3 + e, 2) for e in range(3)}
+    pairs = torch.cat([tokens * 3 + e for e in range(3)])
+    decision = Decision.of_routing(Grouped([0, 1, 2], [0, 2, 4, 6], tokens.repeat(3), pairs), [0, 1, 2])
     out = poisoned(6, shape.hidden, dtype=shape.dtype)
-    work = kernel.begin(x, groups, [0, 1, 2], out, SILU)
+    kernel.begin(x, decision, out, SILU)
     for order in ([1, 0], [2]):
         for e in order:
-            work.place(e, tuple(experts.matrices[e]))
-        work.compute(order)
+            decision.place(e, Expert(*experts.matrices[e]))
+        kernel.compute(order)
     for e in range(3):
         assert relative_error(out.view(2, 3, -1)[:, e], experts.reference(e, x, SILU)) < TOLERANCE[shape.dtype]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.matrices import ACTIVATIONS, Expert, random_expert
 from tests.kernels.sections import DEVICE, TOLERANCE, relative_error, some_widths
-from vllm_dymoe.kernels import Activation, ExpertWork, expert_reference
+from vllm_dymoe.kernels import Activation, ExpertWork, compute_experts, expert_reference
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.kernel import MINIMUM_WORKSPACE_BYTES
 from vllm_dymoe.residency.matrix import PackedMatrix
@@ -32,7 +32,7 @@ def make_kernel(workspace_bytes=MINIMUM_WORKSPACE_BYTES):
 
 def compute(kernel, x, work, rows, activation=Activation.SILU):
     out = torch.full((rows, x.shape[1]), float("nan"), dtype=x.dtype, device=DEVICE)
-    kernel.forward(x, work, out, activation)
+    compute_experts(kernel, x, work, out, activation)
     assert not kernel._semaphores.any(), "semaphores are left above zero"
     return out
 
@@ -113,7 +113,7 @@ def test_one_at_a_time_is_the_same_to_the_last_bit():
     together = compute(kernel, x, work, 30)
     alone = torch.full_like(together, float("nan"))
     for part in work:
-        kernel.forward(x, [part], alone, Activation.SILU)
+        compute_experts(kernel, x, [part], alone, Activation.SILU)
     assert torch.equal(together.view(torch.int16), alone.view(torch.int16))
 
 
@@ -190,8 +190,8 @@ def test_projections_are_received_before_they_are_launched(count):
 
 def test_nothing_to_do():
     out = torch.ones(2, 64, dtype=torch.bfloat16, device=DEVICE)
-    make_kernel().forward(random_x(2, 64), [], out, Activation.SILU)
-    make_kernel().forward(random_x(2, 64), [work_of(random_expert(64, 64, 4), [], [])], out, Activation.SILU)
+    compute_experts(make_kernel(), random_x(2, 64), [], out, Activation.SILU)
+    compute_experts(make_kernel(), random_x(2, 64), [work_of(random_expert(64, 64, 4), [], [])], out, Activation.SILU)
     assert bool((out == 1).all())
 
 
@@ -210,7 +210,7 @@ def test_experts_that_disagree_are_refused(second, sentence):
     work = [work_of(random_expert(**arguments), [0], [0]), work_of(random_expert(**arguments | second), [0], [1])]
     out = torch.zeros(2, 64, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(ValueError, match=sentence):
-        make_kernel().forward(random_x(1, 64), work, out, Activation.SILU)
+        compute_experts(make_kernel(), random_x(1, 64), work, out, Activation.SILU)
 
 
 @pytest.mark.parametrize("flag", ["steps", "act_order"])
@@ -219,9 +219,9 @@ def test_experts_that_disagree_with_what_was_announced_are_refused(flag):
     announced, other = (random_expert(64, 64, 4, **{flag: value}) for value in (True, False))
     kernel = TritonKernel(DEVICE, formats=[announced.gate.format])
     out = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
-    kernel.forward(random_x(1, 64), [work_of(announced, [0], [0])], out, Activation.SILU)
+    compute_experts(kernel, random_x(1, 64), [work_of(announced, [0], [0])], out, Activation.SILU)
     with pytest.raises(ValueError, match="the same bits with and without integer zeros or an order"):
-        kernel.forward(random_x(1, 64), [work_of(other, [0], [0])], out, Activation.SILU)
+        compute_experts(kernel, random_x(1, 64), [work_of(other, [0], [0])], out, Activation.SILU)
 
 
 def test_a_misaligned_address_is_refused():
@@ -231,8 +231,12 @@ def test_a_misaligned_address_is_refused():
     crooked = PackedMatrix(work.gate.format, stored, work.gate.scales_zeros)
     out = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(ValueError, match=r"work holds address 0x.*8, expected multiples of 16"):
-        make_kernel().forward(
-            random_x(1, 64), [ExpertWork(crooked, work.up, work.down, work.tokens, work.pairs)], out, Activation.SILU
+        compute_experts(
+            make_kernel(),
+            random_x(1, 64),
+            [ExpertWork(crooked, work.up, work.down, work.tokens, work.pairs)],
+            out,
+            Activation.SILU,
         )
 
 
@@ -240,9 +244,9 @@ def test_wrong_activations_are_refused():
     work = [work_of(random_expert(64, 64, 4), [0], [0])]
     out = torch.zeros(1, 64, dtype=torch.float16, device=DEVICE)
     with pytest.raises(TypeError, match=r"x is torch.float32"):
-        make_kernel().forward(random_x(1, 64).float(), work, out.float(), Activation.SILU)
+        compute_experts(make_kernel(), random_x(1, 64).float(), work, out.float(), Activation.SILU)
     with pytest.raises(TypeError, match=r"packed for torch.bfloat16.*but x is torch.float16"):
-        make_kernel().forward(random_x(1, 64).half(), work, out, Activation.SILU)
+        compute_experts(make_kernel(), random_x(1, 64).half(), work, out, Activation.SILU)
 
 
 def test_a_workspace_that_holds_nothing_is_refused():

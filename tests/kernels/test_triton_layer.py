@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from itertools import accumulate
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from tests.kernels.test_triton_kernel import make_kernel, on_device, random_x
 from tests.operations import Operations
 from tests.runtime.steps import ByNumber, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.kernels import Activation, ExpertWork
+from vllm_dymoe.kernels import Activation, ExpertWork, compute_experts
 from vllm_dymoe.kernels.triton import TritonKernel, launch, place
 from vllm_dymoe.kernels.triton.description import Description
-from vllm_dymoe.residency.routing import Group
+from vllm_dymoe.residency.decision import Decision, Grouped
+from vllm_dymoe.residency.format import Expert
 from vllm_dymoe.runtime import moe
 from vllm_dymoe.transfer.cuda import PinnedDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
@@ -127,8 +129,10 @@ def section_of(packed):
     return torch.tensor([], dtype=torch.uint8, device=DEVICE).set_(packed.weight.untyped_storage())
 
 
-def groups_of(rows, pairs):
-    return {e: Group(r, p, len(r)) for e, (r, p) in enumerate(zip(rows, pairs, strict=True))}
+def decision_of(rows, pairs, order=None):
+    """A decision about all experts, or about some in an order."""
+    grouped = Grouped(list(range(len(rows))), [0, *accumulate(map(len, rows))], torch.cat(rows), torch.cat(pairs))
+    return Decision.of_routing(grouped, grouped.experts if order is None else order)
 
 
 @pytest.mark.parametrize(
@@ -141,20 +145,20 @@ def test_however_experts_are_grouped_into_launches_their_bits_are_those_of_one_c
     nan = torch.full((len(COUNTS) * max(COUNTS), x.shape[1]), float("nan"), dtype=x.dtype, device=DEVICE)
     want = nan.clone()
     work = [ExpertWork(*three, r.to(DEVICE), p.to(DEVICE)) for three, r, p in zip(packed, rows, pairs, strict=True)]
-    kernel.forward(x, work, want, Activation.SILU)
+    compute_experts(kernel, x, work, want, Activation.SILU)
     if limits is not None:
         monkeypatch.setattr(kernel, "_limits", lambda shape, tiles: limits)
-    groups = groups_of(rows, pairs)
     for way in WAYS:
         out, kept = nan.clone(), []
-        layer = kernel.begin(x, groups, list(order), out, Activation.SILU)
+        decision = decision_of(rows, pairs, list(order))
+        item = list(order).index
+        kernel.begin(x, decision, out, Activation.SILU)
         for experts in way:
             slots = {expert: [section_of(matrix).clone() for matrix in packed[expert]] for expert in experts}
             for expert, sections in slots.items():
-                layer.place(
-                    expert, tuple(m.format.view(section) for m, section in zip(packed[expert], sections, strict=True))
-                )
-            layer.compute(experts)
+                views = (m.format.view(section) for m, section in zip(packed[expert], sections, strict=True))
+                decision.place(item(expert), Expert(*views))
+            kernel.compute([item(expert) for expert in experts])
             for section in itertools.chain(*slots.values()):
                 section.fill_(0xFF)  # NaN: the slot is somebody else's from now on
             kept += slots.values()
@@ -165,11 +169,11 @@ def test_however_experts_are_grouped_into_launches_their_bits_are_those_of_one_c
 def test_skipped_experts_are_not_described():
     x, packed, rows, pairs = described_layer()
     out = torch.full((len(COUNTS) * max(COUNTS), x.shape[1]), float("nan"), dtype=x.dtype, device=DEVICE)
-    groups = groups_of(rows, pairs)
-    layer = make_kernel().begin(x, groups, [1, 3], out, Activation.SILU)
-    for expert in (1, 3):
-        layer.place(expert, packed[expert])
-    layer.compute([1, 3])
+    kernel, decision = make_kernel(), decision_of(rows, pairs, [1, 3])
+    kernel.begin(x, decision, out, Activation.SILU)
+    for item, expert in enumerate((1, 3)):
+        decision.place(item, Expert(*packed[expert]))
+    kernel.compute([0, 1])
     written = ~out.view(-1, len(COUNTS), x.shape[1]).isnan().any(2).cpu()
     assert written.nonzero()[:, 1].unique().tolist() == [1, 3]
     assert written.sum() == COUNTS[1] + COUNTS[3]
@@ -181,14 +185,14 @@ def test_projections_of_a_described_layer_are_received_before_they_are_launched(
     kernel, events = make_kernel(), []
     kernel.launch = lambda prepared, x, out, activation, receive: receive(2)
     out = torch.empty(len(COUNTS) * max(COUNTS), x.shape[1], dtype=x.dtype, device=DEVICE)
-    groups = groups_of(rows, pairs)
-    layer = kernel.begin(x, groups, [0, 1], out, Activation.SILU)
-    layer.place(0, packed[0])
-    layer.compute([0], lambda count: None)
+    decision = decision_of(rows, pairs, [0, 1])
+    kernel.begin(x, decision, out, Activation.SILU)
+    decision.place(0, Expert(*packed[0]))
+    kernel.compute([0], lambda count: None)
     placed = Description.place
     monkeypatch.setattr(Description, "place", lambda self, places: (events.append("place"), placed(self, places)))
-    layer.place(1, packed[1])
-    layer.compute([1], lambda count: events.append("receive"))
+    decision.place(1, Expert(*packed[1]))
+    kernel.compute([1], lambda count: events.append("receive"))
     assert events == ["place", "receive"]
 
 
@@ -211,12 +215,14 @@ def test_a_misaligned_place_is_refused():
     gate, up, down = packed[0]
     section = torch.zeros(gate.format.nbytes + 8, dtype=torch.uint8, device=DEVICE)[8:]
     stored = section[: gate.format.weight_bytes].view(gate.format.weight_shape)
-    groups = groups_of(rows[:1], pairs[:1])
     out = torch.empty(8, x.shape[1], dtype=x.dtype, device=DEVICE)
-    layer = make_kernel().begin(x, groups, [0], out, Activation.SILU)
-    layer.place(0, (type(gate)(gate.format, stored, gate.scales_zeros), up, down))
+    kernel, decision = make_kernel(), decision_of(rows[:1], pairs[:1])
+    kernel.begin(x, decision, out, Activation.SILU)
+    decision.place(0, Expert(type(gate)(gate.format, stored, gate.scales_zeros), up, down))
     with pytest.raises(ValueError, match=r"work holds address 0x.*8, expected multiples of 16"):
-        layer.compute([0])
+        kernel.compute([0])
     wide = random_expert(96, 40, 4)
+    kernel.begin(x, decision := decision_of(rows[:1], pairs[:1]), out, Activation.SILU)
+    decision.place(0, Expert(wide.gate, wide.up, wide.down))
     with pytest.raises(ValueError, match="work holds gate 40 x 96"):
-        layer.place(1, (wide.gate, wide.up, wide.down))
+        kernel.compute([0])

@@ -58,10 +58,10 @@ class Layer:
 
     def run(self, x, ids, weights, real=None):
         """The output and the decision."""
-        decision = Decision.allocate(len(x), TOP_K, EXPERTS, DEVICE, nested=self.nested)
+        decision = Decision.allocate(len(x), TOP_K, EXPERTS, DEVICE, slices=1 + self.nested)
         out = poisoned(*x.shape, dtype=FLOAT16)
         count = rows(len(x) if real is None else real).to(DEVICE)
-        self.step.run(vars(self.table), 0, x, ids, weights, count, vars(decision), out)
+        self.step.run(vars(self.table), 0, x, ids, weights, count, decision.tensors, out)
         assert not self.step.semaphores.any()
         return out, decision
 
@@ -121,7 +121,7 @@ def test_residency_changes_no_bit(share, split, bits, staging, activation, neste
         x, (ids, weights) = random_x(tokens, 150, FLOAT16, tokens), route(0, tokens)
         out, decision = layer.run(x, ids, weights)
         assert torch.equal(out, layer.resident(x, ids, weights, decision))
-        assert bool(decision.slots[0] >= 0) == (share > 0 or (staging > 0 and tokens > 2))
+        assert bool(decision.slots[0, 0] >= 0) == (share > 0 or (staging > 0 and tokens > 2))
         layer.table.check_integrity()
         layer.check_slots()
     counts = layer.table.counters[0]
@@ -220,4 +220,4 @@ def test_too_little_memory_is_named():
     decision = Decision.allocate(1, TOP_K, EXPERTS, DEVICE)
     x = random_x(1, 150, FLOAT16)
     with pytest.raises(ValueError, match=r"1 tokens of 2 experts need \d+ bytes, but 1000 are held"):
-        step.run(vars(layer.table), 0, x, ids, weights, rows(1).to(DEVICE), vars(decision), x)
+        step.run(vars(layer.table), 0, x, ids, weights, rows(1).to(DEVICE), decision.tensors, x)

@@ -13,7 +13,9 @@ from vllm_dymoe.residency.decode_rule import decide_plain
 
 def moved(record, place):
     """A table or a decision with every tensor elsewhere."""
-    return type(record)(**{name: place(values) for name, values in vars(record).items()})
+    return type(record)(
+        **{name: place(values) for name, values in vars(record).items() if isinstance(values, torch.Tensor)}
+    )
 
 
 class Twins:
@@ -40,12 +42,12 @@ class Twins:
         """Decide with both; the plain decision, once everything was compared."""
         tokens, top_k = ids.shape
         count = rows(tokens if real is None else real)
-        expected = Decision.allocate(tokens, top_k, self.plain.experts, "cpu", nested=self.plain.nested)
+        expected = Decision.allocate(tokens, top_k, self.plain.experts, "cpu", slices=1 + self.plain.nested)
         found = moved(expected, self._soiled)
         decide_plain(self.plain, layer, ids, weights, count, expected)
         place = self.place
-        decide(vars(self.table), layer, place(ids), place(weights), place(count), vars(found))
-        for name, values in vars(expected).items():
+        decide(vars(self.table), layer, place(ids), place(weights), place(count), found.tensors)
+        for name, values in expected.tensors.items():
             if name != "scratch":
                 assert torch.equal(values, getattr(found, name).cpu()), name
         self.compare()

@@ -63,24 +63,24 @@ def test_what_was_fetched_ahead_is_read_there_and_kept_by_way_of_the_layers_own_
     decision = decide(table, 1, *guess(5, 4, 3))
     offsets = table.offsets[HIGH].tolist()
     three, four, five = range(3)
-    assert decision.fate[:3].tolist() == [KEPT, PASSED, PASSED]
+    assert decision.fate[0, :3].tolist() == [KEPT, PASSED, PASSED]
     whole, part = spans[source(1, 5)], spans[source(1, 3)]
-    assert decision.addresses[five].tolist() == [whole + offset for offset in offsets]
-    assert decision.destinations[five].tolist() == [0, 0, 0]
-    assert decision.addresses[four].tolist() == [source(1, 4) + offset for offset in offsets]
-    assert decision.addresses[three].tolist() == [part + offset for offset in offsets]
+    assert decision.addresses[0, five].tolist() == [whole + offset for offset in offsets]
+    assert decision.destinations[0, five].tolist() == [0, 0, 0]
+    assert decision.addresses[0, four].tolist() == [source(1, 4) + offset for offset in offsets]
+    assert decision.addresses[0, three].tolist() == [part + offset for offset in offsets]
     slot = POOL[HIGH] + (int(table.slot[1, 3]) << 12)
-    assert decision.destinations[three].tolist() == [slot + offset for offset in offsets]
+    assert decision.destinations[0, three].tolist() == [slot + offset for offset in offsets]
     assert table.counters[1, [Counter.AHEAD, Counter.AHEAD_USED]].tolist() == [3, 2]
     sizes = table.counters[1, [Counter.AHEAD_BYTES, Counter.AHEAD_USED_BYTES]].tolist()
     assert sizes == [2 * (1 << 12) + offsets[2], 2 * (1 << 12)]
-    assert decide(table, 1, *guess(3, 5, 1)).fate[1].item() == STAYED
+    assert decide(table, 1, *guess(3, 5, 1)).fate[0, 1].item() == STAYED
 
 
 def test_an_expert_that_came_in_part_is_read_from_both_places():
     table = make_table({LOW: [0, 0], HIGH: [0, 0]}, system=EXACT, staging=3, most_ahead=2)
     ((_, slot, _),) = foresee(table, 0, *guess(5))
-    (addresses,) = decide(table, 0, *guess(5)).addresses.tolist()
+    (addresses,) = decide(table, 0, *guess(5)).addresses[0].tolist()
     gate, up, down = table.offsets[HIGH].tolist()
     assert addresses == [slot + gate, slot + up, source(0, 5) + down]
 
@@ -90,11 +90,11 @@ def test_another_layers_guess_is_no_ones():
     table = make_table({LOW: [0, 0], HIGH: [0, 0]}, system=EXACT, staging=6, most_ahead=3)
     foresee(table, 0, *guess(5))
     table.staged_for[0] = 2
-    assert decide(table, 0, *guess(5)).addresses[0, 0] == source(0, 5)
+    assert decide(table, 0, *guess(5)).addresses[0, 0, 0] == source(0, 5)
     table.staged_for[0] = 0
-    assert decide(table, 0, *guess(5)).addresses[0, 0] != source(0, 5)
+    assert decide(table, 0, *guess(5)).addresses[0, 0, 0] != source(0, 5)
     table.forget_ahead()
-    assert decide(table, 0, *guess(5)).addresses[0, 0] == source(0, 5)
+    assert decide(table, 0, *guess(5)).addresses[0, 0, 0] == source(0, 5)
 
 
 def test_a_version_that_the_step_does_not_want_is_of_no_use():
@@ -104,14 +104,14 @@ def test_a_version_that_the_step_does_not_want_is_of_no_use():
     assert table.staged[0, :, 5].tolist() == [int(table.ahead[HIGH, 0]), HIGH, 3]
     decision = decide(table, 0, *guess(7, 9, 5))
     assert decision.tiers[0] == LOW
-    assert decision.addresses[0, 0] == source(0, 5, LOW)
+    assert decision.addresses[0, 0, 0] == source(0, 5, LOW)
 
 
 def test_who_has_been_fetched_ahead_leaves_staging_slots_to_others():
     table = make_table({LOW: [0, 0], HIGH: [0, 0]}, system=EXACT, staging=3, most_ahead=3)
     foresee(table, 0, *guess(5))
     ids, weights = torch.tensor([[5, 6]] * 3), torch.full((3, 2), 0.5)
-    assert decide(table, 0, ids, weights).slots[:2].tolist() == [-1, int(table.staging[HIGH, 0])]
+    assert decide(table, 0, ids, weights).slots[0, :2].tolist() == [-1, int(table.staging[HIGH, 0])]
 
 
 def test_without_rows_nothing_is_fetched():

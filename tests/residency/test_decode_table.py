@@ -85,16 +85,17 @@ def check_items(decision, ids, active, computed, fate):
     count = int(decision.count)
     assert decision.experts[:count].tolist() == active
     assert decision.tiers[:count].tolist() == computed
-    assert decision.fate[:count].tolist() == fate[0]
-    assert [decision.fine_fate[:count].tolist()] == fate[1:] or not len(decision.fine_fate)
+    assert decision.fate[:, :count].tolist() == fate
     assert (decision.experts[count:] == -1).all()
     assert not decision.work[count:-1].any()
-    groups = group_by_expert(ids.numpy())
+    grouped = group_by_expert(ids.numpy())
     for item, expert in enumerate(active):
         number, first, last = decision.work[item].tolist()
         assert number == item
-        assert decision.pairs[first:last].tolist() == groups[expert].pairs.tolist()
-        assert decision.rows[first:last].tolist() == groups[expert].tokens.tolist()
+        at = grouped.experts.index(expert)
+        part = slice(grouped.bounds[at], grouped.bounds[at + 1])
+        assert decision.pairs[first:last].tolist() == grouped.pairs[part].tolist()
+        assert decision.rows[first:last].tolist() == grouped.rows[part].tolist()
     named = torch.isin(ids, torch.tensor(active))
     assert torch.equal(decision.computed.bool(), named)
 
@@ -153,12 +154,10 @@ def check_addresses(table, layer, decision, held):
     for item in range(int(decision.count)):
         expert, computed = int(decision.experts[item]), int(decision.tiers[item])
         assert decision.bits[item].tolist() == [formats[computed].bits] * 3
-        parts = [(computed, decision.fate, decision.slots, decision.addresses, decision.destinations)]
-        if table.nested:
-            fine = (HIGH, decision.fine_fate, decision.fine_slots, decision.fine, decision.fine_destinations)
-            parts = [(LOW, *parts[0][1:]), fine][:computed]
-            assert computed == HIGH or not decision.fine[item].any()
-        for code, fates, to, addresses, destinations in parts:
+        assert not table.nested or computed == HIGH or not decision.addresses[1, item].any()
+        of_slices = zip(decision.fate, decision.slots, decision.addresses, decision.destinations, strict=True)
+        codes = (LOW, HIGH)[:computed] if table.nested else (computed,)
+        for code, (fates, to, addresses, destinations) in zip(codes, of_slices, strict=False):
             offsets, fate = [section.start for section in formats[code].sections], int(fates[item])
             source, destination = SOURCE[code] + (layer * table.experts + expert << 12), None
             if fate == STAYED:
@@ -198,8 +197,8 @@ def test_an_expert_with_more_positions_than_are_multiplied_at_once_passes_throug
     table = make_table({LOW: [0] * LAYERS, HIGH: [0] * LAYERS}, system=Dymoe(retention=1), staging=1)
     ids = torch.tensor([[0, 1, 2], [0, 1, 3], [0, 1, 4]])
     decision = decide(table, 0, ids, torch.ones(3, 3))
-    assert decision.slots[:5].tolist() == [0, -1, -1, -1, -1]
-    assert decision.fate[:5].tolist() == [PASSED] * 5
+    assert decision.slots[0, :5].tolist() == [0, -1, -1, -1, -1]
+    assert decision.fate[0, :5].tolist() == [PASSED] * 5
     assert not table.tier.any()
 
 
@@ -236,11 +235,10 @@ def test_padding_is_nobodys():
     ids, weights = random_step(3)
     table, same = (make_table({LOW: [2, 2], HIGH: [3, 3]}) for _ in range(2))
     padded, exact = decide(table, 0, ids, weights, real=2), decide(same, 0, ids[:2], weights[:2])
-    for name, values in vars(exact).items():
-        found = getattr(padded, name)
-        if name in ("work", "scratch"):
-            continue
-        assert torch.equal(found[: len(values)], values), name
+    same_memory = padded.of(2, EXPERTS)
+    for name, values in exact.tensors.items():
+        if name not in ("work", "scratch"):
+            assert torch.equal(getattr(same_memory, name), values), name
     assert not padded.computed[2:].any()
 
 

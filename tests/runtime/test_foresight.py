@@ -92,13 +92,13 @@ class Names(SideStreamPredictor):
 def test_what_computes_on_a_side_stream_is_read_when_experts_compute(later):
     log = []
     runtime = with_budget(STORE, "100%", predictor=Names(later=later, log=log), link_gbps=LINK)
-    forward = runtime.kernel.forward
+    compute = runtime.kernel.compute
 
     def logged(*arguments):
         log.append("compute")
-        return forward(*arguments)
+        return compute(*arguments)
 
-    runtime.kernel.forward = logged
+    runtime.kernel.compute = logged
     run(runtime, [(0, 0, 1)])
     runtime.engine.close()
     first = log[: 1 + log.index("compute")]

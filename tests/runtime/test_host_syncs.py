@@ -93,7 +93,8 @@ def serve(system, tokens, file=None, prompt=None, steps=6):
     streams = RecordedStreams(History(), lambda: None, lambda: True)
     engine = TransferEngine(PinnedDelivery(STORE, streams), 1, eager=True)
     runtime = make_runtime(STORE, "50%", system, predictor=predictor, engine=engine)
-    runtime.kernel.forward = lambda *arguments: OnDevice.log.append("experts")
+    runtime.kernel.begin = lambda *arguments: None
+    runtime.kernel.compute = lambda *arguments: OnDevice.log.append("experts")
     layers = []
     for number in range(steps * LAYERS):
         x, weights, ids = (part.as_subclass(OnDevice) for part in random_step(number, tokens, STORE.experts))

@@ -120,8 +120,8 @@ def test_a_transfer_by_the_cores_that_compute_takes_turns_with_computation(memor
     for layer in (0, 1):  # what its reads were says which of the two this store is
         forward(runtime, layer, x, weights, ids)
     assert runtime.engine.occupies_cores == (blocks == 0)
-    calls, compute = [], runtime.kernel.forward
-    runtime.kernel.forward = lambda x, work, *rest: (calls.append(len(work)), compute(x, work, *rest))
+    calls, compute = [], runtime.kernel.compute
+    runtime.kernel.compute = lambda items, *rest: (calls.append(len(items)), compute(items, *rest))
     runtime.memory.clear()
     forward(runtime, 0, x, weights, ids % 3)
     forward(runtime, 0, x, weights, ids)

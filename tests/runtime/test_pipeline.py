@@ -74,15 +74,19 @@ class Script:
 
     def listen(self, kernel):
         """Write down what a kernel computes."""
-        forward = kernel.forward
+        begin, compute, current = kernel.begin, kernel.compute, []
 
-        def listening(x, work, out, activation, receive=None):
-            experts = [str(self._at[expert.gate.weight.data_ptr()]) for expert in work]
+        def begun(x, decision, *rest):
+            current[:] = [decision]
+            begin(x, decision, *rest)
+
+        def listening(items, receive=None):
+            experts = [str(self._at[current[0].views[item].gate.weight.data_ptr()]) for item in items]
             self.log.append(f"compute {' '.join(experts)}")
-            forward(x, work, out, activation, receive)
+            compute(items, receive)
             self._computed += 1
 
-        kernel.forward = listening
+        kernel.begin, kernel.compute = begun, listening
 
 
 def make(arrives, resident, staging=2, predictor=None, asynchronous=False):

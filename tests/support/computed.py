@@ -11,25 +11,26 @@ def watch_computed(runtime, told):
         return forward(routing, *arguments)
 
     def watched(*arguments, **named):
-        work = begin(*arguments, **named)
-        place, compute, slots = work.place, work.compute, {}
+        begin(*arguments, **named)
+        decision = arguments[1]
+        place, slots = decision.place, {}
         there = {
             slot.blob.data_ptr(): (tier, slot) for tier, pool in runtime.memory.pools.items() for slot in pool.slots
         }
 
-        def placed(expert, packed):
+        def placed(item, packed):
             gate = packed.gate
             parts = (gate.weight,) if gate.fine is None else (gate.weight, gate.fine)
-            slots[expert] = [there[part.data_ptr()] for part in parts]
-            place(expert, packed)
+            slots[item] = [there[part.data_ptr()] for part in parts]
+            place(item, packed)
 
-        def computed(experts, receive=None):
-            compute(experts, receive)
-            for expert in experts:
-                for tier, slot in slots[expert]:
-                    told(running[0], expert, tier, slot)
+        def computed(items, receive=None):
+            compute(items, receive)
+            for item in items:
+                for tier, slot in slots[item]:
+                    told(running[0], int(decision.experts[item]), tier, slot)
 
-        work.place, work.compute = placed, computed
-        return work
+        decision.place, runtime.kernel.compute = placed, computed
 
+    compute = runtime.kernel.compute
     runtime.serving.forward, runtime.kernel.begin = layer_of, watched

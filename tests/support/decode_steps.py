@@ -60,6 +60,6 @@ def rows(count):
 
 
 def decide(table, layer, ids, weights, real=None):
-    decision = Decision.allocate(len(ids), ids.shape[1], table.experts, "cpu", nested=table.nested)
+    decision = Decision.allocate(len(ids), ids.shape[1], table.experts, "cpu", slices=1 + table.nested)
     decide_plain(table, layer, ids, weights, rows(len(ids) if real is None else real), decision)
     return decision

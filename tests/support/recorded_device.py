@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from tests.support.happens_before import Agent, Clock, History
-from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork
+from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.kernels.base import Receive
+from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts
 from vllm_dymoe.store import MemoryStore
 
@@ -172,15 +173,14 @@ def record_reads(kernel: ExpertKernel, history: History, stream: Agent | None, p
         stream: on which it would compute; None for the calling thread.
         pause: called before each projection.
     """
-    forward = kernel.forward
+    begin, compute = kernel.begin, kernel.compute
+    current: list[Decision] = []
 
-    def recorded(
-        x: torch.Tensor,
-        work: Sequence[ExpertWork],
-        out: torch.Tensor,
-        activation: Activation,
-        receive: Receive | None = None,
-    ) -> None:
+    def begun(x: torch.Tensor, decision: Decision, out: torch.Tensor, activation: Activation) -> None:
+        current[:] = [decision]
+        begin(x, decision, out, activation)
+
+    def recorded(items: Sequence[int], receive: Receive | None = None) -> None:
         def read(count: int) -> None:
             pause()
             if receive is not None:
@@ -188,12 +188,14 @@ def record_reads(kernel: ExpertKernel, history: History, stream: Agent | None, p
             agent = threading.current_thread() if stream is None else stream
             if stream is not None:
                 history.follow(stream, history.now(threading.current_thread()))
-            for expert in work:
-                matrix = (expert.gate, expert.up, expert.down)[count - 1]
+            for item in items:
+                view = current[0].views[item]
+                assert view is not None
+                matrix = view[count - 1]
                 for stored in (matrix.weight, matrix.fine):
                     if stored is not None:
                         history.read(agent, stored)
 
-        forward(x, work, out, activation, read)
+        compute(items, read)
 
-    kernel.forward = recorded  # type: ignore[method-assign]
+    kernel.begin, kernel.compute = begun, recorded  # type: ignore[method-assign]

@@ -76,7 +76,7 @@ class Measured:
             self._named.clear()
         if named is not None:
             self.stats.named += len(named)
-            wanted = routing.groups.keys()
+            wanted = routing.counts.keys()
             self.stats.wanted += len(wanted)
             self.stats.right += len(named & wanted)
         begin = time.perf_counter()

@@ -1,93 +1,135 @@
-"""What was decided about a layer's step where a device decides: tensors that kernels read."""
+"""The work list of one layer's step: which experts are computed, on which rows, from which bytes, and what becomes of
+these bytes. The device's rule fills it, its plain twin, or the host, which has the bytes' places only as slots come."""
 
-from dataclasses import dataclass, fields
-from typing import Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from vllm_dymoe.residency.constants import scratch_size
+from vllm_dymoe.residency.format import Expert
 
 STAYED, KEPT, PASSED = 0, 1, 2
-"""What becomes of an expert's bytes: they are there; fetched to be kept; fetched for this step alone."""
+"""What becomes of a slice's bytes: they are there; fetched to be kept; fetched for this step alone."""
+
+_NONE = torch.empty(0, dtype=torch.int32)
 
 
-@dataclass(frozen=True, eq=False)
-class Decision:
-    """What a layer's step does: one item for each expert that is computed, ascending, and nothing behind them.
-
-    Rows behind the last item are empty: expert and slot -1, everything else 0. One decision serves all layers, which
-    are decided and computed in turn.
+class Grouped(NamedTuple):
+    """The (token, expert) pairs of a step by expert.
 
     Attributes:
-        count: int32 [1], number of items.
+        experts: that any token chose, ascending.
+        bounds: first position of each expert, and behind them the number of positions.
+        rows: int64 [positions], rows of the layer's input, ascending within an expert.
+        pairs: int64 [positions], rows of the unweighted output, token * top_k + k.
+    """
+
+    experts: list[int]
+    bounds: list[int]
+    rows: Tensor
+    pairs: Tensor
+
+
+@dataclass(eq=False)
+class Decision:
+    """What a layer's step does: one item for each expert that is computed, and nothing behind them.
+
+    Rows behind the last item are empty: expert and slot -1, everything else 0. On a device one decision serves all
+    layers, which are decided and computed in turn, and its items are ascending. The host fills in only the first four
+    tensors, int64 but for `work`, and `views`.
+
+    Attributes:
         experts: int32 [items].
-        tiers: int32 [items], the version that is computed.
-        slots: int32 [items], of that tier's pool: where the bytes are, or come to; -1 if they come to none.
-        fate: int32 [items], STAYED, KEPT or PASSED.
-        bits: int32 [items, 3], of gate, up and down, or a codebook's tag.
-        addresses: int64 [items, 3], where their bytes are read.
-        destinations: int64 [items, 3], where they are stored as well; 0 for nowhere.
-        fine_slots: int32 [items], like slots for the fine slice, -1 where it is not computed; [0] if nothing is nested.
-        fine_fate: int32 like fine_slots, STAYED where it is not computed.
-        fine: int64 like addresses, 0 where it is not computed.
-        fine_destinations: int64 like destinations.
         work: int32 [items + 1, 3], the item's own number, first and last + 1 of its positions. The last row, (-1, 0,
             tokens), asks for zeros where a token has no pair that is computed.
         rows: int32 [positions], row of the input of each (token, expert) pair, by item.
         pairs: int32 [positions], row of the output, token * top_k + k; ascending within an item.
+        count: int32 [1], number of items.
+        tiers: int32 [items], the version that is computed.
+        slots: int32 [slices, items], of the tier's pool, or of the slice's: where the bytes are, or come to; -1 if they
+            come to none, or the slice is not computed.
+        fate: int32 [slices, items], STAYED, KEPT or PASSED; STAYED where the slice is not computed.
+        bits: int32 [items, 3], tags of the codes of gate, up and down.
+        addresses: int64 [slices, items, 3], where their bytes are read; 0 where a slice is not computed.
+        destinations: int64 [slices, items, 3], where they are stored as well; 0 for nowhere.
         computed: int32 [tokens, top_k], 1 for the pairs that some item has.
         scratch: int32, for the program.
+        views: each item's bytes, None until they have a place.
+        bounds: as in Grouped, by item.
     """
 
-    count: Tensor
     experts: Tensor
-    tiers: Tensor
-    slots: Tensor
-    fate: Tensor
-    bits: Tensor
-    addresses: Tensor
-    destinations: Tensor
-    fine_slots: Tensor
-    fine_fate: Tensor
-    fine: Tensor
-    fine_destinations: Tensor
     work: Tensor
     rows: Tensor
     pairs: Tensor
-    computed: Tensor
-    scratch: Tensor
+    count: Tensor = _NONE
+    tiers: Tensor = _NONE
+    slots: Tensor = _NONE
+    fate: Tensor = _NONE
+    bits: Tensor = _NONE
+    addresses: Tensor = _NONE
+    destinations: Tensor = _NONE
+    computed: Tensor = _NONE
+    scratch: Tensor = _NONE
+    views: list[Expert | None] = field(default_factory=list)
+    bounds: list[int] = field(default_factory=list)
 
     @classmethod
-    def allocate(
-        cls, tokens: int, top_k: int, experts: int, device: torch.device | str, *, nested: bool = False
-    ) -> Self:
+    def allocate(cls, tokens: int, top_k: int, experts: int, device: torch.device | str, *, slices: int = 1) -> Self:
         """For steps of up to so many tokens, padding included."""
         positions, items = tokens * top_k, min(experts, tokens * top_k)
-        halves = items if nested else 0
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            count=zeros(1),
             experts=zeros(items),
-            tiers=zeros(items),
-            slots=zeros(items),
-            fate=zeros(items),
-            bits=zeros(items, 3),
-            addresses=zeros(items, 3, dtype=torch.int64),
-            destinations=zeros(items, 3, dtype=torch.int64),
-            fine_slots=zeros(halves),
-            fine_fate=zeros(halves),
-            fine=zeros(halves, 3, dtype=torch.int64),
-            fine_destinations=zeros(halves, 3, dtype=torch.int64),
             work=zeros(items + 1, 3),
             rows=zeros(positions),
             pairs=zeros(positions),
+            count=zeros(1),
+            tiers=zeros(items),
+            slots=zeros(slices, items),
+            fate=zeros(slices, items),
+            bits=zeros(items, 3),
+            addresses=zeros(slices, items, 3, dtype=torch.int64),
+            destinations=zeros(slices, items, 3, dtype=torch.int64),
             computed=zeros(tokens, top_k),
             scratch=zeros(scratch_size(tokens, top_k, experts)),
         )
+
+    @classmethod
+    def of_routing(cls, grouped: Grouped, order: Sequence[int], *, row_for_each_pair: bool = False) -> Self:
+        """The host's: some of a step's experts, in the order in which they will be computed.
+
+        Args:
+            grouped: the step's pairs.
+            order: experts.
+            row_for_each_pair: the input has a row for each pair, and not for each token.
+        """
+        rows, pairs, bounds = grouped.pairs if row_for_each_pair else grouped.rows, grouped.pairs, grouped.bounds
+        if list(order) != grouped.experts:
+            number = {expert: n for n, expert in enumerate(grouped.experts)}
+            parts = [slice(bounds[n], bounds[n + 1]) for n in map(number.__getitem__, order)]
+            bounds = [0]
+            for part in parts:
+                bounds.append(bounds[-1] + part.stop - part.start)
+            rows, pairs = (torch.cat([of[part] for part in parts]) if parts else of[:0] for of in (rows, pairs))
+        items = [(item, bounds[item], bounds[item + 1]) for item in range(len(order))]
+        work = torch.tensor([*items, (-1, 0, 0)], dtype=torch.int32)
+        return cls(torch.tensor(order), work, rows, pairs, views=[None] * len(order), bounds=bounds)
+
+    def place(self, item: int, expert: Expert) -> None:
+        """Say where an item's bytes are, or will be when it is computed; once."""
+        self.views[item] = expert
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """By name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def of(self, tokens: int, experts: int) -> Self:
         """The same memory for steps of fewer tokens."""
@@ -95,5 +137,8 @@ class Decision:
         positions, items = tokens * top_k, min(experts, tokens * top_k)
         sizes = {"count": 1, "work": items + 1, "rows": positions, "pairs": positions, "computed": tokens}
         sizes["scratch"] = len(self.scratch)
-        names = [field.name for field in fields(self)]
-        return type(self)(**{name: getattr(self, name)[: sizes.get(name, items)] for name in names})
+        parts = {}
+        for name, tensor in self.tensors.items():
+            by_slice = name in ("slots", "fate", "addresses", "destinations")
+            parts[name] = tensor[:, :items] if by_slice else tensor[: sizes.get(name, items)]
+        return replace(self, **parts)

@@ -81,11 +81,10 @@ def decide_plain(
 
 
 def _empty(decision: Decision) -> None:
-    for tensor in vars(decision).values():
+    for tensor in decision.tensors.values():
         tensor.zero_()
     decision.experts.fill_(-1)
     decision.slots.fill_(-1)
-    decision.fine_slots.fill_(-1)
     decision.work[-1] = torch.tensor([-1, 0, len(decision.computed)])
 
 
@@ -188,10 +187,8 @@ def _list_items(
     for item, (expert, code) in enumerate(zip(active.tolist(), computed.tolist(), strict=True)):
         decision.experts[item], decision.tiers[item] = expert, code
         decision.bits[item] = table.bits[code]
-        slices = [(code, "slots", "fate", "addresses", "destinations")]
-        if table.nested:
-            slices = [(LOW, *slices[0][1:]), (HIGH, "fine_slots", "fine_fate", "fine", "fine_destinations")][:code]
-        for part, slots, fates, addresses, destinations in slices:
+        for number, part in enumerate((LOW, HIGH)[:code] if table.nested else (code,)):
+            at = number, item
             place = int(places[part - 1][item])
             fate = STAYED if place == HIT else PASSED if place == STREAM else KEPT
             ahead, projections = -1, 0
@@ -206,12 +203,12 @@ def _list_items(
                 slot, staged[part] = staged[part][0], [staged[part][0] + 1, staged[part][1] - 1]
             offsets = table.offsets[part]
             there = slot_address(table, part, slot)
-            getattr(decision, slots)[item], getattr(decision, fates)[item] = slot, fate
+            decision.slots[at], decision.fate[at] = slot, fate
             source = there if fate == STAYED else table.source[layer, expert, part]
-            getattr(decision, addresses)[item] = offsets + source
-            getattr(decision, addresses)[item, :projections] = offsets[:projections] + slot_address(table, part, ahead)
+            decision.addresses[at] = offsets + source
+            decision.addresses[number, item, :projections] = offsets[:projections] + slot_address(table, part, ahead)
             if fate != STAYED and slot >= 0:
-                getattr(decision, destinations)[item] = offsets + there
+                decision.destinations[at] = offsets + there
         for column, value in enumerate((item, position, position + sizes[expert])):
             decision.work[item, column] = int(value)
         position += sizes[expert]

@@ -1,33 +1,15 @@
 """What a router said for one layer of one step: read by the host at most once, for whoever asks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-
-class Group(NamedTuple):
-    """One expert's share of a step, described on the host.
-
-    Attributes:
-        tokens: int64 [n], rows of the layer's input.
-        pairs: int64 [n], rows of the unweighted output, token * top_k + k.
-        size: n, at least 1.
-    """
-
-    tokens: Tensor
-    pairs: Tensor
-    size: int
-
-
-Groups = Mapping[int, Group]
-"""By expert."""
+from vllm_dymoe.residency.decision import Grouped
 
 
 class Phase(Enum):
@@ -93,58 +75,52 @@ class Routing:
         return self.weights.cpu().numpy()
 
     @cached_property
-    def groups(self) -> Groups:
-        """This rank's experts in ascending order, each with its rows in ascending order."""
+    def grouped(self) -> Grouped:
+        """This rank's pairs by expert."""
         return group_by_expert(self.host_ids)
 
-    def work(self) -> tuple[Tensor, Groups, Tensor]:
-        """What experts read, which of its rows each reads, and what multiplies what they give."""
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """What experts read, with a row for each pair where weights are on inputs, and what their outputs are times."""
         if not self.weights_on_input:
-            return self.x, self.groups, self.weights
-        # A row for each pair, in the order of the pairs.
+            return self.x, self.weights
         x = (self.x.unsqueeze(1) * self.weights.unsqueeze(2).to(self.x.dtype)).flatten(0, 1)
-        groups = {expert: Group(group.pairs, group.pairs, group.size) for expert, group in self.groups.items()}
-        return x, groups, torch.ones_like(self.weights)
+        return x, torch.ones_like(self.weights)
 
     @cached_property
     def counts(self) -> dict[int, int]:
         """This rank's experts in ascending order, each with how many tokens chose it."""
-        return {expert: group.size for expert, group in self.groups.items()}
+        bounds = self.grouped.bounds
+        return {expert: bounds[n + 1] - bounds[n] for n, expert in enumerate(self.grouped.experts)}
 
     @property
     def active(self) -> list[int]:
         """This rank's experts that any token chose, in ascending order."""
-        return list(self.groups)
+        return self.grouped.experts
 
 
-def group_by_expert(ids: NDArray[np.int64]) -> Groups:
+def group_by_expert(ids: NDArray[np.int64]) -> Grouped:
     """Group the (token, k) pairs of a step by expert.
 
     Args:
         ids: [tokens, top_k]; negative where another rank has the expert, or a row fills up a batch.
-
-    Returns:
-        Experts in ascending order, each with its rows in ascending order.
     """
     tokens, top_k = ids.shape
-    if tokens == 1:  # decode of one request: no sorting, no tensors to split
+    if tokens == 1:  # decode of one request: no sorting of arrays, no tensors to divide
         numbers = ids[0].tolist()
-        chosen = {expert: group for expert, group in zip(numbers, _places(top_k), strict=True) if expert >= 0}
-        if len(chosen) == top_k or len(chosen) == sum(expert >= 0 for expert in numbers):  # no expert twice
-            return {expert: chosen[expert] for expert in sorted(chosen)}
+        if len(set(numbers)) == top_k and min(numbers) >= 0:
+            order = sorted(range(top_k), key=numbers.__getitem__)
+            experts = [numbers[k] for k in order]
+            return Grouped(experts, list(range(top_k + 1)), _one_row(top_k), torch.tensor(order))
     keys = np.maximum(ids.reshape(-1), -1).astype(np.int16)
     order = keys.argsort(kind="stable")  # of 16 bits it is a radix sort
     counts = np.bincount(keys + 1, minlength=1)
     pairs = torch.from_numpy(order[counts[0] :])
     experts = counts[1:].nonzero()[0]
-    sizes = counts[1:][experts].tolist()
-    rows = torch.div(pairs, top_k, rounding_mode="floor").split(sizes)
-    groups = zip(experts.tolist(), rows, pairs.split(sizes), sizes, strict=True)
-    return {expert: Group(*group) for expert, *group in groups}
+    bounds = [0, *counts[1:][experts].cumsum().tolist()]
+    return Grouped(experts.tolist(), bounds, torch.div(pairs, top_k, rounding_mode="floor"), pairs)
 
 
 @lru_cache
-def _places(top_k: int) -> list[Group]:
-    """The groups of a single token, by k: the same in every step."""
-    token = torch.zeros(1, dtype=torch.int64)
-    return [Group(token, pair, 1) for pair in torch.arange(top_k).unsqueeze(1).unbind()]
+def _one_row(top_k: int) -> Tensor:
+    """The rows of a single token: the same in every step."""
+    return torch.zeros(top_k, dtype=torch.int64)

@@ -78,7 +78,7 @@ class DecodePath:
     def __init__(self, experts: ModelExperts, table: DecodeTable, kernel: DecodeKernel, device: torch.device) -> None:
         self.table, self.kernel = table, kernel
         self._experts, self._device = experts, device
-        scratch = Decision.allocate(DECODE_ROWS, experts.top_k, experts.num_experts, device, nested=table.nested)
+        scratch = Decision.allocate(DECODE_ROWS, experts.top_k, experts.num_experts, device, slices=1 + table.nested)
         # One for each number of rows, made once: slices are host work, too.
         self._decisions = [scratch.of(rows, experts.num_experts) for rows in range(DECODE_ROWS + 1)]
         self._rows = torch.zeros(1, dtype=torch.int32, device=device)
@@ -92,7 +92,7 @@ class DecodePath:
     @property
     def nbytes(self) -> int:
         """Device memory of the table and of what is decided; slots and scratch are counted elsewhere."""
-        tensors = *vars(self.table).values(), *vars(self._decisions[-1]).values(), self._rows
+        tensors = *vars(self.table).values(), *self._decisions[-1].tensors.values(), self._rows
         return sum(tensor.nbytes for tensor in tensors) + (0 if self.ahead is None else self.ahead.nbytes)
 
     def warm_up(self, activation: Activation) -> None:

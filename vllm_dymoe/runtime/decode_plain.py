@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels import Activation, ExpertKernel, ExpertWork, combine
-from vllm_dymoe.residency.decision import Decision
+from vllm_dymoe.kernels import Activation, ExpertKernel, combine
+from vllm_dymoe.residency.decision import Decision, Grouped
 from vllm_dymoe.residency.decode_ahead import Copies, name_ahead_plain
 from vllm_dymoe.residency.decode_rule import decide_plain
 from vllm_dymoe.residency.decode_table import DecodeTable
-from vllm_dymoe.residency.format import Format
+from vllm_dymoe.residency.format import Expert, Format
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 
@@ -42,8 +42,14 @@ class PlainDecode:
         """See :class:`vllm_dymoe.runtime.decode_path.DecodeKernel`."""
         self.decide(table, layer, ids, weights, rows, decision)
         out = x.new_empty((ids.numel(), x.shape[1]))
-        work = [self._work(decision, item) for item in range(int(decision.count))]
-        self._kernel.forward(x, work, out, activation)
+        items = range(int(decision.count))
+        bounds = [0, *decision.work[: len(items), 2].tolist()]
+        host = Grouped(list(items), bounds, *(of[: bounds[-1]].long() for of in (decision.rows, decision.pairs)))
+        step = Decision.of_routing(host, items)
+        for item in items:
+            step.place(item, self._expert(decision, item))
+        self._kernel.begin(x, step, out, activation)
+        self._kernel.compute(items)
         if int(decision.computed.sum()) == ids.numel():
             return combine(out, weights)
         return combine(out, weights, torch.where(decision.computed > 0, ids, -1))
@@ -58,28 +64,21 @@ class PlainDecode:
             if nbytes:
                 self.fetch(memory_at(source, nbytes), memory_at(destination, nbytes))
 
-    def _work(self, decision: Decision, item: int) -> ExpertWork:
+    def _expert(self, decision: Decision, item: int) -> Expert:
         """One item, once its bytes are where they are to be kept."""
         packed = []
         for projection in range(3):
             matrix = self._formats[int(decision.bits[item, projection])].matrices[projection]
-            base = matrix.base if matrix.nested else matrix
-            section = self._section(decision.addresses, decision.destinations, item, projection, base)
-            if not matrix.nested:
-                packed.append(matrix.view(section))
-                continue
-            fine = self._section(decision.fine, decision.fine_destinations, item, projection, matrix)
-            packed.append(matrix.view(fine, base.view(section)))
-        gate, up, down = packed
-        _, first, last = decision.work[item].tolist()
-        return ExpertWork(gate, up, down, decision.rows[first:last].long(), decision.pairs[first:last].long())
+            view = None
+            for number, part in enumerate((matrix.base, matrix) if matrix.nested else (matrix,)):
+                view = part.view(self._section(decision, (number, item, projection), part), view)
+            packed.append(view)
+        return Expert(*packed)
 
-    def _section(
-        self, addresses: Tensor, destinations: Tensor, item: int, projection: int, matrix: MatrixFormat
-    ) -> Tensor:
+    def _section(self, decision: Decision, at: tuple[int, int, int], matrix: MatrixFormat) -> Tensor:
         """Where a section is to be read, once it is there."""
-        section = memory_at(int(addresses[item, projection]), matrix.nbytes)
-        destination = int(destinations[item, projection])
+        section = memory_at(int(decision.addresses[at]), matrix.nbytes)
+        destination = int(decision.destinations[at])
         return self.fetch(section, memory_at(destination, matrix.nbytes)) if destination else section
 
     def fetch(self, source: Tensor, destination: Tensor) -> Tensor:

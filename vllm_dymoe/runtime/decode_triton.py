@@ -49,7 +49,7 @@ class TritonDecode:
         """See :class:`vllm_dymoe.runtime.decode_path.DecodeKernel`."""
         out = torch.empty_like(x)
         step = self._step(activation)
-        step.run(vars(table), layer, x, ids, weights, rows, vars(decision), out)
+        step.run(vars(table), layer, x, ids, weights, rows, decision.tensors, out)
         return out
 
     def name_ahead(

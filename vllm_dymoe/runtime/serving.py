@@ -14,9 +14,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from vllm_dymoe.kernels import Activation, ExpertKernel, LayerWork, combine
+from vllm_dymoe.kernels import Activation, ExpertKernel, combine
 from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.predict import Measured, PredictionStats
+from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.routing import Phase, Routing
 from vllm_dymoe.residency.rule import HIT
 from vllm_dymoe.residency.slots import Slot
@@ -144,10 +145,10 @@ class Serving:
         self._enter_stream()
         begun, timeline = time.perf_counter(), self.engine.timeline
         try:
-            layer, (x, groups, weights) = routing.layer, routing.work()
+            layer, (x, weights) = routing.layer, routing.inputs()
             tokens, top_k = routing.ids.shape
             tiers, bits = self.system.select(routing), self._bits
-            wanted = {expert: tier for expert in groups if bits[tier := tiers[expert]] > 0}  # low at 0 bits is skipped
+            wanted = {expert: tier for expert in routing.active if bits[tier := tiers[expert]] > 0}
             planned = self.counts.planned
             planned.update(wanted.values())
             planned[Tier.SKIP] += len(tiers) - len(wanted)
@@ -156,11 +157,16 @@ class Serving:
             if self.fetcher.orphaned:
                 self.fetcher.collect()
             if self.migration is not None:
-                uses = np.fromiter((groups[expert].size for expert in wanted), np.int64, len(wanted))
+                uses = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
                 self.migration.count(layer, active, uses)
             places = self.memory.table.begin_step(layer, active, codes)
             out = x.new_empty((tokens * top_k, x.shape[1]))
-            begin = partial(self.kernel.begin, x, groups, out=out, activation=activation)
+
+            def begin(order: Sequence[int]) -> Decision:
+                decision = Decision.of_routing(routing.grouped, order, row_for_each_pair=routing.weights_on_input)
+                self.kernel.begin(x, decision, out, activation)
+                return decision
+
             look_ahead = None
             if self.predictor is not None and layer < routing.num_layers:  # nobody foresees a draft's layers
                 look_ahead = partial(self._look_ahead, self.predictor, routing)
@@ -176,11 +182,11 @@ class Serving:
                     self.engine,
                     self.prefetcher,
                     self.counts,
-                    enqueues=self.kernel.asynchronous,
+                    kernel=self.kernel,
                     in_turn=self.engine.occupies_cores or not self.system.overlaps,
                 )
                 step.run(begin, look_ahead)
-            if sum(groups[expert].size for expert in wanted) == tokens * top_k:
+            if sum(map(routing.counts.__getitem__, wanted)) == tokens * top_k:
                 return combine(out, weights)
             skipped = tiers.keys() - wanted.keys()
             return combine(out, weights, routing.ids, skipped, renormalize=self.system.renormalizes)
@@ -193,7 +199,7 @@ class Serving:
         self,
         layer: int,
         wanted: Mapping[int, Tier],
-        begin: Callable[[Sequence[int]], LayerWork],
+        begin: Callable[[Sequence[int]], Decision],
         look_ahead: Callable[[], Callable[[], None] | None] | None,
     ) -> None:
         """A layer whose experts are all there is computed at once, with nothing to wait for."""
@@ -202,16 +208,16 @@ class Serving:
             prefetcher.claim(layer, {})
         act = None if look_ahead is None else look_ahead()
         order = list(wanted)
-        work = begin(order)
+        decision = begin(order)
         slots: list[Slot] = []
-        for expert, tier in wanted.items():
+        for item, (expert, tier) in enumerate(wanted.items()):
             held, parts = self.memory.resident(layer, expert, tier)
             counts.reuses += held is not tier
             slots += parts
-            work.place(expert, self.memory.packed(parts))
+            decision.place(item, self.memory.packed(parts))
         counts.hits += len(order)
         if order:
-            work.compute(order)
+            self.kernel.compute(range(len(order)))
         if self.kernel.asynchronous:
             last_read = self.engine.fence()
             for slot in slots:

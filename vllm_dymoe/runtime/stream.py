@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_dymoe.kernels import LayerWork
+from vllm_dymoe.kernels import ExpertKernel
 from vllm_dymoe.kernels.base import Receive
 from vllm_dymoe.observe.timeline import Lane, Timeline
+from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.rule import HIT, STREAM
 from vllm_dymoe.residency.slots import Slot
 from vllm_dymoe.residency.tier import Tier
@@ -65,11 +66,11 @@ class LayerStep:
         engine: says what has arrived.
         prefetcher: has fetched ahead; None for nobody.
         counts: are counted here.
-        enqueues: computing only enqueues.
+        kernel: computes.
         in_turn: experts are computed when all that have a slot are there, and not while others arrive.
     """
 
-    _work: LayerWork
+    _decision: Decision
 
     def __init__(
         self,
@@ -82,11 +83,11 @@ class LayerStep:
         prefetcher: Prefetcher | None,
         counts: ResidencyCounts,
         *,
-        enqueues: bool,
+        kernel: ExpertKernel,
         in_turn: bool,
     ) -> None:
         self._layer, self._memory, self._fetcher, self._engine = layer, memory, fetcher, engine
-        self._prefetcher, self._enqueues, self._in_turn = prefetcher, enqueues, in_turn
+        self._prefetcher, self._kernel, self._in_turn = prefetcher, kernel, in_turn
         self._counts = counts
         self._shared = False  # whether residents have had their turn before what is on its way
         self._must_keep = False  # whether misses take slots from what the layer keeps: no staging slot comes back
@@ -147,11 +148,11 @@ class LayerStep:
             coming.fetches.append(fetch)
         return coming
 
-    def run(self, begin: Callable[[Sequence[int]], LayerWork], look_ahead: LookAhead | None) -> None:
+    def run(self, begin: Callable[[Sequence[int]], Decision], look_ahead: LookAhead | None) -> None:
         """Until every wanted expert is computed.
 
         Args:
-            begin: the kernel's work, given the experts in about the order in which they will be computed.
+            begin: begins the kernel's step, given the experts in about the order in which they will be computed.
             look_ahead: called when every transfer that has a slot is under way.
 
         Raises:
@@ -159,7 +160,9 @@ class LayerStep:
         """
         try:
             there = [held.expert for held in (*self._ready, *self._arriving)]
-            self._work = begin([*there, *(held.expert for held in self._missing)])
+            order = [*there, *(held.expert for held in self._missing)]
+            self._items = {expert: item for item, expert in enumerate(order)}
+            self._decision = begin(order)
             for held in (*self._ready, *self._arriving):
                 self._place(held)
             self._run(look_ahead)
@@ -217,7 +220,7 @@ class LayerStep:
             self._place(coming)
 
     def _place(self, held: _Held) -> None:
-        self._work.place(held.expert, self._memory.packed(held.slots))
+        self._decision.place(self._items[held.expert], self._memory.packed(held.slots))
 
     def _use_kept_slots(self) -> bool:
         """Orphaned copies have the staging slots: make do with what the layer keeps. False if that was done already."""
@@ -247,7 +250,7 @@ class LayerStep:
             self._ready.append(self._arriving.popleft())
         if self._first_frees_a_slot():
             self._compute_ready(1)
-        elif self._enqueues:
+        elif self._kernel.asynchronous:
             self._enqueue_next(arrived=len(self._ready) - before)
         elif not self._ready:
             self._compute_arriving(1)
@@ -312,11 +315,12 @@ class LayerStep:
     def _compute(self, computing: Sequence[_Held], receive: Receive | None = None) -> None:
         experts = [held.expert for held in computing]
         timeline = self._engine.timeline
+        items = [self._items[expert] for expert in experts]
         if timeline is None:
-            self._work.compute(experts, receive)
+            self._kernel.compute(items, receive)
         else:
             name = f"layer {self._layer}, {'expert' if len(experts) == 1 else 'experts'} {', '.join(map(str, experts))}"
-            _compute_on(timeline, name, lambda receive: self._work.compute(experts, receive), receive)
+            _compute_on(timeline, name, lambda receive: self._kernel.compute(items, receive), receive)
         for held in computing:
             self._complete(held)
         last_read = self._engine.fence()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from parts.stack import DEVICE
-from vllm_dymoe.kernels import Activation, ExpertWork
+from vllm_dymoe.kernels import Activation, ExpertWork, compute_experts
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.quantize.dummy import fill_randomly
 from vllm_dymoe.residency.format import Format
@@ -34,7 +34,7 @@ def fixed_launch(formats: list[Format], x: Tensor, out: Tensor, ids: Tensor) -> 
         pairs = (ids.flatten() == expert).nonzero().flatten()
         work.append(ExpertWork(*slot, (pairs // ids.shape[1]).to(DEVICE), pairs.to(DEVICE)))
     kernel = TritonKernel(DEVICE, formats=[matrix for fmt in formats for matrix in fmt.matrices])
-    kernel.forward(x, work, out, Activation.SILU)  # compiles
+    compute_experts(kernel, x, work, out, Activation.SILU)  # compiles
     prepared = kernel.prepare(work)
     assert prepared is not None
 
@@ -42,6 +42,6 @@ def fixed_launch(formats: list[Format], x: Tensor, out: Tensor, ids: Tensor) -> 
         kernel.launch(prepared, x, out, Activation.SILU)
 
     def eager() -> None:  # keeps the slots, of which what is prepared has the addresses only
-        kernel.forward(x, work, out, Activation.SILU)
+        compute_experts(kernel, x, work, out, Activation.SILU)
 
     return launch, eager

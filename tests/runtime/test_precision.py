@@ -82,16 +82,15 @@ class Recorded:
                 outer.versions.append({})
                 return outer.plans[-1]
 
-        def recorded(*arguments, **named):
-            work = begin(*arguments, **named)
-            place = work.place
+        def recorded(x, decision, *rest):
+            begin(x, decision, *rest)
+            place = decision.place
 
-            def placed(expert, packed):
-                outer.versions[-1][expert] = tiers[packed.gate.format.bits]
-                place(expert, packed)
+            def placed(item, packed):
+                outer.versions[-1][int(decision.experts[item])] = tiers[packed.gate.format.bits]
+                place(item, packed)
 
-            work.place = placed
-            return work
+            decision.place = placed
 
         runtime.serving.system, runtime.kernel.begin = Watched(), recorded
 

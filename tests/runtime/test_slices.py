@@ -109,11 +109,10 @@ def test_a_version_that_is_there_is_read_as_it_is_wanted():
     seen = []
     begin = runtime.kernel.begin
 
-    def watched(*arguments, **named):
-        work = begin(*arguments, **named)
-        place = work.place
-        work.place = lambda expert, packed: (seen.append(packed[0].format.bits), place(expert, packed))
-        return work
+    def watched(x, decision, *rest):
+        begin(x, decision, *rest)
+        place = decision.place
+        decision.place = lambda expert, packed: (seen.append(packed[0].format.bits), place(expert, packed))
 
     runtime.kernel.begin = watched
     runtime.serving.system = Planned()

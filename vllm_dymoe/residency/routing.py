@@ -107,7 +107,7 @@ def group_by_expert(ids: NDArray[np.int64]) -> Grouped:
     tokens, top_k = ids.shape
     if tokens == 1:  # decode of one request: no sorting of arrays, no tensors to divide
         numbers = ids[0].tolist()
-        if len(set(numbers)) == top_k and min(numbers) >= 0:
+        if len(set(numbers)) == top_k and min(numbers, default=-1) >= 0:
             order = sorted(range(top_k), key=numbers.__getitem__)
             experts = [numbers[k] for k in order]
             return Grouped(experts, list(range(top_k + 1)), _one_row(top_k), torch.tensor(order))

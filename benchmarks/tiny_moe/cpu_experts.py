@@ -21,13 +21,13 @@ class Dispatch(torch.autograd.Function):
     """Rows of tokens in expert order.  [tokens, hidden] -> [tokens * active, hidden]"""
 
     @staticmethod
-    def forward(context, rows, order, inverse, active):  # noqa: D102
+    def forward(context, rows, order, inverse, active):
         context.save_for_backward(inverse)
         context.active = active
         return rows.index_select(0, order // active)
 
     @staticmethod
-    def backward(context, gradient):  # noqa: D102
+    def backward(context, gradient):
         (inverse,) = context.saved_tensors
         rows = gradient.index_select(0, inverse)
         return rows.view(-1, context.active, rows.shape[-1]).sum(1), None, None, None
@@ -37,13 +37,13 @@ class Combine(torch.autograd.Function):
     """Sum of each token's expert rows, the transpose of `Dispatch`.  [tokens * active, hidden] -> [tokens, hidden]"""
 
     @staticmethod
-    def forward(context, rows, order, inverse, active):  # noqa: D102
+    def forward(context, rows, order, inverse, active):
         context.save_for_backward(order)
         context.active = active
         return rows.index_select(0, inverse).view(-1, active, rows.shape[-1]).sum(1)
 
     @staticmethod
-    def backward(context, gradient):  # noqa: D102
+    def backward(context, gradient):
         (order,) = context.saved_tensors
         return gradient.index_select(0, order // context.active), None, None, None
 
@@ -52,7 +52,7 @@ class GroupedLinear(torch.autograd.Function):
     """rows[group] @ weight[group].T for consecutive groups.  [rows, in], [groups, out, in] -> [rows, out]"""
 
     @staticmethod
-    def forward(context, rows, weight, counts):  # noqa: D102
+    def forward(context, rows, weight, counts):
         output = rows.new_empty(rows.shape[0], weight.shape[1])
         for part, matrix, target in zip(rows.split(counts), weight, output.split(counts), strict=True):
             torch.mm(part, matrix.t(), out=target)
@@ -61,7 +61,7 @@ class GroupedLinear(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(context, gradient):  # noqa: D102
+    def backward(context, gradient):
         rows, weight = context.saved_tensors
         rows_gradient, weight_gradient = torch.empty_like(rows), torch.empty_like(weight)
         parts = (tensor.split(context.counts) for tensor in (gradient, rows, rows_gradient))

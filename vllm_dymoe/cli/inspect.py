@@ -153,11 +153,7 @@ def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
 
 
 def _verify(store: FileStore) -> None:
-    """Read every blob once; the store checks each section against its checksum.
-
-    Raises:
-        StoreError: one cannot be read or does not match.
-    """
+    """Read every blob once; the store checks each section against its checksum."""
     experts = store.experts
     buffers = {bits: torch.empty(fmt.nbytes, dtype=torch.uint8) for bits, fmt in experts.formats.items()}
     total = experts.stored_nbytes

@@ -63,11 +63,7 @@ def run(
 
 
 def _check_options(hi: int, lo: int, group_size: int, quantizer: str) -> None:
-    """Apply the rules that the options have when a model is served.
-
-    Raises:
-        ConfigError: the sentence for the user.
-    """
+    """Apply the rules that the options have when a model is served."""
     try:
         Options.model_validate({"hi": hi, "lo": lo, "group_size": group_size, "quantizer": quantizer})
     except ValidationError as error:
@@ -75,11 +71,7 @@ def _check_options(hi: int, lo: int, group_size: int, quantizer: str) -> None:
 
 
 def _check_calibration(quantizer: str, calibration: Path | None) -> None:
-    """Require a calibration where one is used, and only there.
-
-    Raises:
-        ConfigError: it is otherwise.
-    """
+    """Require a calibration where one is used, and only there."""
     if quantizer == "gptq" and calibration is None:
         raise ConfigError(
             "gptq needs --calibration, a folder that `vllm-dymoe calibrate MODEL --texts FILE --out FOLDER` writes."

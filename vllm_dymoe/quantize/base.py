@@ -43,7 +43,6 @@ class Quantizer(Protocol):
         """Choose codes for a matrix.
 
         Args:
-            weight: float [rows, columns], any float dtype.
             format: of the packed matrix, below 16 bits.
 
         Raises:
@@ -58,10 +57,7 @@ def quantize_matrix(
     """Quantize a matrix and pack it; at 16 bits just round it to the format's dtype.
 
     Args:
-        weight: float [rows, columns].
-        format: of the section.
         quantizer: not used at 16 bits.
-        section: uint8 [format.nbytes], overwritten.
         base: uint8 [format.base.nbytes], overwritten, if the format is nested.
 
     Returns:
@@ -98,7 +94,6 @@ def pack_bias(bias: Tensor, format: MatrixFormat, section: Tensor) -> Tensor:
     """Write a bias behind the weights of its section.
 
     Args:
-        bias: float [rows].
         format: of the section, one that has a bias.
         section: uint8 [format.nbytes], overwritten from format.bias_offset to format.order_offset.
 
@@ -125,7 +120,6 @@ def quantize_groups(
     """Cut a matrix into groups and quantize them some rows at a time, so that they stay in a cache.
 
     Args:
-        weight: float [rows, columns].
         format: below 16 bits.
         quantize: (groups, partial) -> codes [n, group_size], scales [n], zeros [n]. groups is float32
             [n, group_size]; a row's last group is filled up with its last weight, which changes neither its smallest
@@ -159,10 +153,6 @@ def group_ranges(groups: Tensor, format: MatrixFormat) -> tuple[Tensor, Tensor]:
     an end; what that adds is shared by both ends. A group of equal weights gets
     scale 0 and the weight as its zero.
 
-    Args:
-        groups: float32 [n, group_size].
-        format: says how many codes there are.
-
     Returns:
         scales and zeros, the format's dtype [n].
 
@@ -186,10 +176,7 @@ def nearest_codes(groups: Tensor, scales: Tensor, zeros: Tensor, format: MatrixF
     """The code nearest to each weight under scales and zeros as they are stored: float32, like groups.
 
     Args:
-        groups: float32 [n, group_size].
         scales: [n]; where it is 0 every code means the zero, and the middle one is taken.
-        zeros: [n].
-        format: says how many codes there are.
     """
     steps = torch.where(scales == 0, torch.inf, scales).float().unsqueeze(1)
     offsets = (groups - zeros.float().unsqueeze(1)).div_(steps).round_()

@@ -26,9 +26,6 @@ _CHUNK = 4096
 class Calibration:
     """A complete recording.
 
-    Args:
-        folder: as ``vllm-dymoe calibrate`` wrote it.
-
     Raises:
         CalibrationError: it is not complete, or damaged.
     """

@@ -56,13 +56,8 @@ class ExpertTensors:
 class Checkpoint:
     """One local checkpoint folder; reading experts is safe from several threads.
 
-    Args:
-        folder: holds config.json and safetensors files.
-
     Attributes:
-        config: config.json.
         dense: every tensor that is not of an expert, by name.
-        experts: the experts' tensors.
         reader: of experts that another tool has quantized; None if they have 16 bits.
         left_out: tensors of layers beyond the model's last (multi-token prediction), which vLLM's model does not load.
 
@@ -169,10 +164,6 @@ class Checkpoint:
 
     def expert(self, position: int, expert: int) -> dict[Projection, Matrix]:
         """One expert, by projection.
-
-        Args:
-            position: of the layer.
-            expert: which one.
 
         Raises:
             CheckpointError: a file cannot be read, or a tensor is not what config.json says.

@@ -80,9 +80,6 @@ def convert(
     With a calibration that takes hours for a large model: what a run that was ended has packed is gone on with.
 
     Args:
-        checkpoint: the source.
-        out: a folder that does not exist.
-        recipe: how to quantize.
         overwrite: replace ``out`` if it is a dymoe checkpoint.
         progress: called with every number of source bytes done; the whole is dense_bytes + expert_bytes.
 

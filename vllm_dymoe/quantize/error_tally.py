@@ -36,11 +36,7 @@ class ErrorTally:
         """Count one projection at one bit-width; with a curvature of its inputs also the errors of its outputs.
 
         Args:
-            place: layer, expert, and which projection.
-            weight: [rows, columns].
             restored: float32 [rows, columns], what is read of it at these bits; overwritten.
-            bits: how many.
-            curvature: of the inputs; None where they are not known.
         """
         layer, *matrix = place
         weight = weight.float()

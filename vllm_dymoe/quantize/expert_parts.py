@@ -13,8 +13,6 @@ def check_expert_parts(folder: Path, tensors: Iterable[TensorPlace], reader: Rea
     """Refuse experts of another format than the configuration's, and experts of which only some tensors are there.
 
     Args:
-        folder: of the checkpoint.
-        tensors: all that are in it.
         reader: of the format that config.json names.
         layers: of the model; those behind, of multi-token prediction, may be quantized otherwise.
 

@@ -91,7 +91,6 @@ class Gptq:
     """GPTQ for the matrices that read one kind of input.
 
     Args:
-        curvature: of their inputs.
         low_weight: what the low reading's error counts, of the high one's, where it lies inside; at 0 it is not looked
             at.
     """
@@ -102,7 +101,6 @@ class Gptq:
         self.curvature, self.low_weight = curvature, low_weight
 
     def quantize(self, weight: Tensor, format: MatrixFormat) -> Codes:
-        """See :class:`vllm_dymoe.quantize.base.Quantizer`."""
         curvature, grids = self.curvature, RoundToNearest().quantize(weight, format)
         columns = weight.float().t()[curvature.order]
         grid = _Grid.of(grids, curvature.order, format)
@@ -164,7 +162,6 @@ class _Grid:
         """Codes [rows] of one column.
 
         Args:
-            column: its number.
             wanted: [rows] or [2 * rows], what each reading should be; overwritten.
             out: the same, what the codes are read as.
         """

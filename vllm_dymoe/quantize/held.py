@@ -59,7 +59,6 @@ class HeldIntegers:
             format: of the same bits. Its groups may be shorter than the checkpoint's: they share a scale then. With
                 integer zeros it holds every zero point exactly, without only the middle code. With an act order it has
                 the columns sorted by their groups, those of a group in their own order.
-            section: uint8 [format.nbytes], overwritten.
             base: uint8 [format.base.nbytes], overwritten, if the format is nested.
 
         Raises:
@@ -168,7 +167,6 @@ class HeldFloats:
 
         Args:
             format: with the same codebook. Its groups may be shorter than the checkpoint's blocks: they share a scale.
-            section: uint8 [format.nbytes], overwritten.
             base: not used: floats do not nest.
 
         Raises:

@@ -39,7 +39,6 @@ class HalfQuadratic:
     name = "hqq"
 
     def quantize(self, weight: Tensor, format: MatrixFormat) -> Codes:
-        """See :class:`vllm_dymoe.quantize.base.Quantizer`."""
         return quantize_groups(weight, format, partial(_quantize, format=format))
 
 

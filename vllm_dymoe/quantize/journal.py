@@ -12,7 +12,6 @@ class Journal:
     """A file beside the shards: what is being packed, then a line for each layer that is complete and synced.
 
     Args:
-        folder: where the shards are.
         purpose: all that decides what they will hold, in one line; a journal of anything else is begun anew.
     """
 

@@ -49,12 +49,6 @@ def read_json(path: Path) -> dict[str, Any]:
 class ModelConfig:
     """config.json of one checkpoint.
 
-    Args:
-        folder: of the checkpoint.
-
-    Attributes:
-        json: config.json.
-
     Raises:
         CheckpointError: it cannot be read.
     """

@@ -43,13 +43,8 @@ def pack_projection(
     """Write one projection at every stored bit-width; safe to call from several threads.
 
     Args:
-        experts: what the store holds.
-        place: which projection.
         matrix: of this rank. Codes go into the version of their bits as they are; the others are quantized from what
             the codes stand for. Without a bias the format's is zero.
-        quantizer: for every bit-width below 16.
-        writer: of the store.
-        errors: where the errors are counted.
         curvature: of the inputs, for GPTQ in place of the quantizer.
 
     Raises:
@@ -89,12 +84,6 @@ class ExpertPacker:
     """Takes weights and biases in whatever order a loader has them, and knows which are still missing.
 
     Weights are packed by threads: what is wrong with one is said later, by ``finish`` at the latest.
-
-    Args:
-        experts: what the store will hold.
-        quantizer: used for every bit-width below 16.
-        writer: of the store.
-        progress: called after each projection.
     """
 
     def __init__(

@@ -46,8 +46,6 @@ class Recording:
         parts: tokens in each part.
         layers: index of each MoE layer in the model.
         num_experts: in each layer, over all ranks.
-        top_k: experts of a token.
-        hidden_size: numbers of an input.
         dtype: of the inputs, ``"bfloat16"`` or ``"float16"``.
         activation: between the projections of each layer, by the name of :class:`~vllm_dymoe.kernels.Activation`; one
             name stands for all layers.
@@ -137,11 +135,6 @@ class PartWriter:
     """Takes the inputs of every layer, step by step, up to a number of tokens; only one step is in memory.
 
     Args:
-        path: of the complete part.
-        layers: number of MoE layers.
-        hidden_size: numbers of an input.
-        top_k: experts of a token.
-        dtype: of the inputs.
         tokens: how many; those that come after them are not recorded.
 
     Raises:

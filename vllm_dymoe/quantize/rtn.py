@@ -12,7 +12,6 @@ class RoundToNearest:
     name = "rtn"
 
     def quantize(self, weight: Tensor, format: MatrixFormat) -> Codes:
-        """See :class:`vllm_dymoe.quantize.base.Quantizer`."""
 
         def quantize(groups: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
             scales, zeros = group_ranges(groups, format)

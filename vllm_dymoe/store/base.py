@@ -31,9 +31,7 @@ class HostStore(Protocol):
         """Copy one blob, or neighbouring projections of it, into host memory.
 
         Args:
-            key: which blob.
             destination: uint8 [bytes of the projections], contiguous.
-            projections: which of its projections.
             wait: for a disk, if need be.
 
         Raises:

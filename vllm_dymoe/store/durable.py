@@ -41,7 +41,6 @@ def make_partial(folder: Path, resume: Callable[[Path], bool] = lambda leftover:
     """Make the temporary folder beside ``folder``, after removing what writers that died on this host left there.
 
     Args:
-        folder: the final one.
         resume: says which leftover to go on with; it becomes the temporary folder.
     """
     partial = Path(tempfile.mkdtemp(prefix=f"{_prefix(folder)}{os.getpid()}-", dir=folder.parent))

@@ -41,7 +41,6 @@ class FileStore:
     the process with SIGBUS. The page cache serves both alike.
 
     Args:
-        folder: where manifest and shards are.
         layers: model layers to open, as a pipeline stage needs them; all of the manifest's if None.
         verify: check each section's checksum when it is first read.
 
@@ -79,7 +78,6 @@ class FileStore:
     def read_into(
         self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        """See :class:`vllm_dymoe.store.HostStore`."""
         flags = 0 if wait else os.RWF_NOWAIT
         fmt = self.experts.formats[key.bits]
         span = fmt.span(projections)

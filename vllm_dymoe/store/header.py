@@ -33,9 +33,7 @@ def make_header(
     """Lay out tensors one behind the other.
 
     Args:
-        tensors: name, dtype, shape and bytes of each.
         metadata: the ``format`` that the file names; empty for none.
-        alignment: of the first data byte.
 
     Returns:
         What the file begins with, the first byte of each tensor in it, and the bytes of the whole file.

@@ -10,12 +10,7 @@ from vllm_dymoe.store.memory import MemoryStore
 
 
 class JoinedStore:
-    """The layers of one store, and behind them those of another, in the same formats.
-
-    Args:
-        model: the first layers.
-        draft: the last ones.
-    """
+    """The layers of one store, and behind them those of another, in the same formats."""
 
     def __init__(self, model: HostStore, draft: HostStore) -> None:
         self.experts = joined_experts(model.experts, draft.experts)
@@ -29,7 +24,6 @@ class JoinedStore:
     def read_into(
         self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        """See :class:`vllm_dymoe.store.HostStore`."""
         first = len(self._model.experts.layers)
         if key.layer < first:
             self._model.read_into(key, destination, projections, wait=wait)

@@ -18,7 +18,6 @@ class MemoryStore:
     """Blobs in host memory, one mapping for each layer, page-locked where there is a device to copy to.
 
     Args:
-        experts: what is stored.
         page_lock: locks the memory of a layer once it is filled; None where nobody needs that.
 
     Raises:
@@ -73,16 +72,10 @@ class MemoryStore:
     def read_into(
         self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        """See :class:`vllm_dymoe.store.HostStore`; never waits."""
         destination.copy_(self.blob(key, projections))
 
     def take(self, other: "MemoryStore", experts: ModelExperts) -> None:
-        """Hold the layers of another store, too, behind one's own; the other has none then.
-
-        Args:
-            other: in the same formats.
-            experts: what both hold.
-        """
+        """Hold the layers of another store, too, behind one's own; the other has none then."""
         self.experts = experts
         self._arenas += other._arenas
         self._blobs += other._blobs
@@ -102,7 +95,6 @@ class MemoryStore:
 
         Args:
             source: the files; each section is compared with its checksum.
-            page_lock: as for the store.
             progress: called with the bytes of each blob that was read.
 
         Raises:

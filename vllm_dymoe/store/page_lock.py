@@ -36,11 +36,7 @@ class PageLock(Protocol):
 
 
 class CudaPageLock:
-    """Locks by ``cudaHostRegister``.
-
-    Args:
-        device: will copy from the memory.
-    """
+    """Locks by ``cudaHostRegister``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,7 +46,6 @@ class CudaPageLock:
         self.node = node_of(place)
 
     def lock(self, address: int, nbytes: int) -> str | None:
-        """See :class:`PageLock`."""
         with torch.cuda.device(self._device):
             code = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)
         if int(code) == 0:
@@ -59,7 +54,6 @@ class CudaPageLock:
         return f"CUDA error {int(code)}: {self._runtime.cudaGetErrorString(code)}"
 
     def unlock(self, address: int) -> None:
-        """See :class:`PageLock`."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             if int(self._runtime.cudaHostUnregister(address)) != 0:
@@ -86,7 +80,6 @@ class Arena:
     """A mapping that can be locked, near the device that it is locked for.
 
     Args:
-        nbytes: its size.
         page_lock: locks it; None where nobody needs that.
 
     Attributes:

@@ -32,9 +32,7 @@ def choose_host_place(asked: str, device_type: str, experts: ModelExperts, avail
     Args:
         asked: the option ``host_store``: "auto", "file" or "pinned".
         device_type: "cuda", or another one that has no use for page-locked memory.
-        experts: of the rank.
         available: bytes of host memory that all ranks on this machine can get.
-        ranks: how many these are.
 
     Raises:
         HostMemoryError: memory was asked for, and has no room for the experts.

@@ -33,8 +33,6 @@ class StoreWriter:
     ``write`` is safe to call from several threads, none of which may still do so by then.
 
     Args:
-        folder: final place of the store.
-        manifest: what it will hold.
         others: bytes of whatever else goes into the folder.
         resume: says of a temporary folder that a dead writer left whether to go on with it.
         advice: what the user can do about a disk that refuses.
@@ -91,8 +89,6 @@ class StoreWriter:
         """Write a packed section, or over a part of one that is written, and its checksum.
 
         Args:
-            key: which blob.
-            projection: which section of it.
             part: uint8, contiguous: the section from byte ``start`` on.
             start: 0 for a whole section.
 
@@ -125,7 +121,6 @@ class StoreWriter:
         """Sync everything, give the folder its name, and open it.
 
         Args:
-            errors: for the manifest.
             overwrite: replace even the same store. Otherwise the one that another process published first stays.
 
         Raises:

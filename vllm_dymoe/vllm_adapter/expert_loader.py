@@ -57,9 +57,7 @@ class ExpertLoader:
     """Takes the experts of one layer from vLLM's loaders, in whatever order their tensors come.
 
     Args:
-        layer: the RoutedExperts.
         sink: receives this rank's part of every projection.
-        hidden: model width.
         intermediate: width of an expert on this rank.
         reader: of experts that are quantized in the checkpoint; None where they have 16 bits.
     """
@@ -91,11 +89,7 @@ class ExpertLoader:
         expert_id: int | None = None,
         return_success: bool = False,
     ) -> bool | None:
-        """Take what belongs to one shard, as RoutedExperts.weight_loader does.
-
-        Raises:
-            ConfigError: it is not what the checkpoint's configuration says, or cannot be taken.
-        """
+        """Take what belongs to one shard, as RoutedExperts.weight_loader does."""
         taken = self._dispatch(param.stack_name, loaded_weight, weight_name, shard_id, expert_id)  # type: ignore[attr-defined]
         return taken if return_success else None
 
@@ -149,7 +143,6 @@ class ExpertLoader:
         """Take a parameter of all local experts, sliced for this rank already.
 
         Args:
-            name: the parameter.
             stack: [experts, rows, ...]; what vLLM would copy into its own parameter.
 
         Raises:
@@ -198,11 +191,7 @@ class ExpertLoader:
                     self._sink.put(expert, projection, partial(self._read, number, projection, parts))
 
     def _read(self, number: int, projection: Projection, parts: dict[str, Tensor]) -> Held:
-        """This rank's part of a matrix.
-
-        Raises:
-            ConfigError: it is not what the checkpoint's configuration says.
-        """
+        """This rank's part of a matrix."""
         reader = self._reader
         assert reader is not None
         try:

@@ -41,8 +41,6 @@ class Loading:
     with and without it.
 
     Args:
-        vllm_config: vLLM's configuration of this engine.
-        options: validated options.
         checkpoint: quantization_config of the checkpoint, if it is ours.
         reader: of the checkpoint's experts, if another tool has quantized them.
 
@@ -105,10 +103,6 @@ class Loading:
 
     def layer_loaded(self, position: int, routed_experts: Any) -> None:
         """Note that vLLM has loaded one more layer; with the last one of the model the rank runs.
-
-        Args:
-            position: of the layer.
-            routed_experts: vLLM's module for it.
 
         Raises:
             StoreError: the checkpoint lacks an expert, or the store cannot be written.

@@ -56,7 +56,6 @@ class LayerSpec:
         name: prefix in the model, ``model.layers.3.mlp.experts``.
         num_experts: local experts.
         top_k: experts per token.
-        hidden: model width.
         intermediate: expert width on this rank.
         dtype: of the weights.
         bias: whether every projection has one.
@@ -96,15 +95,12 @@ class LayerStore:
     layer: int
 
     def wants_experts(self) -> bool:
-        """See :class:`ModelStore`."""
         return self.model.wants_experts()
 
     def put(self, expert: int, projection: Projection, weight: Given) -> None:
-        """See :class:`ModelStore`."""
         self.model.put(self.layer, expert, projection, weight)
 
     def put_bias(self, expert: int, projection: Projection, bias: Tensor) -> None:
-        """See :class:`ModelStore`."""
         self.model.put_bias(self.layer, expert, projection, bias)
 
 
@@ -115,14 +111,11 @@ class ModelStore:
     them up, which changes no result, and every slot fits every expert.
 
     Args:
-        vllm_config: vLLM's configuration of this engine.
-        options: validated options.
         checkpoint: quantization_config of the checkpoint, if it is ours.
         reader: of the checkpoint's experts, if another tool has quantized them.
         host_memory: bytes that all ranks of this machine can get.
 
     Attributes:
-        layers: in the order in which vLLM created them.
         dummy: experts are random, and nothing is read from the checkpoint.
         place: where the experts live; None before the first weight came.
         store: the experts, once the last layer is loaded.
@@ -425,9 +418,6 @@ def place_experts(
     """Leave experts in their files, or fill memory from them, with progress.
 
     Args:
-        files: the packed experts.
-        place: where they are to be.
-        device: that reads them.
         asked_for: whether they have to be there.
 
     Returns:

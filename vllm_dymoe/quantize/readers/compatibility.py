@@ -21,7 +21,6 @@ def format_fields(reader: Reader | None, ours: Mapping[str, Any], bits: int) -> 
     Args:
         reader: of the checkpoint; None for one of 16 bits.
         ours: quantization_config of a checkpoint that we wrote, which says it itself; empty for any other.
-        bits: of the version.
     """
     if reader is None or bits != reader.bits:
         return read_codes(ours, bits)

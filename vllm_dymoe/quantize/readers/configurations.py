@@ -39,12 +39,7 @@ _AUTO_ROUND_FORMATS = {"int": "auto_round:auto_gptq", "fp": "auto_round:fp8", "f
 
 
 def with_expert_dtype(config: Config, model: Config) -> dict[str, Any]:
-    """A quantization_config with what DeepSeek-V4's config.json says outside of it: experts are of another format.
-
-    Args:
-        config: quantization_config.
-        model: the rest of config.json.
-    """
+    """A quantization_config with what DeepSeek-V4's config.json says outside of it: experts are of another format."""
     if model.get("model_type") not in ("deepseek_v4", "deepseek_v41") or config.get("quant_method") == "dymoe":
         return dict(config)
     return {**config, EXPERT_DTYPE: model.get(EXPERT_DTYPE) or config.get(EXPERT_DTYPE) or "fp4"}
@@ -52,9 +47,6 @@ def with_expert_dtype(config: Config, model: Config) -> dict[str, Any]:
 
 def make_reader(config: Config) -> Reader:
     """The reader of a checkpoint's experts.
-
-    Args:
-        config: quantization_config of its config.json.
 
     Raises:
         CheckpointError: a method, or a variant of it, that is not read.

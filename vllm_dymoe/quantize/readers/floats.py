@@ -38,10 +38,8 @@ def fp8(method: str, scale: str = "weight_scale", block: Any = None, **fields: A
     multiplied with in spite of its name (DeepSeek-V3, inference/kernel.py, ``weight_dequant``).
 
     Args:
-        method: ``quant_method``.
         scale: end of the name of the scales.
         block: its rows and columns, if there are blocks.
-        fields: of the reader.
 
     Raises:
         CheckpointError: blocks that no store has groups for.

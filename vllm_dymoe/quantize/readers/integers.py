@@ -143,7 +143,6 @@ def pack_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
     group of each column.
 
     Args:
-        weights: how the configuration describes them.
         unreadable: makes the error for what is found, and what can be read in its place.
 
     Raises:

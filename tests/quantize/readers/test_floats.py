@@ -1,4 +1,8 @@
-"""Published floats: exactly the weights that each format's own tools make of their tensors."""
+"""Published floats: exactly the weights that each format's own tools make of their tensors.
+
+golden/ holds tensors as nvidia-modelopt 0.47.0, compressed-tensors 0.17.0 and transformers packed them, and
+``weights``: what the same tool makes of them again.
+"""
 
 from pathlib import Path
 
@@ -16,6 +20,16 @@ from vllm_dymoe.residency.matrix import MatrixFormat
 
 FOLDER = Path(__file__).parent / "golden"
 KINDS = [kind for kind in CONFIGS if kind != "mxfp4-quark"]  # which are compressed-tensors' bytes
+
+
+QUARK4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+QUARK8 = {"dtype": "fp8_e4m3", "qscheme": "per_channel"}
+ROUND = {"quant_method": "auto-round"}
+
+
+def quark(weight, **layers):
+    rules = {pattern: {"weight": rule} for pattern, rule in layers.items()}
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight}, "layer_quant_config": rules}
 
 
 def golden(kind):
@@ -171,11 +185,33 @@ def test_damaged_tensors_are_a_sentence(kind, part, change, sentence):
         (compressed("float-quantized", FP8_WEIGHTS | {"symmetric": False}), "only symmetric 8-bit floats"),
         (compressed("float-quantized", FP8_WEIGHTS, format="mixed"), "the format mixed"),
         ({"quant_method": "mxfp8", "moe_quant_algo": "NVFP4"}, "its experts with NVFP4"),
+        (quark({"dtype": "int4", "qscheme": "per_group"}), "quark, experts in int4 per_group, and only"),
+        (quark(QUARK4 | {"group_size": 16}), "quark, experts in fp4 per_group, and only"),
+        (quark(QUARK4, **{"*.down_proj": QUARK8}), "quark, its experts in several formats"),
+        (quark([QUARK4, QUARK8]), "quark, its experts in several formats"),
     ],
 )
 def test_variants_that_are_not_read(config, sentence):
     with pytest.raises(CheckpointError, match=sentence):
         make_reader(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("mxfp4-compressed-tensors", quark(QUARK4)),
+        ("fp8-compressed-tensors", quark(QUARK8)),
+        ("fp8-compressed-tensors", quark(QUARK4, **{"*.experts.*": QUARK8})),
+        ("mxfp4-compressed-tensors", quark([QUARK4], **{"*self_attn*": QUARK8})),
+        ("fp8-blocks", ROUND | {"bits": 8, "group_size": [128, 128], "data_type": "fp"}),
+        ("mxfp4-compressed-tensors", ROUND | {"bits": 4, "group_size": 32, "data_type": "mx_fp"}),
+        ("mxfp8-compressed-tensors", ROUND | {"bits": 8, "group_size": 32, "data_type": "mx_fp"}),
+    ],
+)
+def test_quark_and_auto_round_have_other_words_for_the_same(kind, config):
+    matrix, reader = random_floats(kind, 64, 128), make_reader(config)
+    given = dict(zip(reader.parts, parts(kind, matrix).values(), strict=True))
+    assert torch.equal(reader.read(given, 64, 128).dequantize(), matrix.dequantize())
 
 
 def test_sixteen_codes_are_all_read():

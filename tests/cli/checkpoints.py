@@ -1,6 +1,7 @@
 """Small random MoE checkpoints in every style that ``vllm-dymoe quantize`` reads."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from vllm_dymoe.cli import app
-from vllm_dymoe.residency.format import Projection
+from vllm_dymoe.residency.format import BlobKey, Projection
+from vllm_dymoe.residency.matrix import MatrixFormat
+from vllm_dymoe.store import FileStore
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 96, 80, 4, 2
 MOE_LAYERS = (1, 2)  # layer 0 is dense
@@ -148,3 +151,23 @@ def refused(*arguments: object) -> str:
     assert sentence.endswith("."), sentence
     assert "\n" not in sentence, sentence
     return sentence
+
+
+def quantized(model: Model, out: Path, *options: object) -> str:
+    """Quantize a model, and return what was said."""
+    result = command("quantize", model.folder, "-o", out, *options)
+    assert result.exit_code == 0, result.output + result.stderr
+    return result.stdout
+
+
+def sections(out: Path, bits: int) -> Iterator[tuple[tuple[int, int, Projection], MatrixFormat, torch.Tensor]]:
+    """Every stored section: position of the layer, expert, projection; its format; its bytes."""
+    store = FileStore(out)
+    fmt = store.experts.formats[bits]
+    for layer in range(len(store.experts.layers)):
+        for expert in range(store.experts.num_experts):
+            blob = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
+            store.read_into(BlobKey(layer, expert, bits), blob)
+            for projection in Projection:
+                yield (layer, expert, projection), fmt.matrices[projection], blob[fmt.sections[projection]]
+    store.close()

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.cli.checkpoints import EXPERTS, HIDDEN, MOE_LAYERS, TOP_K, command, make_model, refused
+from tests.cli.checkpoints import EXPERTS, HIDDEN, MOE_LAYERS, TOP_K, command, make_model, quantized, refused, sections
 from tests.quantize.recordings import write_recording
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import journal, make_quantizer, quantize_matrix
@@ -15,8 +15,7 @@ from vllm_dymoe.quantize.base import pack_bias
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.gptq import Gptq
-from vllm_dymoe.residency.format import BlobKey, Projection
-from vllm_dymoe.store import FileStore
+from vllm_dymoe.residency.format import Projection
 
 RARE = 1
 
@@ -36,23 +35,6 @@ def make(folder, style="separate"):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     return make(tmp_path_factory.mktemp("gptq"))
-
-
-def quantized(model, out, *options):
-    result = command("quantize", model.folder, "-o", out, *options)
-    assert result.exit_code == 0, result.output + result.stderr
-    return result
-
-
-def sections(out, bits):
-    store = FileStore(out)
-    fmt, blob = store.experts.formats[bits], torch.empty(store.experts.formats[bits].nbytes, dtype=torch.uint8)
-    for layer in range(len(MOE_LAYERS)):
-        for expert in range(EXPERTS):
-            store.read_into(BlobKey(layer, expert, bits), blob)
-            for projection in Projection:
-                yield (layer, expert, projection), fmt.matrices[projection], blob[fmt.sections[projection]].clone()
-    store.close()
 
 
 @pytest.mark.parametrize("style", ["separate", "fused", "gpt-oss"])
@@ -95,7 +77,7 @@ def test_errors_and_rare_experts_are_reported(made, tmp_path):
     model, calibration, *_ = made
     out = tmp_path / "out"
     options = ("--hi", 4, "--lo", 2, "--quantizer", "gptq", "--calibration", calibration)
-    said = quantized(model, out, *options).stdout
+    said = quantized(model, out, *options)
     assert f"2 of {2 * EXPERTS} experts saw too few tokens in the calibration (fewer than {HIDDEN})" in said
     assert f"layer 2: {RARE}" in said
     report = json.loads(command("inspect", out, "--json").stdout)

@@ -14,13 +14,24 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.cli.checkpoints import EXPERTS, INTERMEDIATE, MOE_LAYERS, STYLES, TOP_K, command, make_model, refused
+from tests.cli.checkpoints import (
+    EXPERTS,
+    INTERMEDIATE,
+    MOE_LAYERS,
+    STYLES,
+    TOP_K,
+    command,
+    make_model,
+    quantized,
+    refused,
+    sections,
+)
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer, quantize_matrix, tensors
 from vllm_dymoe.quantize.base import pack_bias
 from vllm_dymoe.quantize.tensors import read_tensors
 from vllm_dymoe.residency.code import code_of
-from vllm_dymoe.residency.format import BlobKey, Projection
+from vllm_dymoe.residency.format import Projection
 from vllm_dymoe.store import MANIFEST, FileStore, writer
 
 
@@ -36,32 +47,20 @@ def out(tmp_path):
     return tmp_path / "written" / "out"
 
 
-def quantized(model, out, *options):
-    result = command("quantize", model.folder, "-o", out, *options)
-    assert result.exit_code == 0, result.output + result.stderr
-    return result
-
-
-def sections(out, bits):
-    """Every stored section: position of the layer, expert, projection, packed matrix."""
-    store = FileStore(out)
-    fmt = store.experts.formats[bits]
-    for layer in range(len(store.experts.layers)):
-        for expert in range(store.experts.num_experts):
-            blob = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
-            store.read_into(BlobKey(layer, expert, bits), blob)
-            for projection in Projection:
-                section = blob[fmt.sections[projection]]
-                yield (layer, expert, projection), fmt.matrices[projection], section
-    store.close()
-
-
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("quantizer", ["rtn", "hqq"])
+@pytest.mark.parametrize("quantizer", ["rtn", "hqq", "16 bits"])
 def test_experts_are_what_quantizing_them_directly_gives(tmp_path, out, style, quantizer):
     model = make_model(tmp_path / "model", style)
     model.save()
-    quantized(model, out, "--hi", 4, "--lo", 2, "--group-size", 32, "--quantizer", quantizer)
+    if quantizer == "16 bits":
+        quantized(model, out, "--hi", 16)
+        for place, matrix, section in sections(out, 16):
+            packed = matrix.view(section.clone())
+            assert torch.equal(packed.weight, model.experts[place]), place
+            assert packed.bias is None if not model.biases else torch.equal(packed.bias, model.biases[place]), place
+        return
+    said = quantized(model, out, "--hi", 4, "--lo", 2, "--group-size", 32, "--quantizer", quantizer)
+    assert all(words in said for words in (f"vllm serve {out}", "high tier, 4 bits", "low tier, 2 bits"))
     seen = set()
     bases = {place: (matrix, section.clone()) for place, matrix, section in sections(out, 2)}
     for place, matrix, section in sections(out, 4):
@@ -80,17 +79,6 @@ def test_experts_are_what_quantizing_them_directly_gives(tmp_path, out, style, q
         assert torch.equal(dequantize(high), dequantize(alone.view(single)))
         seen.add(place)
     assert seen == model.experts.keys()
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_16_bits_are_exact(tmp_path, out, style):
-    model = make_model(tmp_path / "model", style)
-    model.save()
-    quantized(model, out, "--hi", 16)
-    for place, matrix, section in sections(out, 16):
-        packed = matrix.view(section.clone())
-        assert torch.equal(packed.weight, model.experts[place]), place
-        assert packed.bias is None if not model.biases else torch.equal(packed.bias, model.biases[place]), place
 
 
 def test_experts_without_a_gate_are_quantized(tmp_path, out):
@@ -145,18 +133,6 @@ def test_sizes_that_each_layer_has_and_router_biases_beside_the_experts(model, o
     assert FileStore(out).experts.top_k == TOP_K
     with safe_open(read_tensors(out)[bias].path, framework="pt") as file:
         assert torch.equal(file.get_tensor(bias), model.tensors[bias])
-
-
-def test_the_safetensors_library_reads_every_shard(model, out):
-    quantized(model, out, "--hi", 8, "--lo", 2)
-    store = FileStore(out)
-    for layer in MOE_LAYERS:
-        with safe_open(out / f"dymoe-experts-{layer:05d}.safetensors", framework="pt") as file:
-            assert set(file.keys()) == {"8bit.blobs", "8bit.xxh3", "2bit.blobs", "2bit.xxh3"}
-            for bits in (8, 2):
-                assert file.get_slice(f"{bits}bit.blobs").get_shape() == [EXPERTS, store.experts.formats[bits].nbytes]
-    assert len(list(out.glob("*.safetensors"))) == len(MOE_LAYERS) + 1
-    store.close()
 
 
 def test_config_and_small_files(model, out):
@@ -216,19 +192,6 @@ def test_auto_makes_bfloat16_of_32_bits(tmp_path, out, named):
         assert torch.equal(matrix.view(section.clone()).weight, model.experts[place].bfloat16())
 
 
-def test_files_that_the_index_does_not_name_are_not_read(model, out):
-    (model.folder / "model.safetensors").unlink()
-    model.save(shards=2)
-    (model.folder / "stray.safetensors").write_bytes(b"not a safetensors file")
-    quantized(model, out)
-    assert not (out / "stray.safetensors").exists()
-
-
-def test_the_second_copy_in_repositories_of_mistral_is_not_read(model, out):
-    (model.folder / "consolidated.safetensors").write_bytes(b"the same weights under other names")
-    quantized(model, out)
-
-
 def test_layers_of_multi_token_prediction_are_left_out(model, out):
     extra = {
         name.replace("layers.2.", "layers.3."): t.clone() for name, t in model.tensors.items() if "layers.2." in name
@@ -236,7 +199,7 @@ def test_layers_of_multi_token_prediction_are_left_out(model, out):
     model.tensors |= extra | {"visual.layers.9.weight": torch.ones(2)}
     model.save()
     result = quantized(model, out)
-    assert f"{len(extra)} tensors of multi-token prediction layers were left out" in result.stdout
+    assert f"{len(extra)} tensors of multi-token prediction layers were left out" in result
     assert FileStore(out).experts.layers == MOE_LAYERS
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == model.dense.keys() | {"visual.layers.9.weight"}
@@ -256,16 +219,6 @@ def test_the_fingerprint_follows_the_weights_and_not_the_place(model, tmp_path):
     assert fingerprint(model.folder, tmp_path / "c") != original
 
 
-def test_the_summary_tells_bytes_and_how_to_serve(model, out):
-    result = quantized(model, out, "--lo", 2)
-    assert f"vllm serve {out}" in result.stdout
-    assert "high tier, 4 bits" in result.stdout
-    assert "low tier, 2 bits" in result.stdout
-
-
-# -- nothing half-written ---------------------------------------------------------------------------
-
-
 def fail_after(monkeypatch, writes, error):
     """Let the disk refuse after a number of writes to the store: two for each section."""
     original, left = writer.write_at, [writes]
@@ -279,30 +232,36 @@ def fail_after(monkeypatch, writes, error):
     monkeypatch.setattr(writer, "write_at", write_at)
 
 
-@pytest.mark.parametrize("writes", [0, 26])
-def test_a_full_disk_leaves_nothing(model, out, monkeypatch, writes):
-    fail_after(monkeypatch, writes, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    assert "No space left on device" in refused("quantize", model.folder, "-o", out)
-    assert list(out.parent.iterdir()) == []
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(
+    ("writes", "error"),
+    [
+        (0, OSError(errno.ENOSPC, "No space left on device")),
+        (26, OSError(errno.EIO, "Input/output error")),
+        (5, KeyboardInterrupt()),
+        (3, ZeroDivisionError()),
+    ],
+)
+def test_a_run_that_ends_early_leaves_what_was_there(model, out, monkeypatch, before, writes, error):
+    """A disk that refuses is a sentence; an interrupt and a mistake of ours stay what they are."""
+    if before:
+        quantized(model, out, "--hi", 8)
+    held = {path.name: path.read_bytes() for path in out.iterdir()} if before else None
+    fail_after(monkeypatch, writes, error)
+    arguments = ("quantize", model.folder, "-o", out, "--overwrite")
+    if isinstance(error, OSError):
+        assert error.strerror in refused(*arguments)
+    else:
+        assert isinstance(command(*arguments).exception, ZeroDivisionError | SystemExit)
+    assert list(out.parent.iterdir()) == ([out] if before else [])
+    if before:
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == held
 
 
-def test_an_interrupt_leaves_nothing(model, out, monkeypatch):
-    fail_after(monkeypatch, 5, KeyboardInterrupt())
-    assert command("quantize", model.folder, "-o", out).exit_code != 0
-    assert list(out.parent.iterdir()) == []
-
-
-def test_a_failed_overwrite_leaves_the_old_checkpoint(model, out, monkeypatch):
+def test_overwrite_replaces_the_whole_folder_or_nothing(model, out, monkeypatch):
+    out.mkdir(parents=True)  # an empty one is filled
     quantized(model, out, "--hi", 8)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    fail_after(monkeypatch, 5, OSError(errno.EIO, os.strerror(errno.EIO)))
-    refused("quantize", model.folder, "-o", out, "--overwrite")
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    assert list(out.parent.iterdir()) == [out]
-
-
-def test_a_failed_rename_leaves_the_old_checkpoint(model, out, monkeypatch):
-    quantized(model, out, "--hi", 8)
+    assert "--overwrite" in refused("quantize", model.folder, "-o", out)
     rename = os.rename
 
     def fail_for_new(source, target):
@@ -310,14 +269,11 @@ def test_a_failed_rename_leaves_the_old_checkpoint(model, out, monkeypatch):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         rename(source, target)
 
-    monkeypatch.setattr(os, "rename", fail_for_new)
-    refused("quantize", model.folder, "-o", out, "--overwrite")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail_for_new)
+        refused("quantize", model.folder, "-o", out, "--overwrite")
     assert FileStore(out).experts.formats.keys() == {8}
     assert list(out.parent.iterdir()) == [out]
-
-
-def test_overwrite_replaces_the_whole_folder(model, out):
-    quantized(model, out, "--hi", 8)
     (out / "left from before").write_text("")
     quantized(model, out, "--hi", 4, "--overwrite")
     assert FileStore(out).experts.formats.keys() == {4}
@@ -356,47 +312,12 @@ def test_a_run_killed_between_two_renames_loses_nothing(model, out):
     assert list(out.parent.iterdir()) == [out]
 
 
-# -- refusals ---------------------------------------------------------------------------------------
-
-
 def test_too_small_a_disk_is_refused_before_anything_is_written(model, out, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 1000, 1000))
     monkeypatch.setattr(writer, "make_partial", lambda folder, resume: pytest.fail("something was written"))
     sentence = refused("quantize", model.folder, "-o", out)
     assert re.search(r"out needs [\d.]+ KiB, but its disk has 1000 B left \([\d.]+ KiB too little\); free", sentence)
-
-
-def test_an_existing_folder_is_refused(model, out):
-    quantized(model, out)
-    assert "--overwrite" in refused("quantize", model.folder, "-o", out)
-
-
-def test_overwrite_spares_what_is_not_a_dymoe_checkpoint(model, tmp_path):
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "file").write_text("precious")
-    assert "is not a dymoe checkpoint" in refused("quantize", model.folder, "-o", tmp_path / "precious", "--overwrite")
-    assert (tmp_path / "precious" / "file").read_text() == "precious"
-
-
-def test_the_source_is_not_its_own_target(model):
-    assert "write to another folder" in refused("quantize", model.folder, "-o", model.folder, "--overwrite")
-
-
-def test_an_empty_folder_is_filled(model, out):
-    out.mkdir(parents=True)
-    quantized(model, out)
-
-
-def test_a_folder_that_cannot_be_written_is_refused(model):
-    sentence = refused("quantize", model.folder, "-o", "/proc/nowhere/out")  # read-only for root too
-    assert "/proc/nowhere" in sentence
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_refused(model, tmp_path):
-    (tmp_path / "locked").mkdir(mode=0o500)
-    assert "Permission denied" in refused("quantize", model.folder, "-o", tmp_path / "locked" / "out")
 
 
 def rename_tensor(model, old, new):
@@ -489,23 +410,6 @@ def test_models_that_cannot_be_quantized_are_refused(tmp_path, out, what):
     assert not out.exists()
 
 
-def test_a_truncated_source_is_refused(model, out):
-    path = model.folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    assert "download it again" in refused("quantize", model.folder, "-o", out)
-
-
-def test_a_missing_shard_is_refused(model, out):
-    model.save(shards=3)
-    (model.folder / "part-1.safetensors").unlink()
-    assert "part-1.safetensors cannot be read" in refused("quantize", model.folder, "-o", out)
-
-
-def test_a_tensor_in_two_files_is_refused(model, out):
-    shutil.copy(model.folder / "model.safetensors", model.folder / "again.safetensors")
-    assert "is both in" in refused("quantize", model.folder, "-o", out)
-
-
 def test_folders_that_are_no_checkpoint_are_refused(tmp_path, out):
     assert "hf download some/model" in refused("quantize", "some/model", "-o", out)
     assert "no config.json" in refused("quantize", tmp_path, "-o", out)
@@ -518,21 +422,6 @@ def test_folders_that_are_no_checkpoint_are_refused(tmp_path, out):
     assert "no *.safetensors files" in refused("quantize", tmp_path, "-o", out)
 
 
-def test_options_that_contradict_each_other_are_refused(model, out):
-    assert "must be below hi" in refused("quantize", model.folder, "-o", out, "--hi", 2, "--lo", 4)
-    assert "not supported yet" in refused("quantize", model.folder, "-o", out, "--tensor-parallel-size", 2)
-
-
-def test_an_option_that_does_not_exist_is_a_usage_error(model, out):
-    assert command("quantize", model.folder, "-o", out, "--hi", 3).exit_code == 2
-
-
-def test_a_mistake_of_ours_stays_a_traceback(model, out, monkeypatch):
-    fail_after(monkeypatch, 3, ZeroDivisionError())
-    assert isinstance(command("quantize", model.folder, "-o", out).exception, ZeroDivisionError)
-    assert list(out.parent.iterdir()) == []
-
-
 def test_help_needs_neither_torch_nor_vllm():
     program = (
         "import sys; from typer.testing import CliRunner; from vllm_dymoe.cli import app;"
@@ -542,3 +431,34 @@ def test_help_needs_neither_torch_nor_vllm():
         "assert not {'torch', 'vllm', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_targets_and_options_that_cannot_be_used_are_refused(model, out, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("precious")
+    source = ("quantize", model.folder, "-o")
+    assert "is not a dymoe checkpoint" in refused(*source, tmp_path / "precious", "--overwrite")
+    assert (tmp_path / "precious" / "file").read_text() == "precious"
+    assert "write to another folder" in refused(*source, model.folder, "--overwrite")
+    assert "/proc/nowhere" in refused(*source, "/proc/nowhere/out")  # read-only for root too
+    assert "must be below hi" in refused(*source, out, "--hi", 2, "--lo", 4)
+    assert "not supported yet" in refused(*source, out, "--tensor-parallel-size", 2)
+    assert command(*source, out, "--hi", 3).exit_code == 2
+
+
+def test_files_that_are_not_the_checkpoints_are_not_read_and_damaged_ones_refused(model, out):
+    source = ("quantize", model.folder, "-o", out)
+    whole = model.folder / "model.safetensors"
+    (model.folder / "consolidated.safetensors").write_bytes(b"a second copy under other names, as Mistral has")
+    shutil.copy(whole, model.folder / "again.safetensors")
+    assert "is both in" in refused(*source)
+    (model.folder / "again.safetensors").unlink()
+    whole.write_bytes(whole.read_bytes()[:-100])
+    assert "download it again" in refused(*source)
+    whole.unlink()
+    model.save(shards=3)
+    (model.folder / "stray.safetensors").write_bytes(b"not a safetensors file, and not in the index")
+    quantized(model, out)
+    assert not (out / "stray.safetensors").exists()
+    (model.folder / "part-1.safetensors").unlink()
+    assert "part-1.safetensors cannot be read" in refused(*source, "--overwrite")

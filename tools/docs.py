@@ -75,7 +75,9 @@ def systems() -> str:
     rows = []
     for name, system in SYSTEMS.items():
         budget = next((word for word in _BUDGETS if ExpertBudget.parse(word) == system.default_budget), "auto")
-        rows.append([code(name), system.summary, system().foresight or "", code(budget)])
+        rows.append(
+            [code(name), system.summary, foresight.name if (foresight := system().foresight) else "", code(budget)]
+        )
     return table(["`system`", "is", "fetches ahead", "`expert_budget`, if not set"], rows)
 
 

@@ -148,7 +148,7 @@ def measure(rounding: str, texts: list[torch.Tensor], *, prompts: bool) -> list[
     for budget in BUDGETS:
         limit = int(budget * layers * every * sum(sizes))
         options = Options(hi=4, lo=2, group_size=64)
-        quotas = plan_slots(experts, options, system, limit, 0, system.all_shares(experts)).quotas
+        quotas = plan_slots(experts, options, system, limit, 0, system.precision.all_shares(experts)).quotas
         plan = list(zip(quotas[Tier.LO], quotas[Tier.HI], strict=True))
         whole = plan_slots(experts, options, uniform, limit, 0, uniform.all_shares(experts)).quotas[Tier.HI]
         four = sum(moved(of, every, share, share, sizes) for of, share in zip(high, whole, strict=True))

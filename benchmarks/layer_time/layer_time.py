@@ -93,8 +93,9 @@ def make_store(folder: Path, shape: Shape, bits: int) -> FileStore:
 def count_parts(runtime: MoERuntime, clock: Clock) -> None:
     """Count what a layer is made of; counting itself takes about half a microsecond a call."""
     system = runtime.system
-    select = clock.timed("tiers", system.select)
-    runtime.serving.system = SimpleNamespace(renormalizes=False, overlaps=system.overlaps, select=select)
+    select = clock.timed("tiers", system.precision.select)
+    precision = SimpleNamespace(renormalizes=False, select=select)
+    runtime.serving.system = SimpleNamespace(precision=precision, residency=system.residency)
     table, fetcher = runtime.memory.table, runtime.serving.fetcher
     table.begin_step = clock.timed("table", table.begin_step)
     for name in ("complete", "release"):

@@ -166,7 +166,7 @@ def test_rows_of_two_tiers_use_both_of_them(name):
     asked = [line.ours.subject.options for line in table.lines if isinstance(line.ours, Speed)]
     systems = [make_system(Options(**options)) for options in asked if options.get("system") == "dymoe"]
     assert systems
-    assert not any(system.warnings(32, 2) for system in systems)
+    assert not any(system.precision.warnings(32, 2) for system in systems)
 
 
 def test_quality_is_that_of_the_choice_and_not_of_what_happens_to_be_resident():
@@ -174,7 +174,7 @@ def test_quality_is_that_of_the_choice_and_not_of_what_happens_to_be_resident():
     rows = [line.ours for table in PAPERS["dymoe"](8) for line in table.lines if isinstance(line.ours, Quality)]
     systems = [make_system(Options(**row.options)) for row in rows if row.options.get("system") == "dymoe"]
     assert len(systems) == 12 + 4
-    assert not any(system.reuses_high for system in systems)
+    assert not any(system.precision.reuses_high for system in systems)
 
 
 def test_quality_of_dynaexq_has_the_bytes_of_its_speed():

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from tests.support.instead import Instead
+
 # Read by vLLM when it is imported: the engine core stays in this process, so that tests can look into the runtime.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -119,15 +121,15 @@ class WatchedSystem:
 
     def __init__(self, system: Any) -> None:
         self._system = system
+        self.precision = Instead(system.precision, select=self._select)
         self.seen: list[tuple[Any, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the system's."""
         return getattr(self._system, name)
 
-    def select(self, routing: Any) -> Any:
-        """Ask the system."""
-        plan = self._system.select(routing)
+    def _select(self, routing: Any) -> Any:
+        plan = self._system.precision.select(routing)
         self.seen.append((routing, plan))
         return plan
 

@@ -1,23 +1,26 @@
 """Invariants 2 and 4 through the real engine: mixed tiers, complete bytes, one version of each expert."""
 
+from dataclasses import dataclass, field
+from functools import cached_property
+
 import pytest
 import torch
-from pydantic import PrivateAttr
 
 from tests.e2e.engines import answer, engine, prompts, runtime_of
 from tests.support.computed import watch_computed
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.tier import Tier
+from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.systems.exact import Exact
 
 pytestmark = pytest.mark.engine
 
 
-class ByWeight(Exact):
+@dataclass(frozen=True)
+class ByWeightPrecision(Precision):
     """High for an expert that is some token's first choice, low for the others; every fifth step skips the last one."""
 
-    tiers = property(lambda self: frozenset((Tier.HI, Tier.LO)))
-    _calls: list = PrivateAttr(default_factory=list)
+    _calls: list = field(default_factory=list)
 
     def shares(self, num_layers, top_k):
         return dict.fromkeys(self.tiers, [1.0] * num_layers)
@@ -30,6 +33,12 @@ class ByWeight(Exact):
         if len(self._calls) % 5 == 0:
             plan[routing.active[-1]] = Tier.SKIP
         return plan
+
+
+class ByWeight(Exact):
+    @cached_property
+    def precision(self):
+        return ByWeightPrecision(frozenset((Tier.HI, Tier.LO)))
 
 
 def watch(runtime):

@@ -14,7 +14,8 @@ from tests.support.no_host import HostInStepError, NoHost
 from vllm_dymoe.kernels.triton.ahead import fetch_ahead, name_ahead
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.predict.folded import FoldedMLP
-from vllm_dymoe.predict.on_device import GatesOnDevice, NetworkOnDevice
+from vllm_dymoe.predict.next_gate import GatesOnDevice
+from vllm_dymoe.predict.trained import NetworkOnDevice
 from vllm_dymoe.residency.decode_ahead import MOST_AHEAD, Copies
 from vllm_dymoe.residency.decode_table import Counter, DecodeTable
 from vllm_dymoe.residency.rule import HIGH, LOW

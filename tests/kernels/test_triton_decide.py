@@ -64,7 +64,7 @@ def test_precision_shares_and_records_change_between_steps(nested):
     """They are values: no launch is made in another way."""
     twins = Twins({LOW: [3, 3], HIGH: [3, 3]}, nested=nested)
     for number, (low, high, retention) in enumerate([(3, 3, 0.5), (6, 0, 0.5), (1, 2, 0.9), (3, 3, 0.0)]):
-        critical = torch.from_numpy(Dymoe(retention=retention).critical_counts(LAYERS, EXPERTS))
+        critical = torch.from_numpy(Dymoe(retention=retention).precision.critical_counts(LAYERS, EXPERTS))
         for table in (twins.plain, twins.table):
             pools = {code: (int(table.pool[code]), int(table.slot_bytes[code]), 12) for code in (LOW, HIGH)}
             table.set_pools(pools, {LOW: [low] * LAYERS, HIGH: [high] * LAYERS})

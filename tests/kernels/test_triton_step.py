@@ -41,7 +41,7 @@ class Layer:
         high = self.experts[HIGH]
         self.stored = {LOW: high.blobs, HIGH: high.fine} if nested else {c: e.blobs for c, e in self.experts.items()}
         self.table = DecodeTable.allocate(1, EXPERTS, rows=tokens, top_k=TOP_K, depth=1, device=DEVICE, nested=nested)
-        self.table.set_precision(formats, Dymoe(retention=0.5).critical_counts(1, EXPERTS))
+        self.table.set_precision(formats, Dymoe(retention=0.5).precision.critical_counts(1, EXPERTS))
         self.slots = {
             code: torch.full((shares[code] + staging, fmt.nbytes), 0xEE, dtype=torch.uint8, device=DEVICE)
             for code, fmt in formats.items()

@@ -134,7 +134,7 @@ def predicted(options, budget, routings, device=DEVICE):
     experts, system = QWEN.packed(tuple(settled.stored_bits)), make_system(settled)
     workspace = workspace_bytes(experts)
     limit = limit_in_bytes(ExpertBudget.parse(budget), experts, settled, workspace, 0)
-    shares = system.shares(QWEN.moe_layers, QWEN.top_k)
+    shares = system.precision.shares(QWEN.moe_layers, QWEN.top_k)
     plan = plan_slots(experts, settled, system, limit, workspace, shares)
     return predict(QWEN, settled, plan, device, routings, 512)
 

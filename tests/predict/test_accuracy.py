@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_dymoe.predict import Candidate, Measured
+from vllm_dymoe.predict import Candidate, Measured, Predictor
 from vllm_dymoe.residency.routing import Routing
 
 X = torch.zeros(1, 1)
@@ -10,13 +10,11 @@ LAYERS = 4
 SETS = st.frozensets(st.integers(0, 7), max_size=6)
 
 
-class Scripted:
+class Scripted(Predictor):
     """Says what it is told to."""
 
     def __init__(self):
         self.next = []
-
-    nbytes = 0
 
     def observe(self, routing):
         self.seen = routing.layer

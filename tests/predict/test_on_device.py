@@ -7,7 +7,6 @@ from tests.predict.gates import random_gates, random_inputs
 from vllm_dymoe.predict import TrainedPredictor
 from vllm_dymoe.predict.folded import FoldedMLP
 from vllm_dymoe.predict.next_gate import NextGate
-from vllm_dymoe.predict.on_device import on_device
 from vllm_dymoe.predict.popularity import Popularity
 from vllm_dymoe.residency.routing import Phase, Routing
 
@@ -38,7 +37,7 @@ def predictors():
 def test_the_same_experts_as_on_the_host(name):
     """One token at a time, in two steps; a second row is no token, and has neither experts nor an input."""
     for seed in range(2):
-        host, device = predictors()[name], on_device(predictors()[name], CPU)
+        host, device = predictors()[name], predictors()[name].on_device(CPU)
         inputs = random_inputs(LAYERS, 1, HIDDEN, seed)
         ids = torch.randint(0, EXPERTS, (LAYERS, 1, TOP_K), generator=torch.Generator().manual_seed(seed))
         for layer in range(LAYERS - 1):
@@ -54,5 +53,4 @@ def test_the_same_experts_as_on_the_host(name):
 
 
 def test_what_needs_the_host_has_no_such_form():
-    assert on_device(Popularity(LAYERS, EXPERTS, TOP_K), CPU) is None
-    assert on_device(None, CPU) is None
+    assert Popularity(LAYERS, EXPERTS, TOP_K).on_device(CPU) is None

@@ -33,13 +33,15 @@ class Host:
 
     def __init__(self, shares, system, skip_low, nested, experts=EXPERTS):
         tiers = {Tier.LO: shares[LOW], Tier.HI: shares[HIGH]}
-        self.table = ResidencyTable(experts, tiers, reuse_high=system.reuses_high, nested=nested)
+        self.table = ResidencyTable(experts, tiers, reuse_high=system.precision.reuses_high, nested=nested)
         self.system, self.skip_low, self.slots = system, skip_low, iter(range(1 << 30))
         self.counts = np.zeros((LAYERS, len(Counter)), np.int64)
 
     def step(self, layer, ids, weights):
         """Experts, the version that is computed of each, and what becomes of that version or of both slices."""
-        plan = self.system.select(Routing(layer, LAYERS, torch.empty(len(ids), 1), ids, weights, Phase.DECODE))
+        plan = self.system.precision.select(
+            Routing(layer, LAYERS, torch.empty(len(ids), 1), ids, weights, Phase.DECODE)
+        )
         wanted = {expert: tier for expert, tier in plan.items() if not (self.skip_low and tier is Tier.LO)}
         counts, nested = self.counts[layer], self.table.nested
         counts[Counter.STEPS] += 1

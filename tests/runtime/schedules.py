@@ -12,7 +12,7 @@ from tests.runtime.steps import ByNumber, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from tests.support.recorded_device import COMPUTATION, RecordedStore, RecordedStreams, record_reads
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.predict import Candidate
+from vllm_dymoe.predict import Candidate, Predictor
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.store import StoreError
@@ -62,16 +62,11 @@ class Program:
     ahead: int = 0
 
 
-class Guesses:
+class Guesses(Predictor):
     """Answers that a program has written down."""
 
     def __init__(self, answers):
         self._answers = iter(answers)
-
-    nbytes = 0
-
-    def observe(self, routing):
-        pass
 
     def predict(self, layer):
         return [Candidate(*names, 0.0) for names in next(self._answers, ())]

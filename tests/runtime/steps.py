@@ -1,5 +1,8 @@
 """Random steps of a small model, and runtimes to run them."""
 
+from dataclasses import dataclass, replace
+from functools import cached_property
+
 import torch
 
 from vllm_dymoe.config import Options
@@ -7,12 +10,27 @@ from vllm_dymoe.kernels import Activation
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.transfer import make_engine
 
 CPU = torch.device("cpu")
 STEPS = [(seed, seed % 2, (1, 1, 1, 7, 40)[seed % 5]) for seed in range(30)]
 BUDGETS = ["100%", "50%", "25%", "minimum"]
+
+
+@dataclass(frozen=True)
+class NumberPrecision(Precision):
+    """Low and skipped experts by number, the others high."""
+
+    low: frozenset[int] = frozenset()
+    skipped: frozenset[int] = frozenset()
+
+    def shares(self, num_layers, top_k):
+        return dict.fromkeys(self.tiers, [1.0] * num_layers)
+
+    def select(self, routing):
+        return {e: Tier.SKIP if e in self.skipped else Tier.LO if e in self.low else Tier.HI for e in routing.active}
 
 
 class ByNumber(Exact):
@@ -23,22 +41,18 @@ class ByNumber(Exact):
     staging: int | None = None
     projections: int = 3
 
-    @property
-    def tiers(self):
-        return frozenset((Tier.HI, Tier.LO)) if self.low else frozenset((Tier.HI,))
-
-    def shares(self, num_layers, top_k):
-        return dict.fromkeys(self.tiers, [1.0] * num_layers)
+    @cached_property
+    def precision(self):
+        tiers = frozenset((Tier.HI, Tier.LO)) if self.low else frozenset((Tier.HI,))
+        return NumberPrecision(tiers, low=self.low, skipped=self.skipped)
 
     def staging_slots(self, slots):
         return super().staging_slots(slots) if self.staging is None else min(self.staging, slots)
 
-    @property
-    def projections_ahead(self):
-        return self.projections
-
-    def select(self, routing):
-        return {e: Tier.SKIP if e in self.skipped else Tier.LO if e in self.low else Tier.HI for e in routing.active}
+    @cached_property
+    def foresight(self):
+        foresight = super().foresight
+        return foresight and replace(foresight, projections=self.projections)
 
 
 def make_runtime(

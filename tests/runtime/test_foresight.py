@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tests.runtime.steps import ByNumber, forward, kept_by, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.predict import Candidate, SideStreamPredictor
+from vllm_dymoe.predict import Candidate, Predictor
 from vllm_dymoe.predict.popularity import Popularity
 
 LAYERS = 4
@@ -22,11 +22,13 @@ LINK = FORMAT.nbytes / 1e-3 / 1e9  # an expert takes a millisecond
 STEPS = [(seed, seed % LAYERS, 1) for seed in range(96)]
 
 
-class Adversary:
+class Adversary(Predictor):
     """Knows what the next layer will want, and names everything else; what is kept, too, and several times."""
 
+    nbytes = property(lambda self: self._nbytes)
+
     def __init__(self, nbytes=0):
-        self.nbytes = nbytes
+        self._nbytes = nbytes
         self._random = random.Random(0)
         self._step = 0
 
@@ -67,7 +69,7 @@ def test_whoever_names_only_what_is_not_wanted_changes_neither_values_nor_the_ca
     assert beside.prefetch_interval["decode"] > 1, "and it is still trusted"
 
 
-class Names(SideStreamPredictor):
+class Names(Predictor):
     """Names one expert; with weights of a size that a test says."""
 
     nbytes = property(lambda self: self._nbytes)

@@ -121,8 +121,8 @@ def different(experts):
 
 def test_a_draft_changes_no_tier_of_the_model():
     system, experts = Dymoe(), make_experts(layers=5)
-    want = system.shares(4, experts.top_k)
-    shares = system.all_shares(replace(experts, draft_layers=1))
+    want = system.precision.shares(4, experts.top_k)
+    shares = system.precision.all_shares(replace(experts, draft_layers=1))
     assert set(want) == {Tier.HI, Tier.LO}
     for tier in want:
         assert shares[tier] == [*want[tier], want[tier][-1]]

@@ -32,6 +32,7 @@ from tests.runtime.two_ranks import on_two_ranks
 from tests.small_model import make_experts, make_store
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
+from tests.support.instead import Instead
 from tests.support.recorded_device import record_reads
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.residency.format import BlobKey
@@ -42,6 +43,7 @@ from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.migration import ARRIVED, FAILED, UNDER_WAY, Migration
 from vllm_dymoe.runtime.sizing import minimum_budget, plan_slots, workspace_bytes
+from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.systems.dynaexq import DynaExq
 from vllm_dymoe.traces import TraceHeader, synthetic_trace
 from vllm_dymoe.transfer import Reason
@@ -59,16 +61,12 @@ class ByMap(ByNumber):
     frozen: list = Field(default_factory=list)
 
     @property
-    def tiers(self):
-        return frozenset((Tier.HI, Tier.LO))
+    def precision(self):
+        def select(routing):
+            row = self.frozen[routing.layer]
+            return {expert: Tier.HI if row[expert] == HIGH else Tier.LO for expert in routing.active}
 
-    @property
-    def reuses_high(self):
-        return False
-
-    def select(self, routing):
-        row = self.frozen[routing.layer]
-        return {expert: Tier.HI if row[expert] == HIGH else Tier.LO for expert in routing.active}
+        return Instead(Precision(frozenset((Tier.HI, Tier.LO)), reuses_high=False), select=select)
 
 
 def frozen_output(store, bits_map, layer, step):
@@ -301,7 +299,7 @@ def test_no_more_moves_than_in_flight_and_the_link_rests_between_them():
     for fetch in list(migration.flying):
         runtime.engine.wait(fetch.ticket)
         fetch.ticket.moved_seconds = 1.0
-    migration._migrating = DynaExq(**(AT_ONCE | {"window_s": 1e9, "link_share": 0.25})).migrating
+    migration._migrating = DynaExq(**(AT_ONCE | {"window_s": 1e9, "link_share": 0.25})).residency.migrating
     migration._began = now[0]
     migration._planned.extend([migration._flying[0].swap._replace(up=0, down=None)] * 3)
     migration.turn()

@@ -1,7 +1,7 @@
 """In which order a layer's experts are fetched and computed, on an engine whose arrivals the test decides."""
 
 import itertools
-from typing import ClassVar
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +9,11 @@ import torch
 from tests.runtime.steps import ByNumber, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.predict import Candidate
+from vllm_dymoe.predict import Candidate, Predictor
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.runtime.fetcher import Fetcher
+from vllm_dymoe.systems.base import Residency
 from vllm_dymoe.systems.on_demand import OnDemand
 from vllm_dymoe.transfer import Reason, TransferStats
 from vllm_dymoe.transfer.ticket import State, Ticket
@@ -155,7 +156,7 @@ def test_cores_that_copy_take_turns_with_computation():
 def without_overlap(runtime):
     """As Accelerate is measured."""
     runtime.serving.system = OnDemand(overlap=False)
-    runtime.serving.fetcher = Fetcher(runtime.memory, runtime.engine, overlaps=runtime.system.overlaps)
+    runtime.serving.fetcher = Fetcher(runtime.memory, runtime.engine, overlaps=runtime.system.residency.overlaps)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -224,13 +225,8 @@ def test_where_computing_only_enqueues_what_has_arrived_together_is_one_launch()
     assert engine.log[4:] == ["compute 0", "compute 2 3 4 5"]
 
 
-class Next:
+class Next(Predictor):
     """Names two experts of the next layer."""
-
-    nbytes = 0
-
-    def observe(self, routing):
-        pass
 
     def predict(self, layer):
         return [Candidate(layer + 1, 4, 1.0), Candidate(layer + 1, 5, 0.5)] if layer == 0 else []
@@ -249,11 +245,13 @@ def test_the_next_layer_takes_the_slots_that_this_one_leaves():
 class KeepsNothing(ByNumber):
     """As many slots as the budget has, and guesses may have any of them."""
 
-    keeps_experts: ClassVar[bool] = False
+    @property
+    def residency(self):
+        return Residency(keeps=False)
 
     @property
-    def foresees_first_layer(self):
-        return True
+    def foresight(self):
+        return replace(super().foresight, first_layer=True)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -267,13 +265,8 @@ def test_a_layer_that_keeps_nothing_hands_its_first_slot_to_the_next_layer_at_on
     assert engine.log == ["ask 0", "ask 1", "ask 2", "ahead 4", "compute 2", "ahead 5", "compute 0 1"]
 
 
-class First:
+class First(Predictor):
     """Names two experts of the first layer."""
-
-    nbytes = 0
-
-    def observe(self, routing):
-        pass
 
     def predict(self, layer):
         return [Candidate(0, 3, 1.0), Candidate(0, 4, 0.5)] if layer == -1 else []

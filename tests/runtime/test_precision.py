@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 
 from tests.runtime.steps import forward, kept_by
 from tests.small_model import make_experts, make_store
+from tests.support.instead import Instead
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.residency.routing import PromptTokens
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.systems import System
+from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.transfer import make_engine
 
 CPU = torch.device("cpu")
@@ -73,14 +76,10 @@ class Recorded:
         tiers = {bits: tier for tier, bits in runtime.memory.bits.items()}
         outer = self
 
-        class Watched:
-            def __getattr__(self, name):
-                return getattr(system, name)
-
-            def select(self, routing):
-                outer.plans.append(system.select(routing))
-                outer.versions.append({})
-                return outer.plans[-1]
+        def select(routing):
+            outer.plans.append(system.precision.select(routing))
+            outer.versions.append({})
+            return outer.plans[-1]
 
         def recorded(x, decision, *rest):
             begin(x, decision, *rest)
@@ -92,7 +91,8 @@ class Recorded:
 
             decision.place = placed
 
-        runtime.serving.system, runtime.kernel.begin = Watched(), recorded
+        runtime.serving.system = Instead(system, precision=Instead(system.precision, select=select))
+        runtime.kernel.begin = recorded
 
 
 class Replayed(System):
@@ -100,8 +100,9 @@ class Replayed(System):
 
     versions: Any
 
-    def select(self, routing):
-        return next(self.versions)
+    @cached_property
+    def precision(self):
+        return Instead(Precision(), select=lambda routing: next(self.versions))
 
 
 @pytest.mark.parametrize("budget", ["45%", "60%"])
@@ -202,16 +203,18 @@ def test_retention_1_is_exact_bit_for_bit(lo):
     assert replace(dymoe.stats(), exposed_wait_seconds=0) == replace(exact.stats(), exposed_wait_seconds=0)
 
 
-class Low(System):
-    """All low."""
-
-    tiers = property(lambda self: frozenset((Tier.LO,)))
-
+class AllLow(Precision):
     def shares(self, num_layers, top_k):
         return {Tier.LO: [1.0] * num_layers}
 
     def select(self, routing):
         return dict.fromkeys(routing.active, Tier.LO)
+
+
+class Low(System):
+    """All low."""
+
+    precision = property(lambda self: AllLow(frozenset((Tier.LO,))))
 
 
 def test_retention_0_is_uniform_low_bit_for_bit():
@@ -280,8 +283,8 @@ def test_a_change_that_needs_no_other_slots_keeps_the_cache():
     held = kept_by(runtime)
     runtime.set_precision(heavy_share=0.5, skipped_weights="renormalize")
     assert kept_by(runtime) == held
-    assert runtime.system.heavy_hitters == 0.5
-    assert runtime.system.renormalizes
+    assert runtime.system.precision.heavy_hitters == 0.5
+    assert runtime.system.precision.renormalizes
 
 
 def test_the_old_slots_go_before_the_new_ones_come(monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.steps import BUDGETS, ByNumber, kept_by, run, with_budget
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.predict import Candidate, SideStreamPredictor
+from vllm_dymoe.predict import Candidate, Predictor
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.residency.table import layer_shares
 from vllm_dymoe.residency.tier import Tier
@@ -30,16 +30,11 @@ FORMAT = STORE.experts.formats[4]
 STEPS = [(seed, seed % 4, (1, 1, 7, 40)[seed // 4 % 4]) for seed in range(48)]
 
 
-class Guesses:
+class Guesses(Predictor):
     """Names random experts of random layers: some twice, some on the device already, some of layers long past."""
 
     def __init__(self, seed):
         self._random = random.Random(seed)
-
-    nbytes = 0
-
-    def observe(self, routing):
-        pass
 
     def predict(self, layer):
         count = self._random.randrange(8)
@@ -311,7 +306,7 @@ def test_cores_that_copy_have_no_idle_link():
     assert ahead.prefetcher.look_ahead(0, Phase.DECODE, Slow(None)) is None, "nobody has to predict anything"
 
 
-class Slow(SideStreamPredictor):
+class Slow(Predictor):
     """Names two experts after some seconds, of which one is right; on a side stream it takes them to begin with."""
 
     def __init__(self, wait, seconds=0.0, later=False):

@@ -48,7 +48,7 @@ def test_with_a_slot_for_every_expert_nothing_is_kept_for_staging():
 
 @given(st.integers(0, 400_000), st.sampled_from([Exact(), Dymoe(retention=0), Dymoe()]))
 def test_every_plan_fits_and_spends_what_it_can(nbytes, system):
-    tiers = system.tiers
+    tiers = system.precision.tiers
     least = minimum_budget(EXPERTS, OPTIONS, system, WORKSPACE)
     if nbytes < least:
         with pytest.raises(ConfigError, match=f"at least {least} bytes"):

@@ -1,5 +1,6 @@
 """The low version inside the high one, through the runtime: what moves, what stays, and that no bit changes."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.systems import System
+from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.transfer import Reason, TransferError, make_engine
 
 CPU = torch.device("cpu")
@@ -28,6 +30,18 @@ def store_of(bits):
 STORES = {bits: store_of(bits) for bits in ((4, 2), (8, 4))}
 
 
+@dataclass(frozen=True)
+class PlannedPrecision(Precision):
+    plan: dict[int, Any] = field(default_factory=dict)
+    high: float = 1.0
+
+    def shares(self, num_layers, top_k):
+        return {HI: [self.high] * num_layers, LO: [1 - self.high] * num_layers}
+
+    def select(self, routing):
+        return {expert: self.plan.get(expert, SKIP) for expert in routing.active}
+
+
 class Planned(System):
     """Tiers by expert, set from outside."""
 
@@ -35,14 +49,8 @@ class Planned(System):
     high: float = 1.0
 
     @property
-    def tiers(self):
-        return frozenset((HI, LO))
-
-    def shares(self, num_layers, top_k):
-        return {HI: [self.high] * num_layers, LO: [1 - self.high] * num_layers}
-
-    def select(self, routing):
-        return {expert: self.plan.get(expert, SKIP) for expert in routing.active}
+    def precision(self):
+        return PlannedPrecision(frozenset((HI, LO)), plan=self.plan, high=self.high)
 
 
 def make_runtime(bits=(4, 2), budget="50%", store=None, high=1.0, **options):

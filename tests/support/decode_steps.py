@@ -35,11 +35,11 @@ def make_table(
     table = DecodeTable.allocate(LAYERS, experts, rows=tokens, top_k=top_k, depth=depth, device="cpu", nested=nested)
     formats = (NESTED if nested else FORMATS) | ({LOW: None} if skip_low else {})
     system = system or Dymoe(retention=0.5)
-    table.set_precision(formats, system.critical_counts(LAYERS, experts))
+    table.set_precision(formats, system.precision.critical_counts(LAYERS, experts))
     pools = {code: (POOL[code], 1 << 12, sum(shares[code]) + staging) for code in (LOW, HIGH)}
     table.set_pools(pools, shares, foreseen=-(-most_ahead // 3))
     table.most_ahead.fill_(most_ahead)
-    table.reuse_high.fill_(system.reuses_high)
+    table.reuse_high.fill_(system.precision.reuses_high)
     for code, base in SOURCE.items():
         table.source[:, :, code] = base + (torch.arange(LAYERS * experts).view(LAYERS, experts) << 12)
     return table

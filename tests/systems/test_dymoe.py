@@ -34,9 +34,9 @@ def prompt_of(rows, heavy):
 def test_decode_takes_the_largest_routing_weights():
     system = Dymoe(retention=0.75)
     step = routing(7, [[9, 4, 2, 6]], [[0.1, 0.4, 0.3, 0.2]])  # r(7) = 0.5: two of four
-    assert system.select(step) == {2: Tier.HI, 4: Tier.HI, 6: Tier.LO, 9: Tier.LO}
+    assert system.precision.select(step) == {2: Tier.HI, 4: Tier.HI, 6: Tier.LO, 9: Tier.LO}
     first = routing(0, [[9, 4, 2, 6]], [[0.1, 0.4, 0.3, 0.2]])
-    assert high(system.select(first)) == {2, 4, 6, 9}
+    assert high(system.precision.select(first)) == {2, 4, 6, 9}
 
 
 def test_prefill_takes_the_experts_of_heavy_hitters():
@@ -44,9 +44,11 @@ def test_prefill_takes_the_experts_of_heavy_hitters():
     ids = [[0, 1], [0, 1], [0, 1], [2, 3], [2, 3]]
     weights = [[0.9, 0.1]] * 5
     heavy = prompt_of([1] * 5, [0, 0, 0, 1, 1])
-    assert high(system.select(routing(7, ids, weights, heavy))) == {2, 3}, "not those with the most tokens"
+    assert high(system.precision.select(routing(7, ids, weights, heavy))) == {2, 3}, "not those with the most tokens"
     everyone = prompt_of([1] * 5, [1] * 5)
-    assert high(system.select(routing(7, ids, weights, everyone))) == {0, 1}, "nothing known of attention: the load"
+    assert high(system.precision.select(routing(7, ids, weights, everyone))) == {0, 1}, (
+        "nothing known of attention: the load"
+    )
 
 
 def test_a_mixed_step_is_high_where_either_phase_wants_it():
@@ -55,7 +57,7 @@ def test_a_mixed_step_is_high_where_either_phase_wants_it():
     weights = [[0.9, 0.1], [0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]
     # The first three rows are a prompt whose heavy hitter is row 2; the last is decoded. Each phase keeps half.
     step = routing(7, ids, weights, prompt_of([1, 1, 1, 0], [0, 0, 1, 0]))
-    assert high(system.select(step)) == {2, 3} | {4}
+    assert high(system.precision.select(step)) == {2, 3} | {4}
 
 
 @settings(max_examples=100, deadline=None)
@@ -73,7 +75,7 @@ def test_the_rule_of_mixed_steps_written_out(layer, tokens, seed, retention, of_
     rows = torch.tensor(of_prompt[:tokens])
     heavy = rows & (torch.rand(tokens, generator=generator) < 0.4)
     prompt = PromptTokens(rows, heavy, not bool(rows.all())) if rows.any() else None
-    plan = Dymoe(retention=retention).select(routing(layer, ids, weights, prompt))
+    plan = Dymoe(retention=retention).precision.select(routing(layer, ids, weights, prompt))
     schedule, wanted = Schedule(retention), set()
     if rows.any():
         every = PromptTokens(rows[rows], heavy[rows], False)
@@ -90,30 +92,30 @@ def test_several_requests_that_decode_are_one_batch():
     """Eq. 5 over the experts of all, by the sum of their weights: bytes stay at r however many requests there are."""
     system = Dymoe(retention=0.75)
     step = routing(7, [[0, 1], [2, 1], [3, 1]], [[0.9, 0.1], [0.55, 0.45], [0.6, 0.4]])
-    assert high(system.select(step)) == {0, 1}, "expert 1 has 0.95 in all"
+    assert high(system.precision.select(step)) == {0, 1}, "expert 1 has 0.95 in all"
 
 
 def test_retention_1_is_exact_and_0_is_uniform_low():
     step = routing(7, [[9, 4, 2, 6]], [[0.1, 0.4, 0.3, 0.2]])
     for system in (Exact(), Dymoe(retention=1)):
-        assert system.tiers == {Tier.HI}
-        assert system.select(step) == dict.fromkeys((2, 4, 6, 9), Tier.HI)
-        assert system.shares(LAYERS, 4) == {Tier.HI: [1.0] * LAYERS}
+        assert system.precision.tiers == {Tier.HI}
+        assert system.precision.select(step) == dict.fromkeys((2, 4, 6, 9), Tier.HI)
+        assert system.precision.shares(LAYERS, 4) == {Tier.HI: [1.0] * LAYERS}
     low = Dymoe(retention=0)
-    assert low.tiers == {Tier.LO}
-    assert low.select(step) == dict.fromkeys((2, 4, 6, 9), Tier.LO)
-    assert low.shares(LAYERS, 4) == {Tier.LO: [1.0] * LAYERS}
+    assert low.precision.tiers == {Tier.LO}
+    assert low.precision.select(step) == dict.fromkeys((2, 4, 6, 9), Tier.LO)
+    assert low.precision.shares(LAYERS, 4) == {Tier.LO: [1.0] * LAYERS}
 
 
 def test_experts_of_a_coming_layer_are_foreseen_in_the_tiers_that_it_will_want():
     """t of the layer that is to come, not of the one that is running, and not all of them high."""
     system = Dymoe(retention=0.75)
     named = [9, 4, 2, 6]  # the best first
-    assert system.tiers_ahead(7, LAYERS, named) == {9: Tier.HI, 4: Tier.HI, 2: Tier.LO, 6: Tier.LO}
-    assert high(system.tiers_ahead(4, LAYERS, named)) == {9, 4, 2}
-    assert high(system.tiers_ahead(0, LAYERS, named)) == {9, 4, 2, 6}
-    assert Dymoe(retention=0).tiers_ahead(0, LAYERS, named) == dict.fromkeys(named, Tier.LO)
-    assert Exact().tiers_ahead(7, LAYERS, named) == dict.fromkeys(named, Tier.HI)
+    assert system.precision.tiers_ahead(7, LAYERS, named) == {9: Tier.HI, 4: Tier.HI, 2: Tier.LO, 6: Tier.LO}
+    assert high(system.precision.tiers_ahead(4, LAYERS, named)) == {9, 4, 2}
+    assert high(system.precision.tiers_ahead(0, LAYERS, named)) == {9, 4, 2, 6}
+    assert Dymoe(retention=0).precision.tiers_ahead(0, LAYERS, named) == dict.fromkeys(named, Tier.LO)
+    assert Exact().precision.tiers_ahead(7, LAYERS, named) == dict.fromkeys(named, Tier.HI)
 
 
 @pytest.mark.parametrize(
@@ -128,12 +130,12 @@ def test_experts_of_a_coming_layer_are_foreseen_in_the_tiers_that_it_will_want()
     ],
 )
 def test_rounding_that_makes_a_tier_idle_is_a_warning(options, layers, top_k, idle):
-    found = Dymoe(**options).warnings(layers, top_k)
+    found = Dymoe(**options).precision.warnings(layers, top_k)
     assert [sentence.partition(" tier")[0].rpartition(" ")[2] for sentence in found] == ([idle] if idle else [])
 
 
 def test_shares_are_what_a_token_gets():
-    shares = Dymoe(retention=0.75).shares(LAYERS, 4)
+    shares = Dymoe(retention=0.75).precision.shares(LAYERS, 4)
     assert shares[Tier.HI] == [1, 1, 1, 1, 0.75, 0.75, 0.75, 0.5]
     assert shares[Tier.LO] == [0, 0, 0, 0, 0.25, 0.25, 0.25, 0.5]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_dymoe.systems.pace import PaidPace
+from vllm_dymoe.systems.pace import Pace
 
 
 def use(pace, rounds, needed, hidden=1.0, cost=0.0):
@@ -18,7 +18,7 @@ def use(pace, rounds, needed, hidden=1.0, cost=0.0):
 
 
 def test_what_is_wrong_is_done_less_and_less_but_never_not_at_all():
-    pace = PaidPace()
+    pace = Pace()
     assert use(pace, 17, needed=0) == 17
     assert pace.interval == 2
     use(pace, 17 * (2 + 4 + 8 + 16 + 32), needed=0)
@@ -31,17 +31,17 @@ def test_what_is_wrong_is_done_less_and_less_but_never_not_at_all():
 
 @pytest.mark.parametrize(("before", "cost", "after"), [(1, 0.9, 1), (1, 1.1, 2), (2, 0.6, 2), (2, 0.4, 1)])
 def test_a_second_of_the_host_has_to_hide_two_and_to_win_four(before, cost, after):
-    pace = PaidPace(before)
+    pace = Pace(interval=before)
     use(pace, 17 * before, needed=2, hidden=1.0, cost=cost)
     assert pace.interval == after
 
 
 def test_guesses_that_are_right_half_of_the_time_leave_it_as_it_is():
-    assert use(PaidPace(), 200, needed=1) == 200
+    assert use(Pace(), 200, needed=1) == 200
 
 
 def test_a_cache_that_leaves_few_guesses_is_judged_by_its_predictions():
-    pace = PaidPace()
+    pace = Pace()
     for _ in range(33):
         assert pace.acts()
         pace.answer(0.1)
@@ -49,7 +49,7 @@ def test_a_cache_that_leaves_few_guesses_is_judged_by_its_predictions():
 
 
 def test_a_few_wrong_guesses_have_no_share():
-    pace = PaidPace()
+    pace = Pace()
     for place in range(33):
         pace.acts()
         pace.answer(0.0)
@@ -61,7 +61,7 @@ def test_a_few_wrong_guesses_have_no_share():
 @pytest.mark.parametrize("layers", [2, 4, 8, 48])
 @pytest.mark.parametrize("interval", [1, 2, 4, 64])
 def test_every_layer_has_its_turn(layers, interval):
-    pace = PaidPace(interval)
+    pace = Pace(interval=interval)
     asked = [place % layers for place in range(40 * interval * layers) if pace.acts()]
     assert len(asked) == 40 * layers
     assert all(10 < asked.count(layer) < 90 for layer in range(layers)) or interval == 1

@@ -26,7 +26,7 @@ def folder():
 def high_experts(system):
     """What a system makes high in each layer of a step that uses every expert once, the later ones with more weight."""
     ids, weights = torch.arange(ACTIVE).unsqueeze(0), torch.arange(ACTIVE).float().unsqueeze(0)
-    plans = [system.select(Routing(layer, LAYERS, weights, ids, weights)) for layer in range(LAYERS)]
+    plans = [system.precision.select(Routing(layer, LAYERS, weights, ids, weights)) for layer in range(LAYERS)]
     return [{expert for expert, tier in plan.items() if tier is Tier.HI} for plan in plans]
 
 

@@ -16,8 +16,9 @@ from vllm_dymoe.predict.folded import fold
 from vllm_dymoe.residency.routing import Phase, Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems import SYSTEMS, SystemOptionError, make_system
-from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.systems.firm import Firm
+from vllm_dymoe.systems.pace import Pace
 from vllm_dymoe.traces import TraceHeader
 from vllm_dymoe.training import Recipe, train
 
@@ -38,13 +39,11 @@ def predictor_file(tmp_path_factory):
 def test_every_system_names_experts_of_the_next_layer_or_says_that_it_does_not(name, trained, predictor_file):
     gates, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
     system = SYSTEMS[name]()
-    if trained and not system.takes_predictor:
+    foresight = system.foresight
+    if foresight is None or (trained and not foresight.takes_predictor):
         pytest.skip("it has no use for one")
-    model = RoutedModel(LAYERS, EXPERTS, TOP_K, gates if system.needs_gates else (), hidden=HIDDEN)
-    predictor = system.make_predictor(replace(model, predictor=predictor_file) if trained else model)
-    assert (predictor is None) == (system.foresight is None)
-    if predictor is None:
-        return
+    model = RoutedModel(LAYERS, EXPERTS, TOP_K, gates if foresight.needs_gates else (), hidden=HIDDEN)
+    predictor = foresight.make(replace(model, predictor=predictor_file) if trained else model)
     assert (predictor.nbytes > 0) == trained
     named = 0
     for tokens, phase in ((6, Phase.PREFILL), (1, Phase.DECODE), (3, Phase.DECODE)):
@@ -62,15 +61,15 @@ def test_every_system_names_experts_of_the_next_layer_or_says_that_it_does_not(n
 
 def test_heop_begins_with_the_models_experts_per_token_and_the_papers_numbers():
     gates, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
-    tuner = Firm().make_predictor(RoutedModel(LAYERS, EXPERTS, TOP_K, gates))._tuner
+    tuner = Firm().foresight.make(RoutedModel(LAYERS, EXPERTS, TOP_K, gates))._tuner
     assert tuner.setting(0) == (2, 3)
     assert (tuner._alpha, tuner._beta, tuner._update_every, tuner._patience, tuner._rounds) == (0.5, 0.5, 10, 2, 20)
     assert tuner._largest == (4, 6)
 
 
 def test_firm_fetches_as_many_projections_ahead_as_it_is_told():
-    assert [Firm(projections=n).projections_ahead for n in (1, 2, 3)] == [1, 2, 3]
-    assert Firm().projections_ahead == 2
+    assert [Firm(projections=n).foresight.projections for n in (1, 2, 3)] == [1, 2, 3]
+    assert Firm().foresight.projections == 2
 
 
 @pytest.mark.parametrize(
@@ -94,19 +93,20 @@ def test_what_cannot_be_is_refused(options, option, words):
 
 
 def test_systems_that_keep_nothing_have_slots_for_what_they_need():
-    assert {name for name, system in SYSTEMS.items() if not system.keeps_experts} == {
+    assert {name for name, kind in SYSTEMS.items() if not kind().residency.keeps} == {
         "on-demand",
         "layer-prefetch",
         "duoserve",
     }
     for system in (kind() for kind in SYSTEMS.values()):
-        assert system.keeps_experts or system.staging_slots(100) == 100
+        assert system.residency.keeps or system.staging_slots(100) == 100
 
 
 def test_one_controller_steers_what_is_fetched_ahead():
     """HEOP tunes FIRM-MoE, and MoESys fetches everything; wrong guesses slow down the others alone."""
     for name, kind in SYSTEMS.items():
-        pace = kind().make_pace()
+        foresight = kind().foresight
+        pace = Pace(paid=foresight is not None and foresight.paced)
         for _ in range(64):
             if pace.acts():
                 pace.answer(0.0)
@@ -115,12 +115,5 @@ def test_one_controller_steers_what_is_fetched_ahead():
 
 
 def test_a_system_with_two_tiers_has_to_say_how_many_experts_each_gets():
-    class Forgetful(Exact):
-        name = "forgetful"
-
-        @property
-        def tiers(self):
-            return frozenset((Tier.HI, Tier.LO))
-
-    with pytest.raises(NotImplementedError, match=r'system "forgetful" serves experts in the lo tier.*override shares'):
-        Forgetful().all_shares(make_experts())
+    with pytest.raises(NotImplementedError, match=r"experts in the lo tier.*override shares"):
+        Precision(frozenset((Tier.HI, Tier.LO))).all_shares(make_experts())

@@ -83,7 +83,7 @@ def test_a_last_chunk_of_one_token_is_a_prompt(rank):
     routings = read_in_chunks(rank, "a", LENGTH - 1, LENGTH)
     assert all(routing.prompt.rows.tolist() == [True] for routing in routings)
     alone = [Routing(r.layer, LAYERS, r.x, r.ids, r.weights, r.phase) for r in routings]
-    chosen, by_weight = ([rank.system.select(r) for r in found] for found in (routings, alone))
+    chosen, by_weight = ([rank.system.precision.select(r) for r in found] for found in (routings, alone))
     assert chosen != by_weight
     for routing, tiers in zip(routings, chosen, strict=True):
         load = step_importance(routing.ids, routing.weights, EXPERTS, routing.prompt).load

@@ -56,7 +56,7 @@ def predictor_of(system, trained, expert_map):
     local = None if expert_map is None else tuple(expert_map.tolist())
     gates, _ = random_gates(LAYERS, len(local or range(EXPERTS)), HIDDEN, local=local)
     gates = [replace(gate, logits=lambda x, logits=gate.logits: logits(x.float())) for gate in gates]
-    return system.make_predictor(RoutedModel(LAYERS, EXPERTS, TOP_K, gates=gates, hidden=HIDDEN))
+    return system.foresight and system.foresight.make(RoutedModel(LAYERS, EXPERTS, TOP_K, gates=gates, hidden=HIDDEN))
 
 
 def rank_of(folder, runtime, total):
@@ -99,7 +99,7 @@ def served(folder, monkeypatch, padding, system="exact", trained=False, expert_m
     folder.mkdir()
     monkeypatch.setattr(step_module, "get_tensor_model_parallel_world_size", lambda: 1)
     system = SYSTEMS[system](**parameters)
-    budget = "80%" if system.migrating else "50%"  # where every expert is there
+    budget = "80%" if system.residency.migrating else "50%"  # where every expert is there
     runtime = with_budget(STORE, budget, system, predictor=predictor_of(system, trained, expert_map))
     total = EXPERTS if expert_map is None else len(expert_map)
     rank = rank_of(folder, runtime, total)
@@ -156,7 +156,7 @@ def check(tmp_path, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(outputs, padded_outputs, strict=True))
         for what, seen in alone.items():
             assert padded[what] == seen, what
-        keeps = SYSTEMS[settings.get("system", "exact")].keeps_experts
+        keeps = SYSTEMS[settings.get("system", "exact")]().residency.keeps
         assert alone["counts"]["hits" if keeps else "misses"] > 0
         assert len(alone["trace"][0]) == TOKENS
         return alone

@@ -22,7 +22,7 @@ def runtime_with(store, slots, **options):
     """A runtime with this many slots in each tier that its system uses."""
     chosen = Options(hi=4, lo=2, group_size=32, **options)
     runtime = MoERuntime(store, chosen, torch.device("cpu"), automatic_budget=10**9)
-    bits = chosen.lo if "lo" in runtime.system.tiers else chosen.hi
+    bits = chosen.lo if "lo" in runtime.system.precision.tiers else chosen.hi
     runtime.resize(runtime.kernel.workspace_bytes + slots * runtime.experts.formats[bits].nbytes)
     assert list(runtime.plan.slots.values()) == [slots]
     return runtime

@@ -14,6 +14,7 @@ from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.config import Options
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.residency.routing import Phase
+from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter import moe_method
 from vllm_dymoe.vllm_adapter.failures import StepFailures
@@ -30,7 +31,7 @@ class Runtime:
     """As much of a runtime, and of what serves its steps, as a rank looks at."""
 
     experts = SimpleNamespace(layers=(0,))
-    system = SimpleNamespace(heavy_hitters=None)
+    system = SimpleNamespace(precision=Precision())
     decode = None
     unobserved = contextlib.nullcontext
 

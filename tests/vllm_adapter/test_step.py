@@ -11,6 +11,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.config import Options
 from vllm_dymoe.residency.routing import Phase
+from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.vllm_adapter.failures import StepFailures
 from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.observers import Observation
@@ -99,7 +100,7 @@ class Runner:
 
 def rank_of(step):
     """A rank whose steps these are, without anything to compute."""
-    system, experts = SimpleNamespace(heavy_hitters=None), SimpleNamespace(layers=())
+    system, experts = SimpleNamespace(precision=Precision()), SimpleNamespace(layers=())
     serving = SimpleNamespace(begin_step=lambda phase: None)
     runtime = SimpleNamespace(system=system, experts=experts, decode=None, serving=serving)
     foresight = Foresight(Options(system="on-demand"))

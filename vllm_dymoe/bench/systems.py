@@ -2,23 +2,23 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from vllm_dymoe.predict import Predictor, RoutedModel
-from vllm_dymoe.predict.all_experts import AllExperts
 from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers, Votes
-from vllm_dymoe.predict.popularity import Popularity
+from vllm_dymoe.predict.popularity import AllExperts, Popularity
 from vllm_dymoe.predict.side_stream import make_side_stream
 from vllm_dymoe.predict.tuner import Heop, Setting
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems import SYSTEMS, System
-from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.systems.base import Foresight, Precision, Residency
+from vllm_dymoe.systems.dymoe import CriticalHigh, Dymoe
 from vllm_dymoe.systems.exact import Exact
-from vllm_dymoe.systems.pace import Pace, Unpaced
 from vllm_dymoe.systems.schedule import Schedule
 
 Ahead = Literal["next gate", "meeting of layers", "union", "weighted voting", "popularity", "layer"]
@@ -45,20 +45,25 @@ class Compared(Exact):
     tune: bool = False
     """Whether HEOP changes K and P of a meeting of layers, in half of the paper's steps."""
 
-    @property
-    def projections_ahead(self) -> int:
-        """As the parameter says."""
-        return self.projections
+    @cached_property
+    def foresight(self) -> Foresight:
+        """A meeting may have as many on their way as it names, so that K decides what is fetched, and not the slots."""
+        return Foresight(
+            self.ahead,
+            self._compared,
+            needs_gates=True,
+            takes_predictor=True,
+            paced=not self.tune,  # HEOP is a controller already
+            projections=self.projections,
+            wide=self._wide,
+        )
 
-    def named_ahead(self, top_k: int) -> int:
-        """As many as a meeting may name, so that K decides what is fetched, and not the slots."""
+    def _wide(self, top_k: int) -> int:
         return 0 if self.ahead == "next gate" else 2 * top_k if self.tune else self.k or top_k
 
-    def make_predictor(self, model: RoutedModel) -> Predictor | None:
-        """The one that is asked for; a trained one stands in for any."""
-        side_stream = make_side_stream(model.device)
+    def _compared(self, model: RoutedModel) -> Predictor:
         if self.ahead == "next gate" or model.predictor is not None:
-            return super().make_predictor(model)
+            return self._predictor(model)
         if self.ahead == "popularity":
             return Popularity(model.num_layers, model.num_experts, model.top_k)
         if self.ahead == "layer":
@@ -67,6 +72,7 @@ class Compared(Exact):
         tuner = None
         if self.tune:
             tuner = Heop(model.num_layers, start, Setting(2 * model.top_k, 2 * self.p), update_every=4, rounds=16)
+        side_stream = make_side_stream(model.device)
         return MeetingOfLayers(model.gates, *start, tuner, model.hits, side_stream, votes=self.votes)
 
     @property
@@ -76,16 +82,16 @@ class Compared(Exact):
             return Votes((1.0,) * self.p, 1.0)
         return Votes(_LAYER_WEIGHTS, self.threshold) if self.ahead == "weighted voting" else None
 
-    def make_pace(self) -> Pace:
-        """HEOP is a controller already."""
-        return Unpaced() if self.tune else super().make_pace()
-
 
 class ComparedAlone(Compared):
     """The same without a cache: as many slots as the budget has, and nothing stays."""
 
     name: ClassVar[str] = "compared alone"
-    keeps_experts: ClassVar[bool] = False
+
+    @cached_property
+    def residency(self) -> Residency:
+        """Nothing stays."""
+        return Residency(keeps=False)
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,18 @@ class EqualSchedule(Schedule):
     def ratio(self, layer: int, num_layers: int) -> float:
         """r itself."""
         return self.retention
+
+
+@dataclass(frozen=True)
+class RandomHigh(CriticalHigh):
+    """High for as many as the schedule says, by a fixed sequence of random numbers."""
+
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def critical(self, routing: Routing) -> set[int]:
+        """Any of the active experts."""
+        count = self.schedule.critical(routing.layer, routing.num_layers, len(routing.active))
+        return set(self.draw.sample(routing.active, count))
 
 
 class Chosen(Dymoe):
@@ -107,20 +125,30 @@ class Chosen(Dymoe):
     """Which experts are critical; else a fixed sequence of random numbers says."""
     by_depth: bool = True
     """How many of a layer are, by Eq. 4; else as many in every layer."""
-    _random: random.Random = PrivateAttr(default_factory=lambda: random.Random(0))
 
-    @property
-    def schedule(self) -> Schedule:
-        """By depth, or not."""
-        return super().schedule if self.by_depth else EqualSchedule(self.retention, self.rounding)
+    @cached_property
+    def precision(self) -> CriticalHigh:
+        """DyMoE's, with less of it."""
+        precision = super().precision
+        if not self.by_depth:
+            precision = replace(precision, schedule=EqualSchedule(self.retention, self.rounding))
+        return precision if self.by_importance else RandomHigh(**vars(precision))
+
+
+@dataclass(frozen=True)
+class LayerLow(Precision):
+    """Every expert of one layer low, every other one high."""
+
+    layer: int = 0
+
+    def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
+        """All of a layer's experts are in one tier."""
+        low = [float(layer == self.layer) for layer in range(num_layers)]
+        return {Tier.HI: [1 - share for share in low], Tier.LO: low}
 
     def select(self, routing: Routing) -> Mapping[int, Tier]:
-        """A tier for each active expert."""
-        if self.by_importance:
-            return super().select(routing)
-        critical = self.schedule.critical(routing.layer, routing.num_layers, len(routing.active))
-        high = set(self._random.sample(routing.active, critical))
-        return {expert: Tier.HI if expert in high else Tier.LO for expert in routing.active}
+        """The layer's tier."""
+        return dict.fromkeys(routing.active, Tier.LO if routing.layer == self.layer else Tier.HI)
 
 
 class OneLayerLow(System):
@@ -132,19 +160,10 @@ class OneLayerLow(System):
     layer: int = Field(ge=0)
     """Which, counted among the MoE layers."""
 
-    @property
-    def tiers(self) -> frozenset[Tier]:
-        """Both."""
-        return frozenset((Tier.HI, Tier.LO))
-
-    def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
-        """All of a layer's experts are in one tier."""
-        low = [float(layer == self.layer) for layer in range(num_layers)]
-        return {Tier.HI: [1 - share for share in low], Tier.LO: low}
-
-    def select(self, routing: Routing) -> Mapping[int, Tier]:
-        """The layer's tier."""
-        return dict.fromkeys(routing.active, Tier.LO if routing.layer == self.layer else Tier.HI)
+    @cached_property
+    def precision(self) -> Precision:
+        """Both tiers."""
+        return LayerLow(frozenset((Tier.HI, Tier.LO)), layer=self.layer)
 
 
 def make_known() -> None:

@@ -146,7 +146,7 @@ def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
             if limit < limits["smallest"]:
                 continue
             plan = plan_slots(experts, options, system, limit, workspace)
-            kept = {tier.value: min(plan.quotas[tier]) for tier in used_tiers(options, system.tiers)}
+            kept = {tier.value: min(plan.quotas[tier]) for tier in used_tiers(options, system.precision.tiers)}
             names = list(kept)
             rows.append({"tiers": names, "expert_budget": name, "bytes": limit, "experts_kept_per_layer": kept})
     return rows

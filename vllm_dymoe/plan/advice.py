@@ -102,7 +102,7 @@ def choices(shape: ModelShape, device: Device, routings: Routings, serving: Serv
             if not least <= limit <= room or limit in seen:
                 continue
             seen.add(limit)
-            shares = system.shares(shape.moe_layers, shape.top_k)
+            shares = system.precision.shares(shape.moe_layers, shape.top_k)
             plan = plan_slots(experts, options, system, limit, workspace, shares)
             found = predict(shape, options, plan, device, routings, prompt)
             yield Choice(candidate, limit, (limit - workspace) / experts.nbytes(options.hi), found, agreement(options))
@@ -112,7 +112,7 @@ def _budgets(options: Options, system: System) -> list[ExpertBudget]:
     """Worth looking at: a system's own, one where nothing is kept, else shares and whatever fits."""
     if options.expert_budget.slots is not None:
         return [options.expert_budget]
-    if not system.keeps_experts:
+    if not system.residency.keeps:
         return [ExpertBudget(slots="top-k")]
     return [*(ExpertBudget(share=share) for share in _SHARES), ExpertBudget()]
 

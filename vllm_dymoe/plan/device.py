@@ -178,7 +178,7 @@ def is_beginning(row: Row) -> bool:
 
 def _is_resident(row: Row) -> bool:
     """Whether it says what a step takes with every expert resident in one system, which keeps them."""
-    return _is_ours(row) and row["budget"] == FULL and _system_of(row).keeps_experts
+    return _is_ours(row) and row["budget"] == FULL and _system_of(row).residency.keeps
 
 
 def _is_on_demand(row: Row) -> bool:
@@ -186,7 +186,7 @@ def _is_on_demand(row: Row) -> bool:
     if not _is_ours(row):
         return False
     system = _system_of(row)
-    return not system.keeps_experts and system.foresight is None and system.overlaps
+    return not system.residency.keeps and system.foresight is None and system.residency.overlaps
 
 
 def serving(options: Options) -> str:

@@ -71,7 +71,7 @@ def _compare(row: Row, shape: ModelShape, device: Device, routings: Routings) ->
     experts = shape.packed(tuple(options.stored_bits), options.group_size)
     system, workspace = make_system(options), workspace_bytes(experts)
     limit = limit_in_bytes(ExpertBudget.parse(row["budget"]), experts, options, workspace, 0)
-    shares = system.shares(shape.moe_layers, shape.top_k)
+    shares = system.precision.shares(shape.moe_layers, shape.top_k)
     plan = plan_slots(experts, options, system, limit, workspace, shares)
     measured: dict[str, Any] = row["measured"]
     lengths = measured["prompt_tokens"]

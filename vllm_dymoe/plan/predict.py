@@ -92,7 +92,7 @@ def demand_of(system: System, options: Options, plan: SlotPlan, routings: Routin
     if isinstance(system, Dymoe):
         depth, schedule = routings.header.num_layers, system.schedule
         critical = lambda layer, active: schedule.critical(layer, depth, active)  # noqa: E731
-    quotas = plan.quotas if system.keeps_experts else {}
+    quotas = plan.quotas if system.residency.keeps else {}
     return replay(routings, quotas, critical, low=options.lo > 0, nested=nested)
 
 
@@ -103,7 +103,9 @@ def _nested(experts: ModelExperts, plan: SlotPlan) -> bool:
 
 def _slot_bytes(experts: ModelExperts, options: Options, system: System) -> dict[Tier, int]:
     """What one slot of each tier holds."""
-    return {tier: experts.formats[bits].nbytes for tier, bits in slot_bits(experts, options, system.tiers).items()}
+    return {
+        tier: experts.formats[bits].nbytes for tier, bits in slot_bits(experts, options, system.precision.tiers).items()
+    }
 
 
 def foresight(system: System, routings: Routings) -> tuple[float, float]:
@@ -112,7 +114,7 @@ def foresight(system: System, routings: Routings) -> tuple[float, float]:
         return 0.0, 0.0
     if system.name == "layer-prefetch":
         return 1.0, routings.active / routings.header.num_experts
-    if system.foresight == "popularity":
+    if system.foresight.name == "popularity":
         return routings.popularity, routings.popularity
     right = routings.next_gate if routings.next_gate is not None else _NEXT_GATE
     return right, right

@@ -1,7 +1,7 @@
 """Which experts come next: one predictor for each idea, over one interface."""
 
 from vllm_dymoe.predict.accuracy import Measured, PredictionStats
-from vllm_dymoe.predict.base import Candidate, Predictor, SideStreamPredictor
+from vllm_dymoe.predict.base import Candidate, OnDevice, Predictor
 from vllm_dymoe.predict.checkpoint import PredictorError
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.routed_model import RoutedModel
@@ -11,10 +11,10 @@ __all__ = [
     "Candidate",
     "Gate",
     "Measured",
+    "OnDevice",
     "PredictionStats",
     "Predictor",
     "PredictorError",
     "RoutedModel",
-    "SideStreamPredictor",
     "TrainedPredictor",
 ]

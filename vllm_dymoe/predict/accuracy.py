@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_dymoe.predict.base import Candidate, Predictor, SideStreamPredictor
+from vllm_dymoe.predict.base import Candidate, Predictor
 from vllm_dymoe.residency.routing import Routing
 
 
@@ -67,7 +67,7 @@ class Measured:
     @property
     def answers_later(self) -> bool:
         """Whether it computes on a side stream: then ``begin`` comes first, and it is asked once experts compute."""
-        return isinstance(self.predictor, SideStreamPredictor) and self.predictor.answers_later
+        return self.predictor.answers_later
 
     def observe(self, routing: Routing) -> None:
         """Compare what was named for this layer with what it wants."""
@@ -85,7 +85,6 @@ class Measured:
 
     def begin(self, layer: int) -> None:
         """Compute on the side stream what ``predict`` will be asked for."""
-        assert isinstance(self.predictor, SideStreamPredictor)
         begin = time.perf_counter()
         self.predictor.begin(layer)
         self.seconds += time.perf_counter() - begin

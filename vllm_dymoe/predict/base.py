@@ -4,7 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from vllm_dymoe.predict.side_stream import SideStream
+import torch
+from torch import Tensor
+
+from vllm_dymoe.predict.side_stream import Inline, SideStream
 from vllm_dymoe.residency.routing import Routing
 
 
@@ -22,54 +25,66 @@ class Candidate(NamedTuple):
     score: float
 
 
-class Predictor(Protocol):
-    """Names experts and touches nothing: it knows of no slot, no byte and no transfer."""
+class OnDevice(Protocol):
+    """Names the next layer's experts by tensor operations alone, so that a captured step can hold it (DuoServe 5.3).
 
-    @property
-    def nbytes(self) -> int:
-        """Device memory that it takes; 0 without weights of its own."""
-        ...
+    Attributes:
+        guesses: experts that are named for each token.
+    """
 
-    def observe(self, routing: Routing) -> None:
-        """Hear what a layer's router decided. Called for every MoE layer of every step, in order; must be cheap."""
-        ...
+    guesses: int
 
-    def predict(self, layer: int) -> Sequence[Candidate]:
-        """Experts that layers after ``layer`` will want, the most useful first; empty if there is nothing to say.
+    def foresee(self, layer: int, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Name experts of the layer behind one; called for the layers of a step in order, but for the last.
 
         Args:
-            layer: the one that was observed last.
+            layer: that is computed.
+            x: [tokens, hidden], its router's input. Rows that only fill up a batch may hold anything.
+            ids: int [tokens, top_k], this rank's experts that it chose, negative for another rank's.
+
+        Returns:
+            This rank's experts, int64 [tokens, guesses], negative for another rank's, and how likely each is, float32
+            from 0 to 1.
         """
         ...
 
 
-class SideStreamPredictor(ABC):
-    """A predictor that can compute while the layer's experts do; see :mod:`~vllm_dymoe.predict.side_stream`.
+class Predictor(ABC):
+    """Names experts and touches nothing: it knows of no slot, no byte and no transfer.
 
-    Between ``observe`` and ``predict`` it may be told to begin. It derives from this class, by which it is known.
+    Args:
+        side_stream: where predictions are computed; on the thread that asks if not given.
     """
 
-    def __init__(self, side_stream: SideStream) -> None:
-        self._side_stream = side_stream
+    _side_stream: SideStream = Inline()
+
+    def __init__(self, side_stream: SideStream | None = None) -> None:
+        self._side_stream = side_stream or self._side_stream
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that it takes; 0 without weights of its own."""
+        return 0
 
     @property
     def answers_later(self) -> bool:
         """Whether it is best told to begin at once, and asked when the layer's first experts have been enqueued."""
         return self._side_stream.answers_later
 
-    @property
-    def nbytes(self) -> int:
-        """As of any predictor."""
-        return 0
+    def observe(self, routing: Routing) -> None:  # noqa: B027
+        """Hear what a layer's router decided. Called for every MoE layer of every step, in order; must be cheap."""
 
-    @abstractmethod
-    def begin(self, layer: int) -> None:
-        """Compute what ``predict`` will be asked for, on the side stream."""
-
-    @abstractmethod
-    def observe(self, routing: Routing) -> None:
-        """As of any predictor."""
+    def begin(self, layer: int) -> None:  # noqa: B027
+        """Compute on the side stream what ``predict`` will be asked for."""
 
     @abstractmethod
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """As of any predictor."""
+        """Experts that layers after ``layer`` will want, the most useful first; empty if there is nothing to say.
+
+        Args:
+            layer: the one that was observed last.
+        """
+
+    def on_device(self, device: torch.device) -> OnDevice | None:
+        """The same prediction inside a captured step; None for a predictor that needs the host."""
+        return None

@@ -20,10 +20,10 @@ from functools import partial
 
 import torch
 
-from vllm_dymoe.predict.base import Candidate, SideStreamPredictor
+from vllm_dymoe.predict.base import Candidate, Predictor
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.ranking import rank_by_frequency
-from vllm_dymoe.predict.side_stream import Answer, Inline, SideStream
+from vllm_dymoe.predict.side_stream import Answer, SideStream
 from vllm_dymoe.predict.tuner import Heop
 from vllm_dymoe.residency.routing import Phase, Routing
 
@@ -41,7 +41,7 @@ class Votes:
     threshold: float
 
 
-class MeetingOfLayers(SideStreamPredictor):
+class MeetingOfLayers(Predictor):
     """Asks the next layer's gate about the inputs of the last P layers.
 
     Args:
@@ -64,7 +64,7 @@ class MeetingOfLayers(SideStreamPredictor):
         side_stream: SideStream | None = None,
         votes: Votes | None = None,
     ) -> None:
-        super().__init__(side_stream or Inline())
+        super().__init__(side_stream)
         self._gates = gates
         self._votes = votes
         self._setting = (k, p)

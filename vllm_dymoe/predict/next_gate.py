@@ -14,15 +14,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from vllm_dymoe.predict.base import Candidate, SideStreamPredictor
+from vllm_dymoe.predict.base import Candidate, OnDevice, Predictor
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.ranking import rank_by_frequency
-from vllm_dymoe.predict.side_stream import Answer, Inline, SideStream
+from vllm_dymoe.predict.side_stream import Answer, SideStream
 from vllm_dymoe.residency.routing import Phase, Routing
 
 
-class NextGate(SideStreamPredictor):
+class NextGate(Predictor):
     """Asks the gate of the next layer.
 
     Args:
@@ -32,10 +33,6 @@ class NextGate(SideStreamPredictor):
         prefill_experts: t of Eq. 7, for the whole step; every expert that a token chooses if None.
         layers: how many layers after this one are foreseen in decode; a prefill has enough to do with the next.
         side_stream: where gates are asked.
-
-    Attributes:
-        gates: of every MoE layer, in order.
-        decode_experts: t of Eq. 8.
     """
 
     def __init__(
@@ -47,10 +44,10 @@ class NextGate(SideStreamPredictor):
         layers: int = 1,
         side_stream: SideStream | None = None,
     ) -> None:
-        super().__init__(side_stream or Inline())
-        self.gates = gates
+        super().__init__(side_stream)
+        self._gates = gates
         self._top_k = top_k
-        self.decode_experts = decode_experts or top_k
+        self._decode_experts = decode_experts or top_k
         self._prefill_experts = prefill_experts
         self._layers = layers
         self._x: torch.Tensor | None = None
@@ -58,18 +55,18 @@ class NextGate(SideStreamPredictor):
         self._reads: list[tuple[int, Callable[[], Answer]]] | None = None
 
     def observe(self, routing: Routing) -> None:
-        """Note this layer's input; the gate is asked only when somebody wants to know."""
+        """Note this layer's input; the gate is asked by ``begin`` or ``predict``."""
         self._x, self._phase, self._reads = routing.x, routing.phase, None
 
     def begin(self, layer: int) -> None:
         """Ask the gates of the next layers, on the side stream if there is one."""
         assert self._x is not None
         depth = self._layers if self._phase is Phase.DECODE else 1
-        amount = self.decode_experts if self._phase is Phase.DECODE else self._top_k
-        coming = range(layer + 1, min(layer + 1 + depth, len(self.gates)))
+        amount = self._decode_experts if self._phase is Phase.DECODE else self._top_k
+        coming = range(layer + 1, min(layer + 1 + depth, len(self._gates)))
         self._reads = []
         for later in coming:
-            best = partial(self.gates[later].best, amount=amount)
+            best = partial(self._gates[later].best, amount=amount)
             self._reads.append((later, self._side_stream.begin(best, self._x)))
 
     def predict(self, layer: int) -> Sequence[Candidate]:
@@ -81,9 +78,13 @@ class NextGate(SideStreamPredictor):
         reads, self._x, self._reads = self._reads or (), None, None
         return [candidate for later, read in reads for candidate in self._named(later, *read())]
 
+    def on_device(self, device: torch.device) -> OnDevice:
+        """The next gate alone (Eq. 8)."""
+        return GatesOnDevice(self._gates, self._decode_experts, device)
+
     def _named(self, later: int, experts: torch.Tensor, scores: torch.Tensor) -> list[Candidate]:
         """Of the choices of each token, [tokens, choices] each."""
-        gate = self.gates[later]
+        gate = self._gates[later]
         if len(experts) == 1:
             ranked = list(zip(experts[0].tolist(), scores[0].tolist(), strict=True))
         else:
@@ -91,3 +92,24 @@ class NextGate(SideStreamPredictor):
         if self._phase is Phase.PREFILL:
             ranked = ranked[: self._prefill_experts]
         return [Candidate(later, here, score) for expert, score in ranked if (here := gate.here(expert)) >= 0]
+
+
+class GatesOnDevice:
+    """The next layer's gate on this layer's input (DyMoE 4.4.1, Eq. 8).
+
+    Args:
+        gates: of every MoE layer, in order.
+        amount: experts to name for each token.
+        device: of all.
+    """
+
+    def __init__(self, gates: Sequence[Gate], amount: int, device: torch.device) -> None:
+        self._gates, self.guesses = gates, amount
+        self._local = [None if gate.local is None else torch.tensor(gate.local, device=device) for gate in gates]
+
+    def foresee(self, layer: int, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Ask the next gate."""
+        experts, scores = self._gates[layer + 1].best(x, self.guesses)
+        local = self._local[layer + 1]
+        here = experts if local is None else local[experts]
+        return here, scores.clamp(0, 1)  # corrected scores may be anything

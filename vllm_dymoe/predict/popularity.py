@@ -1,4 +1,6 @@
-"""Popularity: the experts that the next layer wanted most often so far (DuoServe-MoE Eq. 2).
+"""Predictors without a model: popularity, and every expert.
+
+Popularity names the experts that the next layer wanted most often so far (DuoServe-MoE Eq. 2):
 
     P_l(i) = sum_n 1(e_i in E_l,n) / sum_m sum_n 1(e_m in E_l,n)
 
@@ -9,11 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_dymoe.predict.base import Candidate
+from vllm_dymoe.predict.base import Candidate, Predictor
 from vllm_dymoe.residency.routing import Phase, Routing
 
 
-class Popularity:
+class Popularity(Predictor):
     """Counts what every layer wanted, and names the next layer's favourites.
 
     Args:
@@ -30,11 +32,6 @@ class Popularity:
         # On the host, where it is told and asked. In bfloat16, the default while models are built, counts stop at 256.
         self._counts = torch.zeros(num_layers, num_experts, dtype=torch.float32, device="cpu")
         self._phase = Phase.DECODE
-
-    @property
-    def nbytes(self) -> int:
-        """None: it has no weights."""
-        return 0
 
     def observe(self, routing: Routing) -> None:
         """Count what this layer wanted."""
@@ -53,3 +50,17 @@ class Popularity:
         share, experts = (counts / counts.sum().clamp(min=1e-30)).topk(amount)
         named = zip(experts.tolist(), share.tolist(), strict=True)
         return [Candidate(following, expert, score) for expert, score in named if score > 0]
+
+
+class AllExperts(Predictor):
+    """Names all experts of the next layer, as MoESys does (a baseline of DuoServe-MoE, section 6.1)."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self._answers = [
+            [Candidate(layer, expert, 1.0) for expert in range(num_experts)] if layer < num_layers else []
+            for layer in range(1, num_layers + 1)
+        ]
+
+    def predict(self, layer: int) -> Sequence[Candidate]:
+        """Every expert of the next layer; nothing after the last."""
+        return self._answers[layer]

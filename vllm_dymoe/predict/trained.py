@@ -8,17 +8,18 @@ names that come out.
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from vllm_dymoe.predict.base import Candidate, SideStreamPredictor
+from vllm_dymoe.predict.base import Candidate, OnDevice, Predictor
 from vllm_dymoe.predict.checkpoint import PredictorError, load_predictor
 from vllm_dymoe.predict.folded import FoldedMLP
 from vllm_dymoe.predict.ranking import rank_by_frequency
 from vllm_dymoe.predict.routed_model import RoutedModel
-from vllm_dymoe.predict.side_stream import Answer, Inline, SideStream, make_side_stream
+from vllm_dymoe.predict.side_stream import Answer, SideStream, make_side_stream
 from vllm_dymoe.residency.routing import Phase, Routing
 
 
-class TrainedPredictor(SideStreamPredictor):
+class TrainedPredictor(Predictor):
     """Asks a network about the next layer.
 
     Args:
@@ -28,13 +29,12 @@ class TrainedPredictor(SideStreamPredictor):
 
     Attributes:
         network: of the model that runs.
-        amount: experts that are named for each token of a decode step.
     """
 
     def __init__(self, network: FoldedMLP, decode_experts: int, side_stream: SideStream | None = None) -> None:
-        super().__init__(side_stream or Inline())
+        super().__init__(side_stream)
         self.network = network
-        self.amount = min(decode_experts, network.num_experts)
+        self._amount = min(decode_experts, network.num_experts)
         self._past: torch.Tensor | None = None
         self._x: torch.Tensor | None = None
         self._layer = -1
@@ -79,7 +79,7 @@ class TrainedPredictor(SideStreamPredictor):
         assert self._x is not None
 
         def named(rows: torch.Tensor, *seen: torch.Tensor) -> Answer:
-            best = network.logits(following, rows, *(seen or (None,))).topk(self.amount)
+            best = network.logits(following, rows, *(seen or (None,))).topk(self._amount)
             return best.indices, best.values
 
         self._read = self._side_stream.begin(named, self._past, *(() if network.gates is None else (self._x,)))
@@ -102,6 +102,10 @@ class TrainedPredictor(SideStreamPredictor):
         ranked = rank_by_frequency(experts.flatten(), scores.flatten().float().sigmoid())
         return [Candidate(following, expert, score) for expert, score in ranked]
 
+    def on_device(self, device: torch.device) -> OnDevice:
+        """The network on its device."""
+        return NetworkOnDevice(self.network, self._amount)
+
     def _has_network_for(self, layer: int) -> bool:
         return layer < self.network.num_layers and self._phase is Phase.DECODE
 
@@ -110,3 +114,24 @@ def _ranked(layer: int, shares: torch.Tensor) -> list[Candidate]:
     """Every expert of a layer that was ever chosen, the most popular first."""
     order = shares.argsort(descending=True).tolist()
     return [Candidate(layer, expert, shares[expert].item()) for expert in order if shares[expert] > 0]
+
+
+class NetworkOnDevice:
+    """A trained network, which is told what the layers before chose.
+
+    Args:
+        network: of the model that runs, on its device.
+        amount: experts to name for each token.
+    """
+
+    def __init__(self, network: FoldedMLP, amount: int) -> None:
+        self._network, self.guesses = network, amount
+        self._past: Tensor | None = None
+
+    def foresee(self, layer: int, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Ask the network, which is not told about the first layer."""
+        network = self._network
+        chosen = ids.clamp(min=0)  # rows that fill up a batch may have none
+        self._past = network.remember(chosen, None if layer == 0 else self._past)
+        best = network.logits(layer + 1, self._past, None if network.gates is None else x).topk(self.guesses)
+        return best.indices, best.values.float().sigmoid()

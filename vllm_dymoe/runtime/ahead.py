@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vllm_dymoe.predict.on_device import OnDevice
+from vllm_dymoe.predict import OnDevice
 from vllm_dymoe.residency.decode_ahead import Copies
 from vllm_dymoe.residency.decode_table import DecodeTable
 

@@ -111,14 +111,14 @@ class DecidedMemory(ExpertMemory):
         table, experts = self.decisions, self.experts
         layers, count = len(experts.layers), experts.num_experts
         formats = {CODES[tier]: experts.formats.get(bits[tier]) for tier in (Tier.HI, Tier.LO)}
-        table.set_precision(formats, system.critical_counts(layers, count))
-        table.reuse_high.fill_(system.reuses_high)
+        table.set_precision(formats, system.precision.critical_counts(layers, count))
+        table.reuse_high.fill_(system.precision.reuses_high)
         sources = tuple((code, fmt.bits) for code, fmt in formats.items() if fmt is not None)
         if table.nested:
             sources = tuple((CODES[tier], of_slice) for tier, of_slice in self.bits.items())
         if sources != self._sources:
             self._point(sources)
-        self.table.reuse_high = system.reuses_high
+        self.table.reuse_high = system.precision.reuses_high
 
     def _point(self, sources: tuple[tuple[int, int], ...]) -> None:
         """Tell the device where each version of each expert lies in the store, by code and bit-width."""

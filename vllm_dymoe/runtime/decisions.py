@@ -35,7 +35,7 @@ def device_decides(
 
 
 def _obstacle(options: Options, system: System, readable: bool) -> str:
-    if not system.decides_on_device:
+    if not system.residency.on_device:
         return f'what the system "{system.name}" chooses with its options needs the host'
     if not readable:
         return 'the device cannot read experts from files by itself (host_store "pinned" puts them into memory)'

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.predict.on_device import OnDevice
+from vllm_dymoe.predict import OnDevice
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_table import DecodeTable
 from vllm_dymoe.residency.format import ModelExperts

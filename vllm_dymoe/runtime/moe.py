@@ -11,7 +11,6 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
 from vllm_dymoe.observe.timeline import CudaClock, HostClock, Timeline
 from vllm_dymoe.predict import Measured, Predictor
-from vllm_dymoe.predict.on_device import on_device
 from vllm_dymoe.residency.budget import BudgetTracker
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.ahead import Branch, make_branch
@@ -97,7 +96,7 @@ class MoERuntime:
             readable=isinstance(store, ReadableStore),
             obstacle=DRAFTED if self.experts.draft_layers else obstacle,
         )
-        self._migrates = system.migrating is not None
+        self._migrates = system.residency.migrating is not None
         kernel = self._decode_kernel(options) if decides else None
         self.memory = self.make_memory() if kernel is None else self.make_decided_memory()
         self.decode = None if kernel is None else self._make_decode_path(kernel, system, predictor)
@@ -146,10 +145,11 @@ class MoERuntime:
     def _make_decode_path(self, kernel: DecodeKernel, system: System, predictor: Predictor | None) -> DecodePath:
         assert isinstance(self.memory, DecidedMemory)
         path = DecodePath(self.experts, self.memory.decisions, kernel, self.device)
-        named = None if predictor is None else on_device(predictor, self.device)
-        if named is not None and system.projections_in_graph > 0 and not self.memory.decisions.nested:
+        named = None if predictor is None else predictor.on_device(self.device)
+        ahead = system.foresight.projections_in_graph if system.foresight else 0
+        if named is not None and ahead > 0 and not self.memory.decisions.nested:
             path.look_ahead(named, self.make_branch())
-            self.memory.fetch_ahead(system.projections_in_graph)
+            self.memory.fetch_ahead(ahead)
         return path
 
     @property
@@ -199,14 +199,14 @@ class MoERuntime:
         """
         options = changed_precision(self.options, self.experts.formats, changes)
         system = make_system(options)
-        if self.decode is not None and not system.decides_on_device:
+        if self.decode is not None and not system.residency.on_device:
             raise ConfigError(
                 "vllm-dymoe: the precision stays as it was: the device decides about experts in decode, and this needs "
                 'the host; start with decisions "host".'
             )
         self._take_decode_counts()  # of the bit-widths that they had
         plan = self._plan(self.plan.limit, options, system)
-        if plan == self.plan and slot_bits(self.experts, options, system.tiers) == self.memory.bits:
+        if plan == self.plan and slot_bits(self.experts, options, system.precision.tiers) == self.memory.bits:
             self._serve_with(options, system)
         else:
             self._replace("the precision", options, system, plan)
@@ -259,7 +259,7 @@ class MoERuntime:
                 f"vllm-dymoe: {what} cannot change while reads that were given up have not ended "
                 f"({self.store.description}); try again later."
             )
-        self.memory.check_growth(plan, slot_bits(self.experts, options, system.tiers))
+        self.memory.check_growth(plan, slot_bits(self.experts, options, system.precision.tiers))
         before = self.options, self.system, self.plan
         self.memory.free()
         try:
@@ -299,7 +299,7 @@ class MoERuntime:
         return limit_in_bytes(self._expert_budget, self.experts, options, self._beside_experts, self._automatic_budget)
 
     def _plan(self, limit: int, options: Options, system: System) -> SlotPlan:
-        shares = system.all_shares(self.experts)
+        shares = system.precision.all_shares(self.experts)
         filled = isinstance(self.memory, DecidedMemory)
         beside, popularity = self._beside_experts, self._popularity
         return plan_slots(self.experts, options, system, limit, beside, shares, filled=filled, popularity=popularity)
@@ -312,14 +312,16 @@ class MoERuntime:
 
     def _allocate(self, options: Options, system: System, plan: SlotPlan) -> None:
         """Serve with other slots; the old ones are gone, so that there is one arena at a time."""
-        self.memory.allocate(plan, slot_bits(self.experts, options, system.tiers), reuse_high=system.reuses_high)
+        self.memory.allocate(
+            plan, slot_bits(self.experts, options, system.precision.tiers), reuse_high=system.precision.reuses_high
+        )
         self._serve_with(options, system)
         self.serving.begin()
         self.serving.migration = self._make_migration()
 
     def _make_migration(self) -> Migration | None:
         """None where steps fetch what they need: the system asks for that, or the budget cannot hold every expert."""
-        migrating, held = self.system.migrating, sum(self.plan.quotas.get(Tier.HI, ()))
+        migrating, held = self.system.residency.migrating, sum(self.plan.quotas.get(Tier.HI, ()))
         if migrating is None or not held:
             return None
         decoded = DecodeCounts(self.memory.decisions) if isinstance(self.memory, PlannedMemory) else None
@@ -360,7 +362,7 @@ class MoERuntime:
     def precision(self) -> dict[str, Any]:
         """What decides precision at the moment, and what it means for a single token, as JSON-serialisable data."""
         options, layers = self.options, len(self.experts.layers)
-        shares = self.system.all_shares(self.experts)
+        shares = self.system.precision.all_shares(self.experts)
         return {
             "system": self.system.name,
             "system_options": dict(options.system_options),

@@ -16,7 +16,7 @@ def read_popularity(experts: ModelExperts, system: System) -> NDArray[np.float64
     Raises:
         ConfigError: the trace cannot be read, or is of other layers or experts than this rank has.
     """
-    migrating = system.migrating
+    migrating = system.residency.migrating
     if migrating is None or migrating.trace is None:
         return None
     try:

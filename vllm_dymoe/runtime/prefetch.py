@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from vllm_dymoe.predict import Candidate, Measured
+from vllm_dymoe.residency.format import EVERY_PROJECTION
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.systems import System
+from vllm_dymoe.systems.pace import Pace
 from vllm_dymoe.transfer import Reason, TransferEngine
 from vllm_dymoe.transfer.ticket import State
 
@@ -80,7 +82,9 @@ class Prefetcher:
         self._waited = 0.0  # seconds of exposed waits until the last of these
         self._answered = False  # whether the last prediction named somebody
         # A prefill wants most experts of a layer and a single token few: what pays for one may not for the other.
-        self._paces = {phase: system.make_pace() for phase in Phase}
+        foresight = system.foresight
+        self._projections = foresight.projections if foresight else len(EVERY_PROJECTION)
+        self._paces = {phase: Pace(paid=foresight is not None and foresight.paced) for phase in Phase}
         self._pace = self._paces[Phase.DECODE]  # of the running step
 
     def look_ahead(self, layer: int, phase: Phase, predictor: Measured) -> Callable[[], None] | None:
@@ -112,7 +116,7 @@ class Prefetcher:
     @property
     def frees_slots_early(self) -> bool:
         """Whether guesses wait for slots of a layer that keeps none: its first expert is then computed by itself."""
-        return bool(self._candidates) and not self._system.keeps_experts
+        return bool(self._candidates) and not self._system.residency.keeps
 
     def offer(self, layer: int, candidates: Iterable[Candidate]) -> None:
         """Consider experts of the layers after ``layer``, best first, in place of those that were offered before.
@@ -123,7 +127,10 @@ class Prefetcher:
         named: dict[int, list[int]] = {}
         for candidate in coming:
             named.setdefault(candidate.layer, []).append(candidate.expert)
-        tiers = {later: self._system.tiers_ahead(later, self._num_layers, experts) for later, experts in named.items()}
+        tiers = {
+            later: self._system.precision.tiers_ahead(later, self._num_layers, experts)
+            for later, experts in named.items()
+        }
         wanted = ((later, expert, tiers[later][expert]) for later, expert, _ in coming)
         self._candidates = deque(one for one in wanted if one[2] in self._memory.pools)
 
@@ -143,9 +150,7 @@ class Prefetcher:
             for part in self._memory.lacking(layer, expert, tier):
                 if any(f.expert == expert and (f.tier is part or not self._memory.nested) for f in ahead):
                     continue
-                fetch = self._fetcher.start(
-                    layer, expert, part, Reason.PREFETCH, projections=self._system.projections_ahead
-                )
+                fetch = self._fetcher.start(layer, expert, part, Reason.PREFETCH, projections=self._projections)
                 if fetch is None:
                     return
                 ahead.append(fetch)

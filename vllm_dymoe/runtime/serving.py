@@ -85,7 +85,7 @@ class Serving:
         """With the slots that ``memory`` has now."""
         self.memory.fence(self.engine.fence())
         # Whose slots change between steps knows no last reader of theirs: steps without the host leave none.
-        overlaps = self.system.overlaps and self.system.migrating is None
+        overlaps = self.system.residency.overlaps and self.system.residency.migrating is None
         self.fetcher = Fetcher(self.memory, self.engine, overlaps=overlaps)
         self.prefetcher = None if self.predictor is None else self._make_prefetcher()
         self.migration = None
@@ -123,7 +123,8 @@ class Serving:
         """
         if self.migration is not None:
             self.migration.turn()
-        asked = phase is Phase.PREFILL and self.system.foresees_first_layer
+        foresight = self.system.foresight
+        asked = phase is Phase.PREFILL and foresight is not None and foresight.first_layer
         if asked and self.predictor is not None and self.prefetcher is not None:
             self.prefetcher.foresee_first_layer(phase, self.predictor)
 
@@ -147,7 +148,7 @@ class Serving:
         try:
             layer, (x, weights) = routing.layer, routing.inputs()
             tokens, top_k = routing.ids.shape
-            tiers, bits = self.system.select(routing), self._bits
+            tiers, bits = self.system.precision.select(routing), self._bits
             wanted = {expert: tier for expert in routing.active if bits[tier := tiers[expert]] > 0}
             planned = self.counts.planned
             planned.update(wanted.values())
@@ -183,13 +184,13 @@ class Serving:
                     self.prefetcher,
                     self.counts,
                     kernel=self.kernel,
-                    in_turn=self.engine.occupies_cores or not self.system.overlaps,
+                    in_turn=self.engine.occupies_cores or not self.system.residency.overlaps,
                 )
                 step.run(begin, look_ahead)
             if sum(map(routing.counts.__getitem__, wanted)) == tokens * top_k:
                 return combine(out, weights)
             skipped = tiers.keys() - wanted.keys()
-            return combine(out, weights, routing.ids, skipped, renormalize=self.system.renormalizes)
+            return combine(out, weights, routing.ids, skipped, renormalize=self.system.precision.renormalizes)
         finally:  # whether it could be computed or not
             if timeline is not None:
                 ended, what = time.perf_counter(), f"layer {routing.layer}"

@@ -66,9 +66,9 @@ def used_tiers(options: Options, tiers: frozenset[Tier]) -> tuple[Tier, ...]:
 
 def minimum_budget(experts: ModelExperts, options: Options, system: System, workspace_bytes: int) -> int:
     """The smallest budget that can serve at all: one slot of each tier, or of each expert, and the workspace."""
-    if system.migrating is not None and not system.migrating.streams:
-        return workspace_bytes + _resident_bytes(experts, options, system.migrating, 1)
-    bits = slot_bits(experts, options, system.tiers).values()
+    if system.residency.migrating is not None and not system.residency.migrating.streams:
+        return workspace_bytes + _resident_bytes(experts, options, system.residency.migrating, 1)
+    bits = slot_bits(experts, options, system.precision.tiers).values()
     return workspace_bytes + sum(experts.formats[width].nbytes for width in bits)
 
 
@@ -122,7 +122,7 @@ def plan_slots(
     Raises:
         ConfigError: the budget cannot hold one expert of each tier, or every expert where none is fetched.
     """
-    least, migrating = minimum_budget(experts, options, system, workspace_bytes), system.migrating
+    least, migrating = minimum_budget(experts, options, system, workspace_bytes), system.residency.migrating
     if limit < least:
         everyone = "every expert at its low version, a high one" if migrating else "one expert of each tier"
         instead = ", or stream_cold to fetch what is not there" if migrating and not migrating.streams else ""
@@ -132,7 +132,7 @@ def plan_slots(
         )
     if migrating and limit - workspace_bytes >= _resident_bytes(experts, options, migrating, 1):
         return _plan_residents(experts, options, migrating, limit, workspace_bytes, popularity)
-    bits = slot_bits(experts, options, system.tiers)
+    bits = slot_bits(experts, options, system.precision.tiers)
     used = tuple(bits)
     nested = Tier.HI in bits and experts.formats[bits[Tier.HI]].nested
     layers = len(experts.layers)
@@ -142,7 +142,7 @@ def plan_slots(
     spare = limit - workspace_bytes
     slots: dict[Tier, int] = {}
     if nested:
-        high = sum(weights[Tier.HI]) / layers if Tier.LO in system.tiers and options.lo else 1.0
+        high = sum(weights[Tier.HI]) / layers if Tier.LO in system.precision.tiers and options.lo else 1.0
         slots = _slice_slots(sizes, high, every_expert, spare)
         weights[Tier.LO] = [1.0] * layers  # every expert needs a base
     elif len(used) == 2:
@@ -156,13 +156,14 @@ def plan_slots(
         slots[used[0]] = min(every_expert, spare // sizes[used[0]])
     quotas = {}
     # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
-    everyone_stays = system.keeps_experts
+    everyone_stays = system.residency.keeps
     if filled:
-        everyone_stays &= slots.get(used[0]) == every_expert and (len(used) == 1 or system.reuses_high)
+        everyone_stays &= slots.get(used[0]) == every_expert and (len(used) == 1 or system.precision.reuses_high)
     for tier, count in slots.items():
         # C of Eq. 10 bounds what is fetched ahead: a quarter of the slots at most, or layers would keep too little.
-        ahead = min(FEWEST_STAGING + system.named_ahead(experts.top_k), count // 4)
-        staging = max(system.staging_slots(count), ahead if system.named_ahead(experts.top_k) else 0)
+        wide = system.foresight.slots(experts.top_k) if system.foresight else 0
+        ahead = min(FEWEST_STAGING + wide, count // 4)
+        staging = max(system.staging_slots(count), ahead if wide else 0)
         staging = 0 if count == every_expert and everyone_stays else staging
         quotas[tier] = layer_shares(count, weights[tier], staging, experts.num_experts)
     return SlotPlan(limit, workspace_bytes, slots, quotas)

@@ -40,13 +40,13 @@ def make_system(options: Options) -> System:
         raise SystemOptionError(
             "system_options", f'system "{name}" does not take these system_options ({problems}); it has {known}'
         ) from error
-    if options.lo == 0 and Tier.HI not in system.tiers:
+    if options.lo == 0 and Tier.HI not in system.precision.tiers:
         raise SystemOptionError(
             "system", f'system "{name}" as it is set would skip every expert with lo = 0; set lo to 2, 4 or 8'
         )
-    if system.migrating is not None and options.lo == 0:
+    if system.residency.migrating is not None and options.lo == 0:
         raise SystemOptionError("system", f'system "{name}" keeps a low version of every expert; set lo to 2, 4 or 8')
-    if options.predictor is not None and not system.takes_predictor:
+    if options.predictor is not None and not (system.foresight and system.foresight.takes_predictor):
         raise SystemOptionError("predictor", f'system "{name}" as it is set has no use for a predictor; leave it out')
     return system
 

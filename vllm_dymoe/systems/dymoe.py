@@ -7,7 +7,8 @@ decodes its precision. Within a phase requests are one batch: their heavy hitter
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -16,9 +17,78 @@ from pydantic import Field
 
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
+from vllm_dymoe.systems.base import Precision, Residency
 from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.systems.importance import gate_importance, most_important, step_importance
 from vllm_dymoe.systems.schedule import Schedule
+
+_IDLE = 0.25  # of what retention says: less than that is an idle tier
+
+
+@dataclass(frozen=True)
+class CriticalHigh(Precision):
+    """High for as many as the schedule says, the most important first; low for the others.
+
+    Attributes:
+        schedule: how many experts are critical, by depth (Eqs. 4 and 5).
+    """
+
+    schedule: Schedule = field(default_factory=lambda: Schedule(0.75))
+
+    def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
+        """Of ``top_k`` active experts: what rounding makes of r(l)."""
+        high = [self.schedule.critical(layer, num_layers, top_k) / top_k for layer in range(num_layers)]
+        shares = {Tier.HI: high, Tier.LO: [1 - share for share in high]}
+        return {tier: shares[tier] for tier in self.tiers}
+
+    def select(self, routing: Routing) -> Mapping[int, Tier]:
+        """High for the critical experts of each phase."""
+        active = len(routing.active)
+        if self._critical(routing, active) == active:  # and so is every part of them
+            return dict.fromkeys(routing.active, Tier.HI)
+        high = self.critical(routing)
+        return {expert: Tier.HI if expert in high else Tier.LO for expert in routing.active}
+
+    def critical(self, routing: Routing) -> set[int]:
+        """The most important experts of a step (4.2)."""
+        prompt = routing.prompt
+        if prompt is None and len(routing.ids) == 1:  # decode of one request
+            importance = gate_importance(routing.host_ids, routing.host_weights)
+            return most_important(importance, self._critical(routing, len(routing.active)))
+        load, gate = step_importance(routing.ids, routing.weights, 1 + max(routing.active, default=0), prompt)
+        high = most_important(load, self._critical(routing, len(load)))
+        return high | most_important(gate, self._critical(routing, len(gate)))
+
+    def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
+        """Eq. 5 for every layer and number of active experts."""
+        critical = self.schedule.critical
+        counts = [[critical(layer, num_layers, n) for n in range(experts + 1)] for layer in range(num_layers)]
+        return np.array(counts, np.int32)
+
+    def tiers_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Tier]:
+        """High for as many as the coming layer's t says (Eqs. 5, 7 and 8), the others low."""
+        high = set(named[: self.schedule.critical(layer, num_layers, len(named))])
+        return {expert: Tier.HI if expert in high else Tier.LO for expert in named}
+
+    def warnings(self, num_layers: int, top_k: int) -> Sequence[str]:
+        """Where rounding leaves one of two tiers, in decode, less than a quarter of what retention says."""
+        schedule, found = self.schedule, []
+        realised = schedule.realised(num_layers, top_k)
+        for name, wanted, share in (
+            ("low", 1 - schedule.retention, 1 - realised),
+            ("high", schedule.retention, realised),
+        ):
+            if share < _IDLE * wanted:
+                other = "nearest" if schedule.rounding == "up" else "up"
+                found.append(
+                    f'rounding "{schedule.rounding}" leaves the {name} tier {share:.1%} of a token\'s experts where '
+                    f"retention {schedule.retention:g} says {wanted:.0%}, so it is idle in decode; set rounding to "
+                    f'"{other}" in system_options, or change retention.'
+                )
+        return found
+
+    def _critical(self, routing: Routing, active: int) -> int:
+        return self.schedule.critical(routing.layer, routing.num_layers, active)
 
 
 class Dymoe(Exact):
@@ -39,90 +109,18 @@ class Dymoe(Exact):
     reuse_high: bool = True
     """Whether an expert that is wanted low is computed high where its high version is on the device."""
 
-    @property
-    def schedule(self) -> Schedule:
-        """How many experts are critical, by depth (Eqs. 4 and 5)."""
-        return _schedule(self.retention, self.rounding)
+    @cached_property
+    def precision(self) -> CriticalHigh:
+        """Both tiers, or only one at the two ends of the scale."""
+        return CriticalHigh(
+            frozenset(tier for tier, used in ((Tier.HI, self.retention > 0), (Tier.LO, self.retention < 1)) if used),
+            heavy_hitters=self.heavy_share,
+            reuses_high=self.reuse_high,
+            renormalizes=self.skipped_weights == "renormalize",
+            schedule=Schedule(self.retention, self.rounding),
+        )
 
-    @property
-    def tiers(self) -> frozenset[Tier]:
-        """Both, or only one at the two ends of the scale."""
-        if self.retention == 0:
-            return frozenset((Tier.LO,))
-        return frozenset((Tier.HI,)) if self.retention == 1 else frozenset((Tier.HI, Tier.LO))
-
-    @property
-    def heavy_hitters(self) -> float | None:
-        """As the parameter says."""
-        return self.heavy_share
-
-    @property
-    def reuses_high(self) -> bool:
-        """As the parameter says."""
-        return self.reuse_high
-
-    @property
-    def renormalizes(self) -> bool:
-        """As the parameter says."""
-        return self.skipped_weights == "renormalize"
-
-    @property
-    def decides_on_device(self) -> bool:
-        """Unless the weights of skipped experts are handed on."""
-        return not self.renormalizes
-
-    def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
-        """Of ``top_k`` active experts: what rounding makes of r(l)."""
-        high = [self._critical(layer, num_layers, top_k) / top_k for layer in range(num_layers)]
-        shares = {Tier.HI: high, Tier.LO: [1 - share for share in high]}
-        return {tier: shares[tier] for tier in self.tiers}
-
-    def select(self, routing: Routing) -> Mapping[int, Tier]:
-        """High for as many as the schedule says, the most important first."""
-        prompt = routing.prompt
-        active = len(routing.active)
-        critical = partial(self._critical, routing.layer, routing.num_layers)
-        if critical(active) == active:  # and so is every part of them
-            return dict.fromkeys(routing.active, Tier.HI)
-        if prompt is None and len(routing.ids) == 1:  # decode of one request
-            importance = gate_importance(routing.host_ids, routing.host_weights)
-            high = most_important(importance, critical(active))
-        else:
-            load, gate = step_importance(routing.ids, routing.weights, 1 + max(routing.active, default=0), prompt)
-            high = most_important(load, critical(len(load)))
-            high |= most_important(gate, critical(len(gate)))
-        return {expert: Tier.HI if expert in high else Tier.LO for expert in routing.active}
-
-    def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
-        """Eq. 5 for every layer and number of active experts."""
-        counts = [[self._critical(layer, num_layers, n) for n in range(experts + 1)] for layer in range(num_layers)]
-        return np.array(counts, np.int32)
-
-    def tiers_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Tier]:
-        """High for as many as the coming layer's t says (Eqs. 5, 7 and 8), the others low."""
-        high = set(named[: self._critical(layer, num_layers, len(named))])
-        return {expert: Tier.HI if expert in high else Tier.LO for expert in named}
-
-    def warnings(self, num_layers: int, top_k: int) -> Sequence[str]:
-        """Where rounding leaves one of two tiers, in decode, less than a quarter of what retention says."""
-        realised = self.schedule.realised(num_layers, top_k)
-        found = []
-        for name, wanted, share in (
-            ("low", 1 - self.retention, 1 - realised),
-            ("high", self.retention, realised),
-        ):
-            if share < _IDLE * wanted:
-                other = "nearest" if self.rounding == "up" else "up"
-                found.append(
-                    f'rounding "{self.rounding}" leaves the {name} tier {share:.1%} of a token\'s experts where '
-                    f"retention {self.retention:g} says {wanted:.0%}, so it is idle in decode; set rounding to "
-                    f'"{other}" in system_options, or change retention.'
-                )
-        return found
-
-    def _critical(self, layer: int, num_layers: int, active: int) -> int:
-        return self.schedule.critical(layer, num_layers, active)
-
-
-_IDLE = 0.25  # of what retention says: less than that is an idle tier
-_schedule = lru_cache(Schedule)  # asked for every layer of every step
+    @cached_property
+    def residency(self) -> Residency:
+        """A device cannot hand on the weights of skipped experts."""
+        return Residency(on_device=not self.precision.renormalizes)

@@ -4,6 +4,7 @@ Nothing is fetched when a router asks. What is high follows windows of traffic, 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,7 +15,20 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from vllm_dymoe.residency.hotness import Rule
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.systems.base import Migrating, System
+from vllm_dymoe.systems.base import Migrating, Precision, Residency, System
+
+
+class _AsResident(Precision):
+    """Low will do: an expert whose high version is there is computed high."""
+
+    def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
+        return {Tier.HI: [0.0] * num_layers, Tier.LO: [1.0] * num_layers}
+
+    def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
+        return np.zeros((num_layers, experts + 1), np.int32)
+
+    def select(self, routing: Routing) -> Mapping[int, Tier]:
+        return dict.fromkeys(routing.active, Tier.LO)
 
 
 class DynaExq(System):
@@ -44,17 +58,16 @@ class DynaExq(System):
     stream_cold: bool = False
     """Whether a budget that cannot hold every low version is served all the same, by fetching while requests wait."""
 
-    @property
-    def tiers(self) -> frozenset[Tier]:
-        """Both."""
-        return frozenset((Tier.HI, Tier.LO))
+    @cached_property
+    def precision(self) -> Precision:
+        """Both tiers; residency decides which."""
+        return _AsResident(frozenset((Tier.HI, Tier.LO)))
 
-    @property
-    def migrating(self) -> Migrating:
-        """As the parameters say."""
-        rule = Rule(self.alpha, self.margin, self.slack)
-        return Migrating(
-            rule=rule,
+    @cached_property
+    def residency(self) -> Residency:
+        """Where every expert is there nothing is left for a device to decide."""
+        migrating = Migrating(
+            rule=Rule(self.alpha, self.margin, self.slack),
             window_seconds=self.window_s,
             window_uses=self.window_uses,
             in_flight=self.in_flight,
@@ -63,20 +76,4 @@ class DynaExq(System):
             trace=self.popularity,
             streams=self.stream_cold,
         )
-
-    def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
-        """Low is what every expert has to have."""
-        return {Tier.HI: [0.0] * num_layers, Tier.LO: [1.0] * num_layers}
-
-    @property
-    def decides_on_device(self) -> bool:
-        """Where every expert is there nothing is left to decide."""
-        return not self.stream_cold
-
-    def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
-        """None has to be high."""
-        return np.zeros((num_layers, experts + 1), np.int32)
-
-    def select(self, routing: Routing) -> Mapping[int, Tier]:
-        """Low will do: who is there high serves high."""
-        return dict.fromkeys(routing.active, Tier.LO)
+        return Residency(on_device=not self.stream_cold, migrating=migrating)

@@ -1,5 +1,6 @@
-"""The default: every expert high, the hottest kept, and the next layer's gate asked ahead."""
+"""The default: every expert high, the hottest kept, and the next layer's gate asked ahead (DyMoE 4.4.1)."""
 
+from functools import cached_property
 from typing import ClassVar
 
 from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
@@ -7,9 +8,7 @@ from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 from vllm_dymoe.predict import Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.predict.side_stream import make_side_stream
-from vllm_dymoe.residency.format import EVERY_PROJECTION
-from vllm_dymoe.systems.base import System
-from vllm_dymoe.systems.pace import Pace, PaidPace
+from vllm_dymoe.systems.base import Foresight, Residency, System
 
 
 class Exact(System):
@@ -30,43 +29,26 @@ class Exact(System):
             raise ValueError("something has to name experts ahead, so that look_ahead must be 1 or more")
         return projections
 
-    @property
-    def projections_in_graph(self) -> int:
-        """As the parameter says."""
-        return self.ahead_in_graph
+    @cached_property
+    def residency(self) -> Residency:
+        """Every expert is high, so a device can decide."""
+        return Residency(on_device=True)
 
-    @property
-    def decides_on_device(self) -> bool:
-        """Everything is high."""
-        return True
-
-    def named_ahead(self, top_k: int) -> int:
-        """In a graph, two layers' guesses: one is read while the other is fetched."""
-        return 2 * -(-self.ahead_in_graph // len(EVERY_PROJECTION))
-
-    @property
-    def foresight(self) -> str | None:
-        """The next layer's gate on this layer's input (DyMoE 4.4.1)."""
-        return "next gate" if self.look_ahead else None
-
-    @property
-    def needs_gates(self) -> bool:
-        """As long as anything is to be fetched ahead."""
-        return self.look_ahead > 0
-
-    @property
-    def takes_predictor(self) -> bool:
-        """As long as anything is to be fetched ahead."""
-        return self.look_ahead > 0
-
-    def make_predictor(self, model: RoutedModel) -> Predictor | None:
-        """The trained one that was given, or the gates."""
+    @cached_property
+    def foresight(self) -> Foresight | None:
+        """The next layers' gates on this layer's input, or the trained predictor that was given."""
         if not self.look_ahead:
             return None
+        return Foresight(
+            "next gate",
+            self._predictor,
+            needs_gates=True,
+            takes_predictor=True,
+            paced=True,
+            projections_in_graph=self.ahead_in_graph,
+        )
+
+    def _predictor(self, model: RoutedModel) -> Predictor:
         if model.predictor is not None:
             return TrainedPredictor.load(model)
         return NextGate(model.gates, model.top_k, layers=self.look_ahead, side_stream=make_side_stream(model.device))
-
-    def make_pace(self) -> Pace:
-        """Guesses have to pay for what they cost."""
-        return PaidPace()

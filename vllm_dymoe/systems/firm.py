@@ -1,5 +1,6 @@
 """FIRM-MoE: experts that several layers agree on are fetched ahead in parts, as often as HEOP finds it worth."""
 
+from functools import cached_property
 from typing import ClassVar
 
 from pydantic import Field
@@ -8,7 +9,7 @@ from vllm_dymoe.predict import Predictor, RoutedModel
 from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
 from vllm_dymoe.predict.side_stream import make_side_stream
 from vllm_dymoe.predict.tuner import Heop, Setting
-from vllm_dymoe.systems.base import System
+from vllm_dymoe.systems.base import Foresight, System
 
 # P to begin with and the largest that is tried. K begins with the model's experts per token and goes up to twice that.
 _START_P, _LARGEST_P = 3, 6
@@ -24,28 +25,21 @@ class Firm(System):
     projections: int = Field(default=2, ge=1, le=3)
     """n: projections of an expert that are fetched ahead; the paper has 1 for small models and 2 for larger ones."""
 
-    @property
-    def projections_ahead(self) -> int:
-        """As the parameter says."""
-        return self.projections
+    @cached_property
+    def foresight(self) -> Foresight:
+        """Meeting of Layers (Eqs. 5 and 6). With fewer slots than the largest K these would decide what is fetched, and
+        K and P nothing (Eq. 9)."""
+        return Foresight(
+            "meeting of layers",
+            _predictor,
+            needs_gates=True,
+            projections=self.projections,
+            wide=lambda top_k: _LARGEST_K * top_k,
+        )
 
-    def named_ahead(self, top_k: int) -> int:
-        """The largest K: with fewer slots these would decide what is fetched, and K and P nothing (Eq. 9)."""
-        return _LARGEST_K * top_k
 
-    @property
-    def foresight(self) -> str | None:
-        """Meeting of Layers (Eqs. 5 and 6)."""
-        return "meeting of layers"
-
-    @property
-    def needs_gates(self) -> bool:
-        """Each layer of a meeting asks one."""
-        return True
-
-    def make_predictor(self, model: RoutedModel) -> Predictor:
-        """Meeting of Layers, with K and P from HEOP."""
-        start = Setting(min(model.top_k, model.num_experts), _START_P)
-        largest = Setting(max(start.k, min(_LARGEST_K * model.top_k, model.num_experts)), _LARGEST_P)
-        tuner = Heop(model.num_layers, start, largest)
-        return MeetingOfLayers(model.gates, *start, tuner, model.hits, make_side_stream(model.device))
+def _predictor(model: RoutedModel) -> Predictor:
+    start = Setting(min(model.top_k, model.num_experts), _START_P)
+    largest = Setting(max(start.k, min(_LARGEST_K * model.top_k, model.num_experts)), _LARGEST_P)
+    tuner = Heop(model.num_layers, start, largest)
+    return MeetingOfLayers(model.gates, *start, tuner, model.hits, make_side_stream(model.device))

@@ -1,26 +1,26 @@
 """MoESys: while a layer computes, all experts of the next one are fetched (a baseline of DuoServe-MoE, section 6.1)."""
 
+from functools import cached_property
 from typing import ClassVar
 
 from vllm_dymoe.config import ExpertBudget
-from vllm_dymoe.predict import Predictor, RoutedModel
-from vllm_dymoe.predict.all_experts import AllExperts
-from vllm_dymoe.systems.base import System
+from vllm_dymoe.predict.popularity import AllExperts
+from vllm_dymoe.systems.base import Foresight, Residency, System
 
 
 class LayerPrefetch(System):
-    """Slots for a whole layer's experts, and nothing stays; how many are needed does not matter to it."""
+    """Slots for a whole layer's experts, and nothing stays."""
 
     name: ClassVar[str] = "layer-prefetch"
     summary: ClassVar[str] = "MoESys: all experts of the next layer are fetched while one computes, and nothing stays"
     default_budget: ClassVar[ExpertBudget | None] = ExpertBudget(slots="layer")
-    keeps_experts: ClassVar[bool] = False
 
-    @property
-    def foresight(self) -> str | None:
-        """It needs no predictor to know."""
-        return "all of the next layer"
+    @cached_property
+    def residency(self) -> Residency:
+        """Nothing stays."""
+        return Residency(keeps=False)
 
-    def make_predictor(self, model: RoutedModel) -> Predictor:
-        """Names every expert of the next layer."""
-        return AllExperts(model.num_layers, model.num_experts)
+    @cached_property
+    def foresight(self) -> Foresight:
+        """Every expert of the next layer."""
+        return Foresight("all of the next layer", lambda model: AllExperts(model.num_layers, model.num_experts))

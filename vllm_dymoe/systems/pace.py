@@ -1,7 +1,7 @@
-"""How often predictions are acted on: one controller for each system and phase.
+"""How often predictions are acted on: one controller for each phase.
 
-A system whose predictor is tuned already, or which has none, is not paced. Others make fewer guesses while guesses do
-not pay, and never none, so that a change shows.
+A system whose predictor is tuned already is not paced. Others make fewer guesses while guesses do not pay, and never
+none, so that a change shows.
 
 A right guess hides at most the transfer of one expert, a wrong one delays demand by at most one projection, a third of
 it: where fewer than one in four is needed, guessing loses. It also loses where guesses hide less time than they take
@@ -9,7 +9,6 @@ the host: beside a cache that has nearly everything, asking a predictor costs mo
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 _LOSES = 1 / 4  # share of guesses that are needed; see above
 _PAYS = 1 / 2
@@ -22,58 +21,16 @@ _FEWEST = 8  # guesses that have a share
 _LARGEST_INTERVAL = 64
 
 
-class Pace(Protocol):
-    """Decides which predictions are asked for, and hears what became of them."""
-
-    @property
-    def interval(self) -> int:
-        """One of so many predictions is asked for."""
-        ...
-
-    def acts(self) -> bool:
-        """Whether this prediction is one to ask for."""
-        ...
-
-    def answer(self, seconds: float) -> None:
-        """Record a prediction that named somebody, and the host's time for it."""
-        ...
-
-    def spend(self, seconds: float) -> None:
-        """Record more time that the host has taken for guesses."""
-        ...
-
-    def judge(self, needed: bool, hidden: float) -> None:
-        """Record a guess that was right or wrong, and the seconds for which the link had worked for it."""
-        ...
-
-
-class Unpaced:
-    """Every prediction is acted on."""
-
-    interval: ClassVar[int] = 1
-
-    def acts(self) -> bool:
-        """Always."""
-        return True
-
-    def answer(self, seconds: float) -> None:
-        """Not counted."""
-
-    def spend(self, seconds: float) -> None:
-        """Not counted."""
-
-    def judge(self, needed: bool, hidden: float) -> None:
-        """Not counted."""
-
-
 @dataclass
-class PaidPace:
-    """Decides which predictions are asked for.
+class Pace:
+    """Decides which predictions are asked for, and records what became of them.
 
     Attributes:
-        interval: one of so many is.
+        paid: guesses have to pay for what they cost; otherwise every prediction is asked for.
+        interval: one prediction of so many is asked for.
     """
 
+    paid: bool = True
     interval: int = 1
     _predictions: int = 0
     _answers: int = 0  # since the last verdict, as all below
@@ -85,26 +42,26 @@ class PaidPace:
     def acts(self) -> bool:
         """Whether this prediction is one to act on: one in each ``interval``, of another layer each time.
 
-        Every fourth one would be the same layer's in a model of four layers, and if it is the last layer's, nobody's.
+        Every fourth one would be the same layer's in a model of four layers, perhaps the last, which has no next one.
         """
         block, place = divmod(self._predictions, self.interval)
         self._predictions += 1
         acts = place == (block * 0x9E3779B1 >> 16) % self.interval
-        if acts and max(self._answers, self._judged) >= _JUDGED:
+        if acts and self.paid and max(self._answers, self._judged) >= _JUDGED:
             self._decide()
         return acts
 
     def answer(self, seconds: float) -> None:
-        """Take note of a prediction that named somebody, and of the time that it took the host."""
+        """Record a non-empty prediction and its host time."""
         self._answers += 1
         self._spent += seconds
 
     def spend(self, seconds: float) -> None:
-        """Take note of more time that the host has taken for guesses."""
+        """Record more host time for guesses."""
         self._spent += seconds
 
     def judge(self, needed: bool, hidden: float) -> None:
-        """Take note of a guess that was right or wrong, and of the seconds for which the link had worked for it."""
+        """Record whether a guess was needed, and for how many seconds the link had worked for it."""
         self._judged += 1
         self._needed += needed
         self._hidden += hidden if needed else 0.0

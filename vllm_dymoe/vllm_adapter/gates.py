@@ -182,7 +182,8 @@ class Foresight(Observer):
     def __init__(self, options: Options) -> None:
         self._system = make_system(options)
         # A trained predictor asks no gate; they are still checked for the trace.
-        self._needs_gates = self._system.needs_gates and options.predictor is None
+        foresight = self._system.foresight
+        self._needs_gates = foresight is not None and foresight.needs_gates and options.predictor is None
         wanted = self._needs_gates or (options.trace is not None and options.trace.inputs)
         self._tree = ModuleTree() if wanted else None
         self._found: dict[int, tuple[str, Gate]] = {}
@@ -215,7 +216,7 @@ class Foresight(Observer):
         elif self._needs_gates:
             return None
         try:
-            predictor = self._system.make_predictor(model)
+            predictor = self._system.foresight and self._system.foresight.make(model)
             self.trained = model.predictor, None if model.predictor is None else read_card(model.predictor)
         except PredictorError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error

@@ -159,7 +159,7 @@ def _fill_worker(worker: Any) -> None:
 
 def fill(runtime: MoERuntime) -> None:
     """Bring every expert to the device: what prompts alone leave out would be fetched while full load is measured."""
-    if Tier.HI not in runtime.system.tiers or not runtime.system.keeps_experts:
+    if Tier.HI not in runtime.system.precision.tiers or not runtime.system.residency.keeps:
         return
     experts, top_k = runtime.experts, runtime.experts.top_k
     fmt = next(iter(experts.formats.values()))

@@ -252,7 +252,7 @@ def observe_trace(
             header(),
             options.trace.limit,
             inputs=options.trace.inputs,
-            heavy=make_system(options).heavy_hitters is not None,
+            heavy=make_system(options).precision.heavy_hitters is not None,
             say=lambda sentence: logger.info("vllm-dymoe: %s", sentence),
         )
     except TraceError as error:

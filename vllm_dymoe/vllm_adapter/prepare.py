@@ -102,7 +102,7 @@ def _refuse_pipeline(config: VllmConfig, options: Options) -> None:
     if stages == 1:
         return
     instead = f"leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
-    if make_system(options).heavy_hitters is not None:
+    if make_system(options).precision.heavy_hitters is not None:
         raise ConfigError(
             f'vllm-dymoe: system "{options.system}" goes by the depth of a layer, which a stage of a pipeline does not '
             f"know; {instead}"

@@ -61,7 +61,8 @@ def _who_decides(runtime: MoERuntime) -> str:
     """The one writer of what layers keep, and why it is the host."""
     if runtime.decode is None:
         return f"the host{f', because {runtime.host_decides_because}' if runtime.host_decides_because else ''}"
-    ahead, more = runtime.system.projections_in_graph, ""
+    foresight, more = runtime.system.foresight, ""
+    ahead = foresight.projections_in_graph if foresight else 0
     if ahead and runtime.fetches_in_graphs:
         more = f", up to {ahead} projections of the next layer fetched ahead"
     elif ahead:
@@ -82,13 +83,13 @@ def _prefetch(runtime: MoERuntime) -> str:
         return f"trained, by {options.predictor} ({size(predictor.nbytes)} of the budget)"
     if options.system == "duoserve":
         return "popularity, because no predictor was given"
-    return runtime.system.foresight or "none"
+    return foresight.name if (foresight := runtime.system.foresight) else "none"
 
 
 def warnings(runtime: MoERuntime) -> list[str]:
     """Sentences about settings that work, but badly."""
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
-    shares = runtime.system.all_shares(experts)
+    shares = runtime.system.precision.all_shares(experts)
     found = []
     asked = options.model_fields_set & {"system", "system_options", "predictor"}
     if asked and runtime.system.foresight is not None and runtime.device.type == "cpu" and options.link_gbps is None:
@@ -97,8 +98,8 @@ def warnings(runtime: MoERuntime) -> list[str]:
             "because the cores that would copy them are computing; it works where they come from a disk, on a GPU, and "
             "with link_gbps."
         )
-    found += runtime.system.warnings(len(experts.layers) - experts.draft_layers, experts.top_k)
-    for tier in plan.slots if runtime.system.keeps_experts and runtime.system.migrating is None else ():
+    found += runtime.system.precision.warnings(len(experts.layers) - experts.draft_layers, experts.top_k)
+    for tier in plan.slots if runtime.system.residency.keeps and runtime.system.residency.migrating is None else ():
         every_base = runtime.memory.nested and tier is Tier.LO
         # Whatever its tier, an expert needs its base.
         of_layers = [1.0] * len(experts.layers) if every_base else shares[tier]

@@ -80,7 +80,7 @@ class Running:
         self.foresight = foresight
         self.observation = observation
         self.prompts: PromptTap | None = None
-        if runtime.system.heavy_hitters is not None:
+        if runtime.system.precision.heavy_hitters is not None:
             recorded = runtime.options.trace is not None
             self.prompts = PromptTap(lambda: self.runtime.system, step, drafted, caches=caches, recorded=recorded)
         self._model = model

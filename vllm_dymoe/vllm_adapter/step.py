@@ -191,7 +191,7 @@ class PromptTap:
     def _share(self) -> float | None:
         """Of heavy hitters; None where nobody asks for them."""
         system = self._system()
-        return system.heavy_hitters if self._recorded or len(system.tiers) > 1 else None
+        return system.precision.heavy_hitters if self._recorded or len(system.precision.tiers) > 1 else None
 
     def running(self) -> _Prompts | None:
         """The prompts of the running step, if any; None while vLLM warms up."""

@@ -4,6 +4,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm_dymoe.store import FileStore, HostStore, Manifest, MemoryStore
 from vllm_dymoe.store.page_lock import CudaPageLock
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.systems import System
+from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.systems.firm import Firm
 from vllm_dymoe.transfer import make_engine
@@ -63,8 +65,9 @@ class Model:
         return ModelExperts(tuple(range(self.layers)), self.experts, self.top_k, formats)
 
 
-class ByNumber(Exact):
-    """A precision plan by the number of an expert alone: every third one is low, so that no budget changes the plan.
+@dataclass(frozen=True)
+class NumberPrecision(Precision):
+    """Every third expert is low.
 
     Attributes:
         before: called with each plan, which is after the host has read a layer's routing and before any transfer or
@@ -73,19 +76,25 @@ class ByNumber(Exact):
 
     before: Callable[[], None] = lambda: None
 
-    @property
-    def tiers(self) -> frozenset[Tier]:
-        """Both."""
-        return frozenset((Tier.HI, Tier.LO))
-
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
         """Two to one."""
         return {Tier.HI: [2 / 3] * num_layers, Tier.LO: [1 / 3] * num_layers}
 
     def select(self, routing: Routing) -> Mapping[int, Tier]:
-        """See the class."""
+        """By number alone, so that no budget changes the plan."""
         self.before()
         return {expert: Tier.LO if expert % 3 == 0 else Tier.HI for expert in routing.active}
+
+
+class ByNumber(Exact):
+    """A precision plan by the number of an expert alone."""
+
+    before: Callable[[], None] = lambda: None
+
+    @cached_property
+    def precision(self) -> Precision:
+        """Both tiers."""
+        return NumberPrecision(frozenset((Tier.HI, Tier.LO)), before=self.before)
 
 
 def pinned_store(model: Model, bits: Sequence[int], seed: int = 0) -> HostStore:
@@ -165,7 +174,7 @@ class Stack:
             engine = make_engine(store, DEVICE, threads, largest)
         if system is None:
             system = ByNumber(look_ahead=foresight.foresight is not None) if lo else foresight
-        predictor = foresight.make_predictor(routed)
+        predictor = foresight.foresight and foresight.foresight.make(routed)
         runtime = MoERuntime(store, chosen, DEVICE, system=system, engine=engine, predictor=predictor)
         if budget != "100%":
             runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)

@@ -1,0 +1,12 @@
+"""An object with some of its attributes replaced."""
+
+
+class Instead:
+    """Everything but what is given is the object's own."""
+
+    def __init__(self, of, **instead):
+        self._of = of
+        self.__dict__.update(instead)
+
+    def __getattr__(self, name):
+        return getattr(self._of, name)

@@ -67,7 +67,7 @@ def steps_of(text: torch.Tensor, layer: int, top_k: int, system: Dymoe, *, promp
         active = np.unique(ids)
         load = np.bincount(ids, minlength=text.shape[2]) * float(prompt)  # every token of a prompt is a heavy hitter
         importance = load + np.bincount(ids, values.numpy(), text.shape[2]) / (1 + float(values.sum()))
-        critical = system.schedule.critical(layer, layers, len(active))
+        critical = system.precision.schedule.critical(layer, layers, len(active))
         high = active[np.argsort(-importance[active], kind="stable")[:critical]]
         found.append((active, np.where(np.isin(active, high), HIGH, LOW).astype(np.int8)))
     return found

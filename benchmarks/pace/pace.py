@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "staging"))
 from staging import VirtualTime
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.predict import Candidate
+from vllm_dymoe.predict import Candidate, Predictor
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Format, ModelExperts, all_keys
 from vllm_dymoe.residency.routing import Phase, Routing
@@ -44,10 +44,8 @@ WARM_UP = 64
 REUSED = 0.3  # of a token's experts are the token's before
 
 
-class NextGate:
+class NextGate(Predictor):
     """Names what the next layer will want, with mistakes, and takes the host's time for it."""
-
-    nbytes = 0
 
     def __init__(self, accuracy: float, seconds: float, threads: VirtualTime) -> None:
         self._accuracy, self._seconds, self._threads, self._random = accuracy, seconds, threads, random.Random(1)

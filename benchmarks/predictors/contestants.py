@@ -15,13 +15,11 @@ from vllm_dymoe.traces import Trace, TraceHeader
 from vllm_dymoe.traces.statistics import affinity
 
 
-class Affinity:
+class Affinity(Predictor):
     """The experts that followed this layer's experts most often in a data set (DuoServe-MoE Eq. 3)."""
 
     def __init__(self, rows: torch.Tensor, top_k: int) -> None:
         self._rows, self._top_k = rows, top_k
-
-    nbytes = 0
 
     def observe(self, routing: Routing) -> None:
         """Note what was chosen."""
@@ -36,7 +34,7 @@ class Affinity:
         return [Candidate(layer + 1, expert, score) for expert, score in named]
 
 
-class Told:
+class Told(Predictor):
     """It is told what to say: what comes, as an oracle, or what was recorded of another predictor.
 
     Args:
@@ -45,8 +43,6 @@ class Told:
 
     def __init__(self, experts: torch.Tensor) -> None:
         self._experts, self._token = experts.tolist(), -1
-
-    nbytes = 0
 
     def observe(self, routing: Routing) -> None:
         """Go on in the record."""

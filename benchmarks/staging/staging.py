@@ -29,7 +29,7 @@ from hardware import LINKS, MEMORY_BYTES_PER_SECOND, QWEN3_30B, Shape
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from vllm_dymoe.config import Options
-from vllm_dymoe.predict import Candidate
+from vllm_dymoe.predict import Candidate, Predictor
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Format, ModelExperts, all_keys
 from vllm_dymoe.residency.routing import Phase, Routing
@@ -79,13 +79,11 @@ class WithSlots(Exact):
         return min(self.slots, slots)
 
 
-class Foresight:
+class Foresight(Predictor):
     """Names what the next layer will want, with mistakes."""
 
     def __init__(self, accuracy: float) -> None:
         self._accuracy, self._random, self.coming = accuracy, random.Random(1), [[0]]
-
-    nbytes = 0
 
     def observe(self, *heard: Any) -> None:
         """Nothing to learn."""

@@ -126,7 +126,7 @@ def test_a_draft_changes_no_tier_of_the_model():
     assert set(want) == {Tier.HI, Tier.LO}
     for tier in want:
         assert shares[tier] == [*want[tier], want[tier][-1]]
-    assert system.schedule.ratio(4, 4) == system.schedule.ratio(3, 4)
+    assert system.precision.schedule.ratio(4, 4) == system.precision.schedule.ratio(3, 4)
 
 
 def test_a_runtime_makes_room_for_one_with_more_layers():

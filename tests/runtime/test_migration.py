@@ -27,7 +27,7 @@ from tests.runtime.schedules import (
     RecordedRuntime,
     make_engine,
 )
-from tests.runtime.steps import CPU, ByNumber, forward, make_runtime, random_step
+from tests.runtime.steps import CPU, ByNumber, NumberPrecision, forward, make_runtime, random_step
 from tests.runtime.two_ranks import on_two_ranks
 from tests.small_model import make_experts, make_store
 from tests.support.deterministic_threads import DeterministicThreads
@@ -43,7 +43,6 @@ from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.migration import ARRIVED, FAILED, UNDER_WAY, Migration
 from vllm_dymoe.runtime.sizing import minimum_budget, plan_slots, workspace_bytes
-from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.systems.dynaexq import DynaExq
 from vllm_dymoe.traces import TraceHeader, synthetic_trace
 from vllm_dymoe.transfer import Reason
@@ -66,7 +65,7 @@ class ByMap(ByNumber):
             row = self.frozen[routing.layer]
             return {expert: Tier.HI if row[expert] == HIGH else Tier.LO for expert in routing.active}
 
-        return Instead(Precision(frozenset((Tier.HI, Tier.LO)), reuses_high=False), select=select)
+        return Instead(NumberPrecision(frozenset((Tier.HI, Tier.LO)), reuses_high=False), select=select)
 
 
 def frozen_output(store, bits_map, layer, step):

@@ -50,7 +50,7 @@ def test_every_choice_has_as_many_high_experts(retention):
 
 def test_one_layer_is_low():
     assert [len(high) for high in high_experts(OneLayerLow(layer=3))] == [32, 32, 32, 0, 32, 32, 32, 32]
-    assert OneLayerLow(layer=3).shares(8, 4)[Tier.LO] == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert OneLayerLow(layer=3).precision.shares(8, 4)[Tier.LO] == [0, 0, 0, 1, 0, 0, 0, 0]
 
 
 def test_what_is_said_of_answers():

@@ -90,7 +90,7 @@ def demand_of(system: System, options: Options, plan: SlotPlan, routings: Routin
     """What a layer needs and moves; a system that keeps nothing moves everything."""
     critical = None
     if isinstance(system, Dymoe):
-        depth, schedule = routings.header.num_layers, system.schedule
+        depth, schedule = routings.header.num_layers, system.precision.schedule
         critical = lambda layer, active: schedule.critical(layer, depth, active)  # noqa: E731
     quotas = plan.quotas if system.residency.keeps else {}
     return replay(routings, quotas, critical, low=options.lo > 0, nested=nested)
@@ -141,7 +141,11 @@ def _prompt_seconds(
     link: float,
 ) -> float:
     system, active = make_system(options), routings.distinct(prompt)
-    high = system.schedule.realised(shape.moe_layers, max(1, round(active))) if isinstance(system, Dymoe) else 1.0
+    high = (
+        system.precision.schedule.realised(shape.moe_layers, max(1, round(active)))
+        if isinstance(system, Dymoe)
+        else 1.0
+    )
     each, streaming = _slot_bytes(experts, options, system), 0.0
     for tier, share in ((Tier.HI, high), (Tier.LO, 1.0 if _nested(experts, plan) else 1 - high)):
         if share > 0 and tier in plan.slots:

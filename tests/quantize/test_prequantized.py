@@ -6,8 +6,6 @@ import torch.nn.functional as F
 
 from tests.quantize.readers.packing import random_prequantized
 from vllm_dymoe.kernels import dequantize, unpack
-from vllm_dymoe.kernels.cpu import CpuKernel
-from vllm_dymoe.kernels.int4 import Int4Linear
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
 from vllm_dymoe.quantize.held import HeldIntegers
 from vllm_dymoe.residency.code import code_of
@@ -78,13 +76,6 @@ def test_a_ranks_share_is_cut_out_of_the_codes(ranks):
         assert torch.equal(dequantize(packed(columns, 32), torch.float16), whole[:, rank * width : (rank + 1) * width])
 
 
-def test_zeros_would_be_rounded_without_steps():
-    """Why the format has them: products of integers and scales need more bits than the dtype has."""
-    matrix = prequantized(70, 200, 64)
-    zeros = (8 - matrix.zero_points.float()) * matrix.scales.float()
-    assert not torch.equal(zeros.half().float(), zeros)
-
-
 @pytest.mark.parametrize(
     ("matrix", "group_size", "dtype", "steps", "sentence"),
     [
@@ -114,15 +105,12 @@ def test_zeros_would_be_rounded_without_steps():
     ],
 )
 def test_what_cannot_be_held_is_refused(matrix, group_size, dtype, steps, sentence):
+    """And scales that are not finite."""
     with pytest.raises(ValueError, match=sentence):
         packed(matrix, group_size, dtype, steps=steps)
-
-
-def test_scales_that_are_not_finite_are_refused():
-    matrix = prequantized(8, 64, 64)
     matrix.scales[3, 0] = torch.inf
     with pytest.raises(ValueError, match="scales are NaN or infinite"):
-        packed(matrix, 64)
+        packed(matrix, group_size, dtype, steps=steps)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -138,18 +126,3 @@ def test_kernels_multiply_with_the_checkpoints_weights(bits, dtype, act_order):
     want = F.linear(x.double(), steps * matrix.scales[:, matrix.column_groups].double())
     unit = torch.finfo(dtype).eps * want.abs().amax()  # one rounding of the result, and sums of 200 in float32
     assert (tiles(x, section).double() - want).abs().max() <= unit
-
-
-def test_torchs_int4_kernel_is_not_given_integer_zeros():
-    workspace = torch.empty(1 << 20, dtype=torch.uint8)
-    plain = MatrixFormat(64, 64, code_of(4), 64, torch.bfloat16)
-    steps = MatrixFormat(64, 64, code_of(4), 64, torch.bfloat16, integer_zeros=True)
-    assert Int4Linear(workspace).supports(plain)
-    assert not Int4Linear(workspace).supports(steps)
-    kernel = CpuKernel()
-    assert kernel._choose(steps, 1) is kernel._tiled
-
-
-def test_integer_zeros_have_no_meaning_at_16_bits():
-    with pytest.raises(ValueError, match="integer_zeros is set for the code 16"):
-        MatrixFormat(64, 64, code_of(16), 64, torch.bfloat16, integer_zeros=True)

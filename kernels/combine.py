@@ -1,13 +1,12 @@
 """The sum of a token's expert outputs, weighted by the router: torch's operations, or one Triton launch on a GPU."""
 
 from collections.abc import Collection
-from functools import cache
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vllm_dymoe.kernels import native
 from vllm_dymoe.residency.checks import check_tensor
 
 # Products held at a time, in float32: small enough for a cache, and a bound on
@@ -82,11 +81,11 @@ def combine(
     marked = _marked(skipped, out.device) if skipped else None
     pairs = Pairs(out, topk_weights, expert_ids, marked, renormalize and marked is not None)
     if not out.is_cuda:
-        compiled = compiled_operations() if out.is_cpu and out.numel() <= _CHUNK_ELEMENTS else None
-        if compiled is None or expert_ids is not None or out.dtype is not torch.bfloat16:
+        library = native.load() if out.is_cpu and expert_ids is None else None
+        if library is None:
             return combine_with_torch(pairs, into)
         into = out.new_empty(tokens, out.shape[1]) if into is None else into
-        compiled.combine(out, topk_weights.contiguous(), into)
+        library.weighted_sum(out, topk_weights.contiguous(), into)
         return into
     # Here and not above: nobody without a GPU needs triton.
     from vllm_dymoe.kernels.triton.combine import combine_on_gpu
@@ -95,16 +94,6 @@ def combine(
         into = out.new_empty(tokens, out.shape[1])
     combine_on_gpu(pairs, into)
     return into
-
-
-@cache
-def compiled_operations() -> ModuleType | None:
-    """vllm_dymoe.kernels.small, which compiles with numba; None without numba."""
-    try:
-        from vllm_dymoe.kernels import small
-    except ImportError:
-        return None
-    return small
 
 
 def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:

@@ -1,153 +1,182 @@
-"""The kernel for experts in a CPU's memory.
+"""The kernel for experts in a CPU's memory: one native call for all experts that are there.
 
-Few tokens go through torch's int4 kernel, which reads the packed bytes once and
-is bound by memory; many share one dequantization into float32 tiles and a matrix
-product. At 16 bits it is torch's own linear for few tokens, and float32 tiles for
-many. Small experts, where operations cost more than products, share one compiled
-call. Which path a matrix takes depends on its format and on the number of its
-tokens, never on where it lies.
+A token's result is the same, bit for bit, whatever else is in the batch, on any number of threads and wherever weights
+lie; processors of different instruction sets may differ. Without the native library torch computes from float32 tiles
+(``tiled``), where the last bit may depend on how many tokens an expert got.
 """
 
-import sys
+import ctypes
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import (
-    ExpertWork,
-    Linear,
-    Receive,
-    check_activations,
-    check_formats,
-    check_tokens,
-    forward_experts,
-)
-from vllm_dymoe.kernels.combine import compiled_operations
-from vllm_dymoe.kernels.int4 import Int4Linear, int4_available
+from vllm_dymoe.kernels.base import ExpertWork, Receive, check_activations, check_formats, forward_experts
 from vllm_dymoe.kernels.tiled import TiledLinear
 from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
+from vllm_dymoe.residency.matrix import MatrixFormat
 
 DEFAULT_WORKSPACE_BYTES = 1 << 20
+_MOST_ACTIVATION_BYTES = 32 << 20  # experts whose activations would take more are computed one after the other
 
-
-# Measured with groups of 64 on AVX512 without bfloat16 instructions, one thread,
-# 768 x 2048: at 4 bits tiles cost 1.6 times the int4 kernel for 32 tokens, 1.0 for
-# 64, 0.6 for 128; at 8 bits 1.5 for 16 and 0.9 for 32; at 2 bits 1.8 for 32 and
-# 1.1 for 64. At 16 bits they cost 1.25 times torch's linear for 4 tokens and 0.85
-# for 8. Smaller matrices prefer the int4 kernel for longer.
-_INT4_TOKENS = 56
-_LINEAR_TOKENS = 4
+Items = NDArray[np.int64]
+"""[experts, native.ITEM_FIELDS]."""
 
 
 class CpuKernel:
     """Experts on a CPU.
 
-    On the int4 path and in the compiled call a token's result is the same, bit for
-    bit, whatever else is in the batch; on the others its last bit may depend on how
-    many tokens the expert got.
-
     Args:
-        workspace_bytes: scratch that is held, at least 320 KiB.
-        int4_tokens: most tokens of one expert that take the int4 kernel, at 8 bits half as many; 0 turns it off.
-            Ignored without AVX512, where that kernel reads another layout.
-        linear_tokens: most tokens of one expert that take torch's 16-bit linear. None for this machine's default.
-        small: whether small experts in bfloat16 are computed together in one compiled call, where there is numba.
+        workspace_bytes: scratch that is held, at least 320 KiB; larger steps allocate theirs.
+        isa: the largest instruction set of ``native.ISAS`` that may be used, or "torch" for no native library; None for
+            the best of this machine.
 
     Raises:
         ValueError: a smaller workspace.
     """
 
     asynchronous = False
-    _step: tuple[Any, ...]
+    _step: tuple[Tensor, Decision, Tensor, Activation]
 
-    def __init__(
-        self,
-        workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
-        int4_tokens: int = _INT4_TOKENS,
-        linear_tokens: int | None = None,
-        small: bool = True,
-    ) -> None:
-        workspace = torch.empty(workspace_bytes, dtype=torch.uint8)
+    def __init__(self, workspace_bytes: int = DEFAULT_WORKSPACE_BYTES, isa: str | None = None) -> None:
         self.workspace_bytes = workspace_bytes
-        self._int4 = Int4Linear(workspace)
+        workspace = torch.empty(workspace_bytes, dtype=torch.uint8)
         self._tiled = TiledLinear(workspace)
-        self._int4_tokens = int4_tokens if int4_available() else 0
-        if linear_tokens is None:
-            linear_tokens = sys.maxsize if has_bfloat16_instructions() else _LINEAR_TOKENS
-        self._linear_tokens = linear_tokens
-        self._small = compiled_operations() if small else None
-        if self._small is not None:
-            self._small.compile_everything()
-        self.name = f"cpu, int4 up to {int4_tokens} tokens" if self._int4_tokens else "cpu, dequantizing"
+        self._floats = workspace.view(torch.float32)
+        self._library = None if isa == "torch" else native.load(isa)
+        if self._library is None:
+            self.name = "cpu, torch (slow: no native library; with a C++ compiler install vllm-dymoe again)"
+        else:
+            self.name = f"cpu, native, {self._library.name}"
+        self._layer = native.Layer()
+        self._inputs: Tensor | None = None  # what a step's tokens are read as; None before its first experts
+        self._forms = _Forms()
 
     def begin(self, x: Tensor, decision: Decision, out: Tensor, activation: Activation) -> None:
         """Begin a layer's step, see :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
         check_activations(x, out)
-        sizes = [after - before for before, after in pairwise(decision.bounds)]
-        parts = zip(decision.rows.split(sizes), decision.pairs.split(sizes), strict=True)
-        self._step = x, decision.views, list(parts), out, activation
+        self._step = x, decision, out, activation
+        self._inputs = None
 
     def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
-        """Compute some items, see :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
-        x, views, parts, out, activation = self._step
-        work = [ExpertWork(*views[item], *parts[item]) for item in items]
-        if self._small is None or x.dtype is not torch.bfloat16:
-            forward_experts(self._choose, x, work, out, activation, receive)
+        """Compute some items, see :class:`vllm_dymoe.kernels.base.ExpertKernel`.
+
+        Raises:
+            IndexError: the decision names a row that there is not.
+        """
+        x, decision, out, activation = self._step
+        if self._library is None:
+            parts = [slice(decision.bounds[item], decision.bounds[item + 1]) for item in items]
+            rows, pairs = ([of[part] for part in parts] for of in (decision.rows, decision.pairs))
+            work = [ExpertWork(*decision.views[item], *at) for item, *at in zip(items, rows, pairs, strict=True)]  # type: ignore[misc]
+            forward_experts(lambda format, tokens: self._tiled, x, work, out, activation, receive)
             return
-        small, others = self._small.Call(), []
-        formats, most = None, 0
-        for expert in work:
-            if formats != (these := (expert.gate.format, expert.up.format, expert.down.format)):
-                formats = these
-                check_formats(*formats, x, activation)
-                most = self._small.most_tokens(*formats, _INT4_TOKENS // 2 if formats[0].bits == 8 else _INT4_TOKENS)
-            count = check_tokens(expert)
-            if count > most:
-                others.append(expert)
-            elif count > 0:
-                small.add(expert, formats[1], count)
-        if len(others) < len(work):
-            small.run(x, out, activation, receive)
-        if others:
-            forward_experts(self._choose, x, others, out, activation, receive)
+        forms, bounds, views, listed = self._forms, decision.bounds, decision.views, []
+        width = forms.width
+        for item in items:
+            gate, up, down = views[item]  # type: ignore[misc]
+            form = forms.number(gate.format, up.format, down.format, x, activation)
+            first = bounds[item]
+            a, b, c = gate.addresses, up.addresses, down.addresses
+            listed.append((a[0], b[0], c[0], a[4], b[4], c[4], form, first, bounds[item + 1] - first))
+        if not listed:
+            return
+        layer, library = self._layer, self._library
+        floats = library.row_floats(forms.width)
+        if self._inputs is None or forms.width != width:
+            self._read(library, floats)
+        most, behind = max(_MOST_ACTIVATION_BYTES // (4 * floats), 1), floats * x.shape[0]
+        receive, layer.matrices = receive or _there, forms.address
+        for part in _parts(np.array(listed, np.int64), most):
+            first = int(part[:, -2].min())
+            held = floats * (int((part[:, -2] + part[:, -1]).max()) - first)
+            small = behind + held <= len(self._floats)
+            activations = self._floats[behind:] if small else torch.empty(held)
+            part[:, -2] -= first
+            layer.items, layer.item, layer.activations = len(part), part.ctypes.data, activations.data_ptr()
+            layer.rows, layer.pairs = (of.data_ptr() + 8 * first for of in (decision.rows, decision.pairs))
+            receive(1)
+            receive(2)
+            library.experts(layer, native.GATE_UP)
+            receive(3)
+            library.experts(layer, native.DOWN)
 
-    def _choose(self, format: MatrixFormat, tokens: int) -> Linear:
-        """The path of a matrix: a matter of its format and of the number of its tokens."""
-        if format.bits == 16:
-            if tokens <= self._linear_tokens:
-                return _plain_linear
-        elif (2 * tokens if format.bits == 8 else tokens) <= self._int4_tokens and self._int4.supports(format):
-            return self._int4.linear(format)
-        return self._tiled
+    def _read(self, library: native.Library, floats: int) -> None:
+        """Tell the library of the step, and make of its tokens what experts read."""
+        layer, (x, decision, out, activation) = self._layer, self._step
+        tokens, rows, pairs = x.shape[0], decision.rows, decision.pairs
+        small = floats * tokens <= len(self._floats)
+        self._inputs = self._floats if small else torch.empty(floats * tokens)
+        native.set_activation(layer, activation)
+        layer.tokens, layer.hidden, layer.inter = tokens, x.shape[1], self._forms.intermediate
+        layer.dtype, layer.width, layer.threads = x.dtype is torch.float16, self._forms.width, torch.get_num_threads()
+        layer.positions, layer.out_rows = len(rows), len(out)
+        layer.x, layer.out = x.data_ptr(), out.data_ptr()
+        layer.inputs, layer.rows, layer.pairs = self._inputs.data_ptr(), rows.data_ptr(), pairs.data_ptr()
+        library.experts(layer, native.READ)
 
 
-def _plain_linear(x: Tensor, packed: PackedMatrix) -> Tensor:
-    tokens = len(x)
-    rows = _rows_of_a_product(tokens)
-    if rows == tokens:  # even an empty pad is a copy, and with the cut half as dear as the product of a small matrix
-        return F.linear(x, packed.weight, packed.bias)
-    return F.linear(F.pad(x, (0, 0, 0, rows - tokens)), packed.weight, packed.bias)[:tokens]
+class _Forms:
+    """The formats of experts that were computed, as the library wants them.
 
-
-def _rows_of_a_product(tokens: int) -> int:
-    """At least as many rows as tokens, at most a quarter more from 32 on, and few different numbers of them.
-
-    For each new number of rows oneDNN compiles a 16-bit product and keeps what it has compiled: 0.7 MiB and 30 ms for
-    each matrix shape were measured, so that 635 numbers of tokens took 470 MiB. These are 8 up to 8, and then 4 from
-    each power of two to the next.
+    Attributes:
+        width: columns of the widest matrix, as a multiple of what a row's padding may be.
+        intermediate: of the expert that was asked for last.
     """
-    if tokens <= 8:
-        return tokens
-    step = max(8, 1 << (tokens - 1).bit_length() - 3)
-    return -(-tokens // step) * step
+
+    width = intermediate = 0
+
+    def __init__(self) -> None:
+        self._matrices = (native.Matrix * 0)()
+        # By identity: hashing a format costs more than computing an expert.
+        self._known: dict[int, tuple[int, MatrixFormat, MatrixFormat, MatrixFormat]] = {}
+
+    @property
+    def address(self) -> int:
+        """Of the matrices, three for each form."""
+        return ctypes.addressof(self._matrices)
+
+    def number(
+        self, gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, x: Tensor, activation: Activation
+    ) -> int:
+        """Which form an expert has.
+
+        Raises:
+            TypeError: packed for another dtype than x.
+            ValueError: projections that do not fit x or one another.
+        """
+        check_formats(gate, up, down, x, activation)
+        self.intermediate = up.rows
+        known = self._known.get(id(up))
+        if known is None or known[1] is not gate or known[3] is not down:
+            known = self._known[id(up)] = (len(self._matrices) // 3, gate, up, down)
+            described = [native.matrix(format) for format in (gate, up, down)]
+            self._matrices = (native.Matrix * (len(self._matrices) + 3))(*self._matrices, *described)
+            columns = max(format.padded_columns for format in (gate, up, down))
+            self.width = max(self.width, -(-max(columns, up.rows) // 256) * 256)
+        return known[0]
 
 
-def has_bfloat16_instructions() -> bool:
-    """Whether a bfloat16 product is faster than a float32 one, whatever the number of tokens."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+def _there(count: int) -> None:
+    """All projections are there."""
+
+
+def _parts(items: Items, most: int) -> list[Items]:
+    """Items in parts of at most `most` positions; an expert with more is cut."""
+    if items[:, -1].sum() <= most and items[-1, -2] + items[-1, -1] - items[0, -2] <= most:
+        return [items]
+    parts: list[list[tuple[int, ...]]] = []
+    last = room = 0
+    for *places, first, count in items.tolist():
+        for begin in range(first, first + count, most):
+            size = min(most, first + count - begin)
+            if size > room or begin != last:
+                parts.append([])
+                room = most
+            parts[-1].append((*places, begin, size))
+            room, last = room - size, begin + size
+    return [np.array(part, np.int64) for part in parts]

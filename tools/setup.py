@@ -108,8 +108,8 @@ def stamp_for(device: str) -> str:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     described = (project["build-system"], project["project"], project["tool"]["setuptools"], sys.version)
-    own = Path(__file__).read_bytes() + (ALIAS / "pyproject.toml").read_bytes()
-    digest = hashlib.sha256(own + repr(described).encode()).hexdigest()
+    own = [Path(__file__), ALIAS / "pyproject.toml", *sorted((ROOT / "kernels" / "cpu").iterdir())]
+    digest = hashlib.sha256(b"".join(map(Path.read_bytes, own)) + repr(described).encode()).hexdigest()
     return f"{device} {PYTHON_VERSION} {VENV}\n{digest}\n"
 
 
@@ -123,8 +123,8 @@ def check_machine(device: str) -> None:
         )
     if shutil.which("g++") is None:
         print(
-            "make setup: there is no C++ compiler (g++). vLLM then runs with --enforce-eager only; "
-            "for its compiled mode install one, on Debian and Ubuntu with: apt install g++"
+            "make setup: there is no C++ compiler (g++). vLLM then runs with --enforce-eager only, and a CPU's "
+            "experts are computed by torch, many times slower; install one, on Debian and Ubuntu with: apt install g++"
         )
 
 

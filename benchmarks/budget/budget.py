@@ -20,12 +20,12 @@ import model
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
+import torch  # noqa: E402
 from readme import markdown, put  # noqa: E402
 from twice import twice  # noqa: E402
 
 from vllm_dymoe.bench.rows import is_full_load, read_rows  # noqa: E402
 from vllm_dymoe.bench.run import ROWS  # noqa: E402
-from vllm_dymoe.kernels.cpu import has_bfloat16_instructions  # noqa: E402
 
 BUDGETS = ("top-k", "25%", "50%", "100%")
 LABELS = {"vllm": "vLLM, all in memory", "accelerate": "accelerate, layers on disk"}
@@ -84,7 +84,7 @@ def main() -> None:
         twice(lambda run, options=options: bench(folder, run, *options), out / name)
     rows = [row for name in ("alone", "together") for row in read_rows(out / name / ROWS) if row["kind"] == "speed"]
     weights = arguments.layers * model.EXPERTS * 3 * model.HIDDEN * model.INTERMEDIATE
-    bf16 = "with" if has_bfloat16_instructions() else "without"
+    bf16 = "with" if torch.cpu._is_avx512_bf16_supported() else "without"
     machine = f"{platform.machine()} CPU {bf16} bf16 instructions, {os.cpu_count()} cores"
     said = f"{arguments.layers} layers, {machine}, each row the faster of two runs."
     single, batch = ((out / name / "table.md").read_text().rstrip() for name in ("alone", "together"))

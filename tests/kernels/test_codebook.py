@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tests.kernels.matrices import random_expert, random_packed
 from vllm_dymoe.kernels import Activation, CpuKernel, compute_experts, dequantize, expert_reference, pack_floats, unpack
-from vllm_dymoe.kernels.int4 import Int4Linear
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
 from vllm_dymoe.residency.code import CODEBOOKS, FP8, MXFP4, NVFP4
 from vllm_dymoe.residency.matrix import MatrixFormat
@@ -95,11 +94,6 @@ def test_the_cpu_kernel_computes_experts(book, tokens, hidden, intermediate):
     want = expert_reference(x, expert.gate, expert.up, expert.down, Activation.SWIGLU_OAI)
     # Activations are rounded to bfloat16 twice on the way, and products add up.
     assert (out.double() - want).norm() <= 2**-7 * want.norm()
-
-
-def test_what_knows_no_floats_says_so():
-    for book in BOOKS:
-        assert not Int4Linear(torch.empty(1 << 20, dtype=torch.uint8)).supports(format_of(book, 64, 64))
 
 
 @pytest.mark.parametrize(

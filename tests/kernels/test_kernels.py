@@ -1,5 +1,7 @@
 """Every kernel against the float64 reference."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -15,21 +17,31 @@ from vllm_dymoe.kernels import (
     compute_experts,
     expert_reference,
     make_kernel,
+    native,
 )
 from vllm_dymoe.kernels.combine import Pairs, combine_with_torch
-from vllm_dymoe.kernels.int4 import int4_available
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
-from vllm_dymoe.residency.code import NESTED, code_of
+from vllm_dymoe.residency.code import CODEBOOKS, NESTED, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 # Two roundings of the inner activation, one of the result: 8 bits of mantissa in bf16, 11 in fp16.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def runs(isa):
+    library = native.load(isa)
+    return library is not None and library.isa == native.ISAS[isa][0]
+
+
 KERNELS = {
-    "cpu": lambda: CpuKernel(),
-    "cpu-by-matrices": lambda: CpuKernel(small=False),
-    "cpu-without-int4": lambda: CpuKernel(int4_tokens=0, small=False),
-    "cpu-small-workspace": lambda: CpuKernel(workspace_bytes=MINIMUM_WORKSPACE_BYTES, small=False),
+    **{isa: partial(CpuKernel, isa=isa) for isa in native.ISAS},
+    "torch": partial(CpuKernel, isa="torch"),
+    "torch, small workspace": partial(CpuKernel, MINIMUM_WORKSPACE_BYTES, isa="torch"),
 }
+NATIVE = [
+    pytest.param(isa, marks=pytest.mark.skipif(not runs(isa), reason=f"this processor has no {name}"))
+    for isa, (_, name) in native.ISAS.items()
+]
 
 
 def relative_error(got, want):
@@ -121,9 +133,9 @@ def test_a_gpu_gets_tritons_kernel(monkeypatch):
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 @pytest.mark.parametrize("tokens", [1, 5, 100])
-@pytest.mark.parametrize("small", [True, False])
-def test_where_the_weights_lie_changes_no_bit(bits, tokens, small):
-    kernel, x = CpuKernel(small=small), random_tokens(tokens, 128, torch.bfloat16)
+@pytest.mark.parametrize("kernel", ["AVX512", "torch"])
+def test_where_the_weights_lie_changes_no_bit(bits, tokens, kernel):
+    kernel, x = KERNELS[kernel](), random_tokens(tokens, 128, torch.bfloat16)
     expert = random_expert(128, 96, bits, bias=True)
     rows = list(range(tokens))
     want = compute(kernel, x, [expert.work(rows, rows)], tokens)
@@ -144,10 +156,10 @@ def test_where_the_weights_lie_changes_no_bit(bits, tokens, small):
 
 @pytest.mark.parametrize("width", [64, 90, 192])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-@pytest.mark.parametrize("small", [True, False])
-def test_experts_computed_together_get_the_bits_they_get_alone(width, activation, small):
+@pytest.mark.parametrize("kernel", ["AVX512", "torch"])
+def test_experts_computed_together_get_the_bits_they_get_alone(width, activation, kernel):
     """Which experts share a call is a matter of residency: 192 x 40 x 12 is more than one call takes."""
-    kernel, x = CpuKernel(small=small), random_tokens(40, 128, torch.bfloat16)
+    kernel, x = KERNELS[kernel](), random_tokens(40, 128, torch.bfloat16)
     for tokens in (1, 3, 40):
         chosen = [list(range(i % 2, tokens, 1 + i % 3)) for i in range(12)]
         work = [
@@ -163,45 +175,59 @@ def test_experts_computed_together_get_the_bits_they_get_alone(width, activation
         assert torch.equal(together.nan_to_num(7.0), alone.nan_to_num(7.0))
 
 
-def test_sixteen_bit_products_have_few_different_numbers_of_rows(monkeypatch):
-    """For each of them oneDNN keeps what it compiles; and what pads them reaches nobody."""
-    rows, seen, linear = [], set(), torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: rows.append(len(x)) or linear(x, *rest))
-    kernel, expert = CpuKernel(linear_tokens=4096, small=False), random_expert(64, 32, 16, bias=True)
-    x = random_tokens(2048, 64, torch.bfloat16)
-    for tokens in (*range(1, 140), *range(141, 2048, 97), 2048):
-        got = compute(kernel, x[:tokens], [expert.work(list(range(tokens)), list(range(tokens)))], tokens)
-        (asked,) = set(rows)
-        assert tokens <= asked <= max(tokens + 7, 1.25 * tokens)
-        seen.add(asked)
-        want = expert_reference(x[:tokens], expert.gate, expert.up, expert.down, Activation.SILU)
-        assert relative_error(got, want) < 1e-2, tokens
-        rows.clear()
-    assert len(seen) <= 8 + 7 + 4 * 5, "up to 8, in steps of 8 to 64, and four in each octave to 2048"
+@pytest.mark.parametrize("isa", NATIVE)
+@pytest.mark.parametrize("code", [*KINDS.values(), *CODEBOOKS.values()], ids=lambda code: code.name)
+def test_a_token_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(isa, code):
+    """Invariant 1 for what requests share a step, which their arrival decides."""
+    expert = random_expert(150, 100, code, bias=True, act_order=not code.floats)
+    x, threads = random_tokens(70, 150, torch.bfloat16), torch.get_num_threads()
+    whole = compute(CpuKernel(isa=isa), x, [expert.work(list(range(70)), list(range(70)))], 70)
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            for size in (1, 2, 3, 4, 8, 31, 70):
+                rows = list(range(size))
+                part = compute(CpuKernel(isa=isa), x[-size:].clone(), [expert.work(rows, rows)], size)
+                assert torch.equal(part, whole[-size:]), (number, size)
+    finally:
+        torch.set_num_threads(threads)
 
 
-@pytest.mark.skipif(not int4_available(), reason="needs torch's AVX512 int4 kernel")
-@pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("small", [True, False])
-def test_few_tokens_do_not_depend_on_their_batch(bits, act_order, small):
-    most = 28 if bits == 8 else 32  # more leave the int4 path
-    kernel, x = CpuKernel(small=small), random_tokens(most, 128, torch.bfloat16)
-    expert = random_expert(128, 96, bits, bias=True, act_order=act_order)
-    whole = compute(kernel, x, [expert.work(list(range(most)), list(range(most)))], most)
-    for size in (1, 2, 3, 8, most - 1):
-        part = compute(kernel, x[:size].clone(), [expert.work(list(range(size)), list(range(size)))], size)
-        assert torch.equal(part, whole[:size])
+@pytest.mark.parametrize("isa", NATIVE)
+@pytest.mark.parametrize("code", [*KINDS.values(), *CODEBOOKS.values()], ids=lambda code: code.name)
+def test_activations_of_very_different_sizes_keep_sixteen_bits(isa, code):
+    """The native kernel's integers share a power of two in each 32, so an error is a part of the largest of them."""
+    x = random_tokens(9, 256, torch.float16) ** 3 / 64
+    expert = random_expert(256, 128, code, dtype=torch.float16)
+    want = expert_reference(x, expert.gate, expert.up, expert.down, Activation.SILU)
+    got = compute(CpuKernel(isa=isa), x, [expert.work(list(range(9)), list(range(9)))], 9)
+    rounded = relative_error(want.half(), want)
+    assert relative_error(got, want) < 1.1 * rounded + 1e-4
 
 
-def test_without_avx512_the_kernel_says_that_it_dequantizes(monkeypatch):
-    monkeypatch.setattr("vllm_dymoe.kernels.cpu.int4_available", lambda: False)
-    kernel = CpuKernel()
-    assert "dequantizing" in kernel.name
-    expert = random_expert(64, 64, 4)
-    x = random_tokens(1, 64, torch.bfloat16)
-    got = compute(kernel, x, [expert.work([0], [0])], 1)
-    assert relative_error(got, expert_reference(x, expert.gate, expert.up, expert.down, Activation.SILU)) < 1e-2
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_is_no_number_stays_with_its_token(kernel, value):
+    x, expert = random_tokens(3, 64, torch.bfloat16), random_expert(64, 64, 4)
+    want = compute(KERNELS[kernel](), x, [expert.work([0, 1, 2], [0, 1, 2])], 3)
+    x[1, 5] = value
+    got = compute(KERNELS[kernel](), x, [expert.work([0, 1, 2], [0, 1, 2])], 3)
+    assert torch.equal(got[::2], want[::2])
+    assert not got[1].isfinite().any()
+
+
+def test_experts_whose_activations_have_no_room_are_cut(monkeypatch):
+    kernel, x, expert = CpuKernel(), random_tokens(70, 64, torch.bfloat16), random_expert(64, 64, 4)
+    work = [expert.work(list(range(70)), list(range(70))), expert.work([3, 1], [70, 71])]
+    want = compute(kernel, x, work, 72)
+    monkeypatch.setattr("vllm_dymoe.kernels.cpu._MOST_ACTIVATION_BYTES", 20 * 4 * 2048)
+    assert torch.equal(compute(kernel, x, work, 72), want)
+
+
+def test_without_the_library_torch_computes_and_says_so(monkeypatch):
+    monkeypatch.setattr(native, "load", lambda isa: None)
+    assert "torch" in CpuKernel().name
+    assert "install" in CpuKernel().name
 
 
 def test_the_workspace_is_what_the_kernel_says(monkeypatch):
@@ -232,10 +258,10 @@ def test_wrong_arguments_are_named(change, error, sentence):
 
 
 @pytest.mark.parametrize(("tokens", "pairs"), [([2], [0]), ([-1], [0]), ([0], [4]), ([0], [-1])])
-@pytest.mark.parametrize("small", [True, False])
-def test_rows_that_are_not_there_are_refused(small, tokens, pairs):
+@pytest.mark.parametrize("kernel", ["AVX512", "torch"])
+def test_rows_that_are_not_there_are_refused(kernel, tokens, pairs):
     expert, out = random_expert(64, 64, 4), torch.zeros(4, 64, dtype=torch.bfloat16)
-    kernel, x = CpuKernel(small=small), random_tokens(2, 64, torch.bfloat16)
+    kernel, x = KERNELS[kernel](), random_tokens(2, 64, torch.bfloat16)
     with pytest.raises(IndexError):
         compute_experts(kernel, x, [expert.work(tokens, pairs)], out, Activation.SILU)
     assert not out.any()
@@ -252,11 +278,11 @@ def test_rows_that_are_named_with_strides():
     assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("kernel", ["AVX512", "torch"])
 @pytest.mark.parametrize("bits", [16, 4])
-def test_no_projection_is_read_before_it_is_there(small, bits):
+def test_no_projection_is_read_before_it_is_there(kernel, bits):
     """They arrive one by one; before that their bytes are whatever the slot held."""
-    kernel, x = CpuKernel(small=small), random_tokens(3, 64, torch.bfloat16)
+    kernel, x = KERNELS[kernel](), random_tokens(3, 64, torch.bfloat16)
     expert, late = random_expert(64, 64, bits), random_expert(64, 64, bits, seed=7)
     want, got = (compute(kernel, x, [expert.work([0, 1, 2], [0, 1, 2])], 3) for _ in range(2))
     got.fill_(float("nan"))
@@ -271,12 +297,6 @@ def test_no_projection_is_read_before_it_is_there(small, bits):
 
     compute_experts(kernel, x, [late.work([0, 1, 2], [0, 1, 2])], got, Activation.SILU, receive)
     assert torch.equal(got, want)
-
-
-def test_without_numba_every_expert_goes_matrix_by_matrix(monkeypatch):
-    monkeypatch.setattr("vllm_dymoe.kernels.cpu.compiled_operations", lambda: None)
-    x, work = random_tokens(2, 64, torch.bfloat16), [random_expert(64, 64, 16).work([0, 1], [0, 1])]
-    assert torch.equal(compute(CpuKernel(), x, work, 2), compute(CpuKernel(small=False), x, work, 2))
 
 
 @settings(max_examples=30, deadline=None)
@@ -374,11 +394,3 @@ def test_what_absent_pairs_cost_on_a_card(monkeypatch):
         combine(out, WEIGHTS, IDS, {2, 3}, renormalize=True)
     assert len(launched) == 1
     assert [name for name in operations.names if name not in ("lift_fresh", "new_empty", "empty")] == []
-
-
-def test_a_process_that_has_loaded_numba_can_start_vllm():
-    """It asks every attribute of every module for its __dict__, and calls get on what it is given."""
-    ffi = pytest.importorskip("llvmlite.binding.ffi")
-    pytest.importorskip("vllm_dymoe.kernels.small")
-    assert not hasattr(ffi.lib, "__dict__")
-    assert ffi.lib.LLVMPY_GetVersionInfo

@@ -7,9 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.matrices import random_packed
 from vllm_dymoe.kernels import dequantize, pack, pack_nested, unpack
-from vllm_dymoe.kernels.int4 import int4_available
 from vllm_dymoe.residency.code import NESTED, PLAIN, STEPS, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
@@ -138,15 +136,6 @@ def test_an_order_of_columns_lies_at_the_end(format):
     section = torch.zeros(act_order.nbytes, dtype=torch.uint8)
     act_order.view(section).order.fill_(-1)
     assert section.nonzero().flatten().tolist() == [without.nbytes + i for i in range(2 * format.columns)]
-
-
-@pytest.mark.skipif(not int4_available(), reason="torch's int4 kernel has another layout without AVX512")
-@pytest.mark.parametrize(("rows", "columns"), [(64, 32), (128, 256), (192, 96)])
-def test_four_bits_are_torchs_own_layout(rows, columns):
-    format = MatrixFormat(rows, columns, code_of(4), 32, torch.bfloat16)
-    packed = random_packed(format)
-    theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack(packed).int(), 1)
-    assert torch.equal(packed.weight.view(rows, columns // 2), theirs)
 
 
 def test_the_view_is_no_copy():

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from tests.kernels.matrices import random_packed
 from vllm_dymoe.kernels import combine, dequantize
-from vllm_dymoe.kernels.int4 import Int4Linear, int4_available
 from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
@@ -42,48 +41,26 @@ def test_tiles_meet_at_their_edges(bias, act_order, bits, dtype, tokens):
     assert relative_error(TiledLinear(poisoned_workspace())(x, packed), x, packed) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("path", [TiledLinear, Int4Linear])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 70), (65, 33), (130, 5)])
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_the_smallest_matrices_are_rounded_once(path, rows, columns, bits):
-    if path is Int4Linear and not int4_available():
-        pytest.skip("needs torch's AVX512 int4 kernel")
+def test_the_smallest_matrices_are_rounded_once(rows, columns, bits):
     packed = random_packed(MatrixFormat(rows, columns, code_of(bits), 32, torch.bfloat16))
     x = torch.randn(3, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
     want = F.linear(x.double(), dequantize(packed, torch.float64))
     # Half a unit in the last place of bfloat16, and float32 sums of at most 70 terms of size 1.
-    torch.testing.assert_close(path(poisoned_workspace())(x, packed).double(), want, rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(TiledLinear(poisoned_workspace())(x, packed).double(), want, rtol=2**-8, atol=1e-5)
 
 
-@pytest.mark.skipif(not int4_available(), reason="needs torch's AVX512 int4 kernel")
-@pytest.mark.parametrize("tokens", [1, 19])
-@pytest.mark.parametrize("group_size", [32, 256])
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_the_int4_path_cuts_rows_to_its_workspace(bits, group_size, tokens):
-    packed = random_packed(MatrixFormat(ROWS, COLUMNS, code_of(bits), group_size, torch.bfloat16))
-    x = torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(1)).bfloat16()
-    got = Int4Linear(poisoned_workspace())(x, packed)
-    assert relative_error(got, x, packed) < TOLERANCE[torch.bfloat16]
-    whole = Int4Linear(torch.empty(1 << 22, dtype=torch.uint8))(x, packed)
-    assert torch.equal(got, whole), "the size of the workspace changes the result"
-
-
-@pytest.mark.parametrize("path", ["tiles", "int4"])
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("columns", [128, 70])
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_an_order_of_columns_only_moves_the_inputs(path, bits, columns, tokens):
+def test_an_order_of_columns_only_moves_the_inputs(bits, columns, tokens):
     """Bit for bit what the stored columns make of inputs that lie in their order."""
-    if path == "int4" and not int4_available():
-        pytest.skip("needs torch's AVX512 int4 kernel")
     packed = random_packed(MatrixFormat(64, columns, code_of(bits), 32, torch.bfloat16, act_order=True))
     order, unordered = packed.order.long(), replace(packed.format, act_order=False)
     neighbours = unordered.view(packed_section(packed)[: unordered.nbytes])
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
-    tiles, int4 = (kind(torch.empty(1 << 20, dtype=torch.uint8)) for kind in (TiledLinear, Int4Linear))
-
-    def product(x, packed):
-        return (tiles if path == "tiles" else int4.linear(packed.format))(x, packed)
+    product = TiledLinear(torch.empty(1 << 20, dtype=torch.uint8))
 
     assert torch.equal(dequantize(neighbours), dequantize(packed)[:, order])
     assert torch.equal(product(x, packed), product(x[:, order].contiguous(), neighbours))
@@ -93,16 +70,6 @@ def test_an_order_of_columns_only_moves_the_inputs(path, bits, columns, tokens):
 def packed_section(packed):
     """The bytes that a packed matrix is a view of."""
     return torch.empty(0, dtype=torch.uint8).set_(packed.weight.untyped_storage())
-
-
-@pytest.mark.skipif(not int4_available(), reason="needs torch's AVX512 int4 kernel")
-def test_the_int4_path_declines_what_its_workspace_cannot_hold():
-    """The caller dequantizes instead: a decision about the format, not an error in the middle of a step."""
-    int4 = Int4Linear(poisoned_workspace())
-    assert not int4.supports(MatrixFormat(64, 16384, code_of(2), 64, torch.bfloat16))
-    assert int4.supports(MatrixFormat(64, 16384, code_of(4), 64, torch.bfloat16))
-    assert not int4.supports(MatrixFormat(64, 64, code_of(4), 64, torch.float16))
-    assert not int4.supports(MatrixFormat(64, 64, code_of(16), 64, torch.bfloat16))
 
 
 def test_combine_in_chunks_adds_the_same():

@@ -1,8 +1,7 @@
 """One packed matrix: a weight [rows, columns] at 16, 8, 4 or 2 bits as one section of bytes.
 
-The layout serves every reader without repacking. At 4 bits it is byte for byte what torch's AVX512 int4 kernel reads,
-at 2 and 8 bits it becomes that with two byte operations or none, and a GPU program that owns 64 rows reads whole cache
-lines. Byte offsets and a worked example: docs/format.md.
+The layout serves every reader without repacking: a CPU takes two or four columns of 64 rows at a time, a GPU program
+that owns 64 rows reads whole cache lines. Byte offsets and a worked example: docs/format.md.
 """
 
 from dataclasses import dataclass, replace

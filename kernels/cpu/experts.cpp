@@ -1,0 +1,137 @@
+// The experts of a layer on a CPU, from their packed bytes (docs/format.md): a plain C interface over addresses.
+//
+// One source for every instruction set: body.h is written with vectors of W floats and compiled for each below; which
+// one runs is the caller's choice among what `dymoe_supports` allows. No library is linked: threads are the caller's
+// (GOMP_parallel of the OpenMP that torch has loaded), so that they are the same ones that torch computes with.
+#include "layer.h"
+
+#include <cmath>
+#include <cstring>
+#include <initializer_list>
+#include <type_traits>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define API extern "C" __attribute__((visibility("default")))
+#define INLINE inline __attribute__((always_inline))
+
+static INLINE float half_to_float(uint16_t half, i64 dtype) {
+    uint32_t bits = uint32_t(half) << 16;
+    if (dtype == FLOAT16) {
+        uint32_t magnitude = uint32_t(half & 0x7fff) << 13, sign = uint32_t(half & 0x8000) << 16;
+        float finite;
+        memcpy(&finite, &magnitude, 4);
+        finite *= 0x1p112f;
+        memcpy(&bits, &finite, 4);
+        bits = (magnitude >= 31u << 23 ? magnitude | 0x7f800000 : bits) | sign;
+    }
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static INLINE uint16_t to_bfloat16(uint32_t bits) {  // to nearest, ties to even
+    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+static INLINE uint16_t to_float16(uint32_t bits) {
+    uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
+    if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);
+    if (magnitude < 0x38800000) {  // a denormal: the addition rounds
+        float value;
+        memcpy(&value, &magnitude, 4);
+        value += 0.5f;
+        memcpy(&magnitude, &value, 4);
+        return uint16_t(sign | (magnitude - 0x3f000000));
+    }
+    return uint16_t(sign | (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13);
+}
+
+// 2 * level + 12 of e2m1's codes (OCP Microscaling Formats 1.0, 5.3.3): what is multiplied has no sign.
+static const uint8_t TWICE_E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// Each instruction set has vectors of W floats (F) and integers (I), and what multiplies codes with activations:
+// registers Q of bytes, QS of them for STEP columns of a block; `split`, which cuts STEP columns of packed bytes into the
+// codes of rows 0-31 and 32-63; `exact_sums` of codes times digits; and the order of rows in these sums, which `ints_of`,
+// `bytes_of` and `reorder` know.
+#define VECTORS_OF(width)                                                                                   \
+    constexpr int W = width;                                                                                \
+    typedef float F __attribute__((vector_size(4 * width)));                                                \
+    typedef int I __attribute__((vector_size(4 * width)));                                                  \
+    typedef float Unaligned __attribute__((vector_size(4 * width), aligned(4), may_alias));                 \
+    typedef int UnalignedInts __attribute__((vector_size(4 * width), aligned(4), may_alias));
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,bmi2")
+namespace avx512 {
+#include "avx512.h"
+#include "body.h"
+}
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,bmi2")
+namespace avx2 {
+#include "avx2.h"
+#include "body.h"
+}
+#pragma GCC pop_options
+#endif
+
+namespace portable {  // NEON on ARM, SSE2 on x86-64
+#include "portable.h"
+#include "body.h"
+}
+
+enum Isa { PORTABLE, AVX2, AVX512 };
+using Body = void (*)(void*);
+using Parallel = void (*)(Body, void*, unsigned, unsigned);
+
+API int dymoe_supports(int isa) {
+#if defined(__x86_64__)
+    if (isa == AVX512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+    if (isa == AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+#endif
+    return isa == PORTABLE;
+}
+
+static Body body_of(int isa, bool sum) {
+#if defined(__x86_64__)
+    if (isa == AVX512) return sum ? avx512::weighted_sum : avx512::work;
+    if (isa == AVX2) return sum ? avx2::weighted_sum : avx2::work;
+#endif
+    return sum ? portable::weighted_sum : portable::work;
+}
+
+static void run(Body body, void* argument, i64 threads, Parallel parallel) {
+    if (parallel == nullptr || threads < 2) body(argument);
+    else parallel(body, argument, unsigned(threads), 0);
+}
+
+// Runs layer->phase: READ fills layer->inputs, GATE_UP layer->activations, DOWN layer->out; each waits for all threads.
+// Returns 1, and has done nothing, if READ finds a row that there is not.
+API int dymoe_experts(Layer* layer, int isa, Parallel parallel) {
+    if (layer->phase == READ)
+        for (i64 p = 0; p < layer->positions; p++)
+            if (uint64_t(layer->rows[p]) >= uint64_t(layer->tokens) || uint64_t(layer->pairs[p]) >= uint64_t(layer->out_rows)) return 1;
+    layer->next = 0;
+    run(body_of(isa, false), layer, layer->threads, parallel);
+    return 0;
+}
+
+// Floats of a row of layer->inputs and layer->activations.
+API i64 dymoe_row_floats(i64 width) { return portable::Row::floats(width); }
+
+API void dymoe_weighted_sum(Sum* sum, int isa, Parallel parallel) {
+    sum->next = 0;
+    run(body_of(isa, true), sum, sum->threads, parallel);
+}
+
+API i64 dymoe_sizes(int which) { return which == 0 ? sizeof(Matrix) : which == 1 ? sizeof(Item) : which == 2 ? sizeof(Layer) : sizeof(Sum); }

@@ -1,0 +1,53 @@
+// The types that both sides of a call share; vllm_dymoe/kernels/native.py has their twins. All fields are 8 bytes.
+#pragma once
+#include <cstdint>
+
+using i64 = int64_t;
+
+// How the codes of a matrix become numbers: weight = (step * code - center) * scale + zero, or level[code] * scale.
+enum Code : i64 { AFFINE = 0, E2M1 = 1, E4M3 = 2, PLAIN = 3 };
+// What a scale is stored as.
+enum Scale : i64 { SCALE_AND_ZERO = 0, E8M0 = 1, SCALE_E4M3 = 2, FLOAT32 = 3 };
+enum Dtype : i64 { BFLOAT16 = 0, FLOAT16 = 1 };
+enum Curve : i64 { SWIGLU = 0, SWIGLU_STEP = 1, SITU = 2, GELU = 3, GELU_TANH = 4, RELU2 = 5 };
+enum Phase : i64 { READ = 0, GATE_UP = 1, DOWN = 2 };
+
+// One projection of a version (docs/format.md). Offsets are bytes from the section's beginning, -1 for what it lacks.
+struct Matrix {
+    i64 rows, columns, padded_rows, padded_columns;
+    i64 code, bits;        // bits of a whole code: 16, 8, 4 or 2
+    i64 nested;            // the lower halves lie in a section of their own
+    i64 group, fold;       // columns that share a scale; columns whose 2-bit codes share bytes
+    i64 scale, zeros;       // Scale; 1: zeros count steps of their scale, 2: both are float16
+    i64 scales, factor, bias, order;
+    double step, center;
+};
+
+struct Item {              // one expert's share of a layer's step
+    i64 sections[3];       // addresses of gate, up and down
+    i64 fine[3];           // addresses of their lower halves, where nested
+    i64 form;              // its matrices begin at Layer::matrices[3 * form]
+    i64 first, count;      // its positions
+};
+
+struct Layer {
+    i64 tokens, items, positions, out_rows, hidden, inter, dtype;
+    const uint16_t* x;     // [tokens, hidden]
+    uint16_t* out;         // [tokens * top_k, hidden], of which there are out_rows; those in pairs are overwritten
+    const Item* item;
+    const Matrix* matrices;
+    const i64 *rows, *pairs; // of each position: row of x, row of out
+    float *inputs, *activations;  // rows of `dymoe_row_floats(width)`: of each token, and of each position
+    i64 width;             // columns of such a row, a multiple of 256 that no matrix exceeds
+    i64 phase, has_gate, curve;
+    double limit, alpha, beta;
+    i64 threads, next;     // the next piece of work
+};
+
+struct Sum {               // see weighted_sum
+    i64 tokens, top_k, hidden, dtype;
+    const uint16_t* rows;
+    const float* weights;
+    uint16_t* into;
+    i64 threads, next;
+};

@@ -1,0 +1,162 @@
+"""The native library of ``kernels/cpu``: the twins of its structures, the processor's instruction sets, its threads.
+
+The library is plain C over addresses and links neither torch nor OpenMP, so that one build serves every torch. Its
+threads are those of the OpenMP that torch has loaded: no second pool competes with torch's for the cores.
+"""
+
+import ctypes
+from ctypes import Structure, c_double, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_dymoe.kernels.activation import Activation, Curve
+from vllm_dymoe.residency.matrix import MatrixFormat
+
+ISAS = {"AVX512": (2, "AVX-512"), "AVX2": (1, "AVX2"), "DEFAULT": (0, "portable vectors")}
+"""Number and name, by torch's name of what it uses: variables that hold torch down hold this library down, too."""
+_CURVES = {curve: number for number, curve in enumerate(Curve)}
+_SCALES = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2, torch.float32: 3}
+READ, GATE_UP, DOWN = 0, 1, 2
+
+
+def _integers(names: str) -> list[tuple[str, Any]]:
+    return [(name, c_int64) for name in names.split()]
+
+
+def _doubles(names: str) -> list[tuple[str, Any]]:
+    return [(name, c_double) for name in names.split()]
+
+
+class Matrix(Structure):
+    """One projection of a version: ``Matrix`` of layer.h."""
+
+    _fields_ = (
+        *_integers("rows columns padded_rows padded_columns code bits nested group fold"),
+        *_integers("scale zeros scales factor bias order"),
+        *_doubles("step center"),
+    )
+
+
+class Layer(Structure):
+    """A layer's step: ``Layer`` of layer.h."""
+
+    _fields_ = (
+        *_integers("tokens items positions out_rows hidden inter dtype"),
+        *_integers("x out item matrices rows pairs inputs activations"),
+        *_integers("width phase has_gate curve"),
+        *_doubles("limit alpha beta"),
+        *_integers("threads next"),
+    )
+
+
+class Sum(Structure):
+    """The weighted sum of a token's experts: ``Sum`` of layer.h."""
+
+    _fields_ = _integers("tokens top_k hidden dtype rows weights into threads next")
+
+
+ITEM_FIELDS = 9
+"""int64 fields of ``Item``: three sections, three sections of lower halves, form, first position, number of them."""
+
+
+class Library:
+    """The loaded library.
+
+    Args:
+        path: of the file.
+        isa: the largest of ISAS that may be used; a smaller one is if the processor lacks it.
+
+    Attributes:
+        name: of the instruction set that it uses here.
+
+    Raises:
+        OSError: it cannot be loaded, or is of other sources than this file.
+    """
+
+    def __init__(self, path: Path, isa: str) -> None:
+        library = ctypes.CDLL(str(path))
+        library.dymoe_row_floats.restype = library.dymoe_sizes.restype = c_int64
+        library.dymoe_row_floats.argtypes = [c_int64]
+        library.dymoe_experts.argtypes = library.dymoe_weighted_sum.argtypes = [c_void_p, ctypes.c_int, c_void_p]
+        sizes = [ctypes.sizeof(Matrix), 8 * ITEM_FIELDS, ctypes.sizeof(Layer), ctypes.sizeof(Sum)]
+        built = [library.dymoe_sizes(which) for which in range(len(sizes))]
+        if sizes != built:
+            raise OSError(
+                f"{path} was built from other sources; install vllm-dymoe again, or run make setup in a checkout."
+            )
+        self._library = library
+        known = list(ISAS)
+        usable = known[known.index(isa if isa in ISAS else "DEFAULT") :]
+        self.isa, self.name = next(ISAS[some] for some in usable if library.dymoe_supports(ISAS[some][0]))
+        self.parallel = _openmp()
+        self.row_floats = cache(library.dymoe_row_floats)
+
+    def experts(self, layer: Layer, phase: int) -> None:
+        """Run one phase of a layer's step.
+
+        Raises:
+            IndexError: a row of x or of out that there is not.
+        """
+        layer.phase = phase
+        if self._library.dymoe_experts(ctypes.addressof(layer), self.isa, self.parallel):
+            raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")
+
+    def weighted_sum(self, rows: torch.Tensor, weights: torch.Tensor, into: torch.Tensor) -> None:
+        """into [tokens, hidden] = the sum over k of weights [tokens, top_k] times rows [tokens * top_k, hidden]."""
+        tokens, top_k = weights.shape
+        addresses = rows.data_ptr(), weights.data_ptr(), into.data_ptr()
+        threads = torch.get_num_threads() if into.numel() > 1 << 14 else 1
+        job = Sum(tokens, top_k, into.shape[1], into.dtype is torch.float16, *addresses, threads, 0)
+        self._library.dymoe_weighted_sum(ctypes.addressof(job), self.isa, self.parallel)
+
+
+@cache
+def load(isa: str | None = None) -> Library | None:
+    """The library that was built with the package; None if there is none, because no compiler was there.
+
+    Args:
+        isa: the largest of ISAS that may be used; None for what torch uses.
+    """
+    built = sorted(Path(__file__).parent.glob("_cpu*.so"))
+    return Library(built[0], isa or torch.backends.cpu.get_cpu_capability()) if built else None
+
+
+def _openmp() -> int | None:
+    """Address of ``GOMP_parallel`` in the OpenMP that torch has loaded; None without one, which leaves one thread."""
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+    for path in sorted(path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))):
+        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        if function is not None:
+            return ctypes.cast(function, c_void_p).value
+    return None
+
+
+def matrix(format: MatrixFormat) -> Matrix:
+    """A projection's description for the library; where it is nested, of both sections."""
+    code, base = format.code, format.base if format.nested else format
+    levels = code.floats and code.bits == 4
+    offsets = (
+        base.bias_offset - 256 if code.has_factor else -1,
+        base.bias_offset if base.bias and base.rows else -1,
+        base.order_offset if base.act_order and base.rows else -1,
+    )
+    return Matrix(
+        format.rows, format.columns, format.padded_rows, format.padded_columns,
+        3 if not format.quantized else (1 if levels else 2) if code.floats else 0,
+        code.bits, format.nested,
+        format.group_size if format.quantized else format.columns, format.fold,
+        0 if code.scale_dtype is None else _SCALES[code.scale_dtype],
+        format.integer_zeros | (format.dtype is torch.float16) << 1,
+        base.scales_offset, *offsets,
+        # The library multiplies e2m1 as 2 * level + 12, which has no sign.
+        *((0.5, 12.0) if levels else (1.0, 0.0) if code.floats else (code.step, code.center)),
+    )  # fmt: skip
+
+
+def set_activation(layer: Layer, activation: Activation) -> None:
+    """Write what stands between the projections."""
+    layer.has_gate, layer.curve = activation.has_gate, _CURVES[activation.curve]
+    layer.limit, layer.alpha, layer.beta = activation.limit, activation.alpha, activation.beta

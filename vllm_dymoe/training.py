@@ -147,7 +147,7 @@ def train(
     seen, unseen = trace.select(mask), trace.select(held_out)
     if seen.num_tokens < 2:
         raise TrainingError("one token is left to train on; record more, or hold out fewer requests.")
-    # The first weights, dropout and the order follow from the seed, and nobody else's random numbers from this.
+    # The first weights, dropout and the order follow from the seed, and other random numbers do not follow from this.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         states = States(trace.header, architecture, popularity(seen).float(), affinity(seen).float())

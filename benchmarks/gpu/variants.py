@@ -51,7 +51,7 @@ from vllm_dymoe.kernels.triton import (
 from vllm_dymoe.residency.code import CODEBOOKS, WHOLE
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_ahead import Copies
-from vllm_dymoe.residency.decode_table import DecodeTable
+from vllm_dymoe.residency.table import Table
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 BITS = (16, 8, 4, 2)
@@ -315,7 +315,7 @@ def _place(architecture: int) -> Variant:
 
 def _decide(architecture: int, experts: int, top_k: int, nested: bool) -> Variant:
     note = _Note(architecture, "decide", None, f"top {top_k}" + ", nested" * nested, f"{experts} experts")
-    table = DecodeTable.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu", nested=nested)
+    table = Table.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu", nested=nested)
     decision = Decision.allocate(1, top_k, experts, "cpu", slices=1 + nested)
     ids, weights = torch.zeros(1, top_k, dtype=torch.int32), torch.zeros(1, top_k)
     decide.decide(vars(table), 0, ids, weights, ids[0, :1], decision.tensors, start=note)
@@ -324,7 +324,7 @@ def _decide(architecture: int, experts: int, top_k: int, nested: bool) -> Varian
 
 def _name_ahead(architecture: int, experts: int, top_k: int) -> Variant:
     note = _Note(architecture, "name_ahead", None, f"top {top_k}", f"{experts} experts")
-    table = DecodeTable.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu")
+    table = Table.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu")
     ids, scores = torch.zeros(1, top_k, dtype=torch.int64), torch.zeros(1, top_k)
     rows = torch.zeros(1, dtype=torch.int32)
     ahead.name_ahead(vars(table), 0, ids, scores, rows, vars(Copies.allocate(1, top_k, experts, "cpu")), start=note)

@@ -1,6 +1,6 @@
 """Fetching ahead beside a layer that is computed: which of the next layer's experts, in one program, and their copies.
 
-Plain twin, bit for bit: ``vllm_dymoe.residency.decode_ahead``. Names are those of ``DecodeTable`` and ``Copies``.
+Plain twin, bit for bit: ``vllm_dymoe.residency.decode_ahead``. Names are those of ``Table`` and ``Copies``.
 Both launches stand in a branch of the step: the first one beside a layer's own three, the second behind them, where the
 link idles, until the next layer is decided.
 """
@@ -47,7 +47,7 @@ def name_ahead(
     """What ``name_ahead_plain`` does, in one launch.
 
     Args:
-        table: the tensors of a DecodeTable, by name.
+        table: the tensors of a Table, by name.
         layer: that is foreseen.
         ids: int32 or int64 [tokens, guesses].
         scores: float32 [tokens, guesses], 0 to 1.
@@ -126,7 +126,7 @@ def name_ahead_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """See ``name_ahead`` and, for every tensor, DecodeTable and Copies; grid [1].
+    """See ``name_ahead`` and, for every tensor, Table and Copies; grid [1].
 
     Args:
         scratch: int32 [3 * WIDTH + tokens * GUESSES], contents do not matter.

@@ -1,6 +1,6 @@
 """A layer's step decided on the device, in one program: which experts, at which tier, from where, to where.
 
-Plain twin, bit for bit: ``vllm_dymoe.residency.decode_rule.decide_plain``. Names are those of ``DecodeTable`` and
+Plain twin, bit for bit: ``vllm_dymoe.residency.decode_rule.decide_plain``. Names are those of ``Table`` and
 ``Decision`` beside it. All that is compared is an integer, or one rounded to float32: no order of additions decides.
 
 One program of four warps is enough. Everything about experts is a vector of WIDTH of them, and pairs go by in chunks.
@@ -25,21 +25,20 @@ WARPS = 4
 
 _AGING = tl.constexpr(AGING)
 _AT_ONCE = tl.constexpr(POSITIONS_AT_ONCE)
-_NOBODY = tl.constexpr((1 << 63) - 1)
+_NONE = tl.constexpr((1 << 63) - 1)
 _STEP_BITS = tl.constexpr(40)
 _UNIT = tl.constexpr(float(WEIGHT_UNIT))
 _USE = tl.constexpr(USE)
 
 _OF_TABLE = (
-    "tier", "slot", "heat", "used_at", "fine", "fine_heat", "fine_used_at", "step", "shares", "first_slot", "staging",
-    "staged", "staged_for", "critical", "bits", "offsets", "pool", "slot_bytes", "source", "reuse_high", "counters",
-    "recording", "ring_ids", "ring_weights", "ring_rows",
+    "tier", "slot", "heat", "used_at", "step", "shares", "first_slot", "staging", "staged", "staged_for", "critical",
+    "bits", "offsets", "pool", "slot_bytes", "source", "reuse_high", "counters", "recording", "ring_ids",
+    "ring_weights", "ring_rows",
 )  # fmt: skip
 _OF_DECISION = (
-    "count", "experts", "tiers", "slots", "fate", "bits", "addresses", "destinations", "fine_slots", "fine_fate",
-    "fine", "fine_destinations", "work", "rows", "pairs", "computed", "scratch",
+    "count", "experts", "tiers", "slots", "fate", "bits", "addresses", "destinations", "work", "rows", "pairs",
+    "computed", "scratch",
 )  # fmt: skip
-_SECOND = {"fine_slots": "slots", "fine_fate": "fate", "fine": "addresses", "fine_destinations": "destinations"}
 
 
 def decide(
@@ -55,7 +54,7 @@ def decide(
     """What ``decide_plain`` does, in one launch.
 
     Args:
-        table: the tensors of a DecodeTable, by name.
+        table: the tensors of a Table, by name.
         layer: which of its layers.
         ids: int32 or int64 [tokens, top_k].
         weights: float32 [tokens, top_k].
@@ -85,18 +84,19 @@ def decide(
             weights,
             rows,
             *(table[name] for name in _OF_TABLE),
-            *(_argument(decision, name) for name in _OF_DECISION),
+            *(decision[name] for name in _OF_DECISION),
             layer,
             layers,
             tokens,
             depth,
             ring_tokens,
+            decision["slots"].stride(0),
         ),
         {
             "EXPERTS": experts,
             "TOP_K": top_k,
             "COUNTERS": table["counters"].shape[1],
-            "NESTED": len(table["fine"]) > 0,
+            "NESTED": len(table["slot"]) > 1,
             "WIDTH": width,
             "CHUNK": min(width, ELEMENTS_AT_ONCE // width),
         },
@@ -104,19 +104,12 @@ def decide(
     )
 
 
-def _argument(decision: Mapping[str, Tensor], name: str) -> Tensor:
-    """What the kernel takes by that name: of tensors with slices the first one, or the last."""
-    tensor = decision[_SECOND.get(name, name)]
-    by_slice = name in _SECOND or name in _SECOND.values()
-    return tensor[-1 if name in _SECOND else 0] if by_slice else tensor
-
-
 _ANY_ALIGNMENT = ["ids", "weights", "rows", *_OF_TABLE, *(f"item_{name}" for name in _OF_DECISION)]
 
 
 @triton.jit(
     do_not_specialize_on_alignment=_ANY_ALIGNMENT,
-    do_not_specialize=["layer", "layers", "tokens", "depth", "ring_tokens"],
+    do_not_specialize=["layer", "layers", "tokens", "depth", "ring_tokens", "apart"],
 )
 def decide_kernel(
     ids,
@@ -126,9 +119,6 @@ def decide_kernel(
     slot,
     heat,
     used_at,
-    fine,
-    fine_heat,
-    fine_used_at,
     step,
     shares,
     first_slot,
@@ -155,10 +145,6 @@ def decide_kernel(
     item_bits,
     item_addresses,
     item_destinations,
-    item_fine_slots,
-    item_fine_fate,
-    item_fine,
-    item_fine_destinations,
     item_work,
     item_rows,
     item_pairs,
@@ -169,6 +155,7 @@ def decide_kernel(
     tokens: tl.int32,
     depth: tl.int32,
     ring_tokens: tl.int32,
+    apart: tl.int32,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     COUNTERS: tl.constexpr,
@@ -176,7 +163,7 @@ def decide_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """See ``decide`` and, for every tensor, DecodeTable and Decision; grid [1].
+    """See ``decide`` and, for every tensor, Table and Decision; grid [1].
 
     Args:
         item_scratch: int32 [3 * WIDTH + tokens * TOP_K], contents do not matter.
@@ -184,6 +171,7 @@ def decide_kernel(
         tokens: padding included.
         depth: of the ring.
         ring_tokens: rows of its entries.
+        apart: items from one slice to the next.
         EXPERTS: of a layer.
         TOP_K: of a token.
         COUNTERS: columns.
@@ -220,10 +208,11 @@ def decide_kernel(
     low_first, high_first = first_slot + layer * 3 + 1, first_slot + layer * 3 + 2
     scratch = item_scratch + WIDTH
     if NESTED:
-        own_fine = tl.load(fine + row, mask=known, other=-1)
-        fine_warmth = tl.load(fine_heat + row, mask=known, other=0)
+        fine_row = layers * EXPERTS + row
+        own_fine = tl.load(slot + fine_row, mask=known, other=-1)
+        fine_warmth = tl.load(heat + fine_row, mask=known, other=0)
         fine_warmth = fine_warmth - (fine_warmth >> _AGING) + tl.where(wants_high, _USE, 0)
-        fine_use = tl.where(wants_high, number, tl.load(fine_used_at + row, mask=known, other=0))
+        fine_use = tl.where(wants_high, number, tl.load(used_at + fine_row, mask=known, other=0))
         hit = uses & (held >= wanted)
         computed_tier = tl.where(hit & reuse, held, wanted)
         low_misses = uses & (held == 0)
@@ -263,9 +252,9 @@ def decide_kernel(
         tl.store(tier + row, now.to(tl.int8), mask=known)
         tl.store(slot + row, now_slot, mask=known)
         if NESTED:
-            tl.store(fine + row, now_fine, mask=known)
-            tl.store(fine_heat + row, fine_warmth, mask=known)
-            tl.store(fine_used_at + row, fine_use, mask=known)
+            tl.store(slot + fine_row, now_fine, mask=known)
+            tl.store(heat + fine_row, fine_warmth, mask=known)
+            tl.store(used_at + fine_row, fine_use, mask=known)
         counts = counters + layer * COUNTERS
         add_to(counts, 0, 1)
         add_to(counts, 1, number_of(active & (wanted == 2)))
@@ -313,8 +302,9 @@ def decide_kernel(
         )  # fmt: skip
         to = tl.where(high_fate == 2, high_staged, now_fine)
         _list_slices(
-            item_fine_slots, item_fine_fate, item_fine, item_fine_destinations, item, to, to, ahead, high_fate,
-            uses, high, pool + 2, slot_bytes + 2, source + row.to(tl.int64) * 3 + 2, offsets + 6, empty, expert,
+            item_slots + apart, item_fate + apart, item_addresses + 3 * apart, item_destinations + 3 * apart,
+            item, to, to, ahead, high_fate, uses, high, pool + 2, slot_bytes + 2, source + row.to(tl.int64) * 3 + 2,
+            offsets + 6, empty, expert,
         )  # fmt: skip
     else:
         fate = tl.where(high, high_fate, low_fate)
@@ -363,47 +353,51 @@ def decide_kernel(
 def _find_places(
     share_at, first_at, scratch, wanting, missing, here, uses, warmth, key, slot, expert, WIDTH: tl.constexpr
 ):
-    """Places of one kind for those that miss it: free ones, and then those of colder experts that nobody uses.
+    """Places of one kind for experts that miss it: free ones, and then those of colder experts that are not used.
 
     Args:
         share_at: of the layer, like what follows.
         first_at: its first slot.
         scratch: int32 [WIDTH].
-        wanting: bool [WIDTH], like what follows; if these are more than the share, the rest passes.
-        missing: who looks for a place.
-        here: who has one.
-        uses: who may not lose it.
+        wanting: bool [WIDTH], like what follows; if these are more than the share, the hottest come first.
+        missing: which experts look for a place.
+        here: which have one.
+        uses: which may not lose it.
         warmth: int64 [WIDTH].
         key: int64 [WIDTH], orders victims.
-        slot: int32 [WIDTH], everybody's; in this pool where `here` says so.
+        slot: int32 [WIDTH], of all experts; in this pool where `here` says so.
 
     Returns:
-        Who is kept, who goes, and the slots after that.
+        Which experts are kept, which go, and the slots after that.
     """
-    kept = missing & (expert < 0)  # nobody
+    kept = missing & (expert < 0)  # none
     gone_for_good = kept
     misses = number_of(missing)
     if misses > 0:
         share, first = tl.load(share_at), tl.load(first_at)
         free = share - number_of(here)
-        room = number_of(wanting) <= share
+        wide = number_of(wanting) > share
+        order = tl.where(wide, warmth, 0)
         vacant = _vacant(here, slot - first, share, scratch, expert)
-        victims = tl.where(here & (uses == 0), key, _NOBODY)
-        for turn_number in range(misses):
-            one = tl.min(tl.where(missing, expert, WIDTH), 0)
+        victims = tl.where(here & (uses == 0), key, _NONE)
+        # Where the hottest come first, those behind the first one that finds no place find none either.
+        turns = tl.where(wide, tl.minimum(misses, tl.maximum(free, 0) + number_of(here & (uses == 0))), misses)
+        for turn_number in range(turns):
+            hottest = tl.max(tl.where(missing, order, -1), 0)
+            one = tl.min(tl.where(missing & (order == hottest), expert, WIDTH), 0)
             missing = missing & (expert != one)
             coldest = tl.min(victims, 0)
             victim = tl.min(tl.where(victims == coldest, expert, WIDTH), 0)
             own_warmth = tl.sum(tl.where(expert == one, warmth, 0), 0)
             takes_free = turn_number < free
-            takes_place = (turn_number >= free) & room & (coldest != _NOBODY)
+            takes_place = (turn_number >= free) & (coldest != _NONE)
             takes_place = takes_place & (own_warmth >= (coldest >> _STEP_BITS))
             free_slot = tl.min(tl.where(vacant, expert, WIDTH), 0)
             taken = tl.sum(tl.where(expert == victim, slot, 0), 0)
             taken = tl.where(takes_free, free_slot + first, taken)
             vacant = vacant & ((expert != free_slot) | (takes_free == 0))
             gone = (expert == victim) & takes_place
-            victims = tl.where(gone, _NOBODY, victims)
+            victims = tl.where(gone, _NONE, victims)
             comes = (expert == one) & (takes_free | takes_place)
             slot = tl.where(gone, -1, tl.where(comes, taken, slot))
             kept = kept | comes

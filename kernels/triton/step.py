@@ -64,7 +64,7 @@ class DecodeStep:
         """out[token] = weighted sum of the token's experts, zero where it has none; misses are fetched on the way.
 
         Args:
-            table: the tensors of a DecodeTable, by name.
+            table: the tensors of a Table, by name.
             layer: which of its layers.
             x: [tokens, hidden] in the experts' dtype.
             ids: int32 or int64 [tokens, top_k], negative where another rank has the expert.

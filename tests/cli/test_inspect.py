@@ -34,15 +34,6 @@ def checkpoint(original, tmp_path):
     return shutil.copytree(original, tmp_path / "checkpoint")
 
 
-@pytest.fixture
-def store(checkpoint):
-    """Only the store of the checkpoint, as the plugin keeps it for models that it quantizes while they load."""
-    for path in checkpoint.iterdir():
-        if not path.name.startswith("dymoe"):
-            path.unlink()
-    return checkpoint
-
-
 def report(*arguments):
     result = command("inspect", *arguments, "--json")
     assert result.exit_code == 0, result.output + result.stderr
@@ -53,6 +44,8 @@ def test_a_checkpoint(checkpoint, model):
     found = report(checkpoint)
     formats = FileStore(checkpoint).experts.formats
     assert found["kind"] == "dymoe checkpoint"
+    assert "verified" not in found
+    assert report(checkpoint, "--verify")["verified"] is True
     assert found["layers"] == list(MOE_LAYERS)
     assert (found["num_experts"], found["top_k"]) == (EXPERTS, 2)
     assert (found["hidden_size"], found["intermediate_size"]) == (HIDDEN, INTERMEDIATE)
@@ -67,12 +60,6 @@ def test_a_checkpoint(checkpoint, model):
         }
         for bits in (4, 2)
     ]
-
-
-def test_a_store(store):
-    found = report(store)
-    assert found["kind"] == "expert store"
-    assert "dense_bytes" not in found
 
 
 def test_a_checkpoint_that_is_not_quantized_yet(model, original):
@@ -130,19 +117,17 @@ def test_errors_of_every_layer(checkpoint):
     tables = command("inspect", checkpoint).stdout
     assert f"{errors[1]['weight']['2']:.2%}" in tables
     assert "calibrated" not in tables
-
-
-def test_a_store_without_errors_says_so(checkpoint):
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     del manifest["errors"]
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
     assert report(checkpoint)["errors"] is None
     assert "not recorded" in command("inspect", checkpoint).stdout
-
-
-def test_verify(checkpoint, store):
-    assert report(checkpoint, "--verify")["verified"] is True
-    assert "verified" not in report(checkpoint)
+    for path in checkpoint.iterdir():  # only the store, as the plugin keeps it for models that it quantizes
+        if not path.name.startswith("dymoe"):
+            path.unlink()
+    found = report(checkpoint)
+    assert found["kind"] == "expert store"
+    assert "dense_bytes" not in found
 
 
 @pytest.mark.parametrize("bits", [4, 2])
@@ -164,17 +149,14 @@ def test_verify_finds_one_flipped_bit(checkpoint, bits, expert, byte):
     assert path.name in sentence
 
 
-def test_a_truncated_shard_is_found(checkpoint):
+def test_missing_files_are_found(checkpoint):
+    (checkpoint / "model-00001-of-00001.safetensors").unlink()
+    assert "model-00001-of-00001.safetensors cannot be read" in refused("inspect", checkpoint)
     path = checkpoint / file_name(MOE_LAYERS[0])
     path.write_bytes(path.read_bytes()[:-4096])
     for options in ([], ["--verify"]):
         assert "was truncated" in refused("inspect", checkpoint, *options)
-
-
-def test_missing_files_are_found(checkpoint):
-    (checkpoint / "model-00001-of-00001.safetensors").unlink()
-    assert "model-00001-of-00001.safetensors cannot be read" in refused("inspect", checkpoint)
-    (checkpoint / file_name(MOE_LAYERS[0])).unlink()
+    path.unlink()
     assert file_name(MOE_LAYERS[0]) in refused("inspect", checkpoint)
     (checkpoint / MANIFEST).unlink()
     assert "holds no expert store" in refused("inspect", checkpoint)

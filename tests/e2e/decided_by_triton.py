@@ -46,7 +46,7 @@ def served(llm, budget, program):
     with mock.patch.object(PlainDecode, "decide", staticmethod(program)):
         answers = answer(llm, prompts()[:2], max_tokens=TOKENS)
     check_decided(runtime)
-    table, stats = runtime.memory.decisions, runtime.stats()
+    table, stats = runtime.memory.device_side.table, runtime.stats()
     kept = {name: getattr(table, name).tolist() for name in ("tier", "slot", "heat", "used_at", "step")}
     return answers, (stats.planned, stats.hits, stats.misses, stats.promotions, stats.evictions), kept
 

@@ -51,7 +51,7 @@ def test_the_device_computes_what_the_host_computes():
             stats = runtime.stats()
             assert stats.planned == planned
             assert stats.hits + stats.misses == planned["hi"] + planned["lo"]
-        assert int(runtime.memory.decisions.step.min()) > 0
+        assert int(runtime.memory.device_side.table.step.min()) > 0
 
 
 def test_replayed_steps_decide_anew_with_nothing_of_the_host(tmp_path):

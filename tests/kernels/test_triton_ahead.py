@@ -17,8 +17,8 @@ from vllm_dymoe.predict.folded import FoldedMLP
 from vllm_dymoe.predict.next_gate import GatesOnDevice
 from vllm_dymoe.predict.trained import NetworkOnDevice
 from vllm_dymoe.residency.decode_ahead import MOST_AHEAD, Copies
-from vllm_dymoe.residency.decode_table import Counter, DecodeTable
 from vllm_dymoe.residency.rule import HIGH, LOW
+from vllm_dymoe.residency.table import Counter, Table, check_integrity
 from vllm_dymoe.runtime.ahead import Ahead, NoBranch
 from vllm_dymoe.systems.dymoe import Dymoe
 
@@ -49,7 +49,7 @@ def test_any_guesses_and_steps(steps, low, high, retention, reuse_high, skip_low
         if foreseen:
             twins.foresee(layer, *random_step(seed // 2, tokens), real=seed % (tokens + 1))
         twins.step(layer, ids, weights, real=seed % (tokens + 1))
-        twins.plain.check_integrity()
+        check_integrity(twins.plain.on_host(), ranges=True)
 
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(512, 22, 3), (128, 8, 16)])
@@ -137,7 +137,7 @@ PREDICTORS = {
 
 @pytest.mark.parametrize("predictor", PREDICTORS)
 def test_a_branch_is_two_launches_of_ours_without_a_host(predictor):
-    table = DecodeTable.allocate(3, EXPERTS, rows=4, top_k=TOP_K, depth=1, device="meta")
+    table = Table.allocate(3, EXPERTS, rows=4, top_k=TOP_K, depth=1, device="meta")
     kernel = Traced()
     ahead = Ahead(table, kernel, PREDICTORS[predictor](), NoBranch(), rows=4)
     with NoHost():
@@ -154,7 +154,7 @@ def test_a_planted_look_at_what_was_named_is_found():
             experts, scores = super().foresee(layer, x, ids)
             return experts[scores > 0], scores
 
-    table = DecodeTable.allocate(3, EXPERTS, rows=4, top_k=TOP_K, depth=1, device="meta")
+    table = Table.allocate(3, EXPERTS, rows=4, top_k=TOP_K, depth=1, device="meta")
     ahead = Ahead(table, Traced(), Looks(gates(), TOP_K, "meta"), NoBranch(), rows=4)
     with NoHost(), pytest.raises(HostInStepError, match="waits for the device"):
         ahead.name(0, meta(4, 32), meta(4, TOP_K, dtype=torch.int32), meta(1, dtype=torch.int32))

@@ -13,9 +13,9 @@ from vllm_dymoe.kernels.triton.tiles import Tiles
 from vllm_dymoe.residency.code import FP8, MXFP4, NESTED, NVFP4, UPPER_HALVES, WHOLE
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_rule import decide_plain
-from vllm_dymoe.residency.decode_table import Counter, DecodeTable
 from vllm_dymoe.residency.format import Format
 from vllm_dymoe.residency.rule import HIGH, LOW
+from vllm_dymoe.residency.table import Counter, Table, set_pools, set_precision
 from vllm_dymoe.systems.dymoe import Dymoe
 
 EXPERTS, TOP_K, BITS = 6, 2, {LOW: 2, HIGH: 4}
@@ -40,14 +40,14 @@ class Layer:
         }  # fmt: skip
         high = self.experts[HIGH]
         self.stored = {LOW: high.blobs, HIGH: high.fine} if nested else {c: e.blobs for c, e in self.experts.items()}
-        self.table = DecodeTable.allocate(1, EXPERTS, rows=tokens, top_k=TOP_K, depth=1, device=DEVICE, nested=nested)
-        self.table.set_precision(formats, Dymoe(retention=0.5).precision.critical_counts(1, EXPERTS))
+        self.table = Table.allocate(1, EXPERTS, rows=tokens, top_k=TOP_K, depth=1, device=DEVICE, nested=nested)
+        set_precision(self.table, formats, Dymoe(retention=0.5).precision.critical_counts(1, EXPERTS))
         self.slots = {
             code: torch.full((shares[code] + staging, fmt.nbytes), 0xEE, dtype=torch.uint8, device=DEVICE)
             for code, fmt in formats.items()
         }
         pools = {code: (slots.data_ptr(), slots.shape[1], len(slots)) for code, slots in self.slots.items()}
-        self.table.set_pools(pools, {code: [shares[code]] for code in bits})
+        set_pools(self.table, pools, {code: [shares[code]] for code in bits})
         for code, blobs in self.stored.items():
             self.table.source[0, :, code] = torch.tensor([blob.data_ptr() for blob in blobs])
         tile = DecodeTile(4, split)
@@ -84,10 +84,10 @@ class Layer:
 
     def check_slots(self):
         """Every row names the bytes of the store."""
-        named = {LOW: (self.table.slot, 1), HIGH: (self.table.fine, 2)} if self.nested else {}
+        named = {LOW: (self.table.slot[0], 1), HIGH: (self.table.slot[1], 2)} if self.nested else {}
         for expert in range(EXPERTS):
             code = int(self.table.tier[0, expert])
-            for part, (slots, least) in (named or {code: (self.table.slot, 1)}).items():
+            for part, (slots, least) in (named or {code: (self.table.slot[0], 1)}).items():
                 if code >= least:
                     assert torch.equal(self.slots[part][int(slots[0, expert])], self.stored[part][expert])
 
@@ -171,7 +171,7 @@ def traced(planted=lambda ids: None):
             shape, frozenset((4,)), Tiles(4, tile, tile, (), ()), SILU,
             empty(1 << 20, dtype=torch.uint8), empty(1 << 12, dtype=torch.int32),
         )  # fmt: skip
-        table = {name: empty(*size, dtype=dtype) for name, (size, dtype) in sizes(DecodeTable).items()}
+        table = {name: empty(*size, dtype=dtype) for name, (size, dtype) in sizes(Table).items()}
         decision = {name: empty(*size, dtype=dtype) for name, (size, dtype) in sizes(Decision).items()}
         ids = empty(4, TOP_K, dtype=torch.int64)
         planted(ids)
@@ -185,7 +185,7 @@ def sizes(kind):
     made = (
         Decision.allocate(4, TOP_K, EXPERTS, "cpu")
         if kind is Decision
-        else DecodeTable.allocate(3, EXPERTS, rows=4, top_k=TOP_K, depth=1, device="cpu")
+        else Table.allocate(3, EXPERTS, rows=4, top_k=TOP_K, depth=1, device="cpu")
     )
     return {name: (values.shape, values.dtype) for name, values in vars(made).items()}
 

@@ -19,8 +19,8 @@ from tests.support.decode_steps import (
 )
 from vllm_dymoe.residency.decision import KEPT, PASSED, STAYED
 from vllm_dymoe.residency.decode_ahead import Copies, name_ahead_plain
-from vllm_dymoe.residency.decode_table import Counter
 from vllm_dymoe.residency.rule import HIGH, LOW
+from vllm_dymoe.residency.table import Counter, check_integrity
 from vllm_dymoe.systems.dymoe import Dymoe
 
 EXACT = Dymoe(retention=1)
@@ -69,7 +69,7 @@ def test_what_was_fetched_ahead_is_read_there_and_kept_by_way_of_the_layers_own_
     assert decision.destinations[0, five].tolist() == [0, 0, 0]
     assert decision.addresses[0, four].tolist() == [source(1, 4) + offset for offset in offsets]
     assert decision.addresses[0, three].tolist() == [part + offset for offset in offsets]
-    slot = POOL[HIGH] + (int(table.slot[1, 3]) << 12)
+    slot = POOL[HIGH] + (int(table.slot[0, 1, 3]) << 12)
     assert decision.destinations[0, three].tolist() == [slot + offset for offset in offsets]
     assert table.counters[1, [Counter.AHEAD, Counter.AHEAD_USED]].tolist() == [3, 2]
     sizes = table.counters[1, [Counter.AHEAD_BYTES, Counter.AHEAD_USED_BYTES]].tolist()
@@ -139,6 +139,6 @@ def test_rows_slots_and_tiers_are_those_without_guesses(steps, share, retention,
         ours, theirs = (decide(table, layer, *random_step(seed, tokens)) for table in (foreseeing, plain))
         for name in ("experts", "tiers", "fate", "bits", "work", "rows", "pairs", "computed"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-        foreseeing.check_integrity()
+        check_integrity(foreseeing.on_host(), ranges=True)
         for name in ("tier", "slot", "heat", "used_at"):
             assert torch.equal(getattr(foreseeing, name), getattr(plain, name)), name

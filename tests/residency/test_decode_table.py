@@ -16,25 +16,24 @@ from tests.support.decode_steps import (
     SOURCE,
     TOKENS,
     decide,
+    host_table,
     make_table,
     random_step,
 )
 from vllm_dymoe.residency.decision import KEPT, PASSED, STAYED
-from vllm_dymoe.residency.decode_table import Counter
 from vllm_dymoe.residency.routing import Phase, Routing, group_by_expert
-from vllm_dymoe.residency.rule import FREE, HIGH, HIT, LOW, NOWHERE, STREAM
-from vllm_dymoe.residency.table import CODES, ResidencyTable
+from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, PASS
+from vllm_dymoe.residency.table import CODES, Counter, check_integrity, set_pools
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.dymoe import Dymoe
 
 
 class Host:
-    """The rule as the host applies it: ``System.select``, ``ResidencyTable.begin_step``, evictions, publications."""
+    """The rule as the host applies it: ``System.select``, and its own table."""
 
     def __init__(self, shares, system, skip_low, nested, experts=EXPERTS):
-        tiers = {Tier.LO: shares[LOW], Tier.HI: shares[HIGH]}
-        self.table = ResidencyTable(experts, tiers, reuse_high=system.precision.reuses_high, nested=nested)
-        self.system, self.skip_low, self.slots = system, skip_low, iter(range(1 << 30))
+        self.table = host_table(shares, experts, reuse_high=system.precision.reuses_high, nested=nested)
+        self.system, self.skip_low = system, skip_low
         self.counts = np.zeros((LAYERS, len(Counter)), np.int64)
 
     def step(self, layer, ids, weights):
@@ -50,9 +49,9 @@ class Host:
         counts[Counter.SKIPPED] += len(plan) - len(wanted)
         active, tiers = np.array([*wanted], np.int64), np.array([CODES[t] for t in wanted.values()], np.int8)
         before = self.table.tier[layer].copy()
-        places = np.atleast_2d(self.table.begin_step(layer, active, tiers))
+        places = self.table.begin_step(layer, active, tiers)
         hit = (places == HIT).all(0)
-        reused = hit & (before[active] != tiers) & self.table.reuse_high
+        reused = hit & (before[active] != tiers) & bool(self.table.reuse_high[0])
         counts[Counter.HITS] += np.count_nonzero(hit)
         counts[Counter.REUSES] += np.count_nonzero(reused)
         counts[Counter.PROMOTIONS] += np.count_nonzero(~hit & (tiers == HIGH) & (before[active] != NOWHERE))
@@ -60,26 +59,16 @@ class Host:
         for part, kinds in zip(places, parts, strict=True):
             for code, counter in ((HIGH, Counter.FETCHED_HIGH), (LOW, Counter.FETCHED_LOW)):
                 counts[counter] += np.count_nonzero((part != HIT) & (kinds == code))
-            counts[Counter.PASSED] += np.count_nonzero(part == STREAM)
+            counts[Counter.PASSED] += np.count_nonzero(part == PASS)
             counts[Counter.EVICTIONS] += np.count_nonzero(part >= 0)
-        for part, kinds in zip(places, parts, strict=True):
-            kept = [
-                (int(e), kind, int(place)) for e, kind, place in zip(active, kinds, part, strict=True) if place >= FREE
-            ]
-            for expert, code, place in kept:
-                if not nested:
-                    self.table.remove(layer, expert)
-                if place >= 0:
-                    (self.table.remove_fine if nested and code == HIGH else self.table.remove)(layer, place)
-            for expert, code, _ in kept:
-                self.table.publish(layer, expert, Tier.HI if code == HIGH else Tier.LO, next(self.slots))
-        self.table.check_integrity()
+        self.table.keep(layer, active, tiers, places)
+        check_integrity(self.table)
         computed = np.where(reused, before[active], tiers)
         return active.tolist(), computed.tolist(), [[_fate(place) for place in part] for part in places]
 
 
 def _fate(place):
-    return STAYED if place == HIT else PASSED if place == STREAM else KEPT
+    return STAYED if place == HIT else PASSED if place == PASS else KEPT
 
 
 def check_items(decision, ids, active, computed, fate):
@@ -123,8 +112,8 @@ def test_any_steps_give_the_rows_that_the_host_keeps(steps, low, high, retention
         ids, weights = random_step(seed, tokens)
         decision = decide(table, layer, ids, weights)
         check_items(decision, ids, *host.step(layer, ids, weights))
-        table.check_integrity()
-        for name in ("tier", "heat", "used_at", *(("fine_heat", "fine_used_at") if nested else ())):
+        check_integrity(table.on_host(), ranges=True)
+        for name in ("tier", "slot", "heat", "used_at", "step"):
             assert np.array_equal(getattr(table, name).numpy(), getattr(host.table, name))
     assert table.counters.tolist() == host.counts.tolist()
 
@@ -159,7 +148,7 @@ def check_addresses(table, layer, decision, held):
         assert not table.nested or computed == HIGH or not decision.addresses[1, item].any()
         of_slices = zip(decision.fate, decision.slots, decision.addresses, decision.destinations, strict=True)
         codes = (LOW, HIGH)[:computed] if table.nested else (computed,)
-        for code, (fates, to, addresses, destinations) in zip(codes, of_slices, strict=False):
+        for number, (code, (fates, to, addresses, destinations)) in enumerate(zip(codes, of_slices, strict=False)):
             offsets, fate = [section.start for section in formats[code].sections], int(fates[item])
             source, destination = SOURCE[code] + (layer * table.experts + expert << 12), None
             if fate == STAYED:
@@ -172,8 +161,7 @@ def check_addresses(table, layer, decision, held):
                 written.append((code, destination))
             assert (addresses[item] - source).tolist() == offsets
             if fate == KEPT:
-                now = table.fine if table.nested and code == HIGH else table.slot
-                assert (int(now[layer, expert]), int(table.tier[layer, expert])) == (
+                assert (int(table.slot[number, layer, expert]), int(table.tier[layer, expert])) == (
                     destination,
                     max(code, table.tier[layer, expert]),
                 )
@@ -188,8 +176,7 @@ def test_addresses_are_those_of_the_rows(seeds, share, staging, nested):
     table = make_table({LOW: [share] * LAYERS, HIGH: [share] * LAYERS}, staging=staging, nested=nested)
     for seed in seeds:
         layer = seed % LAYERS
-        fine = table.fine if nested else table.slot
-        held = table.tier.clone(), {LOW: table.slot.clone(), HIGH: fine.clone()}
+        held = table.tier.clone(), {LOW: table.slot[0].clone(), HIGH: table.slot[-1].clone()}
         read, written = check_addresses(table, layer, decide(table, layer, *random_step(seed)), held)
         assert len(set(written)) == len(written)
         assert not set(read) & set(written)
@@ -204,23 +191,12 @@ def test_an_expert_with_more_positions_than_are_multiplied_at_once_passes_throug
     assert not table.tier.any()
 
 
-def test_budgets_that_change_keep_what_still_has_its_place():
-    system = Dymoe(retention=1)
-    table = make_table({LOW: [0, 0], HIGH: [6, 6]}, system=system)
-    for seed in range(8):
-        decide(table, seed % 2, *random_step(seed))
-    assert (table.tier == HIGH).sum() == 12
-    pools = {HIGH: (POOL[HIGH], 1 << 12, 12)}
-    table.set_pools(pools, {HIGH: [4, 8]})
-    assert (table.tier == HIGH).sum() == 10  # layer 1's range begins two slots before its old one, and covers it
-    for seed in range(8):
-        decide(table, seed % 2, *random_step(seed))
-        table.check_integrity()
-    table.set_pools(pools, {HIGH: [0, 0]})
-    table.check_integrity()
-    assert not table.tier.any()
+def test_shares_that_a_pool_does_not_have_are_refused():
+    table = make_table({LOW: [0, 0], HIGH: [6, 6]})
     with pytest.raises(ValueError, match="shares sum to 13 slots of tier 2, but the pool has 12"):
-        table.set_pools(pools, {HIGH: [6, 7]})
+        set_pools(table, {HIGH: (0, 1, 12)}, {HIGH: [6, 7]})
+    with pytest.raises(ValueError, match="would keep 13 of its 12 experts"):
+        set_pools(table, {HIGH: (0, 1, 13)}, {HIGH: [13, 0]})
 
 
 def test_a_step_without_rows_changes_nothing():
@@ -263,13 +239,16 @@ def test_a_snapshot_for_the_host():
     table = make_table({LOW: [0, 0], HIGH: [3, 3]}, system=system)
     for seed in range(6):
         decide(table, seed % 2, *random_step(seed))
-    host = ResidencyTable(EXPERTS, {Tier.HI: [3, 3]})
-    table.give(host)
-    host.check_integrity()
-    for name in ("tier", "slot", "heat", "used_at"):
-        assert np.array_equal(getattr(host, name), getattr(table, name))
+    host = host_table({LOW: [0, 0], HIGH: [3, 3]})
+    host.copy_rows(table)
+    check_integrity(host, ranges=True)
     assert (host.tier == HIGH).sum() == 6
-    assert list(host.steps) == table.step.tolist() == [3, 3]
+    assert host.step.tolist() == [3, 3]
+    before = host.heat.copy()
     table.clear()
     assert not table.tier.any()
-    assert not table.heat.any()
+    table.copy_rows(host)
+    for name in ("tier", "slot", "heat", "used_at", "step"):
+        assert np.array_equal(getattr(host, name), getattr(table, name))
+    table.heat.zero_()
+    assert np.array_equal(host.heat, before), "a copy is no view"

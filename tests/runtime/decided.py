@@ -70,5 +70,5 @@ def check_decided(runtime):
     for tier, pool in runtime.memory.pools.items():
         for layer, expert in runtime.memory.table.residents(tier):
             nested = runtime.memory.nested and tier is Tier.HI
-            slot = pool.slots[(runtime.memory.table.fine if nested else runtime.memory.table.slot)[layer, expert]]
+            slot = pool.slots[runtime.memory.table.slot[int(nested), layer, expert]]
             assert torch.equal(slot.blob, runtime.store.blob(BlobKey(layer, expert, runtime.memory.bits[tier])))

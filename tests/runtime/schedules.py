@@ -149,8 +149,8 @@ class RecordedRuntime(MoERuntime):
         self._history, self._stream = history, stream
         super().__init__(*arguments, **options)
 
-    def make_memory(self):
-        return RecordedMemory(self._history, self._stream, self.experts, self.device, self._device_memory)
+    def make_memory(self, writer):
+        return RecordedMemory(self._history, self._stream, self.store, self.device, self._device_memory, writer)
 
     def resize_recorded(self, share):
         """Resize, if no read hangs; whoever asks the allocator next gets the old slots' memory and writes to it."""

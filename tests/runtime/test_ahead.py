@@ -67,7 +67,7 @@ def test_no_guess_changes_a_bit(want, system, budget):
         runtime = decided_runtime(STORE, budget, chosen, predictor=NextGate(gates(), TOP_K))
         assert equal(run_all(runtime, decided=True), want[system])
         stats = runtime.stats()
-        room = bool(runtime.memory.decisions.ahead[:, 1].any())
+        room = bool(runtime.memory.device_side.table.ahead[:, 1].any())
         assert room or budget != "50%"
         assert (stats.bytes_moved["prefetch"] > 0) == (room and stats.misses > 0)
         assert runtime.budget.peak <= runtime.budget.limit
@@ -77,12 +77,12 @@ def test_good_guesses_take_bytes_from_demand_and_change_neither_hits_nor_what_is
     beside, alone = (
         decided_runtime(STORE, "50%", Exact(ahead_in_graph=6), predictor=NextGate(gates(), TOP_K)) for _ in range(2)
     )
-    alone.memory.decisions.most_ahead.zero_()
+    alone.memory.device_side.table.most_ahead.zero_()
     for runtime in (beside, alone):
         run_all(runtime, decided=True)
     ours, theirs = beside.stats(), alone.stats()
     assert (ours.hits, ours.misses, ours.evictions) == (theirs.hits, theirs.misses, theirs.evictions)
-    assert torch.equal(beside.memory.decisions.tier, alone.memory.decisions.tier)
+    assert torch.equal(beside.memory.device_side.table.tier, alone.memory.device_side.table.tier)
     used = theirs.bytes_moved["demand"] - ours.bytes_moved["demand"]
     guesses = ours.prefetches
     assert guesses["useful"] > guesses["wasted"] > 0
@@ -93,7 +93,7 @@ def test_good_guesses_take_bytes_from_demand_and_change_neither_hits_nor_what_is
 def test_prompts_and_budgets_between_steps_take_the_slots_back(want):
     """The host streams through slots that guesses lay in, and a layer's guess of before is no one's."""
     runtime = decided_runtime(STORE, "50%", Exact(ahead_in_graph=9), predictor=NextGate(gates(), TOP_K))
-    table = runtime.memory.decisions
+    table = runtime.memory.device_side.table
     outputs = iter(want["exact"])
     for number, (seed, tokens) in enumerate(STEPS):
         one = decode if tokens <= 16 else forward
@@ -107,7 +107,7 @@ def test_prompts_and_budgets_between_steps_take_the_slots_back(want):
 def test_another_predictor_ends_it_because_graphs_hold_the_first_one():
     runtime = decided_runtime(STORE, "50%", Exact(ahead_in_graph=6), predictor=NextGate(gates(), TOP_K))
     for end in (lambda: runtime.set_predictor(NextGate(gates(), TOP_K)), runtime.stop_foreseeing):
-        runtime.memory.fetch_ahead(6)
+        runtime.memory.device_side.fetch_ahead(6)
         whole_step(lambda *layer: decode(runtime, *layer), 0, 2)
         moved = runtime.stats().bytes_moved["prefetch"]
         assert moved > 0

@@ -31,20 +31,16 @@ from tests.runtime.steps import forward, make_runtime, random_step
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from tests.support.recorded_device import COMPUTATION, RecordedStore, record_reads
-from vllm_dymoe.residency.decode_table import DecodeTable
+from vllm_dymoe.residency.table import Table, check_integrity
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.ahead import Ahead
-from vllm_dymoe.runtime.decided_memory import DecidedMemory
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.runtime.decode_plain import PlainDecode
+from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.serving import Serving
 from vllm_dymoe.systems.exact import Exact
 
 PROMPT = DECODE_ROWS + 4
-
-
-class RecordedDecidedMemory(RecordedMemory, DecidedMemory):
-    """Tells of what computation writes."""
 
 
 class RecordedBranch:
@@ -112,8 +108,8 @@ class DecidedRuntime(MoERuntime):
         self._history, self._branch = history, RecordedBranch(history)
         super().__init__(*arguments, **options)
 
-    def make_decided_memory(self):
-        return RecordedDecidedMemory(self._history, COMPUTATION, self.store, self.device, self._device_memory)
+    def make_memory(self, writer):
+        return RecordedMemory(self._history, COMPUTATION, self.store, self.device, self._device_memory, writer)
 
     def make_decode_kernel(self):
         return RecordedDecode(self._history, self._branch, self.kernel, self.experts.formats)
@@ -137,7 +133,7 @@ def execute(program, turns, history):
     )
     if program.ahead:
         runtime.decode.look_ahead(AnyExperts(program.steps[0][0]), runtime.make_branch())
-        runtime.memory.fetch_ahead(program.ahead)
+        runtime.memory.device_side.fetch_ahead(program.ahead)
     if program.ahead or not program.budget:
         runtime.resize(program.budget or runtime.minimum_budget)
     runtime.kernel.asynchronous = True
@@ -148,7 +144,7 @@ def execute(program, turns, history):
             runtime.resize(program.resizes[number])
         run = decode if tokens <= DECODE_ROWS else forward
         outputs.append(run(runtime, layer, *random_step(seed, tokens, STORES[program.nested].experts)))
-        runtime.memory.decisions.check_integrity()
+        check_integrity(runtime.memory.device_side.table.on_host(), ranges=True)
     runtime.check_integrity()
     engine.close()
     return outputs
@@ -224,7 +220,7 @@ def forget_copies(self):
 def look_once(self, last_read):
     if not vars(self).setdefault("looked", False):
         self.looked = True
-        self.decisions.give(self.table)
+        self.read_device()
     self.fence(last_read)
     self.streaming = True
 
@@ -244,12 +240,12 @@ PLANTED = {
         fork_at_once,
         "the branch stream writes",
     ),
-    "a guess counts although the host had its slot": (DecodeTable, "forget_ahead", lambda self: None, "wrong"),
+    "a guess counts although the host had its slot": (Table, "forget_ahead", lambda self: None, "wrong"),
     "the host fills a slot that the branch still fills": (DecodePath, "settle", lambda self: None, "while the branch"),
     "a row is published before another stream has filled its slot": (RecordedDecode, "fetch", elsewhere, "writes"),
-    "a slot is filled before the decode step that reads it": (DecidedMemory, "fence", lambda *_: None, "writes"),
+    "a slot is filled before the decode step that reads it": (ExpertMemory, "fence", lambda *_: None, "writes"),
     "a decode step fills slots that guesses still fill": (Serving, "enter_decode", forget_copies, ""),
-    "the host goes by a snapshot from before a decode step": (DecidedMemory, "enter_stream", look_once, "wrong"),
+    "the host goes by a snapshot from before a decode step": (ExpertMemory, "enter_stream", look_once, "wrong"),
 }
 
 

@@ -48,12 +48,12 @@ def test_every_kind_of_experts_is_decided_and_computed(kind):
     want = run(make_runtime(store, system=MIXED, hi=high), STEPS, activation)
     runtime = decided_runtime(store, "50%", MIXED, hi=high)
     assert equal(run_decided(runtime, STEPS, activation), want)
-    assert runtime.memory.decisions.bits[[LOW, HIGH]].tolist() == [low, formats[high].matrices[2].tag]
+    assert runtime.memory.device_side.table.bits[[LOW, HIGH]].tolist() == [low, formats[high].matrices[2].tag]
 
 
 def test_what_is_decoded_is_kept_and_prompts_only_look(memory_store):
     runtime = decided_runtime(memory_store, "50%", lo=0)
-    table = runtime.memory.decisions
+    table = runtime.memory.device_side.table
     for number, tokens in enumerate((40, 1, 40, 1, 40)):
         before = [tensor.clone() for tensor in (table.tier, table.slot, table.heat, table.step)]
         run_decided(runtime, [(number, 0, tokens)])
@@ -73,7 +73,9 @@ def test_rows_that_fill_up_a_batch_are_zeros_and_change_nothing(memory_store):
     assert torch.equal(filled_up[:5], decode(other, 0, x[:5], weights[:5], ids[:5]))
     assert not filled_up[5:].any()
     for name in ("tier", "slot", "heat", "counters"):
-        assert torch.equal(getattr(runtime.memory.decisions, name), getattr(other.memory.decisions, name))
+        assert torch.equal(
+            getattr(runtime.memory.device_side.table, name), getattr(other.memory.device_side.table, name)
+        )
 
 
 def test_nobodys_rows_change_nothing(memory_store):
@@ -82,7 +84,7 @@ def test_nobodys_rows_change_nothing(memory_store):
     runtime.decode.warm_up(Activation.SILU)
     assert not decode(runtime, 0, *random_step(1, 4, memory_store.experts), rows=0).any()
     assert runtime.stats() == before
-    assert not runtime.memory.decisions.heat.any()
+    assert not runtime.memory.device_side.table.heat.any()
 
 
 def test_experts_of_another_rank_add_nothing(memory_store):
@@ -132,7 +134,7 @@ def test_bytes_are_counted_at_the_precision_that_they_had(memory_store):
 def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, change):
     """A captured graph goes on reading where it has read."""
     runtime = decided_runtime(memory_store, "50%", "dymoe", system_options={"retention": 0.5, "reuse_high": False})
-    path, addresses = runtime.decode, [tensor.data_ptr() for tensor in vars(runtime.memory.decisions).values()]
+    path, addresses = runtime.decode, [tensor.data_ptr() for tensor in vars(runtime.memory.device_side.table).values()]
     for value in (0.25, 0.75, 0.5):
         if change == "budget":
             runtime.resize(f"{value:.0%}")
@@ -140,7 +142,7 @@ def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, chan
             runtime.set_precision(retention=value)
         assert equal(run_decided(runtime, STEPS), run(make_runtime(memory_store, system=runtime.system), STEPS))
     assert runtime.decode is path
-    assert [tensor.data_ptr() for tensor in vars(runtime.memory.decisions).values()] == addresses
+    assert [tensor.data_ptr() for tensor in vars(runtime.memory.device_side.table).values()] == addresses
 
 
 def test_who_decides_is_checked(memory_store, tmp_path):
@@ -184,7 +186,7 @@ def test_the_host_decides_where_the_kernels_cannot_and_says_why(memory_store, mo
 def test_what_the_device_decides_by_is_a_part_of_the_budget(memory_store):
     runtime, host = decided_runtime(memory_store, "50%"), make_runtime(memory_store, "50%")
     tables = runtime.plan.workspace_bytes - runtime.kernel.workspace_bytes
-    assert tables >= sum(tensor.nbytes for tensor in vars(runtime.memory.decisions).values())
+    assert tables >= sum(tensor.nbytes for tensor in vars(runtime.memory.device_side.table).values())
     assert tables == runtime.decode.nbytes == runtime.minimum_budget - host.minimum_budget
     assert runtime.plan.limit == host.plan.limit + tables
 

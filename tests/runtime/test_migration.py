@@ -71,7 +71,7 @@ class ByMap(ByNumber):
 def frozen_output(store, bits_map, layer, step):
     """A layer's step where experts have the versions of a map."""
     runtime = make_runtime(store, "100%", ByMap(frozen=bits_map.tolist()), threads=0, transfer_timeout_s=0)
-    runtime.memory.table.reuse_high = False
+    runtime.memory.table.reuse_high[:] = False
     return forward(runtime, layer, *step)
 
 

@@ -19,7 +19,8 @@ from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
-from vllm_dymoe.runtime.planned_memory import DecodeCounts, PlannedMemory
+from vllm_dymoe.runtime.device_side import DecodeCounts
+from vllm_dymoe.runtime.memory import Writer
 from vllm_dymoe.systems.dynaexq import DynaExq
 
 STORES = {nested: make_store(make_experts(layers=LAYERS, num_experts=6, nested=nested)) for nested in (False, True)}
@@ -51,9 +52,9 @@ def serve(runtime, count, tokens=lambda number: (2, 5, PROMPT)[number % 3]):
 @pytest.mark.parametrize("nested", STORES)
 def test_steps_with_and_without_the_host_compute_the_rows_that_are_published(nested):
     runtime = planned_runtime(nested)
-    runtime.memory.decisions.recording.fill_(1)
-    assert isinstance(runtime.memory, PlannedMemory)
-    addresses = {name: tensor.data_ptr() for name, tensor in vars(runtime.memory.decisions).items()}
+    runtime.memory.device_side.table.recording.fill_(1)
+    assert runtime.memory.writer is Writer.PLANNER
+    addresses = {name: tensor.data_ptr() for name, tensor in vars(runtime.memory.device_side.table).items()}
     maps = []
     for output, held, (layer, step) in serve(runtime, 24):
         assert torch.equal(output, frozen_output(STORES[nested], held, layer, step))
@@ -64,14 +65,14 @@ def test_steps_with_and_without_the_host_compute_the_rows_that_are_published(nes
     assert stats.misses == 0
     assert stats.bytes_moved["demand"] == 0
     assert set(np.unique(runtime.memory.table.tier)) == {LOW, HIGH}
-    assert addresses == {name: tensor.data_ptr() for name, tensor in vars(runtime.memory.decisions).items()}
+    assert addresses == {name: tensor.data_ptr() for name, tensor in vars(runtime.memory.device_side.table).items()}
     runtime.engine.close()
 
 
 @pytest.mark.parametrize("nested", STORES)
 def test_rows_that_the_device_does_not_hear_of_are_found(nested):
     runtime = planned_runtime(nested)
-    runtime.memory.decisions.recording.fill_(1)
+    runtime.memory.device_side.table.recording.fill_(1)
     with mock.patch.object(runtime.memory, "rows_changed"), pytest.raises(AssertionError, match="reads other rows"):
         list(serve(runtime, 24))
     runtime.engine.close()
@@ -79,8 +80,8 @@ def test_rows_that_the_device_does_not_hear_of_are_found(nested):
 
 def test_choices_are_counted_where_they_are_made_and_read_once():
     runtime = planned_runtime(True, window_s=1e9)
-    runtime.memory.decisions.recording.fill_(1)
-    counts, expected = DecodeCounts(runtime.memory.decisions), np.zeros((2, LAYERS, 6), np.int64)
+    runtime.memory.device_side.table.recording.fill_(1)
+    counts, expected = DecodeCounts(runtime.memory.device_side.table), np.zeros((2, LAYERS, 6), np.int64)
     for _, held, (layer, (_, _, ids)) in serve(runtime, 5, lambda number: 4):
         np.add.at(expected, (held[layer][ids] - LOW, layer, ids), 1)
         if layer == LAYERS - 1:
@@ -98,7 +99,7 @@ def test_ranks_whose_clocks_differ_close_a_window_with_the_same_counts():
 
     def run(rank, agree):
         runtime = planned_runtime(True, agree=agree, window_s=3, window_uses=0.1)
-        runtime.memory.decisions.recording.fill_(1)
+        runtime.memory.device_side.table.recording.fill_(1)
         migration, turns = runtime.serving.migration, itertools.count(-rank)
         migration._look, migration._began, migration._clock = 1, 0, lambda: next(turns)
         hotness = []
@@ -115,7 +116,7 @@ def test_ranks_whose_clocks_differ_close_a_window_with_the_same_counts():
 
 def test_experts_of_other_ranks_and_rows_of_padding_are_not_counted():
     runtime = planned_runtime(True)
-    table, counts = runtime.memory.decisions, DecodeCounts(runtime.memory.decisions)
+    table, counts = runtime.memory.device_side.table, DecodeCounts(runtime.memory.device_side.table)
     table.ring_ids[0, :, :3] = torch.tensor([[0, -1], [5, 0], [4, 4]], dtype=torch.int32)
     counts.add(2)
     counts.ask()
@@ -130,11 +131,11 @@ def test_a_budget_that_streams_is_the_hosts():
 
 def test_resizing_keeps_the_tables_place():
     runtime = planned_runtime(True)
-    runtime.memory.decisions.recording.fill_(1)
-    before = runtime.memory.decisions.tier.data_ptr()
+    runtime.memory.device_side.table.recording.fill_(1)
+    before = runtime.memory.device_side.table.tier.data_ptr()
     list(serve(runtime, 6))
     runtime.resize("95%")
     for output, held, (layer, step) in serve(runtime, 6):
         assert torch.equal(output, frozen_output(STORES[True], held, layer, step))
-    assert runtime.memory.decisions.tier.data_ptr() == before
+    assert runtime.memory.device_side.table.tier.data_ptr() == before
     runtime.engine.close()

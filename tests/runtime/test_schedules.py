@@ -19,9 +19,9 @@ from tests.runtime.schedules import EXPERTS, KINDS, LAYERS, Program, execute, ex
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from tests.support.recorded_device import RecordedStreams, RecordedThreads
-from vllm_dymoe.residency.rule import HIT, STREAM
+from vllm_dymoe.residency.rule import HIT, PASS
 from vllm_dymoe.residency.slots import SlotPool
-from vllm_dymoe.residency.table import ResidencyTable
+from vllm_dymoe.residency.table import Table
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.prefetch import Prefetcher
@@ -184,16 +184,16 @@ def a_guess_is_given_up_without_asking(monkeypatch):
 
 
 def what_a_step_reads_is_evicted(monkeypatch):
-    begin_step = ResidencyTable.begin_step
+    begin_step = Table.begin_step
 
     def greedy(self, layer, active, wanted):
         places = begin_step(self, layer, active, wanted)
-        read, streamed = active[places == HIT].tolist(), (places == STREAM).nonzero()[0].tolist()
+        read, streamed = active[places[0] == HIT].tolist(), (places[0] == PASS).nonzero()[0].tolist()
         for number, expert in zip(streamed, read, strict=False):
-            places[number] = expert
+            places[0, number] = expert
         return places
 
-    monkeypatch.setattr(ResidencyTable, "begin_step", greedy)
+    monkeypatch.setattr(Table, "begin_step", greedy)
 
 
 def a_staging_buffer_is_reused_too_early(monkeypatch):
@@ -246,23 +246,23 @@ def only_the_first_expert_of_a_launch_is_waited_for(monkeypatch):
     monkeypatch.setattr(LayerStep, "_compute_arriving", compute_arriving)
 
 
-STREAMS = ("pinned", "staged")
+PASSS = ("pinned", "staged")
 FAULTS = [
-    (only_the_first_expert_of_a_launch_is_waited_for, STREAMS),
-    (computation_does_not_wait, STREAMS),
-    (nobody_remembers_the_last_reader, STREAMS),
-    (published_before_completion, ("disk", "link", *STREAMS)),
-    (a_projection_is_read_before_it_is_waited_for, ("link", *STREAMS)),
-    (a_running_transfer_is_cancelled_and_its_slot_freed, ("disk", "link", *STREAMS)),
+    (only_the_first_expert_of_a_launch_is_waited_for, PASSS),
+    (computation_does_not_wait, PASSS),
+    (nobody_remembers_the_last_reader, PASSS),
+    (published_before_completion, ("disk", "link", *PASSS)),
+    (a_projection_is_read_before_it_is_waited_for, ("link", *PASSS)),
+    (a_running_transfer_is_cancelled_and_its_slot_freed, ("disk", "link", *PASSS)),
     (settling_does_not_wait, ("disk",)),
-    (a_prefetched_projection_counts_before_its_copy_has_ended, STREAMS),
-    (a_guess_is_given_up_without_asking, ("disk", *STREAMS)),
-    (what_a_step_reads_is_evicted, STREAMS),
+    (a_prefetched_projection_counts_before_its_copy_has_ended, PASSS),
+    (a_guess_is_given_up_without_asking, ("disk", *PASSS)),
+    (what_a_step_reads_is_evicted, PASSS),
     (a_failed_step_forgets_what_it_has_read, ("staged",)),
     (a_staging_buffer_is_reused_too_early, ("staged",)),
-    (the_first_copy_into_a_slot_does_not_wait, STREAMS),
-    (the_first_copy_waits_for_nothing_but_what_was_there_before_the_slots, STREAMS),
-    (slots_are_freed_while_guesses_are_on_their_way, ("disk", *STREAMS)),
+    (the_first_copy_into_a_slot_does_not_wait, PASSS),
+    (the_first_copy_waits_for_nothing_but_what_was_there_before_the_slots, PASSS),
+    (slots_are_freed_while_guesses_are_on_their_way, ("disk", *PASSS)),
 ]
 
 

@@ -113,7 +113,7 @@ def test_a_promotion_that_is_not_kept_loses_neither_version():
 def test_a_version_that_is_there_is_read_as_it_is_wanted():
     """Without reuse a low expert is computed from its base alone; nothing moves for that."""
     runtime = make_runtime(budget="100%", system="dymoe", system_options={"retention": 0.5, "reuse_high": False})
-    runtime.memory.table.reuse_high = False
+    runtime.memory.table.reuse_high[:] = False
     seen = []
     begin = runtime.kernel.begin
 
@@ -187,7 +187,7 @@ def test_where_no_staging_slot_comes_back_kept_slices_make_room(wanted, lent):
     for one in (runtime, roomy):
         one.system.plan.clear()
         one.system.plan.update(tiers)
-        one.memory.table.reuse_high = False
+        one.memory.table.reuse_high[:] = False
         outputs.append(forward(one, 0, x, torch.full((1, TOP_K), 0.25), ids))
     assert torch.equal(*outputs)
     for pool, slot in stuck:

@@ -1,14 +1,17 @@
 """Reading a store from its files: the bytes that were written, or a sentence."""
 
+import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from tests.small_model import make_experts
 from tests.store.stores import damage, read, write
 from vllm_dymoe.residency.format import BlobKey, all_keys
-from vllm_dymoe.store import FileStore, StoreError
+from vllm_dymoe.store import MANIFEST, FileStore, Manifest, StoreError
 from vllm_dymoe.store.files import file_name
 
 
@@ -58,28 +61,10 @@ def test_a_flipped_bit_is_found_at_the_first_read(store):
     read(FileStore(store.folder, verify=False), BlobKey(1, 1, 4))
 
 
-def test_a_truncated_shard_is_refused_at_opening(store):
-    os.truncate(store.folder / file_name(2), 5000)
-    with pytest.raises(StoreError, match=r"00002\.safetensors has 5000 bytes where its header promises .* truncated"):
-        FileStore(store.folder)
-
-
 def test_a_shard_that_shrinks_while_it_is_open_is_an_error_and_no_crash(store):
     os.truncate(store.folder / file_name(1), 4096 + 10)
     with pytest.raises(StoreError, match=r"00001\.safetensors ends at byte 4106, inside expert 0"):
         read(store, BlobKey(0, 0, 4))
-
-
-def test_a_missing_shard_is_named(store):
-    (store.folder / file_name(1)).unlink()
-    with pytest.raises(StoreError, match=r"00001\.safetensors of the expert store cannot be opened \(No such file"):
-        FileStore(store.folder)
-
-
-def test_a_file_that_is_no_safetensors_file_is_named(store):
-    (store.folder / file_name(1)).write_bytes(b"\xff" * 100_000)
-    with pytest.raises(StoreError, match="is not a safetensors file"):
-        FileStore(store.folder)
 
 
 def test_a_pipeline_stage_opens_its_own_layers_only(store, memory_store):
@@ -94,3 +79,40 @@ def test_a_pipeline_stage_opens_its_own_layers_only(store, memory_store):
 def test_layers_that_a_store_does_not_have_are_named(store):
     with pytest.raises(StoreError, match=r"those of the layers \[1, 2\], but \[2, 3\] are needed"):
         FileStore(store.folder, (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda path: os.truncate(path, 5000), r"00001\.safetensors has 5000 bytes where its header .* truncated"),
+        (lambda path: path.unlink(), r"00001\.safetensors of the expert store cannot be opened \(No such file"),
+        (lambda path: path.write_bytes(b"\xff" * 100_000), "is not a safetensors file"),
+        (lambda path: (path.parent / MANIFEST).unlink(), "holds no expert store"),
+        (lambda path: (path.parent / MANIFEST).write_text("{"), "is not a manifest"),
+        (lambda path: (path.parent / MANIFEST).write_text("[]"), "is not a manifest"),
+        (lambda path: (path.parent / MANIFEST).write_text('{"version": 5}'), "is not a manifest"),
+        (lambda path: (path.parent / MANIFEST).write_text('{"version": 99}'), "has store version 99, but this .* 5"),
+    ],
+)
+def test_damage_is_named_when_a_store_is_opened(store, spoil, sentence):
+    spoil(store.folder / file_name(1))
+    with pytest.raises(StoreError, match=sentence):
+        FileStore(store.folder)
+
+
+def manifests():
+    """Of every kind of format."""
+    plain = make_experts()
+    for changes in ({}, {"integer_zeros": True}, {"act_order": True}):
+        yield replace(plain, formats={**plain.formats, 4: replace(plain.formats[4], **changes)})
+    yield make_experts(bias=True)
+    for bits in ((4, 2), (8, 4)):
+        yield make_experts(bits=bits, nested=True)
+
+
+def test_a_manifest_says_what_its_formats_are(store, tmp_path):
+    assert store.manifest == Manifest(store.experts, "rtn", "a model")
+    found = [Manifest(experts, "rtn", "a model") for experts in manifests()]
+    for number, manifest in enumerate(found):
+        (tmp_path / MANIFEST).write_text(json.dumps(manifest.to_json()))
+        assert [Manifest.read(tmp_path) == other for other in found] == [other is found[number] for other in found]

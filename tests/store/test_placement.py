@@ -8,7 +8,7 @@ import pytest
 from tests.small_model import make_experts
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.store import StoreError, memory_bytes
-from vllm_dymoe.store.placement import HostPlace, choose_host_place
+from vllm_dymoe.store.placement import choose_host_place
 
 GIB = 2**30
 # Qwen3-30B-A3B at 4 bits.
@@ -27,41 +27,12 @@ def test_what_is_needed_is_whole_pages_and_no_power_of_two():
     assert memory_bytes(odd) > sum(odd.nbytes(bits) for bits in odd.formats)
 
 
-def test_automatic_is_memory_where_there_is_room_and_says_what_stays_free():
-    place = choose()
-    assert place.pinned
-    assert place.reason == "auto: 15.2 GiB, 64.0 GiB of host memory are available, of which 6.4 GiB are left to others"
-
-
-def test_automatic_is_files_where_there_is_no_room_and_says_what_would_be_needed():
-    place = choose(available=16 * GIB)
-    assert not place.pinned
-    assert "would take 15.2 GiB, 16.0 GiB of host memory are available, of which 2.0 GiB are left" in place.reason
-
-
-@pytest.mark.parametrize("left", [2 * GIB])
-def test_the_margin_decides(left):
-    assert choose(available=NEEDED + left).pinned
-    assert not choose(available=NEEDED + left - 1).pinned
-    assert not choose(available=0).pinned
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_share_the_machines_memory(ranks):
     assert choose(available=NEEDED * 10 // 9 * ranks + 100, ranks=ranks).pinned
     place = choose(available=NEEDED * ranks, ranks=ranks)
     assert not place.pinned
     assert f"15.2 GiB on each of {ranks} ranks" in place.reason
-
-
-def test_without_a_cuda_device_files_are_as_good():
-    assert choose(device="cpu") == HostPlace(False, "auto: there is no CUDA device")
-
-
-def test_what_was_asked_for_needs_no_reason():
-    assert choose("file", available=0) == HostPlace(False)
-    for device in ("cpu", "cuda"):
-        assert choose("pinned", available=NEEDED, device=device) == HostPlace(True)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -81,7 +52,22 @@ def test_memory_that_is_not_there_is_refused_with_the_numbers_that_would_fit(ran
     choose("pinned", available=available, ranks=ranks, experts=fits)
 
 
-def test_where_no_bits_would_fit_none_are_named():
-    with pytest.raises(StoreError) as caught:
+@pytest.mark.parametrize(
+    ("asked", "available", "device", "pinned", "reason"),
+    [
+        ("auto", 64 * GIB, "cuda", True, "auto: 15.2 GiB, 64.0 GiB of host memory are available, of which 6.4 GiB are"),
+        ("auto", 16 * GIB, "cuda", False, "would take 15.2 GiB, 16.0 GiB of host memory are available, of which 2.0"),
+        ("auto", NEEDED + 2 * GIB, "cuda", True, ""),
+        ("auto", NEEDED + 2 * GIB - 1, "cuda", False, ""),
+        ("auto", 64 * GIB, "cpu", False, "auto: there is no CUDA device"),
+        ("file", 0, "cuda", False, None),
+        ("pinned", NEEDED, "cpu", True, None),
+        ("pinned", NEEDED, "cuda", True, None),
+    ],
+)
+def test_experts_live_where_there_is_room_and_the_reason_is_said(asked, available, device, pinned, reason):
+    place = choose(asked, available=available, device=device)
+    assert place.pinned == pinned
+    assert place.reason == "" if reason is None else reason in place.reason
+    with pytest.raises(StoreError, match=r'use host_store = "file"\.$'):
         choose("pinned", available=GIB)
-    assert str(caught.value).endswith('use host_store = "file".')

@@ -5,7 +5,6 @@ import errno
 import itertools
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.store.stores import read, write
 from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.residency.format import BlobKey, Projection
-from vllm_dymoe.store import FileStore, Manifest, StoreError
+from vllm_dymoe.store import Manifest, StoreError
 from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.header import read_header
 from vllm_dymoe.store.writer import StoreWriter
@@ -55,8 +54,10 @@ def test_two_writers_of_one_store_end_with_one_good_store(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
-def test_a_store_of_another_kind_in_the_place_is_replaced_and_not_used(tmp_path):
+def test_a_store_of_another_kind_and_a_truncated_one_are_replaced_and_not_used(tmp_path):
     write(tmp_path / "store", make_experts(bits=(8,))).close()
+    write(tmp_path / "store").close()
+    os.truncate(tmp_path / "store" / file_name(1), 5000)
     store = write(tmp_path / "store")
     assert store.experts.formats.keys() == {4, 2}
     assert torch.equal(read(store, BlobKey(1, 3, 4)), make_store(make_experts()).blob(BlobKey(1, 3, 4)))
@@ -76,14 +77,6 @@ def test_the_same_store_is_replaced_only_where_that_is_asked_for(tmp_path):
         assert os.listdir(tmp_path) == ["store"]
 
 
-def test_a_truncated_store_in_the_place_is_replaced(tmp_path):
-    write(tmp_path / "store").close()
-    os.truncate(tmp_path / "store" / file_name(1), 5000)
-    write(tmp_path / "store").close()
-    FileStore(tmp_path / "store").close()
-    assert os.listdir(tmp_path) == ["store"]
-
-
 def test_what_a_dead_writer_left_is_removed_and_a_living_one_is_left_alone(tmp_path):
     experts = make_experts()
     living = StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model"))
@@ -93,16 +86,6 @@ def test_what_a_dead_writer_left_is_removed_and_a_living_one_is_left_alone(tmp_p
     StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model"))
     assert partial.exists()
     assert not dead.exists()
-
-
-def test_a_disk_that_is_too_small_is_refused_before_writing(tmp_path, monkeypatch):
-    experts = make_experts()
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
-    with pytest.raises(
-        StoreError, match=r"needs [\d.]+ KiB, but its disk has 10 B left \([\d.]+ KiB too little\); free"
-    ):
-        StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "a model"))
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("number", [0, 7, 40])
@@ -152,27 +135,3 @@ def test_a_real_disk_that_is_full(tmp_path):
             write(tmp_path / "store")
     finally:
         subprocess.run(["umount", tmp_path], check=True)
-
-
-def test_a_read_only_folder_is_named(tmp_path, monkeypatch):
-    def mkdtemp(**settings):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
-    with pytest.raises(StoreError, match="Read-only file system; free some space or set store_dir"):
-        write(tmp_path / "store")
-
-
-def test_a_killed_writer_leaves_no_store_and_the_next_one_cleans_up(tmp_path):
-    program = (
-        "import os, signal, sys; from pathlib import Path; from tests.store import stores as t;"
-        "from vllm_dymoe.store import writer;"
-        "writer.write_manifest = lambda *a: os.kill(os.getpid(), signal.SIGKILL); t.write(Path(sys.argv[1]))"
-    )
-    killed = subprocess.run([sys.executable, "-c", program, tmp_path / "store"], check=False)
-    assert killed.returncode == -9
-    (partial,) = tmp_path.iterdir()
-    with pytest.raises(StoreError, match="holds no expert store"):
-        FileStore(partial)
-    write(tmp_path / "store").close()
-    assert os.listdir(tmp_path) == ["store"]

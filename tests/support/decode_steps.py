@@ -6,9 +6,9 @@ import torch
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_rule import decide_plain
-from vllm_dymoe.residency.decode_table import DecodeTable
 from vllm_dymoe.residency.format import Format, stored_formats
 from vllm_dymoe.residency.rule import HIGH, LOW
+from vllm_dymoe.residency.table import Table, set_pools, set_precision
 from vllm_dymoe.systems.dymoe import Dymoe
 
 LAYERS, EXPERTS, TOP_K, TOKENS, SLOTS = 2, 12, 3, 6, 24
@@ -32,16 +32,24 @@ def make_table(
     most_ahead=0,
 ):
     """A table whose addresses say which slot or which expert they belong to."""
-    table = DecodeTable.allocate(LAYERS, experts, rows=tokens, top_k=top_k, depth=depth, device="cpu", nested=nested)
+    table = Table.allocate(LAYERS, experts, rows=tokens, top_k=top_k, depth=depth, device="cpu", nested=nested)
     formats = (NESTED if nested else FORMATS) | ({LOW: None} if skip_low else {})
     system = system or Dymoe(retention=0.5)
-    table.set_precision(formats, system.precision.critical_counts(LAYERS, experts))
+    set_precision(table, formats, system.precision.critical_counts(LAYERS, experts))
     pools = {code: (POOL[code], 1 << 12, sum(shares[code]) + staging) for code in (LOW, HIGH)}
-    table.set_pools(pools, shares, foreseen=-(-most_ahead // 3))
+    set_pools(table, pools, shares, foreseen=-(-most_ahead // 3))
     table.most_ahead.fill_(most_ahead)
     table.reuse_high.fill_(system.precision.reuses_high)
     for code, base in SOURCE.items():
         table.source[:, :, code] = base + (torch.arange(LAYERS * experts).view(LAYERS, experts) << 12)
+    return table
+
+
+def host_table(shares, experts=EXPERTS, *, reuse_high=True, nested=False):
+    """A table of the host, by LOW and HIGH shares of each layer."""
+    table = Table.allocate(len(shares[HIGH]), experts, nested=nested)
+    table.reuse_high[:] = reuse_high
+    set_pools(table, {code: (0, 0, sum(shares[code])) for code in (LOW, HIGH)}, shares)
     return table
 
 
@@ -60,6 +68,6 @@ def rows(count):
 
 
 def decide(table, layer, ids, weights, real=None):
-    decision = Decision.allocate(len(ids), ids.shape[1], table.experts, "cpu", slices=1 + table.nested)
+    decision = Decision.allocate(len(ids), ids.shape[1], table.experts, "cpu", slices=len(table.slot))
     decide_plain(table, layer, ids, weights, rows(len(ids) if real is None else real), decision)
     return decision

@@ -1,4 +1,4 @@
-"""Records what two routers of the shipped model chose in decode: ``python -m tests.support.record_routing``."""
+"""Records what routers of the shipped model chose in decode: ``python -m tests.support.record_routing``."""
 
 import tempfile
 
@@ -10,6 +10,7 @@ from tests.support.recorded_routing import FILE
 from vllm_dymoe.traces import Trace
 
 LAYERS = [2, 6]
+STEPS = 120
 
 
 def main():
@@ -18,9 +19,16 @@ def main():
             answer(llm, prompts()[:2], max_tokens=40, logprobs=None)
             llm.collective_rpc("dymoe_trace")
         trace = Trace.load(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        with engine(dymoe={"hi": 4, "expert_budget": "100%", "trace": folder}) as llm:
+            answer(llm, prompts(), max_tokens=STEPS + 1, logprobs=None)
+            llm.collective_rpc("dymoe_trace")
+        streams = Trace.load(folder)
     decoded = ~trace.prefill
     of_trace = {"ids": trace.experts, "weights": trace.weights}
     chosen = {name: values[decoded][:, LAYERS].contiguous() for name, values in of_trace.items()}
+    decoded = [streams.experts[tokens][~streams.prefill[tokens]][:STEPS] for tokens in streams.by_request()]
+    chosen["streams"] = torch.stack(decoded).to(torch.uint8).contiguous()
     save_file(chosen, FILE)
     print({name: tuple(values.shape) for name, values in chosen.items()}, torch.unique(chosen["ids"]).numel())
 

@@ -1,4 +1,7 @@
-"""What two routers of the shipped model chose for 78 tokens of two answers; ``record_routing`` made the file."""
+"""What routers of the shipped model chose in decode; ``record_routing`` made the file.
+
+Two routers for 78 tokens of two answers, with weights, and all routers for 16 answers.
+"""
 
 from pathlib import Path
 
@@ -15,3 +18,10 @@ def recorded_steps(batch):
         for layer in range(chosen["ids"].shape[1]):
             at = slice(first, first + batch), layer
             yield layer, chosen["ids"][at].long(), chosen["weights"][at].float()
+
+
+def recorded_streams(batch):
+    """Experts of answers that are decoded side by side, uint8 [batch, steps, layers, top_k], batch after batch."""
+    streams = load_file(FILE)["streams"].numpy()
+    for first in range(0, len(streams), batch):
+        yield streams[first : first + batch]

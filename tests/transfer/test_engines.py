@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from tests.small_model import make_experts, make_store
 from tests.support.happens_before import History
 from tests.support.patience import becomes, ended
 from tests.support.recorded_device import COMPUTATION, RecordedStreams
@@ -399,4 +400,17 @@ def test_asynchronous_copies_are_timed_by_the_device_and_only_while_somebody_ask
     engine.submit(BlobKey(0, 0, 4), slot, Reason.DEMAND)
     (copy,) = (event for event in timeline.events() if event.get("cat") == "demand")
     assert (copy["name"], copy["ts"], copy["dur"]) == ("layer 1, expert 2, all of it", 1e6, 2e6)
+    engine.close()
+
+
+def test_every_thread_first_enters_its_device():
+    """A transfer thread that keeps the first device makes a CUDA context of its own there."""
+    entered = []
+    engine = TransferEngine(
+        CpuDelivery(make_store(make_experts())),
+        threads=2,
+        timeout=5,
+        enter=lambda: entered.append(threading.current_thread().name),
+    )
+    assert becomes(lambda: len(entered) == 3)
     engine.close()

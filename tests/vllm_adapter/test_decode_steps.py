@@ -11,7 +11,7 @@ from tests.support.no_host import HostInStepError, NoHost
 from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.residency.decode_table import DecodeTable
+from vllm_dymoe.residency.table import Table
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.vllm_adapter import decode_steps
 from vllm_dymoe.vllm_adapter import running as module
@@ -55,7 +55,7 @@ def run(rank, seed, rows, tokens=None):
 
 
 def steps_of(runtime):
-    return runtime.memory.decisions.step.tolist()
+    return runtime.memory.device_side.table.step.tolist()
 
 
 def test_which_steps_need_the_host(runtime):
@@ -95,7 +95,7 @@ def test_a_warm_up_changes_nothing(runtime):
         if served:
             run(warming_up, 2, 3)
             warming_up.step.end()
-        stats, table = runtime.stats(), vars(runtime.memory.decisions)
+        stats, table = runtime.stats(), vars(runtime.memory.device_side.table)
         before = {name: tensor.clone() for name, tensor in table.items()}
         for rows in (1, DECODE_ROWS):
             assert not warming_up.forward(LAYERS[0], *random_step(1, rows, runtime.experts)).any()
@@ -132,7 +132,7 @@ def test_observers_hear_of_a_step_when_it_has_run_unless_they_need_inputs(runtim
     observed.observation.leave(hears)
     observed.step.end()
     run(observed, 3, 4)
-    assert not runtime.memory.decisions.recording.any()
+    assert not runtime.memory.device_side.table.recording.any()
 
 
 def test_behind_a_draft_with_experts_the_host_decides(runtime, memory_store):
@@ -209,7 +209,7 @@ def captured(runtime, kernel, monkeypatch, expert_map=None):
     experts, rows = runtime.experts, 8
     capturing = rank(runtime)
     with torch.device("meta"):
-        table = DecodeTable.allocate(2, 6, rows=DECODE_ROWS, top_k=2, depth=1, device="meta")
+        table = Table.allocate(2, 6, rows=DECODE_ROWS, top_k=2, depth=1, device="meta")
         capturing._decode._path = DecodePath(experts, table, kernel, torch.device("meta"))
         x = torch.empty(rows, 64, dtype=torch.bfloat16)
         weights, ids = torch.empty(rows, 2), torch.empty(rows, 2, dtype=torch.int32)

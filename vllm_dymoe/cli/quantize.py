@@ -14,7 +14,7 @@ from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import Recipe, convert
-from vllm_dymoe.quantize.packing import FALLBACK
+from vllm_dymoe.quantize.packer import FALLBACK
 from vllm_dymoe.quantize.readers.compatibility import describe, store_group_sizes
 from vllm_dymoe.store import Manifest
 from vllm_dymoe.units import size

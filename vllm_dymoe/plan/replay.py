@@ -7,7 +7,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_dymoe.residency.rule import FREE, HIGH, HIT, LOW, NOWHERE, decide, decide_slices, record_uses
+from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE
+from vllm_dymoe.residency.table import CODES, Table, set_pools
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.traces import Trace, TraceHeader, synthetic_trace
 from vllm_dymoe.traces.statistics import next_gate_accuracy, popularity
@@ -103,22 +104,21 @@ def replay(
         low: whether the others have a version, or are skipped.
         nested: whether the low version lies inside the high one; quotas are then of fine slices and of bases.
     """
-    take = _take_slices if nested else _take_versions
     total = {code: 0 for code in (HIGH, LOW, NOWHERE)}
     moved = {HIGH: 0, LOW: 0}
     counted = misses = 0
     for layer, steps in routings.steps.items():
-        shares = [0, _share(quotas.get(Tier.LO), layer, routings), _share(quotas.get(Tier.HI), layer, routings)]
-        experts = routings.header.num_experts
-        heat, used = np.zeros((2, 2, experts), np.int64)  # of versions or bases, and of fine slices
-        held = np.zeros(experts, np.int8)
+        table = Table.allocate(1, routings.header.num_experts, nested=nested)
+        shares = {CODES[tier]: [_share(quotas.get(tier), layer, routings)] for tier in (Tier.LO, Tier.HI)}
+        set_pools(table, {code: (0, 0, share[0]) for code, share in shares.items()}, shares)
         for step, (uses, importance) in enumerate(steps, start=1):
             wanted = _wanted(uses, importance, critical and critical(layer, len(uses)), low)
             active, codes = uses[wanted != NOWHERE], wanted[wanted != NOWHERE]
-            record_uses(heat[0], used[0], active, step)
+            places = table.begin_step(0, active, codes)
+            table.keep(0, active, codes, places)
+            missing = {code: (places[0] != HIT) & (codes == code) for code in (LOW, HIGH)}
             if nested:
-                record_uses(heat[1], used[1], active[codes == HIGH], step)
-            missing = take(active, codes, held, heat, used, shares)
+                missing = {LOW: places[0] != HIT, HIGH: places[1] != HIT}
             if step > len(steps) // _COLD:
                 counted += 1
                 for code in total:
@@ -132,42 +132,6 @@ def replay(
         total[NOWHERE] / counted,
         misses / counted,
     )
-
-
-_Missing = dict[int, NDArray[np.bool_]]
-"""By LOW and HIGH, bool [active]: who has to be brought."""
-
-
-def _take_versions(
-    active: NDArray[np.int64],
-    wanted: NDArray[np.int8],
-    held: NDArray[np.int8],
-    heat: NDArray[np.int64],
-    used: NDArray[np.int64],
-    shares: Sequence[int],
-) -> _Missing:
-    """Let a layer keep what it may; `held` is changed in place."""
-    found = decide(active, wanted, held, heat[0], used[0], shares)
-    held[found[found >= 0]] = NOWHERE
-    held[active[found >= FREE]] = wanted[found >= FREE]
-    return {code: (wanted == code) & (found != HIT) for code in (LOW, HIGH)}
-
-
-def _take_slices(
-    active: NDArray[np.int64],
-    wanted: NDArray[np.int8],
-    held: NDArray[np.int8],
-    heat: NDArray[np.int64],
-    used: NDArray[np.int64],
-    shares: Sequence[int],
-) -> _Missing:
-    """The same of bases and fine slices."""
-    base, fine = decide_slices(active, wanted, held, (heat[0], heat[1]), (used[0], used[1]), shares)
-    held[base[base >= 0]] = NOWHERE
-    held[active[base >= FREE]] = LOW
-    held[fine[fine >= 0]] = LOW
-    held[active[fine >= FREE]] = HIGH
-    return {LOW: base != HIT, HIGH: fine != HIT}
 
 
 def _share(quotas: Sequence[int] | None, layer: int, routings: Routings) -> int:

@@ -28,7 +28,7 @@ class SideStream(Protocol):
         Args:
             compute: from inputs to answer; it must not wait for the device.
             inputs: for it.
-            lasting: nobody will write over the inputs.
+            lasting: the inputs are not overwritten.
         """
         ...
 

@@ -15,7 +15,7 @@ import torch
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.journal import Journal, is_journal_of
-from vllm_dymoe.quantize.packing import pack
+from vllm_dymoe.quantize.packer import pack
 from vllm_dymoe.quantize.readers.compatibility import check_compatible, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError, copy_tensors
 from vllm_dymoe.store import MANIFEST, STORE_VERSION, Manifest

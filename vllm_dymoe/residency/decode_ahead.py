@@ -11,13 +11,12 @@ from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_dymoe.residency.constants import scratch_size
 from vllm_dymoe.residency.decode_rule import PROJECTIONS, bytes_ahead, choose_tiers, slot_address, sum_weights
-from vllm_dymoe.residency.decode_table import Counter, DecodeTable
 from vllm_dymoe.residency.rule import HIGH, LOW
+from vllm_dymoe.residency.table import Counter, Table
 
 MOST_AHEAD = 8
 """Experts that are fetched ahead for a layer at most."""
@@ -42,7 +41,7 @@ class Copies:
         return cls(torch.zeros(MOST_AHEAD, 3, dtype=torch.int64, device=device), scratch)
 
 
-def name_ahead_plain(table: DecodeTable, layer: int, ids: Tensor, scores: Tensor, rows: Tensor, copies: Copies) -> None:
+def name_ahead_plain(table: Table, layer: int, ids: Tensor, scores: Tensor, rows: Tensor, copies: Copies) -> None:
     """Choose what is fetched ahead for a layer, and say in `copies` what has to be copied for that.
 
     Tiers are those that the layer would choose if guesses were its routing. Of what it neither keeps nor skips the most
@@ -57,36 +56,31 @@ def name_ahead_plain(table: DecodeTable, layer: int, ids: Tensor, scores: Tensor
         rows: int32 [1], how many tokens are real.
         copies: overwritten.
     """
-    real, half = int(rows), layer % 2
+    real, half, host = int(rows), layer % 2, table.on_host()
     copies.spans.zero_()
-    staged = table.staged[half].zero_().numpy()
-    table.staged_for[half] = layer
+    staged = host.staged[half]
+    staged.fill(0)
+    host.staged_for[half] = layer
     chosen = ids[:real].numpy().astype(np.int64).reshape(-1)
-    sums = sum_weights(table.experts, chosen, scores[:real].numpy().reshape(-1))
+    sums = sum_weights(host.experts, chosen, scores[:real].numpy().reshape(-1))
     active = np.unique(chosen[chosen >= 0])
-    wanted = choose_tiers(table, layer, active, sums)
-    held = table.tier.numpy()[layer, active]
-    there = held >= wanted if table.reuse_high[0] else held == wanted
-    missing = ~there & (table.bits.numpy()[wanted] != 0)
-    counts = table.counters.numpy()[layer]
-    left, taken = int(table.most_ahead[0]), {LOW: 0, HIGH: 0}
-    for expert, code in _most_important_first(active[missing], wanted[missing], sums):
-        first, number = table.ahead[code].tolist()
+    wanted, held = choose_tiers(host, layer, active, sums), host.tier[layer, active]
+    there = held >= wanted if host.reuse_high[0] else held == wanted
+    missing = (~there & (host.bits[wanted] != 0)).nonzero()[0]
+    counts = host.counters[layer]
+    left, taken = int(host.most_ahead[0]), {LOW: 0, HIGH: 0}
+    for place in missing[np.argsort(-sums[active[missing]], kind="stable")].tolist():  # the most important first
+        expert, code = int(active[place]), int(wanted[place])
+        first, number = host.ahead[code].tolist()
         named = sum(taken.values())
         if taken[code] == number or named == MOST_AHEAD or left <= 0:
             continue
         slot, projections = first + half * number + taken[code], min(left, PROJECTIONS)
-        nbytes = bytes_ahead(table, code, projections)
+        nbytes = bytes_ahead(host, code, projections)
         staged[:, expert] = slot, code, projections
-        span = int(table.source[layer, expert, code]), slot_address(table, code, slot), nbytes
-        copies.spans[named] = torch.tensor(span)
+        copies.spans[named] = torch.tensor(
+            (int(host.source[layer, expert, code]), slot_address(host, code, slot), nbytes)
+        )
         counts[[Counter.AHEAD, Counter.AHEAD_BYTES]] += 1, nbytes
         left -= PROJECTIONS
         taken[code] += 1
-
-
-def _most_important_first(
-    experts: NDArray[np.int64], wanted: NDArray[np.int8], sums: NDArray[np.int64]
-) -> list[tuple[int, int]]:
-    order = np.argsort(-sums[experts], kind="stable")
-    return list(zip(experts[order].tolist(), wanted[order].tolist(), strict=True))

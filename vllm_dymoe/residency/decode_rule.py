@@ -11,22 +11,19 @@ from torch import Tensor
 
 from vllm_dymoe.residency.constants import POSITIONS_AT_ONCE, WEIGHT_UNIT
 from vllm_dymoe.residency.decision import KEPT, PASSED, STAYED, Decision
-from vllm_dymoe.residency.decode_table import Counter, DecodeTable
-from vllm_dymoe.residency.rule import FREE, HIGH, HIT, LOW, NOWHERE, STREAM, decide, decide_slices, record_uses
+from vllm_dymoe.residency.rule import HIGH, HIT, LOW, PASS, Ints
+from vllm_dymoe.residency.table import Counter, Table
 
 PROJECTIONS = 3
-Ints = NDArray[np.int64]
 
 
-def decide_plain(
-    table: DecodeTable, layer: int, ids: Tensor, weights: Tensor, rows: Tensor, decision: Decision
-) -> None:
+def decide_plain(table: Table, layer: int, ids: Tensor, weights: Tensor, rows: Tensor, decision: Decision) -> None:
     """Decide a layer's step: changes the table's rows, and says in `decision` what is to be computed from where.
 
     A step without rows changes nothing of the table.
 
     Args:
-        table: on a CPU, like everything else.
+        table: tensors on a CPU, like everything else.
         layer: position among the MoE layers.
         ids: int32 or int64 [tokens, top_k]; negative where another rank has the expert.
         weights: float32 [tokens, top_k].
@@ -34,49 +31,42 @@ def decide_plain(
         decision: for so many tokens, overwritten.
     """
     _empty(decision)
-    real, top_k = int(rows), ids.shape[1]
+    real, top_k, host = int(rows), ids.shape[1], table.on_host()
     if not real:
         return
-    _record(table, layer, ids[:real], weights[:real])
+    if host.recording[0]:
+        at = (int(host.step[layer]) + 1) % len(host.ring_ids), layer
+        host.ring_ids[at][:real], host.ring_weights[at][:real] = ids[:real], weights[:real]
+        host.ring_rows[at] = real
     chosen = ids[:real].numpy().astype(np.int64).reshape(-1)
-    sizes = np.bincount(chosen[chosen >= 0], minlength=table.experts)
+    sizes = np.bincount(chosen[chosen >= 0], minlength=host.experts)
     active = sizes.nonzero()[0]
-    wanted = choose_tiers(table, layer, active, sum_weights(table.experts, chosen, weights[:real].numpy().reshape(-1)))
-    counts = table.counters.numpy()[layer]
-    counts[Counter.STEPS] += 1
-    counts[Counter.WANTED_HIGH] += np.count_nonzero(wanted == HIGH)
-    counts[Counter.WANTED_LOW] += np.count_nonzero(wanted == LOW)
-    skipped = table.bits.numpy()[wanted] == 0
-    counts[Counter.SKIPPED] += np.count_nonzero(skipped)
+    wanted = choose_tiers(host, layer, active, sum_weights(host.experts, chosen, weights[:real].numpy().reshape(-1)))
+    skipped = host.bits[wanted] == 0
+    counted = {Counter.STEPS: 1, Counter.WANTED_HIGH: wanted == HIGH, Counter.WANTED_LOW: wanted == LOW}
     active, wanted = active[~skipped], wanted[~skipped]
-    step = table.step.numpy()
-    step[layer] += 1
-    held, heat, used_at = (values.numpy()[layer] for values in (table.tier, table.heat, table.used_at))
-    record_uses(heat, used_at, active, int(step[layer]))
-    shares = table.shares.numpy()[layer].tolist()
-    before = held[active]
-    reuse = bool(table.reuse_high[0])
-    if table.nested:
-        fine_heat, fine_used_at = table.fine_heat.numpy()[layer], table.fine_used_at.numpy()[layer]
-        record_uses(fine_heat, fine_used_at, active[wanted == HIGH], int(step[layer]))
-        heats, uses = (heat, fine_heat), (used_at, fine_used_at)
-        low_places, high_places = decide_slices(active, wanted, held, heats, uses, shares)
-        hit = (low_places == HIT) & (high_places == HIT)
-        computed = np.where(reuse & hit, before, wanted)
-    else:
-        places = decide(active, wanted, held, heat, used_at, shares, reuse_high=reuse)
-        hit = places == HIT
-        low_places, high_places = (np.where(wanted == code, places, HIT) for code in (LOW, HIGH))
-        computed = np.where(hit, before, wanted)
-    counts[Counter.HITS] += np.count_nonzero(hit)
-    counts[Counter.REUSES] += np.count_nonzero(hit & (computed != wanted))
-    counts[Counter.PROMOTIONS] += np.count_nonzero(~hit & (wanted == HIGH) & (before == LOW))
-    for counter, places in ((Counter.FETCHED_HIGH, high_places), (Counter.FETCHED_LOW, low_places)):
-        counts[counter] += np.count_nonzero(places != HIT)
-        counts[Counter.PASSED] += np.count_nonzero(places == STREAM)
-        counts[Counter.EVICTIONS] += np.count_nonzero(places >= 0)
-    _give(table, layer, active, (low_places, high_places))
-    _list_items(table, layer, active, computed, (low_places, high_places), sizes, decision)
+    before = host.tier[layer, active]
+    places = host.begin_step(layer, active, wanted)
+    hit = (places == HIT).all(0)
+    serves = hit if not host.nested else hit & bool(host.reuse_high[0])
+    computed = np.where(serves, before, wanted)
+    host.keep(layer, active, wanted, places)
+    fetched = {code: (part != HIT) for code, part in zip((LOW, HIGH), places, strict=False)}
+    if not host.nested:
+        fetched = {code: ~hit & (wanted == code) for code in (LOW, HIGH)}
+    counted |= {
+        Counter.SKIPPED: skipped,
+        Counter.HITS: hit,
+        Counter.REUSES: hit & (computed != wanted),
+        Counter.FETCHED_HIGH: fetched[HIGH],
+        Counter.FETCHED_LOW: fetched[LOW],
+        Counter.PASSED: places == PASS,
+        Counter.PROMOTIONS: ~hit & (wanted == HIGH) & (before == LOW),
+        Counter.EVICTIONS: places >= 0,
+    }
+    for counter, those in counted.items():
+        host.counters[layer, counter] += np.count_nonzero(those)
+    _list_items(host, layer, active, computed, places, sizes, decision)
     _list_positions(active, chosen, top_k, decision)
 
 
@@ -88,15 +78,6 @@ def _empty(decision: Decision) -> None:
     decision.work[-1] = torch.tensor([-1, 0, len(decision.computed)])
 
 
-def _record(table: DecodeTable, layer: int, ids: Tensor, weights: Tensor) -> None:
-    """Into the ring, if somebody records; the step is the one that begins."""
-    if table.recording[0]:
-        at = (int(table.step[layer]) + 1) % len(table.ring_ids)
-        table.ring_ids[at, layer, : len(ids)] = ids
-        table.ring_weights[at, layer, : len(ids)] = weights
-        table.ring_rows[at, layer] = len(ids)
-
-
 def sum_weights(experts: int, chosen: Ints, weights: NDArray[np.float32]) -> Ints:
     """int64 [experts], the sum of each expert's weights in units of 1 / WEIGHT_UNIT: no order of additions decides."""
     units = (weights * np.float32(WEIGHT_UNIT)).astype(np.int64)
@@ -105,65 +86,36 @@ def sum_weights(experts: int, chosen: Ints, weights: NDArray[np.float32]) -> Int
     return sums
 
 
-def choose_tiers(table: DecodeTable, layer: int, active: Ints, sums: Ints) -> NDArray[np.int8]:
+def choose_tiers(table: Table, layer: int, active: Ints, sums: Ints) -> NDArray[np.int8]:
     """High for the most important experts, as many as are critical (Eq. 3 and 5); of equal ones the first.
 
     Sums are compared as float32: what host code that sums in float64 and rounds finds, too.
     """
     importance = sums[active].astype(np.float32)
-    critical = int(table.critical[layer, len(active)])
     wanted = np.full(len(active), LOW, np.int8)
-    wanted[np.argsort(-importance, kind="stable")[:critical]] = HIGH
+    wanted[np.argsort(-importance, kind="stable")[: table.critical[layer, len(active)]]] = HIGH
     return wanted
 
 
-def slot_address(table: DecodeTable, code: int, slot: int) -> int:
+def slot_address(table: Table, code: int, slot: int) -> int:
     """Where a slot of a tier's pool begins."""
     return int(table.pool[code]) + slot * int(table.slot_bytes[code])
 
 
-def bytes_ahead(table: DecodeTable, code: int, projections: int) -> int:
+def bytes_ahead(table: Table, code: int, projections: int) -> int:
     """Of an expert of whose projections the first ones are fetched ahead."""
     return int(table.slot_bytes[code] if projections == PROJECTIONS else table.offsets[code, projections])
 
 
-def _found_ahead(table: DecodeTable, layer: int, expert: int, code: int) -> tuple[int, int]:
+def _found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, int]:
     """Where a missing expert was fetched ahead, and how many of its projections."""
-    half = layer % 2
-    slot, tier, projections = table.staged[half, :, expert].tolist()
-    return (slot, projections) if table.staged_for[half] == layer and tier == code else (-1, 0)
-
-
-def _give(table: DecodeTable, layer: int, active: Ints, places: tuple[Ints, Ints]) -> None:
-    """Write the rows of what is kept, one pool after the other: free slots are taken in ascending order.
-
-    Bases come before fine slices, because who loses its base loses both.
-    """
-    nested, tier = table.nested, table.tier.numpy()[layer]
-    for code in (LOW, HIGH) if nested else (HIGH, LOW):
-        given = places[code - 1]
-        slot = (table.fine if nested and code == HIGH else table.slot).numpy()[layer]
-        first, share = int(table.first_slot[layer, code]), int(table.shares[layer, code])
-        own = np.arange(first, first + share, dtype=np.int32)
-        free = iter(own[~np.isin(own, slot[tier >= code if nested else tier == code])].tolist())
-        for number in ((given == FREE) | (given >= 0)).nonzero()[0].tolist():
-            expert, victim = active[number], given[number]
-            taken = next(free) if victim == FREE else slot[victim]
-            if victim != FREE:
-                tier[victim], slot[victim] = code - 1 if nested else NOWHERE, -1
-            tier[expert], slot[expert] = code, taken
-        if nested and code == LOW:
-            table.fine.numpy()[layer][tier == NOWHERE] = -1
+    slot, tier, projections = table.staged[layer % 2, :, expert].tolist()
+    found = not table.nested and table.staged_for[layer % 2] == layer and tier == code
+    return (slot, projections) if found else (-1, 0)
 
 
 def _list_items(
-    table: DecodeTable,
-    layer: int,
-    active: Ints,
-    computed: NDArray[np.int8],
-    places: tuple[Ints, Ints],
-    sizes: Ints,
-    decision: Decision,
+    table: Table, layer: int, active: Ints, computed: NDArray[np.int8], places: Ints, sizes: Ints, decision: Decision
 ) -> None:
     """What is read from where, and where it goes.
 
@@ -172,46 +124,39 @@ def _list_items(
     the link is slower than the slot.
 
     Args:
-        table: its rows are those after the step, like what follows.
+        table: on the host; its rows are those after the step, like what follows.
         layer: position among the MoE layers.
         active: the experts.
         computed: the version of each.
-        places: what becomes of low versions, or of bases, and of high ones, or of fine slices.
+        places: what becomes of each slice.
         sizes: positions of each expert of the layer.
         decision: written.
     """
     staged = dict(enumerate(table.staging.tolist()))
-    counts = table.counters.numpy()[layer]
+    counts = table.counters[layer]
     decision.count.fill_(len(active))
     position = 0
     for item, (expert, code) in enumerate(zip(active.tolist(), computed.tolist(), strict=True)):
-        decision.experts[item], decision.tiers[item] = expert, code
-        decision.bits[item] = table.bits[code]
+        decision.experts[item], decision.tiers[item], decision.bits[item] = expert, code, int(table.bits[code])
         for number, part in enumerate((LOW, HIGH)[:code] if table.nested else (code,)):
-            at = number, item
-            place = int(places[part - 1][item])
-            fate = STAYED if place == HIT else PASSED if place == STREAM else KEPT
-            ahead, projections = -1, 0
-            if fate != STAYED and not table.nested:
-                ahead, projections = _found_ahead(table, layer, expert, code)
+            place, at = int(places[number, item]), (number, item)
+            fate = STAYED if place == HIT else PASSED if place == PASS else KEPT
+            ahead, projections = (-1, 0) if fate == STAYED else _found_ahead(table, layer, expert, code)
             if projections:
                 counts[[Counter.AHEAD_USED, Counter.AHEAD_USED_BYTES]] += 1, bytes_ahead(table, code, projections)
             slot = -1
             if fate != PASSED:
-                slot = int((table.fine if table.nested and part == HIGH else table.slot)[layer, expert])
+                slot = int(table.slot[number, layer, expert])
             elif projections < PROJECTIONS and sizes[expert] > POSITIONS_AT_ONCE and staged[part][1]:
                 slot, staged[part] = staged[part][0], [staged[part][0] + 1, staged[part][1] - 1]
-            offsets = table.offsets[part]
-            there = slot_address(table, part, slot)
+            offsets, there = torch.from_numpy(table.offsets[part]), slot_address(table, part, slot)
             decision.slots[at], decision.fate[at] = slot, fate
-            source = there if fate == STAYED else table.source[layer, expert, part]
-            decision.addresses[at] = offsets + source
+            decision.addresses[at] = offsets + (there if fate == STAYED else int(table.source[layer, expert, part]))
             decision.addresses[number, item, :projections] = offsets[:projections] + slot_address(table, part, ahead)
             if fate != STAYED and slot >= 0:
                 decision.destinations[at] = offsets + there
-        for column, value in enumerate((item, position, position + sizes[expert])):
-            decision.work[item, column] = int(value)
-        position += sizes[expert]
+        decision.work[item] = torch.tensor((item, position, position + int(sizes[expert])))
+        position += int(sizes[expert])
 
 
 def _list_positions(active: Ints, chosen: Ints, top_k: int, decision: Decision) -> None:

@@ -1,95 +1,227 @@
-"""The table: (layer, expert) -> where. Integers only; a row names complete bytes, or nothing."""
+"""The table: (layer, expert) -> where. Integers only; a row names complete bytes, or nothing.
 
+It has one writer at a time. Where that is the host its columns are NumPy arrays; where it is the device they are
+tensors that a captured graph reads and writes, and the host has a copy. Budgets, shares, tiers, retention and pools are
+values in columns, so that a graph stays when they change between two steps.
+
+Tiers are numbered as in ``rule``: NOWHERE, LOW and HIGH index what has size 3. An expert has one *slice*, the version
+that is held, or two where the low version lies inside the high one: the pool of LOW has bases and that of HIGH fine
+slices, and what is said of a version's address, slot, source and offsets is then said of that slice.
+"""
+
+# ruff: noqa: RUF009
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import IntEnum, auto
 from heapq import heapify, heappop, heapreplace
+from typing import Any, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE, coldest, decide, decide_slices, record_uses
+from vllm_dymoe.residency.format import Format
+from vllm_dymoe.residency.rule import FREE, HIGH, LOW, NOWHERE, Ints, coldest, decide, record_uses
 from vllm_dymoe.residency.tier import Tier
 
 CODES = {Tier.SKIP: NOWHERE, Tier.LO: LOW, Tier.HI: HIGH}
 """How the table writes a tier."""
 
 
-class ResidencyTable:
-    """Every expert that layers keep on the device ("no duplication": at most one version each, DyMoE 4.4.2).
+class Counter(IntEnum):
+    """Columns of :attr:`Table.counters`; experts unless said otherwise."""
 
-    Where the low version lies inside the high one a row names two slots: HIGH has a base and a fine slice, LOW a base.
+    STEPS = 0
+    """Steps with at least one row."""
+    WANTED_HIGH = auto()
+    WANTED_LOW = auto()
+    SKIPPED = auto()
+    HITS = auto()
+    REUSES = auto()
+    """Hits of a high version where a low one was wanted."""
+    FETCHED_HIGH = auto()
+    """Versions, or fine slices."""
+    FETCHED_LOW = auto()
+    """Versions, or bases."""
+    PASSED = auto()
+    """Those among the fetched that are not kept."""
+    PROMOTIONS = auto()
+    """Fetches of a high version where the low one was there."""
+    EVICTIONS = auto()
+    """Experts, or fine slices, whose place another one took."""
+    AHEAD = auto()
+    """Experts of which something was fetched before the layer was routed."""
+    AHEAD_BYTES = auto()
+    AHEAD_USED = auto()
+    """Those among the fetched that were found there, whole or in part."""
+    AHEAD_USED_BYTES = auto()
 
-    Args:
-        num_experts: of each layer.
-        shares: experts that each layer may keep, for every tier in use.
-        reuse_high: whether a high version serves where a low one is wanted. It makes what is computed depend on what is
-            held; without it the high version is replaced like a low one where a high one is wanted.
-        nested: whether the low version lies inside the high one; shares are then of base and of fine slices.
 
-    Attributes:
-        tier: int8 [layers, experts], NOWHERE, LOW or HIGH.
-        slot: int32 [layers, experts], index in the tier's pool; in that of bases, if nested.
-        fine: int32 [layers, experts], index in the pool of fine slices; -1 everywhere if not nested.
-        heat: int64 [layers, experts].
-        used_at: int64 [layers, experts], the layer's step in which an expert was last used.
-        fine_heat: int64 [layers, experts], of uses of the high version, if nested.
-        fine_used_at: int64 [layers, experts], the same.
-        shares: int64 [layers, 3], experts that a layer may keep, by code of the tier.
-        steps: of each layer, the number of its last one.
-    """
+def _column(*shape: str | int, dtype: str = "int64", fill: int = 0) -> Any:
+    """A column whose sizes are named; see :meth:`Table.allocate`."""
+    return field(metadata={"shape": shape, "dtype": dtype, "fill": fill})
 
-    def __init__(
-        self,
-        num_experts: int,
-        shares: Mapping[Tier, Sequence[int]],
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """What is where, for every layer: NumPy arrays, or tensors on the device that decides."""
+
+    tier: Any = _column("layers", "experts", dtype="int8")
+    """Which version a row names."""
+    slot: Any = _column("slices", "layers", "experts", dtype="int32", fill=-1)
+    """Index in the tier's pool, or in that of the slice; -1 for none."""
+    heat: Any = _column("slices", "layers", "experts")
+    used_at: Any = _column("slices", "layers", "experts")
+    """The layer's step in which an expert, or its fine slice, was last used."""
+    step: Any = _column("layers")
+    """The layer's last step."""
+    shares: Any = _column("layers", 3, dtype="int32")
+    """Experts, or slices, that a layer may keep."""
+    reuse_high: Any = _column(1, dtype="int32", fill=1)
+    """Whether a high version serves where a low one is wanted. It makes what is computed depend on what is held;
+    without it the high version is replaced like a low one where a high one is wanted."""
+    counters: Any = _column("layers", len(Counter))
+    """Counted up by steps of the device."""
+    first_slot: Any = _column("layers", 3, dtype="int32")
+    """Where the layer's own range in a pool begins. Where the device decides a free slot is the lowest of the range
+    that no row names, and no list has to be kept."""
+    staging: Any = _column(3, 2, dtype="int32")
+    """First and number of the slots that no layer keeps, for what passes."""
+    ahead: Any = _column(3, 2, dtype="int32")
+    """First and number of those for guesses about even layers; as many about odd ones follow."""
+    most_ahead: Any = _column(1, dtype="int32")
+    """Projections that are fetched ahead for a layer at most."""
+    staged: Any = _column(2, 3, "experts", dtype="int32")
+    """What was fetched ahead for an even and an odd layer: of each expert its slot, its tier, and how many of its
+    projections, gate first. It counts until the next guess about a layer of its kind."""
+    staged_for: Any = _column(2, dtype="int32", fill=-1)
+    """Which layers these are, -1 for none."""
+    critical: Any = _column("layers", "counts", dtype="int32")
+    """How many of a step's active experts are high, by their number, 0 to that of a layer's experts."""
+    bits: Any = _column(3, dtype="int32")
+    """Tags of the tiers' codes; 0 for one that is skipped."""
+    offsets: Any = _column(3, 3)
+    """Bytes from a blob's beginning to gate, up and down."""
+    pool: Any = _column(3)
+    """Address of slot 0."""
+    slot_bytes: Any = _column(3)
+    """From one slot to the next."""
+    source: Any = _column("layers", "experts", 3)
+    """Address of each version in the host store, which the device can read."""
+    recording: Any = _column(1, dtype="int32")
+    """Whether routing decisions go into the ring."""
+    ring_ids: Any = _column("depth", "layers", "rows", "top_k", dtype="int32")
+    """The decisions of step s at s % depth."""
+    ring_weights: Any = _column("depth", "layers", "rows", "top_k", dtype="float32")
+    ring_rows: Any = _column("depth", "layers", dtype="int32")
+    """How many of the ring's rows are real."""
+
+    @classmethod
+    def allocate(
+        cls,
+        layers: int,
+        experts: int,
         *,
-        reuse_high: bool = True,
         nested: bool = False,
-    ) -> None:
-        layers = len(next(iter(shares.values())))
-        self.tier = np.zeros((layers, num_experts), np.int8)
-        self.slot = np.full((layers, num_experts), -1, np.int32)
-        self.heat = np.zeros((layers, num_experts), np.int64)
-        self.used_at = np.zeros((layers, num_experts), np.int64)
-        self.fine = np.full((layers, num_experts), -1, np.int32)
-        self.fine_heat = np.zeros((layers, num_experts), np.int64)
-        self.fine_used_at = np.zeros((layers, num_experts), np.int64)
-        self.nested = nested
-        self.shares = np.zeros((layers, 3), np.int64)
-        for tier, share in shares.items():
-            self.shares[:, CODES[tier]] = share
-        self.reuse_high = reuse_high
-        self.steps = [0] * layers
-        self._shares: list[list[int]] = self.shares.tolist()
+        rows: int = 0,
+        top_k: int = 0,
+        depth: int = 0,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """A table that names nothing, keeps nothing and wants every expert high.
 
-    def begin_step(self, layer: int, active: NDArray[np.int64], wanted: NDArray[np.int8]) -> NDArray[np.int64]:
-        """Count what a layer's step uses, and decide what it keeps.
-
-        Returns:
-            int64 [n], see :func:`~.rule.decide`; if nested int64 [2, n], see :func:`~.rule.decide_slices`.
+        Args:
+            layers: of the model.
+            experts: of each layer.
+            nested: whether the low version lies inside the high one.
+            rows: that a step of the device may have at most.
+            top_k: experts of a row.
+            depth: steps that the ring holds.
+            device: that writes it; None for the host.
         """
-        self.steps[layer] += 1
-        heat, used_at = self.heat[layer], self.used_at[layer]
-        record_uses(heat, used_at, active, self.steps[layer])
-        if self.nested:
-            fine_heat, fine_used_at = self.fine_heat[layer], self.fine_used_at[layer]
-            record_uses(fine_heat, fine_used_at, active[wanted == HIGH], self.steps[layer])
-            heats, uses = (heat, fine_heat), (used_at, fine_used_at)
-            return np.stack(decide_slices(active, wanted, self.tier[layer], heats, uses, self._shares[layer]))
-        return decide(active, wanted, self.tier[layer], heat, used_at, self._shares[layer], reuse_high=self.reuse_high)
+        sizes = {"layers": layers, "experts": experts, "counts": experts + 1, "slices": 2 if nested else 1}
+        sizes |= {"rows": rows, "top_k": top_k, "depth": depth}
+        columns = {}
+        for column in fields(cls):
+            shape = tuple(sizes[size] if isinstance(size, str) else size for size in column.metadata["shape"])
+            columns[column.name] = np.full(shape, column.metadata["fill"], column.metadata["dtype"])
+        columns["critical"][:] = np.arange(experts + 1)
+        if device is not None:
+            columns = {name: torch.from_numpy(values).to(device) for name, values in columns.items()}
+        return cls(**columns)
 
-    def holds(self, layer: int, expert: int) -> bool:
-        """Whether an expert is on the device in some version."""
-        return bool(self.tier[layer, expert])
+    @property
+    def nested(self) -> bool:
+        """Whether the low version lies inside the high one."""
+        return len(self.slot) > 1
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return int(self.tier.shape[0])
+
+    @property
+    def experts(self) -> int:
+        """Of each layer."""
+        return int(self.tier.shape[1])
+
+    def clear(self) -> None:
+        """No expert is there, and none was ever used."""
+        for name, empty in {"tier": 0, "slot": -1, "heat": 0, "used_at": 0, "step": 0}.items():
+            getattr(self, name)[:] = empty
+        self.forget_ahead()
+
+    def forget_ahead(self) -> None:
+        """What was fetched ahead is not there any more."""
+        self.staged_for[:] = -1
+
+    def on_host(self) -> "Table":
+        """The same as NumPy arrays: a view of tensors in host memory, a copy of others, for which it waits."""
+        return Table(**{name: values.cpu().numpy() for name, values in vars(self).items()})
+
+    def copy_rows(self, rows: "Table") -> None:
+        """What is where, and was used when, is as in another table; a copy to the host waits for the device."""
+        for name in ("tier", "slot", "heat", "used_at", "step"):
+            ours, theirs = getattr(self, name), getattr(rows, name)
+            same = min(len(ours), len(theirs))  # slices: the host has one where nothing is served at the high version
+            if isinstance(ours, torch.Tensor):
+                ours[:same].copy_(torch.from_numpy(theirs.copy()), non_blocking=True)  # which may change meanwhile
+            else:
+                ours[:] = theirs[:same].cpu().numpy()
+
+    # -- rows, on the host ------------------------------------------------------------------------
+
+    def begin_step(self, layer: int, active: Ints, wanted: NDArray[np.int8]) -> Ints:
+        """Count what a layer's step uses, and decide what it keeps: int64 [slices, n], see :func:`~.rule.decide`."""
+        self.step[layer] += 1
+        heat, used_at = self.heat[:, layer], self.used_at[:, layer]
+        record_uses(heat, used_at, active, wanted, int(self.step[layer]))
+        shares, reuse = self.shares[layer].tolist(), bool(self.reuse_high[0])
+        return decide(active, wanted, self.tier[layer], heat, used_at, shares, reuse_high=reuse)
+
+    def keep(self, layer: int, active: Ints, wanted: NDArray[np.int8], places: Ints) -> None:
+        """Write the rows of what is kept at once, in slots of the layer's own range, free ones in ascending order."""
+        tier = self.tier[layer]
+        for code in (LOW, HIGH) if self.nested else (HIGH, LOW):  # an expert that loses its base loses both slices
+            given = places[code - 1] if self.nested else np.where(wanted == code, places[0], FREE - 1)
+            slot = self.slot[code - 1 if self.nested else 0, layer]
+            first = int(self.first_slot[layer, code])
+            own = np.arange(first, first + int(self.shares[layer, code]))
+            free = iter(own[~np.isin(own, slot[self.holders(code)[layer]])].tolist())
+            for number in (given >= FREE).nonzero()[0].tolist():
+                expert, victim = active[number], given[number]
+                taken = next(free) if victim == FREE else slot[victim]
+                if victim != FREE:
+                    tier[victim], slot[victim] = code - 1 if self.nested else NOWHERE, -1
+                tier[expert], slot[expert] = code, taken
+            self.slot[1:, layer, tier == NOWHERE] = -1
 
     def coldest(self, layer: int, tier: Tier, spared: set[int]) -> int | None:
-        """Whom a layer misses least among those that it keeps in a tier; None if all of these are spared."""
-        kept = self._holders(tier)[layer].nonzero()[0]
+        """The expert, of those that a layer keeps in a tier and that are not spared, that is missed least; or None."""
+        kept = self.holders(CODES[tier])[layer].nonzero()[0]
         among = np.array([expert for expert in kept.tolist() if expert not in spared], dtype=np.int64)
-        if not len(among):
-            return None
-        if self.nested and tier is Tier.HI:
-            return coldest(self.fine_heat[layer], self.fine_used_at[layer], among)
-        return coldest(self.heat[layer], self.used_at[layer], among)
+        number = int(self.nested and tier is Tier.HI)
+        return coldest(self.heat[number, layer], self.used_at[number, layer], among) if len(among) else None
 
     def publish(self, layer: int, expert: int, tier: Tier, slot: int) -> None:
         """The bytes of an expert are complete: from now on its row names them.
@@ -97,37 +229,32 @@ class ResidencyTable:
         Raises:
             AssertionError: the row names others, or a fine slice comes without its base.
         """
-        if self.nested and tier is Tier.HI:
-            assert self.tier[layer, expert] == LOW, f"the base of expert {expert} of layer {layer} is not there"
-            self.tier[layer, expert], self.fine[layer, expert] = HIGH, slot
-            return
-        assert not self.tier[layer, expert], f"expert {expert} of layer {layer} would be there twice"
-        self.tier[layer, expert], self.slot[layer, expert] = CODES[tier], slot
+        fine, held = self.nested and tier is Tier.HI, self.tier[layer, expert]
+        assert not fine or held == LOW, f"the base of expert {expert} of layer {layer} is not there"
+        assert fine or not held, f"expert {expert} of layer {layer} would be there twice"
+        self.tier[layer, expert], self.slot[int(fine), layer, expert] = CODES[tier], slot
 
-    def remove(self, layer: int, expert: int) -> list[tuple[Tier, int]]:
-        """Empty a row. Returns the tier and index of each slot that it named."""
-        code = self.tier[layer, expert]
-        if code == NOWHERE:
-            return []
-        slots = self.remove_fine(layer, expert)
-        tier = Tier.HI if code == HIGH and not self.nested else Tier.LO
-        slots.append((tier, int(self.slot[layer, expert])))
-        self.tier[layer, expert], self.slot[layer, expert] = NOWHERE, -1
+    def remove(self, layer: int, expert: int, *, fine: bool = False) -> list[tuple[Tier, int]]:
+        """Empty a row, or leave an expert its base alone. Returns the tier and index of each slot that it named.
+
+        Args:
+            layer: of the expert.
+            expert: its number.
+            fine: give up the fine slice, and nothing else.
+        """
+        code = int(self.tier[layer, expert])
+        slots: list[tuple[Tier, int]] = []
+        if self.nested and code == HIGH:
+            slots.append((Tier.HI, int(self.slot[1, layer, expert])))
+            self.tier[layer, expert], self.slot[1, layer, expert] = LOW, -1
+        if code != NOWHERE and not fine:
+            slots.append((Tier.HI if code == HIGH and not self.nested else Tier.LO, int(self.slot[0, layer, expert])))
+            self.tier[layer, expert], self.slot[0, layer, expert] = NOWHERE, -1
         return slots
 
-    def remove_fine(self, layer: int, expert: int) -> list[tuple[Tier, int]]:
-        """Leave an expert its base alone. Returns the slot of its fine slice, if it has one."""
-        fine = int(self.fine[layer, expert])
-        if fine < 0:
-            return []
-        self.tier[layer, expert], self.fine[layer, expert] = LOW, -1
-        return [(Tier.HI, fine)]
-
-    def _holders(self, tier: Tier) -> NDArray[np.bool_]:
+    def holders(self, code: int) -> NDArray[np.bool_]:
         """bool [layers, experts]: whose row names a slot of a tier's pool."""
-        if self.nested and tier is Tier.LO:
-            return self.tier != NOWHERE
-        return self.tier == CODES[tier]
+        return self.tier >= code if self.nested else self.tier == code
 
     def residents(self, tier: Tier) -> set[tuple[int, int]]:
         """(layer, expert) of all that are held in one tier."""
@@ -135,35 +262,99 @@ class ResidencyTable:
 
     def slots(self, tier: Tier) -> list[int]:
         """Slots of one tier's pool that rows name."""
-        named = self.fine if self.nested and tier is Tier.HI else self.slot
-        return named[self._holders(tier)].tolist()
+        return self.slot[int(self.nested and tier is Tier.HI)][self.holders(CODES[tier])].tolist()
 
-    def forget(self) -> None:
-        """Begin anew: no expert was ever used.
 
-        Raises:
-            AssertionError: a row names a slot.
-        """
-        assert not self.tier.any(), "the table still names slots"
-        self.heat.fill(0)
-        self.used_at.fill(0)
-        self.fine_heat.fill(0)
-        self.fine_used_at.fill(0)
+def check_integrity(table: Table, *, ranges: bool = False) -> None:
+    """No layer keeps more than its share, no slot is named twice, and what was fetched ahead lies apart.
 
-    def check_integrity(self) -> None:
-        """No layer keeps more than its share, no slot is named twice.
+    Args:
+        table: on the host.
+        ranges: whether every slot is to be of its layer's own range.
 
-        Raises:
-            AssertionError: it is not so.
-        """
-        for tier in (Tier.LO, Tier.HI):
-            kept, share = np.count_nonzero(self._holders(tier), axis=1), self.shares[:, CODES[tier]]
-            assert (kept <= share).all(), f"layers keep {kept}, more than {share}"
-            slots = self.slots(tier)
-            assert len(set(slots)) == len(slots), "two rows name one slot"
-        assert (self.slot[self.tier == NOWHERE] == -1).all(), "an empty row names a slot"
-        fine = self.tier == HIGH if self.nested else np.zeros_like(self.tier, dtype=bool)
-        assert ((self.fine >= 0) == fine).all(), "a fine slice without its base, or a high expert without a fine slice"
+    Raises:
+        AssertionError: it is not so.
+    """
+    assert (table.slot[0][table.tier == NOWHERE] == -1).all(), "an empty row names a slot"
+    for fine in table.slot[1:]:
+        assert ((fine >= 0) == (table.tier == HIGH)).all(), "a fine slice without its base, or the other way round"
+    for tier, code in ((Tier.LO, LOW), (Tier.HI, HIGH)):
+        there, share = table.holders(code), table.shares[:, code]
+        kept = np.count_nonzero(there, axis=1)
+        assert (kept <= share).all(), f"layers keep {kept}, more than {share}"
+        slots = table.slots(tier)
+        assert len(set(slots)) == len(slots), "two rows name one slot"
+        if ranges:
+            own = np.array(slots, np.int64) - table.first_slot[there.nonzero()[0], code]
+            assert ((own >= 0) & (own < share[there.nonzero()[0]])).all(), "a layer names a slot of another layer"
+        for half in (table.staged_for >= 0).nonzero()[0].tolist():
+            staged, tiers, projections = table.staged[half]
+            begin, count = table.ahead[code].tolist()
+            guessed = staged[(projections > 0) & (tiers == code)] - begin - half * count
+            assert ((guessed >= 0) & (guessed < count)).all(), "a guess lies in a slot that is not for guesses"
+            assert len(np.unique(guessed)) == len(guessed), "two guesses lie in one slot"
+
+
+def set_precision(table: Table, formats: Mapping[int, Format | None], critical: NDArray[np.int32]) -> None:
+    """What tiers mean in steps of the device, and how many experts of a step are high.
+
+    Args:
+        table: of the device.
+        formats: by LOW and HIGH, those in use; None for one that is skipped.
+        critical: int32 [layers, experts + 1], by the number of active experts.
+
+    Raises:
+        ValueError: the low version was to lie inside the high one and does not, or the other way round.
+    """
+    bits, offsets = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int64)
+    high = formats[HIGH]
+    if (high is not None and high.nested) != table.nested:
+        raise ValueError("formats are nested where the table is not, or the other way round")
+    for code, fmt in formats.items():
+        bits[code] = 0 if fmt is None else fmt.matrices[2].tag
+    # A base has its place, too, where nothing is computed from it alone.
+    low = high.base if high is not None and high.nested else formats.get(LOW)
+    for code, fmt in ((HIGH, high), (LOW, low)):
+        if fmt is not None:
+            offsets[code] = torch.tensor([section.start for section in fmt.sections])
+    table.bits.copy_(bits)
+    table.offsets.copy_(offsets)
+    table.critical.copy_(torch.from_numpy(critical))
+
+
+def set_pools(
+    table: Table, pools: Mapping[int, tuple[int, int, int]], shares: Mapping[int, Sequence[int]], *, foreseen: int = 0
+) -> None:
+    """Where slots are and how layers share them; no expert is there from now on.
+
+    Args:
+        table: of the host, or of the device, with tensors.
+        pools: address of slot 0, bytes of a slot and number of slots, by LOW and HIGH.
+        shares: experts that each layer may keep, by LOW and HIGH.
+        foreseen: experts that are fetched ahead for a layer at most. While one layer's are read the next one's are
+            fetched; two thirds of the slots that no layer keeps are for that at most.
+
+    Raises:
+        ValueError: layers would keep more than a pool has, or one more than it has experts.
+    """
+    names = ("first_slot", "shares", "staging", "ahead", "pool", "slot_bytes")
+    columns = {name: np.zeros(tuple(getattr(table, name).shape), np.int64) for name in names}
+    for code, (base, slot_bytes, count) in pools.items():
+        share = np.array(shares[code], np.int64)
+        stops = share.cumsum()
+        if share.max() > table.experts:
+            raise ValueError(f"a layer would keep {share.max()} of its {table.experts} experts")
+        if stops[-1] > count:
+            raise ValueError(f"shares sum to {stops[-1]} slots of tier {code}, but the pool has {count}")
+        half = min(foreseen, (count - int(stops[-1])) // 3)
+        columns["shares"][:, code], columns["first_slot"][:, code] = share, stops - share
+        columns["ahead"][code] = stops[-1], half
+        columns["staging"][code] = stops[-1] + 2 * half, count - stops[-1] - 2 * half
+        columns["pool"][code], columns["slot_bytes"][code] = base, slot_bytes
+    for name, values in columns.items():
+        column = getattr(table, name)
+        column[:] = torch.from_numpy(values) if isinstance(column, torch.Tensor) else values
+    table.clear()
 
 
 def layer_shares(slots: int, weights: Sequence[float], staging: int, most: int) -> list[int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_dymoe.predict import OnDevice
 from vllm_dymoe.residency.decode_ahead import Copies
-from vllm_dymoe.residency.decode_table import DecodeTable
+from vllm_dymoe.residency.table import Table
 
 
 class Branch(Protocol):
@@ -63,9 +63,7 @@ class CudaBranch:
 class AheadKernel(Protocol):
     """Names and fetches; see :mod:`~vllm_dymoe.residency.decode_ahead`."""
 
-    def name_ahead(
-        self, table: DecodeTable, layer: int, ids: Tensor, scores: Tensor, rows: Tensor, copies: Copies
-    ) -> None:
+    def name_ahead(self, table: Table, layer: int, ids: Tensor, scores: Tensor, rows: Tensor, copies: Copies) -> None:
         """Choose what is fetched ahead for a layer."""
         ...
 
@@ -85,7 +83,7 @@ class Ahead:
         rows: of the largest step.
     """
 
-    def __init__(self, table: DecodeTable, kernel: AheadKernel, predictor: OnDevice, branch: Branch, rows: int) -> None:
+    def __init__(self, table: Table, kernel: AheadKernel, predictor: OnDevice, branch: Branch, rows: int) -> None:
         self._table, self._kernel, self._predictor, self._branch = table, kernel, predictor, branch
         self._copies = Copies.allocate(rows, predictor.guesses, table.experts, table.tier.device)
         self._named = self._fetching = False

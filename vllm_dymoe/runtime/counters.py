@@ -30,3 +30,24 @@ class ResidencyCounts:
     def hit_rate(self) -> float:
         """Hits among all needed experts; 0 before the first."""
         return self.hits / max(1, self.hits + self.misses)
+
+
+@dataclass
+class PrefetchStats:
+    """What became of guesses.
+
+    Attributes:
+        useful: needed, and there in time as far as they were asked for.
+        late: needed while they were on their way.
+        wasted: not needed, after bytes had moved.
+        cancelled: not needed, or given up for demand, before any byte moved.
+    """
+
+    useful: int = 0
+    late: int = 0
+    wasted: int = 0
+    cancelled: int = 0
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self.useful = self.late = self.wasted = self.cancelled = 0

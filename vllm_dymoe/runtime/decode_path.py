@@ -14,8 +14,8 @@ from torch import Tensor
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.predict import OnDevice
 from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.decode_table import DecodeTable
 from vllm_dymoe.residency.format import ModelExperts
+from vllm_dymoe.residency.table import Table
 from vllm_dymoe.runtime.ahead import Ahead, AheadKernel, Branch
 
 DECODE_ROWS = 16
@@ -33,7 +33,7 @@ class DecodeKernel(AheadKernel, Protocol):
 
     def forward(
         self,
-        table: DecodeTable,
+        table: Table,
         layer: int,
         rows: Tensor,
         decision: Decision,
@@ -75,7 +75,7 @@ class DecodePath:
         ahead: fetches for the next layer while one is computed; None if nothing does.
     """
 
-    def __init__(self, experts: ModelExperts, table: DecodeTable, kernel: DecodeKernel, device: torch.device) -> None:
+    def __init__(self, experts: ModelExperts, table: Table, kernel: DecodeKernel, device: torch.device) -> None:
         self.table, self.kernel = table, kernel
         self._experts, self._device = experts, device
         scratch = Decision.allocate(DECODE_ROWS, experts.top_k, experts.num_experts, device, slices=1 + table.nested)

@@ -10,9 +10,9 @@ from vllm_dymoe.kernels import Activation, ExpertKernel, combine
 from vllm_dymoe.residency.decision import Decision, Grouped
 from vllm_dymoe.residency.decode_ahead import Copies, name_ahead_plain
 from vllm_dymoe.residency.decode_rule import decide_plain
-from vllm_dymoe.residency.decode_table import DecodeTable
 from vllm_dymoe.residency.format import Expert, Format
 from vllm_dymoe.residency.matrix import MatrixFormat
+from vllm_dymoe.residency.table import Table
 
 
 class PlainDecode:
@@ -30,7 +30,7 @@ class PlainDecode:
 
     def forward(
         self,
-        table: DecodeTable,
+        table: Table,
         layer: int,
         rows: Tensor,
         decision: Decision,

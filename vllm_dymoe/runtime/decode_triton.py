@@ -10,8 +10,8 @@ from vllm_dymoe.kernels.triton.step import DecodeStep
 from vllm_dymoe.residency.constants import check_experts
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_ahead import Copies
-from vllm_dymoe.residency.decode_table import DecodeTable
 from vllm_dymoe.residency.format import ModelExperts
+from vllm_dymoe.residency.table import Table
 
 
 class TritonDecode:
@@ -37,7 +37,7 @@ class TritonDecode:
 
     def forward(
         self,
-        table: DecodeTable,
+        table: Table,
         layer: int,
         rows: Tensor,
         decision: Decision,
@@ -52,9 +52,7 @@ class TritonDecode:
         step.run(vars(table), layer, x, ids, weights, rows, decision.tensors, out)
         return out
 
-    def name_ahead(
-        self, table: DecodeTable, layer: int, ids: Tensor, scores: Tensor, rows: Tensor, copies: Copies
-    ) -> None:
+    def name_ahead(self, table: Table, layer: int, ids: Tensor, scores: Tensor, rows: Tensor, copies: Copies) -> None:
         """See :class:`vllm_dymoe.runtime.ahead.AheadKernel`."""
         name_ahead(vars(table), layer, ids, scores, rows, vars(copies))
 

@@ -1,53 +1,84 @@
-"""What a budget has become: the plan, the slots, and the table that says who is in them."""
+"""What a budget has become: the plan, the slots, and the table that says which experts are in them."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.residency.budget import BudgetTracker
-from vllm_dymoe.residency.format import Expert, Format, ModelExperts
-from vllm_dymoe.residency.rule import HIGH
+from vllm_dymoe.residency.format import Expert, Format
+from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, PASS, Ints
 from vllm_dymoe.residency.slots import Slot, SlotPool
-from vllm_dymoe.residency.table import ResidencyTable
+from vllm_dymoe.residency.table import CODES, Table, check_integrity, set_pools
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.device_memory import DeviceMemory
+from vllm_dymoe.runtime.device_side import DeviceSide
 from vllm_dymoe.runtime.sizing import SlotPlan
+from vllm_dymoe.store import HostStore, ReadableStore
+from vllm_dymoe.systems import System
+
+
+class Writer(StrEnum):
+    """What writes the table's rows."""
+
+    HOST = "host"
+    """The host, in every step; there are no others."""
+    DEVICE = "device"
+    """The device, in steps without the host. Each layer has slots of its own, behind which lie those that no layer
+    keeps: these are used by whichever kind of step runs. In its own steps the host goes by a copy of the rows."""
+    PLANNER = "planner"
+    """The host, between steps of both kinds. The device has a copy of the rows. Every expert is there, so that a step
+    of the device decides nothing and only counts."""
 
 
 class ExpertMemory:
     """The device memory of one rank's experts.
 
     Args:
-        experts: of the rank.
+        store: of the experts; one that the device can read, unless the host is the writer.
         device: where slots are.
         device_memory: says what the device has left.
+        writer: of rows.
 
     Attributes:
         plan: how the budget is spent.
         budget: counts every byte of it.
         pools: slots by tier, the high one first.
-        table: who is in them.
+        table: which experts are in them, on the host.
         bits: of what the slots of each tier hold.
         nested: whether slots of the low tier hold bases, and those of the high one fine slices.
         parts: pools that an expert of a tier needs a slot of.
+        device_side: what steps without the host go by; None where there are none.
+        streaming: the host's copy of rows that the device writes holds: the last step was the host's.
     """
 
     plan: SlotPlan
     budget: BudgetTracker
-    table: ResidencyTable
+    table: Table
     nested: bool
     parts: Mapping[Tier, tuple[Tier, ...]]
-    make_table = ResidencyTable
 
-    def __init__(self, experts: ModelExperts, device: torch.device, device_memory: DeviceMemory) -> None:
-        self.experts, self._device, self._device_memory = experts, device, device_memory
+    def __init__(
+        self, store: HostStore, device: torch.device, device_memory: DeviceMemory, writer: Writer = Writer.HOST
+    ) -> None:
+        self.experts, self.writer = store.experts, writer
+        self._device, self._device_memory = device, device_memory
         self.pools: dict[Tier, SlotPool] = {}
         self.bits: dict[Tier, int] = {}
+        self.streaming = False
+        self.device_side: DeviceSide | None = None
+        if writer is not Writer.HOST:
+            assert isinstance(store, ReadableStore)
+            self.device_side = DeviceSide(store, device)
 
     def allocate(self, plan: SlotPlan, bits: Mapping[Tier, int], *, reuse_high: bool) -> None:
         """Make the slots of a plan; those of the plan before have been freed.
+
+        No expert is there then, except where the device decides and all of them have a slot.
 
         Raises:
             ConfigError: the device has no memory for them.
@@ -59,11 +90,19 @@ class ExpertMemory:
         high = self.experts.formats.get(self.bits.get(Tier.HI, 0))
         self.nested = high is not None and high.nested
         self.parts = {tier: (Tier.LO, Tier.HI) if self.nested and tier is Tier.HI else (tier,) for tier in Tier}
-        self.table = self.make_table(self.experts.num_experts, plan.quotas, reuse_high=reuse_high, nested=self.nested)
         for tier, count in plan.slots.items():
             fmt = self.experts.formats[bits[tier]]
             self.budget.reserve(f"{count} slots of tier {tier.value}", count * fmt.nbytes)
             self.pools[tier] = self.make_pool(fmt, count, sum(plan.quotas[tier]))
+        self.table = Table.allocate(len(self.experts.layers), self.experts.num_experts, nested=self.nested)
+        self.table.reuse_high[:] = reuse_high
+        sizes = {CODES[tier]: (0, pool.format.nbytes, pool.count) for tier, pool in self.pools.items()}
+        set_pools(self.table, sizes, {CODES[tier]: plan.quotas[tier] for tier in self.pools})
+        self.streaming = False
+        if self.device_side is not None:
+            self.device_side.set_slots(self.pools, plan.quotas)
+        if self.device_side is not None and self.writer is Writer.DEVICE:
+            self.device_side.fill(self.pools, plan.quotas)
 
     def make_pool(self, fmt: Format, count: int, promised: int) -> SlotPool:
         """Slots whose memory is there from now on, whatever other processes take later.
@@ -79,7 +118,11 @@ class ExpertMemory:
                 f"{self._where} memory are available; lower expert_budget, or end what else takes memory."
             )
         try:
-            return SlotPool(fmt, count, self._device, promised)
+            if self.writer is not Writer.DEVICE:
+                return SlotPool(fmt, count, self._device, promised)
+            pool = SlotPool(fmt, count, self._device)
+            pool.withhold(promised)
+            return pool
         except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError among them
             raise ConfigError(
                 f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self._where} memory for {count} slots, which "
@@ -93,7 +136,7 @@ class ExpertMemory:
             pool.fence(filled)
 
     def free(self) -> None:
-        """Give the slots' memory back, to this process and to others; nobody may use one."""
+        """Give the slots' memory back, to this process and to others."""
         for pool in self.pools.values():
             pool.close()
         self.pools.clear()
@@ -118,25 +161,46 @@ class ExpertMemory:
                 f"expert_budget to at most {room + plan.workspace_bytes} bytes."
             )
 
+    def serve(self, system: System, bits: Mapping[Tier, int]) -> None:
+        """What steps go by from now on.
+
+        Args:
+            system: chooses tiers.
+            bits: of each tier, 0 for one that is skipped.
+        """
+        if self.device_side is not None:
+            self.device_side.serve(system, bits, self.bits)
+            self.table.reuse_high[:] = system.precision.reuses_high
+
+    def begin_step(self, layer: int, active: Ints, wanted: NDArray[np.int8]) -> Ints:
+        """What becomes of the experts of a host's step: int64 [slices, n], see :func:`~..residency.rule.decide`."""
+        if self.writer is not Writer.DEVICE:
+            return self.table.begin_step(layer, active, wanted)
+        held = self.table.tier[layer, active]
+        if self.nested:
+            return np.where((held != NOWHERE, (held == HIGH) | (wanted == LOW)), HIT, PASS)
+        return np.where([held >= wanted if self.table.reuse_high[0] else held == wanted], HIT, PASS)
+
     def resident(self, layer: int, expert: int, wanted: Tier) -> tuple[Tier, tuple[Slot, ...]]:
         """The version of an expert that serves where a tier is wanted, of what is there, and its slots."""
-        tier = Tier.HI if self.table.tier[layer, expert] == HIGH else Tier.LO
+        table = self.table
+        tier = Tier.HI if table.tier[layer, expert] == HIGH else Tier.LO
         if not self.nested:
-            return tier, (self.pools[tier].slots[self.table.slot[layer, expert]],)
-        base = self.pools[Tier.LO].slots[self.table.slot[layer, expert]]
-        if tier is Tier.LO or (wanted is Tier.LO and not self.table.reuse_high):
+            return tier, (self.pools[tier].slots[table.slot[0, layer, expert]],)
+        base = self.pools[Tier.LO].slots[table.slot[0, layer, expert]]
+        if tier is Tier.LO or (wanted is Tier.LO and not table.reuse_high[0]):
             return Tier.LO, (base,)
-        return tier, (base, self.pools[Tier.HI].slots[self.table.fine[layer, expert]])
+        return tier, (base, self.pools[Tier.HI].slots[table.slot[1, layer, expert]])
 
     def lacking(self, layer: int, expert: int, tier: Tier) -> tuple[Tier, ...]:
         """Pools that an expert needs a slot of before it can serve at a tier; none where another version is there."""
         if not self.nested:
-            return () if self.table.holds(layer, expert) else (tier,)
+            return () if self.table.tier[layer, expert] else (tier,)
         return tuple(part for part in self.parts[tier] if self.slot_of(layer, expert, part) is None)
 
     def slot_of(self, layer: int, expert: int, part: Tier) -> Slot | None:
         """The slot in a tier's pool that an expert's row names, if it does, where the versions are nested."""
-        index = (self.table.fine if part is Tier.HI else self.table.slot)[layer, expert]
+        index = self.table.slot[int(part is Tier.HI), layer, expert]
         return self.pools[part].slots[index] if index >= 0 else None
 
     def packed(self, slots: Sequence[Slot]) -> Expert:
@@ -158,25 +222,26 @@ class ExpertMemory:
             expert: its number.
             part: the pool that needs a slot. Where it is that of fine slices the expert keeps its base.
         """
-        demoted = self.nested and part is Tier.HI
-        freed = (self.table.remove_fine if demoted else self.table.remove)(layer, expert)
+        freed = self.table.remove(layer, expert, fine=self.nested and part is Tier.HI)
         for tier, index in freed:
             pool = self.pools[tier]
             pool.give_back(pool.slots[index], kept=True)
         return bool(freed)
 
-    def rows_changed(self, layer: int) -> None:
-        """Tell who else reads a layer's rows that they are others; nobody does."""
-
     def clear(self) -> None:
-        """Keep nobody, and forget who was used; no step may be running."""
+        """Keep no expert, and forget which ones were used; no step may be running."""
+        if self.device_side is not None and self.writer is Writer.DEVICE:
+            self.device_side.table.clear()
+            self.device_side.fill(self.pools, self.plan.quotas)
+            self.read_device()
+            return
         for tier in self.pools:
             for layer, expert in self.table.residents(tier):
                 self.evict(layer, expert)
-        self.table.forget()
+        self.table.clear()
 
     def check_integrity(self, in_flight: Iterable[tuple[Tier, Slot, bool]]) -> None:
-        """Every slot is free, named by one row, or somebody's who waits for its bytes; the budget is kept.
+        """Every slot is free, named by one row, or waits for its bytes; the budget is kept. Waits for the device.
 
         Args:
             in_flight: tier and slot of everything that is neither free nor in the table, and whether it is to be kept.
@@ -184,16 +249,57 @@ class ExpertMemory:
         Raises:
             AssertionError: it is not so.
         """
-        self.table.check_integrity()
-        there = list(in_flight)
+        there, decides = list(in_flight), self.writer is Writer.DEVICE
+        if self.device_side is not None:
+            on_device = self.device_side.table.on_host()
+            check_integrity(on_device, ranges=decides)
+            self.read_device()
+            for name in ("tier", "slot"):
+                ours, theirs = getattr(self.table, name), getattr(on_device, name)
+                assert np.array_equal(ours, theirs[: len(ours)]), "the device reads other rows than the host"
+        check_integrity(self.table)
         for tier, pool in self.pools.items():
-            named, filling = self.table.slots(tier), [slot.index for other, slot, _ in there if other is tier]
+            filling = [slot.index for other, slot, _ in there if other is tier]
+            named = [] if decides else self.table.slots(tier)
             pool.check_integrity(named + filling)
             promised = sum(self.plan.quotas[tier]) - len(named) - sum(k for other, _, k in there if other is tier)
-            assert pool.promised == promised, f"{pool.promised} slots are promised, expected {promised}"
+            assert decides or pool.promised == promised, f"{pool.promised} slots are promised, expected {promised}"
+        assert not (decides and any(kept for _, _, kept in there)), "the host keeps an expert where the device decides"
         assert self.budget.peak <= self.budget.limit
+
+    # -- two kinds of steps -----------------------------------------------------------------------
+
+    def rows_changed(self, layer: int) -> None:
+        """Copy a layer's rows to the device, behind all that computes and before what is launched or replayed next."""
+        if self.device_side is None:
+            return
+        for name in ("tier", "slot"):
+            rows = torch.from_numpy(getattr(self.table, name)[..., layer, :].copy())  # which may change before
+            getattr(self.device_side.table, name)[..., layer, :].copy_(rows, non_blocking=True)
+
+    def read_device(self) -> None:
+        """Where the device writes, learn what it has written; waits for it."""
+        if self.device_side is not None and self.writer is Writer.DEVICE:
+            self.table.copy_rows(self.device_side.table)
+
+    def enter_stream(self, last_read: Any) -> None:
+        """Steps of the host begin behind those of a device that writes.
+
+        Args:
+            last_read: fence behind the device's steps, for the first copy into each slot.
+        """
+        self.read_device()
+        self.fence(last_read)
+        self.streaming = True
+
+    def enter_decode(self) -> bool:
+        """Steps of the device begin; true if the host's copies of before must have ended by now."""
+        before, self.streaming = self.streaming, False
+        if before and self.device_side is not None:
+            self.device_side.table.forget_ahead()  # the host had the slots of guesses
+        return before
 
     @property
     def _where(self) -> str:
-        """Whose memory the slots are in, for people."""
+        """Of which memory the slots are, in messages."""
         return "host" if self._device.type == "cpu" else "device"

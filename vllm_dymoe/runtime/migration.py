@@ -21,9 +21,9 @@ from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.residency.hotness import Hotness, Swap, hottest, swaps
 from vllm_dymoe.residency.rule import HIGH
 from vllm_dymoe.residency.tier import Tier
+from vllm_dymoe.runtime.device_side import DecodeCounts
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
-from vllm_dymoe.runtime.planned_memory import DecodeCounts
 from vllm_dymoe.systems.base import Migrating
 from vllm_dymoe.transfer import Reason, TransferEngine, TransferError, TransferStats
 from vllm_dymoe.transfer.ticket import State

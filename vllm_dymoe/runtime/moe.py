@@ -14,14 +14,13 @@ from vllm_dymoe.predict import Measured, Predictor
 from vllm_dymoe.residency.budget import BudgetTracker
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.ahead import Branch, make_branch
-from vllm_dymoe.runtime.decided_memory import DecidedMemory
 from vllm_dymoe.runtime.decisions import DRAFTED, device_decides
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodeKernel, DecodePath
 from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.device_memory import make_device_memory
-from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.device_side import DecodeCounts
+from vllm_dymoe.runtime.memory import ExpertMemory, Writer
 from vllm_dymoe.runtime.migration import Agree, Migration
-from vllm_dymoe.runtime.planned_memory import DecodeCounts, PlannedMemory
 from vllm_dymoe.runtime.popularity import read_popularity
 from vllm_dymoe.runtime.precision import changed_precision
 from vllm_dymoe.runtime.serving import Serving
@@ -96,24 +95,18 @@ class MoERuntime:
             readable=isinstance(store, ReadableStore),
             obstacle=DRAFTED if self.experts.draft_layers else obstacle,
         )
-        self._migrates = system.residency.migrating is not None
         kernel = self._decode_kernel(options) if decides else None
-        self.memory = self.make_memory() if kernel is None else self.make_decided_memory()
+        writer = Writer.DEVICE if system.residency.migrating is None else Writer.PLANNER
+        self.memory = self.make_memory(Writer.HOST if kernel is None else writer)
         self.decode = None if kernel is None else self._make_decode_path(kernel, system, predictor)
         self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.decode)
         self._expert_budget, self._agree = options.expert_budget, agree
         self._popularity = read_popularity(self.experts, system)
         self._allocate(options, system, self._plan(self._limit(options), options, system))
 
-    def make_memory(self) -> ExpertMemory:
+    def make_memory(self, writer: Writer) -> ExpertMemory:
         """Where this runtime keeps experts."""
-        return ExpertMemory(self.experts, self.device, self._device_memory)
-
-    def make_decided_memory(self) -> DecidedMemory:
-        """The same where the device decides."""
-        assert isinstance(self.store, ReadableStore)
-        kind = PlannedMemory if self._migrates else DecidedMemory
-        return kind(self.store, self.device, self._device_memory)
+        return ExpertMemory(self.store, self.device, self._device_memory, writer)
 
     def make_decode_kernel(self) -> DecodeKernel:
         """What decides and computes a decode step without the host."""
@@ -143,13 +136,14 @@ class MoERuntime:
             return None
 
     def _make_decode_path(self, kernel: DecodeKernel, system: System, predictor: Predictor | None) -> DecodePath:
-        assert isinstance(self.memory, DecidedMemory)
-        path = DecodePath(self.experts, self.memory.decisions, kernel, self.device)
+        side = self.memory.device_side
+        assert side is not None
+        path = DecodePath(self.experts, side.table, kernel, self.device)
         named = None if predictor is None else predictor.on_device(self.device)
         ahead = system.foresight.projections_in_graph if system.foresight else 0
-        if named is not None and ahead > 0 and not self.memory.decisions.nested:
+        if named is not None and ahead > 0 and not side.table.nested:
             path.look_ahead(named, self.make_branch())
-            self.memory.fetch_ahead(ahead)
+            side.fetch_ahead(ahead)
         return path
 
     @property
@@ -240,12 +234,13 @@ class MoERuntime:
     @property
     def fetches_in_graphs(self) -> bool:
         """Whether decode steps without the host fetch ahead."""
-        return isinstance(self.memory, DecidedMemory) and self.memory.most_ahead > 0
+        side = self.memory.device_side
+        return side is not None and side.most_ahead > 0
 
     def _fetch_nothing_in_graphs(self) -> None:
         """A captured graph goes on asking the predictor of its capture, and heeds it no more."""
-        if isinstance(self.memory, DecidedMemory):
-            self.memory.fetch_ahead(0)
+        if self.memory.device_side is not None:
+            self.memory.device_side.fetch_ahead(0)
 
     def _replace(self, what: str, options: Options, system: System, plan: SlotPlan) -> None:
         """Go on with other slots; if they cannot be had, with the old ones.
@@ -300,15 +295,14 @@ class MoERuntime:
 
     def _plan(self, limit: int, options: Options, system: System) -> SlotPlan:
         shares = system.precision.all_shares(self.experts)
-        filled = isinstance(self.memory, DecidedMemory)
+        filled = self.memory.device_side is not None
         beside, popularity = self._beside_experts, self._popularity
         return plan_slots(self.experts, options, system, limit, beside, shares, filled=filled, popularity=popularity)
 
     def _serve_with(self, options: Options, system: System) -> None:
         self.options, bits = options, {tier: tier_bits(options, tier) for tier in Tier}
         self.serving.choose_with(system, bits)
-        if isinstance(self.memory, DecidedMemory):
-            self.memory.serve(system, bits)
+        self.memory.serve(system, bits)
 
     def _allocate(self, options: Options, system: System, plan: SlotPlan) -> None:
         """Serve with other slots; the old ones are gone, so that there is one arena at a time."""
@@ -324,7 +318,8 @@ class MoERuntime:
         migrating, held = self.system.residency.migrating, sum(self.plan.quotas.get(Tier.HI, ()))
         if migrating is None or not held:
             return None
-        decoded = DecodeCounts(self.memory.decisions) if isinstance(self.memory, PlannedMemory) else None
+        side = self.memory.device_side
+        decoded = None if side is None else DecodeCounts(side.table)
         return Migration(
             self.memory, self.serving.fetcher, self.engine, migrating, self._popularity, self._agree, decoded
         )
@@ -356,8 +351,9 @@ class MoERuntime:
         return RuntimeStats.collect(self.serving)
 
     def _take_decode_counts(self) -> None:
-        if isinstance(self.memory, DecidedMemory):
-            self.memory.take_counts(self.serving.counts, self.engine.stats, self.serving.prefetch_stats)
+        if self.memory.device_side is not None:
+            self.memory.read_device()
+            self.memory.device_side.take_counts(self.serving.counts, self.engine.stats, self.serving.prefetch_stats)
 
     def precision(self) -> dict[str, Any]:
         """What decides precision at the moment, and what it means for a single token, as JSON-serialisable data."""

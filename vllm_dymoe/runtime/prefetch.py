@@ -14,40 +14,19 @@ It can change only when an expert arrives, never what is computed.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from vllm_dymoe.predict import Candidate, Measured
 from vllm_dymoe.residency.format import EVERY_PROJECTION
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.residency.tier import Tier
+from vllm_dymoe.runtime.counters import PrefetchStats
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.pace import Pace
 from vllm_dymoe.transfer import Reason, TransferEngine
 from vllm_dymoe.transfer.ticket import State
-
-
-@dataclass
-class PrefetchStats:
-    """What became of guesses.
-
-    Attributes:
-        useful: needed, and there in time as far as they were asked for.
-        late: needed while they were on their way.
-        wasted: not needed, after bytes had moved.
-        cancelled: not needed, or given up for demand, before any byte moved.
-    """
-
-    useful: int = 0
-    late: int = 0
-    wasted: int = 0
-    cancelled: int = 0
-
-    def reset(self) -> None:
-        """Count from zero."""
-        self.useful = self.late = self.wasted = self.cancelled = 0
 
 
 class Prefetcher:

@@ -24,10 +24,9 @@ from vllm_dymoe.residency.slots import Slot
 from vllm_dymoe.residency.table import CODES
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.counters import ResidencyCounts
-from vllm_dymoe.runtime.decided_memory import DecidedMemory
 from vllm_dymoe.runtime.decode_path import DecodePath
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
-from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.memory import ExpertMemory, Writer
 from vllm_dymoe.runtime.migration import Migration
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
 from vllm_dymoe.runtime.stream import LayerStep
@@ -160,7 +159,7 @@ class Serving:
             if self.migration is not None:
                 uses = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
                 self.migration.count(layer, active, uses)
-            places = self.memory.table.begin_step(layer, active, codes)
+            places = self.memory.begin_step(layer, active, codes)
             out = x.new_empty((tokens * top_k, x.shape[1]))
 
             def begin(order: Sequence[int]) -> Decision:
@@ -177,7 +176,7 @@ class Serving:
                 step = LayerStep(
                     layer,
                     wanted,
-                    np.atleast_2d(places).T.tolist(),
+                    places.T.tolist(),
                     self.memory,
                     self.fetcher,
                     self.engine,
@@ -246,8 +245,7 @@ class Serving:
 
     def enter_decode(self) -> None:
         """Steps without the host begin: nothing of the host's may still write into a slot."""
-        memory = self.memory
-        if isinstance(memory, DecidedMemory) and memory.enter_decode():
+        if self.memory.enter_decode():
             ended = self.settle()
             assert ended, "a copy from host memory has not ended"
 
@@ -263,7 +261,7 @@ class Serving:
 
     def _enter_stream(self) -> None:
         memory = self.memory
-        if isinstance(memory, DecidedMemory) and not memory.streaming:
+        if memory.writer is Writer.DEVICE and not memory.streaming:
             assert self._decode is not None
             self._decode.settle()
             memory.enter_stream(self.engine.fence())

@@ -22,7 +22,7 @@ from vllm_dymoe.kernels import ExpertKernel
 from vllm_dymoe.kernels.base import Receive
 from vllm_dymoe.observe.timeline import Lane, Timeline
 from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.rule import HIT, STREAM
+from vllm_dymoe.residency.rule import HIT, PASS
 from vllm_dymoe.residency.slots import Slot
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.counters import ResidencyCounts
@@ -104,7 +104,7 @@ class LayerStep:
                 counts.hits += 1
                 counts.reuses += held is not tier
                 continue
-            counts.promotions += tier is Tier.HI and memory.table.holds(layer, expert)
+            counts.promotions += tier is Tier.HI and bool(memory.table.tier[layer, expert])
             coming = self._acquire(expert, tier, place, ahead)
             complete = not coming.lacking and all(fetch.complete for fetch in coming.fetches)
             counts.hits += complete
@@ -127,7 +127,7 @@ class LayerStep:
                 assert slot is not None
                 coming.slots.append(slot)
                 continue
-            kept = place != STREAM
+            kept = place != PASS
             if kept:
                 if not memory.nested:
                     memory.evict(self._layer, expert)  # in another version

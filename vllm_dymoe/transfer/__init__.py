@@ -1,11 +1,12 @@
 """Moving bytes from the host store into slots: tickets, priorities, and a delivery for each kind of device."""
 
+import functools
+
 import torch
 
 from vllm_dymoe.store import HostStore, MemoryStore
 from vllm_dymoe.transfer.engine import TransferEngine
-from vllm_dymoe.transfer.stats import TransferStats
-from vllm_dymoe.transfer.ticket import Reason, Ticket, TransferError
+from vllm_dymoe.transfer.ticket import Reason, Ticket, TransferError, TransferStats
 
 
 def make_engine(
@@ -21,9 +22,9 @@ def make_engine(
     Args:
         store: where the bytes come from.
         device: where the slots are.
-        io_threads: threads that read ahead of whoever waits; 0 for none.
+        io_threads: threads that read ahead; 0 for none.
         largest_blob: bytes of the largest blob, the size of a staging buffer.
-        timeout: seconds that a transfer is waited for; None for ever. Without threads nobody else can wait.
+        timeout: seconds that a transfer is waited for; None for ever.
         link_gbps: 1e9 bytes per second of an emulated link, on a CPU; None for none.
 
     Raises:
@@ -45,11 +46,14 @@ def make_engine(
     from vllm_dymoe.transfer.cuda import CudaStreams, PinnedDelivery, StagedDelivery
 
     streams = CudaStreams(device)
+    # A new thread's device is the first one, on which a CUDA call would make another context.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    enter = functools.partial(torch.cuda.set_device, index)
     if isinstance(store, MemoryStore):
         # Enqueueing a copy is all the host does for demand; the thread meters out what is not urgent.
-        return TransferEngine(PinnedDelivery(store, streams), threads=1, eager=True)
+        return TransferEngine(PinnedDelivery(store, streams), threads=1, eager=True, enter=enter)
     buffers = [torch.empty(largest_blob, dtype=torch.uint8, pin_memory=True) for _ in range(2 * max(1, io_threads))]
-    return TransferEngine(StagedDelivery(store, streams, buffers), io_threads, timeout=timeout)
+    return TransferEngine(StagedDelivery(store, streams, buffers), io_threads, timeout=timeout, enter=enter)
 
 
 __all__ = [

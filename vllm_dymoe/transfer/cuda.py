@@ -13,21 +13,16 @@ import torch
 
 from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import HostStore, MemoryStore
-from vllm_dymoe.transfer.delivery import Streams
+from vllm_dymoe.transfer.delivery import Delivery, Streams
 from vllm_dymoe.transfer.ticket import ALL, Reason, Ticket
 
 WORTH_A_COPY = 256 << 10
 """Bytes of a down projection from which on it gets a copy of its own, behind that of gate and up.
 
-What is won: a layer that misses ends with its last expert, copied and then computed. Gate and up, one launch, are
-computed while down travels. For one token of Qwen3-30B-A3B at 4 bits that hides 5 us (1.8 MB of device memory, and a
-launch) of the 106 us that an expert travels at 25 GB/s; of Mixtral 66 us of 3.7 ms; in a prefill up to down's whole
-35 us or 1.2 ms.
-
-What it costs: another copy and event for each miss, 5 to 10 us of the host. They delay nothing while the link has work
-for longer than that, so down alone has to travel longer: PCIe moves 60 KB in 5 us (third generation, 16 lanes) and
-500 KB in 10 us (fifth). Experts that are served have more, 590 KB at 4 bits even in Qwen3-Next. What is far below is
-bound by the host anyway.
+A layer that misses ends with its last expert: gate and up, one launch, are computed while down travels. For one token
+of Qwen3-30B-A3B at 4 bits that hides 5 us of the 106 us that an expert travels at 25 GB/s, of Mixtral 66 us of 3.7 ms.
+It costs another copy and event for each miss, 5 to 10 us of the host, in which PCIe moves 60 KB (third generation, 16
+lanes) to 500 KB (fifth). Served experts have more, 590 KB at 4 bits even in Qwen3-Next.
 """
 
 
@@ -47,7 +42,6 @@ class CudaStreams:
         self._background = torch.cuda.Stream(device, priority=0)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> torch.cuda.Event:
-        """Enqueue an asynchronous copy from page-locked memory; see :class:`Streams`."""
         stream = self._urgent if urgent else self._background
         if after is not None:
             stream.wait_event(after)
@@ -61,41 +55,36 @@ class CudaStreams:
         return event
 
     def computation_waits(self, event: torch.cuda.Event) -> None:
-        """Make the current stream wait."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def record_computation(self) -> torch.cuda.Event:
-        """Record on the current stream."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def synchronize(self, event: torch.cuda.Event) -> None:
-        """Block until the event has happened."""
         event.synchronize()
 
     def happened(self, event: torch.cuda.Event) -> bool:
-        """Ask for the event."""
         return event.query()
 
     def begun(self, event: _CopyEvent) -> torch.cuda.Event | None:
-        """The event in front of its copy, if it was timed."""
         return event.begun
 
 
-class _StreamDelivery:
-    """What both deliveries share.
+class _StreamDelivery(Delivery):
+    """Copies by a copy engine.
 
     Args:
         store: where the bytes come from.
         streams: the device's streams.
-        worth_a_copy: see ``WORTH_A_COPY``.
+        worth_a_copy: bytes of a down projection from which on it gets a copy of its own.
     """
 
-    occupies_cores = False  # a copy engine moves the bytes
+    streams: Streams
 
     def __init__(self, store: HostStore, streams: Streams, worth_a_copy: int = WORTH_A_COPY) -> None:
-        self.store = store
+        super().__init__(store)
         self.streams = streams
         self._at_once = {
             bits: Projection.DOWN if fmt.matrices[Projection.DOWN].nbytes >= worth_a_copy else ALL
@@ -107,7 +96,6 @@ class _StreamDelivery:
         return self._at_once[key.bits]
 
     def moments(self, event: Any) -> tuple[Any, Any] | None:
-        """The events around a copy."""
         begun = self.streams.begun(event)
         return None if begun is None else (begun, event)
 
@@ -134,8 +122,8 @@ class StagedDelivery(_StreamDelivery):
         store: where the bytes come from.
         streams: the device's streams.
         buffers: uint8, each as large as the largest blob; as many transfers can be under way.
-        concurrency: see the engine.
-        worth_a_copy: see ``WORTH_A_COPY``. Here the first piece also travels while the second is read.
+        concurrency: has Lock and Condition.
+        worth_a_copy: as above; here the first piece also travels while the second is read.
     """
 
     def __init__(

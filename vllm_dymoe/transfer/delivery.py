@@ -1,12 +1,13 @@
 """What a kind of device offers the transfer engine."""
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import torch
 
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.store import HostStore
-from vllm_dymoe.transfer.ticket import Ticket
+from vllm_dymoe.transfer.ticket import ALL, Ticket
 
 
 class Streams(Protocol):
@@ -19,7 +20,7 @@ class Streams(Protocol):
     timed: bool
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> Any:
-        """Enqueue a copy behind ``after`` (an event or None) and return the event behind it."""
+        """Enqueue a copy from page-locked memory behind ``after`` (an event or None); returns the event behind it."""
         ...
 
     def computation_waits(self, event: Any) -> None:
@@ -43,31 +44,32 @@ class Streams(Protocol):
         ...
 
 
-class Delivery(Protocol):
-    """Moves bytes from a store into slots."""
+class Delivery(ABC):
+    """Moves bytes from a store into slots.
 
-    @property
-    def store(self) -> HostStore:
-        """Where the bytes come from."""
-        ...
+    Attributes:
+        store: where the bytes come from.
+        streams: of a device that copies asynchronously; None where the bytes are there when ``deliver`` returns.
+    """
 
-    @property
-    def streams(self) -> Streams | None:
-        """Of a device that copies asynchronously; None where the bytes are there when ``deliver`` returns."""
-        ...
+    streams: Streams | None = None
+
+    def __init__(self, store: HostStore) -> None:
+        self.store = store
 
     @property
     def occupies_cores(self) -> bool:
         """Whether moving bytes takes the cores that compute."""
-        ...
+        return False
 
     def demanded_at_once(self, key: BlobKey) -> int:
         """How many projections of a blob one piece of a demand transfer holds; computation begins with the first piece.
 
         All other transfers move one at a time.
         """
-        ...
+        return ALL
 
+    @abstractmethod
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
         """Move the bytes.
 
@@ -83,11 +85,10 @@ class Delivery(Protocol):
         Raises:
             BlockingIOError: without ``wait``, a disk would have to be waited for.
         """
-        ...
 
     def moments(self, event: Any) -> tuple[Any, Any] | None:
         """Begin and end of the copy behind ``event``, or of the last ``deliver``, as marks of the timeline's clock.
 
         None if they were not recorded, or, without streams, if they are those of the call of ``deliver``.
         """
-        ...
+        return None

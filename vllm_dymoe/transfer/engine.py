@@ -1,6 +1,6 @@
 """The transfer engine: what the runtime asks for, and how long it waits.
 
-A ticket that nobody has begun is moved by the thread that waits for it, as far as the bytes are in memory. So a miss on
+A ticket that has not begun is moved by the thread that waits for it, as far as the bytes are in memory. So a miss on
 the critical path costs a copy and no switch of threads, while threads fetch ahead in the time that computation leaves.
 Where a copy takes a core that computes, no thread is woken for what is in demand.
 """
@@ -8,7 +8,7 @@ Where a copy takes a core that computes, no thread is woken for what is in deman
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,10 +17,9 @@ from vllm_dymoe.observe.timeline import Lane, Timeline
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.store import blob_name
 from vllm_dymoe.transfer.delivery import Delivery
-from vllm_dymoe.transfer.mover import Mover, place
+from vllm_dymoe.transfer.mover import Mover
 from vllm_dymoe.transfer.queue import TicketQueue
-from vllm_dymoe.transfer.stats import TransferStats
-from vllm_dymoe.transfer.ticket import ALL, Reason, State, Ticket, TransferError
+from vllm_dymoe.transfer.ticket import ALL, Reason, State, Ticket, TransferError, TransferStats
 from vllm_dymoe.transfer.workers import Workers
 
 # After a failure the reads of its step that still run are waited for this long; then they count as orphaned.
@@ -32,10 +31,11 @@ class TransferEngine:
 
     Args:
         delivery: the device's way of moving bytes.
-        threads: threads that serve the queue; with 0 whoever waits moves.
+        threads: threads that serve the queue; with 0 the thread that waits moves.
         eager: deliver demand transfers inside ``submit``, for devices where that only enqueues.
         timeout: seconds that a transfer is waited for; None for ever.
-        waiters_move: whether whoever waits moves bytes too; not over a link whose transfers have an order.
+        waiters_move: whether a thread that waits moves bytes too; not over a link whose transfers have an order.
+        enter: called first by every thread of the engine.
         concurrency: has Lock, Condition and Thread; tests pass others than Python's own to record or decide schedules.
     """
 
@@ -47,6 +47,7 @@ class TransferEngine:
         eager: bool = False,
         timeout: float | None = None,
         waiters_move: bool = True,
+        enter: Callable[[], None] = lambda: None,
         concurrency: Any = threading,
     ) -> None:
         self._delivery = delivery
@@ -54,7 +55,7 @@ class TransferEngine:
         self._waiters_move = waiters_move
         self._queue = TicketQueue(threads > 0, eager, self._left_to_waiters, concurrency)
         self._mover = Mover(delivery, self._queue)
-        self._workers = Workers(self._queue, self._mover.run, threads, timeout is not None, concurrency)
+        self._workers = Workers(self._queue, self._mover.run, threads, timeout is not None, concurrency, enter)
 
     @property
     def occupies_cores(self) -> bool:
@@ -63,7 +64,7 @@ class TransferEngine:
 
     @property
     def stats(self) -> TransferStats:
-        """What was moved since the start, or since somebody set other counts."""
+        """What was moved since the start, or since other counts were set."""
         return self._queue.stats
 
     @stats.setter
@@ -72,7 +73,7 @@ class TransferEngine:
 
     @property
     def timeline(self) -> Timeline | None:
-        """Records transfers and waits; None while nobody wants to know."""
+        """Records transfers and waits; None for no record."""
         return self._mover.timeline
 
     @timeline.setter
@@ -91,7 +92,7 @@ class TransferEngine:
             destination: uint8 [nbytes], the slot.
             reason: its priority.
             after: event behind the slot's last reader; None if it is done.
-            projections: how many of them are asked for, from the first; the rest only when somebody demands it.
+            projections: how many of them are asked for, from the first; the rest only on demand.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -140,7 +141,7 @@ class TransferEngine:
             end, timeline = time.perf_counter(), self._mover.timeline
             self._queue.stats.exposed_wait_seconds += end - begin
             if timeline is not None:
-                timeline.add(Lane.HOST, f"wait for {place(ticket)}", "wait", begin, end)
+                timeline.add(Lane.HOST, f"wait for {ticket.place}", "wait", begin, end)
 
     def arrived(self, ticket: Ticket) -> bool:
         """Whether the whole blob is there, so that ``wait`` would not block and computation would not stand still."""
@@ -151,7 +152,7 @@ class TransferEngine:
         return self._queue.cancel(ticket)
 
     def abandon(self, ticket: Ticket) -> None:
-        """Take a transfer back without waiting. A piece that moves ends when it will, and holds nobody else up."""
+        """Take a transfer back without waiting. A piece that moves ends when it will, and delays no other."""
         if not self._queue.cancel(ticket):
             self._workers.orphan(ticket)
 
@@ -173,7 +174,7 @@ class TransferEngine:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, nothing is asked of the device but for transfers in demand.
+        """Suspend all background transfers; those in demand go on.
 
         A call from another thread would invalidate the capture of a CUDA graph. What runs is waited for on entry; the
         background goes on afterwards.
@@ -197,7 +198,6 @@ class TransferEngine:
         self._workers.close()
 
     def _left_to_waiters(self) -> bool:
-        """Whether a thread that moved what is demanded would only compete with whoever waits for it."""
         return self._waiters_move and self._delivery.occupies_cores
 
     def _give_up(self, ticket: Ticket) -> None:

@@ -1,35 +1,28 @@
 """Delivery where the "device" is host memory: a real read from the store into the slot."""
 
 import resource
-from typing import Any
 
 import torch
 
-from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.store import HostStore
-from vllm_dymoe.transfer.ticket import ALL, Ticket
+from vllm_dymoe.transfer.delivery import Delivery
+from vllm_dymoe.transfer.ticket import Ticket
 
 _WEIGHT = 0.1  # of a new read in the running share; about the last ten matter
 _BLOCK_BYTES = 512  # the unit of getrusage
 
 
-class CpuDelivery:
-    """Reads straight into the slot."""
-
-    streams = None
+class CpuDelivery(Delivery):
+    """Reads straight into the slot, whole blobs in demand: each read has a fixed cost, and computation waits for it."""
 
     def __init__(self, store: HostStore) -> None:
-        self.store = store
+        super().__init__(store)
         self._disk_share = 0.0
 
     @property
     def occupies_cores(self) -> bool:
         """Whether reads are copies by a core (memory, page cache) rather than waits for a disk."""
         return self._disk_share < 0.5
-
-    def demanded_at_once(self, key: BlobKey) -> int:
-        """All: each read has a fixed cost, and nothing computes while another read runs."""
-        return ALL
 
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
         """Read; file reads release the interpreter lock."""
@@ -40,7 +33,3 @@ class CpuDelivery:
         blocks = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock - before
         share = min(1.0, blocks * _BLOCK_BYTES / destination.numel())
         self._disk_share += _WEIGHT * (share - self._disk_share)
-
-    def moments(self, event: Any) -> None:
-        """None: the bytes move while ``deliver`` runs."""
-        return None

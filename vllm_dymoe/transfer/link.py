@@ -21,7 +21,7 @@ _PR_SET_TIMERSLACK = 29  # linux/prctl.h
 _prctl = ctypes.CDLL(None).prctl
 
 
-class EmulatedLink:
+class EmulatedLink(Delivery):
     """A delivery at the rate of a link.
 
     Args:
@@ -29,11 +29,8 @@ class EmulatedLink:
         bytes_per_second: of the link.
     """
 
-    streams = None
-    occupies_cores = False
-
     def __init__(self, delivery: Delivery, bytes_per_second: float) -> None:
-        self.store = delivery.store
+        super().__init__(delivery.store)
         self._delivery = delivery
         self._bytes_per_second = bytes_per_second
         self._lock = threading.Lock()
@@ -55,7 +52,7 @@ class EmulatedLink:
         _sleep_until(due)
 
     def moments(self, event: Any) -> tuple[Any, Any]:
-        """When the link was busy with the last transfer; one thread serves it."""
+        """When the link was busy with the last transfer, which one thread served."""
         return self._last
 
 

@@ -24,13 +24,13 @@ class Mover:
         queue: is told how each piece ended.
 
     Attributes:
-        timeline: records every piece; None while nobody wants to know.
+        timeline: records every piece; None for no record.
     """
 
     def __init__(self, delivery: Delivery, queue: TicketQueue) -> None:
         self.timeline: Timeline | None = None
         self._delivery = delivery
-        self._streams = cast(Streams, delivery.streams)  # asked only of an event, which nothing else gives
+        self._streams = cast(Streams, delivery.streams)  # used only with events, which it alone makes
         self._formats = delivery.store.experts.formats
         self._queue = queue
         self._last_demand: Any = None  # event behind the last demand copy
@@ -47,7 +47,7 @@ class Mover:
                 destination = destination[self._formats[ticket.key.bits].span(piece.projections)]
             try:
                 event = self._deliver(ticket, piece, destination, wait)
-            except Exception as error:  # whatever went wrong belongs to whoever waits, not to this thread
+            except Exception as error:  # raised again where the ticket is waited for
                 if isinstance(error, BlockingIOError) and not wait:
                     return False
                 piece = self._queue.failed(ticket, piece, error)
@@ -103,10 +103,5 @@ class Mover:
             whole = len(piece.projections) == ALL
             parts = "all of it" if whole else ", ".join(Projection(i).name.lower() for i in piece.projections)
             timeline.add(
-                Lane.LINK, f"{place(ticket)}, {parts}", piece.reason.name.lower(), *moments, bits=ticket.key.bits
+                Lane.LINK, f"{ticket.place}, {parts}", piece.reason.name.lower(), *moments, bits=ticket.key.bits
             )
-
-
-def place(ticket: Ticket) -> str:
-    """Which expert, for people."""
-    return f"layer {ticket.key.layer}, expert {ticket.key.expert}"

@@ -1,4 +1,4 @@
-"""Tickets and their states: who may begin, in what order, and who waits for which.
+"""Tickets and their states: which may begin, in what order, and waiting for them.
 
 Prefetch and migration move one projection at a time, and between two of them their ticket is pending again: there a
 demand transfer overtakes, and there a ticket is taken back. None of them begins while a demand transfer runs.
@@ -10,18 +10,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vllm_dymoe.transfer.stats import TransferStats
-from vllm_dymoe.transfer.ticket import ALL, Piece, Reason, State, Ticket
+from vllm_dymoe.transfer.ticket import ALL, Piece, Reason, State, Ticket, TransferStats
 
 
 class TicketQueue:
     """Tickets under one lock; moves no bytes and has no threads.
 
     Args:
-        served: whether threads take tickets; a queue that nobody serves would only grow.
-        eager: whoever submits a demand ticket begins it.
-        left: whether demand is left to whoever waits for it: then no thread is woken to compete with that one.
-        concurrency: see the engine.
+        served: whether threads take tickets; without threads a queue would only grow.
+        eager: the thread that submits a demand ticket begins it.
+        left: whether demand is left to the thread that waits for it: then no other is woken to compete with it.
+        concurrency: has Lock and Condition.
 
     Attributes:
         stats: what has arrived.
@@ -41,7 +40,7 @@ class TicketQueue:
         self._pauses = 0  # how many hold the background up
         self._may_begin = concurrency.Condition(self.lock)  # a pending ticket, perhaps
         self._moved = concurrency.Condition(self.lock)  # a ticket does not run any more
-        self._waiting = 0  # threads that wait for that; to notify nobody takes a microsecond
+        self._waiting = 0  # threads that wait for that; a notification without waiters takes a microsecond
 
     def submit(self, ticket: Ticket) -> Piece | None:
         """Let a new ticket wait. Returns its first piece if the caller is to move it.

@@ -13,7 +13,7 @@ ALL = len(EVERY_PROJECTION)
 
 
 class TransferError(RuntimeError):
-    """A transfer that failed; the message is a sentence for whoever sent the request."""
+    """A transfer that failed; the message is a sentence for the sender of the request."""
 
 
 class Reason(IntEnum):
@@ -41,12 +41,7 @@ _ENDS = frozenset((State.DONE, State.FAILED, State.CANCELLED))
 
 
 class Piece(NamedTuple):
-    """The projections that a running ticket moves before it is pending again.
-
-    Attributes:
-        reason: why; the ticket's may change meanwhile.
-        projections: which.
-    """
+    """The projections that a running ticket moves before it is pending again; its reason may change meanwhile."""
 
     reason: Reason
     projections: range
@@ -67,13 +62,13 @@ class Ticket:
         demanded_at_once: projections that a piece holds when the ticket is in demand; 1 otherwise.
         order: its place among tickets of the same reason.
         ready: when it last began to wait for the link, in seconds of ``time.perf_counter``.
-        state: see :class:`State`; changes under the queue's lock, like the attributes below.
+        state: changes under the queue's lock, like the attributes below.
         arrived: projections that are there, as far as the host knows.
         fences: events behind the copies, where the device copies asynchronously, each with its first projection.
         followed: how many of the fences computation is ordered behind.
         error: what went wrong, if it failed.
         handed_over: the piece that runs was left to a thread by a waiter, because a disk has to be waited for.
-        orphaned: nobody waits for it any more, and it was running when they gave up.
+        orphaned: it was running when its waiters gave up.
         began: when the piece that runs began to move, in seconds of ``time.perf_counter``.
         moved_seconds: time that the pieces before it took.
     """
@@ -102,5 +97,26 @@ class Ticket:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen to it."""
         return self.state in _ENDS
+
+    @property
+    def place(self) -> str:
+        """Which expert, for people."""
+        return f"layer {self.key.layer}, expert {self.key.expert}"
+
+
+@dataclass
+class TransferStats:
+    """What was moved, and how long the host waited for it.
+
+    Attributes:
+        bytes_moved: bytes that arrived, by reason.
+        transfers: whole blobs that arrived, by the reason they had in the end.
+        failed: reads that failed, and transfers that were given up.
+        exposed_wait_seconds: host time spent in ``wait``.
+    """
+
+    bytes_moved: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    transfers: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    failed: int = 0
+    exposed_wait_seconds: float = 0.0

@@ -27,15 +27,22 @@ class Workers:
         run: moves a piece.
         threads: how many serve the queue.
         disk: whether one more waits for disks.
-        concurrency: see the engine.
+        concurrency: has Condition and Thread.
+        enter: called first by every thread.
     """
 
     def __init__(
-        self, queue: TicketQueue, run: Callable[[Ticket, Piece], object], threads: int, disk: bool, concurrency: Any
+        self,
+        queue: TicketQueue,
+        run: Callable[[Ticket, Piece], object],
+        threads: int,
+        disk: bool,
+        concurrency: Any,
+        enter: Callable[[], None],
     ) -> None:
         self._queue = queue
         self._run = run
-        self._concurrency = concurrency
+        self._concurrency, self._enter = concurrency, enter
         self._handed_over: deque[tuple[Ticket, Piece]] = deque()
         self._must_wait = concurrency.Condition(queue.lock)  # something is handed over
         self._threads: set[threading.Thread] = set()
@@ -83,6 +90,7 @@ class Workers:
 
     def _serve(self, take: _Take) -> None:
         # A method of its own for one ticket, so that none, and with it no slot, is held while there is nothing to do.
+        self._enter()
         while self._serve_one(take):
             pass
 

@@ -78,7 +78,7 @@ def _check_decided(store: HostStore, budget: str, ahead: int) -> list[str]:
     stats = device.stats()
     if stats.misses == 0 and budget != "100%":
         wrong.append("nothing was fetched")
-    if device.memory.decisions.ahead[:, 1].any() and not stats.prefetches["useful"]:
+    if device.memory.device_side.table.ahead[:, 1].any() and not stats.prefetches["useful"]:
         wrong.append("nothing that was fetched ahead was of use")
     for runtime in (host, device):
         runtime.engine.close()

@@ -1,0 +1,174 @@
+"""What a device goes by in steps without the host: its table, and what the host tells it between two steps.
+
+Tables stay where they are, the stable handle that captured graphs read (DynaExq 3.2); what changes are their values.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_dymoe.residency.decode_rule import PROJECTIONS
+from vllm_dymoe.residency.format import BlobKey
+from vllm_dymoe.residency.rule import HIGH, LOW
+from vllm_dymoe.residency.slots import SlotPool
+from vllm_dymoe.residency.table import CODES, Counter, Table, set_pools, set_precision
+from vllm_dymoe.residency.tier import Tier
+from vllm_dymoe.runtime.counters import PrefetchStats, ResidencyCounts
+from vllm_dymoe.runtime.decode_path import DECODE_ROWS
+from vllm_dymoe.store import ReadableStore
+from vllm_dymoe.systems import System
+from vllm_dymoe.transfer import Reason, TransferStats
+
+_RING = 1  # steps whose routing is kept: it is read between two steps
+
+
+class DeviceSide:
+    """Beside an ExpertMemory.
+
+    Args:
+        store: of the experts; the device can read it.
+        device: that decides.
+
+    Attributes:
+        table: of tensors.
+        most_ahead: projections that a step of the device fetches ahead for a layer.
+    """
+
+    def __init__(self, store: ReadableStore, device: torch.device) -> None:
+        experts = store.experts
+        self._store, self.most_ahead = store, 0
+        self.table = Table.allocate(
+            len(experts.layers),
+            experts.num_experts,
+            nested=any(fmt.nested for fmt in experts.formats.values()),
+            rows=DECODE_ROWS,
+            top_k=experts.top_k,
+            depth=_RING,
+            device=device,
+        )
+        self._sources: tuple[tuple[int, int], ...] = ()
+
+    def set_slots(self, pools: Mapping[Tier, SlotPool], quotas: Mapping[Tier, Sequence[int]]) -> None:
+        """Where slots are; no expert is there from now on."""
+        codes = {CODES[tier]: pool for tier, pool in pools.items()}
+        at = {code: (pool.slots[0].blob.data_ptr(), pool.format.nbytes, pool.count) for code, pool in codes.items()}
+        shares = {CODES[tier]: quotas[tier] for tier in pools}
+        set_pools(self.table, at, shares, foreseen=-(-self.most_ahead // PROJECTIONS))
+
+    def fill(self, pools: Mapping[Tier, SlotPool], quotas: Mapping[Tier, Sequence[int]]) -> None:
+        """Where every expert has a slot, bring them all: then no step ever misses one."""
+        table, experts = self.table, self._store.experts
+        everything = table.layers * table.experts
+        whole = [tier for tier in pools if sum(quotas[tier]) == everything]
+        if table.nested:
+            whole = [tier for tier in (Tier.LO, Tier.HI) if tier in whole and Tier.LO in whole]
+        for tier in whole if table.nested else whole[:1]:
+            slots, bits = pools[tier].slots, pools[tier].format.bits
+            for number, (layer, expert) in enumerate(np.ndindex(table.layers, table.experts)):
+                slots[number].blob.copy_(self._store.blob(BlobKey(layer, expert, bits)), non_blocking=True)
+            # Behind the bytes, on the same stream.
+            named = torch.arange(everything, dtype=torch.int32).view(len(experts.layers), -1)
+            table.slot[int(table.nested and tier is Tier.HI)].copy_(named)
+            table.tier.fill_(CODES[tier])
+
+    def fetch_ahead(self, projections: int) -> None:
+        """Fetch so many projections ahead for a layer; slots for them come with the next plan, none at once."""
+        self.most_ahead = projections
+        self.table.most_ahead.fill_(projections)
+
+    def serve(self, system: System, bits: Mapping[Tier, int], of_slices: Mapping[Tier, int]) -> None:
+        """What the device goes by in the steps from now on.
+
+        Args:
+            system: chooses tiers.
+            bits: of each tier, 0 for one that is skipped.
+            of_slices: what the slots of each tier hold.
+        """
+        table, experts = self.table, self._store.experts
+        formats = {CODES[tier]: experts.formats.get(bits[tier]) for tier in (Tier.HI, Tier.LO)}
+        set_precision(table, formats, system.precision.critical_counts(table.layers, table.experts))
+        table.reuse_high.fill_(system.precision.reuses_high)
+        sources = tuple((code, fmt.bits) for code, fmt in formats.items() if fmt is not None)
+        if table.nested:
+            sources = tuple((CODES[tier], width) for tier, width in of_slices.items())
+        if sources != self._sources:
+            addresses = torch.zeros(table.source.shape, dtype=torch.int64)
+            for layer, expert in np.ndindex(table.layers, table.experts):
+                for code, width in sources:
+                    addresses[layer, expert, code] = self._store.blob(BlobKey(layer, expert, width)).data_ptr()
+            table.source.copy_(addresses)
+            self._sources = sources
+
+    def take_counts(self, counts: ResidencyCounts, transfers: TransferStats, guesses: PrefetchStats) -> None:
+        """Add what the device has counted since the last time; waits for it.
+
+        Args:
+            counts: of experts.
+            transfers: of blobs and bytes. An expert that is read through for more than two tokens at once is read again
+                for each two of them; that is one transfer here, and so is one that came in part ahead.
+            guesses: that were fetched ahead.
+        """
+        values = self.table.counters.sum(0).tolist()
+        self.table.counters.zero_()
+        low = values[Counter.WANTED_LOW] - values[Counter.SKIPPED]
+        counts.planned.update({Tier.HI: values[Counter.WANTED_HIGH], Tier.LO: low, Tier.SKIP: values[Counter.SKIPPED]})
+        counts.hits += values[Counter.HITS]
+        counts.misses += values[Counter.WANTED_HIGH] + low - values[Counter.HITS]
+        counts.reuses += values[Counter.REUSES]
+        counts.promotions += values[Counter.PROMOTIONS]
+        counts.evictions += values[Counter.EVICTIONS]
+        fetched = {HIGH: values[Counter.FETCHED_HIGH], LOW: values[Counter.FETCHED_LOW]}
+        transfers.transfers[Reason.DEMAND] += sum(fetched.values())
+        for code, bits in self._sources:
+            transfers.bytes_moved[Reason.DEMAND] += fetched[code] * self._store.experts.formats[bits].nbytes
+        transfers.bytes_moved[Reason.DEMAND] -= values[Counter.AHEAD_USED_BYTES]
+        transfers.bytes_moved[Reason.PREFETCH] += values[Counter.AHEAD_BYTES]
+        transfers.transfers[Reason.PREFETCH] += values[Counter.AHEAD]
+        guesses.useful += values[Counter.AHEAD_USED]
+        guesses.wasted += values[Counter.AHEAD] - values[Counter.AHEAD_USED]
+
+
+class DecodeCounts:
+    """What routers chose in steps without the host: counted on the device, read by the host without waiting.
+
+    Args:
+        table: of the device; keeps the choices of the last step.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._bins = table.layers * table.experts + 1  # the last one for experts of other ranks
+        device = table.tier.device
+        self._uses = torch.zeros(2 * self._bins, dtype=torch.int64, device=device)
+        self._first = (torch.arange(table.layers, device=device) * table.experts).view(-1, 1, 1)
+        pinned = device.type == "cuda"
+        self._there = torch.zeros(2 * self._bins, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self._event = torch.cuda.Event() if pinned else None
+
+    def add(self, tokens: int) -> int:
+        """Count a step that has run, or is going to on the computing stream; returns its choices of all ranks."""
+        ids = self._table.ring_ids[0, :, :tokens].long()
+        place = torch.where(ids >= 0, ids + self._first, self._bins - 1)
+        high = self._table.tier.flatten()[place.clamp(max=self._bins - 2)] == HIGH
+        index = (place + self._bins * high).flatten()
+        self._uses.scatter_add_(0, index, torch.ones_like(index))
+        return index.numel()
+
+    def ask(self) -> None:
+        """Count anew from the next step on, and send what there is to the host."""
+        self._there.copy_(self._uses, non_blocking=True)
+        self._uses.zero_()
+        if self._event is not None:
+            self._event.record()
+
+    def ready(self) -> bool:
+        """Whether what was asked for is there."""
+        return self._event is None or self._event.query()
+
+    def take(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """What low and high versions served until ``ask``: choices, int64 [layers, experts]."""
+        low, high = self._there.numpy().copy().reshape(2, self._bins)[:, :-1]
+        shape = self._table.layers, self._table.experts
+        return low.reshape(shape), high.reshape(shape)

@@ -33,7 +33,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", help="only these")
     parser.add_argument("--tokens", nargs="*", type=int, help="only these")
-    parser.add_argument("--tune", action="store_true", help="first measure tiles, and write the best to tiles.json")
     parser.add_argument("--no-readme", action="store_true", help="leave the README's table as it is")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -43,8 +42,6 @@ def main() -> int:
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn")) as pool:
         wrong = check(pool)
         if not wrong:
-            if arguments.tune:
-                tune(arguments.models)
             list(pool.map(compile_layer, *zip(*chosen(arguments.models), strict=True)))
     for sentence in wrong:
         print(f"bench_gpu: {sentence}", file=sys.stderr)
@@ -77,18 +74,6 @@ def check(pool: ProcessPoolExecutor) -> list[str]:
 def chosen(models: Sequence[str] | None, tiers: Sequence[str] | None = None) -> list[tuple[Layer, str]]:
     """Layers and tiers to measure."""
     return [(layer, name) for layer in LAYERS if not models or layer.model in models for name in tiers or TIERS]
-
-
-def tune(models: list[str] | None) -> None:
-    """Replace the reasoned tiles of these layers by measured ones."""
-    from measure import shape_of
-
-    from vllm_dymoe.kernels.triton.tune import tune_and_store
-
-    shapes = {shape_of(layer) for layer, _ in chosen(models)}
-    for shape in sorted(shapes, key=lambda shape: (shape.hidden, shape.intermediate)):
-        print(f"tiles for {shape.hidden} x {shape.intermediate}:", flush=True)
-        tune_and_store(shape)
 
 
 def compile_layer(layer: Layer, tiers: str) -> None:
@@ -144,7 +129,7 @@ def measure_layer(machine, layer, tiers, bits, count, others) -> dict[str, Any]:
     from measure import DTYPE, copies, graphed, random_expert, seconds, shape_of, work_for
     from others import dequantize_matmul
 
-    from vllm_dymoe.kernels import Activation
+    from vllm_dymoe.kernels import Activation, compute_experts
     from vllm_dymoe.kernels.triton import TritonKernel
 
     routing = route(layer, count)
@@ -162,9 +147,17 @@ def measure_layer(machine, layer, tiers, bits, count, others) -> dict[str, Any]:
     for _ in range(copies(work.weight_bytes)):
         experts = {expert: random_expert(layer, bits[expert % len(bits)]) for expert in active}
         sets.append(work_for(experts, routing))
-    prepared = [kernel.prepare(one) for one in sets]
-    replay = graphed([lambda one=one: kernel.launch(one, x, out, Activation.SILU) for one in prepared])
-    time = seconds(replay) / len(prepared)
+    steps = []
+    for one in sets:
+        compute_experts(kernel, x, one, out, Activation.SILU)
+        steps.append(kernel.step)
+
+    def again(step) -> None:
+        kernel.step = step
+        kernel.compute(range(len(active)))
+
+    replay = graphed([lambda step=step: again(step) for step in steps])
+    time = seconds(replay) / len(steps)
     moved = work.weight_bytes + work.other_bytes
     row = {
         "model": layer.model, "tiers": tiers, "tokens": count,

@@ -95,7 +95,7 @@ class Description:
 
     Args:
         plan: what is launched.
-        rows: int64 [positions], rows of x of each expert, in the plan's order; on the host or on the device.
+        rows: int64 [positions] on the host, rows of x of each expert, in the plan's order.
         pairs: int64 [positions], rows of the output.
         placed: experts that have a place already, by row.
         device: where kernels run.
@@ -104,7 +104,6 @@ class Description:
     Attributes:
         addresses: int64 [experts, 3], by row; behind these, if nested, as many rows of second sections.
         bits: int32, like addresses.
-        runs: grouped tiles and the whole work list of each run.
 
     Raises:
         ValueError: a misaligned address.
@@ -131,9 +130,7 @@ class Description:
         small = torch.cat((bits.view(-1), torch.tensor(plan.items, dtype=torch.int32).view(-1)))
         odd = small.new_zeros(len(small) % 2)
         parts = [addresses.view(-1), torch.cat((small, odd)).view(torch.int64)]
-        if rows.device.type == "cpu":
-            parts += rows, pairs
-        host = torch.cat(parts)
+        host = torch.cat([*parts, rows, pairs])
         if device.type == "cuda":
             host = host.pin_memory()
         moved = host.to(device, non_blocking=True)
@@ -141,9 +138,7 @@ class Description:
         small = moved[3 * experts : 3 * experts + (len(small) + 1) // 2].view(torch.int32)
         self.bits = small[: 3 * experts].view(-1, 3)
         self._items = small[3 * experts : 3 * (experts + items)].view(-1, 3)
-        if rows.device.type == "cpu":
-            rows, pairs = moved[len(moved) - 2 * len(rows) :].view(2, -1)
-        self._rows, self._pairs = rows, pairs
+        self._rows, self._pairs = moved[len(moved) - 2 * len(rows) :].view(2, -1)
 
     def place(self, placed: Sequence[tuple[int, Expert]], *, start: Start = run_kernel) -> None:
         """Say where some more experts are, by row.
@@ -161,16 +156,16 @@ class Description:
         return ExpertTable(shape, tiers, addresses, bits, fine=fine)
 
     def _places(self, placed: Sequence[tuple[int, Expert]]) -> list[Place]:
-        places = [place_of(row, packed) for row, packed in placed]
         behind = len(self._plan.order)
-        return places + [
-            fine_place_of(behind + row, packed) for row, packed in placed if packed[0].fine is not None and self._nested
-        ]
-
-    @property
-    def runs(self) -> list[tuple[int, WorkList]]:
-        """What all experts together are launched as."""
-        return list(self.launches(range(len(self._plan.order))))
+        places = []
+        for row, expert in placed:
+            gate, up, down = expert
+            widths = gate.format.tag, up.format.tag, down.format.tag
+            places.append(Place(row, _checked(gate.addresses[0], up.addresses[0], down.addresses[0]), widths))
+            if gate.fine is not None and self._nested:
+                fine = _checked(gate.addresses[-1], up.addresses[-1], down.addresses[-1])
+                places.append(Place(behind + row, fine, (0, 0, 0)))
+        return places
 
     def launches(self, rows: Sequence[int]) -> Iterator[tuple[int, WorkList]]:
         """Grouped tiles and work list of each launch that some experts need.
@@ -192,24 +187,6 @@ class Description:
             yield run.grouped, WorkList(items, self._rows[part], self._pairs[part])
 
 
-def place_of(row: int, packed: Expert) -> Place:
-    """Where an expert's sections are.
-
-    Raises:
-        ValueError: a misaligned address.
-    """
-    gate, up, down = packed
-    sections = gate.weight.data_ptr(), up.weight.data_ptr(), down.weight.data_ptr()
-    check_addresses("work", sections)
-    return Place(row, sections, (gate.format.tag, up.format.tag, down.format.tag))
-
-
-def fine_place_of(row: int, packed: Expert) -> Place:
-    """Where the sections of an expert's lower halves are.
-
-    Raises:
-        ValueError: a misaligned address.
-    """
-    gate, up, down = (part.addresses[-1] for part in packed)
+def _checked(gate: int, up: int, down: int) -> tuple[int, int, int]:
     check_addresses("work", (gate, up, down))
-    return Place(row, (gate, up, down), (0, 0, 0))
+    return gate, up, down

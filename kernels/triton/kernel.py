@@ -1,7 +1,6 @@
 """The kernel for experts in a GPU's memory."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import ExpertWork, Receive, check_formats, check_tokens
+from vllm_dymoe.kernels.base import Receive, check_activations, check_formats
 from vllm_dymoe.kernels.triton.description import DECODE, Description, Plan, plan
 from vllm_dymoe.kernels.triton.launch import (
     DOWN,
@@ -24,10 +23,9 @@ from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_tog
 from vllm_dymoe.kernels.triton.step import DecodeStep
 from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
-from vllm_dymoe.residency.checks import check_tensor
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import Expert
-from vllm_dymoe.residency.matrix import DTYPES, GROUP_SIZES, MatrixFormat
+from vllm_dymoe.residency.matrix import GROUP_SIZES, MatrixFormat
 
 DEFAULT_WORKSPACE_BYTES = 32 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10
@@ -50,21 +48,6 @@ class Kind(NamedTuple):
         """That of a format."""
         nested = format.bits if format.nested else format.code.upper_of
         return cls(format.tag, format.integer_zeros, format.act_order, nested)
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A call, ready to be launched any number of times while its experts stay where they are.
-
-    Attributes:
-        table: its experts.
-        tiles: of its shape.
-        runs: what is launched together: the index of its grouped tiles or -1 for decode, and its tokens.
-    """
-
-    table: ExpertTable
-    tiles: Tiles
-    runs: list[tuple[int, WorkList]]
 
 
 class TritonKernel:
@@ -98,6 +81,7 @@ class TritonKernel:
         self.device = torch.device(device)
         self._semaphores = torch.zeros(_SEMAPHORES, dtype=torch.int32, device=device)
         self._memory = torch.empty(workspace_bytes - 4 * _SEMAPHORES, dtype=torch.uint8, device=device)
+        self.step: TritonStep
         self._compiled: set[tuple[ExpertShape, frozenset[int], Activation]] = set()
         self.asynchronous = self.device.type == "cuda"
         self._architecture = 90
@@ -107,38 +91,17 @@ class TritonKernel:
 
     def begin(self, x: Tensor, decision: Decision, out: Tensor, activation: Activation) -> None:
         """Begin a layer's step, see :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
-        _check_activations(x, out)
-        self._step = TritonWork(self, x, decision, out, activation)
+        check_activations(x, out)
+        self.step = TritonStep(self, x, decision, out, activation)
 
     def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
-        """Compute some items, see :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
-        self._step.compute(items, receive)
+        """Compute some items, see :class:`vllm_dymoe.kernels.base.ExpertKernel`.
 
-    def prepare(self, work: Sequence[ExpertWork]) -> Prepared | None:
-        """The host's part of a call: what is launched, and one copy of its description to the device.
-
-        Raises:
-            TypeError: tokens or pairs that are not int64.
-            ValueError: experts that cannot share a launch, or a misaligned address.
+        Once every item has a place, only launches are left of this, so that a graph can capture it.
         """
-        active = [expert for expert in work if check_tokens(expert)]
-        if not active:
-            return None
-        shape, tiers = self.shape_of([_formats(Expert(*expert[:3])) for expert in active])
-        tiles, made = self.plan(shape, [expert.tokens.shape[0] for expert in active])
-        active = [active[number] for number in made.order]
-        rows = torch.cat([expert.tokens for expert in active])
-        pairs = torch.cat([expert.pairs for expert in active])
-        placed = [(row, Expert(*expert[:3])) for row, expert in enumerate(active)]
-        description = Description(made, rows, pairs, placed, self.device, nested=shape.nested > 0)
-        return Prepared(description.table(shape, tiers), tiles, description.runs)
-
-    def launch(
-        self, prepared: Prepared, x: Tensor, out: Tensor, activation: Activation, receive: Receive | None = None
-    ) -> None:
-        """The device's part: launches only, so that a graph can capture it."""
-        for grouped, work in prepared.runs:
-            self._launch(grouped, x, out, prepared.table, work, activation, prepared.tiles, receive)
+        step = self.step
+        for grouped, work in step.launches(items):
+            self.launch(grouped, step.x, step.out, step.table, work, step.activation, step.tiles, receive)
 
     def compile(self, table: ExpertTable, activation: Activation) -> None:
         """At the first call for a kind of experts, compile all that later calls for it can need.
@@ -158,10 +121,10 @@ class TritonKernel:
         with compiling_together():
             place_experts(table.addresses, table.bits, [place], start=compile_kernel)
             for grouped in range(DECODE, len(tiles.grouped_linear)):
-                self._launch(grouped, x, x, table, work, activation, tiles, start=compile_kernel)
+                self.launch(grouped, x, x, table, work, activation, tiles, start=compile_kernel)
         self._compiled.add(kind)
 
-    def _launch(
+    def launch(
         self,
         grouped: int,
         x: Tensor,
@@ -173,6 +136,7 @@ class TritonKernel:
         receive: Receive | None = None,
         start: Start = run_kernel,
     ) -> None:
+        """Gate and up, and then down, of what one work list names."""
         inner = table.shape.intermediate
         used = _round_up(2 * inner * work.positions)
         hidden = self._memory[: 2 * inner * work.positions].view(x.dtype).view(work.positions, inner)
@@ -280,75 +244,67 @@ def _round_up(size: int) -> int:
     return -(-size // 256) * 256
 
 
-def _check_activations(x: Tensor, out: Tensor) -> None:
-    """Refuse what no kernel takes.
+class TritonStep:
+    """A layer's step: described in one copy at its first launch, and launched as its experts come.
 
-    Raises:
-        TypeError: another dtype.
-        ValueError: another shape.
+    Attributes:
+        table: of the experts that have a place.
+        tiles: sizes of programs.
     """
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x is {x.dtype}, expected torch.bfloat16 or torch.float16")
-    check_tensor("x", x, shape=(None, None))
-    check_tensor("out", out, shape=(None, x.shape[1]), dtype=x.dtype)
 
-
-class TritonWork:
-    """A layer's step: described in one copy at its first launch, and launched as its experts come."""
+    table: ExpertTable
+    tiles: Tiles
 
     def __init__(
         self, kernel: TritonKernel, x: Tensor, decision: Decision, out: Tensor, activation: Activation
     ) -> None:
-        self._kernel, self._x, self._out, self._activation = kernel, x, out, activation
-        self._decision = decision
+        self.x, self.out, self.activation = x, out, activation
+        self._kernel, self._decision = kernel, decision
+        self._sizes = [after - before for before, after in pairwise(decision.bounds)]
         self._formats: list[Formats] = []  # that differ
         self._row: dict[int, int] = {}  # by item
         self._known: set[int] = set()  # items whose places the device knows
         self._description: Description | None = None
-        self._table: ExpertTable | None = None
 
-    def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
-        """See TritonKernel."""
-        sizes = [after - before for before, after in pairwise(self._decision.bounds)]
+    def launches(self, items: Sequence[int]) -> list[tuple[int, WorkList]]:
+        """Index of grouped tiles, or DECODE, and work list of each launch that some items need.
+
+        Raises:
+            TypeError, ValueError: see ExpertKernel.compute.
+        """
+        some = [item for item in items if self._sizes[item]]
+        if not some:
+            return []
         fresh = {
             item: view
             for item, view in enumerate(self._decision.views)
-            if view is not None and item not in self._known and sizes[item]
+            if view is not None and item not in self._known and self._sizes[item]
         }
         self._known.update(fresh)
+        before = len(self._formats)
         for view in fresh.values():
             if (formats := _formats(view)) not in self._formats:
-                check_formats(*formats, self._x, self._activation)
+                check_formats(*formats, self.x, self.activation)
                 self._formats.append(formats)
-                self._table = None
-        items = [item for item in items if sizes[item]]
-        if not items:
-            return
         if self._description is None:
-            self._describe(sizes, fresh)
+            self._description = self._describe(fresh)
         elif fresh:
             # Before anything is waited for: the device has it done while bytes are on their way.
             self._description.place([(self._row[item], view) for item, view in fresh.items()])
-        assert self._description is not None
-        if self._table is None:
-            shape, tiers = self._kernel.shape_of(self._formats)
-            self._table = self._description.table(shape, tiers)
-            self._kernel.compile(self._table, self._activation)
-        runs = list(self._description.launches(sorted(self._row[item] for item in items)))
-        self._kernel.launch(Prepared(self._table, self._tiles, runs), self._x, self._out, self._activation, receive)
+        if len(self._formats) > before:
+            self.table = self._description.table(*self._kernel.shape_of(self._formats))
+            self._kernel.compile(self.table, self.activation)
+        return list(self._description.launches(sorted(self._row[item] for item in some)))
 
-    def _describe(self, sizes: list[int], fresh: dict[int, Expert]) -> None:
+    def _describe(self, fresh: Mapping[int, Expert]) -> Description:
         shape, _ = self._kernel.shape_of(self._formats)
-        items = [item for item, size in enumerate(sizes) if size]
-        self._tiles, made = self._kernel.plan(shape, [sizes[item] for item in items])
+        items = [item for item, size in enumerate(self._sizes) if size]
+        self.tiles, made = self._kernel.plan(shape, [self._sizes[item] for item in items])
         order = [items[number] for number in made.order]
         self._row = {item: row for row, item in enumerate(order)}
-        rows, pairs = self._decision.rows.split(sizes), self._decision.pairs.split(sizes)
-        self._description = Description(
-            made,
-            torch.cat([rows[item] for item in order]),
-            torch.cat([pairs[item] for item in order]),
-            [(self._row[item], view) for item, view in fresh.items()],
-            self._kernel.device,
-            nested=shape.nested > 0,
+        rows, pairs = (
+            torch.cat([parts[item] for item in order])
+            for parts in (self._decision.rows.split(self._sizes), self._decision.pairs.split(self._sizes))
         )
+        placed = [(self._row[item], view) for item, view in fresh.items()]
+        return Description(made, rows, pairs, placed, self._kernel.device, nested=shape.nested > 0)

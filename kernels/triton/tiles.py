@@ -1,12 +1,12 @@
 """How big a program is: one function returns one record, from a small committed table.
 
-``tiles.json`` has defaults for each architecture, reasoned from the hardware, and records by shape; tune.py measures
-and rewrites the latter. A record never depends on how many experts a launch has: what one expert's result is, to the
-last bit, would then depend on which others happen to be on the device.
+``tiles.json`` has defaults for each architecture, reasoned from the hardware, and may have records by shape. A record
+never depends on how many experts a launch has: what one expert's result is, to the last bit, would then depend on which
+others happen to be on the device.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ class Tiles:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Tiles":
-        """Inverse of to_json."""
+        """As it stands in the table."""
         return cls(
             data["decode_tokens"],
             DecodeTile(**data["gate_up"]),
@@ -105,10 +105,6 @@ class Tiles:
             tuple(GroupedTile(**tile) for tile in data["grouped_gate_up"]),
             tuple(GroupedTile(**tile) for tile in data["grouped_linear"]),
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """As it stands in the table."""
-        return asdict(self)
 
     def grouped_class(self, tokens: int) -> int:
         """Which of the grouped tiles an expert with so many tokens takes."""

@@ -90,17 +90,9 @@ def bench(monkeypatch, tmp_path):
     import report
 
     from vllm_dymoe.kernels import Activation
-    from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape, GroupedTile, tiles, tune
+    from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape, tiles
 
-    table = tmp_path / "tiles.json"
-    shutil.copy(tiles.TABLE, table)
     shutil.copy(report.README, tmp_path / "README.md")
-    monkeypatch.setattr(tiles, "TABLE", table)
-    monkeypatch.setattr(tune, "TABLE", table)
-    monkeypatch.setattr(tune, "_EXPERTS", 1)
-    monkeypatch.setattr(tune, "decode_candidates", lambda tile: [DecodeTile(4, 1), DecodeTile(8, 2)])
-    monkeypatch.setattr(tune, "grouped_candidates", lambda tile: [GroupedTile(tile.block_m, 64, 32, 4, 2)])
-    monkeypatch.setattr("triton.testing.do_bench", lambda run, return_mode: run() or 1.0)
     monkeypatch.setattr(report.write_readme, "__defaults__", (tmp_path / "README.md",))
     monkeypatch.setattr(measure, "SIDE", 32)
     monkeypatch.setattr(correctness, "REPEATS", 1)
@@ -118,7 +110,7 @@ def bench(monkeypatch, tmp_path):
         "TOKENS": (1, 9),
     }.items():
         monkeypatch.setattr(bench_gpu, name, value)
-    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "--tune"])
+    monkeypatch.setattr(sys, "argv", ["bench_gpu.py"])
     tiles.choose_tiles.cache_clear()
     with OnTheHost():
         yield bench_gpu
@@ -135,7 +127,6 @@ def test_it_runs_to_its_end(bench, tmp_path, capsys):
     assert all(row["time_us"] == 0.5e6 for row in results["rows"])  # a second for one replay of two sets
     assert all("cannot be imported here" in note for note in results["vllm_notes"])
     assert "| Mixtral-8x7B | 4/2 | 9 |" in (tmp_path / "README.md").read_text()
-    assert "measured" in json.loads((tmp_path / "tiles.json").read_text())["90"]["shapes"]["64x64"]
     assert "every variant agrees with float64, and repeats its bits" in printed
     assert sum(line.startswith(("reached", "NOT reached")) for line in printed) == 2  # there are no 2 bits, no 4096
 

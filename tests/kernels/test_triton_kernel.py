@@ -1,5 +1,7 @@
 """TritonKernel as the runtime calls it, against the float64 reference."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -10,6 +12,8 @@ from tests.kernels.sections import DEVICE, TOLERANCE, relative_error, some_width
 from vllm_dymoe.kernels import Activation, ExpertWork, compute_experts, expert_reference
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.kernel import MINIMUM_WORKSPACE_BYTES
+from vllm_dymoe.residency.decision import Decision, Grouped
+from vllm_dymoe.residency.format import Expert as Placed
 from vllm_dymoe.residency.matrix import PackedMatrix
 
 
@@ -143,14 +147,25 @@ def test_few_tokens_pass_through_a_small_workspace(monkeypatch):
     assert not whole.isnan().any()
 
 
+def prepared(kernel, x, work):
+    """The step of some experts, and what it launches for all of them."""
+    bounds = [0, *accumulate(len(one.tokens) for one in work)]
+    rows, pairs = (torch.cat([getattr(one, name).cpu() for one in work]) for name in ("tokens", "pairs"))
+    items = list(range(len(work)))
+    decision = Decision.of_routing(Grouped(items, bounds, rows, pairs), items)
+    for item, one in enumerate(work):
+        decision.place(item, Placed(*one[:3]))
+    kernel.begin(x, decision, x.new_empty(len(x), x.shape[1]), Activation.SILU)
+    return kernel.step, kernel.step.launches(items)
+
+
 def test_tokens_decide_the_class():
     kernel, expert = make_kernel(), random_expert(64, 64, 4)
     counts = [4, 5, 16, 17, 64, 65, 300]
-    work = [work_of(expert, [0] * count, [0] * count) for count in counts]
-    prepared = kernel.prepare(work)
-    assert prepared.tiles.decode_tokens == 4
-    assert [tile.block_m for tile in prepared.tiles.grouped_linear] == [16, 64, 128]
-    found = [(grouped, part.positions) for grouped, part in prepared.runs]
+    step, launches = prepared(kernel, random_x(1, 64), [work_of(expert, [0] * count, [0] * count) for count in counts])
+    assert step.tiles.decode_tokens == 4
+    assert [tile.block_m for tile in step.tiles.grouped_linear] == [16, 64, 128]
+    found = [(grouped, part.positions) for grouped, part in launches]
     assert found == [(-1, 4), (0, 5 + 16), (1, 17 + 64), (2, 65 + 300)]
 
 
@@ -162,13 +177,13 @@ def test_what_runs_together_fits_the_workspace(hidden, intermediate, workspace_b
     """Programs that share sums need partial sums and semaphores, and either can be what there is least of."""
     kernel, expert = make_kernel(workspace_bytes), random_expert(hidden, intermediate, 4)
     work = [work_of(expert, [0, 1, 2, 3], [0, 1, 2, 3])] * experts
-    prepared = kernel.prepare(work)
-    assert prepared.tiles.gate_up.split > 1 or prepared.tiles.down.split > 1
-    assert len(prepared.runs) > 1
     x, started = random_x(4, hidden), []
-    for grouped, some in prepared.runs:
-        kernel._launch(
-            grouped, x, x, prepared.table, some, Activation.SILU, prepared.tiles,
+    step, launches = prepared(kernel, x, work)
+    assert step.tiles.gate_up.split > 1 or step.tiles.down.split > 1
+    assert len(launches) > 1
+    for grouped, some in launches:
+        kernel.launch(
+            grouped, x, x, step.table, some, Activation.SILU, step.tiles,
             start=lambda kernel, grid, *rest: started.append(grid),
         )  # fmt: skip
     assert sum(grid[1] for grid in started) == 2 * 2 * len(work)
@@ -177,12 +192,10 @@ def test_what_runs_together_fits_the_workspace(hidden, intermediate, workspace_b
 @pytest.mark.parametrize("count", [1, 20])
 def test_projections_are_received_before_they_are_launched(count):
     """Gate and up are one launch, of few tokens and of many."""
-    kernel, expert, events = make_kernel(), random_expert(64, 64, 4), []
-    prepared = kernel.prepare([work_of(expert, [0] * count, [0] * count)])
-    ((grouped, some),) = prepared.runs
-    x = random_x(1, 64)
-    kernel._launch(
-        grouped, x, x, prepared.table, some, Activation.SILU, prepared.tiles,
+    kernel, events, x = make_kernel(), [], random_x(1, 64)
+    step, ((grouped, some),) = prepared(kernel, x, [work_of(random_expert(64, 64, 4), [0] * count, [0] * count)])
+    kernel.launch(
+        grouped, x, x, step.table, some, Activation.SILU, step.tiles,
         receive=events.append, start=lambda *launch: events.append("launch"),
     )  # fmt: skip
     assert events == [2, "launch", 3, "launch"]
@@ -206,7 +219,7 @@ def test_nothing_to_do():
     ],
 )
 def test_experts_that_disagree_are_refused(second, sentence):
-    arguments = {"hidden": 64, "intermediate": 64, "bits": 4}
+    arguments = {"hidden": 64, "intermediate": 64, "code": 4}
     work = [work_of(random_expert(**arguments), [0], [0]), work_of(random_expert(**arguments | second), [0], [1])]
     out = torch.zeros(2, 64, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(ValueError, match=sentence):

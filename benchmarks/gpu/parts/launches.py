@@ -35,13 +35,11 @@ def fixed_launch(formats: list[Format], x: Tensor, out: Tensor, ids: Tensor) -> 
         work.append(ExpertWork(*slot, (pairs // ids.shape[1]).to(DEVICE), pairs.to(DEVICE)))
     kernel = TritonKernel(DEVICE, formats=[matrix for fmt in formats for matrix in fmt.matrices])
     compute_experts(kernel, x, work, out, Activation.SILU)  # compiles
-    prepared = kernel.prepare(work)
-    assert prepared is not None
 
     def launch() -> None:
-        kernel.launch(prepared, x, out, Activation.SILU)
+        kernel.compute(range(len(work)))
 
-    def eager() -> None:  # keeps the slots, of which what is prepared has the addresses only
+    def eager() -> None:  # keeps the slots, of which the step has the addresses only
         compute_experts(kernel, x, work, out, Activation.SILU)
 
     return launch, eager

@@ -18,6 +18,12 @@ Launches are described by device tensors; `int` is int32 or int64, as the launch
                                          tokens first to last that have nothing computed (WEIGHTED)
     rows          int [positions]        row of x of each (token, expert) pair, sorted by expert
     pairs         int [positions]        row of the output, token * top_k + k
+    semaphores    int32, zeros before and after, [positions, blocks] where programs share sums, [tokens, blocks] if
+                  WEIGHTED
+
+ROWS and COLUMNS are those of the projection, TIERS the sum of the bits that may occur; NESTED are the bits whose codes
+are two sections, or 0; STEPS and ORDERED sum the bits whose zeros count steps of their scale, and whose columns are
+stored in an order of their own. SPLIT is the number of parts of the columns, WARPS the launch's num_warps.
 """
 
 import triton
@@ -61,27 +67,8 @@ def gate_up_kernel(
     Args:
         x: [tokens, COLUMNS] bfloat16 or float16.
         hidden: [positions, ROWS] like x, overwritten.
-        addresses: see above, like the others.
-        destinations: with FETCH.
-        fine: with NESTED.
-        fine_destinations: with FETCH and NESTED.
-        bits: the tiers.
-        items: the work.
-        rows: of x.
         partials: float32 [positions, SPLIT, 2, 64 * blocks], scratch if programs share a sum.
-        semaphores: int32 [positions, blocks], zeros before and after, if they do.
-        ROWS: I, rows of gate and up.
-        COLUMNS: H.
-        GROUP: columns that share a scale.
-        TIERS: sum of the bits that may occur.
-        NESTED: those whose codes are two sections, or 0.
-        STEPS: sum of the bits whose zeros count steps of their scale.
-        ORDERED: sum of the bits whose columns are stored in an order of their own.
-        BIAS: whether sections have biases.
         ACTIVATION: see activation.constants.
-        SPLIT: parts of the columns.
-        FETCH: whether destinations holds addresses.
-        WARPS: the launch's num_warps.
     """
     item = tl.program_id(1)
     expert = tl.load(items + 3 * item)
@@ -263,30 +250,9 @@ def down_kernel(
     Args:
         hidden: [positions, COLUMNS] as gate_up_kernel left it.
         out: [tokens, ROWS] if WEIGHTED, else [tokens * TOP_K, ROWS].
-        addresses: see above, like the others.
-        destinations: with FETCH.
-        fine: with NESTED.
-        fine_destinations: with FETCH and NESTED.
-        bits: the tiers.
-        items: the work.
-        pairs: rows of the output.
         weights: float32 [tokens, TOP_K], of the router, if WEIGHTED.
         computed: int32 [tokens, TOP_K], 1 for the pairs that this launch computes and 0 for the others, if WEIGHTED.
         partials: float32 [pairs, SPLIT, 64 * blocks], scratch if WEIGHTED; [positions, ...] if only programs share.
-        semaphores: int32 [positions or tokens, blocks], zeros before and after, under the same conditions.
-        ROWS: H, rows of down.
-        COLUMNS: I.
-        GROUP: as in gate_up_kernel, like the others.
-        TIERS: sum of the bits.
-        NESTED: of them, those whose codes are two sections, or 0.
-        STEPS: of them, those whose zeros count steps.
-        ORDERED: of them, those whose columns have an order.
-        BIAS: whether there is one.
-        TOP_K: pairs of a token.
-        WEIGHTED: see above.
-        SPLIT: parts of the columns.
-        FETCH: whether destinations holds addresses.
-        WARPS: the launch's num_warps.
     """
     item = tl.program_id(1)
     expert = tl.load(items + 3 * item)

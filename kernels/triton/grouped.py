@@ -10,7 +10,7 @@ are applied to the sums of a step, and a matrix's factor at the end.
 At 2 bits each word is loaded for both halves of its group, a column after the
 other: the second time it comes out of the cache, and x keeps its order.
 
-`addresses`, `bits`, `items`, `rows` and `pairs` are those of decode.py.
+Arguments that decode.py has, too, are as there; its items have at most two positions.
 """
 
 import triton
@@ -56,28 +56,8 @@ def grouped_gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """hidden[position] = activation(gate x[row]) * up x[row]; grid [items, tiles of BLOCK_N rows].
-
-    Args:
-        x: [tokens, COLUMNS] bfloat16 or float16.
-        hidden: [positions, ROWS] like x, overwritten.
-        addresses: int64 [experts, 3].
-        fine: the same, of lower halves, with NESTED.
-        bits: int32 [experts, 3].
-        items: int32 [items, 3]; an item has at most BLOCK_M positions.
-        rows: int32 or int64 [positions], of x.
-        ROWS: I.
-        COLUMNS: H.
-        GROUP: columns that share a scale, a multiple of BLOCK_K.
-        TIERS: sum of the bits that may occur.
-        NESTED: those whose codes are two sections, or 0.
-        STEPS: sum of the bits whose zeros count steps of their scale.
-        ORDERED: sum of the bits whose columns are stored in an order of their own.
-        BIAS: whether sections have biases.
-        ACTIVATION: see activation.constants.
-        BLOCK_M: positions of a tile.
-        BLOCK_N: rows of a tile, a multiple of 64.
-        BLOCK_K: columns of a step.
+    """hidden[position] = activation(gate x[row]) * up x[row]; grid [items, tiles of BLOCK_N rows]. An
+    item has at most BLOCK_M positions; BLOCK_N is a multiple of 64, and GROUP of BLOCK_K.
     """
     item = tl.program_id(0)
     tile = tl.program_id(1)
@@ -134,27 +114,9 @@ def grouped_linear_kernel(
     """out[target] = one projection of x[source]; grid [items, tiles of BLOCK_N rows].
 
     Args:
-        x: [any, COLUMNS] bfloat16 or float16.
-        out: [any, ROWS] like x, overwritten where targets are.
-        addresses: int64 [experts, 3].
-        fine: the same, of lower halves, with NESTED.
-        bits: int32 [experts, 3].
-        items: int32 [items, 3]; an item has at most BLOCK_M positions.
-        sources: int32 or int64 [positions], rows of x, if GATHER; otherwise position i is row i.
-        targets: int32 or int64 [positions], rows of out, if SCATTER; otherwise position i is row i.
+        sources: rows of x, if GATHER; otherwise position i is row i.
+        targets: rows of out, if SCATTER; otherwise position i is row i.
         PROJECTION: 0 gate, 1 up, 2 down.
-        ROWS: of the projection.
-        COLUMNS: of the projection.
-        GROUP: as in grouped_gate_up_kernel, like the others.
-        TIERS: sum of the bits.
-        STEPS: of them, those whose zeros count steps.
-        ORDERED: of them, those whose columns have an order.
-        BIAS: whether sections have biases.
-        GATHER: see above.
-        SCATTER: see above.
-        BLOCK_M: positions of a tile.
-        BLOCK_N: rows of a tile.
-        BLOCK_K: columns of a step.
     """
     item = tl.program_id(0)
     tile = tl.program_id(1)

@@ -70,8 +70,7 @@ def decode_gate_up(
         start: launch, or only compile.
 
     Raises:
-        TypeError: a wrong dtype.
-        ValueError: sizes that disagree, or too little scratch.
+        TypeError, ValueError: see decode_gate_up.
     """
     shape = table.shape
     check_tensor("x", x, shape=(None, shape.hidden), dtype=shape.dtype)
@@ -136,8 +135,7 @@ def decode_down(
         start: launch, or only compile.
 
     Raises:
-        TypeError: a wrong dtype.
-        ValueError: sizes that disagree, or too little scratch.
+        TypeError, ValueError: see decode_gate_up.
     """
     shape = table.shape
     check_tensor("hidden", hidden, shape=(work.positions, shape.intermediate), dtype=shape.dtype)

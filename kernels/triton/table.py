@@ -128,23 +128,13 @@ class ExpertTable:
         """The table of experts that are one blob each: gate, up and down behind one another.
 
         Args:
-            shape: of every expert.
             blobs: addresses, multiples of 16.
-            bits: of each expert.
-            device: where kernels run.
+            bits: tags of each expert's code.
             destinations: addresses of slots that decode fills as it reads, 0 for none.
             fine: addresses of the blobs' lower halves, 0 for none; only where the shape has nested codes.
             fine_destinations: like destinations, for them.
-
-        Raises:
-            ValueError: an address that is no multiple of 16, bits that the format does not have, or unequal numbers.
         """
-        if len(blobs) != len(bits):
-            raise ValueError(f"blobs has {len(blobs)} addresses, but bits {len(bits)}")
         others = {"destinations": destinations, "fine": fine, "fine_destinations": fine_destinations}
-        for name, starts in others.items():
-            if starts is not None and len(starts) != len(blobs):
-                raise ValueError(f"{name} has {len(starts)} addresses, but blobs {len(blobs)}")
         check_tiers(frozenset(bits))
 
         def sections(name: str, starts: Sequence[int]) -> Tensor:

@@ -138,14 +138,6 @@ def test_an_order_of_columns_lies_at_the_end(format):
     assert section.nonzero().flatten().tolist() == [without.nbytes + i for i in range(2 * format.columns)]
 
 
-def test_the_view_is_no_copy():
-    format = MatrixFormat(64, 64, code_of(4), 32, torch.bfloat16)
-    section = torch.zeros(format.nbytes, dtype=torch.uint8)
-    packed = format.view(section)
-    section.fill_(0x21)
-    assert bool((packed.weight == 0x21).all())
-
-
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [

@@ -103,25 +103,6 @@ def test_the_weighted_sum(
     assert relative_error(out, want) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("bits", "split"), [(16, 2), (8, 3), (4, 3), (2, 2)])
-def test_parts_of_the_columns_add_up(bits, split):
-    """Unweighted, with fewer columns in the last part, or none at all."""
-    experts = Experts(ExpertShape(270, 60, 32, torch.float16, True), [bits])
-    x = random_x(2, 270, torch.float16)
-    work = work_list([[(0, 0), (1, 0)]], 1)
-    _, out = run(x, experts.table(), work, DecodeTile(4, split), rows=2)
-    assert relative_error(out, experts.reference(0, x, SILU)) < TOLERANCE[torch.float16]
-
-
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_a_group_of_several_strips(bits):
-    """A warp's strip has at most 64 columns: a group of 256 has four, or two of words of 2 bits, with one scale."""
-    experts = Experts(ExpertShape(300, 270, 256, BFLOAT16), [bits])
-    x = random_x(1, 300, BFLOAT16)
-    _, out = run(x, experts.table(), work_list([[(0, 0)]], 1), DecodeTile(4, 1), rows=1)
-    assert relative_error(out, experts.reference(0, x, SILU)) < TOLERANCE[BFLOAT16]
-
-
 @pytest.mark.parametrize(
     ("steps", "act_order", "bias", "dtype"),
     [({4}, {8, 4}, False, torch.float16), ({8, 2}, {2}, True, BFLOAT16)],
@@ -293,18 +274,6 @@ def test_what_is_fetched_is_the_source_and_changes_no_bit(hidden, intermediate, 
         assert relative_error(out.view(tokens, len(bits), -1)[:, expert], want) < TOLERANCE[BFLOAT16]
 
 
-def test_the_weighted_sum_of_what_is_fetched_is_that_of_the_slots():
-    """To the last bit, and in parts: in a launch from slots programs share them, and here one takes all."""
-    experts = Experts(ExpertShape(280, 300, 32, BFLOAT16, True), [16, 4])
-    x, work = random_x(1, 280, BFLOAT16), work_list([[(0, 0)], [(0, 1)]], 2)
-    weighting = Weighting(torch.tensor([[0.3, 0.7]], device=DEVICE), torch.ones(1, 2).int().to(DEVICE))
-    slots = [torch.zeros_like(blob) for blob in experts.blobs]
-    targets = [slot.data_ptr() for slot in slots]
-    fetched = run(x, experts.table(targets), work, DecodeTile(4, 2), SILU, weighting, 1)
-    want = run(x, experts.table(), work, DecodeTile(4, 2), SILU, weighting, 1)
-    assert all(torch.equal(*pair) for pair in zip(fetched, want, strict=True))
-
-
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts what the interpreter loads")
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 def test_each_byte_is_read_once(bits, monkeypatch):
@@ -359,14 +328,6 @@ def never(*arguments):
     raise AssertionError("launched")
 
 
-def test_no_items_are_no_launch():
-    """A GPU refuses a grid without programs."""
-    table, work = Experts(SHAPE, [4]).table(), work_list([[]], 1)
-    nothing = poisoned(0, 64, dtype=BFLOAT16)
-    decode_gate_up(nothing, nothing, table, work, SILU, DecodeTile(4, 1), make_scratch(), start=never)
-    decode_down(nothing, nothing, table, work, DecodeTile(4, 1), make_scratch(), start=never)
-
-
 SHAPE = ExpertShape(64, 64, 32, BFLOAT16)
 
 
@@ -386,27 +347,6 @@ def test_a_limit_of_registers_reaches_the_compiler():
     assert started == [four, four, limited, limited, eight, eight] * 2
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "sentence"),
-    [
-        ({"x": torch.zeros(1, 64)}, TypeError, r"x is torch.float32, expected torch.bfloat16"),
-        ({"x": torch.zeros(1, 65, dtype=BFLOAT16)}, ValueError, r"x has shape \[1, 65\], expected \[\*, 64\]"),
-        ({"hidden": torch.zeros(2, 64, dtype=BFLOAT16)}, ValueError, r"hidden has shape \[2, 64\], expected \[1, 64\]"),
-        ({"tile": DecodeTile(4, 2), "partials": 255}, ValueError, "partials has 255 elements, expected at least 256"),
-    ],
-)
-def test_wrong_arguments_are_named(change, error, sentence):
-    experts = Experts(SHAPE, [4])
-    tile = change.pop("tile", DecodeTile(4, 1))
-    scratch = make_scratch(change.pop("partials", 1 << 10))
-    arguments = {"x": torch.zeros(1, 64, dtype=BFLOAT16), "hidden": torch.zeros(1, 64, dtype=BFLOAT16)} | change
-    with pytest.raises(error, match=sentence):
-        decode_gate_up(
-            **{name: tensor.to(DEVICE) for name, tensor in arguments.items()},
-            table=experts.table(), work=work_list([[(0, 0)]], 1), activation=SILU, tile=tile, scratch=scratch,
-        )  # fmt: skip
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     ("partials", "semaphores", "sentence"),
@@ -424,60 +364,3 @@ def test_too_little_scratch_of_down_is_named(weighted, partials, semaphores, sen
     table, work = Experts(SHAPE, [4]).table(), work_list([[(0, 0)]], 1)
     with pytest.raises(ValueError, match=sentence):
         decode_down(x, x, table, work, tile, scratch, weighting, start=never)
-
-
-def test_wrong_tiles_are_named():
-    with pytest.raises(ValueError, match="warps is 2, expected 4 or 8"):
-        DecodeTile(2, 1)
-    with pytest.raises(ValueError, match="split is 0, expected at least 1"):
-        DecodeTile(4, 0)
-    with pytest.raises(ValueError, match="registers is 256, expected 32 to 255, or None"):
-        DecodeTile(4, 1, 256)
-
-
-def test_wrong_weightings_are_named():
-    experts, work = Experts(SHAPE, [4]), work_list([[(0, 0)]], 1)
-    hidden, out = (torch.zeros(1, 64, dtype=BFLOAT16, device=DEVICE) for _ in range(2))
-    ones = torch.ones(1, 1, device=DEVICE)
-    for weighting, error, sentence in [
-        (Weighting(ones.half(), ones.int()), TypeError, r"weights is torch.float16"),
-        (Weighting(ones, ones), TypeError, r"computed is torch.float32, expected torch.int32"),
-        (Weighting(ones, torch.ones(1, 2, dtype=torch.int32, device=DEVICE)), ValueError, "computed has shape"),
-        (
-            Weighting(ones.repeat(2, 1), ones.int().repeat(2, 1)),
-            ValueError,
-            r"out has shape \[1, 64\], expected \[2, 64\]",
-        ),
-    ]:
-        with pytest.raises(error, match=sentence):
-            decode_down(hidden, out, experts.table(), work, DecodeTile(4, 1), make_scratch(), weighting)
-
-
-def test_wrong_tables_are_named():
-    with pytest.raises(ValueError, match="tiers holds 3 bits, expected some of 16, 8, 4, 2"):
-        ExpertTable.of_blobs(SHAPE, [0], [3], DEVICE)
-    with pytest.raises(ValueError, match="blobs holds address 0x1008, expected multiples of 16"):
-        ExpertTable.of_blobs(SHAPE, [0x1008], [4], DEVICE)
-    with pytest.raises(ValueError, match="destinations holds address 0x2004"):
-        ExpertTable.of_blobs(SHAPE, [0x1000], [4], DEVICE, [0x2004])
-    with pytest.raises(ValueError, match="blobs has 1 addresses, but bits 2"):
-        ExpertTable.of_blobs(SHAPE, [0x1000], [4, 4], DEVICE)
-    table = ExpertTable.of_blobs(SHAPE, [0x1000], [4], DEVICE)
-    with pytest.raises(TypeError, match=r"addresses is torch.int32"):
-        ExpertTable(SHAPE, table.tiers, table.addresses.int(), table.bits)
-    with pytest.raises(ValueError, match="bits has shape"):
-        ExpertTable(SHAPE, table.tiers, table.addresses, table.bits[:, :2].contiguous())
-    with pytest.raises(ValueError, match="group_size is 48"):
-        ExpertShape(64, 64, 48, BFLOAT16)
-    with pytest.raises(TypeError, match=r"dtype is torch.float32"):
-        ExpertShape(64, 64, 32, torch.float32)
-    with pytest.raises(ValueError, match="bits is 3"):
-        ExpertShape(64, 64, 32, BFLOAT16, integer_zeros=frozenset((3,)))
-    with pytest.raises(ValueError, match="integer_zeros is set for 16 bits"):
-        ExpertShape(64, 64, 32, BFLOAT16, integer_zeros=frozenset((16,)))
-    with pytest.raises(ValueError, match="act_order is set for 16 bits"):
-        ExpertShape(64, 64, 32, BFLOAT16, act_order=frozenset((16,)))
-    with pytest.raises(TypeError, match=r"rows is torch.float32"):
-        WorkList(torch.zeros(0, 3, dtype=torch.int32), torch.zeros(1), torch.zeros(1))
-    with pytest.raises(ValueError, match="rows has 1 positions, but pairs 2"):
-        WorkList(torch.zeros(0, 3, dtype=torch.int32), torch.zeros(1).int(), torch.zeros(2).int())

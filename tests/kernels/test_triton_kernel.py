@@ -121,32 +121,6 @@ def test_one_at_a_time_is_the_same_to_the_last_bit():
     assert torch.equal(together.view(torch.int16), alone.view(torch.int16))
 
 
-def test_many_tokens_pass_through_a_small_workspace(monkeypatch):
-    """Thousands of tokens, scaled down: more than the workspace holds at a time."""
-    tokens, hidden, intermediate = 150, 64, 64
-    x = random_x(tokens, hidden)
-    expert, other = random_expert(hidden, intermediate, 4), random_expert(hidden, intermediate, 2, seed=9)
-    rows = list(range(tokens))
-    work = [work_of(expert, rows, [2 * t for t in rows]), work_of(other, rows[:70], [2 * t + 1 for t in rows[:70]])]
-    kernel = make_kernel()
-    whole = compute(kernel, x, work, 2 * tokens)
-    monkeypatch.setattr(kernel, "_limits", lambda shape, tiles: (2, 130))
-    parts = compute(kernel, x, work, 2 * tokens)
-    assert torch.equal(whole.view(torch.int16), parts.view(torch.int16))
-    want = expert_reference(x.cpu(), expert.gate, expert.up, expert.down, Activation.SILU)
-    assert relative_error(parts[0::2], want) < TOLERANCE[torch.bfloat16]
-
-
-def test_few_tokens_pass_through_a_small_workspace(monkeypatch):
-    x = random_x(3, 64)
-    work = [work_of(random_expert(64, 64, 4, seed=i), [0, 1, 2], [i, 4 + i, 8 + i]) for i in range(4)]
-    kernel = make_kernel()
-    whole = compute(kernel, x, work, 12)
-    monkeypatch.setattr(kernel, "_limits", lambda shape, tiles: (7, 130))
-    assert torch.equal(compute(kernel, x, work, 12), whole)
-    assert not whole.isnan().any()
-
-
 def prepared(kernel, x, work):
     """The step of some experts, and what it launches for all of them."""
     bounds = [0, *accumulate(len(one.tokens) for one in work)]

@@ -1,7 +1,6 @@
 """A layer's step in Triton: described once, and computed as its experts come."""
 
 import itertools
-from collections import Counter
 from itertools import accumulate
 
 import pytest
@@ -10,100 +9,11 @@ import torch
 from tests.kernels.matrices import random_expert
 from tests.kernels.sections import DEVICE
 from tests.kernels.test_triton_kernel import make_kernel, on_device, random_x
-from tests.operations import Operations
-from tests.runtime.steps import ByNumber, forward, make_runtime, random_step
-from tests.small_model import make_experts, make_store
 from vllm_dymoe.kernels import Activation, ExpertWork, compute_experts
-from vllm_dymoe.kernels.triton import TritonKernel, launch, place
+from vllm_dymoe.kernels.triton import place
 from vllm_dymoe.kernels.triton.description import Description
 from vllm_dymoe.residency.decision import Decision, Grouped
 from vllm_dymoe.residency.format import Expert
-from vllm_dymoe.runtime import moe
-from vllm_dymoe.transfer.cuda import PinnedDelivery
-from vllm_dymoe.transfer.engine import TransferEngine
-
-EXPERTS, TOKENS = 64, 512
-on_the_host = pytest.mark.skipif(DEVICE != "cpu", reason="the runtime's own device is the CPU here")
-
-
-class Launches:
-    """In place of a kernel: counts, and computes nothing."""
-
-    def __init__(self, counts, name):
-        self._counts, self._name = counts, name
-
-    def __getitem__(self, grid):
-        def count(*arguments, **options):
-            self._counts[self._name] += 1
-
-        return count
-
-    def warmup(self, *arguments, **options):
-        pass
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """Launches by kernel."""
-    counts = Counter()
-    for name in ("gate_up", "down", "grouped_gate_up", "grouped_linear"):
-        monkeypatch.setattr(launch, f"{name}_kernel", Launches(counts, name))
-    monkeypatch.setattr(place, "place_kernel", Launches(counts, "place"))
-    return counts
-
-
-class Streams:
-    """Of a card whose copies have never ended when somebody asks, as the host is always ahead of it."""
-
-    timed = False
-
-    def copy(self, source, destination, *, urgent, after):
-        return object()
-
-    def computation_waits(self, event):
-        pass
-
-    def record_computation(self):
-        return object()
-
-    def synchronize(self, event):
-        pass
-
-    def happened(self, event):
-        return False
-
-    def begun(self, event):
-        return None
-
-
-@pytest.fixture
-def runtime(monkeypatch, launches):
-    """A fifth of 64 experts has a slot, four more are for staging; nothing is moved and nothing computed."""
-    monkeypatch.setattr(moe, "make_kernel", TritonKernel)
-    store = make_store(make_experts(num_experts=EXPERTS))
-    engine = TransferEngine(PinnedDelivery(store, Streams()), 1, eager=True)
-    runtime = make_runtime(store, "20%", system=ByNumber(staging=4), engine=engine)
-    runtime.kernel.asynchronous = True
-    forward(runtime, 0, *random_step(0, 1, store.experts))  # compiles
-    launches.clear()
-    yield runtime
-    engine.close()
-
-
-@on_the_host
-def test_what_a_layer_costs_whose_experts_are_all_missing(runtime, launches):
-    """64 experts through a few slots, 512 tokens: one description, and next to nothing for each expert that arrives."""
-    runtime.reset_stats()
-    x, weights, _ = random_step(1, TOKENS, runtime.experts)
-    ids = torch.arange(2 * TOKENS, dtype=torch.int32).view(TOKENS, 2) % EXPERTS  # 16 tokens each, so one class
-    with Operations() as operations:
-        forward(runtime, 1, x, weights, ids)
-    counts = Counter(operations.names)
-    assert runtime.stats().misses == EXPERTS
-    assert len(operations.names) <= 24, counts  # 455 when each expert was described by itself
-    assert launches["grouped_gate_up"] == launches["grouped_linear"] <= EXPERTS // 2 + 2  # 64
-    assert launches["place"] <= EXPERTS // 2 + 2
-
 
 COUNTS = (1, 3, 20, 70, 2, 5, 16, 130)
 BITS = (4, 2, 16, 4, 8, 2, 4, 2)

@@ -2,7 +2,7 @@
 these bytes. The device's rule fills it, its plain twin, or the host, which has the bytes' places only as slots come."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import torch
@@ -141,4 +141,4 @@ class Decision:
         for name, tensor in self.tensors.items():
             by_slice = name in ("slots", "fate", "addresses", "destinations")
             parts[name] = tensor[:, :items] if by_slice else tensor[: sizes.get(name, items)]
-        return replace(self, **parts)
+        return type(self)(**parts)

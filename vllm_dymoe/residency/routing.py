@@ -108,16 +108,16 @@ def group_by_expert(ids: NDArray[np.int64]) -> Grouped:
     if tokens == 1:  # decode of one request: no sorting of arrays, no tensors to divide
         numbers = ids[0].tolist()
         if len(set(numbers)) == top_k and min(numbers, default=-1) >= 0:
-            order = sorted(range(top_k), key=numbers.__getitem__)
-            experts = [numbers[k] for k in order]
-            return Grouped(experts, list(range(top_k + 1)), _one_row(top_k), torch.tensor(order))
+            ranked = sorted(range(top_k), key=numbers.__getitem__)
+            experts = [numbers[k] for k in ranked]
+            return Grouped(experts, list(range(top_k + 1)), _one_row(top_k), torch.tensor(ranked))
     keys = np.maximum(ids.reshape(-1), -1).astype(np.int16)
     order = keys.argsort(kind="stable")  # of 16 bits it is a radix sort
     counts = np.bincount(keys + 1, minlength=1)
     pairs = torch.from_numpy(order[counts[0] :])
-    experts = counts[1:].nonzero()[0]
-    bounds = [0, *counts[1:][experts].cumsum().tolist()]
-    return Grouped(experts.tolist(), bounds, torch.div(pairs, top_k, rounding_mode="floor"), pairs)
+    active = counts[1:].nonzero()[0]
+    bounds = [0, *counts[1:][active].cumsum().tolist()]
+    return Grouped(active.tolist(), bounds, torch.div(pairs, top_k, rounding_mode="floor"), pairs)
 
 
 @lru_cache

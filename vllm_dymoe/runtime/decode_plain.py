@@ -11,7 +11,7 @@ from vllm_dymoe.residency.decision import Decision, Grouped
 from vllm_dymoe.residency.decode_ahead import Copies, name_ahead_plain
 from vllm_dymoe.residency.decode_rule import decide_plain
 from vllm_dymoe.residency.format import Expert, Format
-from vllm_dymoe.residency.matrix import MatrixFormat
+from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.residency.table import Table
 
 
@@ -66,14 +66,15 @@ class PlainDecode:
 
     def _expert(self, decision: Decision, item: int) -> Expert:
         """One item, once its bytes are where they are to be kept."""
-        packed = []
-        for projection in range(3):
-            matrix = self._formats[int(decision.bits[item, projection])].matrices[projection]
-            view = None
-            for number, part in enumerate((matrix.base, matrix) if matrix.nested else (matrix,)):
-                view = part.view(self._section(decision, (number, item, projection), part), view)
-            packed.append(view)
-        return Expert(*packed)
+        gate, up, down = (self._matrix(decision, item, projection) for projection in range(3))
+        return Expert(gate, up, down)
+
+    def _matrix(self, decision: Decision, item: int, projection: int) -> PackedMatrix:
+        matrix = self._formats[int(decision.bits[item, projection])].matrices[projection]
+        if not matrix.nested:
+            return matrix.view(self._section(decision, (0, item, projection), matrix))
+        base = matrix.base.view(self._section(decision, (0, item, projection), matrix.base))
+        return matrix.view(self._section(decision, (1, item, projection), matrix), base)
 
     def _section(self, decision: Decision, at: tuple[int, int, int], matrix: MatrixFormat) -> Tensor:
         """Where a section is to be read, once it is there."""

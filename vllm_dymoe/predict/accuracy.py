@@ -61,12 +61,10 @@ class Measured:
 
     @property
     def nbytes(self) -> int:
-        """Device memory that it takes."""
         return self.predictor.nbytes
 
     @property
     def answers_later(self) -> bool:
-        """Whether it computes on a side stream: then ``begin`` comes first, and it is asked once experts compute."""
         return self.predictor.answers_later
 
     def observe(self, routing: Routing) -> None:
@@ -84,13 +82,11 @@ class Measured:
         self.seconds += time.perf_counter() - begin
 
     def begin(self, layer: int) -> None:
-        """Compute on the side stream what ``predict`` will be asked for."""
         begin = time.perf_counter()
         self.predictor.begin(layer)
         self.seconds += time.perf_counter() - begin
 
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """What the predictor says."""
         begin = time.perf_counter()
         candidates = self.predictor.predict(layer)
         self.seconds += time.perf_counter() - begin

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from vllm_dymoe.predict.side_stream import Inline, SideStream
+from vllm_dymoe.predict.side_stream import Inline
 from vllm_dymoe.residency.routing import Routing
 
 
@@ -56,9 +56,9 @@ class Predictor(ABC):
         side_stream: where predictions are computed; on the thread that asks if not given.
     """
 
-    _side_stream: SideStream = Inline()
+    _side_stream: Inline = Inline()
 
-    def __init__(self, side_stream: SideStream | None = None) -> None:
+    def __init__(self, side_stream: Inline | None = None) -> None:
         self._side_stream = side_stream or self._side_stream
 
     @property
@@ -88,3 +88,21 @@ class Predictor(ABC):
     def on_device(self, device: torch.device) -> OnDevice | None:
         """The same prediction inside a captured step; None for a predictor that needs the host."""
         return None
+
+
+def rank_by_frequency(ids: torch.Tensor, scores: torch.Tensor) -> list[tuple[int, float]]:
+    """Experts by how many tokens chose them (DyMoE Eq. 7), those of the same number by their summed scores.
+
+    Args:
+        ids: int64 [choices], an expert for each choice of each token.
+        scores: float32 [choices].
+
+    Returns:
+        The chosen experts, best first, each with its number of tokens.
+    """
+    counts = torch.bincount(ids)
+    mass = torch.zeros(len(counts), dtype=torch.float32, device=ids.device).index_add_(0, ids, scores)
+    order = mass.argsort(descending=True)
+    order = order[counts[order].argsort(descending=True, stable=True)]
+    ranked = zip(order.tolist(), counts[order].tolist(), strict=True)
+    return [(expert, float(count)) for expert, count in ranked if count > 0]

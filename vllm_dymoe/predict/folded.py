@@ -62,7 +62,6 @@ class FoldedMLP:
         return cls(tensors["tables"], tensors.get("gates"), matrices, biases, tensors["popularity"], recent)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, for a file."""
         found = {"tables": self.tables, "popularity": self.popularity}
         if self.gates is not None:
             found["gates"] = self.gates
@@ -74,11 +73,9 @@ class FoldedMLP:
 
     @property
     def nbytes(self) -> int:
-        """What it takes on its device."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "FoldedMLP":
-        """The same elsewhere."""
         return self.of({name: tensor.to(device, dtype).contiguous() for name, tensor in self.tensors().items()})
 
     def remember(self, experts: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:

@@ -20,10 +20,9 @@ from functools import partial
 
 import torch
 
-from vllm_dymoe.predict.base import Candidate, Predictor
+from vllm_dymoe.predict.base import Candidate, Predictor, rank_by_frequency
 from vllm_dymoe.predict.gate import Gate
-from vllm_dymoe.predict.ranking import rank_by_frequency
-from vllm_dymoe.predict.side_stream import Answer, SideStream
+from vllm_dymoe.predict.side_stream import Answer, Inline
 from vllm_dymoe.predict.tuner import Heop
 from vllm_dymoe.residency.routing import Phase, Routing
 
@@ -61,7 +60,7 @@ class MeetingOfLayers(Predictor):
         p: int,
         tuner: Heop | None = None,
         hits: Callable[[], int] = lambda: 0,
-        side_stream: SideStream | None = None,
+        side_stream: Inline | None = None,
         votes: Votes | None = None,
     ) -> None:
         super().__init__(side_stream)
@@ -90,7 +89,6 @@ class MeetingOfLayers(Predictor):
             self._report(layer, routing.counts)
 
     def begin(self, layer: int) -> None:
-        """Ask the next layer's gate, on the side stream if there is one."""
         following = layer + 1
         if following >= len(self._gates):
             return

@@ -16,10 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vllm_dymoe.predict.base import Candidate, OnDevice, Predictor
+from vllm_dymoe.predict.base import Candidate, OnDevice, Predictor, rank_by_frequency
 from vllm_dymoe.predict.gate import Gate
-from vllm_dymoe.predict.ranking import rank_by_frequency
-from vllm_dymoe.predict.side_stream import Answer, SideStream
+from vllm_dymoe.predict.side_stream import Answer, Inline
 from vllm_dymoe.residency.routing import Phase, Routing
 
 
@@ -42,7 +41,7 @@ class NextGate(Predictor):
         decode_experts: int | None = None,
         prefill_experts: int | None = None,
         layers: int = 1,
-        side_stream: SideStream | None = None,
+        side_stream: Inline | None = None,
     ) -> None:
         super().__init__(side_stream)
         self._gates = gates
@@ -59,7 +58,6 @@ class NextGate(Predictor):
         self._x, self._phase, self._reads = routing.x, routing.phase, None
 
     def begin(self, layer: int) -> None:
-        """Ask the gates of the next layers, on the side stream if there is one."""
         assert self._x is not None
         depth = self._layers if self._phase is Phase.DECODE else 1
         amount = self._decode_experts if self._phase is Phase.DECODE else self._top_k
@@ -79,7 +77,6 @@ class NextGate(Predictor):
         return [candidate for later, read in reads for candidate in self._named(later, *read())]
 
     def on_device(self, device: torch.device) -> OnDevice:
-        """The next gate alone (Eq. 8)."""
         return GatesOnDevice(self._gates, self._decode_experts, device)
 
     def _named(self, later: int, experts: torch.Tensor, scores: torch.Tensor) -> list[Candidate]:
@@ -108,7 +105,6 @@ class GatesOnDevice:
         self._local = [None if gate.local is None else torch.tensor(gate.local, device=device) for gate in gates]
 
     def foresee(self, layer: int, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Ask the next gate."""
         experts, scores = self._gates[layer + 1].best(x, self.guesses)
         local = self._local[layer + 1]
         here = experts if local is None else local[experts]

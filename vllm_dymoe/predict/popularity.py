@@ -34,7 +34,6 @@ class Popularity(Predictor):
         self._phase = Phase.DECODE
 
     def observe(self, routing: Routing) -> None:
-        """Count what this layer wanted."""
         chosen = routing.counts
         counts = torch.tensor(list(chosen.values()), dtype=torch.float32)
         self._counts[routing.layer].mul_(self._fade)[list(chosen)] += counts

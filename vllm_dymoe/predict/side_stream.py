@@ -6,7 +6,6 @@ other, and nothing is gained by waiting.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,11 +13,14 @@ import torch
 Answer = tuple[torch.Tensor, ...]
 
 
-class SideStream(Protocol):
-    """Where predictions are computed."""
+class Inline:
+    """No stream: an answer is computed when it is asked for, which need not be.
 
-    answers_later: bool
-    """Whether an answer is better asked for after the layer's first experts have been enqueued."""
+    Attributes:
+        answers_later: an answer is better asked for after the layer's first experts have been enqueued.
+    """
+
+    answers_later = False
 
     def begin(
         self, compute: Callable[..., Answer], *inputs: torch.Tensor, lasting: bool = False
@@ -30,23 +32,11 @@ class SideStream(Protocol):
             inputs: for it.
             lasting: the inputs are not overwritten.
         """
-        ...
-
-
-class Inline:
-    """Computed when the answer is asked for, which need not be."""
-
-    answers_later = False
-
-    def begin(
-        self, compute: Callable[..., Answer], *inputs: torch.Tensor, lasting: bool = False
-    ) -> Callable[[], Answer]:
-        """Compute later."""
         return lambda: compute(*inputs)
 
 
 class Stream(Protocol):
-    """The few things that are needed of a CUDA device; tests have another one."""
+    """What a prediction needs of a CUDA stream."""
 
     def copy_inputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Copies on the main stream, whose memory is not given away before this stream has read them."""
@@ -65,21 +55,21 @@ class Stream(Protocol):
         ...
 
 
-@dataclass
-class OnStream:
+class OnStream(Inline):
     """Computed on a stream of its own.
 
     Inputs that do not last are copied on the main stream first: a graph that is replayed may write the next piece's
     values over them while this stream still reads.
     """
 
-    stream: Stream
-    answers_later: bool = True
+    answers_later = True
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
 
     def begin(
         self, compute: Callable[..., Answer], *inputs: torch.Tensor, lasting: bool = False
     ) -> Callable[[], Answer]:
-        """Enqueue now."""
         own = self.stream.share(inputs) if lasting else self.stream.copy_inputs(inputs)
         answer, event = self.stream.run(compute, own)
 
@@ -98,17 +88,14 @@ class CudaStream:
         self._stream = torch.cuda.Stream(device, priority=0)
 
     def copy_inputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Clone on the current stream."""
         return self.share([tensor.clone() for tensor in inputs])
 
     def share(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Tell the allocator."""
         for tensor in inputs:
             tensor.record_stream(self._stream)
         return inputs
 
     def run(self, compute: Callable[..., Answer], inputs: Sequence[torch.Tensor]) -> tuple[Answer, torch.cuda.Event]:
-        """Wait for the current stream, compute, and copy to page-locked memory."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             found = compute(*inputs)
@@ -120,10 +107,9 @@ class CudaStream:
         return answer, event
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Block until the event has happened."""
         event.synchronize()
 
 
-def make_side_stream(device: torch.device) -> SideStream:
+def make_side_stream(device: torch.device) -> Inline:
     """A stream where the device has streams."""
     return OnStream(CudaStream(device)) if device.type == "cuda" else Inline()

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from vllm_dymoe.predict.base import Candidate, OnDevice, Predictor
+from vllm_dymoe.predict.base import Candidate, OnDevice, Predictor, rank_by_frequency
 from vllm_dymoe.predict.checkpoint import PredictorError, load_predictor
 from vllm_dymoe.predict.folded import FoldedMLP
-from vllm_dymoe.predict.ranking import rank_by_frequency
 from vllm_dymoe.predict.routed_model import RoutedModel
-from vllm_dymoe.predict.side_stream import Answer, SideStream, make_side_stream
+from vllm_dymoe.predict.side_stream import Answer, Inline, make_side_stream
 from vllm_dymoe.residency.routing import Phase, Routing
 
 
@@ -31,7 +30,7 @@ class TrainedPredictor(Predictor):
         network: of the model that runs.
     """
 
-    def __init__(self, network: FoldedMLP, decode_experts: int, side_stream: SideStream | None = None) -> None:
+    def __init__(self, network: FoldedMLP, decode_experts: int, side_stream: Inline | None = None) -> None:
         super().__init__(side_stream)
         self.network = network
         self._amount = min(decode_experts, network.num_experts)
@@ -59,11 +58,9 @@ class TrainedPredictor(Predictor):
 
     @property
     def nbytes(self) -> int:
-        """Device memory of the network."""
         return self.network.nbytes
 
     def observe(self, routing: Routing) -> None:
-        """Note what this layer chose."""
         layer = routing.layer
         before = None if layer <= self._layer else self._past  # a step begins where layers do not grow
         self._layer, self._phase, self._x, self._read = layer, routing.phase, routing.x, None
@@ -71,7 +68,6 @@ class TrainedPredictor(Predictor):
             self._past = self.network.remember(routing.ids, before)
 
     def begin(self, layer: int) -> None:
-        """Compute the next layer's experts, on the side stream if there is one."""
         following, network = layer + 1, self.network
         if not self._has_network_for(following):
             return
@@ -103,7 +99,6 @@ class TrainedPredictor(Predictor):
         return [Candidate(following, expert, score) for expert, score in ranked]
 
     def on_device(self, device: torch.device) -> OnDevice:
-        """The network on its device."""
         return NetworkOnDevice(self.network, self._amount)
 
     def _has_network_for(self, layer: int) -> bool:

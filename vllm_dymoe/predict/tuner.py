@@ -114,7 +114,6 @@ class Heop:
 
     @property
     def largest_p(self) -> int:
-        """The most layers that can meet."""
         return self._largest.p
 
     @property
@@ -133,7 +132,6 @@ class Heop:
         return sum(group.restarts for group in self._groups)
 
     def setting(self, layer: int) -> Setting:
-        """K and P for predicting ``layer``."""
         return self._groups[self._group_of[layer]].setting
 
     def record(self, layer: int, *, unused: int, missed: int, hits: int) -> None:

@@ -179,17 +179,14 @@ class System(BaseModel):
 
     @cached_property
     def precision(self) -> Precision:
-        """The tier of each expert."""
         return Precision()
 
     @cached_property
     def residency(self) -> Residency:
-        """What stays on the device."""
         return Residency()
 
     @cached_property
     def foresight(self) -> Foresight | None:
-        """What names experts ahead; None if nothing does."""
         return None
 
     def staging_slots(self, slots: int) -> int:

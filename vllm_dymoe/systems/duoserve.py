@@ -19,7 +19,6 @@ class DuoServe(System):
 
     @cached_property
     def residency(self) -> Residency:
-        """Nothing stays."""
         return Residency(keeps=False)
 
     @cached_property

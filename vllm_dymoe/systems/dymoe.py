@@ -42,7 +42,6 @@ class CriticalHigh(Precision):
         return {tier: shares[tier] for tier in self.tiers}
 
     def select(self, routing: Routing) -> Mapping[int, Tier]:
-        """High for the critical experts of each phase."""
         active = len(routing.active)
         if self._critical(routing, active) == active:  # and so is every part of them
             return dict.fromkeys(routing.active, Tier.HI)

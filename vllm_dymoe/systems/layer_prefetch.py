@@ -17,10 +17,8 @@ class LayerPrefetch(System):
 
     @cached_property
     def residency(self) -> Residency:
-        """Nothing stays."""
         return Residency(keeps=False)
 
     @cached_property
     def foresight(self) -> Foresight:
-        """Every expert of the next layer."""
         return Foresight("all of the next layer", lambda model: AllExperts(model.num_layers, model.num_experts))

@@ -18,5 +18,4 @@ class OnDemand(System):
 
     @cached_property
     def residency(self) -> Residency:
-        """Nothing stays."""
         return Residency(keeps=False, overlaps=self.overlap)

@@ -57,7 +57,6 @@ class Pace:
         self._spent += seconds
 
     def spend(self, seconds: float) -> None:
-        """Record more host time for guesses."""
         self._spent += seconds
 
     def judge(self, needed: bool, hidden: float) -> None:

@@ -111,7 +111,6 @@ class PinnedDelivery(_StreamDelivery):
     store: MemoryStore
 
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
-        """Enqueue the copy; never blocks."""
         return self._enqueue(ticket, projections, self.store.blob(ticket.key, projections), destination)
 
 
@@ -140,7 +139,6 @@ class StagedDelivery(_StreamDelivery):
         self._returned = concurrency.Condition(concurrency.Lock())
 
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
-        """Read into a buffer, then enqueue the copy."""
         with self._returned:
             while not self._buffers:
                 if not wait:

@@ -42,7 +42,6 @@ class EmulatedLink(Delivery):
         return 1
 
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
-        """Move the bytes, and return when the link would have."""
         self._delivery.deliver(ticket, projections, destination, wait=wait)
         with self._lock:
             # The link begins when it is free and not when this thread was woken: a late thread loses no link time.

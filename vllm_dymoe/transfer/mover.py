@@ -65,16 +65,13 @@ class Mover:
             ticket.followed += 1
 
     def copied(self, ticket: Ticket) -> bool:
-        """Whether every copy that was issued has ended."""
         return all(self._streams.happened(event) for _, event in ticket.fences)
 
     def synchronize(self, ticket: Ticket) -> None:
-        """Block until every copy that was issued has ended."""
         for _, event in ticket.fences:
             self._streams.synchronize(event)
 
     def fence(self) -> Any:
-        """The event behind the computation issued so far; None where computation is synchronous."""
         return None if self._delivery.streams is None else self._streams.record_computation()
 
     def _deliver(self, ticket: Ticket, piece: Piece, destination: torch.Tensor, wait: bool) -> Any:

@@ -121,7 +121,6 @@ class TicketQueue:
             return self._wait_for(lambda: self._running == 0, timeout)
 
     def resume(self) -> None:
-        """Let the background go on."""
         with self.lock:
             self._pauses -= 1
             self._may_begin.notify_all()

@@ -26,7 +26,7 @@ def predictors():
     one_rank, _ = random_gates(LAYERS, EXPERTS, HIDDEN, local=[0, -1, 1, -1, 2, -1, 3, -1])
     return {
         "gates": NextGate(gates, TOP_K),
-        "more of each": NextGate(gates, TOP_K, decode_experts=5),
+        "more of each": NextGate(gates, 5),
         "one rank": NextGate(one_rank, TOP_K),
         "network": TrainedPredictor(random_network(2), TOP_K),
         "network of one layer": TrainedPredictor(random_network(1), 3),

@@ -96,10 +96,13 @@ def test_what_is_asked_for_in_part_rests_and_failed_guesses_are_tried_again():
     guess, _ = submit(queue, Reason.PREFETCH)
     queue.failed(*queue.take(), OSError())
     assert guess.state is State.FAILED
-    for each in (ticket, guess):
+    running, _ = submit(queue, Reason.PREFETCH)
+    taken = queue.take()
+    for each in (ticket, guess, running):
         queue.demand(each)
-    assert take_all(queue) == [(ticket, [2]), (guess, [0, 1, 2])]
-    assert queue.stats.failed == 1
+    queue.failed(*taken, OSError())  # as a guess, and in demand by now
+    assert take_all(queue) == [(ticket, [2]), (guess, [0, 1, 2]), (running, [0, 1, 2])]
+    assert queue.stats.failed == 2
 
 
 def test_a_closed_queue_cancels_what_is_pending_and_takes_nothing():

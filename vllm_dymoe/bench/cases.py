@@ -97,7 +97,9 @@ class Case:
         if options is None:
             return None
         settled = Options.model_validate(options)
-        if SYSTEMS[settled.system](**settled.system_options).tiers != frozenset(SYSTEMS["exact"]().tiers):
+        if SYSTEMS[settled.system](**settled.system_options).precision.tiers != frozenset(
+            SYSTEMS["exact"]().precision.tiers
+        ):
             return None
         packed = [settled.hi, settled.group_size, settled.quantizer]
         return digest([self.model, packed, self.batch, asdict(self.workload), dict(self.engine)])

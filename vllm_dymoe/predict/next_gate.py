@@ -27,9 +27,7 @@ class NextGate(Predictor):
 
     Args:
         gates: of every MoE layer, in order.
-        top_k: experts per token of the model.
-        decode_experts: t of Eq. 8, for each token of the step; ``top_k`` if None.
-        prefill_experts: t of Eq. 7, for the whole step; every expert that a token chooses if None.
+        top_k: experts per token of the model, t of Eqs. 7 and 8: of a prefill every expert that a token chooses.
         layers: how many layers after this one are foreseen in decode; a prefill has enough to do with the next.
         side_stream: where gates are asked.
     """
@@ -38,16 +36,12 @@ class NextGate(Predictor):
         self,
         gates: Sequence[Gate],
         top_k: int,
-        decode_experts: int | None = None,
-        prefill_experts: int | None = None,
         layers: int = 1,
         side_stream: Inline | None = None,
     ) -> None:
         super().__init__(side_stream)
         self._gates = gates
         self._top_k = top_k
-        self._decode_experts = decode_experts or top_k
-        self._prefill_experts = prefill_experts
         self._layers = layers
         self._x: torch.Tensor | None = None
         self._phase = Phase.DECODE
@@ -60,11 +54,10 @@ class NextGate(Predictor):
     def begin(self, layer: int) -> None:
         assert self._x is not None
         depth = self._layers if self._phase is Phase.DECODE else 1
-        amount = self._decode_experts if self._phase is Phase.DECODE else self._top_k
         coming = range(layer + 1, min(layer + 1 + depth, len(self._gates)))
         self._reads = []
         for later in coming:
-            best = partial(self._gates[later].best, amount=amount)
+            best = partial(self._gates[later].best, amount=self._top_k)
             self._reads.append((later, self._side_stream.begin(best, self._x)))
 
     def predict(self, layer: int) -> Sequence[Candidate]:
@@ -77,7 +70,7 @@ class NextGate(Predictor):
         return [candidate for later, read in reads for candidate in self._named(later, *read())]
 
     def on_device(self, device: torch.device) -> OnDevice:
-        return GatesOnDevice(self._gates, self._decode_experts, device)
+        return GatesOnDevice(self._gates, self._top_k, device)
 
     def _named(self, later: int, experts: torch.Tensor, scores: torch.Tensor) -> list[Candidate]:
         """Of the choices of each token, [tokens, choices] each."""
@@ -86,8 +79,6 @@ class NextGate(Predictor):
             ranked = list(zip(experts[0].tolist(), scores[0].tolist(), strict=True))
         else:
             ranked = rank_by_frequency(experts.flatten(), scores.flatten())
-        if self._phase is Phase.PREFILL:
-            ranked = ranked[: self._prefill_experts]
         return [Candidate(later, here, score) for expert, score in ranked if (here := gate.here(expert)) >= 0]
 
 

@@ -216,7 +216,8 @@ class Foresight(Observer):
         elif self._needs_gates:
             return None
         try:
-            predictor = self._system.foresight and self._system.foresight.make(model)
+            foresight = self._system.foresight
+            predictor = foresight.make(model) if foresight else None
             self.trained = model.predictor, None if model.predictor is None else read_card(model.predictor)
         except PredictorError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error

@@ -99,23 +99,15 @@ def test_hit_rates_of_a_table():
 @pytest.mark.parametrize(
     ("trace", "architecture", "words"),
     [
-        (
-            made_up(requests=FEWEST_REQUESTS - 1),
-            Architecture(()),
-            "8 are the fewest",
-        ),
+        (made_up(requests=FEWEST_REQUESTS - 1), Architecture(()), "8 are the fewest"),
+        (made_up(requests=8, tokens=1), Architecture(()), "one token is left to train on"),
         (made_up(), Architecture((), router_input=True), "the trace has no router inputs"),
         (made_up(sizes=replace(SIZES, num_layers=1)), Architecture(()), "has one MoE layer"),
     ],
 )
 def test_what_nothing_can_be_learnt_from_is_refused(trace, architecture, words):
     with pytest.raises(TrainingError, match=words):
-        train(trace, architecture, QUICK)
-
-
-def test_one_token_is_too_few():
-    with pytest.raises(TrainingError, match="one token is left to train on"):
-        train(made_up(requests=8, tokens=1), Architecture(()), Recipe(held_out=0.9))
+        train(trace, architecture, replace(QUICK, held_out=0.9))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 65])

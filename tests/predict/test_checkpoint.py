@@ -63,6 +63,7 @@ def rewritten(file, card=None, **tensors):
 
 
 DAMAGES = {
+    "missing": lambda file: file.unlink(),
     "cut off": lambda file: file.write_bytes(file.read_bytes()[:-10]),
     "empty": lambda file: file.write_bytes(b""),
     "a pickle": lambda file: file.write_bytes(pickle.dumps({"tables": [1]})),
@@ -89,27 +90,13 @@ def test_a_damaged_file_is_one_sentence_that_names_it(file, damage):
     assert str(file) in sentence
     assert sentence.endswith(".")
     assert "\n" not in sentence
-
-
-@pytest.mark.parametrize("damage", ["not ours", "no metadata"])
-def test_somebody_elses_safetensors_is_called_that(file, damage):
-    DAMAGES[damage](file)
-    with pytest.raises(PredictorError, match="is a safetensors file, but no predictor of `vllm-dymoe train`"):
-        read_card(file)
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(PredictorError, match="is not a file; train one with `vllm-dymoe train`"):
-        read_card(tmp_path)
+    ours = "is a safetensors file, but no predictor" not in sentence
+    assert ours == (damage not in ("not ours", "no metadata"))
 
 
 def build(file, **changes):
     model = RoutedModel(SIZES.num_layers, SIZES.num_experts, SIZES.top_k, hidden=SIZES.hidden, predictor=file)
     return TrainedPredictor.load(replace(model, **({"fingerprint": SIZES.fingerprint} | changes)))
-
-
-def test_it_serves_the_model_that_it_was_trained_for(file):
-    assert build(file).network.num_layers == SIZES.num_layers
 
 
 @pytest.mark.parametrize(
@@ -127,5 +114,6 @@ def test_it_serves_the_model_that_it_was_trained_for(file):
     ],
 )
 def test_another_model_is_refused_by_name(file, changes, words):
+    assert build(file).network.num_layers == SIZES.num_layers
     with pytest.raises(PredictorError, match=words):
         build(file, **changes)

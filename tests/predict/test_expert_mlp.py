@@ -97,10 +97,3 @@ def test_the_shared_network_has_the_papers_size_and_stays_so_when_folded(layers,
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(weights, rel=0.02)
     # One table for all layers, and one small one for each: the paper's predictor takes about 300 MB.
     assert fold(model.eval()).nbytes < 4 * weights + 4 * layers * experts * 2100 < 300e6
-
-
-def test_what_it_takes_is_what_its_tensors_have():
-    folded = fold(make_model(Architecture((), history=2)))
-    # A table of 2 x 8 rows for each of three layers, and the popularity of four; half of that in float16.
-    assert folded.nbytes == 4 * (3 * 16 * 8 + 4 * 8)
-    assert folded.to(torch.device("cpu"), torch.float16).nbytes == folded.nbytes // 2

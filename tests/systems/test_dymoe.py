@@ -155,8 +155,3 @@ def test_shares_are_what_a_token_gets():
 def test_parameters_that_cannot_be_are_refused(options, sentence):
     with pytest.raises(SystemOptionError, match='system "dymoe" does not take these system_options .' + sentence):
         make_system(Options(lo=2, system="dymoe", system_options=options))
-
-
-def test_a_system_without_parameters_says_so():
-    with pytest.raises(SystemOptionError, match=r'system "duoserve" does not take these system_options .* has none'):
-        make_system(Options(system="duoserve", system_options={"retention": 0.5}))

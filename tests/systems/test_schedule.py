@@ -25,14 +25,6 @@ def test_the_paper_s_ends(retention, floor):
     assert schedule.ratio(10, 21) == pytest.approx((1 + floor) / 2), "the middle of a cosine"
 
 
-def test_it_starts_slowly():
-    """Why a cosine and no line: early layers stay near 1."""
-    schedule = Schedule(0.75)
-    line = [1 - 0.5 * layer / 31 for layer in range(32)]
-    assert all(schedule.ratio(layer, 32) > line[layer] for layer in range(1, 16))
-    assert all(schedule.ratio(layer, 32) < line[layer] for layer in range(16, 31))
-
-
 def test_below_a_half_the_curve_is_scaled():
     assert Schedule(0.25).ratio(0, 8) == pytest.approx(0.5)
     assert Schedule(0.25).ratio(7, 8) == 0

@@ -67,11 +67,6 @@ def test_heop_begins_with_the_models_experts_per_token_and_the_papers_numbers():
     assert tuner._largest == (4, 6)
 
 
-def test_firm_fetches_as_many_projections_ahead_as_it_is_told():
-    assert [Firm(projections=n).foresight.projections for n in (1, 2, 3)] == [1, 2, 3]
-    assert Firm().foresight.projections == 2
-
-
 @pytest.mark.parametrize(
     ("options", "option", "words"),
     [

@@ -257,21 +257,6 @@ def test_where_reads_take_cores_no_thread_competes_with_whoever_waits(memory_sto
     engine.close()
 
 
-def test_whoever_waits_runs_what_nobody_has_begun(memory_store):
-    store = FaultyStore(memory_store, broken=-1)
-    engine = TransferEngine(CpuDelivery(store), threads=0)
-    slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(2)]
-    first = engine.submit(BlobKey(0, 0, 4), slots[0], Reason.DEMAND)
-    second = engine.submit(BlobKey(0, 1, 4), slots[1], Reason.DEMAND)
-    engine.wait(second)
-    assert store.order == [1]
-    assert engine.cancel(first)
-    with pytest.raises(TransferError, match="cancelled"):
-        engine.wait(first)
-    assert not engine.cancel(second), "it is done already"
-    engine.close()
-
-
 @pytest.mark.parametrize("threads", [0, 1])
 def test_what_has_arrived_is_remembered_by_nobody(memory_store, threads):
     """The engine of a server that runs for months holds no ticket of last week."""

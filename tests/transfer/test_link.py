@@ -101,22 +101,6 @@ def test_demand_overtakes_a_prefetch_at_the_next_projection():
     punctual(attempt)
 
 
-def test_a_thread_that_wakes_late_loses_no_time_of_the_link():
-    """Many small transfers: the last one is due when it would be if every byte had followed the one before."""
-
-    def attempt():
-        engine = link(seconds=0.001)
-        begin = time.perf_counter()
-        for ticket in [submit(engine, expert % 6) for expert in range(60)]:
-            engine.wait(ticket)
-        late = time.perf_counter() - begin - 0.060
-        engine.close()
-        assert late >= 0
-        return late
-
-    punctual(attempt)
-
-
 def test_the_link_begins_when_it_is_free_whenever_its_thread_comes():
     """What a thread that comes late finds on the link is what would have arrived by then."""
     link = EmulatedLink(CpuDelivery(STORE), bytes_per_second=NBYTES)

@@ -164,48 +164,41 @@ def _verify(store: FileStore) -> None:
 
 
 def _print(report: dict[str, Any]) -> None:
-    console = Console()
-    layers = report["layers"]
-    facts = Table(title=f"{escape(report['folder'])}: {report['kind']}", title_justify="left", show_header=False)
-    facts.add_row("MoE layers", f"{len(layers)} ({layers[0]} to {layers[-1]})")
-    facts.add_row("experts per layer", f"{report['num_experts']}, top {report['top_k']}")
-    facts.add_row("hidden, intermediate", f"{report['hidden_size']}, {report['intermediate_size']}")
+    console, layers, packed = Console(), report["layers"], "quantizer" in report
     ordered = "".join(f", columns in another order at {bits} bits" for bits in report["ordered"])
-    facts.add_row("dtype, group size", f"{report['dtype']}, {report['group_size']}{ordered}")
-    if "quantizer" in report:
-        facts.add_row("quantizer", report["quantizer"])
-        parallel = report["tensor_parallel"]
-        facts.add_row("tensor-parallel rank", f"{parallel['rank']} of {parallel['size']}")
-    if "dense_bytes" in report:
-        facts.add_row("dense part", size(report["dense_bytes"]))
-    if "expert_bytes" in report:
-        facts.add_row("experts as they are", size(report["expert_bytes"]))
-    facts.add_row("model fingerprint", escape(report["model"]))
-    if report.get("verified"):
-        facts.add_row("checksums", "all match")
-    console.print(facts)
-
-    versions = Table("bits", title="Experts" if "quantizer" in report else "Experts if quantized", title_justify="left")
-    versions.add_column("an expert", justify="right")
-    versions.add_column("all experts", justify="right")
-    for version in report["versions"]:
-        versions.add_row(str(version["bits"]), size(version["expert_bytes"]), size(version["total_bytes"]))
-    console.print(versions)
-
-    if "errors" in report:
-        _print_errors(console, report["errors"])
-
-    bits = "" if "quantizer" in report else f" at {Options().hi} bits"
-    budgets = Table(
-        "tiers in use", "expert_budget", title=f"Budgets{bits}, kernel workspace included", title_justify="left"
+    rank = report.get("tensor_parallel", {})
+    facts = {
+        "MoE layers": f"{len(layers)} ({layers[0]} to {layers[-1]})",
+        "experts per layer": f"{report['num_experts']}, top {report['top_k']}",
+        "hidden, intermediate": f"{report['hidden_size']}, {report['intermediate_size']}",
+        "dtype, group size": f"{report['dtype']}, {report['group_size']}{ordered}",
+        "quantizer": report.get("quantizer"),
+        "tensor-parallel rank": f"{rank['rank']} of {rank['size']}" if rank else None,
+        "dense part": size(report["dense_bytes"]) if "dense_bytes" in report else None,
+        "experts as they are": size(report["expert_bytes"]) if "expert_bytes" in report else None,
+        "model fingerprint": escape(report["model"]),
+        "checksums": "all match" if report.get("verified") else None,
+    }
+    table = Table(title=f"{escape(report['folder'])}: {report['kind']}", title_justify="left", show_header=False)
+    for fact in facts.items():
+        if fact[1] is not None:
+            table.add_row(*fact)
+    console.print(table)
+    console.print(
+        _table(
+            "Experts" if packed else "Experts if quantized",
+            ("bits", "an expert", "all experts"),
+            [(str(row["bits"]), size(row["expert_bytes"]), size(row["total_bytes"])) for row in report["versions"]],
+        )
     )
-    budgets.add_column("bytes", justify="right")
-    budgets.add_column("kept per layer")
+    if packed:
+        _print_errors(console, report["errors"])
+    rows = []
     for row in report["budgets"]:
         kept = ", ".join(f"{count} {tier}" for tier, count in row["experts_kept_per_layer"].items())
-        tiers = " + ".join(row["tiers"])
-        budgets.add_row(tiers, row["expert_budget"], f"{row['bytes']} ({size(row['bytes'])})", kept)
-    console.print(budgets)
+        rows.append((" + ".join(row["tiers"]), row["expert_budget"], f"{row['bytes']} ({size(row['bytes'])})", kept))
+    title = f"Budgets{'' if packed else f' at {Options().hi} bits'}, kernel workspace included"
+    console.print(_table(title, ("tiers in use", "expert_budget", "bytes", "kept per layer"), rows))
 
 
 def _print_errors(console: Console, errors: list[dict[str, Any]] | None) -> None:
@@ -213,15 +206,21 @@ def _print_errors(console: Console, errors: list[dict[str, Any]] | None) -> None
         console.print("Errors: not recorded; this store was written by an older vllm-dymoe, or holds random experts.")
         return
     kinds = [(kind, bits) for kind in ("weight", "output") for bits in errors[0][kind]]
-    fell_back = any(row["fallbacks"] for row in errors)
     if not kinds:
         return
-    table = Table("layer", title="Relative errors", title_justify="left")
-    for kind, bits in kinds:
-        table.add_column(f"{kind}s\n{bits} bits", justify="right")
-    if fell_back:
-        table.add_column("not\ncalibrated")
+    fell_back = any(row["fallbacks"] for row in errors)
+    rows = []
     for row in errors:
         found = [f"{row[kind][bits]:.2%}" for kind, bits in kinds]
-        table.add_row(str(row["layer"]), *found, *([", ".join(map(str, row["fallbacks"]))] if fell_back else []))
-    console.print(table)
+        rows.append((str(row["layer"]), *found, *([", ".join(map(str, row["fallbacks"]))] if fell_back else [])))
+    heads = [f"{kind}s\n{bits} bits" for kind, bits in kinds] + ["not\ncalibrated"] * fell_back
+    console.print(_table("Relative errors", ("layer", *heads), rows))
+
+
+def _table(title: str, heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head, justify="right" if "bytes" in head or "expert" in head or "bits\n" in head else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table

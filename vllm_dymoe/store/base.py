@@ -12,7 +12,7 @@ class StoreError(RuntimeError):
 
 
 class HostMemoryError(StoreError):
-    """Host memory that cannot be had or be locked; the message says why, and whoever asked for it what else to do."""
+    """Host memory that cannot be had or be locked; the message says why, and the caller adds what to do."""
 
 
 class HostStore(Protocol):
@@ -47,7 +47,7 @@ class HostStore(Protocol):
 
 @runtime_checkable
 class ReadableStore(HostStore, Protocol):
-    """Whose bytes lie in memory that the experts' device can read by itself, complete and checked from the start on."""
+    """A store in memory that the experts' device can read by itself, complete and checked from the start on."""
 
     def blob(self, key: BlobKey, projections: range = EVERY_PROJECTION) -> torch.Tensor:
         """The bytes themselves: uint8 [bytes of the projections]."""

@@ -79,7 +79,7 @@ class ErrorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store holds and for whom.
+    """What a store holds, and for which model.
 
     Attributes:
         experts: layers, counts and formats.

@@ -18,7 +18,7 @@ class MemoryStore:
     """Blobs in host memory, one mapping for each layer, page-locked where there is a device to copy to.
 
     Args:
-        page_lock: locks the memory of a layer once it is filled; None where nobody needs that.
+        page_lock: locks the memory of a layer once it is filled; None without a device.
 
     Raises:
         HostMemoryError: the memory cannot be had.

@@ -21,7 +21,7 @@ class PageLock(Protocol):
     """Locks host memory for one device.
 
     Attributes:
-        node: the NUMA node that is nearest to the device; None where there is one node, or nobody knows.
+        node: the NUMA node that is nearest to the device; None where there is one node, or the system names none.
     """
 
     node: int | None
@@ -60,7 +60,7 @@ class CudaPageLock:
                 self._clear_error()
 
     def _clear_error(self) -> None:
-        """CUDA remembers the error, and whoever launches a kernel next would be told: that is us."""
+        """CUDA reports the error again at the next launch; a launch of our own takes it."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
 
@@ -80,7 +80,7 @@ class Arena:
     """A mapping that can be locked, near the device that it is locked for.
 
     Args:
-        page_lock: locks it; None where nobody needs that.
+        page_lock: locks it; None where no device copies from it.
 
     Attributes:
         memory: uint8 [nbytes].

@@ -8,7 +8,7 @@ from vllm_dymoe.store.base import HostMemoryError
 from vllm_dymoe.store.memory import memory_bytes
 from vllm_dymoe.units import size
 
-# What stays free where nobody has asked for page-locked memory: it cannot be swapped, and others live here as well.
+# What stays free under host_store = "auto": page-locked memory cannot be swapped, and other processes need some.
 _SHARE_LEFT = 10
 _LEAST_LEFT = 2 << 30
 

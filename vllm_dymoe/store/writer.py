@@ -28,7 +28,7 @@ _DATA_ALIGNMENT = 4096
 
 
 class StoreWriter:
-    """Writes one store; whoever has it ends with ``finish`` or ``discard``.
+    """Writes one store, and ends with ``finish`` or ``discard``.
 
     ``write`` is safe to call from several threads, none of which may still do so by then.
 

@@ -1,6 +1,7 @@
 """``vllm-dymoe inspect``: what a store or a checkpoint holds, and which budgets can serve it."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,7 @@ def _print_errors(console: Console, errors: list[dict[str, Any]] | None) -> None
     console.print(_table("Relative errors", ("layer", *heads), rows))
 
 
-def _table(title: str, heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+def _table(title: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
     table = Table(title=title, title_justify="left")
     for head in heads:
         table.add_column(head, justify="right" if "bytes" in head or "expert" in head or "bits\n" in head else "left")

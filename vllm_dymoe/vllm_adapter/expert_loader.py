@@ -15,6 +15,7 @@ Only views are taken of what vLLM hands over, so nothing bigger than one project
 quantized in the checkpoint, codes, scales and zero points wait for each other, then go on.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.held import Held, HeldFloats
 from vllm_dymoe.quantize.packer import Given
 from vllm_dymoe.quantize.readers import Reader
+from vllm_dymoe.quantize.tensor_names import Stacking
 from vllm_dymoe.residency.format import Projection
 
 _PROJECTIONS = {"w1": Projection.GATE, "w3": Projection.UP, "w2": Projection.DOWN}
@@ -180,8 +182,8 @@ class ExpertLoader:
             except ValueError as error:
                 raise self._unreadable(number, projection, error) from error
         elif kind not in reader.parts:
-            error = ValueError("it has 16 bits, although the checkpoint is quantized; this mix is not supported.")
-            raise self._unreadable(number, projection, error)
+            why = "it has 16 bits, although the checkpoint is quantized; this mix is not supported."
+            raise self._unreadable(number, projection, ValueError(why))
         else:
             parts = self._waiting.setdefault((expert, projection), {})
             parts[kind] = tensor.cpu()
@@ -232,13 +234,11 @@ class ExpertLoader:
         sizes = self._intermediate * ranks, self._hidden
         return sizes[::-1] if projection is Projection.DOWN else sizes
 
-    def _split(self, stem: str, rows: Tensor) -> tuple[tuple[Projection, Tensor], ...]:
-        """The projections of one expert's w13 or w2, whose first dimension is their rows."""
-        if stem == "w2":
-            return ((Projection.DOWN, rows),)
+    def _split(self, stem: str, rows: Tensor) -> Iterable[tuple[Projection, Tensor]]:
+        """The projections of one expert's w13 or w2, whose rows are the first dimension."""
+        projections = (Projection.DOWN,) if stem == "w2" else (Projection.GATE, Projection.UP)
         interleaved = self._layer.moe_config.activation is MoEActivation.SWIGLUOAI
-        gate, up = (rows[0::2], rows[1::2]) if interleaved else rows.chunk(2)
-        return (Projection.GATE, gate), (Projection.UP, up)
+        return zip(projections, Stacking(interleaved=interleaved).split(rows, projections), strict=True)
 
     def _unreadable(self, number: int, projection: Projection, error: ValueError) -> ConfigError:
         what = self._describe(number, projection)

@@ -206,7 +206,8 @@ def _quark(config: Config) -> Reader:
     A layer's format is that of the first pattern of ``layer_quant_config`` that fits its name, else
     ``global_quant_config``.
     """
-    rules, found = config.get("layer_quant_config") or {}, []
+    rules: Config = config.get("layer_quant_config") or {}
+    found: list[Config] = []
     names = (f"model.layers.{n}.mlp.experts.0.{part}_proj" for n in range(128) for part in ("gate", "up", "down"))
     for name in names:
         rule = next((rule for pattern, rule in rules.items() if fnmatchcase(name, pattern)), None)

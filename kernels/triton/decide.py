@@ -384,7 +384,8 @@ def _find_places(
         turns = tl.where(wide, tl.minimum(misses, tl.maximum(free, 0) + number_of(here & (uses == 0))), misses)
         for turn_number in range(turns):
             hottest = tl.max(tl.where(missing, order, -1), 0)
-            one = tl.min(tl.where(missing & (order == hottest), expert, WIDTH), 0)
+            first_of = missing & ((order == hottest) | (turn_number < free))
+            one = tl.min(tl.where(first_of, expert, WIDTH), 0)
             missing = missing & (expert != one)
             coldest = tl.min(victims, 0)
             victim = tl.min(tl.where(victims == coldest, expert, WIDTH), 0)

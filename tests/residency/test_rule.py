@@ -132,8 +132,9 @@ def naive(wanted, held, heat, used_at, shares, reuse_high, nested):
     held, places = dict(held), {expert: [] for expert in sorted(wanted)}
 
     def find(users, missing, slice_, code, holds):
-        wide = len(users) > shares[code]
-        for expert in sorted(missing, key=lambda e: (-heat[slice_, e] * wide, e)):
+        wide, missing = len(users) > shares[code], sorted(missing)
+        free = max(0, shares[code] - sum(map(holds, held.values())))
+        for expert in missing[:free] + sorted(missing[free:], key=lambda e: (-heat[slice_, e] * wide, e)):
             here = [e for e, has in held.items() if holds(has)]
             victims = sorted((heat[slice_, e], used_at[slice_, e], e) for e in here if e not in wanted)
             place = PASS

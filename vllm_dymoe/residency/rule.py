@@ -122,14 +122,15 @@ def _find_places(
     looking = missing.nonzero()[0]
     if not len(looking):
         return
-    if np.count_nonzero(wanting) > share:
-        looking = looking[np.argsort(-heat[active[looking]], kind="stable")]  # the hottest first
     free = max(0, share - int(np.count_nonzero(kept)))
     place[looking[:free]] = FREE
+    looking = looking[free:]
+    if np.count_nonzero(wanting) > share:
+        looking = looking[np.argsort(-heat[active[looking]], kind="stable")]  # the hottest first
     kept[active] = False
     victims = kept.nonzero()[0]
     victims = victims[np.argsort(heat[victims] * _STEPS + used_at[victims], kind="stable")].tolist()
-    for number in looking[free:].tolist():
+    for number in looking.tolist():
         if not victims:
             break
         if heat[active[number]] >= heat[victims[0]]:

@@ -147,7 +147,7 @@ class Table:
             columns[column.name] = np.full(shape, column.metadata["fill"], column.metadata["dtype"])
         columns["critical"][:] = np.arange(experts + 1)
         if device is not None:
-            columns = {name: torch.from_numpy(values).to(device) for name, values in columns.items()}
+            return cls(**{name: torch.from_numpy(values).to(device) for name, values in columns.items()})
         return cls(**columns)
 
     @property

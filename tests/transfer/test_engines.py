@@ -326,7 +326,7 @@ def test_asynchronous_copies_are_timed_by_the_device_and_only_while_somebody_ask
 
 
 def test_every_thread_first_enters_its_device():
-    """A transfer thread that keeps the first device makes a CUDA context of its own there."""
+    """A new thread begins on the first device, which may be another rank's."""
     entered = []
     engine = TransferEngine(
         CpuDelivery(make_store(make_experts())),

@@ -46,7 +46,7 @@ def make_engine(
     from vllm_dymoe.transfer.cuda import CudaStreams, PinnedDelivery, StagedDelivery
 
     streams = CudaStreams(device)
-    # A new thread's device is the first one, on which a CUDA call would make another context.
+    # A new thread begins on the first device, which may be another rank's.
     index = torch.cuda.current_device() if device.index is None else device.index
     enter = functools.partial(torch.cuda.set_device, index)
     if isinstance(store, MemoryStore):

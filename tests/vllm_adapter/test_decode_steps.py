@@ -11,7 +11,7 @@ from tests.support.no_host import HostInStepError, NoHost
 from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.residency.table import Table
+from vllm_dymoe.residency.table import Counter, Table
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.vllm_adapter import decode_steps
 from vllm_dymoe.vllm_adapter import running as module
@@ -55,7 +55,7 @@ def run(rank, seed, rows, tokens=None):
 
 
 def steps_of(runtime):
-    return runtime.memory.device_side.table.step.tolist()
+    return runtime.memory.device_side.table.counters[:, Counter.STEPS].tolist()
 
 
 def test_which_steps_need_the_host(runtime):

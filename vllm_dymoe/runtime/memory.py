@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.residency.budget import BudgetTracker
 from vllm_dymoe.residency.format import Expert, Format
-from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, PASS, Ints
+from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, PASS, Ints, record_uses
 from vllm_dymoe.residency.slots import Slot, SlotPool
 from vllm_dymoe.residency.table import CODES, Table, check_integrity, set_pools
 from vllm_dymoe.residency.tier import Tier
@@ -173,10 +173,15 @@ class ExpertMemory:
             self.table.reuse_high[:] = system.precision.reuses_high
 
     def begin_step(self, layer: int, active: Ints, wanted: NDArray[np.int8]) -> Ints:
-        """What becomes of the experts of a host's step: int64 [slices, n], see :func:`~..residency.rule.decide`."""
+        """What becomes of the experts of a host's step: int64 [slices, n], see :func:`~..residency.rule.decide`.
+
+        Where the device writes, what is there is used and counted, and everything else passes.
+        """
         if self.writer is not Writer.DEVICE:
             return self.table.begin_step(layer, active, wanted)
-        held = self.table.tier[layer, active]
+        table, held = self.table, self.table.tier[layer, active]
+        table.step[layer] += 1
+        record_uses(table.heat[:, layer], table.used_at[:, layer], active, wanted, int(table.step[layer]))
         if self.nested:
             return np.where((held != NOWHERE, (held == HIGH) | (wanted == LOW)), HIT, PASS)
         return np.where([held >= wanted if self.table.reuse_high[0] else held == wanted], HIT, PASS)
@@ -217,11 +222,15 @@ class ExpertMemory:
     def evict(self, layer: int, expert: int, part: Tier | None = None) -> bool:
         """Free an expert's slots, which the next copy may write once their last reader has ended; False if it has none.
 
+        Nothing that the device has placed is freed: a layer's own slots are not the host's to hand out.
+
         Args:
             layer: of the expert.
             expert: its number.
             part: the pool that needs a slot. Where it is that of fine slices the expert keeps its base.
         """
+        if self.writer is Writer.DEVICE:
+            return False
         freed = self.table.remove(layer, expert, fine=self.nested and part is Tier.HI)
         for tier, index in freed:
             pool = self.pools[tier]
@@ -233,6 +242,7 @@ class ExpertMemory:
         if self.device_side is not None and self.writer is Writer.DEVICE:
             self.device_side.table.clear()
             self.device_side.fill(self.pools, self.plan.quotas)
+            self.streaming = False
             self.read_device()
             return
         for tier in self.pools:
@@ -278,8 +288,8 @@ class ExpertMemory:
             getattr(self.device_side.table, name)[..., layer, :].copy_(rows, non_blocking=True)
 
     def read_device(self) -> None:
-        """Where the device writes, learn what it has written; waits for it."""
-        if self.device_side is not None and self.writer is Writer.DEVICE:
+        """Where the device writes, learn what it has written, if it has since the last time; waits for it."""
+        if self.device_side is not None and self.writer is Writer.DEVICE and not self.streaming:
             self.table.copy_rows(self.device_side.table)
 
     def enter_stream(self, last_read: Any) -> None:
@@ -297,6 +307,7 @@ class ExpertMemory:
         before, self.streaming = self.streaming, False
         if before and self.device_side is not None:
             self.device_side.table.forget_ahead()  # the host had the slots of guesses
+            self.device_side.table.copy_rows(self.table)  # what the host's steps have used
         return before
 
     @property

@@ -10,7 +10,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 FAST := $(ONE_THREAD) $(BIN)/python -m pytest -m "not engine" -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast engine check format docs models gpu bench-budget bench-gpu bench-papers bench-predictors bench-quality kernels-table clean
+.PHONY: help setup demo test fast engine check format docs models gpu bench-budget bench-gpu bench-papers bench-quality kernels-table clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,10 +28,6 @@ bench-budget: setup ## what a byte budget costs: vLLM, accelerate and this plugi
 bench-papers: setup ## the four papers' tables on the shipped model (an hour and a half, a quiet machine)
 	@$(BIN)/python -m pip install --quiet lm-eval matplotlib
 	@$(BIN)/python benchmarks/papers/papers.py --quality
-
-bench-predictors: setup ## which predictor of the next layer's experts is worth its price (40 minutes, a quiet machine)
-	@$(BIN)/python -m pip install --quiet matplotlib
-	@$(BIN)/python benchmarks/predictors/predictors.py
 
 bench-quality: setup ## what precision costs in quality, and what the system dymoe wins back (15 minutes of one core)
 	@$(BIN)/python -m pip install --quiet matplotlib

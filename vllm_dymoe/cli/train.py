@@ -22,7 +22,7 @@ from vllm_dymoe.units import size
 def run(trace_path: Path, out: Path, *, architecture: str, recipe: Recipe, device: str = "cpu") -> None:
     """Train on a trace, and write ``out``.
 
-    The architecture "auto" is the one that measured best for what the trace holds (benchmarks/predictors).
+    The architecture "auto" is the one that measured best for what the trace holds.
 
     Raises:
         TraceError: the trace cannot be read.

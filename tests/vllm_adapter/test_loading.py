@@ -36,10 +36,10 @@ def loading(packer):
 def test_weights_that_are_not_finite_end_the_start_and_leave_nothing(tmp_path, bad):
     packer = ExpertPacker(EXPERTS, make_quantizer("rtn"), StoreWriter(tmp_path / "s", Manifest(EXPERTS, "rtn", "m")))
     model = loading(packer)
-    model._model.put(0, 0, Projection.GATE, random_weight(EXPERTS, 0, 0, Projection.GATE))
+    model.layer_store(0).put(0, Projection.GATE, random_weight(EXPERTS, 0, 0, Projection.GATE))
     weight = random_weight(EXPERTS, 1, 4, Projection.DOWN)
     weight[3, 5] = bad
-    model._model.put(1, 4, Projection.DOWN, weight)
+    model.layer_store(1).put(4, Projection.DOWN, weight)
     model._model.layer_loaded(0)
     with pytest.raises(StoreError) as caught:
         model._model.layer_loaded(1)
@@ -92,8 +92,8 @@ def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
                 whole = random_weight(experts, layer, expert, projection)
                 rows, columns = (64, spec.intermediate) if projection is Projection.DOWN else (spec.intermediate, 64)
                 given[layer, expert, projection] = whole[:rows, :columns] + 1
-                model.put(layer, expert, projection, given[layer, expert, projection])
-                model.put_bias(layer, expert, projection, torch.ones(rows))
+                loading.layer_store(layer).put(expert, projection, given[layer, expert, projection])
+                loading.layer_store(layer).put_bias(expert, projection, torch.ones(rows))
         assert model.layer_loaded(layer) == (layer == 2)
     blob = torch.empty(experts.formats[16].nbytes, dtype=torch.uint8)
     for layer in range(3):

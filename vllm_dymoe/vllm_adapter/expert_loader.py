@@ -17,7 +17,7 @@ quantized in the checkpoint, codes, scales and zero points wait for each other, 
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,10 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.held import Held, HeldFloats
-from vllm_dymoe.quantize.packer import Given
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.tensor_names import Stacking
 from vllm_dymoe.residency.format import Projection
+from vllm_dymoe.vllm_adapter.model_store import LayerStore
 
 _PROJECTIONS = {"w1": Projection.GATE, "w3": Projection.UP, "w2": Projection.DOWN}
 _DBRX = {"w1": Projection.GATE, "v1": Projection.UP, "w2": Projection.DOWN}
@@ -39,34 +39,20 @@ _WITHOUT_GATE = {"w1": Projection.UP, "w2": Projection.DOWN}
 _STACKED_KINDS = ("weight", "weight_scale")
 
 
-class Sink(Protocol):
-    """Takes what this rank has of one layer."""
-
-    def wants_experts(self) -> bool:
-        """Whether the checkpoint's experts are needed."""
-        ...
-
-    def put(self, expert: int, projection: Projection, weight: Given) -> None:
-        """Take a projection of a local expert."""
-        ...
-
-    def put_bias(self, expert: int, projection: Projection, bias: Tensor) -> None:
-        """Take a projection's bias."""
-        ...
-
-
 class ExpertLoader:
     """Takes the experts of one layer from vLLM's loaders, in whatever order their tensors come.
 
     Args:
-        sink: receives this rank's part of every projection.
+        store: receives this rank's part of every projection.
         intermediate: width of an expert on this rank.
         reader: of experts that are quantized in the checkpoint; None where they have 16 bits.
     """
 
-    def __init__(self, layer: Any, sink: Sink, hidden: int, intermediate: int, reader: Reader | None = None) -> None:
+    def __init__(
+        self, layer: Any, store: LayerStore, hidden: int, intermediate: int, reader: Reader | None = None
+    ) -> None:
         parallel = layer.moe_config.moe_parallel_config
-        self._layer, self._sink, self._reader = layer, sink, reader
+        self._layer, self._store, self._reader = layer, store, reader
         self._rank, self._ranks = parallel.tp_rank, parallel.tp_size
         self._stacked = reader is not None and reader.ranks_take_groups
         self._projections = _PROJECTIONS if layer.moe_config.activation.is_gated else _WITHOUT_GATE
@@ -155,9 +141,9 @@ class ExpertLoader:
             for projection, part in self._split(stem, rows):
                 if kind == "bias":
                     missing = self._shape(projection)[0] - len(part)
-                    self._sink.put_bias(expert, projection, F.pad(part, (0, missing)))
+                    self._store.put_bias(expert, projection, F.pad(part, (0, missing)))
                 elif self._reader is None:
-                    self._sink.put(expert, projection, part)
+                    self._store.put(expert, projection, part)
                 else:
                     named = self._reader.parts[_STACKED_KINDS.index(kind)]
                     self._take_part(expert, expert, projection, named, part)
@@ -189,8 +175,8 @@ class ExpertLoader:
             parts[kind] = tensor.cpu()
             if len(parts) == len(reader.parts):
                 del self._waiting[expert, projection]
-                if self._sink.wants_experts():
-                    self._sink.put(expert, projection, partial(self._read, number, projection, parts))
+                if self._store.wants_experts():
+                    self._store.put(expert, projection, partial(self._read, number, projection, parts))
 
     def _read(self, number: int, projection: Projection, parts: dict[str, Tensor]) -> Held:
         """This rank's part of a matrix."""
@@ -215,14 +201,14 @@ class ExpertLoader:
 
     def _take_weight(self, expert: int, projection: Projection, weight: Tensor) -> None:
         dimension, which = self._share(projection, weight.shape[projection is Projection.DOWN])
-        self._sink.put(expert, projection, weight[which] if dimension == 0 else weight[:, which])
+        self._store.put(expert, projection, weight[which] if dimension == 0 else weight[:, which])
 
     def _take_bias(self, expert: int, projection: Projection, bias: Tensor) -> None:
         if projection is not Projection.DOWN:
             bias = bias[self._share(projection, bias.shape[0])[1]]
         elif self._rank > 0:
             bias = torch.zeros_like(bias)  # the ranks' results are added up: one of them brings the bias
-        self._sink.put_bias(expert, projection, bias)
+        self._store.put_bias(expert, projection, bias)
 
     def _share(self, projection: Projection, size: int) -> tuple[int, slice]:
         """What tensor parallelism gives this rank of a dimension: rows of gate and up, columns of down."""

@@ -89,19 +89,48 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class LayerStore:
-    """One layer of a model's store, by position: where its experts go."""
+    """Where the experts of one layer go: a model's store, and the layer's position in it."""
 
     model: "ModelStore"
     layer: int
 
     def wants_experts(self) -> bool:
-        return self.model.wants_experts()
+        """Whether the checkpoint's experts are needed: not where a complete store exists.
+
+        Raises:
+            StoreError: the store cannot be opened or written.
+        """
+        return self.model.prepare() is not None
 
     def put(self, expert: int, projection: Projection, weight: Given) -> None:
-        self.model.put(self.layer, expert, projection, weight)
+        """Take one projection from the checkpoint; nothing to do where a complete store exists.
+
+        Raises:
+            StoreError: the store cannot be written, or the weights cannot be quantized.
+        """
+        if (packer := self.model.prepare()) is not None:
+            with self.model.packing():
+                given = self._widened(projection, weight) if isinstance(weight, Tensor) else weight
+                packer.put(self.layer, expert, projection, given)
 
     def put_bias(self, expert: int, projection: Projection, bias: Tensor) -> None:
-        self.model.put_bias(self.layer, expert, projection, bias)
+        """Take one projection's bias; otherwise as ``put``.
+
+        Raises:
+            StoreError: the store cannot be written, or the bias not be stored.
+        """
+        if (packer := self.model.prepare()) is not None:
+            with self.model.packing():
+                packer.put_bias(self.layer, expert, projection, self._widened(projection, bias))
+
+    def _widened(self, projection: Projection, part: Tensor) -> Tensor:
+        """A weight or bias with zeros where this layer's experts are narrower than the widest."""
+        layers = self.model.layers
+        missing = max(spec.intermediate for spec in layers) - layers[self.layer].intermediate
+        if not missing or (projection is Projection.DOWN and part.dim() == 1):
+            return part
+        # Columns of down, rows of the others.
+        return F.pad(part, (0, missing) if projection is Projection.DOWN or part.dim() == 1 else (0, 0, 0, missing))
 
 
 class ModelStore:
@@ -181,57 +210,47 @@ class ModelStore:
         count, top_k = (max(sizes) for sizes in zip(*((s.num_experts, s.top_k) for s in self.layers), strict=True))
         return ModelExperts(numbers, count, top_k, formats)
 
-    def wants_experts(self) -> bool:
-        """Whether the checkpoint's experts are needed: not where a complete store exists.
-
-        Raises:
-            StoreError: the store cannot be opened or written.
-        """
-        with self._loading():
-            self._prepare()
-        return self._packer is not None
-
-    def put(self, layer: int, expert: int, projection: Projection, weight: Given) -> None:
-        """Take one projection from the checkpoint; nothing to do where a complete store exists.
-
-        Raises:
-            StoreError: the store cannot be written, or the weights cannot be quantized.
-        """
-        if self.wants_experts():
-            with self._loading() as packer:
-                if isinstance(weight, Tensor):
-                    weight = self._widened(layer, projection, weight)
-                packer.put(layer, expert, projection, weight)
-
-    def put_bias(self, layer: int, expert: int, projection: Projection, bias: Tensor) -> None:
-        """Take one projection's bias; otherwise as ``put``.
-
-        Raises:
-            StoreError: the store cannot be written, or the bias not be stored.
-        """
-        if self.wants_experts():
-            with self._loading() as packer:
-                packer.put_bias(layer, expert, projection, self._widened(layer, projection, bias))
-
     def layer_loaded(self, layer: int) -> bool:
         """Note that vLLM has loaded one more layer; whether it was the last one, so that the store is complete.
 
         Raises:
             StoreError: the checkpoint lacks an expert, or the store cannot be written.
         """
-        if self.wants_experts():
-            with self._loading() as packer:
-                self._fill_up(layer, packer)
+        packer = self.prepare()
         self._loaded += 1
-        if self._loaded < len(self.layers):
-            return False
-        if self._packer is not None:
-            with self._loading() as packer:
-                self.store = self._placed(packer.finish())
-            self._packer = None
-        if self._progress is not None:
+        complete = self._loaded == len(self.layers)
+        if packer is not None:
+            with self.packing():
+                self._fill_up(layer, packer)
+                if complete:
+                    self.store = self._placed(packer.finish())
+                    self._packer = None
+        if complete and self._progress is not None:
             self._progress.close()
-        return True
+        return complete
+
+    def prepare(self) -> ExpertPacker | None:
+        """Open the store or the way into it, once, before the first weight; the latter, where experts are needed.
+
+        Raises:
+            StoreError: it cannot be opened or written.
+        """
+        if self.place is None:
+            with self.packing():
+                self._open()
+        return self._packer
+
+    @contextlib.contextmanager
+    def packing(self) -> Iterator[None]:
+        """After an error nothing half-written stays, and the sentence says that it is ours."""
+        try:
+            yield
+        except (StoreError, ConfigError) as error:
+            if self._packer is not None:
+                self._packer.discard()
+            if isinstance(error, ConfigError):  # says so already
+                raise
+            raise StoreError(f"vllm-dymoe: {error}") from error
 
     @cached_property
     def model_fingerprint(self) -> str:
@@ -265,10 +284,7 @@ class ModelStore:
         name, spec = Path(self._vllm_config.model_config.model).name, self.layers[0]
         return root.expanduser() / f"{name}-{self._manifest.model}" / f"rank-{spec.rank}-{spec.expert_rank}"
 
-    def _prepare(self) -> None:
-        """Open the store or the way into it, once, before the first weight."""
-        if self.place is not None:
-            return
+    def _open(self) -> None:
         config, experts = self._vllm_config, self.experts
         device, ranks = config.device_config.device_type, config.parallel_config.local_world_size
         self.place = choose_host_place(self._options.host_store, device, experts, self._host_memory, ranks)
@@ -303,14 +319,6 @@ class ModelStore:
         store, self.place = place_experts(files, self.place, device, asked_for=self._options.host_store != "auto")
         return store
 
-    def _widened(self, layer: int, projection: Projection, part: Tensor) -> Tensor:
-        """A projection's weight or bias with zeros where its layer's experts are narrower than the widest."""
-        missing = max(spec.intermediate for spec in self.layers) - self.layers[layer].intermediate
-        if not missing or (projection is Projection.DOWN and part.dim() == 1):
-            return part
-        # Columns of down, rows of the others.
-        return F.pad(part, (0, missing) if projection is Projection.DOWN or part.dim() == 1 else (0, 0, 0, missing))
-
     def _fill_up(self, layer: int, packer: ExpertPacker) -> None:
         """Store zeros in the places of experts that a layer has not, and no router names."""
         experts = packer.experts
@@ -321,18 +329,6 @@ class ModelStore:
                 packer.put(layer, expert, projection, torch.zeros(form.rows, form.columns))
                 if fmt.bias:
                     packer.put_bias(layer, expert, projection, torch.zeros(form.rows))
-
-    @contextlib.contextmanager
-    def _loading(self) -> Iterator[ExpertPacker]:
-        """After an error nothing half-written stays, and the sentence says that it is ours."""
-        try:
-            yield self._packer  # type: ignore[misc]  # None only in _prepare, which makes it
-        except (StoreError, ConfigError) as error:
-            if self._packer is not None:
-                self._packer.discard()
-            if isinstance(error, ConfigError):  # says so already
-                raise
-            raise StoreError(f"vllm-dymoe: {error}") from error
 
 
 def layer_numbers(names: list[str]) -> tuple[int, ...]:

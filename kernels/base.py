@@ -1,6 +1,6 @@
 """What a layer's step asks of a kernel, and what every kernel promises."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.residency.checks import check_tensor
 from vllm_dymoe.residency.decision import Decision, Grouped
 from vllm_dymoe.residency.format import Expert
-from vllm_dymoe.residency.matrix import BLOCK_ROWS, DTYPES, MatrixFormat, PackedMatrix
+from vllm_dymoe.residency.matrix import DTYPES, MatrixFormat, PackedMatrix
 
 Linear = Callable[[Tensor, PackedMatrix], Tensor]
 """(x [n, columns], packed) -> x @ weight.T + bias [n, rows], a new tensor."""
@@ -110,87 +110,6 @@ def compute_experts(
         decision.place(item, Expert(*expert[:3]))
     kernel.begin(x, decision, out, activation)
     kernel.compute(items, receive)
-
-
-def forward_experts(
-    choose: Choose,
-    x: Tensor,
-    work: Sequence[ExpertWork],
-    out: Tensor,
-    activation: Activation,
-    receive: Receive | None = None,
-) -> None:
-    """:meth:`ExpertKernel.compute` for kernels that have linear operations of one matrix.
-
-    Several experts of few tokens are gathered, activated and written together: outside of
-    the matrix products every operation costs more in calls than in work.
-    """
-    receive = receive or _there
-    for batch, counts in _batches(work, x, activation):
-        if x.shape[0] == 1:  # each of them has this token
-            rows: Sequence[Tensor] = [x] * len(batch)
-        else:
-            rows = _parts(x.index_select(0, _joined([expert.tokens for expert in batch])), counts)
-        receive(1)
-        gates = _products(choose, rows, [expert.gate for expert in batch]) if activation.has_gate else None
-        receive(2)
-        ups = _products(choose, rows, [expert.up for expert in batch])
-        hidden = _parts(activation.alone(ups) if gates is None else activation.gated(gates, ups), counts)
-        receive(3)
-        outputs = _products(choose, hidden, [expert.down for expert in batch])
-        out.index_copy_(0, _joined([expert.pairs for expert in batch]), outputs)
-
-
-def _there(count: int) -> None:
-    """All projections are there."""
-
-
-def _products(choose: Choose, inputs: Sequence[Tensor], packed: Sequence[PackedMatrix]) -> Tensor:
-    """Each input times its matrix, one below the other."""
-    products = []
-    linears: dict[tuple[int, int], Linear] = {}  # by identity: hashing a format costs more than choosing
-    for x, matrix in zip(inputs, packed, strict=True):
-        kind = id(matrix.format), x.shape[0]
-        linear = linears.get(kind)
-        if linear is None:
-            linear = linears[kind] = choose(matrix.format, x.shape[0])
-        products.append(linear(x, matrix))
-    return _joined(products)
-
-
-def _batches(
-    work: Sequence[ExpertWork], x: Tensor, activation: Activation
-) -> Iterator[tuple[list[ExpertWork], list[int]]]:
-    """Experts that are computed together, with the number of tokens of each; those without tokens are left out."""
-    batch: list[ExpertWork] = []
-    counts: list[int] = []
-    elements = 0
-    formats = None
-    for expert in work:
-        if formats != (these := (expert.gate.format, expert.up.format, expert.down.format)):
-            formats = these
-            check_formats(*formats, x, activation)
-        count = check_tokens(expert)
-        if count == 0:
-            continue
-        width = expert.up.format.rows
-        elements += count * width
-        if batch and (elements > _ELEMENTS_AT_ONCE or width % BLOCK_ROWS or width != batch[0].up.format.rows):
-            yield batch, counts
-            batch, counts, elements = [], [], count * width
-        batch.append(expert)
-        counts.append(count)
-    if batch:
-        yield batch, counts
-
-
-def _parts(rows: Tensor, counts: list[int]) -> Sequence[Tensor]:
-    """Rows by expert; one row each is the usual case of decode, and half as dear without counts."""
-    return rows.unsqueeze(1).unbind() if len(counts) == rows.shape[0] else rows.split(counts)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def check_activations(x: Tensor, out: Tensor) -> None:

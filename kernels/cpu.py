@@ -1,8 +1,8 @@
 """The kernel for experts in a CPU's memory: one native call for all experts that are there.
 
 A token's result is the same, bit for bit, whatever else is in the batch, on any number of threads and wherever weights
-lie; processors of different instruction sets may differ. Without the native library torch computes from float32 tiles
-(``tiled``), where the last bit may depend on how many tokens an expert got.
+lie; processors of different instruction sets may differ. Without the native library torch computes from dequantized
+rows (``torch_experts``), where the last bit may depend on how many tokens an expert got.
 """
 
 import ctypes
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import ExpertWork, Receive, check_activations, check_formats, forward_experts
-from vllm_dymoe.kernels.tiled import TiledLinear
+from vllm_dymoe.kernels.base import Receive, check_activations, check_formats
+from vllm_dymoe.kernels.torch_experts import compute_with_torch
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 DEFAULT_WORKSPACE_BYTES = 1 << 20
+MINIMUM_WORKSPACE_BYTES = 320 << 10
 _MOST_ACTIVATION_BYTES = 32 << 20  # experts whose activations would take more are computed one after the other
 
 Items = NDArray[np.int64]
@@ -43,9 +44,10 @@ class CpuKernel:
     _step: tuple[Tensor, Decision, Tensor, Activation]
 
     def __init__(self, workspace_bytes: int = DEFAULT_WORKSPACE_BYTES, isa: str | None = None) -> None:
+        if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
+            raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
         self.workspace_bytes = workspace_bytes
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8)
-        self._tiled = TiledLinear(workspace)
         self._floats = workspace.view(torch.float32)
         self._library = None if isa == "torch" else native.load(isa)
         if self._library is None:
@@ -70,10 +72,9 @@ class CpuKernel:
         """
         x, decision, out, activation = self._step
         if self._library is None:
-            parts = [slice(decision.bounds[item], decision.bounds[item + 1]) for item in items]
-            rows, pairs = ([of[part] for part in parts] for of in (decision.rows, decision.pairs))
-            work = [ExpertWork(*decision.views[item], *at) for item, *at in zip(items, rows, pairs, strict=True)]  # type: ignore[misc]
-            forward_experts(lambda format, tokens: self._tiled, x, work, out, activation, receive)
+            parts = [(item, slice(decision.bounds[item], decision.bounds[item + 1])) for item in items]
+            work = [(decision.views[item], decision.rows[part], decision.pairs[part]) for item, part in parts]
+            compute_with_torch(x, work, out, activation, receive or _there)  # type: ignore[arg-type]
             return
         forms, bounds, views, listed = self._forms, decision.bounds, decision.views, []
         width = forms.width

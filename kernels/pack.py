@@ -149,16 +149,16 @@ def unpack(packed: PackedMatrix) -> Tensor:
     """
     if not packed.format.quantized:
         raise ValueError("the matrix has 16 bits: it holds weights, not codes")
-    return _in_input_order(packed, _stored_codes(packed))
+    return _in_input_order(packed, _stored_codes(packed)[:, : packed.format.columns])
 
 
 def _stored_codes(packed: PackedMatrix) -> Tensor:
-    """uint8 [rows, columns] as they are stored."""
+    """uint8 [rows, padded_columns] as they are stored."""
     format = packed.format
     codes = _loaded(packed.weight, format)
     if packed.fine is not None:
         codes = codes << format.code.stored_bits | _loaded(packed.fine, format)
-    return codes[: format.rows, : format.columns]
+    return codes[: format.rows]
 
 
 def _loaded(stored: Tensor, format: MatrixFormat) -> Tensor:
@@ -180,24 +180,22 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
     """
     format = packed.format
     precise = torch.float64 if dtype == torch.float64 else torch.float32
+    if not format.quantized:
+        return packed.weight.to(dtype)
+    groups = _stored_codes(packed).view(format.rows, format.groups, format.group_size)
     if packed.scales is not None:
-        by_row = packed.scales.to(precise).transpose(1, 2).reshape(format.padded_rows, format.groups)[: format.rows]
+        scales = packed.scales.to(precise).transpose(1, 2).reshape(-1, format.groups, 1)[: format.rows]
         if packed.factor is not None:
             multiplier, divisor = packed.factor.to(precise)
-            by_row = by_row * multiplier / divisor
-        levels = format.code.levels(_stored_codes(packed)).to(precise)
-        return (levels * by_row.repeat_interleave(format.group_size, dim=1)[:, : format.columns]).to(dtype)
-    if packed.scales_zeros is None:
-        return packed.weight.to(dtype)
-    scales, zeros = (
-        packed.scales_zeros.to(precise)
-        .permute(2, 1, 0)[:, : format.rows]
-        .repeat_interleave(format.group_size, dim=2)[:, :, : format.columns]
-    )
-    if format.integer_zeros:
-        zeros = zeros * scales
-    weights: Tensor = (_stored_codes(packed).to(precise) * format.code.step - format.code.center) * scales + zeros
-    return _in_input_order(packed, weights.to(dtype))
+            scales = scales * multiplier / divisor
+        weights = format.code.levels(groups).to(precise).mul_(scales)
+    else:
+        assert packed.scales_zeros is not None
+        scales, zeros = packed.scales_zeros.to(precise).permute(2, 1, 0).unsqueeze(3)[:, : format.rows].contiguous()
+        if format.integer_zeros:
+            zeros = zeros * scales
+        weights = groups.to(precise).mul_(format.code.step).sub_(format.code.center).mul_(scales).add_(zeros)
+    return _in_input_order(packed, weights.flatten(1)[:, : format.columns].to(dtype))
 
 
 def _in_input_order(packed: PackedMatrix, stored: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from vllm_dymoe.kernels.triton.section import (
+    TAG_BITS,
     bias_offset,
     code_bits,
     factor_bytes,
@@ -56,7 +57,7 @@ def fetch_share(
         split: which part of the columns.
         NESTED: bits of the codes whose upper halves alone are the section; half as many are such halves.
     """
-    for width in tl.static_range(1, 8):
+    for width in tl.static_range(1, TAG_BITS):
         if TIERS & (1 << width):
             if bits == (1 << width):
                 if width == 4:

@@ -22,6 +22,7 @@ from vllm_dymoe.kernels.triton.float_rows import load_factor
 from vllm_dymoe.kernels.triton.float_tiles import load_floats, load_row_scales
 from vllm_dymoe.kernels.triton.section import (
     DESCRIPTIONS,
+    TAG_BITS,
     factor_bytes,
     load_bias,
     order_offset,
@@ -156,7 +157,7 @@ def tile_products(
     """
     FLOAT16: tl.constexpr = x_rows.dtype.element_ty == tl.float16
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    for width in tl.static_range(1, 8):
+    for width in tl.static_range(1, TAG_BITS):
         if TIERS & (1 << width):
             if bits == (1 << width):
                 for start in range(0, COLUMNS, BLOCK_K):

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from vllm_dymoe.kernels.triton.float_rows import float_rows
 from vllm_dymoe.kernels.triton.section import (
+    TAG_BITS,
     load_bias,
     order_offset,
     stored_bits,
@@ -306,7 +307,7 @@ def row_products(
     """
     sums = tl.zeros([TOKENS, 64], tl.float32)
     row = block * 64 + tl.arange(0, 64)
-    for width in tl.static_range(1, 8):
+    for width in tl.static_range(1, TAG_BITS):
         if TIERS & (1 << width):
             if bits == (1 << width):
                 if width == 4:

@@ -6,44 +6,47 @@ Sizes are compile-time constants, so every offset but the block's and the group'
 import triton
 import triton.language as tl
 
+from vllm_dymoe.residency.code import WHOLE
+
 DESCRIPTIONS = [
     "addresses", "destinations", "fine", "fine_destinations", "bits", "items", "rows", "pairs", "sources", "targets",
     "weights", "computed",
 ]  # fmt: skip
 """Arguments that may begin anywhere: no kernel is compiled again because one of them is a slice of a tensor."""
 
-# What stands in the place of bits for a codebook: codebook.Code.tag.
-_MXFP4, _NVFP4, _FP8 = 32, 64, 128
+TAG_BITS = tl.constexpr(max(WHOLE).bit_length())
+"""Powers of two from 2 up to below 2 ** TAG_BITS are codes' tags; those from 32 on are published floats'."""
 
 
 @triton.constexpr_function
-def code_bits(bits):
-    """Bits of a code; what is below 32 is no tag and stands for itself."""
-    return bits if bits < _MXFP4 else 8 if bits == _FP8 else 4
+def code_bits(tag):
+    """Bits of a code."""
+    return WHOLE[tag].bits
 
 
 @triton.constexpr_function
-def group_size(bits, group):
-    """Columns that share a scale: a codebook's own, or the table's."""
-    return 32 if bits == _MXFP4 else 16 if bits == _NVFP4 else group
+def group_size(tag, group):
+    """Columns that share a scale: the code's own, or the table's."""
+    return WHOLE[tag].group_size or group
 
 
 @triton.constexpr_function
-def scale_bytes(bits):
-    """Bytes of what a group of a row has: scale and zero, or a codebook's scale."""
-    return 1 if bits in (_MXFP4, _NVFP4) else 4
+def scale_bytes(tag):
+    """Bytes of what a group of a row has: scale and zero, or a published float's scale."""
+    dtype = WHOLE[tag].scale_dtype
+    return 4 if dtype is None else dtype.itemsize
 
 
 @triton.constexpr_function
-def factor_bytes(bits):
+def factor_bytes(tag):
     """Bytes in front of the bias that hold a matrix's factor."""
-    return 256 if bits == _NVFP4 else 0
+    return 256 if WHOLE[tag].has_factor else 0
 
 
 @triton.constexpr_function
-def padded_columns(columns, group, bits):
+def padded_columns(columns, group, tag):
     """Columns that are stored."""
-    size = bits if bits == 32 else 16 if bits == _NVFP4 else group
+    size = WHOLE[tag].group_size or group
     return -(-columns // size) * size
 
 

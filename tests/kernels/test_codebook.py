@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.matrices import random_expert, random_packed
 from vllm_dymoe.kernels import Activation, CpuKernel, compute_experts, dequantize, expert_reference, pack_floats, unpack
-from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
+from vllm_dymoe.kernels.torch_experts import linear
 from vllm_dymoe.residency.code import CODEBOOKS, FP8, MXFP4, NVFP4
 from vllm_dymoe.residency.matrix import MatrixFormat
 
@@ -73,10 +73,9 @@ def test_an_expert_takes_the_bits_that_are_published(book, bits):
 @pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "columns"), [(100, 200), (64, 1088), (193, 2080)])
-def test_tiles_multiply_with_these_weights(book, dtype, rows, columns):
+def test_torch_multiplies_with_these_weights(book, dtype, rows, columns):
     packed = random_packed(format_of(book, rows, columns, dtype=dtype, bias=True))
     x = torch.randn(5, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
-    linear = TiledLinear(torch.empty(MINIMUM_WORKSPACE_BYTES, dtype=torch.uint8))
     want = F.linear(x.double(), dequantize(packed, torch.float64), packed.bias.double())
     unit = torch.finfo(dtype).eps * want.abs().amax()  # one rounding of the result; sums in float32 are far below
     assert (linear(x, packed).double() - want).abs().max() <= unit

@@ -20,7 +20,7 @@ from vllm_dymoe.kernels import (
     native,
 )
 from vllm_dymoe.kernels.combine import Pairs, combine_with_torch
-from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
+from vllm_dymoe.kernels.cpu import MINIMUM_WORKSPACE_BYTES
 from vllm_dymoe.residency.code import CODEBOOKS, NESTED, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
@@ -36,7 +36,6 @@ def runs(isa):
 KERNELS = {
     **{isa: partial(CpuKernel, isa=isa) for isa in native.ISAS},
     "torch": partial(CpuKernel, isa="torch"),
-    "torch, small workspace": partial(CpuKernel, MINIMUM_WORKSPACE_BYTES, isa="torch"),
 }
 NATIVE = [
     pytest.param(isa, marks=pytest.mark.skipif(not runs(isa), reason=f"this processor has no {name}"))
@@ -63,7 +62,7 @@ def compute(kernel, x, work, pairs, activation=Activation.SILU):
 @given(
     kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4),
     tokens=st.sampled_from([1, 2, 7, 40, 130]),
-    # In smaller ones a single rounding is the whole result: test_tiles.py has their matrices one at a time.
+    # In smaller ones a single rounding is the whole result: test_torch_experts.py has their matrices one at a time.
     hidden=st.integers(30, 150),
     intermediate=st.integers(30, 150),
     group_size=st.sampled_from([32, 64, 128]),

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.quantize.readers.packing import random_prequantized
 from vllm_dymoe.kernels import dequantize, unpack
-from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
+from vllm_dymoe.kernels.torch_experts import linear
 from vllm_dymoe.quantize.held import HeldIntegers
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
@@ -117,12 +117,11 @@ def test_what_cannot_be_held_is_refused(matrix, group_size, dtype, steps, senten
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("act_order", [False, True])
 def test_kernels_multiply_with_the_checkpoints_weights(bits, dtype, act_order):
-    """Float64 with the checkpoint's own weights beside the tiles, which accumulate in float32."""
+    """Float64 with the checkpoint's own weights beside those that accumulate in float32."""
     matrix = prequantized(100, 200, 64, bits=bits, dtype=dtype, shuffled=act_order)
     section = packed(matrix, 64, dtype, act_order=act_order)
     x = torch.randn(5, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
-    tiles = TiledLinear(torch.empty(MINIMUM_WORKSPACE_BYTES, dtype=torch.uint8))
     steps = matrix.codes.double() - matrix.zero_points[:, matrix.column_groups].double()
     want = F.linear(x.double(), steps * matrix.scales[:, matrix.column_groups].double())
     unit = torch.finfo(dtype).eps * want.abs().amax()  # one rounding of the result, and sums of 200 in float32
-    assert (tiles(x, section).double() - want).abs().max() <= unit
+    assert (linear(x, section).double() - want).abs().max() <= unit

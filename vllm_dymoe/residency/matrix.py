@@ -256,29 +256,6 @@ class PackedMatrix:
         weight, scales_at, bias, order, fine = (0 if part is None else part.data_ptr() for part in parts)
         return weight, scales_at, bias, order, fine
 
-    @cached_property
-    def byte_rows(self) -> Tensor:
-        """Weight as torch's int4 kernel takes it: uint8 [padded_rows, bytes of a row] (not at 16 bits)."""
-        return self.weight.view(self.format.padded_rows, -1)
-
-    @cached_property
-    def folded(self) -> Tensor:
-        """2-bit codes, those that fold onto one another in each row: uint8 [any, fold / 2 * 32]."""
-        return self.weight.view(-1, self.format.fold // 2 * PAIR_BYTES)
-
-    @cached_property
-    def scales_zeros_rows(self) -> Tensor:
-        """Scales and zeros, one group in each row: [groups, padded_rows * 2] (not at 16 bits)."""
-        assert self.scales_zeros is not None
-        return self.scales_zeros.view(self.format.groups, -1)
-
-    def in_stored_order(self, x: Tensor) -> Tensor:
-        """Inputs [n, columns] as the stored columns meet them: x itself, or a new tensor."""
-        if self.order is None:
-            return x
-        # Half as dear as index_select along a row, and as dear for a single one.
-        return x.gather(1, self.order.long().expand(x.shape[0], -1))
-
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

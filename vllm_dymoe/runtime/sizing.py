@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
-from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES
+from vllm_dymoe.kernels.cpu import MINIMUM_WORKSPACE_BYTES
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.hotness import share_out
 from vllm_dymoe.residency.table import layer_shares

@@ -1,4 +1,4 @@
-"""Matrices bigger than a tile, than the workspace, and than combine's chunk."""
+"""Matrices bigger than what is dequantized at a time, and outputs bigger than combine's chunk."""
 
 from dataclasses import replace
 
@@ -7,20 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels.matrices import random_packed
-from vllm_dymoe.kernels import combine, dequantize
-from vllm_dymoe.kernels.tiled import MINIMUM_WORKSPACE_BYTES, TiledLinear
+from vllm_dymoe.kernels import combine, dequantize, torch_experts
+from vllm_dymoe.kernels.torch_experts import linear
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 # One rounding of the result at 8 and at 11 bits of mantissa: the sums are float32.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
-# Seven blocks of rows and three tiles of columns, none of them whole, in the smallest workspace.
+# Seven blocks of rows, the last of them not whole, two at a time.
 ROWS, COLUMNS = 405, 2500
-
-
-def poisoned_workspace():
-    return torch.full((MINIMUM_WORKSPACE_BYTES,), 0xFF, dtype=torch.uint8)
 
 
 def relative_error(got, x, packed):
@@ -33,12 +29,13 @@ def relative_error(got, x, packed):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 @pytest.mark.parametrize(("bias", "act_order"), [(False, False), (True, False), (True, True)])
-def test_tiles_meet_at_their_edges(bias, act_order, bits, dtype, tokens):
+def test_rows_that_are_computed_one_after_the_other_meet(bias, act_order, bits, dtype, tokens, monkeypatch):
+    monkeypatch.setattr(torch_experts, "_WEIGHTS_AT_ONCE", 2 * 64 * 2560)
     packed = random_packed(
         MatrixFormat(ROWS, COLUMNS, code_of(bits), 64, dtype, bias, act_order=act_order and bits < 16)
     )
     x = torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert relative_error(TiledLinear(poisoned_workspace())(x, packed), x, packed) < TOLERANCE[dtype]
+    assert relative_error(linear(x, packed), x, packed) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 70), (65, 33), (130, 5)])
@@ -48,7 +45,7 @@ def test_the_smallest_matrices_are_rounded_once(rows, columns, bits):
     x = torch.randn(3, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
     want = F.linear(x.double(), dequantize(packed, torch.float64))
     # Half a unit in the last place of bfloat16, and float32 sums of at most 70 terms of size 1.
-    torch.testing.assert_close(TiledLinear(poisoned_workspace())(x, packed).double(), want, rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(linear(x, packed).double(), want, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
@@ -60,11 +57,10 @@ def test_an_order_of_columns_only_moves_the_inputs(bits, columns, tokens):
     order, unordered = packed.order.long(), replace(packed.format, act_order=False)
     neighbours = unordered.view(packed_section(packed)[: unordered.nbytes])
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
-    product = TiledLinear(torch.empty(1 << 20, dtype=torch.uint8))
 
     assert torch.equal(dequantize(neighbours), dequantize(packed)[:, order])
-    assert torch.equal(product(x, packed), product(x[:, order].contiguous(), neighbours))
-    assert not torch.equal(product(x, packed), product(x, neighbours))
+    assert torch.equal(linear(x, packed), linear(x[:, order].contiguous(), neighbours))
+    assert not torch.equal(linear(x, packed), linear(x, neighbours))
 
 
 def packed_section(packed):

@@ -1,0 +1,70 @@
+"""Experts in plain torch, for installations without the native library: weights are dequantized a few rows at a time.
+
+Rows of a result may differ in their last bit between numbers of tokens, because the library behind `linear` chooses its
+blocking by them; they never depend on where the weights lie.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_dymoe.kernels.activation import Activation
+from vllm_dymoe.kernels.base import Receive, check_formats
+from vllm_dymoe.kernels.pack import dequantize
+from vllm_dymoe.residency.format import Expert
+from vllm_dymoe.residency.matrix import BLOCK_ROWS, PackedMatrix
+
+_WEIGHTS_AT_ONCE = 1 << 18
+
+
+def compute_with_torch(
+    x: Tensor,
+    work: Sequence[tuple[Expert, Tensor, Tensor]],
+    out: Tensor,
+    activation: Activation,
+    receive: Receive,
+) -> None:
+    """:meth:`ExpertKernel.compute`, expert by expert.
+
+    Args:
+        work: each expert with its rows of x and of out, int64 [n].
+    """
+    for (gate, up, down), rows, pairs in work:
+        check_formats(gate.format, up.format, down.format, x, activation)
+        inputs = x.index_select(0, rows)
+        receive(1)
+        gates = linear(inputs, gate) if activation.has_gate else None
+        receive(2)
+        ups = linear(inputs, up)
+        hidden = activation.alone(ups) if gates is None else activation.gated(gates, ups)
+        receive(3)
+        out.index_copy_(0, pairs, linear(hidden, down))
+
+
+def linear(x: Tensor, packed: PackedMatrix) -> Tensor:
+    """x [n, columns] times the weight, plus the bias: [n, rows] in x's dtype, accumulated in float32."""
+    rows, precise = packed.format.rows, x.float()
+    step = max(_WEIGHTS_AT_ONCE // packed.format.padded_columns // BLOCK_ROWS, 1) * BLOCK_ROWS
+    parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    result = torch.cat([F.linear(precise, dequantize(_rows_of(packed, part))) for part in parts], 1)
+    if packed.bias is not None:
+        result += packed.bias
+    return result.to(x.dtype)
+
+
+def _rows_of(packed: PackedMatrix, rows: slice) -> PackedMatrix:
+    """Some rows of a matrix without their bias; the first one begins a block."""
+    blocks = slice(rows.start // BLOCK_ROWS, -(-rows.stop // BLOCK_ROWS))
+    weight, scales_zeros, scales, fine = packed.weight, packed.scales_zeros, packed.scales, packed.fine
+    return replace(
+        packed,
+        format=replace(packed.format, rows=rows.stop - rows.start, bias=False),
+        weight=weight[blocks if packed.format.quantized else rows],
+        scales_zeros=None if scales_zeros is None else scales_zeros[:, blocks.start * BLOCK_ROWS : rows.stop],
+        bias=None,
+        scales=None if scales is None else scales[blocks],
+        fine=None if fine is None else fine[blocks],
+    )

@@ -3,7 +3,7 @@ these bytes. The device's rule fills it, its plain twin, or the host, which has 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class Decision:
         positions, items = tokens * top_k, min(experts, tokens * top_k)
         sizes = {"count": 1, "work": items + 1, "rows": positions, "pairs": positions, "computed": tokens}
         sizes["scratch"] = len(self.scratch)
-        parts = {}
+        parts: dict[str, Any] = {}
         for name, tensor in self.tensors.items():
             by_slice = name in ("slots", "fate", "addresses", "destinations")
             parts[name] = tensor[:, :items] if by_slice else tensor[: sizes.get(name, items)]

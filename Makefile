@@ -7,10 +7,13 @@ LINT_TREE := build/lint
 JOBS ?= 2
 # The tests' models are tiny: a thread of each process computes faster than two that wait for each other.
 ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
-FAST := $(ONE_THREAD) $(BIN)/python -m pytest -m "not engine" -n $(JOBS) --dist worksteal
+# ISA=avx2 holds torch, vLLM and the native kernel down, as on a processor without AVX-512.
+HELD := $(if $(filter avx2,$(ISA)),PYTHONPATH=$(CURDIR)/tests/support/without_avx512)
+PYTEST := $(ONE_THREAD) $(HELD) $(BIN)/python -m pytest
+FAST := $(PYTEST) -m "not engine" -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast engine check format docs models gpu bench-budget bench-gpu bench-papers bench-quality kernels-table clean
+.PHONY: help setup demo test fast engine native check lint format docs models gpu bench-budget bench-gpu bench-papers bench-quality kernels-table clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,24 +36,28 @@ bench-quality: setup ## what precision costs in quality, and what the system dym
 	@$(BIN)/python -m pip install --quiet matplotlib
 	@$(BIN)/python benchmarks/quality/quality.py
 
-test: fast engine ## all tests
+test: fast engine ## all tests (ISA=avx2: as on a processor without AVX-512)
 
 fast: setup ## only the tests that start no vLLM engine
 	$(FAST)
 
 engine: setup ## only the tests that start one
-	$(ONE_THREAD) $(BIN)/python -m pytest -m engine -n $(JOBS) --dist loadfile
+	$(PYTEST) -m engine -n $(JOBS) --dist loadfile
+
+native: setup ## only the tests that this processor's own instructions can change
+	$(PYTEST) tests/kernels/test_kernels.py tests/kernels/test_codebook.py tests/runtime tests/e2e/test_models.py -n $(JOBS) --dist loadfile
 
 # mypy and import-linter look for vllm_dymoe.kernels inside vllm_dymoe, but its sources lie beside it
 # (pyproject.toml, package-dir): they get a tree of links that looks like the installed package.
-check: setup ## lint, format, types, the direction of imports, and the fast tests
+check: lint fast ## lint and the fast tests
+
+lint: setup ## style, format, types, and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@rm -rf $(LINT_TREE) && mkdir -p $(LINT_TREE)
 	@cp -rs $(CURDIR)/vllm_dymoe $(LINT_TREE)/ && cp -rs $(CURDIR)/kernels $(LINT_TREE)/vllm_dymoe/
 	cd $(LINT_TREE) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p vllm_dymoe
 	cd $(LINT_TREE) && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
-	$(FAST)
 
 format: setup ## let ruff put the code in order
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,36 @@
+"""Holds a process to AVX2, as on a processor without AVX-512: torch, oneDNN, numba, and the build that vLLM chooses.
+
+    PYTHONPATH=<this folder> python ...
+
+Python imports this file by itself in every process, child processes included.
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+
+os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "NUMBA_CPU_NAME": "haswell"}
+os.environ["NUMBA_CPU_FEATURES"] = ""
+
+
+class _TorchCpu(importlib.abc.MetaPathFinder):
+    """Answers no where torch.cpu is asked for an instruction set above AVX2."""
+
+    def find_spec(self, name, path, target=None):
+        if name != "torch.cpu":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            for ask in [ask for ask in dir(module) if ask.startswith(("_is_avx512", "_is_amx", "_is_vnni"))]:
+                setattr(module, ask, lambda: False)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, _TorchCpu())

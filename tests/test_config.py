@@ -1,12 +1,9 @@
 """Options: the order of their sources, and one clear sentence for each mistake."""
 
-import json
-
 import pytest
 from pydantic import ValidationError
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
-from vllm_dymoe.removed_options import REMOVED
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.systems import SYSTEMS, make_system
 
@@ -141,41 +138,6 @@ def test_a_budget_of_as_many_experts_as_a_token_or_a_layer_has(word, slots):
     budget = load({"expert_budget": word}).expert_budget
     assert budget.resolve(1000, slots_bytes=80) == 80
     assert str(budget) == f"as many experts as a {slots}"
-
-
-WAS = [(option, value) for option, told in REMOVED.items() for value in (told if isinstance(told, dict) else ("x",))]
-
-
-@pytest.mark.parametrize(("option", "value"), WAS)
-def test_every_removed_name_and_value_is_answered_with_what_to_write(option, value):
-    """What is quoted in the answer works, if the answer is JSON."""
-    for given, place in (
-        ({"additional": {option: value}}, f"additional_config.dymoe.{option} "),
-        ({"environment": {f"DYMOE_{option.upper()}": value}}, f"DYMOE_{option.upper()} "),
-    ):
-        with pytest.raises(ConfigError, match=f"{place}is not an option any more; write ") as caught:
-            load(**given)
-        sentence = str(caught.value)
-        assert sentence.endswith(".")
-    written = sentence.removesuffix(".").split("; write ")[1]
-    try:
-        options = json.loads("{" + written + "}")
-    except json.JSONDecodeError:
-        return
-    options = {"lo": 2} | {name: "f" if name == "trace" else text for name, text in options.items()}
-    load(options)
-
-
-def test_old_values_have_an_answer_of_their_own():
-    def answer(option, value):
-        with pytest.raises(ConfigError) as caught:
-            load({option: value})
-        return str(caught.value)
-
-    assert 'write "system": "dymoe", "system_options": {"retention": 0}.' in answer("policy", "uniform-lo")
-    assert 'write "system": "firm".' in answer("prefetch", "meeting-of-layers")
-    assert 'write "system": "exact", "system_options": {"look_ahead": 0}.' in answer("preset", "cache")
-    assert 'write "system", one of "duoserve", "dymoe"' in answer("policy", "best")
 
 
 def test_every_system_is_served_with_the_default_options():

@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.removed_options import instead_of
 from vllm_dymoe.store import STORE_VERSION
 from vllm_dymoe.systems import SystemOptionError, make_system
 
@@ -113,10 +112,9 @@ def _sentence(error: ValidationError, sources: Mapping[str, Source]) -> str:
         place = sources.get(option, Source.ADDITIONAL_CONFIG).name_of(option) if option else "the options together"
         inside = "".join(f".{part}" for part in item["loc"][1:])
         if item["type"] == "extra_forbidden" and not inside:
-            instead = instead_of(option, item["input"])
             close = difflib.get_close_matches(option, known, n=1)
             hint = f'did you mean "{close[0]}"?' if close else f"the options are {', '.join(known)}."
-            sentences.append(f"{place} {instead}." if instead else f"{place} is not an option; {hint}")
+            sentences.append(f"{place} is not an option; {hint}")
             continue
         reason = item["msg"].removeprefix("Value error, ")
         reason = reason[0].lower() + reason[1:]

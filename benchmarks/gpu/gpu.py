@@ -53,15 +53,19 @@ PARTS = {
     "sanitizer": Part("Does compute-sanitizer find anything?", 240, _PACKAGE),
     "engine": Part("Does vLLM answer the same with graphs and without, at 100 and 25 %?", 420, _PACKAGE),
     "speeds": Part("How far from the hardware's bound?", 300, _PACKAGE),
+    "layers": Part("How far are the kernels from the bound, for every layer, tier and batch?", 3600),
 }
-"""In the order in which they run; the last one only if nothing was wrong."""
+"""In the order in which they run."""
+SPEEDS = "speeds", "layers"
+"""Those that run only if nothing was wrong."""
+DEFAULT = [name for name in PARTS if name not in (MACHINE, "layers")]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Check, measure, report; 0 only if everything that was checked is right."""
     parser = argparse.ArgumentParser(prog="gpu", description=__doc__)
     names = [name for name in PARTS if name != MACHINE]
-    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
+    parser.add_argument("--parts", nargs="+", choices=names, default=DEFAULT, metavar="PART", help=", ".join(names))
     parser.add_argument("--output", type=Path, default=HERE, help="folder of the JSON file")
     parser.add_argument("--no-readme", action="store_true", help="leave the README's table as it is")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -103,7 +107,7 @@ def _run(names: list[str], output: Path, readme: Path | None) -> int:
     found: dict[str, Found] = {}
     for name in (MACHINE, *(name for name in PARTS if name in names)):
         wrong = [sentence for part in found.values() for sentence in part.wrong]
-        if wrong and (name == "speeds" or found[MACHINE].wrong):
+        if wrong and (name in SPEEDS or found[MACHINE].wrong):
             break
         print(f"{name}: {PARTS[name].question}", flush=True)
         found[name] = run_part(name, PARTS[name].limit, folder, lambda entry: _show(line(entry)))
@@ -114,7 +118,6 @@ def _run(names: list[str], output: Path, readme: Path | None) -> int:
     if wrong:
         for part in found.values():
             part.speeds.clear()
-            part.facts.pop("kernels", None)
     results: dict[str, Any] = {
         **found[MACHINE].facts,
         "date": date.today().isoformat(),
@@ -128,7 +131,7 @@ def _run(names: list[str], output: Path, readme: Path | None) -> int:
         path.write_text(json.dumps(results, indent=1) + "\n")
         print(markdown(results))
         print(f"written: {path}")
-        if readme is not None and not wrong and not results["not_run"] and set(names) == set(PARTS) - {MACHINE}:
+        if readme is not None and not wrong and not results["not_run"] and set(names) == set(DEFAULT):
             write(results, readme)
             print(f"written: the table in {readme}")
     for sentence in wrong:

@@ -34,13 +34,18 @@ def markdown(results: dict[str, Any]) -> str:
             wrong = sum(bool(check["wrong"]) for check in part["checks"]) + (part["failure"] is not None)
             verdict = f"{wrong} WRONG" if wrong else f"{len(part['checks'])} right"
             checks.append([name, verdict, f"{part['seconds']:.0f} s", " ".join(part["sentences"])])
-        elif name != "speeds":
+        elif name not in ("speeds", "layers"):
             checks.append([name, "left out", "", " ".join(part["sentences"])])
     text.append(readme.markdown(["checked", "", "time", ""], checks))
     speeds = [_cells(speed) for part in parts.values() for speed in part["speeds"]] if results["right"] else []
     if speeds:
         text += ["", readme.markdown(["measured", "bound", "time or rate", "of the bound", ""], speeds)]
-        text += ["", " ".join(parts["speeds"]["sentences"])]
+        text += [
+            "",
+            " ".join(
+                sentence for name in ("speeds", "layers") if name in parts for sentence in parts[name]["sentences"]
+            ),
+        ]
     return "\n".join([*text, ""])
 
 

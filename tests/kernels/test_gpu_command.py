@@ -77,7 +77,7 @@ def test_it_runs_to_its_end(tmp_path):
     assert parts["engine"]["sentences"][0].startswith("Left out: vLLM is not installed here")
     assert all(part["complete"] for part in parts.values())
     names = [speed["name"] for speed in parts["speeds"]["speeds"]]
-    assert len(names) == len(set(names)) == 19
+    assert len(names) == len(set(names)) == 20
     assert all(speed["bound"] > 0 and speed["measured"] > 0 for speed in parts["speeds"]["speeds"])
     table = readme.read_text().split("<!-- gpu:begin -->\n")[1].split("<!-- gpu:end -->")[0]
     assert "a card, " in table
@@ -85,6 +85,15 @@ def test_it_runs_to_its_end(tmp_path):
     assert "| runtime, decode, 25%, prefetch next-gate, a layer |" in table
     assert table.rstrip("\n") in done.stdout
     assert "gpu: everything that was checked is right." in done.stdout
+
+
+def test_every_layer_is_measured_where_that_is_asked_for(tmp_path):
+    """`make bench-gpu`."""
+    done, results, _ = on_the_host(tmp_path, "kernels", "layers")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    names = [speed["name"] for speed in results["parts"]["layers"]["speeds"]]
+    kernels = [f"kernels, Mixtral-8x7B, 4 bits, {tokens} tokens" for tokens in (1, 9)]
+    assert names == [*kernels, "kernels, two experts of Mixtral-8x7B fetched through from the host"]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +232,7 @@ def test_the_named_packages_are_enough(gpu):
     program = (
         f"import sys; [sys.modules.__setitem__(name, None) for name in {absent}]; "
         "from checkout import find_package; find_package(); "
-        "from parts import engine, graphs, kernels, machine, runtime, sanitizer, short, speeds; print('all')"
+        "from parts import engine, graphs, kernels, layers, machine, runtime, sanitizer, short, speeds; print('all')"
     )
     packages = str(Path(torch.__file__).parents[1])
     done = subprocess.run(

@@ -1,15 +1,13 @@
 """How far the kernels and the runtime are from what the card's memory and its link allow."""
 
-import os
 import time
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
 import torch
-from layers import Layer, Machine, work_of
+from kernel_speeds import measure
+from layers import LAYERS, Layer, Machine, work_of
 from record import Recorder
 
 from parts.decided import DecidedSteps, runtime_of
@@ -18,7 +16,7 @@ from parts.stack import Model, Stack, pinned_store, same_bits
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore
 
-KERNELS = {"models": ("Mixtral-8x7B", "Qwen3-30B-A3B"), "tokens": (1, 16, 512), "tiers": ("4", "4/2")}
+KERNEL_LAYERS, KERNEL_TOKENS = LAYERS[:2], (1, 16, 512)
 """A selection of `make bench-gpu`."""
 MODEL = Model(layers=4, experts=128, top_k=8, hidden=2048, intermediate=768)
 """Four of Qwen3-30B-A3B's 48 MoE layers, with random weights; 2.7 MB for an expert at 4 bits."""
@@ -35,33 +33,11 @@ WARM = 20
 
 def run(record: Recorder) -> None:
     """The kernels' selection before the runtime, whose bounds it measures; what is wrong is not measured at all."""
-    import bench_gpu
-
     store, stack = pinned_store(MODEL, (BITS,)), Stack(MODEL, exact=False)
     if not _same_at_every_budget(record, store, stack):
         return
     with record.check("the kernels' speeds could be measured"):
-        with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn")) as pool:
-            pairs = bench_gpu.chosen(KERNELS["models"], KERNELS["tiers"])
-            list(pool.map(bench_gpu.compile_layer, *zip(*pairs, strict=True)))
-        results = bench_gpu.measure(KERNELS["models"], KERNELS["tokens"], KERNELS["tiers"])
-    record.keep(kernels=results)
-    record.say(
-        f"Measured first: copy on the card {results['copy_gb_per_s']:.0f} GB/s, dense bf16 "
-        f"{results['matmul_tflop_per_s']:.0f} TFLOP/s, from page-locked memory {results['host_gb_per_s']:.1f} GB/s."
-    )
-    for row in results["rows"]:
-        name = f"kernels, {row['model']}, {row['tiers']} bits, {row['tokens']} tokens"
-        record.speed(name, "us", row["time_us"], row["bound_us"], row["bound_share"])
-    share = results["fetch_host_bandwidth_share"]
-    link = results["host_gb_per_s"]
-    record.speed("kernels, experts fetched through from the host", "GB/s", share * link, link, share)
-    machine = Machine(
-        results["card"],
-        results["copy_gb_per_s"] * 1e9,
-        results["matmul_tflop_per_s"] * 1e12,
-        results["host_gb_per_s"] * 1e9,
-    )
+        machine = measure(record, KERNEL_LAYERS, ("4", "4/2"), KERNEL_TOKENS)
     _measure_runtime(record, machine, store, stack)
     _measure_decided(record, machine, store, stack)
     store.close()

@@ -2,9 +2,6 @@
 
 import json
 import re
-import resource
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +10,11 @@ import pytest
 from tests.cli.checkpoints import command, refused
 from vllm_dymoe.config import ConfigError, ExpertBudget
 from vllm_dymoe.plan import advice
-from vllm_dymoe.plan.advice import Serving, choices, recommended, room_for_experts
+from vllm_dymoe.plan.advice import Serving, choices, recommended, room_for_experts, shown
 from vllm_dymoe.plan.device import Device, find_device, measured_device, parse_rate
-from vllm_dymoe.plan.errors import compare, median_error, reversed_rankings
 from vllm_dymoe.plan.model import shape_of
 from vllm_dymoe.plan.predict import predict, step_bytes
-from vllm_dymoe.plan.replay import LayerDemand, Routings, replay, stated_skew
+from vllm_dymoe.plan.replay import LayerDemand, Routings, made_up, replay
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
@@ -58,9 +54,6 @@ def test_a_model_without_experts_is_refused():
         shape_of(dense, "x/config.json")
 
 
-# -- devices --------------------------------------------------------------------------------------
-
-
 def test_devices_are_found_however_they_are_written():
     assert find_device("NVIDIA GeForce RTX-4090", None).memory == find_device("rtx4090", None).memory == 24 * 2**30
     assert find_device("rtx4090", "25 GB/s").link == parse_rate("25GB/s") == 25e9
@@ -68,8 +61,6 @@ def test_devices_are_found_however_they_are_written():
         with pytest.raises(ConfigError):
             find_device(name, link)
 
-
-# -- the rule -------------------------------------------------------------------------------------
 
 HEADER = TraceHeader("m", "f", 8, 32, 4, 64)
 
@@ -95,7 +86,7 @@ def test_low_experts_are_moved_low_or_skipped(routings):
     half = demand(routings, 8, lambda layer, active: 2, low=True, low_kept=8)
     assert half.active == {Tier.HI: 2, Tier.LO: 2}
     skipped = demand(routings, 8, lambda layer, active: 2)
-    assert (skipped.active[Tier.HI], skipped.active[Tier.LO], skipped.skipped) == (2, 0, 2)
+    assert skipped.active == {Tier.HI: 2, Tier.LO: 0}
 
 
 def test_slices_are_kept_and_moved_each_by_itself(routings):
@@ -123,8 +114,6 @@ def test_tokens_of_a_batch_share_experts():
     assert 4 < alone.distinct(16) < 32
 
 
-# -- times ----------------------------------------------------------------------------------------
-
 DEVICE = Device("d", 24 * 2**30, bandwidth=8e11, compute=8e13, link=2e10, layer_seconds=0.0)
 QWEN = shape_of(QWEN3_30B, "config.json")
 
@@ -141,7 +130,7 @@ def predicted(options, budget, routings, device=DEVICE):
 
 @pytest.fixture(scope="module")
 def skewed():
-    return stated_skew(TraceHeader("m", "f", 48, 128, 8, 2048), 1, 0.5, 0.3)
+    return made_up(TraceHeader("m", "f", 48, 128, 8, 2048), 1)
 
 
 def test_everything_moved_takes_the_link_and_the_computation(skewed):
@@ -175,16 +164,14 @@ def test_fewer_bytes_and_skipped_experts_are_faster(skewed):
     assert tpot["16"] > tpot["8"] > tpot["4"] > tpot["4/0"]
 
 
-# -- advice ---------------------------------------------------------------------------------------
-
-
 def test_every_choice_fits_beside_the_rest(skewed):
     device, serving = find_device("rtx4090", None), Serving()
     room = room_for_experts(QWEN, device, serving, 1)
     found = list(choices(QWEN, device, skewed, serving, 512))
     assert 10e9 < room < 24 * 2**30 - QWEN.dense_bytes
     assert all(row.limit <= room for row in found)
-    assert {row.options.get("system", "exact") for row in found} == {"exact", "dymoe", "firm", "duoserve", "on-demand"}
+    assert {row.options["system"] for row in shown(found, ["dymoe", "firm"])} == {"dymoe", "firm"}
+    assert [row.part for row in shown(found, [])] == [0.25, 0.5, 0.75, 1.0]
     best = recommended(found)
     assert best.agreement >= advice.GOOD_ENOUGH
     assert all(best.prediction.tpot <= 1.05 * row.prediction.tpot for row in found if row.agreement >= 0.95)
@@ -203,81 +190,45 @@ def test_the_quality_of_the_package_is_that_of_the_benchmark():
             assert value == pytest.approx(measured.get((tiers, quantizer), 1.0 if tiers == "16" else 0), abs=1e-4)
 
 
-# -- the command ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
     return tmp_path
 
 
-def test_the_command_ends_with_one_to_paste(folder):
-    result = command("plan", folder, "--gpu", "rtx4090", "--link", "25GB/s")
+def test_the_command_ends_with_one_to_paste(folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = command("plan", folder, "--gpu", "rtx4090", "--link", "25GB/s", "--system", "on-demand")
     assert result.exit_code == 0, result.output
     (line,) = re.findall(r"^vllm serve .*$", result.stdout, re.MULTILINE)
     options = json.loads(re.search(r"--additional-config '(.*)'", line)[1])["dymoe"]
     assert resolve_options(options, environment={}).expert_budget.bytes > 10e9
     assert "its link 25.0 GB/s" in result.stdout
+    (row,) = re.findall(r"^on-demand .*$", result.stdout, re.MULTILINE)
+    assert len(row.split()) == 9  # whole words
 
 
 def test_what_cannot_be_planned_is_a_sentence(folder):
     assert "--gpu rtx4090" in refused("plan", folder)
+    assert "best" in refused("plan", folder, "--gpu", "rtx4090", "--system", "best")
     assert "device memory" in refused("plan", folder, "--gpu", "rtx4090", "--max-num-seqs", 10**6)
 
 
-def test_a_plan_costs_little_more_than_importing_torch(folder):
-    def cpu_seconds(*arguments):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def test_a_run_says_what_steps_and_misses_cost(skewed):
+    def row(label, options, tpot):
+        return {
+            "kind": "speed", "label": label, "options": options, "budget": "25%", "batch": 1,
+            "measured": {"tpot_ms": {"mean": 1e3 * tpot}, "ttft_ms": {"median": 100.0}, "prompt_tokens": [32]},
+        }  # fmt: skip
 
-    # torch takes 1.5 to 2.5 s: twice that is below 5 s. Other work on the machine slows one down more than the other.
-    plan = ["-c", "from vllm_dymoe.cli import main; main()", "plan", str(folder), "--gpu", "rtx4090"]
-    assert any(cpu_seconds(*plan) < 2 * cpu_seconds("-c", "import torch") for _ in range(3))
-
-
-# -- errors ---------------------------------------------------------------------------------------
-
-
-def measured_row(label, options, budget, tpot):
-    return {
-        "kind": "speed", "label": label, "options": options, "budget": budget, "batch": 1,
-        "measured": {"tpot_ms": {"mean": 1e3 * tpot}, "prompt_tokens": [32]},
-    }  # fmt: skip
-
-
-def test_errors_are_relative_and_rankings_are_compared_where_they_are_clear(skewed):
-    alone = {"system": "on-demand", "system_options": {"overlap": False}}
-    fast, slow = predicted({}, "25%", skewed).tpot, predicted(alone, "25%", skewed).tpot
-    rows = [measured_row("exact", {}, "25%", 1.1 * fast), measured_row("od", alone, "25%", slow)]
-    found = compare(rows, QWEN, DEVICE, {1: skewed})
-    assert median_error(found) == pytest.approx((1 - 1 / 1.1) / 2, abs=0.01)
-    assert not reversed_rankings(found)
-    swapped = [measured_row("exact", {}, "25%", slow), measured_row("od", alone, "25%", fast)]
-    assert len(reversed_rankings(compare(swapped, QWEN, DEVICE, {1: skewed}))) == 1
-    close = [measured_row("exact", {}, "25%", slow), measured_row("od", alone, "25%", slow / 1.1)]
-    assert not reversed_rankings(compare(close, QWEN, DEVICE, {1: skewed}))
-
-
-def test_a_run_says_what_a_systems_own_step_and_its_misses_cost(skewed):
-    """A system that chooses tiers takes longer than the full load, and a miss longer than its bytes."""
     machine = {"kind": "machine", "memory_bytes_per_second": 1e10, "link_bytes_per_second": 2e10}
-    alone = {"system_options": {"look_ahead": 0}}  # nothing travels while a layer computes
-    mixed, on_demand = {"system": "dymoe", "lo": 2, **alone}, {"system": "on-demand"}
-    full = measured_row("full load, 4 bits", {}, "100%", 0.010)
-    loading = measured_row("od", on_demand, "25%", 0.010 + 0.020 + 0.008)
+    loading = row("od", {"system": "on-demand"}, 0.010 + 0.020 + 0.008)
     loading["measured"] |= {"decode_steps": 10, "decode": {"misses": 800, "bytes_moved": {"demand": 4e9, "ahead": 0}}}
-    rows = [machine, full, measured_row("4/2", mixed, "100%", 0.013), loading]
-    for row in rows[1:]:
-        row["measured"]["ttft_ms"] = {"median": 100.0}
-    device = measured_device([*rows, loading | {"batch": 2}], "run")  # of whose batch there is no full load
-    assert device.measured.miss == pytest.approx(0.008 / 80)
-    without = replace(device, measured=replace(device.measured, miss=0.0, own_step={}))
-    for options, own in ((mixed, 0.003), (alone, 0.0)):
-        found, bare = (predicted(options, "25%", skewed, device=one) for one in (device, without))
-        misses = (1 - found.hit_rate) * QWEN.top_k * QWEN.moe_layers
-        assert found.tpot - bare.tpot == pytest.approx(own + 1e-4 * misses)
-    other = measured_row("exact", {}, "25%", 0.02)
-    assert [row.label for row in compare([*rows, other], QWEN, device, {1: skewed})] == ["exact"]
+    of_no_full_load = loading | {"batch": 2}
+    device = measured_device([machine, row("full load, 4 bits", {}, 0.010), loading, of_no_full_load], "run")
+    assert device.miss == pytest.approx(0.008 / 80)
+    alone = {"system_options": {"look_ahead": 0}}  # nothing travels while a layer computes
+    found, bare = (predicted(alone, "25%", skewed, device=one) for one in (device, replace(device, miss=0.0)))
+    misses = (1 - found.hit_rate) * QWEN.top_k * QWEN.moe_layers
+    assert found.tpot - bare.tpot == pytest.approx(1e-4 * misses)
+    assert predicted(alone, "100%", skewed, device=device).tpot >= 0.010

@@ -278,20 +278,18 @@ def plan(
     max_model_len: Annotated[int, typer.Option(min=1, help="As of `vllm serve`.")] = 8192,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="As of `vllm serve`.")] = 16,
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.1, max=1, help="As of `vllm serve`.")] = 0.9,
-    check: Annotated[Path | None, typer.Option(help="Compare with the rows of a folder of `bench`.")] = None,
+    system: Annotated[list[str] | None, typer.Option(help="Show this system at every budget; repeatable.")] = None,
 ) -> None:
     """Say what fits on a device, how fast each system will be, and which options to take; nothing is loaded."""
     from vllm_dymoe.cli import plan as planning
     from vllm_dymoe.config import ConfigError
     from vllm_dymoe.plan.advice import Serving
 
-    if check is not None:
-        planning.check(model, check, trace)
-        return
     if gpu is None:
         raise ConfigError("say for which device: --gpu rtx4090, or a folder of measured rows.")
     serving = Serving(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
-    planning.run(model, gpu=gpu, link=link, trace=trace, batch=batch, prompt=prompt, serving=serving)
+    planning.run(model, gpu=gpu, link=link, trace=trace, batch=batch, prompt=prompt, serving=serving,
+                 systems=system or ())  # fmt: skip
 
 
 @app.command()

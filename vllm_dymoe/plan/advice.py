@@ -14,34 +14,27 @@ from vllm_dymoe.plan.replay import Routings
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.runtime.device_share import StepShape, automatic_share
 from vllm_dymoe.runtime.sizing import limit_in_bytes, minimum_budget, plan_slots, workspace_bytes
-from vllm_dymoe.systems import System, make_system
+from vllm_dymoe.systems import make_system
 
 GOOD_ENOUGH = 0.95
 """Of the likeliest tokens, those that have to be the ones of 16 bits for options to be recommended."""
 
 CANDIDATES: tuple[Mapping[str, Any], ...] = (
-    {"hi": 16},
-    {"hi": 8},
-    {"hi": 4},
-    {"hi": 4, "lo": 2, "system": "dymoe"},
-    {"hi": 4, "system": "dymoe"},
-    {"hi": 4, "system": "firm"},
-    {"hi": 4, "system": "duoserve"},
-    {"hi": 4, "system": "on-demand"},
+    {"system": "exact", "hi": 16},
+    {"system": "exact", "hi": 8},
+    {"system": "exact", "hi": 4},
+    {"system": "dymoe", "hi": 4, "lo": 2},
+    {"system": "dymoe", "hi": 4},
+    {"system": "firm", "hi": 4},
+    {"system": "duoserve", "hi": 4},
+    {"system": "on-demand", "hi": 4},
 )
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
 class Serving:
-    """How the model is to be served, as far as memory goes: vLLM's options of these names.
-
-    Attributes:
-        max_model_len: tokens of the longest request.
-        max_num_seqs: requests at once.
-        max_num_batched_tokens: of the largest step.
-        gpu_memory_utilization: share of the device.
-    """
+    """How the model is to be served, as far as memory goes: vLLM's options of these names."""
 
     max_model_len: int = 8192
     max_num_seqs: int = 16
@@ -54,7 +47,8 @@ class Choice:
     """One row of a plan.
 
     Attributes:
-        options: of the plugin, with the budget.
+        options: of the plugin, but for the budget.
+        part: of the memory that is left for experts, up to which the budget may go.
         limit: bytes of device memory for experts.
         share: of all experts at the high tier.
         prediction: what they do.
@@ -62,6 +56,7 @@ class Choice:
     """
 
     options: Mapping[str, Any]
+    part: float
     limit: int
     share: float
     prediction: Prediction
@@ -76,20 +71,16 @@ def room_for_experts(shape: ModelShape, device: Device, serving: Serving, least:
     """
     free = int(device.memory * serving.gpu_memory_utilization) - shape.dense_bytes
     step = StepShape(
-        tokens=serving.max_num_batched_tokens,
-        sequences=serving.max_num_seqs,
-        hidden=shape.hidden,
-        attention=shape.attention_width,
-        intermediate=shape.intermediate,
-        top_k=shape.top_k,
+        tokens=serving.max_num_batched_tokens, sequences=serving.max_num_seqs, hidden=shape.hidden,
+        attention=shape.attention_width, intermediate=shape.intermediate, top_k=shape.top_k,
         vocabulary=shape.vocabulary,
-    )
+    )  # fmt: skip
     length = min(serving.max_model_len, shape.longest)
     return automatic_share(free, shape.kv_bytes * length, step.nbytes, least, length)
 
 
 def choices(shape: ModelShape, device: Device, routings: Routings, serving: Serving, prompt: int) -> Iterator[Choice]:
-    """Every candidate at every budget that fits, the largest that fits included."""
+    """Every candidate at a quarter, half, three quarters and all of the room for experts."""
     for candidate in CANDIDATES:
         options = resolve_options(candidate, environment={})
         experts = shape.packed(tuple(options.stored_bits), options.group_size)
@@ -97,24 +88,31 @@ def choices(shape: ModelShape, device: Device, routings: Routings, serving: Serv
         least = minimum_budget(experts, options, system, workspace)
         room = room_for_experts(shape, device, serving, least)
         seen = set()
-        for budget in _budgets(options, system):
-            limit = limit_in_bytes(budget, experts, options, workspace, room)
-            if not least <= limit <= room or limit in seen:
+        for part in _SHARES:
+            budget = options.expert_budget if options.expert_budget.slots is not None else None
+            if not system.residency.keeps:
+                budget = ExpertBudget(slots="top-k")
+            most = limit_in_bytes(budget or ExpertBudget(share=1.0), experts, options, workspace, room)
+            limit = min(most, int(part * room))
+            if limit < least or limit in seen:
                 continue
             seen.add(limit)
             shares = system.precision.shares(shape.moe_layers, shape.top_k)
             plan = plan_slots(experts, options, system, limit, workspace, shares)
             found = predict(shape, options, plan, device, routings, prompt)
-            yield Choice(candidate, limit, (limit - workspace) / experts.nbytes(options.hi), found, agreement(options))
+            share = min(1.0, (limit - workspace) / experts.nbytes(options.hi))
+            yield Choice(candidate, part, limit, share, found, agreement(options))
 
 
-def _budgets(options: Options, system: System) -> list[ExpertBudget]:
-    """Worth looking at: a system's own, one where nothing is kept, else shares and whatever fits."""
-    if options.expert_budget.slots is not None:
-        return [options.expert_budget]
-    if not system.residency.keeps:
-        return [ExpertBudget(slots="top-k")]
-    return [*(ExpertBudget(share=share) for share in _SHARES), ExpertBudget()]
+def shown(rows: Sequence[Choice], systems: Sequence[str]) -> list[Choice]:
+    """Rows of these systems; without any, at each part of the room the one that would be recommended there."""
+    if systems:
+        return [row for row in rows if row.options["system"] in systems]
+    found: list[Choice] = []
+    for part in _SHARES:
+        at = [row for row in rows if row.part == part and (row.agreement or 0) >= GOOD_ENOUGH]
+        found += [recommended(at)] if at else []
+    return found
 
 
 def agreement(options: Options) -> float | None:
@@ -140,7 +138,7 @@ def recommended(rows: Sequence[Choice]) -> Choice:
 
 
 def command(model: str, row: Choice, shape: ModelShape, serving: Serving) -> str:
-    """To paste."""
+    """What serves the model so."""
     options = {**row.options, "expert_budget": row.limit}
     length = min(serving.max_model_len, shape.longest)
     return (

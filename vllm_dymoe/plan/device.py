@@ -1,23 +1,17 @@
-"""A device as the roofline sees it: from its data sheet, or from what ``vllm-dymoe bench`` measured on it.
+"""A device as the roofline sees it: from its data sheet, or from what ``vllm-dymoe bench`` measured on it."""
 
-What a data sheet promises is not what programs get. The shares of it below are what the best kernels are reported to
-reach; a folder of measured rows replaces them all.
-"""
-
-import json
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from vllm_dymoe.bench.cases import FULL
 from vllm_dymoe.bench.rows import Row, is_full_load, read_rows
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.plan.model import ModelShape
-from vllm_dymoe.systems import System, make_system
+from vllm_dymoe.systems import make_system
 
-_GIB, _PCIE3, _PCIE4, _PCIE5 = 2**30, 15.75e9, 31.51e9, 63.02e9
+_PCIE4, _PCIE5 = 31.51e9, 63.02e9
 
 # GiB of memory, bytes per second of it, dense bf16 operations per second, bytes per second of its link.
 _SHEETS: dict[str, tuple[float, float, float, float]] = {
@@ -46,36 +40,19 @@ _LAYER_SECONDS = 300e-6  # of the host, which decides every layer; by count of i
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a run says of steps with every expert on the device, and of misses.
-
-    Attributes:
-        step: seconds of a decode step, by bit-width and batch.
-        own_step: the same where a system chooses tiers and names experts ahead, by `serving` and batch.
-        prompt: seconds to the first token, by bit-width and batch.
-        prompt_tokens: mean length of these prompts, together in a batch.
-        miss: seconds of the host for each miss, beside the time of its bytes.
-    """
-
-    step: dict[tuple[int, int], float] = field(default_factory=dict)
-    own_step: dict[tuple[str, int], float] = field(default_factory=dict)
-    prompt: dict[tuple[int, int], float] = field(default_factory=dict)
-    prompt_tokens: dict[tuple[int, int], float] = field(default_factory=dict)
-    miss: float = 0.0
-
-
-@dataclass(frozen=True)
 class Device:
     """What it can do.
 
     Attributes:
-        name: for people.
+        name: as it was asked for.
         memory: bytes.
         bandwidth: bytes per second that kernels read.
         compute: operations per second.
         link: bytes per second from the host.
         layer_seconds: of the host, for each layer with experts.
-        measured: in place of the roofline, where it was.
+        step: seconds of a decode step with every expert resident, by bit-width and batch, where that was measured.
+        prompt: seconds for each token of a prompt, likewise.
+        miss: seconds of the host for each miss, beside the time of its bytes.
     """
 
     name: str
@@ -84,31 +61,69 @@ class Device:
     compute: float
     link: float
     layer_seconds: float = _LAYER_SECONDS
-    measured: Measured = field(default_factory=Measured)
+    step: dict[tuple[int, int], float] = field(default_factory=dict)
+    prompt: dict[tuple[int, int], float] = field(default_factory=dict)
+    miss: float = 0.0
 
 
 def find_device(name: str, link: str | None) -> Device:
-    """By the name of a GPU, or by the folder of a run of ``vllm-dymoe bench``.
-
-    Args:
-        name: as people write it: "RTX 4090", "rtx-4090".
-        link: as ``25GB/s``; that of the data sheet or of the run if None.
+    """By the name of a GPU in any spelling, or by the folder of a run of ``vllm-dymoe bench``.
 
     Raises:
         ConfigError: it is not known, or the link is no rate.
     """
-    key = _key(name)
+    key, rows = _key(name), Path(name) / "rows.jsonl"
     if key in _SHEETS:
-        memory, bandwidth, compute, sheet_link = _SHEETS[key]
-        device = Device(name, int(memory * _GIB), bandwidth * _MEMORY_SHARE, compute * _COMPUTE_SHARE,
-                        sheet_link * _LINK_SHARE)  # fmt: skip
-    elif (Path(name) / "rows.jsonl").is_file():
-        device = measured_device(read_rows(Path(name) / "rows.jsonl"), name)
+        memory, bandwidth, compute, sheet = _SHEETS[key]
+        device = Device(
+            name, int(memory * 2**30), bandwidth * _MEMORY_SHARE, compute * _COMPUTE_SHARE, sheet * _LINK_SHARE
+        )
+    elif rows.is_file():
+        device = measured_device(read_rows(rows), name)
     else:
         raise ConfigError(
             f"{name} is neither a GPU that is known ({', '.join(_SHEETS)}) nor a folder that `vllm-dymoe bench` wrote."
         )
     return device if link is None else replace(device, link=parse_rate(link))
+
+
+def measured_device(rows: Sequence[Row], name: str) -> Device:
+    """What a run says of steps with every expert resident, and, where it has loading on demand, of misses.
+
+    Raises:
+        ConfigError: the run has no full load.
+    """
+    machine = next((row for row in rows if row["kind"] == "machine"), None)
+    step, prompt = {}, {}
+    for row in rows:
+        if is_full_load(row):
+            measured, at = row["measured"], (Options.model_validate(row["options"]).hi, row["batch"])
+            step[at] = measured["tpot_ms"]["mean"] / 1e3
+            prompt[at] = (
+                measured["ttft_ms"]["median"] / 1e3 / row["batch"] / statistics.fmean(measured["prompt_tokens"])
+            )
+    if machine is None or not step:
+        raise ConfigError(f"{name} has no row of full load; let `vllm-dymoe bench` finish first.")
+    link = machine["link_bytes_per_second"]
+    misses = [seconds for row in rows if (seconds := _miss_seconds(row, step, link)) is not None]
+    return Device(
+        name, machine.get("memory_bytes", 0), machine["memory_bytes_per_second"], float("inf"), link,
+        step=step, prompt=prompt, miss=max(0.0, statistics.fmean(misses)) if misses else 0.0,
+    )  # fmt: skip
+
+
+def _miss_seconds(row: Row, step: dict[tuple[int, int], float], link: float) -> float | None:
+    """What is left for each miss of a step on demand, without its computation and the time of its bytes."""
+    if row["kind"] != "speed" or row["options"] is None:
+        return None
+    options = Options.model_validate(row["options"])
+    system, at = make_system(options), (options.hi, row["batch"])
+    if system.residency.keeps or system.foresight is not None or not system.residency.overlaps or at not in step:
+        return None
+    measured, rate = row["measured"], link if options.link_gbps is None else options.link_gbps * 1e9
+    decode, steps = measured["decode"], measured["decode_steps"]
+    moving = sum(decode["bytes_moved"].values()) / steps / rate
+    return float((measured["tpot_ms"]["mean"] / 1e3 - step[at] - moving) * steps / decode["misses"])
 
 
 def emulated_rate(gpu: str, shape: ModelShape, bits: int, layer_seconds: float) -> float:
@@ -139,81 +154,6 @@ def emulated_rate(gpu: str, shape: ModelShape, bits: int, layer_seconds: float) 
 
 def _key(name: str) -> str:
     return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
-
-
-def measured_device(rows: list[Row], name: str) -> Device:
-    """What a run of ``vllm-dymoe bench`` saw in the rows that plans begin with; its others are predicted from that.
-
-    Raises:
-        ConfigError: the run has no full load.
-    """
-    machine = next((row for row in rows if row["kind"] == "machine"), None)
-    full = Measured()
-    for row in rows:
-        measured: dict[str, Any] = row.get("measured", {})
-        if is_full_load(row):
-            at = _options_of(row).hi, row["batch"]
-            full.step[at] = measured["tpot_ms"]["mean"] / 1e3
-            full.prompt[at] = measured["ttft_ms"]["median"] / 1e3
-            lengths = measured["prompt_tokens"]
-            full.prompt_tokens[at] = row["batch"] * sum(lengths) / len(lengths)
-        elif _is_resident(row):
-            full.own_step[serving(_options_of(row)), row["batch"]] = measured["tpot_ms"]["mean"] / 1e3
-    if machine is None or not full.step:
-        raise ConfigError(f"{name} has no row of full load; let `vllm-dymoe bench` finish first.")
-    link = machine["link_bytes_per_second"]
-    on_demand = [row for row in rows if _is_on_demand(row)]
-    misses = [_miss_seconds(row, full, link) for row in on_demand if (_options_of(row).hi, row["batch"]) in full.step]
-    if misses:
-        full = replace(full, miss=max(0.0, statistics.fmean(misses)))
-    return Device(
-        name, machine.get("memory_bytes", 0), machine["memory_bytes_per_second"], float("inf"), link, measured=full
-    )
-
-
-def is_beginning(row: Row) -> bool:
-    """Whether plans begin with this row of the plugin, so that they cannot be compared with it."""
-    return is_full_load(row) or _is_resident(row) or _is_on_demand(row)
-
-
-def _is_resident(row: Row) -> bool:
-    """Whether it says what a step takes with every expert resident in one system, which keeps them."""
-    return _is_ours(row) and row["budget"] == FULL and _system_of(row).residency.keeps
-
-
-def _is_on_demand(row: Row) -> bool:
-    """Whether it says what misses cost: nothing is kept, nothing fetched ahead, and bytes travel beside computation."""
-    if not _is_ours(row):
-        return False
-    system = _system_of(row)
-    return not system.residency.keeps and system.foresight is None and system.residency.overlaps
-
-
-def serving(options: Options) -> str:
-    """The same for options that serve alike if every expert is resident."""
-    return json.dumps([options.system, options.system_options, options.hi, options.lo], sort_keys=True)
-
-
-def _is_ours(row: Row) -> bool:
-    return row["kind"] == "speed" and row["options"] is not None
-
-
-def _options_of(row: Row) -> Options:
-    return Options.model_validate(row["options"])
-
-
-def _system_of(row: Row) -> System:
-    return make_system(_options_of(row))
-
-
-def _miss_seconds(row: Row, full: Measured, link: float) -> float:
-    """What is left of a step for each of its misses, without computation and the time of all bytes."""
-    measured, options = row["measured"], _options_of(row)
-    decode, steps = measured["decode"], measured["decode_steps"]
-    rate = link if options.link_gbps is None else options.link_gbps * 1e9
-    travelling = sum(decode["bytes_moved"].values()) / steps / rate
-    computing = full.step[options.hi, row["batch"]]
-    return float((measured["tpot_ms"]["mean"] / 1e3 - computing - travelling) * steps / decode["misses"])
 
 
 def parse_rate(text: str) -> float:

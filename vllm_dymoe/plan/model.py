@@ -19,12 +19,8 @@ class ModelShape:
     """What decides bytes and time.
 
     Attributes:
-        layers: of the whole model.
-        moe_layers: those with experts.
-        experts: of each.
-        top_k: experts per token.
-        hidden: model width.
-        intermediate: expert width.
+        experts: of each of the `moe_layers`.
+        intermediate: width of an expert.
         attention_weights: of one layer.
         token_weights: outside of experts, that each token is multiplied with, the output head included.
         dense_weights: those, and the embedding.

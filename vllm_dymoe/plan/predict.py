@@ -16,7 +16,7 @@ so that it takes the longer of the two, and one expert more (DuoServe-MoE 5.2).
 from dataclasses import dataclass
 
 from vllm_dymoe.config import Options
-from vllm_dymoe.plan.device import Device, serving
+from vllm_dymoe.plan.device import Device
 from vllm_dymoe.plan.model import ModelShape
 from vllm_dymoe.plan.replay import LayerDemand, Routings, replay
 from vllm_dymoe.residency.format import ModelExperts
@@ -57,43 +57,32 @@ def step_bytes(shape: ModelShape, experts: ModelExperts, options: Options, deman
 def predict(
     shape: ModelShape, options: Options, plan: SlotPlan, device: Device, routings: Routings, prompt: int
 ) -> Prediction:
-    """What a system does with a budget.
-
-    Args:
-        shape: of the model.
-        options: of the plugin.
-        plan: of the budget.
-        device: what it runs on.
-        routings: of decode steps, with the batch that is asked about.
-        prompt: tokens of a step of prompts.
-    """
+    """What a system does with the slots of a budget, at the routings' batch and prompts of so many tokens."""
     system = make_system(options)
     experts = shape.packed(tuple(dict.fromkeys(options.stored_bits)), options.group_size)
-    demand = demand_of(system, options, plan, routings, nested=_nested(experts, plan))
-    link = device.link if options.link_gbps is None else options.link_gbps * 1e9
-    each = _slot_bytes(experts, options, system)
-    layer_bytes = sum(demand.missing[tier] * nbytes for tier, nbytes in each.items())
-    computing = _decode_seconds(shape, experts, options, demand, device, routings.batch)
-    waiting = layer_bytes / link
-    accuracy, utilisation = foresight(system, routings)
-    hidden = min(accuracy * waiting, utilisation * computing / shape.layers)
-    needed = sum(demand.active.values())
-    return Prediction(
-        tpot=computing + shape.moe_layers * (waiting - hidden + demand.misses * device.measured.miss),
-        ttft=_prompt_seconds(shape, experts, options, plan, device, routings, prompt, link),
-        hit_rate=1 - demand.misses / needed if needed else 1.0,
-        moved=shape.moe_layers * layer_bytes,
-    )
-
-
-def demand_of(system: System, options: Options, plan: SlotPlan, routings: Routings, *, nested: bool) -> LayerDemand:
-    """What a layer needs and moves; a system that keeps nothing moves everything."""
     critical = None
     if isinstance(system, Dymoe):
         depth, schedule = routings.header.num_layers, system.precision.schedule
         critical = lambda layer, active: schedule.critical(layer, depth, active)  # noqa: E731
     quotas = plan.quotas if system.residency.keeps else {}
-    return replay(routings, quotas, critical, low=options.lo > 0, nested=nested)
+    demand = replay(routings, quotas, critical, low=options.lo > 0, nested=_nested(experts, plan))
+    link = device.link if options.link_gbps is None else options.link_gbps * 1e9
+    each = _slot_bytes(experts, options, system)
+    layer_bytes = sum(demand.missing[tier] * nbytes for tier, nbytes in each.items())
+    computing = device.step.get((options.hi, routings.batch))
+    if computing is None:
+        read = step_bytes(shape, experts, options, demand) / device.bandwidth
+        computing = read + shape.moe_layers * device.layer_seconds
+    waiting = layer_bytes / link
+    accuracy, utilisation = foresight(system, routings)
+    hidden = min(accuracy * waiting, utilisation * computing / shape.layers)
+    needed = sum(demand.active.values())
+    return Prediction(
+        tpot=computing + shape.moe_layers * (waiting - hidden + demand.misses * device.miss),
+        ttft=_prompt_seconds(shape, experts, options, plan, device, routings, prompt, link),
+        hit_rate=1 - demand.misses / needed if needed else 1.0,
+        moved=shape.moe_layers * layer_bytes,
+    )
 
 
 def _nested(experts: ModelExperts, plan: SlotPlan) -> bool:
@@ -120,16 +109,6 @@ def foresight(system: System, routings: Routings) -> tuple[float, float]:
     return right, right
 
 
-def _decode_seconds(
-    shape: ModelShape, experts: ModelExperts, options: Options, demand: LayerDemand, device: Device, batch: int
-) -> float:
-    measured = device.measured
-    step = measured.own_step.get((serving(options), batch), measured.step.get((options.hi, batch)))
-    if step is not None:
-        return step
-    return step_bytes(shape, experts, options, demand) / device.bandwidth + shape.moe_layers * device.layer_seconds
-
-
 def _prompt_seconds(
     shape: ModelShape,
     experts: ModelExperts,
@@ -141,11 +120,9 @@ def _prompt_seconds(
     link: float,
 ) -> float:
     system, active = make_system(options), routings.distinct(prompt)
-    high = (
-        system.precision.schedule.realised(shape.moe_layers, max(1, round(active)))
-        if isinstance(system, Dymoe)
-        else 1.0
-    )
+    high = 1.0
+    if isinstance(system, Dymoe):
+        high = system.precision.schedule.realised(shape.moe_layers, max(1, round(active)))
     each, streaming = _slot_bytes(experts, options, system), 0.0
     for tier, share in ((Tier.HI, high), (Tier.LO, 1.0 if _nested(experts, plan) else 1 - high)):
         if share > 0 and tier in plan.slots:
@@ -153,11 +130,11 @@ def _prompt_seconds(
             streaming += share * active * max(0.0, 1 - kept) * each[tier]
     streaming *= shape.moe_layers / link
     blob = experts.formats[options.hi].whole_nbytes
-    per_token = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
-    reading = (shape.token_weights * _ITEM + shape.moe_layers * active * blob) / device.bandwidth
-    at = (options.hi, routings.batch)
-    if at in device.measured.prompt:
-        computing = device.measured.prompt[at] * prompt / device.measured.prompt_tokens[at]
+    at = options.hi, routings.batch
+    if at in device.prompt:
+        computing = device.prompt[at] * prompt
     else:
+        per_token = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
+        reading = (shape.token_weights * _ITEM + shape.moe_layers * active * blob) / device.bandwidth
         computing = max(2 * per_token * prompt / device.compute, reading) + shape.moe_layers * device.layer_seconds
     return max(computing, streaming) + (blob / link if streaming else 0.0)

@@ -116,9 +116,11 @@ class RecordedMemory(ExpertMemory):
         self._history, self._stream = history, stream
         self._all_pools = []  # so that no other memory comes to lie at their addresses
         super().__init__(*arguments)
+        self._make, self.pools.make = self.pools.make, self._make_recorded
 
-    def make_pool(self, fmt, count, promised):
-        pool = super().make_pool(fmt, count, promised)
+    def _make_recorded(self, tier, fmt, count, promised):
+        self._make(tier, fmt, count, promised)
+        pool = self.pools[tier]
         pool.close = lambda: None
         self._all_pools.append(pool)
         for slot in pool.slots:
@@ -126,7 +128,6 @@ class RecordedMemory(ExpertMemory):
             self._history.watch(slot.blob, name, fmt.sections)
             slot.blob.fill_(0xEE)
         self.write(pool)
-        return pool
 
     def write(self, pool):
         agent = self._stream or threading.current_thread()

@@ -37,6 +37,7 @@ from vllm_dymoe.runtime.ahead import Ahead
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.pools import SlotPools
 from vllm_dymoe.runtime.serving import Serving
 from vllm_dymoe.systems.exact import Exact
 
@@ -221,7 +222,7 @@ def look_once(self, last_read):
     if not vars(self).setdefault("looked", False):
         self.looked = True
         self.read_device()
-    self.fence(last_read)
+    self.pools.fence(last_read)
     self.streaming = True
 
 
@@ -243,7 +244,7 @@ PLANTED = {
     "a guess counts although the host had its slot": (Table, "forget_ahead", lambda self: None, "wrong"),
     "the host fills a slot that the branch still fills": (DecodePath, "settle", lambda self: None, "while the branch"),
     "a row is published before another stream has filled its slot": (RecordedDecode, "fetch", elsewhere, "writes"),
-    "a slot is filled before the decode step that reads it": (ExpertMemory, "fence", lambda *_: None, "writes"),
+    "a slot is filled before the decode step that reads it": (SlotPools, "fence", lambda *_: None, "writes"),
     "a decode step fills slots that guesses still fill": (Serving, "enter_decode", forget_copies, ""),
     "the host goes by a snapshot from before a decode step": (ExpertMemory, "enter_stream", look_once, "wrong"),
 }

@@ -16,7 +16,6 @@ from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.residency.routing import PromptTokens
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
-from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.transfer import make_engine
@@ -261,22 +260,6 @@ def test_a_change_holds_from_the_next_step_on_and_never_exceeds_the_budget():
         assert equal(run(runtime, STEPS[:12]), run(fresh, STEPS[:12])), changes
 
 
-def test_only_one_arena_is_there_at_a_time(monkeypatch):
-    """The old slots go before the new ones come: their memory together would exceed the budget."""
-    runtime = make_runtime(0.75, "40%")
-    alive = []
-    make_pool = ExpertMemory.make_pool
-
-    def counted(self, *arguments):
-        alive.append(sum(pool.nbytes for pool in self.pools.values()))
-        return make_pool(self, *arguments)
-
-    monkeypatch.setattr(ExpertMemory, "make_pool", counted)
-    runtime.set_precision(retention=0.6)
-    assert alive[0] == 0
-    assert all(nbytes <= runtime.plan.limit for nbytes in alive)
-
-
 def test_a_change_that_needs_no_other_slots_keeps_the_cache():
     runtime = make_runtime(0.75, "40%")
     run(runtime)
@@ -291,14 +274,15 @@ def test_the_old_slots_go_before_the_new_ones_come(monkeypatch):
     """Not even while precision changes are there more slots than the budget holds."""
     runtime = make_runtime(0.75, "40%")
     run(runtime)
-    old, make_pool = [weakref.ref(pool) for pool in runtime.memory.pools.values()], runtime.memory.make_pool
+    pools = runtime.memory.pools
+    old, make = [weakref.ref(pool) for pool in pools.values()], pools.make
     alive = []
 
     def watched(*arguments):
         alive.append(sum(len(pool().slots) for pool in old if pool() is not None))
-        return make_pool(*arguments)
+        return make(*arguments)
 
-    monkeypatch.setattr(runtime.memory, "make_pool", watched)
+    monkeypatch.setattr(pools, "make", watched)
     runtime.set_precision(retention=0.3)
     assert alive == [0, 0]
 

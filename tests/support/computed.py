@@ -11,8 +11,9 @@ def watch_computed(runtime, told):
         return forward(routing, *arguments)
 
     def watched(*arguments, **named):
+        vars(runtime.kernel).pop("compute", None)  # what a step before has left
         begin(*arguments, **named)
-        decision = arguments[1]
+        decision, compute = arguments[1], runtime.kernel.compute
         place, slots = decision.place, {}
         there = {
             slot.blob.data_ptr(): (tier, slot) for tier, pool in runtime.memory.pools.items() for slot in pool.slots
@@ -32,5 +33,4 @@ def watch_computed(runtime, told):
 
         decision.place, runtime.kernel.compute = placed, computed
 
-    compute = runtime.kernel.compute
     runtime.serving.forward, runtime.kernel.begin = layer_of, watched

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_dymoe.config import ConfigError
 from vllm_dymoe.residency.budget import BudgetTracker
-from vllm_dymoe.residency.format import Expert, Format
+from vllm_dymoe.residency.format import Expert
 from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, PASS, Ints, record_uses
-from vllm_dymoe.residency.slots import Slot, SlotPool
+from vllm_dymoe.residency.slots import Slot
 from vllm_dymoe.residency.table import CODES, Table, check_integrity, set_pools
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.device_memory import DeviceMemory
 from vllm_dymoe.runtime.device_side import DeviceSide
+from vllm_dymoe.runtime.pools import SlotPools
 from vllm_dymoe.runtime.sizing import SlotPlan
 from vllm_dymoe.store import HostStore, ReadableStore
 from vllm_dymoe.systems import System
@@ -66,8 +66,7 @@ class ExpertMemory:
         self, store: HostStore, device: torch.device, device_memory: DeviceMemory, writer: Writer = Writer.HOST
     ) -> None:
         self.experts, self.writer = store.experts, writer
-        self._device, self._device_memory = device, device_memory
-        self.pools: dict[Tier, SlotPool] = {}
+        self.pools = SlotPools(device, device_memory, lends=writer is not Writer.DEVICE)
         self.bits: dict[Tier, int] = {}
         self.streaming = False
         self.device_side: DeviceSide | None = None
@@ -93,7 +92,7 @@ class ExpertMemory:
         for tier, count in plan.slots.items():
             fmt = self.experts.formats[bits[tier]]
             self.budget.reserve(f"{count} slots of tier {tier.value}", count * fmt.nbytes)
-            self.pools[tier] = self.make_pool(fmt, count, sum(plan.quotas[tier]))
+            self.pools.make(tier, fmt, count, sum(plan.quotas[tier]))
         self.table = Table.allocate(len(self.experts.layers), self.experts.num_experts, nested=self.nested)
         self.table.reuse_high[:] = reuse_high
         sizes = {CODES[tier]: (0, pool.format.nbytes, pool.count) for tier, pool in self.pools.items()}
@@ -103,63 +102,6 @@ class ExpertMemory:
             self.device_side.set_slots(self.pools, plan.quotas)
         if self.device_side is not None and self.writer is Writer.DEVICE:
             self.device_side.fill(self.pools, plan.quotas)
-
-    def make_pool(self, fmt: Format, count: int, promised: int) -> SlotPool:
-        """Slots whose memory is there from now on, whatever other processes take later.
-
-        Raises:
-            ConfigError: another process has taken it already.
-        """
-        nbytes = count * fmt.nbytes
-        available = self._device_memory.available()
-        if available < nbytes:
-            raise ConfigError(
-                f"vllm-dymoe: expert_budget needs {nbytes} bytes for {count} slots, but {available} bytes of "
-                f"{self._where} memory are available; lower expert_budget, or end what else takes memory."
-            )
-        try:
-            if self.writer is not Writer.DEVICE:
-                return SlotPool(fmt, count, self._device, promised)
-            pool = SlotPool(fmt, count, self._device)
-            pool.withhold(promised)
-            return pool
-        except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError among them
-            raise ConfigError(
-                f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self._where} memory for {count} slots, which "
-                f"could not be had ({str(error).splitlines()[0]}); lower expert_budget or gpu_memory_utilization, or "
-                "end what else takes memory."
-            ) from error
-
-    def fence(self, filled: Any) -> None:
-        """Let the first copy into each slot wait for a fence; see :meth:`SlotPool.fence`."""
-        for pool in self.pools.values():
-            pool.fence(filled)
-
-    def free(self) -> None:
-        """Give the slots' memory back, to this process and to others."""
-        for pool in self.pools.values():
-            pool.close()
-        self.pools.clear()
-        self._device_memory.available()
-
-    def check_growth(self, plan: SlotPlan, bits: Mapping[Tier, int]) -> None:
-        """Refuse more slots than the device has memory for, while the old ones are still there.
-
-        Raises:
-            ConfigError: there is not enough beside what computation takes.
-        """
-        if plan.limit <= self.plan.limit:  # the device has given as much before
-            return
-        wanted = sum(count * self.experts.formats[bits[tier]].nbytes for tier, count in plan.slots.items())
-        held = sum(pool.nbytes for pool in self.pools.values())
-        available, computation = self._device_memory.available(), self._device_memory.computation()
-        room = held + max(0, available - computation)
-        if wanted > room:
-            raise ConfigError(
-                f"vllm-dymoe: {sum(plan.slots.values())} slots would take {wanted} bytes of {self._where} memory; now "
-                f"they take {held}, {available} are free, and computation needs {computation} of these; set "
-                f"expert_budget to at most {room + plan.workspace_bytes} bytes."
-            )
 
     def serve(self, system: System, bits: Mapping[Tier, int]) -> None:
         """What steps go by from now on.
@@ -299,7 +241,7 @@ class ExpertMemory:
             last_read: fence behind the device's steps, for the first copy into each slot.
         """
         self.read_device()
-        self.fence(last_read)
+        self.pools.fence(last_read)
         self.streaming = True
 
     def enter_decode(self) -> bool:
@@ -309,8 +251,3 @@ class ExpertMemory:
             self.device_side.table.forget_ahead()  # the host had the slots of guesses
             self.device_side.table.copy_rows(self.table)  # what the host's steps have used
         return before
-
-    @property
-    def _where(self) -> str:
-        """Of which memory the slots are, in messages."""
-        return "host" if self._device.type == "cpu" else "device"

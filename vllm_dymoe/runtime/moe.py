@@ -254,13 +254,15 @@ class MoERuntime:
                 f"vllm-dymoe: {what} cannot change while reads that were given up have not ended "
                 f"({self.store.description}); try again later."
             )
-        self.memory.check_growth(plan, slot_bits(self.experts, options, system.precision.tiers))
+        bits = slot_bits(self.experts, options, system.precision.tiers)
+        formats = {tier: self.experts.formats[width] for tier, width in bits.items()}
+        self.memory.pools.check_growth(plan, self.plan, formats)
         before = self.options, self.system, self.plan
-        self.memory.free()
+        self.memory.pools.free()
         try:
             self._allocate(options, system, plan)
         except ConfigError:
-            self.memory.free()
+            self.memory.pools.free()
             self._allocate(*before)
             raise
 
@@ -377,7 +379,7 @@ class MoERuntime:
     def release(self) -> HostStore:
         """End the transfer threads and give the slots' memory back; the store stays open, for a runtime after this."""
         self.engine.close()
-        self.memory.free()
+        self.memory.pools.free()
         return self.store
 
     def close(self) -> None:

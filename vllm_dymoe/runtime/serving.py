@@ -82,7 +82,7 @@ class Serving:
 
     def begin(self) -> None:
         """With the slots that ``memory`` has now."""
-        self.memory.fence(self.engine.fence())
+        self.memory.pools.fence(self.engine.fence())
         # Whose slots change between steps knows no last reader of theirs: steps without the host leave none.
         overlaps = self.system.residency.overlaps and self.system.residency.migrating is None
         self.fetcher = Fetcher(self.memory, self.engine, overlaps=overlaps)

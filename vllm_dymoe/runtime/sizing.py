@@ -122,14 +122,8 @@ def plan_slots(
     Raises:
         ConfigError: the budget cannot hold one expert of each tier, or every expert where none is fetched.
     """
-    least, migrating = minimum_budget(experts, options, system, workspace_bytes), system.residency.migrating
-    if limit < least:
-        everyone = "every expert at its low version, a high one" if migrating else "one expert of each tier"
-        instead = ", or stream_cold to fetch what is not there" if migrating and not migrating.streams else ""
-        raise ConfigError(
-            f"vllm-dymoe: expert_budget is {limit} bytes on each rank, but {everyone} and the kernel's workspace need "
-            f"{least}; set expert_budget to at least {least} bytes{instead}."
-        )
+    migrating = system.residency.migrating
+    _check_budget(experts, options, system, limit, workspace_bytes)
     if migrating and limit - workspace_bytes >= _resident_bytes(experts, options, migrating, 1):
         return _plan_residents(experts, options, migrating, limit, workspace_bytes, popularity)
     bits = slot_bits(experts, options, system.precision.tiers)
@@ -154,19 +148,39 @@ def plan_slots(
         slots[Tier.LO] = min(every_expert, slots[Tier.LO] + spare // sizes[Tier.LO])
     elif used:
         slots[used[0]] = min(every_expert, spare // sizes[used[0]])
-    quotas = {}
     # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
-    everyone_stays = system.residency.keeps
+    complete = system.residency.keeps
     if filled:
-        everyone_stays &= slots.get(used[0]) == every_expert and (len(used) == 1 or system.precision.reuses_high)
+        complete &= slots.get(used[0]) == every_expert and (len(used) == 1 or system.precision.reuses_high)
+    quotas = {}
     for tier, count in slots.items():
-        # C of Eq. 10 bounds what is fetched ahead: a quarter of the slots at most, or layers would keep too little.
-        wide = system.foresight.slots(experts.top_k) if system.foresight else 0
-        ahead = min(FEWEST_STAGING + wide, count // 4)
-        staging = max(system.staging_slots(count), ahead if wide else 0)
-        staging = 0 if count == every_expert and everyone_stays else staging
+        staging = 0 if count == every_expert and complete else _staging(experts, system, count)
         quotas[tier] = layer_shares(count, weights[tier], staging, experts.num_experts)
     return SlotPlan(limit, workspace_bytes, slots, quotas)
+
+
+def _check_budget(experts: ModelExperts, options: Options, system: System, limit: int, workspace_bytes: int) -> None:
+    """Refuse a budget that cannot work, with the smallest that can.
+
+    Raises:
+        ConfigError: it is smaller.
+    """
+    least, migrating = minimum_budget(experts, options, system, workspace_bytes), system.residency.migrating
+    if limit < least:
+        needed = "every expert at its low version, a high one" if migrating else "one expert of each tier"
+        instead = ", or stream_cold to fetch what is not there" if migrating and not migrating.streams else ""
+        raise ConfigError(
+            f"vllm-dymoe: expert_budget is {limit} bytes on each rank, but {needed} and the kernel's workspace need "
+            f"{least}; set expert_budget to at least {least} bytes{instead}."
+        )
+
+
+def _staging(experts: ModelExperts, system: System, count: int) -> int:
+    """Slots of a tier that no layer keeps."""
+    # C of Eq. 10 bounds what is fetched ahead: a quarter of the slots at most, or layers would keep too little.
+    wide = system.foresight.slots(experts.top_k) if system.foresight else 0
+    ahead = min(FEWEST_STAGING + wide, count // 4)
+    return max(system.staging_slots(count), ahead if wide else 0)
 
 
 def _resident_bytes(experts: ModelExperts, options: Options, migrating: Migrating, high: int) -> int:

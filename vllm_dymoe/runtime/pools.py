@@ -1,0 +1,86 @@
+"""The slots of a rank: one pool for each tier, whose memory is there as long as they are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.residency.format import Format
+from vllm_dymoe.residency.slots import SlotPool
+from vllm_dymoe.residency.tier import Tier
+from vllm_dymoe.runtime.device_memory import DeviceMemory
+from vllm_dymoe.runtime.sizing import SlotPlan
+
+
+class SlotPools(dict[Tier, SlotPool]):
+    """Slots by tier, the high one first.
+
+    Args:
+        device: where they are.
+        device_memory: says what the device has left.
+        lends: whether the host hands out the slots that layers keep; otherwise the device decides about these.
+    """
+
+    def __init__(self, device: torch.device, device_memory: DeviceMemory, *, lends: bool) -> None:
+        super().__init__()
+        self._device, self._device_memory, self._lends = device, device_memory, lends
+
+    def make(self, tier: Tier, fmt: Format, count: int, promised: int) -> None:
+        """Add slots whose memory is there from now on, whatever other processes take later.
+
+        Raises:
+            ConfigError: another process has taken it already.
+        """
+        nbytes, available = count * fmt.nbytes, self._device_memory.available()
+        if available < nbytes:
+            raise ConfigError(
+                f"vllm-dymoe: expert_budget needs {nbytes} bytes for {count} slots, but {available} bytes of "
+                f"{self._where} memory are available; lower expert_budget, or end what else takes memory."
+            )
+        try:
+            self[tier] = pool = SlotPool(fmt, count, self._device, promised if self._lends else 0)
+        except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError among them
+            raise ConfigError(
+                f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self._where} memory for {count} slots, which "
+                f"could not be had ({str(error).splitlines()[0]}); lower expert_budget or gpu_memory_utilization, or "
+                "end what else takes memory."
+            ) from error
+        if not self._lends:
+            pool.withhold(promised)
+
+    def fence(self, filled: Any) -> None:
+        """Let the first copy into each slot wait for a fence; see :meth:`SlotPool.fence`."""
+        for pool in self.values():
+            pool.fence(filled)
+
+    def free(self) -> None:
+        """Give the memory back, to this process and to others."""
+        for pool in self.values():
+            pool.close()
+        self.clear()
+        self._device_memory.available()
+
+    def check_growth(self, plan: SlotPlan, before: SlotPlan, formats: Mapping[Tier, Format]) -> None:
+        """Refuse more slots than the device has memory for, while the old ones are still there.
+
+        Raises:
+            ConfigError: there is not enough beside what computation takes.
+        """
+        if plan.limit <= before.limit:  # the device has given as much before
+            return
+        wanted = sum(count * formats[tier].nbytes for tier, count in plan.slots.items())
+        held = sum(pool.nbytes for pool in self.values())
+        available, computation = self._device_memory.available(), self._device_memory.computation()
+        room = held + max(0, available - computation)
+        if wanted > room:
+            raise ConfigError(
+                f"vllm-dymoe: {sum(plan.slots.values())} slots would take {wanted} bytes of {self._where} memory; now "
+                f"they take {held}, {available} are free, and computation needs {computation} of these; set "
+                f"expert_budget to at most {room + plan.workspace_bytes} bytes."
+            )
+
+    @property
+    def _where(self) -> str:
+        """Of which memory the slots are, in messages."""
+        return "host" if self._device.type == "cpu" else "device"

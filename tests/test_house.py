@@ -61,12 +61,6 @@ def test_every_folder_with_code_is_a_declared_package():
     assert found == set(PACKAGES)
 
 
-def test_the_license_is_complete():
-    text = (ROOT / "LICENSE").read_text()
-    assert "Apache License" in text
-    assert "END OF TERMS AND CONDITIONS" in text
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The wheel, built from a copy, because setuptools leaves a build folder beside the sources."""
@@ -83,32 +77,23 @@ def wheel(tmp_path_factory):
         yield archive
 
 
-def test_the_wheel_holds_every_module(wheel):
-    names = set(wheel.namelist())
+def test_the_wheel_holds_every_module_and_little_else(wheel):
+    """The small model that the demo serves is in the repository only."""
+    names = {info.filename for info in wheel.infolist()}
     for package in PACKAGES:
         for path in folder_of(package).glob("*.py"):
             assert f"{package.replace('.', '/')}/{path.name}" in names
-    assert not [name for name in names if name.startswith(("kernels/", "tests/", "benchmarks/", "build/"))]
-
-
-def test_the_wheel_is_small(wheel):
-    """The small model that the demo serves is in the repository only."""
-    stray = [info.filename for info in wheel.infolist() if not info.filename.endswith((".py", ".json"))]
-    assert not [name for name in stray if ".dist-info/" not in name and "/kernels/_cpu." not in name]
+    stray = [name for name in names if not name.endswith((".py", ".json")) and "/kernels/_cpu." not in name]
+    assert all(".dist-info/" in name for name in stray)
+    assert all(name.startswith("vllm_dymoe") for name in names)
     assert sum(info.compress_size for info in wheel.infolist()) < 2**20
+    (metadata,) = (wheel.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    assert f"Version: {vllm_dymoe.__version__}" in metadata
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_the_wheel_has_the_native_kernel(wheel):
     assert [name for name in wheel.namelist() if name.startswith("vllm_dymoe/kernels/_cpu.")]
-
-
-def test_the_wheel_says_what_the_project_says(wheel):
-    (info,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    metadata = wheel.read(info).decode()
-    assert f"Version: {vllm_dymoe.__version__}" in metadata
-    assert "License-Expression: Apache-2.0" in metadata
-    assert "[vllm.general_plugins]" in wheel.read(info.replace("METADATA", "entry_points.txt")).decode()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """``make setup``: a line for each step, and where to read on when one fails. Nothing is downloaded here."""
 
 import importlib.util
-import io
 import re
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ PYTHON = """#!/bin/sh
 case "$*" in
 *uninstall*--[!y]*) echo "no such option" >&2; exit 2 ;;
 *impossible*) echo "Looking in indexes"; echo "ERROR: No matching distribution found for impossible" >&2; exit 1 ;;
-*--index-url*) echo "Downloading torch.whl (190.4 MB)" ;;
+*--index-url*) ;;
 *--no-deps*torch==*) echo "ERROR: No matching distribution found for torch" >&2; exit 1 ;;
 *import*) echo "a warning"; echo "vLLM 0.0 torch 0.0" ;;
 *) for i in $(seq 100); do echo "Requirement already satisfied: $i"; done ;;
@@ -46,18 +45,13 @@ def setup(monkeypatch, tmp_path):
     return module
 
 
-def printing(*lines, code=0):
-    return sys.executable, "-c", f"print({chr(10).join(lines)!r}); raise SystemExit({code})"
-
-
 def test_each_step_is_one_line_and_pip_s_own_are_in_a_file(setup, capsys):
     assert setup.main() == 0
     *steps, last = capsys.readouterr().out.splitlines()
     assert len(steps) == 7
     for line in steps:
-        assert re.fullmatch(r"make setup: [A-Z].* \.\.\.( not there,)? \d+ s(, 190 MB downloaded)?", line), line
+        assert re.fullmatch(r"make setup: [A-Z].* \.\.\.( not there,)? \d+ s", line), line
     assert [line for line in steps if "not there" in line] == [line for line in steps if "+cpu ..." in line]
-    assert [line for line in steps if "190 MB" in line] == [line for line in steps if setup.CPU_TORCH_INDEX in line]
     assert re.fullmatch(r"make setup: \.venv has vLLM 0\.0 torch 0\.0; done in \d+ s\.", last)
     log = setup.LOG.read_text()
     assert log.count("Requirement already satisfied: 100") == 4
@@ -77,21 +71,10 @@ def test_a_failure_shows_the_last_lines_and_names_the_file(setup, monkeypatch, c
     out, err = capsys.readouterr()
     assert re.search(r"Installing impossible==99 \.\.\. failed, \d+ s\n", out)
     assert out.endswith("  | Looking in indexes\n  | ERROR: No matching distribution found for impossible\n")
-    assert err == (
-        "make setup: pip could not install impossible==99; the end of its output is above, and all of it in "
-        f"{setup.LOG}.\n"
-    )
+    assert "impossible==99" in err
+    assert str(setup.LOG) in err
     assert "No matching distribution found for torch" in setup.LOG.read_text()
     assert not setup.STAMP.exists(), "the next run would find it up to date"
-
-
-def test_of_much_output_only_the_end_is_shown(setup, capsys):
-    setup.LOG.parent.mkdir()
-    done = setup.run("A step", *printing(*(f"line {number}" for number in range(1000)), "", code=3))
-    assert done.code == 3
-    _, *shown = capsys.readouterr().out.splitlines()
-    assert shown == [f"  | line {number}" for number in range(1000 - setup.LINES_ON_FAILURE, 1000)]
-    assert len(setup.LOG.read_text().splitlines()) > 1000
 
 
 def test_a_python_path_does_not_leak_into_the_environment(setup, monkeypatch, capsys):
@@ -99,38 +82,6 @@ def test_a_python_path_does_not_leak_into_the_environment(setup, monkeypatch, ca
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     done = setup.run("A step", sys.executable, "-c", "import os; print(os.environ.get('PYTHONPATH'))")
     assert done == (0, ["None"])
-
-
-@pytest.mark.parametrize(
-    ("lines", "text"),
-    [
-        ([], ""),
-        (["Using cached torch.whl (190.4 MB)", "Downloading metadata"], ""),
-        (["Downloading a.whl.metadata (512 bytes)"], ""),
-        (["  Downloading a.whl (1.5 MB)", "Downloading b.tar.gz (700 kB)", "x"], ", 2 MB downloaded"),
-    ],
-)
-def test_downloads_are_counted_from_what_pip_says(setup, lines, text):
-    downloads = setup.Downloads()
-    for line in lines:
-        downloads.see(line + "\n")
-    assert str(downloads) == text
-
-
-@pytest.mark.parametrize("columns", [20, 40, 200])
-def test_on_a_terminal_the_line_is_written_over_and_never_broken(setup, monkeypatch, columns):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(setup.shutil, "get_terminal_size", lambda: SimpleNamespace(columns=columns))
-    with setup.Line("Installing something with a long name", setup.Downloads()) as line:
-        line.end("")
-    before, *written = terminal.getvalue().removesuffix("\n").split("\r")
-    assert not before
-    for text in written:
-        assert len(text.removesuffix("\033[K")) < columns
-        assert text.removesuffix("\033[K").endswith("... 0 s")
-    assert len(written) == 2
 
 
 def test_an_interruption_is_said_and_leaves_no_stamp(setup, monkeypatch, capsys):

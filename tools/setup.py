@@ -5,14 +5,11 @@ finds its stamp and does nothing until the project's dependencies change.
 """
 
 import argparse
-import collections
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -179,12 +176,7 @@ def install_cuda_build() -> None:
 
 
 class Outcome(NamedTuple):
-    """How a command ended.
-
-    Attributes:
-        code: its exit code.
-        last: the last lines of what it printed.
-    """
+    """Exit code of a command, and the last lines of what it printed."""
 
     code: int
     last: "list[str]"
@@ -209,99 +201,24 @@ def pip(what: str, *arguments: str, may_fail: bool = False) -> Outcome:
 def run(what: str, *command: str, may_fail: bool = False) -> Outcome:
     """Run a command as one step: one line on the terminal, everything that it prints in the log.
 
-    Args:
-        what: the step, for the user.
-        command: to run; a PYTHONPATH must not leak into the new environment.
-        may_fail: do without the last lines of its output if it fails.
+    A PYTHONPATH does not leak into the new environment. The end of the output is shown where a step fails that may not.
     """
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     environment.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1", PIP_PROGRESS_BAR="off", PIP_NO_COLOR="1")
-    last: collections.deque[str] = collections.deque(maxlen=LINES_ON_FAILURE)
-    downloads = Downloads()
-    with LOG.open("a", encoding="utf-8") as log, Line(what, downloads) as line:
+    began = time.monotonic()
+    print(f"make setup: {what} ...", end="", flush=True)
+    with LOG.open("a", encoding="utf-8") as log:
         print("$", *command, file=log, flush=True)
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, encoding="utf-8",
-            errors="replace",
-        ) as process:  # fmt: skip
-            for text in process.stdout:
-                log.write(text)
-                log.flush()
-                downloads.see(text)
-                if text.strip():
-                    last.append(text.rstrip())
-        line.end("" if process.returncode == 0 else "not there" if may_fail else "failed")
-    if process.returncode != 0 and not may_fail:
-        for text in last:
-            print(f"  | {text}")
-    return Outcome(process.returncode, list(last) or [""])
-
-
-DOWNLOADING = re.compile(r"^\s*Downloading .*\(([\d.]+) (bytes|[kMG]B)\)")
-MEGABYTES = {"bytes": 1e-6, "kB": 1e-3, "MB": 1.0, "GB": 1e3}
-
-
-class Downloads:
-    """What pip has downloaded so far, read from its output."""
-
-    def __init__(self) -> None:
-        self.megabytes = 0.0
-
-    def see(self, line: str) -> None:
-        """Add the size that a line of pip's speaks of, if it does; pip prints it when a download begins."""
-        found = DOWNLOADING.match(line)
-        if found:
-            self.megabytes += float(found[1]) * MEGABYTES[found[2]]
-
-    def __str__(self) -> str:
-        return f", {self.megabytes:.0f} MB downloaded" if self.megabytes >= 1 else ""
-
-
-class Line:
-    """One step on the terminal: what happens, how long it has taken, and what was downloaded.
-
-    A terminal sees it once a second, a file when it begins and when it ends.
-    """
-
-    def __init__(self, what: str, downloads: Downloads) -> None:
-        self._what, self._downloads = f"make setup: {what} ...", downloads
-        self._began = time.monotonic()
-        self._live = sys.stdout.isatty()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._tick, daemon=True)
-
-    def __enter__(self) -> "Line":
-        if self._live:
-            self._show("")
-        else:
-            print(self._what, end="", flush=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if not self._over.is_set():
-            self.end("interrupted" if kind is KeyboardInterrupt else "failed")
-
-    def end(self, how: str) -> None:
-        """Complete the line; ``how`` is empty where all went well."""
-        self._over.set()
-        self._thread.join()
-        self._show(f" {how}," if how else "")
-        print(flush=True)
-
-    def _tick(self) -> None:
-        while self._live and not self._over.wait(1):
-            self._show("")
-
-    def _show(self, how: str) -> None:
-        text = f"{how} {time.monotonic() - self._began:.0f} s{self._downloads}"
-        if not self._live:
-            print(text, end="", flush=True)
-            return
-        # A line that the terminal would break could not be written over.
-        room = shutil.get_terminal_size().columns - 1 - len(text)
-        what = self._what if len(self._what) <= room else self._what[: max(0, room - 4)] + " ..."
-        print(f"\r{what}{text}\033[K", end="", flush=True)
+        start = log.tell()
+        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
+    printed = LOG.read_bytes()[start:].decode(errors="replace")
+    last = [line.rstrip() for line in printed.splitlines() if line.strip()][-LINES_ON_FAILURE:]
+    how = "" if code == 0 else " not there," if may_fail else " failed,"
+    print(f"{how} {time.monotonic() - began:.0f} s", flush=True)
+    if code != 0 and not may_fail:
+        for line in last:
+            print(f"  | {line}")
+    return Outcome(code, last or [""])
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ bench-papers: setup ## the four papers' tables on the shipped model (an hour and
 	@$(BIN)/python benchmarks/papers/papers.py --quality
 
 bench-quality: setup ## what precision costs in quality, and what the system dymoe wins back (15 minutes of one core)
-	@$(BIN)/python -m pip install --quiet matplotlib
 	@$(BIN)/python benchmarks/quality/quality.py
 
 test: fast engine ## all tests (ISA=avx2: as on a processor without AVX-512)

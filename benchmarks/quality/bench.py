@@ -8,7 +8,7 @@ runtime alone: the store that it reads, its options, its system. vLLM scores a t
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,18 +25,16 @@ from vllm import LLM, SamplingParams
 
 import vllm_dymoe
 from vllm_dymoe.config import Options
-from vllm_dymoe.quantize import Quantizer, make_quantizer
+from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import LOW_WEIGHT, Gptq
 from vllm_dymoe.quantize.packer import ExpertPacker, pack_projection
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts, Projection
-from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter
-from vllm_dymoe.systems import System
 
 MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 DOMAINS = ("docs", "code", "arithmetic")
@@ -47,13 +45,6 @@ WIDTHS = (16, 8, 4, 2)
 SCORE = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
 
-class ThreeBits(MatrixFormat):
-    """The runtime has no 3 bits; quantizers do not mind."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
 @dataclass(frozen=True)
 class Variant:
     """One way to compute the experts.
@@ -62,13 +53,11 @@ class Variant:
         name: in the tables.
         options: of the plugin, but for the budget.
         quantizer: made the bytes; see `Bench.store`.
-        system: in place of the one that the options name.
     """
 
     name: str
     options: dict[str, Any]
     quantizer: str = "rtn"
-    system: System | None = None
 
 
 class SeveralStores:
@@ -172,7 +161,7 @@ class Bench:
         if share is None and chosen.get("system") == "dymoe":
             chosen["system_options"] = {"reuse_high": False, **chosen["system_options"]}
         options = Options(group_size=GROUP_SIZE, **chosen)
-        self._serve(self.store(variant.quantizer), options, variant.system)
+        self._serve(self.store(variant.quantizer), options)
         self._scheduler.max_num_scheduled_tokens = 1 if decode else WINDOW + 8
         if share is not None:  # a cache that has been in use
             self._read(texts[-1][:64])
@@ -195,9 +184,9 @@ class Bench:
             nbytes += scores.planned["lo"] * formats[bits["lo"]].nbytes
         return nbytes / scores.steps
 
-    def _serve(self, store: HostStore, options: Options, system: System | None = None) -> None:
+    def _serve(self, store: HostStore, options: Options) -> None:
         before = self._model.runtime
-        self._model.runtime = MoERuntime(store, options, torch.device("cpu"), system=system)
+        self._model.runtime = MoERuntime(store, options, torch.device("cpu"))
         before.engine.close()
 
     def _bytes(self, share: float) -> int:
@@ -219,18 +208,11 @@ class Bench:
             raise SystemExit("what was seen is not what vLLM answers; nothing reported")
         return found
 
-    def _weights(self) -> Iterator[tuple[int, int, Any, torch.Tensor]]:
-        for layer in range(len(self.checkpoint.layers)):
-            for expert in range(self.checkpoint.num_experts):
-                for projection, (weight, _) in self.checkpoint.expert(layer, expert).items():
-                    yield layer, expert, projection, weight
-
     def store(self, name: str) -> HostStore:
         """The experts, packed when they are first asked for.
 
         Args:
-            name: of the quantizer, for versions of every width beside each other. "nested NAME" is 2 bits inside of 4,
-                "nested gptq W" with another weight of the low reading, "3 bits NAME" weights of 3 bits at 16.
+            name: of the quantizer, for versions of every width beside each other; "nested NAME" is 2 bits inside of 4.
         """
         if name not in self._stores:
             self._stores[name] = self._make(name.split())
@@ -238,10 +220,8 @@ class Bench:
 
     def _make(self, words: list[str]) -> HostStore:
         match words:
-            case ["3", "bits", quantizer]:
-                return self._round_to_three(quantizer)
-            case ["nested", "gptq", *weight]:
-                return self._pack_calibrated((4, 2), float(weight[0]) if weight else LOW_WEIGHT)
+            case ["nested", "gptq"]:
+                return self._pack_calibrated((4, 2), LOW_WEIGHT)
             case ["nested", quantizer]:
                 return self._pack(quantizer, (4, 2))
             case ["gptq"]:
@@ -251,25 +231,15 @@ class Bench:
         return self._pack(words[0], WIDTHS)
 
     def _pack(self, name: str, bits: tuple[int, ...]) -> HostStore:
-        experts = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16)
-        packer = self._packer(experts, make_quantizer(name))
-        for place in self._weights():
-            packer.put(*place)
-        return packer.finish()
-
-    def _round_to_three(self, name: str) -> HostStore:
-        experts = self.checkpoint.model_experts((16,), GROUP_SIZE, torch.bfloat16)
-        quantizer = make_quantizer(name)
-        packer = self._packer(experts, quantizer)
-        for layer, expert, projection, weight in self._weights():
-            packer.put(layer, expert, projection, rounded(weight, quantizer))
-        return packer.finish()
-
-    def _packer(self, experts: ModelExperts, quantizer: Quantizer) -> ExpertPacker:
-        """Into a folder of its own."""
+        experts, quantizer = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16), make_quantizer(name)
         folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
         writer = StoreWriter(folder / "store", Manifest(experts, quantizer.name, "measured"))
-        return ExpertPacker(experts, quantizer, writer)
+        packer = ExpertPacker(experts, quantizer, writer)
+        for layer in range(len(self.checkpoint.layers)):
+            for expert in range(self.checkpoint.num_experts):
+                for projection, (weight, _) in self.checkpoint.expert(layer, expert).items():
+                    packer.put(layer, expert, projection, weight)
+        return packer.finish()
 
     @cached_property
     def _calibration(self) -> Calibration:
@@ -294,12 +264,3 @@ class Bench:
                     quantizer = Gptq(inner if projection is Projection.DOWN else outer, low_weight)
                     pack_projection(experts, (layer, expert, projection), matrix, quantizer, writer, errors)
         return writer.finish(errors.record())
-
-
-def rounded(weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-    """A matrix [rows, columns] after 3 bits."""
-    form = ThreeBits(*weight.shape, 3, GROUP_SIZE, torch.bfloat16)
-    found = quantizer.quantize(weight, form)
-    steps = found.codes.float() - form.midpoint
-    scales, zeros = (part.float().repeat_interleave(GROUP_SIZE, 1) for part in (found.scales, found.zeros))
-    return (steps * scales[:, : form.columns] + zeros[:, : form.columns]).to(weight.dtype)

@@ -51,10 +51,6 @@ def pack(
     """Pack every expert of a checkpoint; a whole one at a time, because what down reads follows from the others.
 
     Args:
-        checkpoint: the source.
-        experts: what the store will hold.
-        quantizer: its name.
-        writer: of the store.
         calibration: for GPTQ. Experts that it saw too rarely are quantized with HQQ.
         journal: which layers are packed already; each that is packed and synced is added.
         progress: called with every number of source bytes done.

@@ -86,7 +86,13 @@ class TicketQueue:
                 return None
             if begin and ticket.state is State.PENDING:
                 return self._begin(ticket)
-            return self._block(ticket, projections, timeout, begin)
+
+            def over() -> bool:
+                return ticket.arrived >= projections or ticket.ended
+
+            if not self._wait_for(lambda: over() or (begin and ticket.state is State.PENDING), timeout):
+                raise TimeoutError
+            return None if over() else self._begin(ticket)
 
     def arrived(self, ticket: Ticket, piece: Piece, nbytes: int, fence: Any) -> Piece | None:
         """A piece is there, or will be behind ``fence``. Returns the next one if the caller is to move it."""
@@ -135,14 +141,6 @@ class TicketQueue:
             self.cancel(ticket)
 
     # -- with the lock held -------------------------------------------------------------------------
-
-    def _block(self, ticket: Ticket, projections: int, timeout: float | None, begin: bool) -> Piece | None:
-        def over() -> bool:
-            return ticket.arrived >= projections or ticket.ended
-
-        if not self._wait_for(lambda: over() or (begin and ticket.state is State.PENDING), timeout):
-            raise TimeoutError
-        return None if over() else self._begin(ticket)
 
     def _wait_for(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
         self._waiting += 1

@@ -78,18 +78,7 @@ def gptq(config: Mapping[str, Any]) -> Reader:
     Raises:
         CheckpointError: a version or a parameter that is not read.
     """
-    version = "marlin" if config.get("is_marlin_format") else str(config.get("checkpoint_format") or "gptq")
-    if version not in _ZERO_POINT_OFFSETS:
-        raise CheckpointError(
-            f'the checkpoint is quantized with gptq, checkpoint_format "{version}", and only '
-            f"{' and '.join(_ZERO_POINT_OFFSETS)} can be read; save it in one of them."
-        )
-    for pattern, rule in (config.get("dynamic") or {}).items():
-        if not pattern.startswith("-:") and any(key in rule for key in _GPTQ_RULES):
-            raise CheckpointError(
-                f'the checkpoint is quantized with gptq and has another format for the modules "{pattern}" '
-                '("dynamic"), which cannot be read; use one with the same format everywhere.'
-            )
+    version = _gptq_version(config)
     bits = choose_bits("gptq", config.get("bits"), (8, 4, 2))
     group_size = choose_group_size("gptq", config.get("group_size"))
     asymmetric = not config.get("sym", True)
@@ -131,6 +120,23 @@ def gptq(config: Mapping[str, Any]) -> Reader:
     tensors = ("qweight", "qzeros", "scales")
     parts, checks = ((*tensors, "g_idx"), {}) if act_order else (tensors, {"g_idx": check})
     return Reader("gptq", bits, group_size, parts, read, checks, asymmetric, act_order)
+
+
+def _gptq_version(config: Mapping[str, Any]) -> str:
+    """The version of the format; refuses one that is not read, and modules in other formats."""
+    version = "marlin" if config.get("is_marlin_format") else str(config.get("checkpoint_format") or "gptq")
+    if version not in _ZERO_POINT_OFFSETS:
+        raise CheckpointError(
+            f'the checkpoint is quantized with gptq, checkpoint_format "{version}", and only '
+            f"{' and '.join(_ZERO_POINT_OFFSETS)} can be read; save it in one of them."
+        )
+    for pattern, rule in (config.get("dynamic") or {}).items():
+        if not pattern.startswith("-:") and any(key in rule for key in _GPTQ_RULES):
+            raise CheckpointError(
+                f'the checkpoint is quantized with gptq and has another format for the modules "{pattern}" '
+                '("dynamic"), which cannot be read; use one with the same format everywhere.'
+            )
+    return version
 
 
 def pack_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:

@@ -17,7 +17,7 @@ from tests.support.decode_steps import (
     random_step,
     rows,
 )
-from vllm_dymoe.residency.decision import KEPT, PASSED, STAYED
+from vllm_dymoe.residency.constants import Fate
 from vllm_dymoe.residency.decode_ahead import Copies, name_ahead_plain
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.residency.table import Counter, check_integrity
@@ -63,7 +63,7 @@ def test_what_was_fetched_ahead_is_read_there_and_kept_by_way_of_the_layers_own_
     decision = decide(table, 1, *guess(5, 4, 3))
     offsets = table.offsets[HIGH].tolist()
     three, four, five = range(3)
-    assert decision.fate[0, :3].tolist() == [KEPT, PASSED, PASSED]
+    assert decision.fate[0, :3].tolist() == [Fate.KEEP, Fate.PASS, Fate.PASS]
     whole, part = spans[source(1, 5)], spans[source(1, 3)]
     assert decision.addresses[0, five].tolist() == [whole + offset for offset in offsets]
     assert decision.destinations[0, five].tolist() == [0, 0, 0]
@@ -74,7 +74,7 @@ def test_what_was_fetched_ahead_is_read_there_and_kept_by_way_of_the_layers_own_
     assert table.counters[1, [Counter.AHEAD, Counter.AHEAD_USED]].tolist() == [3, 2]
     sizes = table.counters[1, [Counter.AHEAD_BYTES, Counter.AHEAD_USED_BYTES]].tolist()
     assert sizes == [2 * (1 << 12) + offsets[2], 2 * (1 << 12)]
-    assert decide(table, 1, *guess(3, 5, 1)).fate[0, 1].item() == STAYED
+    assert decide(table, 1, *guess(3, 5, 1)).fate[0, 1].item() == Fate.HIT
 
 
 def test_an_expert_that_came_in_part_is_read_from_both_places():

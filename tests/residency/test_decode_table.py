@@ -20,7 +20,7 @@ from tests.support.decode_steps import (
     make_table,
     random_step,
 )
-from vllm_dymoe.residency.decision import KEPT, PASSED, STAYED
+from vllm_dymoe.residency.constants import Fate
 from vllm_dymoe.residency.routing import Phase, Routing, group_by_expert
 from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, PASS
 from vllm_dymoe.residency.table import CODES, Counter, check_integrity, set_pools
@@ -68,7 +68,7 @@ class Host:
 
 
 def _fate(place):
-    return STAYED if place == HIT else PASSED if place == PASS else KEPT
+    return Fate.HIT if place == HIT else Fate.PASS if place == PASS else Fate.KEEP
 
 
 def check_items(decision, ids, active, computed, fate):
@@ -151,7 +151,7 @@ def check_addresses(table, layer, decision, held):
         for number, (code, (fates, to, addresses, destinations)) in enumerate(zip(codes, of_slices, strict=False)):
             offsets, fate = [section.start for section in formats[code].sections], int(fates[item])
             source, destination = SOURCE[code] + (layer * table.experts + expert << 12), None
-            if fate == STAYED:
+            if fate == Fate.HIT:
                 place = int(slots[code][layer, expert])
                 source = POOL[code] + (place << 12)
                 assert tier[layer, expert] >= code if table.nested else tier[layer, expert] == code
@@ -160,7 +160,7 @@ def check_addresses(table, layer, decision, held):
                 destination = int(to[item])
                 written.append((code, destination))
             assert (addresses[item] - source).tolist() == offsets
-            if fate == KEPT:
+            if fate == Fate.KEEP:
                 assert (int(table.slot[number, layer, expert]), int(table.tier[layer, expert])) == (
                     destination,
                     max(code, table.tier[layer, expert]),
@@ -187,7 +187,7 @@ def test_an_expert_with_more_positions_than_are_multiplied_at_once_passes_throug
     ids = torch.tensor([[0, 1, 2], [0, 1, 3], [0, 1, 4]])
     decision = decide(table, 0, ids, torch.ones(3, 3))
     assert decision.slots[0, :5].tolist() == [0, -1, -1, -1, -1]
-    assert decision.fate[0, :5].tolist() == [PASSED] * 5
+    assert decision.fate[0, :5].tolist() == [Fate.PASS] * 5
     assert not table.tier.any()
 
 

@@ -1,5 +1,19 @@
 """What decode on a device and its plain twins agree on."""
 
+from enum import IntEnum
+
+
+class Fate(IntEnum):
+    """What becomes of a slice's bytes in a step."""
+
+    HIT = 0
+    """They are on the device."""
+    KEEP = 1
+    """They are fetched into a slot that keeps them."""
+    PASS = 2
+    """They are fetched for this step alone."""
+
+
 POSITIONS_AT_ONCE = 2
 """Positions of an expert that are multiplied with each weight that is read."""
 

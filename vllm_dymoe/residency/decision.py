@@ -11,9 +11,6 @@ from torch import Tensor
 from vllm_dymoe.residency.constants import scratch_size
 from vllm_dymoe.residency.format import Expert
 
-STAYED, KEPT, PASSED = 0, 1, 2
-"""What becomes of a slice's bytes: they are there; fetched to be kept; fetched for this step alone."""
-
 _NONE = torch.empty(0, dtype=torch.int32)
 
 
@@ -51,7 +48,7 @@ class Decision:
         tiers: int32 [items], the version that is computed.
         slots: int32 [slices, items], of the tier's pool, or of the slice's: where the bytes are, or come to; -1 if they
             come to none, or the slice is not computed.
-        fate: int32 [slices, items], STAYED, KEPT or PASSED; STAYED where the slice is not computed.
+        fate: int32 [slices, items], a Fate each; HIT where the slice is not computed.
         bits: int32 [items, 3], tags of the codes of gate, up and down.
         addresses: int64 [slices, items, 3], where their bytes are read; 0 where a slice is not computed.
         destinations: int64 [slices, items, 3], where they are stored as well; 0 for nowhere.

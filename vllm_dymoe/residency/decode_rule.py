@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.residency.constants import POSITIONS_AT_ONCE, WEIGHT_UNIT
-from vllm_dymoe.residency.decision import KEPT, PASSED, STAYED, Decision
+from vllm_dymoe.residency.constants import POSITIONS_AT_ONCE, WEIGHT_UNIT, Fate
+from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.rule import HIGH, HIT, LOW, PASS, Ints
 from vllm_dymoe.residency.table import Counter, Table
 
@@ -140,20 +140,20 @@ def _list_items(
         decision.experts[item], decision.tiers[item], decision.bits[item] = expert, code, int(table.bits[code])
         for number, part in enumerate((LOW, HIGH)[:code] if table.nested else (code,)):
             place, at = int(places[number, item]), (number, item)
-            fate = STAYED if place == HIT else PASSED if place == PASS else KEPT
-            ahead, projections = (-1, 0) if fate == STAYED else _found_ahead(table, layer, expert, code)
+            fate = Fate.HIT if place == HIT else Fate.PASS if place == PASS else Fate.KEEP
+            ahead, projections = (-1, 0) if fate is Fate.HIT else _found_ahead(table, layer, expert, code)
             if projections:
                 counts[[Counter.AHEAD_USED, Counter.AHEAD_USED_BYTES]] += 1, bytes_ahead(table, code, projections)
             slot = -1
-            if fate != PASSED:
+            if fate is not Fate.PASS:
                 slot = int(table.slot[number, layer, expert])
             elif projections < PROJECTIONS and sizes[expert] > POSITIONS_AT_ONCE and staged[part][1]:
                 slot, staged[part] = staged[part][0], [staged[part][0] + 1, staged[part][1] - 1]
             offsets, there = torch.from_numpy(table.offsets[part]), slot_address(table, part, slot)
             decision.slots[at], decision.fate[at] = slot, fate
-            decision.addresses[at] = offsets + (there if fate == STAYED else int(table.source[layer, expert, part]))
+            decision.addresses[at] = offsets + (there if fate is Fate.HIT else int(table.source[layer, expert, part]))
             decision.addresses[number, item, :projections] = offsets[:projections] + slot_address(table, part, ahead)
-            if fate != STAYED and slot >= 0:
+            if fate is not Fate.HIT and slot >= 0:
                 decision.destinations[at] = offsets + there
         decision.work[item] = torch.tensor((item, position, position + int(sizes[expert])))
         position += int(sizes[expert])

@@ -104,14 +104,17 @@ def methods() -> str:
 
 
 def models() -> str:
-    """What `make models` has recorded: architectures at 16 bits and formats."""
-    rows = []
+    """What `make models` has recorded, by format: how many answers of each model are vLLM's at 16 bits."""
+    by_format: dict[str, list[str]] = {}
     for name, found in json.loads(RECORD.read_text()).items():
         model, _, kind = name.partition(":")
-        alone = found.get("alone", "") if re.fullmatch(r"\d+ of \d+", found.get("alone", "")) else ""
-        answers = found.get("answers") or found["failed"]
-        rows.append([model, kind or "16 bits", answers, alone, found.get("bits", "")])
-    return table(["model", "format", "answers equal", "to vLLM's on the same files", "bits at 30 %"], rows)
+        said = f"{model} {(found.get('answers') or found['failed']).removesuffix(' of 3')}"
+        if re.fullmatch(r"\d+ of \d+", found.get("alone", "")):
+            said += f" (same files: {found['alone'].removesuffix(' of 3')})"
+        if found.get("bits", "the same") != "the same":
+            said += f" (30 %: {found['bits']})"
+        by_format.setdefault(kind or "16 bits", []).append(said)
+    return table(["format", "answers equal, of 3"], ([kind, ", ".join(said)] for kind, said in by_format.items()))
 
 
 def commands() -> str:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import torch  # noqa: E402
 from readme import markdown, put  # noqa: E402
-from twice import twice  # noqa: E402
 
-from vllm_dymoe.bench.rows import is_full_load, read_rows  # noqa: E402
+from vllm_dymoe.bench.rows import append_row, is_full_load, read_rows  # noqa: E402
 from vllm_dymoe.bench.run import ROWS  # noqa: E402
 
 BUDGETS = ("top-k", "25%", "50%", "100%")
@@ -39,6 +38,29 @@ def bench(folder: Path, out: Path, *options: str) -> None:
     command += [part for budget in BUDGETS for part in ("--budget", budget)]
     environment = os.environ | {"DYMOE_STORE_DIR": str(folder.parent / "stores")}
     subprocess.run([str(part) for part in (*command, *options)], check=True, env=environment)
+
+
+def twice(bench: Callable[[Path], None], out: Path) -> None:
+    """Bench twice, since other work only slows a run down, and once more over the faster rows, for its table."""
+    first, again = out / "first", out / "again"
+    for folder in (first, again):
+        folder.mkdir(parents=True, exist_ok=True)
+    bench(first)
+    known = {row["key"] for row in read_rows(again / ROWS)}
+    for row in read_rows(first / ROWS):
+        if row["key"] not in known and row["kind"] == "machine":
+            append_row(again / ROWS, row)
+    bench(again)
+    (out / ROWS).unlink(missing_ok=True)
+    others = {row["key"]: row for row in read_rows(again / ROWS)}
+    for row in read_rows(first / ROWS):
+        other = others[row["key"]]
+        if row["kind"] == "speed":
+            runs = [float(one["measured"]["tpot_ms"]["mean"]) for one in (row, other)]
+            row = row if runs[0] <= runs[1] else other
+            row["measured"]["tpot_ms"]["runs"] = runs
+        append_row(out / ROWS, row)
+    bench(out)
 
 
 def table(rows: Sequence[dict[str, Any]], everything: int) -> str:

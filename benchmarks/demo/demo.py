@@ -8,6 +8,7 @@ prints the texts, what serving them cost, and how many tokens are the same.
 import argparse
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def serve(options: dict[str, Any] | None, result: Path) -> None:
     ready = time.perf_counter() - begin
     prompts = [prompt["prompt"] for prompt in json.loads((MODEL / "prompts.json").read_text())]
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    llm.generate(prompts[:1], sampling, use_tqdm=False)  # first-call costs are nobody's latency
+    llm.generate(prompts[:1], sampling, use_tqdm=False)  # the first call compiles
     if options is not None:
         llm.collective_rpc("dymoe_reset_stats")
 
@@ -102,11 +103,6 @@ def equal_share(tokens: list[list[int]], reference: list[list[int]], *, comparab
     return equal / compared
 
 
-def size(nbytes: float) -> str:
-    """Bytes for people."""
-    return f"{nbytes / 2**20:.2f} MiB"
-
-
 def show_texts(console: Console, results: dict[str, dict[str, Any]]) -> None:
     """The answers of the 4-bit engine to a few prompts of each domain."""
     shown = results["dymoe 4-bit"]
@@ -121,30 +117,38 @@ def show_texts(console: Console, results: dict[str, dict[str, Any]]) -> None:
             console.print(Panel(body, title=domain, title_align="left", width=min(console.width, 110)))
 
 
+def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """What serving cost: the head, then latency, rate, hits, bytes and equal tokens of each engine."""
+    reference = results["vLLM"]["tokens"]
+    table = [["", "TTFT ms", "TPOT ms", f"batch of {len(reference)}, tokens/s", "experts on device", "hits", "moved"]]
+    table[0] += ["equal tokens", "to first difference"]
+    for name, data in results.items():
+        stats = data["stats"]
+        held = ["all", "", ""]
+        if stats is not None:
+            moved = sum(stats["bytes_moved"].values())
+            held = [
+                f"{stats['peak_expert_bytes'] / 2**20:.2f} MiB",
+                f"{stats['hit_rate']:.0%}",
+                f"{moved / 2**20:.0f} MiB",
+            ]
+        times = [statistics.median(data[key]) for key in ("ttft_ms", "tpot_ms")]
+        equal = [f"{equal_share(data['tokens'], reference, comparable=flag):.1%}" for flag in (False, True)]
+        table.append(
+            [name, f"{times[0]:.0f}", f"{times[1]:.1f}", f"{data['batch_tokens_per_second']:.0f}", *held, *equal]
+        )
+    return table
+
+
 def show_table(console: Console, results: dict[str, dict[str, Any]]) -> None:
     """One column per engine."""
     table = Table(title="The same prompts, a quarter of the experts on the device", title_justify="left")
-    table.add_column("")
-    for name in results:
-        table.add_column(name, justify="right")
-
-    def row(label: str, cell: Any) -> None:
-        table.add_row(label, *(cell(data) for data in results.values()))
-
-    def stat(show: Any) -> Any:
-        return lambda data: "-" if data["stats"] is None else show(data["stats"])
-
-    reference = results["vLLM"]["tokens"]
-    row("time to first token", lambda d: f"{statistics.median(d['ttft_ms']):.1f} ms")
-    row("time per output token", lambda d: f"{statistics.median(d['tpot_ms']):.1f} ms")
-    row(f"rate, batch of {len(reference)}", lambda d: f"{d['batch_tokens_per_second']:.0f} tok/s")
-    row("engine ready after", lambda d: f"{d['ready_seconds']:.1f} s")
-    row("cache hit rate", stat(lambda s: f"{s['hit_rate']:.1%}"))
-    row("bytes moved", stat(lambda s: size(sum(s["bytes_moved"].values()))))
-    row("peak expert bytes", stat(lambda s: size(s["peak_expert_bytes"])))
-    row("expert budget", stat(lambda s: size(s["budget_bytes"])))
-    row("equal tokens", lambda d: f"{equal_share(d['tokens'], reference, comparable=False):.1%}")
-    row("... to the first difference", lambda d: f"{equal_share(d['tokens'], reference, comparable=True):.1%}")
+    for position, line in enumerate(zip(*rows(results), strict=True)):
+        if position == 0:
+            for name in line:
+                table.add_column(name, justify="right" if name else "left")
+        else:
+            table.add_row(*line)
     console.print(table)
     console.print(
         "Times of one request at a time; equal tokens against vLLM without the plugin, greedy, at the same position.\n"
@@ -154,12 +158,23 @@ def show_table(console: Console, results: dict[str, dict[str, Any]]) -> None:
     )
 
 
+def write_readme(results: dict[str, dict[str, Any]]) -> None:
+    """Put the table into this folder's README."""
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from readme import markdown, put
+
+    head, *lines = rows(results)
+    machine = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    note = f"Medians of one run on one {machine}; one request at a time but for the batch."
+    put(Path(__file__).with_name("README.md"), "demo", f"{markdown(head, lines)}\n\n{note}")
+
+
 def main() -> None:
     """Parse the command line; without arguments run the whole demonstration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="also write everything that was measured to this file")
+    parser.add_argument("--readme", action="store_true", help="also put the table into this folder's README")
     arguments = parser.parse_args()
     if arguments.engine:
         serve(ENGINES[arguments.engine], arguments.result)
@@ -180,8 +195,8 @@ def main() -> None:
     show_texts(console, results)
     show_table(console, results)
     console.print(f"Logs of the engines: {logs}", style="dim", highlight=False)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2))
+    if arguments.readme:
+        write_readme(results)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Work:
-    """What one step of a layer has to move and to compute, whoever does it.
+    """What one step of a layer has to move and to compute.
 
     Attributes:
         weight_bytes: of all active experts, read once.

@@ -24,14 +24,6 @@ def _reused_slot():
     CudaStreams.copy = half
 
 
-def _wrong_experts():
-    """Every budget gives the same bits, and they are not the model's."""
-    from parts import stack
-
-    right = stack.expert_reference
-    stack.expert_reference = lambda *arguments: 1.05 * right(*arguments)
-
-
 def _fresh_output():
     """What vLLM's own operator does: the next piece was captured with another tensor than it is given now."""
     from parts.graphs import MODEL, Pieces
@@ -43,20 +35,6 @@ def _fresh_output():
         operator(self, layer, x, weights, ids, out.clone() if replayed else out)
 
     Pieces._operator = fresh
-
-
-def _copied_input():
-    """A launch reads a copy of what it was to read."""
-    from parts import graphs
-
-    launch = graphs.fixed_launch
-    kept = []
-
-    def fixed_launch(formats, x, out, ids):
-        kept.append(launch(formats, x.clone(), out, ids))
-        return kept[-1][0], launch(formats, x, out, ids)[1]
-
-    graphs.fixed_launch = fixed_launch
 
 
 def _no_fetches():
@@ -103,9 +81,7 @@ def _limit(part, seconds):
 
 FAULTS = {
     "reused slot": _reused_slot,
-    "wrong experts": _wrong_experts,
     "fresh output": _fresh_output,
-    "copied input": _copied_input,
     "no fetches": _no_fetches,
     "hang": _hang,
     "death": _death,

@@ -197,7 +197,7 @@ CARD = {
 
 
 def put_in_place() -> OnTheHost:
-    """For the rest of this process; the mode is entered here and kept by whoever calls."""
+    """For the rest of this process; the caller keeps the mode, which is entered here."""
     for name, value in CARD.items():
         setattr(torch.cuda, name, value)
     torch.Tensor.record_stream = lambda tensor, stream: None

@@ -100,10 +100,8 @@ def test_every_layer_is_measured_where_that_is_asked_for(tmp_path):
     ("planted", "part", "check"),
     [
         ("reused slot", "runtime", r"4 bits, prefetch none: .* minimum: 1 tokens of layer 0 have other bits"),
-        ("wrong experts", "runtime", r"4 bits: everything resident agrees with float64: .*relative error 0\.0"),
         ("no fetches", "runtime", r"minimum: only 0 experts were fetched, so that this says nothing"),
         ("fresh output", "graphs", r"pieces .* at 100%, .*: step 1 has other bits than eager pieces give"),
-        ("copied input", "graphs", r"the kernels' launches: .*: 1 tokens: the replay has other bits"),
         ("death", "runtime", r'runtime: it ended with signal SIGABRT in the middle of "something that kills": '),
         ("hang", "runtime", r'runtime: no end after 45 seconds, in the middle of "something that never ends"; '),
     ],
@@ -157,7 +155,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(processes, tmp_path
     child = int((tmp_path / "hung.log").read_text())
     deadline = time.monotonic() + 20
     while Path(f"/proc/{child}/stat").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":  # dead, and nobody has asked for it yet
+        if Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":  # dead, and not yet waited for
             break
         time.sleep(0.05)
     assert time.monotonic() < deadline, "what it had started still runs"

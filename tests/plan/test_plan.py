@@ -79,7 +79,7 @@ def test_more_slots_miss_less_and_all_of_them_nothing(routings):
     missing = [demand(routings, kept).missing[Tier.HI] for kept in (0, 8, 16, 32)]
     assert missing[0] == demand(routings, 0).active[Tier.HI] == 4
     assert missing == sorted(missing, reverse=True)
-    assert missing[-1] < 0.2  # an expert that nobody has asked for yet
+    assert missing[-1] < 0.2  # an expert that no step has used yet
 
 
 def test_low_experts_are_moved_low_or_skipped(routings):

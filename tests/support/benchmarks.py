@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @contextlib.contextmanager
 def modules_of(name: str) -> Iterator[Path]:
-    """Inside, modules of one folder of benchmarks can be imported; afterwards nobody knows them. Gives the folder."""
+    """Inside, modules of one folder of benchmarks can be imported; afterwards they are forgotten. Gives the folder."""
     path, others, systems = list(sys.path), _forget(), dict(SYSTEMS)
     sys.path.insert(0, str(BENCHMARKS / name))
     try:

@@ -40,7 +40,7 @@ def run(record: Recorder) -> None:
 
 
 def _driver() -> str:
-    """Version of the kernel's driver, from whoever knows it here."""
+    """Version of the kernel's driver."""
     program = shutil.which("nvidia-smi")
     if program is not None:
         command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -1,9 +1,7 @@
 """How far the kernels and the runtime are from what the card's memory and its link allow."""
 
 import time
-from collections.abc import Iterable
 from statistics import median
-from typing import Any
 
 import torch
 from kernel_speeds import measure
@@ -100,7 +98,7 @@ def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack
 def _measure(
     record: Recorder, machine: Machine, stack: Stack, runtime: MoERuntime, name: str, tokens: int, steps: int
 ) -> None:
-    """Time of a layer; what has to be moved is counted in the same steps, and what overlaps in the steps after them."""
+    """Time of a layer; what has to be moved is counted in the same steps."""
     inputs = [stack.inputs(tokens, seed) for seed in range(steps)]
     stack.step(runtime, stack.inputs(STEPS["prefill"][0], steps))
     for seed in range(WARM if tokens == 1 else 0):
@@ -121,44 +119,5 @@ def _measure(
     fetched = stats.misses + stats.prefetches["useful"]
     link = fetched * runtime.experts.formats[BITS].nbytes / len(works) / machine.host_bytes_per_second
     bound, measured = max(on_card, link), median(times)
-    busy = _timeline(stack, runtime, inputs[: max(2, steps // 4)])
-    computing, moving, both = (1e6 * seconds / MODEL.layers for seconds in busy)
-    remark = f"{stats.hit_rate:.0%} hits; the card computes for {computing:.0f} us of a layer"
-    if moving:
-        remark += f", the link works for {moving:.0f}, {both / max(1e-9, min(moving, computing)):.0%} overlap"
-    if not link:
-        remark += f"; the host takes {max(0.0, 1e6 * measured - computing):.0f} us more than the card"
+    remark = f"{stats.hit_rate:.0%} hits"
     record.speed(f"runtime, {name}, a layer", "us", 1e6 * measured, 1e6 * bound, bound / measured, remark)
-
-
-def _timeline(stack: Stack, runtime: MoERuntime, inputs: list[Any]) -> tuple[float, float, float]:
-    """Seconds of a step in which the card computes, in which the link works, and in which both do."""
-    runtime.start_timeline()
-    for x in inputs:
-        stack.step(runtime, x)
-    torch.cuda.synchronize()
-    lanes: dict[str, list[tuple[float, float]]] = {}
-    names: dict[int, str] = {}
-    for event in runtime.stop_timeline():
-        if event["ph"] == "M" and event["name"] == "thread_name":
-            names[event["tid"]] = event["args"]["name"]
-        elif event["ph"] == "X":
-            begin = event["ts"] / 1e6
-            lanes.setdefault(names[event["tid"]], []).append((begin, begin + event["dur"] / 1e6))
-    computing, moving = _union(lanes.get("compute", ())), _union(lanes.get("link", ()))
-    both = _length(computing) + _length(moving) - _length(_union([*computing, *moving]))
-    return tuple(seconds / len(inputs) for seconds in (_length(computing), _length(moving), both))  # type: ignore[return-value]
-
-
-def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    joined: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _length(spans: Iterable[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in spans)

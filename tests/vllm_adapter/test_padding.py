@@ -75,7 +75,8 @@ def rank_of(folder, runtime, total):
 def layers_of(rank, expert_map):
     for position in range(LAYERS):
         method = DymoeMoEMethod.__new__(DymoeMoEMethod)
-        method.layer, method._loader = RankLayer("", position, Activation.SILU, None), None
+        method.layer = RankLayer("", position, Activation.SILU, None)
+        method._loader = SimpleNamespace(check_complete=lambda: None)
         method.loading = SimpleNamespace(layer_loaded=lambda position, layer: None)
         method.process_weights_after_loading(SimpleNamespace(expert_map=expert_map))
         yield method.layer

@@ -82,10 +82,6 @@ def test_the_defaults_are_accepted():
         ({"hi": 4, "lo": 8}, "lo is 8 bits but must be below hi"),
         ({"system": "oracle"}, 'system "oracle" does not exist; choose one of exact, on-demand, layer-prefetch'),
         (
-            {"prefetch": "none"},
-            'additional_config.dymoe.prefetch is not an option any more; write "system_options": {"l',
-        ),
-        (
             {"system": "dymoe", "system_options": {"retention": 2}},
             "(retention: input should be less than or equal to 1)",
         ),

@@ -52,12 +52,12 @@ def combine(
     Args:
         out: [tokens * top_k, hidden] bfloat16 or float16, as a kernel wrote it.
         topk_weights: float32 [tokens, top_k].
-        expert_ids: int [tokens, top_k]; pairs with a negative one are nobody's here (another rank's expert, or a row
+        expert_ids: int [tokens, top_k]; pairs with a negative one have no expert here (another rank's, or a row
             that fills up a batch), and count as zero whatever `out` holds there. None if there are none.
         skipped: experts that no kernel computed; their pairs count as zero, too.
         renormalize: scale the weights of a token's experts that stay, so that they sum to what they did with the
-            skipped ones. Nobody's pairs are left out of it: each rank hands the weights of what it skips to what it
-            computes. A token none of whose experts stays has nothing to scale.
+            skipped ones. Pairs without an expert here do not count: each rank hands the weights of what it skips to
+            what it computes. A token none of whose experts stays has nothing to scale.
         into: [tokens, hidden] like out, overwritten; None for a new tensor.
 
     Returns:
@@ -87,7 +87,7 @@ def combine(
         into = out.new_empty(tokens, out.shape[1]) if into is None else into
         library.weighted_sum(out, topk_weights.contiguous(), into)
         return into
-    # Here and not above: nobody without a GPU needs triton.
+    # Here and not above: only a GPU needs Triton, whose import takes a second.
     from vllm_dymoe.kernels.triton.combine import combine_on_gpu
 
     if into is None:
@@ -129,7 +129,7 @@ def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
 
 
 def _marked(skipped: Collection[int], device: torch.device) -> Tensor:
-    """int32 [highest of them + 1] with ones for some experts, in one copy that nobody waits for."""
+    """int32 [highest of them + 1] with ones for some experts, in one copy that the host does not wait for."""
     marks = [0] * (max(skipped) + 1)
     for expert in skipped:
         marks[expert] = 1

@@ -130,7 +130,7 @@ class Options(BaseModel):
     host_store: Literal["auto", "file", "pinned"] = "auto"
     """Where the packed experts live: safetensors shards on disk, page-locked host memory, or what there is room for."""
     decisions: Literal["auto", "host", "device"] = "auto"
-    """Who decides in decode which experts are kept and fetched: the device, inside of a CUDA graph, or the host."""
+    """What decides in decode which experts are kept and fetched: the device, inside of a CUDA graph, or the host."""
     store_dir: Path | None = None
     """Folder of the shards of checkpoints that are quantized while they load (default: ~/.cache/vllm-dymoe)."""
     system: str = "exact"

@@ -96,7 +96,7 @@ def combine_kernel(
     Args:
         out: [tokens * TOP_K, HIDDEN] bfloat16 or float16; rows of absent pairs are not read.
         weights: float32 [tokens, TOP_K].
-        expert_ids: int32 or int64 [tokens, TOP_K], negative where nobody here has the expert, if ABSENT.
+        expert_ids: int32 or int64 [tokens, TOP_K], negative where this rank lacks the expert, if ABSENT.
         skipped: int32 [known], 1 for experts that were skipped, if SKIPPED.
         combined: [tokens, HIDDEN] like out, overwritten.
         known: experts that `skipped` knows; the others were not skipped.

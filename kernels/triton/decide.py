@@ -461,7 +461,7 @@ def add_to(counts, which, value):
 
 @triton.jit
 def ids_of(ids, pair, count, EXPERTS: tl.constexpr):
-    """Experts of some pairs, and which of them this rank has; numbers that are none are nobody's."""
+    """Experts of some pairs, and which of them this rank has; other numbers stand for no expert."""
     one_id = tl.load(ids + pair, mask=pair < count, other=-1).to(tl.int32)
     return one_id, (one_id >= 0) & (one_id < EXPERTS)
 

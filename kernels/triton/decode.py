@@ -310,7 +310,7 @@ def down_kernel(
 
 @triton.jit
 def _write_zeros(out, computed, first, last, ROWS: tl.constexpr, TOP_K: tl.constexpr):
-    """64 rows of the output of every token whose sum nobody writes."""
+    """64 rows of the output of every token that no other program sums."""
     row = tl.program_id(0) * 64 + tl.arange(0, 64)
     if tl.program_id(2) == 0:
         for token in range(first, last):

@@ -228,7 +228,7 @@ def plain_rows(
     # 64 sums for each thread: with 8 warps and one token a lane has eight columns, which are one load.
     WIDTH: tl.constexpr = 32 * WARPS // TOKENS
     STRIPS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
-    # The same columns for one token as for two: who fetches a part computes from it with both.
+    # The same columns for one token as for two: the program that fetches a part multiplies both with it.
     SHARE: tl.constexpr = (COLUMNS + 32 * WARPS * SPLIT - 1) // (32 * WARPS * SPLIT) * TOKENS
     HEIGHT: tl.constexpr = 64 // WARPS
     WHOLE_X: tl.constexpr = COLUMNS % WIDTH == 0

@@ -137,7 +137,7 @@ def _conversations(text: str, source: str) -> Iterator[Prompt]:
             raise ConfigError(f"{source}, entry {number}, has no list of conversations and no prompt.")
         first = next((turn for turn in said if isinstance(turn, dict) and turn.get("from") in ("human", "user")), None)
         if first is not None and isinstance(first.get("value"), str) and first["value"].strip():
-            yield Prompt(first["value"])  # real files have conversations that nobody has begun
+            yield Prompt(first["value"])  # real files have empty conversations
 
 
 def _lines(lines: Sequence[str], source: str) -> Iterator[Prompt]:

@@ -100,7 +100,7 @@ def _total(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def peak_bytes() -> int:
-    """Device memory: the most that torch held on a GPU; on a CPU what the process has and nobody can take back."""
+    """Device memory: the most that torch held on a GPU; on a CPU what the process cannot give back."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -1,11 +1,12 @@
-"""Which experts are hot over long stretches of traffic, and who of them is to be high (DynaExq 3.5). Pure functions.
+"""Which experts are hot over long stretches of traffic, and which of them are to be high (DynaExq 3.5). Pure functions.
 
 Hotness is an exponential average over windows of time. It counts in even shares: an expert that gets what all would get
 if routers had no favourites has hotness 1, whatever the model's size and however many tokens a window had.
 
-Three things keep sets from oscillating. A *margin*: who comes in is hotter than who goes by more than that. A *slack*:
-who is in stays as long as it is among the n + slack hottest. And *two windows*: a swap needs that the last window and
-the one before want it both, each by itself. Traffic that alternates between two mixes then swaps no pair twice.
+Three things keep sets from oscillating. A *margin*: an expert that comes in is hotter by more than that than one that
+goes. A *slack*: a high expert stays as long as it is among the n + slack hottest. And *two windows*: a swap needs that
+the last window and the one before want it both, each by itself. Traffic that alternates between two mixes then swaps no
+pair twice.
 """
 
 from dataclasses import dataclass, replace
@@ -19,10 +20,10 @@ class Swap(NamedTuple):
     """One move of a plan.
 
     Attributes:
-        gain: by how much who comes in is hotter.
+        gain: by how much the expert that comes in is hotter.
         layer: of both.
-        up: who comes in.
-        down: who goes; None if the layer has a place that is free.
+        up: the expert that becomes high.
+        down: the one that becomes low; None if the layer has a place that is free.
     """
 
     gain: float
@@ -62,7 +63,7 @@ class Hotness:
 
     @classmethod
     def of(cls, counts: NDArray[np.int64]) -> Self:
-        """From the counts of one stretch of traffic alone, int64 [layers, experts]; nobody is hot where all are 0."""
+        """From the counts of one stretch of traffic, int64 [layers, experts]; no expert is hot where all are 0."""
         shares = even_shares(counts)
         return cls(shares, shares, shares)
 

@@ -1,4 +1,4 @@
-"""What a router said for one layer of one step: read by the host at most once, for whoever asks."""
+"""What a router said for one layer of one step: copied to the host at most once."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -49,7 +49,7 @@ class Routing:
         ids: [tokens, top_k] int, experts of this rank; negative where another rank has the expert.
         weights: [tokens, top_k] float32 routing weights.
         phase: of the whole step.
-        prompt: which tokens are prompts'; None in a step that only decodes, or where nobody asks.
+        prompt: which tokens are prompts'; None in a step that only decodes, or where no system needs it.
         global_ids: [tokens, top_k] int, as the router numbers experts; None where a rank has all of them, as ``ids``.
         weights_on_input: weights multiply what experts read, and not what they give (Llama 4, Laguna).
     """
@@ -66,7 +66,7 @@ class Routing:
 
     @cached_property
     def host_ids(self) -> NDArray[np.int64]:
-        """``ids`` on the host; on a GPU the first who asks waits for the router."""
+        """``ids`` on the host; on a GPU the first call waits for the router."""
         return self.ids.cpu().numpy().astype(np.int64, copy=False)
 
     @cached_property

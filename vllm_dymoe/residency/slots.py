@@ -18,8 +18,8 @@ class Slot:
         blob: uint8 [format.nbytes].
         expert: the blob seen as packed matrices; views, made once. None for a fine slice, which is nothing by itself.
         joined: the base slot that a fine slice was last seen with, and what they are together.
-        last_read: fence of the last computation that reads the slot; whoever
-            fills the slot next waits for it. None where computation is synchronous.
+        last_read: fence of the last computation that reads the slot, for which the next copy into it waits. None where
+            computation is synchronous.
     """
 
     index: int
@@ -73,7 +73,7 @@ class SlotPool:
             slot.last_read = filled
 
     def withhold(self, count: int) -> None:
-        """Hand the first ``count`` slots out to nobody: a device decides about them."""
+        """Never hand out the first ``count`` slots: a device decides about them."""
         self._withheld = count
         self._free = self.slots[: count - 1 if count else None : -1]
 
@@ -95,7 +95,7 @@ class SlotPool:
 
     @property
     def free(self) -> int:
-        """Slots that nobody has, promised or not."""
+        """Slots that hold nothing, promised or not."""
         return len(self._free)
 
     def take(self, *, kept: bool) -> Slot | None:

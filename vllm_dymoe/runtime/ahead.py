@@ -76,7 +76,7 @@ class Ahead:
     """What stands around each layer of a step.
 
     Args:
-        table: who is where.
+        table: which experts are where.
         kernel: names and fetches.
         predictor: of the next layer's experts.
         branch: where that is done.

@@ -1,4 +1,4 @@
-"""Who decides about experts in decode: the host for every layer, or the device in a step without a host.
+"""What decides about experts in decode: the host for every layer, or the device in a step without a host.
 
 There is one writer of what layers keep. Where the device decides it writes, in decode steps alone; the host reads a
 snapshot for the other steps, and streams past it.

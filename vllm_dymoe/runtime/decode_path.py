@@ -45,7 +45,7 @@ class DecodeKernel(AheadKernel, Protocol):
         """Decide, fetch and compute, without waiting for the device.
 
         Args:
-            table: who is where; rewritten.
+            table: which experts are where; rewritten.
             layer: position among the MoE layers.
             rows: int32 [1], how many of the rows are tokens; the others come out as zeros.
             decision: scratch for as many rows as x has.
@@ -65,12 +65,12 @@ class DecodePath:
 
     Args:
         experts: of the rank.
-        table: who is where.
+        table: which experts are where.
         kernel: decides and computes.
         device: of all.
 
     Attributes:
-        table: who is where, and what was counted.
+        table: which experts are where, and what was counted.
         kernel: decides and computes.
         ahead: fetches for the next layer while one is computed; None if nothing does.
     """
@@ -104,7 +104,7 @@ class DecodePath:
         self.settle()
 
     def tell(self, rows: int) -> None:
-        """How many rows are tokens in what is launched or replayed from now on; 0 for what nobody has asked for."""
+        """How many rows are tokens in what is launched or replayed from now on; 0 for a step without requests."""
         if rows != self._told:
             self._rows.fill_(rows)
             self._told = rows

@@ -88,7 +88,7 @@ class PlainDecode:
 
 
 def memory_at(address: int, nbytes: int) -> Tensor:
-    """uint8 [nbytes]: memory of this process, which somebody else keeps alive."""
+    """uint8 [nbytes]: memory of this process, which must outlive the view."""
     if nbytes == 0:  # a gate that experts do not have
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

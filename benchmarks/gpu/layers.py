@@ -3,6 +3,11 @@
 import random
 from dataclasses import dataclass
 
+import torch
+
+from vllm_dymoe.residency.code import code_of
+from vllm_dymoe.residency.format import Format
+
 TOKENS = (1, 4, 16, 64, 512, 4096)
 TIERS: dict[str, tuple[int, ...]] = {"16": (16,), "8": (8,), "4": (4,), "2": (2,), "4/2": (4, 2)}
 """Bits of the experts, in turn."""
@@ -11,15 +16,7 @@ GROUP = 64
 
 @dataclass(frozen=True)
 class Layer:
-    """One MoE layer, from the model's config.json on Hugging Face.
-
-    Attributes:
-        model: its name.
-        hidden: H.
-        intermediate: I of one expert.
-        experts: in the layer.
-        top_k: experts of one token.
-    """
+    """One MoE layer, from the model's config.json on Hugging Face."""
 
     model: str
     hidden: int
@@ -73,11 +70,6 @@ class Work:
         moving = (self.weight_bytes + self.other_bytes) / machine.copy_bytes_per_second
         return max(moving, self.flops / machine.flops_per_second)
 
-    def moves(self, machine: Machine) -> bool:
-        """Whether moving takes longer."""
-        moving = (self.weight_bytes + self.other_bytes) / machine.copy_bytes_per_second
-        return moving >= self.flops / machine.flops_per_second
-
 
 def route(layer: Layer, tokens: int, seed: int = 0) -> list[list[int]]:
     """Experts of each token: uniformly random, which is the worst case for few tokens."""
@@ -86,15 +78,8 @@ def route(layer: Layer, tokens: int, seed: int = 0) -> list[list[int]]:
 
 
 def expert_bytes(layer: Layer, bits: int) -> int:
-    """Bytes of one expert's blob by docs/format.md: sections end on 256 bytes, groups of 64."""
-    total = 0
-    for rows, columns in ((layer.intermediate, layer.hidden),) * 2 + ((layer.hidden, layer.intermediate),):
-        if bits == 16:
-            total += _round_up(2 * rows * columns, 256)
-        else:
-            padded = _round_up(rows, 64) * _round_up(columns, GROUP)
-            total += padded * bits // 8 + 4 * padded // GROUP
-    return total
+    """Bytes of one packed expert."""
+    return Format(layer.hidden, layer.intermediate, code_of(bits), GROUP, torch.bfloat16).nbytes
 
 
 def work_of(layer: Layer, routing: list[list[int]], bits: tuple[int, ...]) -> Work:
@@ -104,7 +89,3 @@ def work_of(layer: Layer, routing: list[list[int]], bits: tuple[int, ...]) -> Wo
     weights = sum(expert_bytes(layer, bits[expert % len(bits)]) for expert in active)
     others = 2 * len(routing) * layer.hidden + pairs * (4 * layer.intermediate + 2 * layer.hidden)
     return Work(weights, others, 6 * pairs * layer.hidden * layer.intermediate)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -130,14 +130,6 @@ class Case:
     """Experts and a way of launching them.
 
     Attributes:
-        note: what is special about it.
-        sizes: hidden and intermediate.
-        bits: of the experts of a launch.
-        dtype: of activations.
-        bias: whether projections have one.
-        group: columns that share a scale.
-        activation: of the gate.
-        fetch: whether decode fetches through.
         weighted: whether decode sums a token's experts.
         gather: whether grouped_linear reads its rows of x by index and writes its own in order, of the up projection.
         steps: bit-widths whose zeros count steps.

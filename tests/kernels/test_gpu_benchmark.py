@@ -17,8 +17,6 @@ from tests.support.benchmarks import modules_of
 from vllm_dymoe.kernels import Curve
 from vllm_dymoe.kernels.triton.tiles import TABLE as TILES
 from vllm_dymoe.kernels.triton.tiles import choose_tiles
-from vllm_dymoe.residency.code import code_of
-from vllm_dymoe.residency.format import Format
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
@@ -51,13 +49,6 @@ def variants(gpu_folder):
     return variants
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4, 2])
-def test_bytes_of_an_expert_are_those_of_the_format(layers, bits):
-    for layer in layers.LAYERS:
-        fmt = Format(layer.hidden, layer.intermediate, code_of(bits), layers.GROUP, torch.bfloat16)
-        assert layers.expert_bytes(layer, bits) == fmt.nbytes
-
-
 def test_work_and_bound(layers):
     layer = layers.Layer("small", 64, 128, 4, 2)
     work = layers.work_of(layer, [[0, 1], [1, 3]], (4, 2))
@@ -70,13 +61,6 @@ def test_work_and_bound(layers):
     slow_units = layers.Machine("", 1e15, 1e6, 1.0)
     assert work.seconds(slow_memory) == pytest.approx((work.weight_bytes + work.other_bytes) / 1e6)
     assert work.seconds(slow_units) == pytest.approx(work.flops / 1e6)
-
-
-def test_routing_is_what_it_says(layers):
-    for layer in layers.LAYERS:
-        rows = layers.route(layer, 50)
-        assert rows == layers.route(layer, 50)
-        assert all(len(set(row)) == layer.top_k and min(row) >= 0 and max(row) < layer.experts for row in rows)
 
 
 @pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100, 120])

@@ -192,15 +192,6 @@ def test_without_a_sanitizer_one_line_says_so(gpu, monkeypatch):
     assert said[0].startswith("Left out: there is no compute-sanitizer here.")
 
 
-def test_without_a_gpu_one_sentence_says_so():
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "gpu.py"), "--no-readme"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "torch finds no CUDA device here, so there is nothing to check" in done.stderr
-    assert "kernels" not in done.stdout
-
-
 def test_without_torch_one_sentence_says_so():
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-S", str(FOLDER / "gpu.py")]
@@ -239,9 +230,3 @@ def test_the_named_packages_are_enough(gpu):
         capture_output=True, text=True, check=False, cwd="/",
     )  # fmt: skip
     assert done.stdout == "all\n", done.stderr
-
-
-def test_the_makefile_has_it():
-    done = subprocess.run(["make", "-C", str(ROOT), "help"], capture_output=True, text=True, check=False)
-    (line,) = (line for line in done.stdout.splitlines() if line.split()[:2] == ["make", "gpu"])
-    assert "PYTHON=" in line

@@ -9,16 +9,13 @@ import pytest
 
 from tests.cli.checkpoints import command, refused
 from vllm_dymoe.config import ConfigError, ExpertBudget
-from vllm_dymoe.plan import advice
-from vllm_dymoe.plan.advice import Serving, choices, recommended, room_for_experts, shown
+from vllm_dymoe.plan.choice import GOOD_ENOUGH, Choice, Serving, choices, recommended, room_for_experts, shown
 from vllm_dymoe.plan.device import Device, find_device, measured_device, parse_rate
 from vllm_dymoe.plan.model import shape_of
-from vllm_dymoe.plan.predict import predict, step_bytes
-from vllm_dymoe.plan.replay import LayerDemand, Routings, made_up, replay
+from vllm_dymoe.plan.replay import Routings, made_up, replay
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.resolve import resolve_options
-from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
-from vllm_dymoe.systems import make_system
+from vllm_dymoe.runtime.sizing import limit_in_bytes, workspace_bytes
 from vllm_dymoe.traces import TraceHeader, synthetic_trace
 
 QWEN3_30B = {
@@ -120,12 +117,9 @@ QWEN = shape_of(QWEN3_30B, "config.json")
 
 def predicted(options, budget, routings, device=DEVICE):
     settled = resolve_options(options, environment={})
-    experts, system = QWEN.packed(tuple(settled.stored_bits)), make_system(settled)
-    workspace = workspace_bytes(experts)
-    limit = limit_in_bytes(ExpertBudget.parse(budget), experts, settled, workspace, 0)
-    shares = system.precision.shares(QWEN.moe_layers, QWEN.top_k)
-    plan = plan_slots(experts, settled, system, limit, workspace, shares)
-    return predict(QWEN, settled, plan, device, routings, 512)
+    experts = QWEN.packed(tuple(settled.stored_bits))
+    limit = limit_in_bytes(ExpertBudget.parse(budget), experts, settled, workspace_bytes(experts, "cuda"), 0)
+    return Choice(options, limit, 1.0, QWEN, device, routings, 512)
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +129,9 @@ def skewed():
 
 def test_everything_moved_takes_the_link_and_the_computation(skewed):
     found = predicted({"system": "on-demand"}, "25%", skewed)
-    experts = QWEN.packed((4,))
-    moved = 48 * 8 * experts.formats[4].nbytes
-    settled = resolve_options({}, environment={})
-    read = step_bytes(QWEN, experts, settled, LayerDemand({Tier.HI: 8}, {}))
-    assert found.moved == pytest.approx(moved)
-    assert found.tpot == pytest.approx(moved / DEVICE.link + read / DEVICE.bandwidth)
+    experts = 48 * 8 * QWEN.packed((4,)).formats[4].nbytes
+    assert found.moved == pytest.approx(experts)
+    assert found.tpot == pytest.approx(experts / DEVICE.link + (2 * QWEN.token_weights + experts) / DEVICE.bandwidth)
     assert found.hit_rate == 0
 
 
@@ -170,11 +161,11 @@ def test_every_choice_fits_beside_the_rest(skewed):
     found = list(choices(QWEN, device, skewed, serving, 512))
     assert 10e9 < room < 24 * 2**30 - QWEN.dense_bytes
     assert all(row.limit <= room for row in found)
-    assert {row.options["system"] for row in shown(found, ["dymoe", "firm"])} == {"dymoe", "firm"}
+    assert {row.given["system"] for row in shown(found, ["dymoe", "firm"])} == {"dymoe", "firm"}
     assert [row.part for row in shown(found, [])] == [0.25, 0.5, 0.75, 1.0]
     best = recommended(found)
-    assert best.agreement >= advice.GOOD_ENOUGH
-    assert all(best.prediction.tpot <= 1.05 * row.prediction.tpot for row in found if row.agreement >= 0.95)
+    assert best.agreement >= GOOD_ENOUGH
+    assert all(best.tpot <= 1.05 * row.tpot for row in found if row.agreement >= 0.95)
 
 
 def test_the_quality_of_the_package_is_that_of_the_benchmark():

@@ -283,7 +283,7 @@ def plan(
     """Say what fits on a device, how fast each system will be, and which options to take; nothing is loaded."""
     from vllm_dymoe.cli import plan as planning
     from vllm_dymoe.config import ConfigError
-    from vllm_dymoe.plan.advice import Serving
+    from vllm_dymoe.plan.choice import Serving
 
     if gpu is None:
         raise ConfigError("say for which device: --gpu rtx4090, or a folder of measured rows.")

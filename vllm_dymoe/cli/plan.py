@@ -8,7 +8,7 @@ from rich.table import Table
 
 from vllm_dymoe.bench.systems import make_known
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.plan.advice import CANDIDATES, GOOD_ENOUGH, Choice, Serving, choices, command, recommended, shown
+from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, Serving, choices, command, recommended, shown
 from vllm_dymoe.plan.device import Device, find_device
 from vllm_dymoe.plan.model import ModelShape, read_shape
 from vllm_dymoe.plan.replay import LOCALITY, SKEW, Routings, made_up
@@ -49,7 +49,7 @@ def run(
         "measured on this project's small model. Measure quality on yours.",
         soft_wrap=True, highlight=False,
     )  # fmt: skip
-    console.print(command(model, best, shape, serving), soft_wrap=True, markup=False, highlight=False)
+    console.print(command(model, best, serving), soft_wrap=True, markup=False, highlight=False)
 
 
 def routings_of(shape: ModelShape, model: str, trace: Path | None, batch: int) -> Routings:
@@ -89,11 +89,10 @@ def _table(rows: Sequence[Choice], best: Choice, batch: int, prompt: int) -> Tab
     for name in ("system", "bits", "experts", "of all", "TTFT ms", "TPOT ms", "hits", "as 16 bits"):
         table.add_column(name, justify="left" if name == "system" else "right", no_wrap=True)
     for row in rows:
-        bits = f"{row.options['hi']}" + (f"/{row.options.get('lo', 0)}" if row.options["system"] == "dymoe" else "")
-        found = row.prediction
+        bits = f"{row.options.hi}" + (f"/{row.options.lo}" if row.given["system"] == "dymoe" else "")
         table.add_row(
-            row.options["system"], bits, size(row.limit), f"{row.share:.0%}", f"{1e3 * found.ttft:.0f}",
-            f"{1e3 * found.tpot:.1f}", f"{found.hit_rate:.0%}",
+            row.given["system"], bits, size(row.limit), f"{row.share:.0%}", f"{1e3 * row.ttft:.0f}",
+            f"{1e3 * row.tpot:.1f}", f"{row.hit_rate:.0%}",
             "" if row.agreement is None else f"{row.agreement:.0%}", style="bold" if row is best else None,
         )  # fmt: skip
     return table

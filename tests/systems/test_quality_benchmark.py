@@ -83,18 +83,17 @@ def test_the_page_is_what_was_measured(tmp_path):
     assert copy.read_text() == (FOLDER / "README.md").read_text()
 
 
-def test_the_tasks_for_lm_eval_are_the_held_out_texts():
-    with modules_of("quality/lm_eval"):
-        import make_tasks
-
-        tasks = {"continuations": make_tasks.continuations(), "problems": make_tasks.problems()}
-    for name, rows in tasks.items():
-        stored = [json.loads(line) for line in (FOLDER / "lm_eval" / f"{name}.jsonl").read_text().splitlines()]
-        assert stored == rows
-        assert f"lm_eval/{name}.jsonl" in (FOLDER / "lm_eval" / f"{name}.yaml").read_text()
-    assert "lm_eval/continuations.jsonl" in (FOLDER / "lm_eval" / "texts.yaml").read_text()
-    texts = {domain: "\n".join(make_tasks.documents(domain)) for domain in ("docs", "code")}
-    for row in make_tasks.continuations():
+def test_the_tasks_for_lm_eval_are_of_the_held_out_texts():
+    heldout = FOLDER.parent / "tiny_moe" / "model" / "heldout"
+    texts = {domain: (heldout / f"{domain}.txt").read_text() for domain in ("docs", "code", "arithmetic")}
+    tasks = {
+        name: [json.loads(line) for line in (FOLDER / "lm_eval" / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("continuations", "problems")
+    }
+    for row in tasks["continuations"]:
         goes_on = [row["context"] + choice in texts[row["domain"]] for choice in row["choices"]]
         assert goes_on.count(True) == 1
         assert goes_on[row["label"]]
+    for row in tasks["problems"]:
+        worked = texts["arithmetic"].split(row["question"])[1].split("<|endoftext|>")[0]
+        assert f"#### {row['answer']}" in worked

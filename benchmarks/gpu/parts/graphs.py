@@ -8,8 +8,11 @@ from record import Recorder
 from torch import Tensor
 
 from parts.decided import DecidedSteps, runtime_of
-from parts.launches import fixed_launch
 from parts.stack import DEVICE, DTYPE, Model, Stack, normalized, pinned_store, same_bits
+from vllm_dymoe.kernels import Activation, ExpertWork, compute_experts
+from vllm_dymoe.kernels.triton import TritonKernel
+from vllm_dymoe.quantize.dummy import fill_randomly
+from vllm_dymoe.residency.format import Format
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore
@@ -39,6 +42,32 @@ def run(record: Recorder) -> None:
         with record.check(f"{name}: one graph, replayed, the bits of the host's steps at 100%") as wrong:
             wrong += _check_decided(store, budget, ahead)
     store.close()
+
+
+def fixed_launch(formats: list[Format], x: Tensor, out: Tensor, ids: Tensor) -> tuple[Callable[[], None], ...]:
+    """The launches of a layer whose experts stay in their slots, which graphs capture, and a whole call of the kernel.
+
+    The first is good as long as the second lives: it has the slots' addresses only.
+    """
+    generator = torch.Generator().manual_seed(3)
+    work = []
+    for expert, fmt in enumerate(formats):
+        blob = torch.empty(fmt.nbytes, dtype=torch.uint8)
+        for matrix, section in zip(fmt.matrices, fmt.sections, strict=True):
+            fill_randomly(matrix, blob[section], generator)
+        slot = fmt.view(blob.to(DEVICE))
+        pairs = (ids.flatten() == expert).nonzero().flatten()
+        work.append(ExpertWork(*slot, (pairs // ids.shape[1]).to(DEVICE), pairs.to(DEVICE)))
+    kernel = TritonKernel(DEVICE, formats=[matrix for fmt in formats for matrix in fmt.matrices])
+    compute_experts(kernel, x, work, out, Activation.SILU)  # compiles
+
+    def launch() -> None:
+        kernel.compute(range(len(work)))
+
+    def eager() -> None:
+        compute_experts(kernel, x, work, out, Activation.SILU)
+
+    return launch, eager
 
 
 def _check_launches(tokens: int) -> list[str]:

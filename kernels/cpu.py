@@ -22,6 +22,7 @@ from vllm_dymoe.residency.matrix import MatrixFormat
 
 DEFAULT_WORKSPACE_BYTES = 1 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10
+_PRODUCTS_OF_A_THREAD = 1 << 20  # fewer take less time than a second thread takes to begin, above all on busy cores
 _MOST_ACTIVATION_BYTES = 32 << 20  # experts whose activations would take more are computed one after the other
 
 Items = NDArray[np.int64]
@@ -92,6 +93,8 @@ class CpuKernel:
             self._read(library, floats)
         most, behind = max(_MOST_ACTIVATION_BYTES // (4 * floats), 1), floats * x.shape[0]
         receive, layer.matrices = receive or _there, forms.address
+        products = 3 * sum(item[-1] for item in listed) * layer.hidden * layer.inter
+        layer.threads = min(torch.get_num_threads(), 1 + products // _PRODUCTS_OF_A_THREAD)
         for part in _parts(np.array(listed, np.int64), most):
             first = int(part[:, -2].min())
             held = floats * (int((part[:, -2] + part[:, -1]).max()) - first)
@@ -114,7 +117,8 @@ class CpuKernel:
         self._inputs = self._floats if small else torch.empty(floats * tokens)
         native.set_activation(layer, activation)
         layer.tokens, layer.hidden, layer.inter = tokens, x.shape[1], self._forms.intermediate
-        layer.dtype, layer.width, layer.threads = x.dtype is torch.float16, self._forms.width, torch.get_num_threads()
+        layer.dtype, layer.width = x.dtype is torch.float16, self._forms.width
+        layer.threads = min(torch.get_num_threads(), 1 + x.numel() // (1 << 14))
         layer.positions, layer.out_rows = len(rows), len(out)
         layer.x, layer.out = x.data_ptr(), out.data_ptr()
         layer.inputs, layer.rows, layer.pairs = self._inputs.data_ptr(), rows.data_ptr(), pairs.data_ptr()

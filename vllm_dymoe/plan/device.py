@@ -94,7 +94,8 @@ def measured_device(rows: Sequence[Row], name: str) -> Device:
         ConfigError: the run has no full load.
     """
     machine = next((row for row in rows if row["kind"] == "machine"), None)
-    step, prompt = {}, {}
+    step: dict[tuple[int, int], float] = {}
+    prompt: dict[tuple[int, int], float] = {}
     for row in rows:
         if is_full_load(row):
             measured, at = row["measured"], (Options.model_validate(row["options"]).hi, row["batch"])

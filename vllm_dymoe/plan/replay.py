@@ -113,8 +113,8 @@ def replay(
                     active[code] += int(np.count_nonzero(codes == code))
                     moved[code] += int(np.count_nonzero(missing[code]))
                 misses += int(np.count_nonzero(missing[HIGH] | missing[LOW]))
-    mean = [{Tier.HI: count[HIGH] / counted, Tier.LO: count[LOW] / counted} for count in (active, moved)]
-    return LayerDemand(*mean, misses / counted)
+    means = ({Tier.HI: count[HIGH] / counted, Tier.LO: count[LOW] / counted} for count in (active, moved))
+    return LayerDemand(next(means), next(means), misses / counted)
 
 
 def _share(quotas: Sequence[int] | None, layer: int, routings: Routings) -> int:

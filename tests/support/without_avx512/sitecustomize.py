@@ -9,9 +9,13 @@ import importlib.abc
 import importlib.util
 import os
 import sys
+import tempfile
 
 os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "NUMBA_CPU_NAME": "haswell"}
 os.environ["NUMBA_CPU_FEATURES"] = ""
+# What vLLM has compiled for one instruction set must not be taken for the other: with it answers are NaN.
+for _variable, _folder in (("VLLM_CACHE_ROOT", "vllm"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+    os.environ.setdefault(_variable, os.path.join(tempfile.gettempdir(), f"without-avx512-{os.getuid()}", _folder))
 
 
 class _TorchCpu(importlib.abc.MetaPathFinder):

@@ -125,12 +125,18 @@ def load(isa: str | None = None) -> Library | None:
 
 
 def _openmp() -> int | None:
-    """Address of ``GOMP_parallel`` in the OpenMP that torch has loaded; None without one, which leaves one thread."""
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
-    for path in sorted(path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))):
-        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
-        if function is not None:
-            return ctypes.cast(function, c_void_p).value
+    """Address of ``GOMP_parallel`` in the OpenMP that torch computes with; None without one, which leaves one thread.
+
+    A process may have loaded several (sentencepiece brings its own): two pools of threads spin against each other, and
+    a step of 16 tokens took eight times as long. A symbol of the whole process goes before torch's own dependency, for
+    torch as well.
+    """
+    for name in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
+        try:
+            function = ctypes.CDLL(name).GOMP_parallel
+        except (AttributeError, OSError):
+            continue
+        return ctypes.cast(function, c_void_p).value
     return None
 
 

@@ -6,11 +6,11 @@ rows (``torch_experts``), where the last bit may depend on how many tokens an ex
 """
 
 import ctypes
+import itertools
+from array import array
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_dymoe.kernels import native
@@ -25,8 +25,8 @@ MINIMUM_WORKSPACE_BYTES = 320 << 10
 _PRODUCTS_OF_A_THREAD = 1 << 20  # fewer take less time than a second thread takes to begin, above all on busy cores
 _MOST_ACTIVATION_BYTES = 32 << 20  # experts whose activations would take more are computed one after the other
 
-Items = NDArray[np.int64]
-"""[experts, native.ITEM_FIELDS]."""
+Item = tuple[int, ...]
+"""An expert's share of a step: native.ITEM_FIELDS numbers, the last two its first position and how many there are."""
 
 
 class CpuKernel:
@@ -95,14 +95,15 @@ class CpuKernel:
         receive, layer.matrices = receive or _there, forms.address
         products = 3 * sum(item[-1] for item in listed) * layer.hidden * layer.inter
         layer.threads = min(torch.get_num_threads(), 1 + products // _PRODUCTS_OF_A_THREAD)
-        for part in _parts(np.array(listed, np.int64), most):
-            first = int(part[:, -2].min())
-            held = floats * (int((part[:, -2] + part[:, -1]).max()) - first)
+        layer.rows, layer.pairs = decision.rows.data_ptr(), decision.pairs.data_ptr()
+        for part in _parts(listed, most):
+            first = min(item[-2] for item in part)
+            held = floats * (max(item[-2] + item[-1] for item in part) - first)
             small = behind + held <= len(self._floats)
             activations = self._floats[behind:] if small else torch.empty(held)
-            part[:, -2] -= first
-            layer.items, layer.item, layer.activations = len(part), part.ctypes.data, activations.data_ptr()
-            layer.rows, layer.pairs = (of.data_ptr() + 8 * first for of in (decision.rows, decision.pairs))
+            fields = array("q", itertools.chain.from_iterable(part))
+            layer.items, (layer.item, _) = len(part), fields.buffer_info()
+            layer.activations = activations.data_ptr() - 4 * floats * first  # positions count from the step's first one
             receive(1)
             receive(2)
             library.experts(layer, native.GATE_UP)
@@ -170,13 +171,13 @@ def _there(count: int) -> None:
     """All projections are there."""
 
 
-def _parts(items: Items, most: int) -> list[Items]:
-    """Items in parts of at most `most` positions; an expert with more is cut."""
-    if items[:, -1].sum() <= most and items[-1, -2] + items[-1, -1] - items[0, -2] <= most:
+def _parts(items: list[Item], most: int) -> list[list[Item]]:
+    """Items in parts of at most `most` neighbouring positions; an expert with more is cut."""
+    if max(item[-2] + item[-1] for item in items) - min(item[-2] for item in items) <= most:
         return [items]
-    parts: list[list[tuple[int, ...]]] = []
+    parts: list[list[Item]] = []
     last = room = 0
-    for *places, first, count in items.tolist():
+    for *places, first, count in items:
         for begin in range(first, first + count, most):
             size = min(most, first + count - begin)
             if size > room or begin != last:
@@ -184,4 +185,4 @@ def _parts(items: Items, most: int) -> list[Items]:
                 room = most
             parts[-1].append((*places, begin, size))
             room, last = room - size, begin + size
-    return [np.array(part, np.int64) for part in parts]
+    return parts

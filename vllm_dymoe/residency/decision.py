@@ -35,8 +35,8 @@ class Decision:
     """What a layer's step does: one item for each expert that is computed, and nothing behind them.
 
     Rows behind the last item are empty: expert and slot -1, everything else 0. On a device one decision serves all
-    layers, which are decided and computed in turn, and its items are ascending. The host fills in only the first four
-    tensors, int64 but for `work`, and `views`.
+    layers, which are decided and computed in turn, and its items are ascending. The host fills in only `experts`,
+    `rows` and `pairs`, int64, `views` and `bounds`.
 
     Attributes:
         experts: int32 [items].
@@ -115,9 +115,7 @@ class Decision:
             for part in parts:
                 bounds.append(bounds[-1] + part.stop - part.start)
             rows, pairs = (torch.cat([of[part] for part in parts]) if parts else of[:0] for of in (rows, pairs))
-        items = [(item, bounds[item], bounds[item + 1]) for item in range(len(order))]
-        work = torch.tensor([*items, (-1, 0, 0)], dtype=torch.int32)
-        return cls(torch.tensor(order), work, rows, pairs, views=[None] * len(order), bounds=bounds)
+        return cls(torch.tensor(order), _NONE, rows, pairs, views=[None] * len(order), bounds=bounds)
 
     def place(self, item: int, expert: Expert) -> None:
         """Say where an item's bytes are, or will be when it is computed; once."""

@@ -77,8 +77,8 @@ class CpuKernel:
             work = [(decision.views[item], decision.rows[part], decision.pairs[part]) for item, part in parts]
             compute_with_torch(x, work, out, activation, receive or _there)  # type: ignore[arg-type]
             return
-        forms, bounds, views, listed = self._forms, decision.bounds, decision.views, []
-        width = forms.width
+        forms, bounds, views = self._forms, decision.bounds, decision.views
+        width, listed = forms.width, list[Item]()
         for item in items:
             gate, up, down = views[item]  # type: ignore[misc]
             form = forms.number(gate.format, up.format, down.format, x, activation)

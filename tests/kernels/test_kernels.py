@@ -1,6 +1,7 @@
 """Every kernel against the float64 reference."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -213,6 +214,16 @@ def test_what_is_no_number_stays_with_its_token(kernel, value):
     got = compute(KERNELS[kernel](), x, [expert.work([0, 1, 2], [0, 1, 2])], 3)
     assert torch.equal(got[::2], want[::2])
     assert not got[1].isfinite().any()
+
+
+def test_the_native_kernel_uses_torchs_threads():
+    """Other packages bring an OpenMP of their own, and two pools of threads spin against each other."""
+    pytest.importorskip("sentencepiece")
+    address = native._openmp()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= address < end:
+            assert Path(torch.__file__).parent in Path(line.split()[-1]).parents
 
 
 def test_experts_whose_activations_have_no_room_are_cut(monkeypatch):

@@ -12,16 +12,7 @@ and the defaults below come last. :mod:`vllm_dymoe.resolve` reads these places a
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ByteSize,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
 
 class ConfigError(ValueError):
@@ -29,14 +20,9 @@ class ConfigError(ValueError):
 
 
 class ExpertBudget(BaseModel):
-    """How much device memory experts may take on each rank: bytes, a share, slots, or automatic.
+    """Device memory for experts on each rank: bytes, a share of the high tier, slots in it, or none of them: automatic.
 
-    At most one of ``bytes``, ``share`` and ``slots`` is set; none means automatic.
-
-    Attributes:
-        bytes: the limit itself.
-        share: of all experts' bytes in the high tier, above 0 and up to 1.
-        slots: experts in the high tier, as many as a token uses in a layer or as a layer has.
+    ``slots`` are as many experts as a token uses in a layer, or as a layer has.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,8 +34,6 @@ class ExpertBudget(BaseModel):
     @classmethod
     def parse(cls, value: Any) -> "ExpertBudget":
         """Read ``"auto"``, ``"top-k"``, ``"layer"``, bytes (``2**30``, ``"1.5GiB"``) or a share (``0.25``, ``"25%"``).
-
-        A float of at most 1 is a share of all experts' bytes in the high tier.
 
         Raises:
             ValueError: the value is none of these.
@@ -71,14 +55,10 @@ class ExpertBudget(BaseModel):
     @property
     def is_auto(self) -> bool:
         """Whether the budget follows from the free device memory."""
-        return self.bytes is None and self.share is None and self.slots is None
+        return self == ExpertBudget()
 
     def resolve(self, all_experts_bytes: int, slots_bytes: int = 0) -> int:
-        """Bytes that this budget stands for.
-
-        Args:
-            all_experts_bytes: bytes of every expert of the rank in the high tier.
-            slots_bytes: bytes of as many experts as ``slots`` says.
+        """Bytes of this budget, given those of all experts of the rank in the high tier and of its ``slots``.
 
         Raises:
             ValueError: the budget is automatic; only the device can say.
@@ -92,11 +72,11 @@ class ExpertBudget(BaseModel):
         return self.bytes
 
     def __str__(self) -> str:
-        if self.is_auto:
-            return "auto"
+        if self.share is not None:
+            return f"{self.share:.4g} of the experts"
         if self.slots is not None:
             return f"as many experts as a {'token uses in a layer' if self.slots == 'top-k' else 'layer has'}"
-        return f"{self.share:.4g} of the experts" if self.share is not None else f"{self.bytes} bytes"
+        return "auto" if self.bytes is None else f"{self.bytes} bytes"
 
 
 class TraceOptions(BaseModel):
@@ -151,7 +131,7 @@ class Options(BaseModel):
     def _parse_budget(cls, value: Any) -> ExpertBudget:
         try:
             return ExpertBudget.parse(value)
-        except (ValidationError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(
                 'must be "auto", "top-k", "layer", bytes such as "4GiB", or a share above 0% and up to 100% such as '
                 '"25%"'

@@ -1,8 +1,7 @@
 """Host memory: how much can be had, and how to map an exact size of it near a device.
 
-An allocator rounds: torch's for page-locked memory takes the next power of two, 512 MiB
-where a layer's experts have 324. What is mapped here takes its bytes and the rest of a page,
-and the system has it back when the last tensor over it is gone.
+torch's allocator of page-locked memory rounds up to a power of two, 512 MiB where a layer's experts have 324. A mapping
+takes its bytes and the rest of a page, and is given back with the last tensor over it.
 """
 
 import contextlib
@@ -45,14 +44,11 @@ def _reclaimable(statistics: Path) -> int:
 
 
 def whole_pages(nbytes: int) -> int:
-    """Bytes that a mapping of ``nbytes`` takes."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def map_bytes(nbytes: int) -> torch.Tensor:
-    """Map uint8 [nbytes], which begins on a page and is there page by page once it is written.
-
-    Huge pages are asked for. They lie wholly inside the mapping, so that they take no more.
+    """Map uint8 [nbytes] from a page's begin on, in huge pages where they fit; pages are taken when they are written.
 
     Raises:
         OSError: the system has not so much.
@@ -66,11 +62,7 @@ def map_bytes(nbytes: int) -> torch.Tensor:
 
 
 def drop_pages(memory: torch.Tensor) -> None:
-    """Give a mapping's pages back at once, though somebody may still hold a tensor over it; that one reads zeros.
-
-    Args:
-        memory: what ``map_bytes`` has returned.
-    """
+    """Give the pages of ``map_bytes`` back at once; tensors that are still over them read zeros."""
     if memory.numel() > 0:
         libc = ctypes.CDLL(None, use_errno=True)
         nbytes = ctypes.c_size_t(whole_pages(memory.numel()))
@@ -78,7 +70,6 @@ def drop_pages(memory: torch.Tensor) -> None:
 
 
 def several_nodes() -> bool:
-    """Whether some of this machine's memory is farther from a device than other."""
     try:
         return _NODES.read_text().strip() not in ("", "0")
     except OSError:
@@ -86,14 +77,10 @@ def several_nodes() -> bool:
 
 
 def prefer_node(memory: torch.Tensor, node: int) -> str | None:
-    """Let pages of a mapping that are not there yet come from one NUMA node, whichever thread touches them first.
-
-    Args:
-        memory: what ``map_bytes`` has returned.
-        node: the node's number.
+    """Take the pages of ``map_bytes`` that are not there yet from one NUMA node, whichever thread touches them first.
 
     Returns:
-        What is in the way, or None: containers may forbid it.
+        Why it cannot be done, or None: containers may forbid it.
     """
     number = _MBIND.get(os.uname().machine)
     if number is None:

@@ -8,7 +8,6 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,22 +19,7 @@ from vllm_dymoe.systems import SystemOptionError, make_system
 ENVIRONMENT_PREFIX = "DYMOE_"
 # Keys of a checkpoint's quantization_config that describe the checkpoint, not an option.
 _CHECKPOINT_ONLY_KEYS = frozenset({"quant_method", "format_version", "zeros_in_steps", "ordered", "codebooks", "dense"})
-
-
-class Source(Enum):
-    """Where an option's value came from, in the words a user would recognise."""
-
-    CHECKPOINT = "the checkpoint's quantization_config"
-    ENVIRONMENT = "the environment"
-    ADDITIONAL_CONFIG = "--additional-config"
-
-    def name_of(self, option: str) -> str:
-        """The option as the user wrote it at this place."""
-        if self is Source.ENVIRONMENT:
-            return ENVIRONMENT_PREFIX + option.upper()
-        if self is Source.CHECKPOINT:
-            return f"quantization_config.{option} (config.json)"
-        return f"additional_config.dymoe.{option}"
+_ADDITIONAL = "additional_config.dymoe."
 
 
 def resolve_options(
@@ -51,7 +35,7 @@ def resolve_options(
         environment: process environment; ``os.environ`` if None.
 
     Returns:
-        Options whose system exists and can be served; a budget or host store that nobody has set is the system's.
+        Options whose system exists and can be served; a budget or host store that is not set is the system's.
 
     Raises:
         ConfigError: an unknown key, an impossible value, or a combination that cannot work.
@@ -67,28 +51,24 @@ def resolve_options(
             f"vllm-dymoe: this checkpoint has format_version {version}, but this vllm-dymoe reads version "
             f"{STORE_VERSION}; install the version that wrote it, or write it again with `vllm-dymoe quantize`."
         )
-    values: dict[str, Any] = {}
-    sources: dict[str, Source] = {}
-    for source, layer in (
-        (Source.CHECKPOINT, {k: v for k, v in (checkpoint or {}).items() if k not in _CHECKPOINT_ONLY_KEYS}),
-        (Source.ENVIRONMENT, _read_environment(os.environ if environment is None else environment)),
-        (Source.ADDITIONAL_CONFIG, dict(additional or {})),
-    ):
-        values |= layer
-        sources |= dict.fromkeys(layer, source)
+    stored = {key: value for key, value in (checkpoint or {}).items() if key not in _CHECKPOINT_ONLY_KEYS}
+    variables = _read_environment(os.environ if environment is None else environment)
+    values = stored | variables | dict(additional or {})
+    # Each option as the user wrote it.
+    written = {option: f"quantization_config.{option} (config.json)" for option in stored}
+    written |= {option: ENVIRONMENT_PREFIX + option.upper() for option in variables}
+    written |= {option: _ADDITIONAL + option for option in additional or ()}
     try:
         options = Options(**values)
         system = make_system(options)
     except ValidationError as error:
-        raise ConfigError(_sentence(error, sources)) from None
+        raise ConfigError(_sentence(error, written)) from None
     except SystemOptionError as error:
-        place = sources.get(error.option, Source.ADDITIONAL_CONFIG).name_of(error.option)
+        place = written.get(error.option, _ADDITIONAL + error.option)
         raise ConfigError(f"vllm-dymoe: {place}: {error}.") from None
-    if "expert_budget" not in options.model_fields_set and system.default_budget is not None:
-        options = options.model_copy(update={"expert_budget": system.default_budget})
-    if "host_store" not in options.model_fields_set and system.default_host_store is not None:
-        options = options.model_copy(update={"host_store": system.default_host_store})
-    return options
+    defaults = {"expert_budget": system.default_budget, "host_store": system.default_host_store}
+    chosen = {name: value for name, value in defaults.items() if value and name not in options.model_fields_set}
+    return options.model_copy(update=chosen) if chosen else options
 
 
 def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -103,13 +83,13 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     return options
 
 
-def _sentence(error: ValidationError, sources: Mapping[str, Source]) -> str:
+def _sentence(error: ValidationError, written: Mapping[str, str]) -> str:
     """One sentence per mistake: where it was written, what is wrong, what to do."""
     known = sorted(Options.model_fields)
     sentences = []
     for item in error.errors():
         option = str(item["loc"][0]) if item["loc"] else ""
-        place = sources.get(option, Source.ADDITIONAL_CONFIG).name_of(option) if option else "the options together"
+        place = written.get(option, _ADDITIONAL + option) if option else "the options together"
         inside = "".join(f".{part}" for part in item["loc"][1:])
         if item["type"] == "extra_forbidden" and not inside:
             close = difflib.get_close_matches(option, known, n=1)
@@ -117,7 +97,6 @@ def _sentence(error: ValidationError, sources: Mapping[str, Source]) -> str:
             sentences.append(f"{place} is not an option; {hint}")
             continue
         reason = item["msg"].removeprefix("Value error, ")
-        reason = reason[0].lower() + reason[1:]
         shown = f" = {json.dumps(item['input'], default=str)}" if option else ""
-        sentences.append(f"{place}{inside}{shown}: {reason}.")
+        sentences.append(f"{place}{inside}{shown}: {reason[0].lower()}{reason[1:]}.")
     return "vllm-dymoe: " + " ".join(sentences)

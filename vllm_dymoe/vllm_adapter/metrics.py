@@ -6,6 +6,7 @@ set before anything imports prometheus_client, and would change how all of vLLM'
 """
 
 import contextlib
+import inspect
 import time
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter.report import logger
 
 Answer = dict[str, Any]  # of dymoe_stats: a RuntimeStats as data
+NAMESPACE = "vllm_dymoe"
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,12 @@ class Metric:
         """As ``/metrics`` shows it."""
         return f"{NAMESPACE}_{self.name}" + ("_total" if self.kind is Counter else "")
 
-    def values(self, answer: Answer) -> Iterator[tuple[tuple[str, ...], float]]:
+    def values(self, answer: Answer) -> dict[tuple[str, ...], float]:
         """The value in an answer, or one for each key of its label."""
-        value = answer[self.field]
-        if self.label is None:
-            yield (), value
-        else:
-            yield from (((key,), amount) for key, amount in value.items())
+        value = answer.get(self.field, {})
+        return {(key,): amount for key, amount in value.items()} if isinstance(value, dict) else {(): value}
 
 
-NAMESPACE = "vllm_dymoe"
 METRICS = (
     Metric("planned", Counter, "planned", "Experts that the system gave each tier.", "tier"),
     Metric("hits", Counter, "hits", "Experts that a layer needed and found on the device."),
@@ -88,12 +86,7 @@ METRICS = (
 
 
 class Statistics:
-    """What one engine's ranks did, published at each interval.
-
-    Args:
-        model_name: the label's value.
-        registry: where the metrics are registered.
-    """
+    """What one engine's ranks did, published at each interval."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         self._model_name = model_name
@@ -102,7 +95,7 @@ class Statistics:
         self._time: float | None = None
 
     def publish(self, answers: list[Answer]) -> None:
-        """Publish the counts of all ranks now, and log the interval if there is something to say."""
+        """Publish the counts of all ranks now, and log the interval if an expert was needed in it."""
         text = self.record(answers, time.monotonic())
         if text is not None:
             logger.info("%s", text)
@@ -112,34 +105,32 @@ class Statistics:
 
         Args:
             answers: of ``dymoe_stats``, in the order of ranks.
-            now: seconds on a clock that never goes back.
+            now: seconds on a monotonic clock.
 
         Returns:
             The interval in one line; None if it is the first or no expert was needed.
         """
         before = self._before or [{} for _ in answers]
         for rank, (answer, earlier) in enumerate(zip(answers, before, strict=True)):
-            for metric in METRICS:
-                collector = self._collectors[metric]
-                known = dict(metric.values(earlier)) if earlier else {}
-                gone = dict.fromkeys(known, 0) if metric.kind is Gauge else {}  # a tier that is not in use any more
-                for key, value in (gone | dict(metric.values(answer))).items():
+            for metric, collector in self._collectors.items():
+                known, values = metric.values(earlier), metric.values(answer)
+                for key in known | values:  # a tier that is no longer in use has 0
                     child = collector.labels(self._model_name, str(rank), *key)
                     if isinstance(child, Counter):
-                        child.inc(grown(value, known.get(key, 0)))
+                        child.inc(_grown(values.get(key, 0), known.get(key, 0)))
                     else:
-                        child.set(value)
-        text = None if self._time is None else describe(answers, before, now - self._time)
+                        child.set(values.get(key, 0))
+        text = None if self._time is None else _describe(answers, before, now - self._time)
         self._before, self._time = answers, now
         return text
 
 
-def describe(answers: list[Answer], before: list[Answer], seconds: float) -> str | None:
+def _describe(answers: list[Answer], before: list[Answer], seconds: float) -> str | None:
     """An interval in one line, sums over all ranks; None if no expert was needed."""
 
     def total(name: str, key: str | None = None) -> float:
         pairs = ((new[name], old[name]) for new, old in zip(answers, before, strict=True))
-        return sum(grown(new, old) if key is None else grown(new[key], old[key]) for new, old in pairs)
+        return sum(_grown(new, old) if key is None else _grown(new[key], old[key]) for new, old in pairs)
 
     hits, misses = total("hits"), total("misses")
     if hits + misses == 0:
@@ -158,7 +149,7 @@ def describe(answers: list[Answer], before: list[Answer], seconds: float) -> str
     )
 
 
-def grown(value: float, before: float) -> float:
+def _grown(value: float, before: float) -> float:
     """How much a count grew; one that fell was set to zero in between."""
     return value - before if value >= before else value
 
@@ -179,15 +170,17 @@ def statistics_of(engine: Any) -> Statistics | None:
     return _statistics[engine]
 
 
-def publish(engine: Any) -> None:
-    """Publish the counts of an engine's ranks, and log the interval if there is something to say."""
+def publish(engine: Any, logged: Awaitable[None] | None) -> Awaitable[None] | None:
+    """Publish the counts of an engine's ranks after vLLM's own log, which AsyncLLM awaits like its workers' answers."""
+    if inspect.isawaitable(logged):
+        return _publish_later(engine, logged)
     with _serving_goes_on():
         if (statistics := statistics_of(engine)) is not None:
             statistics.publish(engine.collective_rpc("dymoe_stats"))
+    return None
 
 
-async def publish_later(engine: Any, logged: Awaitable[None]) -> None:
-    """As ``publish``, where vLLM's own log and its workers' answers have to be awaited."""
+async def _publish_later(engine: Any, logged: Awaitable[None]) -> None:
     await logged
     with _serving_goes_on():
         if (statistics := statistics_of(engine)) is not None:
@@ -209,10 +202,10 @@ _statistics: WeakKeyDictionary[Any, Statistics] = WeakKeyDictionary()
 @cache
 def _collectors(registry: CollectorRegistry) -> dict[Metric, Counter | Gauge]:
     """Every metric, registered once however many engines a process has."""
-    made: dict[Metric, Counter | Gauge] = {}
-    for metric in METRICS:
-        options: dict[str, Any] = {"namespace": NAMESPACE, "registry": registry}
-        if metric.kind is Gauge:
-            options["multiprocess_mode"] = "mostrecent"
-        made[metric] = metric.kind(metric.name, metric.meaning, metric.labels, **options)
-    return made
+
+    def collector(metric: Metric) -> Counter | Gauge:
+        mode = {"multiprocess_mode": "mostrecent"} if metric.kind is Gauge else {}
+        options: dict[str, Any] = {"namespace": NAMESPACE, "registry": registry, **mode}
+        return metric.kind(metric.name, metric.meaning, metric.labels, **options)
+
+    return {metric: collector(metric) for metric in METRICS}

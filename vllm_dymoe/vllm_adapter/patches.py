@@ -6,7 +6,6 @@ replacement needs is imported when it is called: the register is read in every p
 
 import contextlib
 import functools
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -125,14 +124,9 @@ def _load_adapter(original: Original, self: Any, request: Any) -> Any:
 
 
 def _do_log_stats(original: Original, self: Any) -> Awaitable[None] | None:
-    """In AsyncLLM it is awaited, and so are its workers' answers; in LLMEngine both are there at once."""
-    from vllm_dymoe.vllm_adapter.metrics import publish, publish_later
+    from vllm_dymoe.vllm_adapter.metrics import publish
 
-    logged = original(self)
-    if inspect.isawaitable(logged):
-        return publish_later(self, logged)
-    publish(self)
-    return None
+    return publish(self, original(self))
 
 
 def _process_attention(original: Original, self: Any, act_dtype: Any) -> None:

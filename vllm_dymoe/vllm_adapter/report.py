@@ -6,7 +6,6 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_dymoe.config import Options
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
@@ -25,8 +24,8 @@ def announce(runtime: MoERuntime, rank: str, seconds: float, source: str = "", p
         runtime: that is ready.
         rank: which of several ranks this is, empty for the only one.
         seconds: from its creation until it was ready.
-        source: what became of a quantized checkpoint's numbers, if it is one.
-        place: why the host store is where it is, if nobody has asked for that.
+        source: a sentence on a quantized checkpoint's numbers, if it is one.
+        place: why the host store is where it is, if that was not an option.
     """
     logger.info("%s%s Experts were ready after %.1f s.", describe(runtime, rank, place), source, seconds)
     for warning in warnings(runtime):
@@ -36,29 +35,28 @@ def announce(runtime: MoERuntime, rank: str, seconds: float, source: str = "", p
 def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
     """Model, system, prefetch, tiers, budget, slots and store in one line; a budget is each rank's own."""
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
-    layers = len(experts.layers)
+    parameters = ", ".join(f"{name} {value}" for name, value in options.system_options.items())
     tiers = []
     for tier, count in plan.slots.items():
-        bits = tier_bits(options, tier)
-        quotas = plan.quotas[tier]
-        least, most = min(quotas), max(quotas)
-        per_layer = f"{least}" if least == most else f"{least}-{most}"
+        bits, least, most = tier_bits(options, tier), min(plan.quotas[tier]), max(plan.quotas[tier])
         tiers.append(
             f"{tier.value} = {bits} bits ({size(experts.formats[bits].whole_nbytes)} an expert): {count} slots, "
-            f"{per_layer} of {experts.num_experts} experts per layer + {plan.staging[tier]} for streaming"
+            f"{least if least == most else f'{least}-{most}'} of {experts.num_experts} experts per layer + "
+            f"{plan.staging[tier]} for streaming"
         )
     return (
-        f"vllm-dymoe {version('vllm-dymoe')} is active: {layers} MoE layers x {experts.num_experts} experts, "
-        f"top {experts.top_k}; system {_system(options)}; prefetch {_prefetch(runtime)}; {'; '.join(tiers)}; "
+        f"vllm-dymoe {version('vllm-dymoe')} is active: {len(experts.layers)} MoE layers x {experts.num_experts} "
+        f"experts, top {experts.top_k}; system {options.system}{f' ({parameters})' if parameters else ''}; "
+        f"prefetch {_prefetch(runtime)}; {'; '.join(tiers)}; "
         f"budget {size(plan.limit)} of {size(experts.nbytes(options.hi))}{f' on {rank} alone' if rank else ''}; "
-        f"decode is decided by {_who_decides(runtime)}; "
+        f"decode is decided by {_decisions(runtime)}; "
         f"kernel {runtime.kernel.name}; host store: {runtime.store.description}"
         f"{f' ({place})' if place else ''}."
     )
 
 
-def _who_decides(runtime: MoERuntime) -> str:
-    """The one writer of what layers keep, and why it is the host."""
+def _decisions(runtime: MoERuntime) -> str:
+    """What decides in decode, and why it is the host."""
     if runtime.decode is None:
         return f"the host{f', because {runtime.host_decides_because}' if runtime.host_decides_because else ''}"
     foresight, more = runtime.system.foresight, ""
@@ -70,20 +68,13 @@ def _who_decides(runtime: MoERuntime) -> str:
     return f"the device ({runtime.decode.kernel.name}), in steps of up to {DECODE_ROWS} tokens{more}"
 
 
-def _system(options: Options) -> str:
-    """Its name, and the parameters that were set."""
-    parameters = ", ".join(f"{name} {value}" for name, value in options.system_options.items())
-    return f"{options.system} ({parameters})" if parameters else options.system
-
-
 def _prefetch(runtime: MoERuntime) -> str:
-    """What foresees, what its predictor takes, and what stands in for one that is missing."""
-    options, predictor = runtime.options, runtime.predictor
+    options, predictor, foresight = runtime.options, runtime.predictor, runtime.system.foresight
     if options.predictor is not None and predictor is not None:
         return f"trained, by {options.predictor} ({size(predictor.nbytes)} of the budget)"
     if options.system == "duoserve":
         return "popularity, because no predictor was given"
-    return foresight.name if (foresight := runtime.system.foresight) else "none"
+    return foresight.name if foresight else "none"
 
 
 def warnings(runtime: MoERuntime) -> list[str]:
@@ -122,91 +113,52 @@ def warnings(runtime: MoERuntime) -> list[str]:
 
 
 @dataclass(frozen=True)
-class RankSummary:
-    """One rank's counts since the start or the last reset.
-
-    Attributes:
-        rank: the worker's place in vLLM's order of ranks.
-        stats: its counters.
-    """
-
-    rank: int
-    stats: RuntimeStats
-
-    def to_dict(self) -> dict[str, Any]:
-        """The summary as JSON-serialisable data."""
-        return {"rank": self.rank, **self.stats.to_dict()}
-
-    def __str__(self) -> str:
-        """Aligned text for a terminal."""
-        stats = self.stats
-        needed = stats.hits + stats.misses
-        rate = f"{stats.hit_rate:.1%} of {needed}" if needed else "no expert needed yet"
-        moved = ", ".join(f"{reason} {size(n)}" for reason, n in stats.bytes_moved.items())
-        resident = ", ".join(f"{tier} {stats.resident_experts[tier]} of {n} slots" for tier, n in stats.slots.items())
-        planned = ", ".join(f"{tier} {count}" for tier, count in stats.planned.items())
-        rows = {
-            "planned": planned,
-            "hits": rate,
-            "moved": moved,
-            "exposed wait": f"{stats.exposed_wait_seconds:.2f} s",
-            "evictions": str(stats.evictions),
-            **self._foresight(),
-            **self._migration(),
-            "resident": resident,
-            "memory": f"peak {size(stats.peak_expert_bytes)} of {size(stats.budget_bytes)}",
-        }
-        lines = (f"  {name:<13} {value}" for name, value in rows.items())
-        return "\n".join([f"rank {self.rank}", *lines])
-
-    def _foresight(self) -> dict[str, str]:
-        """How right the predictor was and what became of its guesses; nothing where nothing was foreseen."""
-        stats = self.stats
-        named, wanted, right = (stats.predictions[kind] for kind in ("named", "wanted", "right"))
-        if not named or not wanted:
-            return {}
-        return {
-            "foreseen": f"{right / wanted:.1%} of {wanted} wanted, {right / named:.1%} of {named} named",
-            "prefetched": ", ".join(f"{count} {outcome}" for outcome, count in stats.prefetches.items()),
-        }
-
-    def _migration(self) -> dict[str, str]:
-        """How much of the traffic high versions served, and what became of moves; nothing where none move."""
-        stats = self.stats
-        choices = sum(stats.choices.values())
-        if not choices:
-            return {}
-        published, places = stats.moves["published"], stats.resident_experts.get("hi", 0)
-        churn = published / max(1, stats.windows * places)
-        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in stats.moves.items() if count) or "none"
-        return {
-            "served high": f"{stats.choices['hi'] / choices:.1%} of {choices} choices",
-            "moves": f"{outcomes}; the link worked {stats.migration_link_seconds:.2f} s for them",
-            "windows": f"{stats.windows}, {churn:.1%} of {places} high experts exchanged in each; the last one began "
-            f"{stats.window_age_seconds:.1f} s ago",
-        }
-
-
-@dataclass(frozen=True)
 class Summary:
-    """All ranks of one model.
+    """What all ranks counted since the start or the last reset, in vLLM's order; prints as aligned text."""
 
-    Attributes:
-        ranks: in vLLM's order.
-    """
-
-    ranks: tuple[RankSummary, ...]
-
-    @classmethod
-    def of(cls, llm: Any) -> "Summary":
-        """Ask an ``LLM`` or ``LLMEngine``."""
-        answers = llm.collective_rpc("dymoe_stats")
-        return cls(tuple(RankSummary(rank, RuntimeStats(**answer)) for rank, answer in enumerate(answers)))
+    ranks: tuple[RuntimeStats, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as JSON-serialisable data."""
-        return {"ranks": [rank.to_dict() for rank in self.ranks]}
+        return {"ranks": [{"rank": rank, **stats.to_dict()} for rank, stats in enumerate(self.ranks)]}
 
     def __str__(self) -> str:
-        """Aligned text for a terminal."""
-        return "\n".join(str(rank) for rank in self.ranks)
+        lines = []
+        for rank, stats in enumerate(self.ranks):
+            lines += [f"rank {rank}", *(f"  {name:<13} {value}" for name, value in _rows(stats).items())]
+        return "\n".join(lines)
+
+
+def _rows(stats: RuntimeStats) -> dict[str, str]:
+    """One rank's counts in words, by name; of foresight and of moves only where there were some."""
+
+    def listed(counts: dict[str, int]) -> str:
+        return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+
+    needed, choices = stats.hits + stats.misses, sum(stats.choices.values())
+    named, wanted, right = (stats.predictions[kind] for kind in ("named", "wanted", "right"))
+    rows = {
+        "planned": ", ".join(f"{tier} {count}" for tier, count in stats.planned.items()),
+        "hits": f"{stats.hit_rate:.1%} of {needed}" if needed else "no expert needed yet",
+        "moved": ", ".join(f"{reason} {size(n)}" for reason, n in stats.bytes_moved.items()),
+        "exposed wait": f"{stats.exposed_wait_seconds:.2f} s",
+        "evictions": str(stats.evictions),
+    }
+    if named and wanted:
+        rows["foreseen"] = f"{right / wanted:.1%} of {wanted} wanted, {right / named:.1%} of {named} named"
+        rows["prefetched"] = listed(stats.prefetches)
+    if choices:
+        places = stats.resident_experts.get("hi", 0)
+        churn = stats.moves["published"] / max(1, stats.windows * places)
+        outcomes = listed({outcome: count for outcome, count in stats.moves.items() if count}) or "none"
+        rows["served high"] = f"{stats.choices['hi'] / choices:.1%} of {choices} choices"
+        rows["moves"] = f"{outcomes}; the link worked {stats.migration_link_seconds:.2f} s for them"
+        rows["windows"] = (
+            f"{stats.windows}, {churn:.1%} of {places} high experts exchanged in each; the last one began "
+            f"{stats.window_age_seconds:.1f} s ago"
+        )
+    resident = ", ".join(f"{tier} {stats.resident_experts[tier]} of {n} slots" for tier, n in stats.slots.items())
+    return rows | {
+        "resident": resident,
+        "memory": f"peak {size(stats.peak_expert_bytes)} of {size(stats.budget_bytes)}",
+    }

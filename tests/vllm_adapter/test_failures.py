@@ -7,7 +7,7 @@ from torch.distributed import TCPStore
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.vllm_adapter.steps import scheduled
-from vllm_dymoe.vllm_adapter.failures import FailedStep, ProcessGroupBoard, StepFailures
+from vllm_dymoe.vllm_adapter.failures import FailedStep, StepFailures
 from vllm_dymoe.vllm_adapter.step import RunningStep
 
 
@@ -16,10 +16,10 @@ def store():
     return TCPStore("127.0.0.1", 0, 1, is_master=True)
 
 
-def failures_of(board=None, **settings):
+def failures_of(store=None, **settings):
     """A rank's failures, and a step of one token that it may begin."""
     step = RunningStep()
-    return StepFailures(step, board, **settings), step
+    return StepFailures(step, store, **settings), step
 
 
 def begin(*steps):
@@ -75,8 +75,7 @@ def test_the_sentence_survives_the_way_between_processes():
 
 
 def test_an_asynchronous_output_is_checked_when_it_is_there(store):
-    board = ProcessGroupBoard(store)
-    (here, mine), (there, theirs) = failures_of(board), failures_of(board, collects=False)
+    (here, mine), (there, theirs) = failures_of(store), failures_of(store, collects=False)
     begin(mine, theirs)
     # The other rank fails after this one has enqueued all its work, but before the step's tokens are there.
     pending = here.finish(Later(before=lambda: there.record("on the other rank")))
@@ -86,8 +85,7 @@ def test_an_asynchronous_output_is_checked_when_it_is_there(store):
 
 
 def test_another_ranks_failure_fails_its_step_and_no_other(store):
-    board = ProcessGroupBoard(store)
-    (here, mine), (there, theirs) = failures_of(board), failures_of(board, collects=False)
+    (here, mine), (there, theirs) = failures_of(store), failures_of(store, collects=False)
     for number in range(6):
         begin(mine, theirs)
         if number in (2, 3):
@@ -102,8 +100,7 @@ def test_another_ranks_failure_fails_its_step_and_no_other(store):
 
 
 def test_ranks_of_a_pipeline_may_be_in_different_steps(store):
-    board = ProcessGroupBoard(store)
-    (last, at_last), (first, at_first) = failures_of(board), failures_of(board, collects=False)
+    (last, at_last), (first, at_first) = failures_of(store), failures_of(store, collects=False)
     begin(at_first)
     assert first.finish(None) is None
     begin(at_first)
@@ -116,8 +113,7 @@ def test_ranks_of_a_pipeline_may_be_in_different_steps(store):
 
 
 def test_who_listens_hears_of_every_step_that_failed_and_of_no_other(store):
-    board = ProcessGroupBoard(store)
-    (here, mine), (there, theirs) = failures_of(board), failures_of(board, collects=False)
+    (here, mine), (there, theirs) = failures_of(store), failures_of(store, collects=False)
     heard = []
     here.on_failure = heard.append
     for failing in ((), (there,), (here,), ()):
@@ -129,8 +125,7 @@ def test_who_listens_hears_of_every_step_that_failed_and_of_no_other(store):
 
 
 def test_both_ranks_may_fail(store):
-    board = ProcessGroupBoard(store)
-    (here, mine), (there, theirs) = failures_of(board), failures_of(board, collects=False)
+    (here, mine), (there, theirs) = failures_of(store), failures_of(store, collects=False)
     begin(mine, theirs)
     there.record("there")
     here.record("here")

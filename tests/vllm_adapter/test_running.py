@@ -129,7 +129,7 @@ def test_a_fault_while_vllm_warms_up_ends_the_start_unless_other_ranks_wait(capl
     rank = running(FailingRuntime())
     with pytest.raises(TransferError, match="on fire"):
         forward(rank)
-    rank.failures = StepFailures(rank.step, board=object())
+    rank.failures = StepFailures(rank.step, object())
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setattr(logger, "propagate", True)
     assert torch.equal(forward(rank), torch.zeros(3, 8))

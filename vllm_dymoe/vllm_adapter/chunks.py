@@ -34,7 +34,7 @@ class Reading:
     load: Tensor | None = None
 
     def add(self, layer: int, layers: int, load: Tensor) -> None:
-        """What a part of the prompt says in one layer: float64 [2, experts]."""
+        """Add what a part of the prompt says in one layer: float64 [2, experts]."""
         if self.load is None:
             self.load = load.new_zeros(layers, *load.shape)
         self.load[layer] += load
@@ -56,14 +56,12 @@ class Chunks:
     def begin_step(self, scheduler_output: Any) -> None:
         """A step begins, or only ends some requests."""
         self._scheduled = {}
-        for name in scheduler_output.finished_req_ids:
-            self._end(name)
-        for name in [name for name, reading in self._reading.items() if reading.read >= reading.length]:
+        ended = [name for name, reading in self._reading.items() if reading.read >= reading.length]
+        for name in (*scheduler_output.finished_req_ids, *ended):
             self._end(name)
         for new in scheduler_output.scheduled_new_reqs:
             tokens = new.prompt_token_ids
-            length = len(new.prompt_embeds if tokens is None else tokens)
-            self._reading[new.req_id] = Reading(tokens, length)
+            self._reading[new.req_id] = Reading(tokens, len(new.prompt_embeds if tokens is None else tokens))
             self._schedule(new.req_id, new.num_computed_tokens, scheduler_output.num_scheduled_tokens)
         cached = scheduler_output.scheduled_cached_reqs
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
@@ -72,11 +70,11 @@ class Chunks:
 
     @property
     def any(self) -> bool:
-        """Whether the running step reads a prompt that nobody has taken."""
+        """Whether the running step reads a prompt that has not been taken."""
         return bool(self._scheduled)
 
     def take(self, end: int, count: int) -> Reading | None:
-        """The prompt of which the running step reads so many tokens up to a place, each once; None if there is none.
+        """The prompt of which the running step reads ``count`` tokens up to ``end``, each once; None without one.
 
         vLLM's runners order requests as it suits them, and say of each how much it computes and where it stands.
         """
@@ -84,7 +82,7 @@ class Chunks:
         return found.pop(0) if found else None
 
     def asks(self, reading: Reading) -> bool:
-        """Whether anybody will want to know what the running step says of a prompt."""
+        """Whether what the running step says of a prompt can be of use later."""
         return reading.read < reading.length or (self._caches and reading.tokens is not None)
 
     def _schedule(self, name: str, computed: int, counts: Mapping[str, int]) -> None:
@@ -103,15 +101,14 @@ class Chunks:
             self._read.append(reading)
 
     def _of_prefix(self, tokens: Sequence[int] | None, count: int) -> Tensor | None:
-        """What the shortest known prompt that begins with these tokens said, scaled to their number."""
+        """The load of the shortest known prompt that begins with these tokens, scaled to their number."""
         if tokens is None or not count:
             return None
         prefix = list(tokens[:count])
         alike = [known for known in self._read if known.tokens is not None and list(known.tokens[:count]) == prefix]
-        if not alike:
+        nearest = min(alike, key=lambda known: known.length, default=None)
+        if nearest is None or nearest.load is None:
             return None
-        nearest = min(alike, key=lambda known: known.length)
-        assert nearest.load is not None
         return nearest.load * (count / nearest.length)
 
 

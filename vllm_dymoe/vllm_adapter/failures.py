@@ -13,7 +13,7 @@ look-up for each step, and none with a single rank.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -26,11 +26,7 @@ from vllm_dymoe.vllm_adapter.step import RunningStep
 
 @dataclass
 class FailedStep(ModelRunnerOutput):
-    """The output of a step that must not be used.
-
-    Attributes:
-        failure: one sentence for whoever sent the step's requests.
-    """
+    """The output of a step that must not be used; ``failure`` is one sentence for the clients of its requests."""
 
     failure: str = ""
 
@@ -40,24 +36,12 @@ class FailedStep(ModelRunnerOutput):
         return cls(**{field.name: getattr(output, field.name) for field in fields(output)}, failure=failure)
 
 
-class Board(Protocol):
-    """Where ranks leave sentences for the output rank."""
-
-    def write(self, step: int, sentence: str) -> None:
-        """Leave a sentence; on return it can be read."""
-        ...
-
-    def take(self, step: int) -> str | None:
-        """The sentence that a rank has left for a step."""
-        ...
-
-
 class StepFailures:
     """The failure of the running step, if any: the first sentence wins.
 
     Args:
         step: the running one.
-        board: what the ranks share; None for a single rank.
+        store: a torch.distributed.Store that all ranks share; None for a single rank.
         collects: whether this rank's output is the one that vLLM collects.
 
     Attributes:
@@ -65,24 +49,25 @@ class StepFailures:
         on_failure: called with the number of a step that failed on any rank, when its output is complete.
     """
 
-    def __init__(self, step: RunningStep, board: Board | None = None, *, collects: bool = True) -> None:
+    def __init__(self, step: RunningStep, store: Any = None, *, collects: bool = True) -> None:
         self.sentence: str | None = None
         self.on_failure: Callable[[int], None] = lambda step: None
         self._step = step
-        self._board = board
+        self._store = store
         self._collects = collects
 
     @property
     def alone(self) -> bool:
         """Whether no other rank waits for this one."""
-        return self._board is None
+        return self._store is None
 
     def record(self, sentence: str) -> None:
         """Note that the running step has failed here."""
         if self.sentence is None:
             self.sentence = sentence
-            if self._board is not None:
-                self._board.write(self._step.number, sentence)
+            if self._store is not None:
+                self._store.set(_key(self._step.number), sentence)
+                self._store.check([_key(self._step.number)])  # writing alone does not wait for the server
 
     def finish(self, output: Any) -> Any:
         """The step ends: declare its output failed if the step is.
@@ -93,11 +78,11 @@ class StepFailures:
         step, mine = self._step.number, self.sentence
         self.sentence = None
         self._step.end()
-        if output is None or not self._collects or (mine is None and self._board is None):
+        if output is None or not self._collects or (mine is None and self._store is None):
             return output
 
         def checked(complete: ModelRunnerOutput) -> ModelRunnerOutput:
-            theirs = self._board.take(step) if self._board is not None else None
+            theirs = self._taken(step)
             failure = mine or theirs
             if failure:
                 self.on_failure(step)
@@ -105,6 +90,14 @@ class StepFailures:
 
         # An output that is still being computed says nothing yet about the other ranks.
         return _Checked(output, checked) if isinstance(output, AsyncModelRunnerOutput) else checked(output)
+
+    def _taken(self, step: int) -> str | None:
+        """The sentence that a rank has left for a step, without waiting for one."""
+        if self._store is None or not self._store.check([_key(step)]):
+            return None
+        sentence: str = self._store.get(_key(step)).decode()
+        self._store.delete_key(_key(step))
+        return sentence
 
 
 class _Checked(AsyncModelRunnerOutput):
@@ -118,30 +111,6 @@ class _Checked(AsyncModelRunnerOutput):
         return self._check(self._output.get_output())
 
 
-class ProcessGroupBoard:
-    """A :class:`Board` in the key-value store that torch.distributed was initialised with.
-
-    Args:
-        store: a torch.distributed.Store that all ranks share.
-    """
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def write(self, step: int, sentence: str) -> None:
-        """Leave a sentence; writing alone does not wait for the server, looking does."""
-        self._store.set(_key(step), sentence)
-        self._store.check([_key(step)])
-
-    def take(self, step: int) -> str | None:
-        """Look, without waiting."""
-        if not self._store.check([_key(step)]):
-            return None
-        sentence = self._store.get(_key(step)).decode()
-        self._store.delete_key(_key(step))
-        return str(sentence)
-
-
 def make_step_failures(step: RunningStep) -> StepFailures:
     """For this worker, after vLLM has set up its process groups."""
     from torch.distributed import distributed_c10d
@@ -150,18 +119,18 @@ def make_step_failures(step: RunningStep) -> StepFailures:
     if get_world_group().world_size == 1:
         return StepFailures(step)
     collects = get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
-    return StepFailures(step, ProcessGroupBoard(distributed_c10d._get_default_store()), collects=collects)
+    return StepFailures(step, distributed_c10d._get_default_store(), collects=collects)
 
 
 def _key(step: int) -> str:
     return f"vllm_dymoe/failed_step/{step}"
 
 
-# -- in the scheduler, and at the front end --------------------------------------------------------
-
-
 def end_failed_requests(scheduler: Any, step: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
     """End the requests of a failed step, before the scheduler looks at the step's output.
+
+    vLLM enters a block in its prefix cache when it is scheduled, before it is computed. Which of them the failed step
+    should have filled is not known for requests that were aborted or preempted meanwhile, so none is kept.
 
     Args:
         scheduler: a vllm.v1.core.sched.scheduler.Scheduler.
@@ -175,19 +144,15 @@ def end_failed_requests(scheduler: Any, step: SchedulerOutput, output: ModelRunn
         return []
     ids = set(step.num_scheduled_tokens) | _readers_of(scheduler, _blocks_written(scheduler, step))
     failed: list[Request] = scheduler.finish_requests(ids, RequestStatus.FINISHED_ERROR)
-    _empty_prefix_cache(scheduler)
+    manager = scheduler.kv_cache_manager
+    if manager.enable_caching:
+        manager.evict_blocks(set(range(len(manager.block_pool.blocks))))
     logger.error("%s The %d requests of this step end with this error.", output.failure, len(failed))
     return failed
 
 
 def add_failures(outputs: dict[int, EngineCoreOutputs], failed: list[Request], output: ModelRunnerOutput) -> None:
-    """Tell the clients of ended requests.
-
-    Args:
-        outputs: by client, as the scheduler made them.
-        failed: what ``end_failed_requests`` returned.
-        output: of the failed step.
-    """
+    """Add the requests that ``end_failed_requests`` ended to the scheduler's outputs, by client."""
     for request in failed:
         client = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
         client.outputs.append(
@@ -203,25 +168,18 @@ def add_failures(outputs: dict[int, EngineCoreOutputs], failed: list[Request], o
 
 
 def raise_failure(output: Any) -> None:
-    """Raise the sentence if a request's output carries one.
-
-    Args:
-        output: a vllm.RequestOutput.
+    """Raise the sentence if a vllm.RequestOutput carries one.
 
     Raises:
         GenerationError: a step of this request failed; vLLM's servers answer with its message and HTTP 500.
     """
     for completion in output.outputs:
         if completion.finish_reason == "error" and isinstance(completion.stop_reason, str):
-            raise _generation_error()(completion.stop_reason)
-
-
-def _generation_error() -> type[Exception]:
-    try:
-        from vllm.exceptions import GenerationError
-    except ImportError:  # vLLM before 0.32
-        from vllm.entrypoints.openai.engine.protocol import GenerationError
-    return GenerationError
+            try:
+                from vllm.exceptions import GenerationError
+            except ImportError:  # vLLM before 0.32
+                from vllm.entrypoints.openai.engine.protocol import GenerationError
+            raise GenerationError(completion.stop_reason)
 
 
 def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:
@@ -241,23 +199,11 @@ def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:
 def _readers_of(scheduler: Any, blocks: set[int]) -> set[str]:
     """Running requests that use one of ``blocks``.
 
-    With asynchronous scheduling a later step may have been scheduled already, and a
-    request in it may have found the failed step's blocks in the prefix cache.
+    With asynchronous scheduling a later step may have been scheduled already, and a request in it may have found the
+    failed step's blocks in the prefix cache.
     """
     return {
         request.request_id
         for request in scheduler.running
         if any(not blocks.isdisjoint(group) for group in scheduler.kv_cache_manager.get_block_ids(request.request_id))
     }
-
-
-def _empty_prefix_cache(scheduler: Any) -> None:
-    """Forget every cached prefix.
-
-    vLLM enters a block when it is scheduled, before it is computed. Which of them
-    the failed step should have filled is not known for requests that were aborted
-    or preempted meanwhile, so none is kept.
-    """
-    manager = scheduler.kv_cache_manager
-    if manager.enable_caching:
-        manager.evict_blocks(set(range(len(manager.block_pool.blocks))))

@@ -3,13 +3,12 @@
 A block of a model owns its experts and, next to them, the linear layer that routes to them; the names differ, and so
 does how deep the linear layer lies. While vLLM builds the model, torch tells which module becomes part of which. So the
 way leads from the experts up to the first module that holds a linear layer from the hidden size to the number of
-experts. How its scores become a choice is known to the experts' own module, as data. Whether all of this is right is
-seen when the layer runs for the first request: what the gate would choose has to be what vLLM chose. Not in a warm-up:
-inputs may be anything then, on a CPU what was in the memory before.
+experts. How its scores become a choice is data of the experts' own module. All of this is checked when the layer runs
+for the first request: what the gate would choose has to be what vLLM chose. Inputs of a warm-up may be anything.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,18 +84,26 @@ def find_gate(experts: Any, tree: ModuleTree) -> Gate:
     Raises:
         GateError: there is no linear layer that could be it, or several, or its scores are used in an unknown way.
     """
-    config = experts.moe_config
-    hidden, num_experts = experts.hidden_size, config.num_experts
-    within = set(experts.modules())
-    place = tree.parent(experts)
-    while place is not None:
-        found = [m for m in place.modules() if m not in within and _sizes(m) == (hidden, num_experts)]
-        if len(found) > 1:
-            raise GateError(f"{len(found)} linear layers next to it lead from {hidden} to {num_experts} features")
-        if found:
-            return _gate(experts, found[0])
+    sizes = hidden, num_experts = experts.hidden_size, experts.moe_config.num_experts
+    within, place = set(experts.modules()), tree.parent(experts)
+    found: list[torch.nn.Module] = []
+    while place is not None and not found:
+        found = [module for module in place.modules() if module not in within and _sizes(module) == sizes]
         place = tree.parent(place)
-    raise GateError(f"no linear layer next to it leads from {hidden} to {num_experts} features")
+    if len(found) != 1:
+        layers = f"{len(found)} linear layers next to it lead" if found else "no linear layer next to it leads"
+        raise GateError(f"{layers} from {hidden} to {num_experts} features")
+    if experts.scoring_func not in ("softmax", "sigmoid"):
+        raise GateError(f"its scores are {experts.scoring_func}, which is not supported yet")
+    grouped = experts.use_grouped_topk
+    return Gate(
+        logits=_Linear(found[0]),
+        scoring=experts.scoring_func,
+        correction=experts.e_score_correction_bias,
+        groups=(experts.num_expert_group or 0) if grouped else 0,
+        top_groups=(experts.topk_group or 0) if grouped else 0,
+        local=None if experts.expert_map is None else tuple(experts.expert_map.tolist()),
+    )
 
 
 def _sizes(module: torch.nn.Module) -> tuple[Any, Any]:
@@ -107,73 +114,32 @@ def _sizes(module: torch.nn.Module) -> tuple[Any, Any]:
     )
 
 
-def _gate(experts: Any, linear: torch.nn.Module) -> Gate:
-    scoring = experts.scoring_func
-    if scoring not in ("softmax", "sigmoid"):
-        raise GateError(f"its scores are {scoring}, which is not supported yet")
-    grouped = experts.use_grouped_topk
-    return Gate(
-        logits=_Linear(linear),
-        scoring=scoring,
-        correction=experts.e_score_correction_bias,
-        groups=(experts.num_expert_group or 0) if grouped else 0,
-        top_groups=(experts.topk_group or 0) if grouped else 0,
-        local=None if experts.expert_map is None else tuple(experts.expert_map.tolist()),
-    )
-
-
-class GateCheck:
-    """Compares each layer's gate with what vLLM chose, once.
+def checked(gate: Gate, name: str, x: torch.Tensor, ids: torch.Tensor) -> Gate:
+    """The gate of a layer, without a correction that vLLM does not apply (its CPU build routes Ernie-4.5 like that).
 
     Args:
-        names: of the layers, by position.
-        gates: of the layers, by position; one that differs from vLLM's choices only by a correction that vLLM does not
-            apply is replaced by itself without it (vLLM's CPU build routes Ernie-4.5 like that).
+        gate: that was found.
+        name: of its layer.
+        x: [tokens, hidden], the experts' input.
+        ids: [tokens, top_k], what vLLM chose, as this rank's experts; negative for another rank's.
+
+    Raises:
+        GateError: the gate would have chosen otherwise.
     """
-
-    def __init__(self, names: Sequence[str], gates: list[Gate]) -> None:
-        self._names = names
-        self._gates = gates
-        self._unchecked = set(range(len(gates)))
-
-    def __bool__(self) -> bool:
-        return bool(self._unchecked)
-
-    def check(self, layer: int, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """Compare one layer.
-
-        Args:
-            layer: its position.
-            x: [tokens, hidden], the experts' input.
-            ids: [tokens, top_k], what vLLM chose, as this rank's experts; negative for another rank's.
-
-        Raises:
-            GateError: the gate would have chosen otherwise.
-        """
-        if layer not in self._unchecked:
-            return
-        self._unchecked.remove(layer)
-        gate = self._gates[layer]
-        share = gate.agreement(x, ids, NEAR_TIE)
-        if share < _AGREEMENT and gate.correction is not None:
-            plain = replace(gate, correction=None)
-            if plain.agreement(x, ids, NEAR_TIE) >= _AGREEMENT:
-                self._gates[layer] = plain
-                return
-        if share < _AGREEMENT:
-            raise GateError(
-                f"the gate that was found for {self._names[layer]} makes only {share:.0%} of vLLM's choices"
-            )
+    share = gate.agreement(x, ids, NEAR_TIE)
+    if share >= _AGREEMENT:
+        return gate
+    plain = replace(gate, correction=None)
+    if gate.correction is None or plain.agreement(x, ids, NEAR_TIE) < _AGREEMENT:
+        raise GateError(f"the gate that was found for {name} makes only {share:.0%} of vLLM's choices")
+    return plain
 
 
 class Foresight(Observer):
     """Finds gates while the model loads, builds the predictor from them, and checks each when its layer first runs.
 
-    Args:
-        options: validated options.
-
     Attributes:
-        gates: of every layer, in order; empty where nobody needs them, and once one chose otherwise than vLLM.
+        gates: of every layer, in order; empty where they are not needed, and once one chose otherwise than vLLM.
         trained: file and card of the predictor that is in force, if one was trained.
     """
 
@@ -187,7 +153,7 @@ class Foresight(Observer):
         wanted = self._needs_gates or (options.trace is not None and options.trace.inputs)
         self._tree = ModuleTree() if wanted else None
         self._found: dict[int, tuple[str, Gate]] = {}
-        self._check = GateCheck([], [])
+        self._unchecked: set[int] = set()
         self._turn_off: Callable[[], None] = lambda: None
         self.gates: list[Gate] = []
         self.trained: tuple[Path | None, PredictorCard | None] = (None, None)
@@ -202,45 +168,40 @@ class Foresight(Observer):
             self._give_up(f"the gate of {routed_experts.layer_name} cannot be used: {error}")
 
     def predictor(self, model: RoutedModel) -> Predictor | None:
-        """What foresees for the loaded model; None if nothing can or shall.
+        """The predictor of the loaded model; None without one, or without the gates that it needs.
 
         Raises:
             ConfigError: a trained one cannot be used.
         """
         if self._tree is not None:
             self._tree.close()
-            names, gates = zip(*(self._found[position] for position in range(model.num_layers)), strict=True)
-            self.gates = list(gates)
-            self._check = GateCheck(names, self.gates)
+            self.gates = [self._found[position][1] for position in range(model.num_layers)]
+            self._unchecked = set(self._found)
             model = replace(model, gates=self.gates)
         elif self._needs_gates:
             return None
         try:
-            foresight = self._system.foresight
-            predictor = foresight.make(model) if foresight else None
+            predictor = self._system.foresight.make(model) if self._system.foresight else None
             self.trained = model.predictor, None if model.predictor is None else read_card(model.predictor)
         except PredictorError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         return predictor
 
     def listen(self, observation: Observation, turn_off: Callable[[], None]) -> None:
-        """Hear what routers choose until every gate is checked.
-
-        Args:
-            observation: of the rank.
-            turn_off: called if the predictor cannot go on.
-        """
+        """Observe until every gate is checked; ``turn_off`` is called if the predictor cannot go on."""
         self._observation, self._turn_off = observation, turn_off
-        if self._check:
+        if self._unchecked:
             observation.join(self)
 
     def see(self, routing: Routing) -> None:
-        """Compare a layer's gate with what vLLM chose, once."""
-        try:
-            self._check.check(routing.layer, routing.x, routing.ids)
-        except GateError as error:
-            self._give_up(str(error))
-        if not self._check:
+        layer = routing.layer
+        if layer in self._unchecked:
+            self._unchecked.remove(layer)
+            try:
+                self.gates[layer] = checked(self.gates[layer], self._found[layer][0], routing.x, routing.ids)
+            except GateError as error:
+                self._give_up(str(error))
+        if not self._unchecked:
             self._observation.leave(self)
 
     def take_over(self, model: RoutedModel, put: Callable[[Predictor], None]) -> None:
@@ -255,8 +216,7 @@ class Foresight(Observer):
         """
         assert model.predictor is not None
         try:
-            predictor = TrainedPredictor.load(model)
-            card = read_card(model.predictor)
+            predictor, card = TrainedPredictor.load(model), read_card(model.predictor)
         except PredictorError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         put(predictor)
@@ -275,4 +235,4 @@ class Foresight(Observer):
             logger.warning("vllm-dymoe: the trace will not have what the next layer's gate says, because %s.", reason)
         if self._tree is not None:
             self._tree.close()
-        self._tree, self._check, self.gates = None, GateCheck([], []), []
+        self._tree, self._unchecked, self.gates = None, set(), []

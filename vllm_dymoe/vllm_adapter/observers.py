@@ -1,15 +1,13 @@
-"""Who hears what routers say while a rank serves: traces, calibrations, and the check of gates (``gates``).
+"""Observers of what routers say while a rank serves: traces, calibrations, and the check of gates (``gates``).
 
-Whose tokens a step computes is for a trace to know. vLLM's scheduler says which requests have how many tokens in a
-step, its model runner in which order they lie and where in their requests they are. Both are read where a step begins
-and ends, never inside.
+A trace records which request each token is of. vLLM's scheduler says which requests have how many tokens in a step, its
+model runner in which order they lie and where in their requests they are. Both are read where a step begins and ends.
 """
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
@@ -67,43 +65,41 @@ class Observation:
 
     Attributes:
         observers: in the order in which they hear.
-        trace: the one that records a trace; None where nothing is to be recorded, or another rank does it.
-        calibration: the one that records a part of a calibration, while that lasts.
+        trace: the one that records a trace, if this rank does.
     """
 
     def __init__(self, recordable: dict[str, Any] | None = None) -> None:
         self.recordable = recordable
         self.observers: tuple[Observer, ...] = ()
         self.trace: TraceObserver | None = None
-        self.calibration: CalibrationObserver | None = None
+        self._calibration: CalibrationObserver | None = None
 
     def join(self, observer: Observer) -> None:
-        """Let somebody hear, from the next layer on."""
+        """Add an observer, from the next layer on."""
         self.observers = (*self.observers, observer)
 
     def leave(self, observer: Observer) -> None:
-        """Let somebody hear no more, if it does; it may ask for that while it hears."""
+        """Remove an observer, if it is there; it may ask for that while it hears."""
         self.observers = tuple(other for other in self.observers if other is not observer)
 
     def forget(self, step: int) -> None:
-        """See :meth:`Observer.forget`."""
         for observer in self.observers:
             observer.forget(step)
 
     def record(self, path: Path, tokens: int) -> None:
-        """Record the inputs of the next tokens.
+        """Record the inputs of the next tokens as one part of a calibration.
 
         Raises:
             CalibrationError: the part cannot be written.
         """
         if self.recordable is None:
             return
-        if self.calibration is not None:  # of a caller that went away
-            self.leave(self.calibration)
-            self.calibration.discard()
-            self.calibration = None
-        self.calibration = CalibrationObserver(path, tokens, self.recordable)
-        self.join(self.calibration)
+        if self._calibration is not None:  # of a caller that went away
+            self.leave(self._calibration)
+            self._calibration.part.discard()
+            self._calibration = None
+        self._calibration = CalibrationObserver(path, tokens, self.recordable)
+        self.join(self._calibration)
 
     def end_record(self) -> None:
         """Complete the part.
@@ -111,7 +107,7 @@ class Observation:
         Raises:
             CalibrationError: it could not be written, or tokens are missing.
         """
-        calibration, self.calibration = self.calibration, None
+        calibration, self._calibration = self._calibration, None
         if calibration is not None:
             self.leave(calibration)
             calibration.finish()
@@ -133,36 +129,25 @@ class CalibrationObserver(Observer):
 
     def __init__(self, path: Path, tokens: int, model: Mapping[str, Any]) -> None:
         dtype: torch.dtype = getattr(torch, model["dtype"])
-        self._part = PartWriter(path, len(model["layers"]), model["hidden_size"], model["top_k"], dtype, tokens)
+        self.part = PartWriter(path, len(model["layers"]), model["hidden_size"], model["top_k"], dtype, tokens)
         self._problem: CalibrationError | None = None
 
     def see(self, routing: Routing) -> None:
         """Record the inputs of one layer, and weights and experts of all ranks."""
-        if self._problem is not None:
-            return
-        try:
-            self._part.add(routing.layer, routing.x, routing.weights, _chosen(routing))
-        except CalibrationError as error:
-            self._problem = error
+        if self._problem is None:
+            try:
+                self.part.add(routing.layer, routing.x, routing.weights, _chosen(routing))
+            except CalibrationError as error:
+                self._problem = error
 
     def finish(self) -> None:
-        """Complete the part.
-
-        Raises:
-            CalibrationError: it could not be written, or tokens are missing.
-        """
         if self._problem is not None:
-            self._part.discard()
+            self.part.discard()
             raise self._problem
-        self._part.finish()
-
-    def discard(self) -> None:
-        """Give up."""
-        self._part.discard()
+        self.part.finish()
 
 
-@dataclass(frozen=True)
-class _Request:
+class _Request(NamedTuple):
     number: int
     prompt: int
 
@@ -180,7 +165,7 @@ class TraceObserver(Observer):
         self._gates_now = gates
         self._gates: Sequence[Gate] = ()
         self._requests: dict[str, _Request] = {}
-        self._seen = 0
+        self._numbers = itertools.count()
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Learn of new requests, and which have ended."""
@@ -188,27 +173,27 @@ class TraceObserver(Observer):
             self._requests.pop(name, None)
         for new in scheduler_output.scheduled_new_reqs:
             if new.req_id not in self._requests:  # one that was preempted may come as a new one
-                self._requests[new.req_id] = _Request(self._seen, _prompt_length(new))
+                number = next(self._numbers)
+                prompt = new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids
+                self._requests[new.req_id] = _Request(number, len(prompt))
                 domain = (getattr(new.sampling_params, "extra_args", None) or {}).get(DOMAIN)
                 if domain and self.recorder.recording:
-                    self.recorder.name(self._seen, str(domain))
-                self._seen += 1
+                    self.recorder.name(number, str(domain))
         if scheduler_output.total_num_scheduled_tokens:
             self._gates = self._gates_now()
             self.recorder.begin()
 
     def see(self, routing: Routing) -> None:
         """Record what a layer's router chose."""
-        layer, ids = routing.layer, _chosen(routing)
+        layer, ids, prompt = routing.layer, _chosen(routing), routing.prompt
         next_gate = None
         if layer + 1 < len(self._gates):
             next_gate, _ = self._gates[layer + 1].best(routing.x, ids.shape[1])
-        prompt = routing.prompt
         heavy = None if prompt is None else prompt.heavy & prompt.rows
         self.recorder.record(layer, routing.x, routing.weights, ids, next_gate, heavy)
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
-        """Tell the recorder whose tokens they were."""
+        """Tell the recorder which requests the tokens were of."""
         if failed or not self.recorder.recording:
             return
         state = getattr(runner, "execute_model_state", None)
@@ -226,18 +211,17 @@ class TraceObserver(Observer):
         self.recorder.end(spans, position, step, next_gate=gates_were_right)
 
     def forget(self, step: int) -> None:
-        """Leave a step out after all."""
         self.recorder.forget(step)
 
 
 def observe_trace(
     options: Options, header: Callable[[], TraceHeader], gates: Callable[[], Sequence[Gate]]
 ) -> TraceObserver | None:
-    """What records a trace on this rank; None where nothing is to be recorded, or another rank does it.
+    """The observer that records a trace on this rank; None where none is wanted, or another rank records it.
 
     Args:
         options: validated options.
-        header: whose routers they are.
+        header: of the model whose routers are recorded.
         gates: of every layer, if inputs are recorded.
 
     Raises:
@@ -269,7 +253,3 @@ def observe_trace(
 def _chosen(routing: Routing) -> torch.Tensor:
     """Experts as the router numbers them: those of other ranks too."""
     return routing.ids if routing.global_ids is None else routing.global_ids
-
-
-def _prompt_length(new: Any) -> int:
-    return len(new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids)

@@ -4,7 +4,6 @@ import contextlib
 import random
 import threading
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -13,7 +12,7 @@ from tests.small_model import make_experts, make_store
 from tests.support.recorded_device import COMPUTATION, RecordedStore, RecordedStreams, record_reads
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.predict import Candidate, Predictor
-from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime import Parts
 from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import TransferError
@@ -137,29 +136,29 @@ class RecordedMemory(ExpertMemory):
             self._history.write(agent, slot.blob)
 
 
-class RecordedRuntime(MoERuntime):
-    """A runtime on recorded memory.
+class RecordedParts(Parts):
+    """Recorded memory.
 
     Args:
         history: is told.
-        stream: on which it computes; None if on the thread that calls.
-        arguments: of the runtime.
+        stream: on which the runtime computes; None if on the thread that calls.
     """
 
-    def __init__(self, history, stream, *arguments, **options):
+    def __init__(self, history, stream):
+        super().__init__(torch.device("cpu"))
         self._history, self._stream = history, stream
-        super().__init__(*arguments, **options)
 
-    def make_memory(self, writer):
-        return RecordedMemory(self._history, self._stream, self.store, self.device, self._device_memory, writer)
+    def memory(self, store, writer):
+        return RecordedMemory(self._history, self._stream, store, self.device, self.device_memory, writer)
 
-    def resize_recorded(self, share):
-        """Resize, if no read hangs; whoever asks the allocator next gets the old slots' memory and writes to it."""
-        before = list(self.memory.pools.values())
-        with contextlib.suppress(ConfigError):
-            self.resize(share)
-            for pool in before:
-                self.memory.write(pool)
+
+def resize_recorded(runtime, share):
+    """Resize, if no read hangs; the next user of the allocator gets the old slots' memory and writes to it."""
+    before = list(runtime.memory.pools.values())
+    with contextlib.suppress(ConfigError):
+        runtime.resize(share)
+        for pool in before:
+            runtime.memory.write(pool)
 
 
 def make_engine(kind, store, history, turns, timeout, program):
@@ -208,7 +207,7 @@ def execute(program, kind, turns, history):
         ByNumber(staging=program.staging, projections=program.projections, **(MIXED if program.mixed else {})),
         predictor=Guesses(program.guesses) if program.guesses else None,
         engine=engine,
-        make=partial(RecordedRuntime, history, compute),
+        parts=RecordedParts(history, compute),
     )
     runtime.kernel.asynchronous = kind in DEVICES
     record_reads(runtime.kernel, history, compute, turns.pause)
@@ -216,7 +215,7 @@ def execute(program, kind, turns, history):
     with engine.paused() if program.captures else contextlib.nullcontext():
         for number, (seed, layer, tokens) in enumerate(program.steps):
             if number in program.resizes:
-                runtime.resize_recorded(program.resizes[number])
+                resize_recorded(runtime, program.resizes[number])
             try:
                 outputs.append(forward(runtime, layer, *random_step(seed, tokens, store.experts)))
             except TransferError:

@@ -56,13 +56,13 @@ class ByNumber(Exact):
 
 
 def make_runtime(
-    store, budget="100%", system=None, lo=2, predictor=None, engine=None, make=MoERuntime, threads=None, hi=4, **options
+    store, budget="100%", system=None, lo=2, predictor=None, engine=None, parts=None, threads=None, hi=4, **options
 ):
     """A runtime; with threads that many read ahead."""
     options = Options(hi=hi, lo=lo, group_size=32, expert_budget=budget, **options)
     if threads is not None:
         engine = make_engine(store, CPU, threads, largest_blob=0)
-    return make(store, options, CPU, system=system, predictor=predictor, engine=engine)
+    return MoERuntime(store, options, CPU, system=system, predictor=predictor, engine=engine, parts=parts)
 
 
 def with_budget(store, budget, system=None, **options):

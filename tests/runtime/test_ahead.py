@@ -106,13 +106,13 @@ def test_prompts_and_budgets_between_steps_take_the_slots_back(want):
 
 def test_another_predictor_ends_it_because_graphs_hold_the_first_one():
     runtime = decided_runtime(STORE, "50%", Exact(ahead_in_graph=6), predictor=NextGate(gates(), TOP_K))
-    for end in (lambda: runtime.set_predictor(NextGate(gates(), TOP_K)), runtime.stop_foreseeing):
+    for end in (lambda: runtime.set_predictor(NextGate(gates(), TOP_K)), lambda: runtime.set_predictor(None)):
         runtime.memory.device_side.fetch_ahead(6)
         whole_step(lambda *layer: decode(runtime, *layer), 0, 2)
         moved = runtime.stats().bytes_moved["prefetch"]
         assert moved > 0
         end()
-        assert not runtime.fetches_in_graphs
+        assert not runtime.memory.fetches_in_graphs
         whole_step(lambda *layer: decode(runtime, *layer), 0, 2)
         assert runtime.stats().bytes_moved["prefetch"] == moved
 

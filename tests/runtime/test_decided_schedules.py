@@ -8,7 +8,6 @@ stream through the latter, guess into them, and read what layers keep; budgets c
 import contextlib
 import random
 import threading
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -23,7 +22,7 @@ from tests.runtime.schedules import (
     STORES,
     Guesses,
     Program,
-    RecordedMemory,
+    RecordedParts,
     expected,
     make_engine,
 )
@@ -32,7 +31,6 @@ from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from tests.support.recorded_device import COMPUTATION, RecordedStore, record_reads
 from vllm_dymoe.residency.table import Table, check_integrity
-from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.ahead import Ahead
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.runtime.decode_plain import PlainDecode
@@ -102,20 +100,17 @@ class AnyExperts:
         return best.indices, best.values
 
 
-class DecidedRuntime(MoERuntime):
-    """A runtime whose device decides and fetches ahead, on recorded memory."""
+class DecidedParts(RecordedParts):
+    """A device that decides and fetches ahead, on recorded memory."""
 
-    def __init__(self, history, *arguments, **options):
-        self._history, self._branch = history, RecordedBranch(history)
-        super().__init__(*arguments, **options)
+    def __init__(self, history):
+        super().__init__(history, COMPUTATION)
+        self._branch = RecordedBranch(history)
 
-    def make_memory(self, writer):
-        return RecordedMemory(self._history, COMPUTATION, self.store, self.device, self._device_memory, writer)
+    def decode_kernel(self, kernel, experts):
+        return RecordedDecode(self._history, self._branch, kernel, experts.formats)
 
-    def make_decode_kernel(self):
-        return RecordedDecode(self._history, self._branch, self.kernel, self.experts.formats)
-
-    def make_branch(self):
+    def branch(self):
         return self._branch
 
 
@@ -129,11 +124,11 @@ def execute(program, turns, history):
         Roomy(),
         predictor=Guesses(program.guesses),
         engine=engine,
-        make=partial(DecidedRuntime, history),
+        parts=DecidedParts(history),
         decisions="device",
     )
     if program.ahead:
-        runtime.decode.look_ahead(AnyExperts(program.steps[0][0]), runtime.make_branch())
+        runtime.decode.look_ahead(AnyExperts(program.steps[0][0]), runtime._parts.branch())
         runtime.memory.device_side.fetch_ahead(program.ahead)
     if program.ahead or not program.budget:
         runtime.resize(program.budget or runtime.minimum_budget)

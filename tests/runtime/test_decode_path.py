@@ -12,7 +12,7 @@ from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.residency.rule import HIGH, LOW
-from vllm_dymoe.runtime import MoERuntime, moe
+from vllm_dymoe.runtime import MoERuntime, Parts, moe
 from vllm_dymoe.runtime.decisions import device_decides
 from vllm_dymoe.store.joined import join
 from vllm_dymoe.systems.dymoe import Dymoe
@@ -51,19 +51,21 @@ def test_every_kind_of_experts_is_decided_and_computed(kind):
     assert runtime.memory.device_side.table.bits[[LOW, HIGH]].tolist() == [low, formats[high].matrices[2].tag]
 
 
-def test_what_is_decoded_is_kept_and_prompts_only_count(memory_store):
-    runtime = decided_runtime(memory_store, "50%", lo=0)
-    table = runtime.memory.device_side.table
-    for number, tokens in enumerate((40, 1, 40, 1, 40)):
-        before, heat = [tensor.clone() for tensor in (table.tier, table.slot)], runtime.memory.table.heat.copy()
-        run_decided(runtime, [(number, 0, tokens)])
-        assert equal(before, [table.tier, table.slot]) == (tokens == 40)
-        assert (runtime.memory.table.heat != heat).any(), "every step counts"
-    assert int(table.tier.count_nonzero()) > 0
-    assert int(table.step[0]) == 4, "a decode step goes on from what prompts before it have counted"
-    hits = runtime.stats().hits
-    run_decided(runtime, [(4, 0, 40)])
-    assert runtime.stats().hits - hits == int(table.tier[0].count_nonzero())
+@pytest.mark.parametrize("lo", [0, 2], ids=["one tier", "two tiers"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_hosts_steps_beside_a_deciding_device_keep_what_the_host_alone_would(nested, lo):
+    store, system = make_store(make_experts(nested=nested)), MIXED if lo else None
+    runtime, host = decided_runtime(store, "50%", system, lo=lo), make_runtime(store, "100%", system, lo=lo)
+    host.resize("50%")
+    assert runtime.plan.quotas == host.plan.quotas
+    for number, tokens in enumerate((40, 1, 3, 40, 40, 1, 2, 25, 1)):
+        steps = [(number, layer, tokens) for layer in range(2)]
+        assert equal(run_decided(runtime, steps), run(host, steps))
+        runtime.memory.read_device()
+        for name in ("tier", "heat", "used_at", "step"):
+            np.testing.assert_array_equal(getattr(runtime.memory.table, name), getattr(host.memory.table, name), name)
+    assert runtime.memory.table.tier.any()
+    assert runtime.stats().hits == host.stats().hits > 0
 
 
 def test_rows_that_fill_up_a_batch_are_zeros_and_change_nothing(memory_store):
@@ -170,15 +172,15 @@ def test_who_decides_is_checked(memory_store, tmp_path):
 
 
 def test_the_host_decides_where_the_kernels_cannot_and_says_why(memory_store, monkeypatch):
-    class Unfit(MoERuntime):
-        def make_decode_kernel(self):
+    class Unfit(Parts):
+        def decode_kernel(self, kernel, experts):
             raise ValueError("a step needs more scratch")
 
     options = {"group_size": 32, "expert_budget": "50%", "lo": 2}
     with pytest.raises(ConfigError, match='"device" is impossible, because a step needs more scratch'):
-        Unfit(memory_store, Options(decisions="device", **options), CPU)
+        MoERuntime(memory_store, Options(decisions="device", **options), CPU, parts=Unfit(CPU))
     monkeypatch.setattr(moe, "device_decides", lambda *_, **__: (True, ""))  # as by default on a GPU
-    runtime = Unfit(memory_store, Options(**options), CPU)
+    runtime = MoERuntime(memory_store, Options(**options), CPU, parts=Unfit(CPU))
     assert runtime.decode is None
     assert runtime.host_decides_because == "a step needs more scratch"
     assert equal(run(runtime, STEPS[:5]), run(make_runtime(memory_store), STEPS[:5]))

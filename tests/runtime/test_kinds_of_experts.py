@@ -132,7 +132,8 @@ def test_a_draft_changes_no_tier_of_the_model():
 def test_a_runtime_makes_room_for_one_with_more_layers():
     first = make_runtime(make_store(make_experts()))
     held = first.memory
-    store = first.release()
+    first.close(keep_store=True)
+    store = first.store
     assert not held.pools
     assert outputs(make_runtime(store), Activation.SILU)
 

@@ -5,7 +5,6 @@ import itertools
 import random
 import threading
 import time
-from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -24,7 +23,7 @@ from tests.runtime.schedules import (
     STORES,
     FaultyStore,
     Program,
-    RecordedRuntime,
+    RecordedParts,
     make_engine,
 )
 from tests.runtime.steps import CPU, ByNumber, NumberPrecision, forward, make_runtime, random_step
@@ -75,7 +74,7 @@ def frozen_output(store, bits_map, layer, step):
     return forward(runtime, layer, *step)
 
 
-def dynaexq(store, high=4, engine=None, make=MoERuntime, agree=list, hi=4, lo=2, **options):
+def dynaexq(store, high=4, engine=None, parts=None, agree=list, hi=4, lo=2, **options):
     """A runtime with places for so many high experts."""
     system = DynaExq(**(AT_ONCE | options))
     chosen = Options(hi=hi, lo=lo, group_size=32, expert_budget="100%")
@@ -83,7 +82,7 @@ def dynaexq(store, high=4, engine=None, make=MoERuntime, agree=list, hi=4, lo=2,
     formats = store.experts.formats
     step = formats[hi].nbytes - (0 if formats[hi].nested else formats[lo].nbytes)
     chosen = Options(hi=hi, lo=lo, group_size=32, expert_budget=least + (high - 1) * step)
-    return make(store, chosen, CPU, system=system, engine=engine, agree=agree)
+    return MoERuntime(store, chosen, CPU, system=system, engine=engine, agree=agree, parts=parts)
 
 
 def serve(runtime, steps):
@@ -108,7 +107,7 @@ def execute(nested, kind, steps, turns, history, faults=(), high=4, idle=16):
     if kind in DEVICES:  # whose answers are forgotten from one look to the next
         chance = random.Random(len(steps))
         engine.streams._ended = lambda: chance.random() < 0.9
-    runtime = dynaexq(store, high, engine, partial(RecordedRuntime, history, compute))
+    runtime = dynaexq(store, high, engine, RecordedParts(history, compute))
     store._faults = {store._reads + number: how for number, how in dict(faults).items()}
     runtime.kernel.asynchronous = kind in DEVICES
     record_reads(runtime.kernel, history, compute, turns.pause)

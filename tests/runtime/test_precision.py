@@ -15,7 +15,7 @@ from tests.support.instead import Instead
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.residency.routing import PromptTokens
 from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime import MoERuntime, precision_of
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.transfer import make_engine
@@ -336,7 +336,7 @@ def test_a_budget_too_small_for_two_tiers_is_refused_at_the_change():
 def test_what_is_in_force_can_be_asked_for():
     runtime = make_runtime(0.75, "40%")
     runtime.set_precision(retention=0.5)
-    answer = runtime.precision()
+    answer = precision_of(runtime)
     assert answer["system_options"] == {"retention": 0.5}
     assert (answer["hi"], answer["lo"], answer["stored_bits"]) == (4, 2, [4, 2])
     assert answer["slots"] == {tier.value: count for tier, count in runtime.plan.slots.items()}

@@ -163,7 +163,7 @@ def make_ahead(slots=6, staging=2, projections=3):
             fetcher.complete(fetch)
     engine.tickets.clear()
     system = ByNumber(projections=projections)
-    return Ahead(Prefetcher(memory, fetcher, engine, 4, system, PrefetchStats()), memory, fetcher, engine)
+    return Ahead(Prefetcher(fetcher, 4, system, PrefetchStats()), memory, fetcher, engine)
 
 
 @pytest.mark.parametrize(
@@ -342,9 +342,8 @@ def test_predictions_that_hide_less_than_they_take_become_rare_in_their_phase_al
     for phase, seconds in ((Phase.DECODE, 0.6), (Phase.PREFILL, 0.1)):
         predictor = Slow(wait, seconds, later)
         for _ in range(40):
-            act = prefetcher.look_ahead(0, phase, predictor)
-            if act is not None:
-                act()
+            prefetcher.look_ahead(0, phase, predictor)
+            prefetcher.answer()
             prefetcher.fill()
             ahead.engine.stats.exposed_wait_seconds += 0.01 * waits
             for ticket in ahead.engine.tickets:

@@ -95,7 +95,7 @@ def runtime(memory_store):
 @pytest.mark.parametrize("computing", [0, 7000])
 def test_more_than_the_device_has_is_refused_with_the_number_that_fits_and_changes_nothing(runtime, computing):
     slot = runtime.experts.formats[4].nbytes
-    runtime._device_memory = runtime.memory.pools._device_memory = Device(runtime, 4 * slot + computing - 1, computing)
+    runtime.memory.pools._device_memory = Device(runtime, 4 * slot + computing - 1, computing)
     versions, pools, plan = kept_by(runtime), runtime.memory.pools, runtime.plan
     with pytest.raises(ConfigError) as caught:
         runtime.resize("100%")
@@ -112,16 +112,16 @@ def test_more_than_the_device_has_is_refused_with_the_number_that_fits_and_chang
 
 def test_the_old_slots_count_for_the_new_ones(runtime):
     slot = runtime.experts.formats[4].nbytes
-    runtime._device_memory = runtime.memory.pools._device_memory = Device(runtime, 6 * slot)
+    runtime.memory.pools._device_memory = Device(runtime, 6 * slot)
     runtime.resize("100%")
     assert sum(runtime.plan.slots.values()) == 12
 
 
 def test_a_smaller_budget_needs_nobodys_leave(runtime):
-    runtime._device_memory = runtime.memory.pools._device_memory = Device(runtime, 0, computing=10**9)
+    runtime.memory.pools._device_memory = Device(runtime, 0, computing=10**9)
     runtime.resize("25%")
     assert sum(runtime.plan.slots.values()) == 3
-    assert runtime.free_device_bytes == 3 * runtime.experts.formats[4].nbytes
+    assert runtime.memory.pools.available == 3 * runtime.experts.formats[4].nbytes
 
 
 def test_old_memory_is_gone_before_new_memory_is_made(runtime, monkeypatch):

@@ -177,7 +177,7 @@ def a_guess_is_given_up_without_asking(monkeypatch):
         if wait:
             return give_up(self, fetches, wait=True)
         for fetch in fetches:
-            self._engine.cancel(fetch.ticket)
+            self.engine.cancel(fetch.ticket)
             self._free(fetch)
 
     monkeypatch.setattr(Fetcher, "give_up", carelessly)
@@ -204,7 +204,7 @@ def a_failed_step_forgets_what_it_has_read(monkeypatch):
     """What this check found: computation that failed between two projections had read the first one."""
 
     def let_go(self):
-        held = [*self._ready, *self._arriving]
+        held = [*self._computing, *self._ready, *self._arriving]
         self._fetcher.give_up((fetch for h in held for fetch in h.fetches), wait=True)
 
     monkeypatch.setattr(LayerStep, "_let_go", let_go)
@@ -239,11 +239,18 @@ def slots_are_freed_while_guesses_are_on_their_way(monkeypatch):
 
 
 def only_the_first_expert_of_a_launch_is_waited_for(monkeypatch):
-    def compute_arriving(self, count):
-        computing = [self._arriving.popleft() for _ in range(count)]
-        self._compute(computing, lambda projections: self._engine.wait(computing[0].fetches[0].ticket, projections))
+    compute = LayerStep._compute
 
-    monkeypatch.setattr(LayerStep, "_compute_arriving", compute_arriving)
+    def compute_early(self, arriving):
+        others = [fetch.ticket for held in self._computing[1:] for fetch in held.fetches] if arriving else []
+        wait = self._engine.wait
+        self._engine.wait = lambda ticket, *projections: ticket in others or wait(ticket, *projections)
+        try:
+            compute(self, arriving)
+        finally:
+            self._engine.wait = wait
+
+    monkeypatch.setattr(LayerStep, "_compute", compute_early)
 
 
 PASSS = ("pinned", "staged")

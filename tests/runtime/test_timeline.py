@@ -6,6 +6,7 @@ import torch
 from tests.runtime.steps import ByNumber, run, with_budget
 from tests.runtime.test_prefetch import Guesses
 from tests.small_model import make_experts, make_store
+from vllm_dymoe.runtime import start_timeline, stop_timeline
 
 STORE = make_store(make_experts(layers=4))
 FORMAT = STORE.experts.formats[4]
@@ -18,9 +19,9 @@ def recorded():
     runtime = with_budget(
         STORE, "50%", ByNumber(staging=3), predictor=Guesses(1), link_gbps=FORMAT.nbytes / SECONDS / 1e9
     )
-    runtime.start_timeline()
+    start_timeline(runtime)
     outputs = run(runtime, STEPS)
-    events = runtime.stop_timeline(rank=3)
+    events = stop_timeline(runtime, rank=3)
     runtime.engine.close()
     return runtime, outputs, events
 
@@ -82,7 +83,7 @@ def test_recording_changes_no_bit_and_ends(recording):
     assert all(torch.equal(a, b) for a, b in zip(plain, outputs, strict=True))
     assert runtime.engine.timeline is None
     with pytest.raises(ValueError, match="no timeline was started"):
-        runtime.stop_timeline()
+        stop_timeline(runtime)
 
 
 def test_what_failed_is_in_it_too():
@@ -93,7 +94,7 @@ def test_what_failed_is_in_it_too():
             raise RuntimeError("broken")
 
     runtime = with_budget(STORE, "50%", predictor=Broken())
-    runtime.start_timeline()
+    start_timeline(runtime)
     with pytest.raises(RuntimeError, match="broken"):
         run(runtime, STEPS[:1])
-    assert spans(runtime.stop_timeline(), "layer")
+    assert spans(stop_timeline(runtime), "layer")

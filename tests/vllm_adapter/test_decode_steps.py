@@ -12,6 +12,7 @@ from tests.vllm_adapter.steps import scheduled
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.residency.table import Counter, Table
+from vllm_dymoe.runtime import start_timeline, stop_timeline
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.vllm_adapter import decode_steps
 from vllm_dymoe.vllm_adapter import running as module
@@ -147,9 +148,9 @@ def test_behind_a_draft_with_experts_the_host_decides(runtime, memory_store):
 
 def test_a_timeline_has_the_step(runtime):
     timed = rank(runtime)
-    runtime.start_timeline()
+    start_timeline(runtime)
     run(timed, 1, 3)
-    events = runtime.stop_timeline()
+    events = stop_timeline(runtime)
     (span,) = [event for event in events if event.get("cat") == "step"]
     assert (span["name"], span["args"]["tokens"]) == ("decode step 1", 3)
 

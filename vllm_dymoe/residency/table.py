@@ -205,9 +205,7 @@ class Table:
         for code in (LOW, HIGH) if self.nested else (HIGH, LOW):  # an expert that loses its base loses both slices
             given = places[code - 1] if self.nested else np.where(wanted == code, places[0], FREE - 1)
             slot = self.slot[code - 1 if self.nested else 0, layer]
-            first = int(self.first_slot[layer, code])
-            own = np.arange(first, first + int(self.shares[layer, code]))
-            free = iter(own[~np.isin(own, slot[self.holders(code)[layer]])].tolist())
+            free = iter(self.free_slots(layer, code))
             for number in (given >= FREE).nonzero()[0].tolist():
                 expert, victim = active[number], given[number]
                 taken = next(free) if victim == FREE else slot[victim]
@@ -215,6 +213,13 @@ class Table:
                     tier[victim], slot[victim] = code - 1 if self.nested else NOWHERE, -1
                 tier[expert], slot[expert] = code, taken
             self.slot[1:, layer, tier == NOWHERE] = -1
+
+    def free_slots(self, layer: int, code: int) -> list[int]:
+        """Slots of a layer's own range in a tier's pool that no row names, ascending."""
+        first = int(self.first_slot[layer, code])
+        own = np.arange(first, first + int(self.shares[layer, code]))
+        slot = self.slot[code - 1 if self.nested else 0, layer]
+        return own[~np.isin(own, slot[self.holders(code)[layer]])].tolist()
 
     def coldest(self, layer: int, tier: Tier, spared: set[int]) -> int | None:
         """The expert, of those that a layer keeps in a tier and that are not spared, that is missed least; or None."""

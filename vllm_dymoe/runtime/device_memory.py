@@ -1,4 +1,4 @@
-"""How much memory the experts' device has left, and giving back to others what nobody here uses."""
+"""How much memory the experts' device has left, and giving back what is held without use."""
 
 import ctypes
 from typing import Protocol
@@ -12,7 +12,7 @@ class DeviceMemory(Protocol):
     """Memory of one device."""
 
     def available(self) -> int:
-        """Bytes that anybody can allocate now; what this process holds without use has been given back."""
+        """Bytes that any process can allocate now; what this process holds without use has been given back."""
         ...
 
     def computation(self) -> int:

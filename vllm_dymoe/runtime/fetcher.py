@@ -1,10 +1,10 @@
-"""The fetcher: brings experts into slots, and takes slots back from copies that nobody wants any more.
+"""The fetcher: brings experts into slots, and takes slots back from copies that are wanted no more.
 
 It decides nothing. Giving up is written once, for guesses that were wrong and for steps that failed: no slot is free
 while anything still writes it. A copy that was given up while it moved is *orphaned* until it ends.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,16 +48,14 @@ class Fetcher:
         memory: has the slots.
         engine: moves bytes.
         overlaps: a copy waits for the slot's last reader alone; otherwise for everything that computes.
+
+    Attributes:
+        orphaned: what was given up while it moved, and may still be written.
     """
 
     def __init__(self, memory: ExpertMemory, engine: TransferEngine, *, overlaps: bool = True) -> None:
-        self._memory, self._engine, self._overlaps = memory, engine, overlaps
-        self._orphaned: list[Fetch] = []
-
-    @property
-    def orphaned(self) -> Sequence[Fetch]:
-        """What was given up while it moved, and may still be written."""
-        return self._orphaned
+        self.memory, self.engine, self._overlaps = memory, engine, overlaps
+        self.orphaned: list[Fetch] = []
 
     def start(
         self, layer: int, expert: int, tier: Tier, reason: Reason, *, kept: bool = False, projections: int = _ALL
@@ -70,30 +68,30 @@ class Fetcher:
             tier: version to bring.
             reason: the transfer's priority.
             kept: into a slot that its layer was promised; otherwise into one for what comes and goes.
-            projections: how many are brought before somebody demands the rest.
+            projections: how many are brought before the rest is demanded.
         """
-        slot = self._memory.pools[tier].take(kept=kept)
+        slot = self.memory.take(layer, tier, kept=kept)
         if slot is None:
             return None
-        key = BlobKey(layer, expert, self._memory.bits[tier])
-        after = slot.last_read if self._overlaps else self._engine.fence()
-        ticket = self._engine.submit(key, slot.blob, reason, after, projections)
+        key = BlobKey(layer, expert, self.memory.bits[tier])
+        after = slot.last_read if self._overlaps else self.engine.fence()
+        ticket = self.engine.submit(key, slot.blob, reason, after, projections)
         return Fetch(layer, expert, tier, slot, kept, ticket)
 
     def keep(self, fetch: Fetch) -> None:
         """What was brought for the time being is to be kept."""
         fetch.kept = True
-        self._memory.pools[fetch.tier].keep()
+        self.memory.pools[fetch.tier].keep()
         if fetch.complete:
             self._publish(fetch)
 
     def complete(self, fetch: Fetch) -> None:
-        """Wait for an expert; from now on the table names it if it is kept.
+        """Wait for an expert; the table names it from now on if it is kept.
 
         Raises:
             TransferError: it could not be brought.
         """
-        self._engine.wait(fetch.ticket)
+        self.engine.wait(fetch.ticket)
         fetch.complete = True
         if fetch.kept:
             self._publish(fetch)
@@ -103,12 +101,12 @@ class Fetcher:
 
         Args:
             fetch: complete.
-            last_read: fence of the computation that reads the slot, for whoever fills it next.
+            last_read: fence of the computation that reads the slot, for the next copy into it.
         """
         if last_read is not None:
             fetch.slot.last_read = last_read
         if not fetch.kept:
-            self._memory.pools[fetch.tier].give_back(fetch.slot, kept=False)
+            self.memory.give_back(fetch.tier, fetch.slot, kept=False)
 
     def give_up(self, fetches: Iterable[Fetch], *, wait: bool = False) -> None:
         """Have no more use for experts that were brought; slots are free at once, or when what moves has ended.
@@ -118,46 +116,46 @@ class Fetcher:
             wait: for what moves, as long as the engine does.
         """
         unwanted = [fetch for fetch in fetches if not (fetch.kept and fetch.complete)]
-        cancelled = [self._engine.cancel(fetch.ticket) for fetch in unwanted]
+        cancelled = [self.engine.cancel(fetch.ticket) for fetch in unwanted]
         for fetch, free in zip(unwanted, cancelled, strict=True):
-            if fetch.complete or (self._engine.settle(fetch.ticket) if wait else free or fetch.ticket.ended):
+            if fetch.complete or (self.engine.settle(fetch.ticket) if wait else free or fetch.ticket.ended):
                 self._free(fetch)
             else:
-                if fetch.kept:  # the table does not name it: its layer fills its share without it
-                    self._memory.pools[fetch.tier].lend()
+                if fetch.kept and self.memory.keeps_guesses:  # its layer fills its share without it
+                    self.memory.pools[fetch.tier].lend()
                     fetch.kept = False
-                self._orphaned.append(fetch)
+                self.orphaned.append(fetch)
 
     def collect(self) -> bool:
         """Take back the slots of orphaned copies that have ended; whether there were any."""
-        return self._take_back(lambda fetch: fetch.ticket.ended and self._engine.settle(fetch.ticket))
+        return self._take_back(lambda fetch: fetch.ticket.ended and self.engine.settle(fetch.ticket))
 
     def settle(self) -> bool:
         """Wait for the slot of an orphaned copy; False if there is none, or it does not end."""
         if self.collect():
             return True
-        found = next((fetch for fetch in self._orphaned if self._engine.settle(fetch.ticket)), None)
+        found = next((fetch for fetch in self.orphaned if self.engine.settle(fetch.ticket)), None)
         return found is not None and self._take_back(lambda fetch: fetch is found)
 
     def settle_all(self) -> bool:
         """Wait for every orphaned copy; whether all slots came back."""
-        while self._orphaned and self.settle():
+        while self.orphaned and self.settle():
             pass
-        return not self._orphaned
+        return not self.orphaned
 
     def _take_back(self, ended: Callable[[Fetch], bool]) -> bool:
         left = []
-        for fetch in self._orphaned:
+        for fetch in self.orphaned:
             if ended(fetch):
                 self._free(fetch)
             else:
                 left.append(fetch)
-        some = len(left) < len(self._orphaned)
-        self._orphaned = left
+        some = len(left) < len(self.orphaned)
+        self.orphaned = left
         return some
 
     def _free(self, fetch: Fetch) -> None:
-        self._memory.pools[fetch.tier].give_back(fetch.slot, kept=fetch.kept)
+        self.memory.give_back(fetch.tier, fetch.slot, kept=fetch.kept)
 
     def _publish(self, fetch: Fetch) -> None:
-        self._memory.table.publish(fetch.layer, fetch.expert, fetch.tier, fetch.slot.index)
+        self.memory.publish(fetch.layer, fetch.expert, fetch.tier, fetch.slot)

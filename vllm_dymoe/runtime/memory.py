@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vllm_dymoe.residency.budget import BudgetTracker
 from vllm_dymoe.residency.format import Expert
-from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, PASS, Ints, record_uses
+from vllm_dymoe.residency.rule import HIGH
 from vllm_dymoe.residency.slots import Slot
 from vllm_dymoe.residency.table import CODES, Table, check_integrity, set_pools
 from vllm_dymoe.residency.tier import Tier
@@ -69,6 +68,7 @@ class ExpertMemory:
         self.pools = SlotPools(device, device_memory, lends=writer is not Writer.DEVICE)
         self.bits: dict[Tier, int] = {}
         self.streaming = False
+        self._filling: set[tuple[Tier, int]] = set()  # slots of layers' own ranges that no row names yet
         self.device_side: DeviceSide | None = None
         if writer is not Writer.HOST:
             assert isinstance(store, ReadableStore)
@@ -114,20 +114,6 @@ class ExpertMemory:
             self.device_side.serve(system, bits, self.bits)
             self.table.reuse_high[:] = system.precision.reuses_high
 
-    def begin_step(self, layer: int, active: Ints, wanted: NDArray[np.int8]) -> Ints:
-        """What becomes of the experts of a host's step: int64 [slices, n], see :func:`~..residency.rule.decide`.
-
-        Where the device writes, what is there is used and counted, and everything else passes.
-        """
-        if self.writer is not Writer.DEVICE:
-            return self.table.begin_step(layer, active, wanted)
-        table, held = self.table, self.table.tier[layer, active]
-        table.step[layer] += 1
-        record_uses(table.heat[:, layer], table.used_at[:, layer], active, wanted, int(table.step[layer]))
-        if self.nested:
-            return np.where((held != NOWHERE, (held == HIGH) | (wanted == LOW)), HIT, PASS)
-        return np.where([held >= wanted if self.table.reuse_high[0] else held == wanted], HIT, PASS)
-
     def resident(self, layer: int, expert: int, wanted: Tier) -> tuple[Tier, tuple[Slot, ...]]:
         """The version of an expert that serves where a tier is wanted, of what is there, and its slots."""
         table = self.table
@@ -161,23 +147,57 @@ class ExpertMemory:
             fine.joined = slots[0], self.pools[Tier.HI].format.view(fine.blob, base)
         return fine.joined[1]
 
+    @property
+    def keeps_guesses(self) -> bool:
+        """Whether any slot may become one that is kept; where the device writes each layer has a range of its own."""
+        return self.writer is not Writer.DEVICE
+
+    def take(self, layer: int, tier: Tier, *, kept: bool) -> Slot | None:
+        """A free slot for a layer, or None; its bytes are whatever was there before.
+
+        Args:
+            layer: that wants it.
+            tier: of the pool.
+            kept: out of what the layer was promised; otherwise out of what comes and goes.
+        """
+        if not kept or self.keeps_guesses:
+            return self.pools[tier].take(kept=kept)
+        own = (index for index in self.table.free_slots(layer, CODES[tier]) if (tier, index) not in self._filling)
+        index = next(own, None)
+        if index is None:
+            return None
+        self._filling.add((tier, index))
+        return self.pools[tier].slots[index]
+
+    def give_back(self, tier: Tier, slot: Slot, *, kept: bool) -> None:
+        """Return a slot that :meth:`take` handed out."""
+        if kept and not self.keeps_guesses:
+            self._filling.discard((tier, slot.index))
+        else:
+            self.pools[tier].give_back(slot, kept=kept)
+
+    def publish(self, layer: int, expert: int, tier: Tier, slot: Slot) -> None:
+        """The bytes of an expert are complete: from now on its row names them."""
+        self._filling.discard((tier, slot.index))
+        self.table.publish(layer, expert, tier, slot.index)
+
     def evict(self, layer: int, expert: int, part: Tier | None = None) -> bool:
         """Free an expert's slots, which the next copy may write once their last reader has ended; False if it has none.
-
-        Nothing that the device has placed is freed: a layer's own slots are not the host's to hand out.
 
         Args:
             layer: of the expert.
             expert: its number.
             part: the pool that needs a slot. Where it is that of fine slices the expert keeps its base.
         """
-        if self.writer is Writer.DEVICE:
-            return False
         freed = self.table.remove(layer, expert, fine=self.nested and part is Tier.HI)
         for tier, index in freed:
-            pool = self.pools[tier]
-            pool.give_back(pool.slots[index], kept=True)
+            self.give_back(tier, self.pools[tier].slots[index], kept=True)
         return bool(freed)
+
+    def evict_coldest(self, layer: int, tier: Tier, spared: set[int]) -> bool:
+        """Free the slot of the expert that a layer misses least, of those not spared; False if there is none."""
+        victim = self.table.coldest(layer, tier, spared) if self.keeps_guesses else None
+        return victim is not None and self.evict(layer, victim, tier)
 
     def clear(self) -> None:
         """Keep no expert, and forget which ones were used; no step may be running."""
@@ -202,24 +222,33 @@ class ExpertMemory:
             AssertionError: it is not so.
         """
         there, decides = list(in_flight), self.writer is Writer.DEVICE
-        if self.device_side is not None:
+        if self.device_side is not None and not (decides and self.streaming):
             on_device = self.device_side.table.on_host()
             check_integrity(on_device, ranges=decides)
             self.read_device()
             for name in ("tier", "slot"):
                 ours, theirs = getattr(self.table, name), getattr(on_device, name)
                 assert np.array_equal(ours, theirs[: len(ours)]), "the device reads other rows than the host"
-        check_integrity(self.table)
+        check_integrity(self.table, ranges=decides)
         for tier, pool in self.pools.items():
-            filling = [slot.index for other, slot, _ in there if other is tier]
-            named = [] if decides else self.table.slots(tier)
-            pool.check_integrity(named + filling)
-            promised = sum(self.plan.quotas[tier]) - len(named) - sum(k for other, _, k in there if other is tier)
-            assert decides or pool.promised == promised, f"{pool.promised} slots are promised, expected {promised}"
-        assert not (decides and any(kept for _, _, kept in there)), "the host keeps an expert where the device decides"
+            filling = [(slot.index, kept) for other, slot, kept in there if other is tier]
+            if decides:
+                own = {(tier, index) for index, kept in filling if kept}
+                assert own == {at for at in self._filling if at[0] is tier}, "a slot of a layer's own range is lost"
+                pool.check_integrity([index for index, kept in filling if not kept])
+                continue
+            named = self.table.slots(tier)
+            pool.check_integrity(named + [index for index, _ in filling])
+            promised = sum(self.plan.quotas[tier]) - len(named) - sum(kept for _, kept in filling)
+            assert pool.promised == promised, f"{pool.promised} slots are promised, expected {promised}"
         assert self.budget.peak <= self.budget.limit
 
     # -- two kinds of steps -----------------------------------------------------------------------
+
+    @property
+    def fetches_in_graphs(self) -> bool:
+        """Whether decode steps without the host fetch ahead."""
+        return self.device_side is not None and self.device_side.most_ahead > 0
 
     def rows_changed(self, layer: int) -> None:
         """Copy a layer's rows to the device, behind all that computes and before what is launched or replayed next."""

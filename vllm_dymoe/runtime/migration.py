@@ -23,9 +23,8 @@ from vllm_dymoe.residency.rule import HIGH
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.device_side import DecodeCounts
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
-from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.systems.base import Migrating
-from vllm_dymoe.transfer import Reason, TransferEngine, TransferError, TransferStats
+from vllm_dymoe.transfer import Reason, TransferError, TransferStats
 from vllm_dymoe.transfer.ticket import State
 
 Agree = Callable[[Sequence[int]], Sequence[int]]
@@ -61,8 +60,8 @@ class _Move:
     """A swap whose copies are on their way; without copies if it found no slot.
 
     Attributes:
-        swap: who changes.
-        fetches: what comes: the version, or slice, that makes one high, and where need be the other's low one.
+        swap: which experts change.
+        fetches: the version, or slice, that makes one high, and where need be the other's low one.
         window: in which it began.
     """
 
@@ -75,11 +74,9 @@ class Migration:
     """The only writer of one rank's rows.
 
     Args:
-        memory: has the slots, none of them in use yet.
-        fetcher: of the memory.
-        engine: moves bytes.
+        fetcher: of a memory whose slots are all free.
         migrating: what the system wants.
-        popularity: float64 [layers, experts], who is high at first; the first of each layer if None.
+        popularity: float64 [layers, experts], which are high at first; the first of each layer if None.
         agree: with other ranks.
         decoded: counts what routers choose in steps without the host; None where there are no such steps.
         clock: seconds.
@@ -93,16 +90,15 @@ class Migration:
 
     def __init__(
         self,
-        memory: ExpertMemory,
         fetcher: Fetcher,
-        engine: TransferEngine,
         migrating: Migrating,
         popularity: NDArray[np.float64] | None = None,
         agree: Agree = list,
         decoded: DecodeCounts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._memory, self._fetcher, self._engine, self._migrating = memory, fetcher, engine, migrating
+        memory = fetcher.memory
+        self._memory, self._fetcher, self._engine, self._migrating = memory, fetcher, fetcher.engine, migrating
         self._agree, self._clock, self._decoded = agree, clock, decoded
         self._stats = MigrationStats()
         self._chosen: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []
@@ -117,37 +113,9 @@ class Migration:
         self._began, self._busy = clock(), 0.0
         self._turns, self._look = 0, 1 if agree is list else _LOOK
         self._closing = False
-        self._load(hottest(start, self._places))
+        _bring_all(fetcher, hottest(start, self._places))
         for layer in range(shape[0]):
             memory.rows_changed(layer)
-
-    # -- before the first request -----------------------------------------------------------------
-
-    def _load(self, high: NDArray[np.bool_]) -> None:
-        """Bring every expert."""
-        counted, self._engine.stats = self._engine.stats, TransferStats()
-        pending: deque[Fetch] = deque()
-        try:
-            for layer, expert, part in self._everyone(high):
-                fetch = self._fetcher.start(layer, expert, part, Reason.DEMAND, kept=True)
-                assert fetch is not None, "the plan has a slot for every expert"
-                pending.append(fetch)
-                if len(pending) == _LOADING:
-                    self._fetcher.complete(pending[0])
-                    pending.popleft()
-            while pending:
-                self._fetcher.complete(pending[0])
-                pending.popleft()
-        except TransferError as error:
-            self._fetcher.give_up(pending, wait=True)
-            raise ConfigError(f"vllm-dymoe: not every expert can be brought to the device: {error}") from error
-        finally:
-            self._engine.stats = counted
-
-    def _everyone(self, high: NDArray[np.bool_]) -> Iterator[tuple[int, int, Tier]]:
-        for layer, expert in np.ndindex(high.shape):
-            for part in self._memory.parts[Tier.HI if high[layer, expert] else Tier.LO]:
-                yield layer, expert, part
 
     # -- in a step --------------------------------------------------------------------------------
 
@@ -223,7 +191,9 @@ class Migration:
             over = self._decoded.ready()
         else:
             over = looks and now - self._began >= self._migrating.window_seconds
-        over_, free, *states = self._agree([over, self._link_is_free(now), *map(self._state, self._flying)])
+        working = self._busy + sum(fetch.ticket.link_seconds(now) for fetch in self.flying)
+        idle = working <= self._migrating.link_share * (now - self._began)
+        over_, free, *states = self._agree([over, idle, *map(self._state, self._flying)])
         for move, state in zip(list(self._flying), states, strict=True):
             if state == ARRIVED:
                 self._publish(move)
@@ -243,10 +213,6 @@ class Migration:
         self._planned.clear()
         for move in list(self._flying):
             self._give_up(move, "outdated")
-
-    def _link_is_free(self, now: float) -> bool:
-        working = sum(fetch.ticket.link_seconds(now) for fetch in self.flying)
-        return self._busy + working <= self._migrating.link_share * (now - self._began)
 
     def _state(self, move: _Move) -> int:
         if not move.fetches or any(f.ticket.state in (State.FAILED, State.CANCELLED) for f in move.fetches):
@@ -284,7 +250,7 @@ class Migration:
         self._end(move, "published")
         timeline = self._engine.timeline
         if timeline is not None:
-            what = f"publish layer {layer}, expert {up} high, {'nobody' if down is None else f'expert {down}'} low"
+            what = f"publish layer {layer}, expert {up} high, {'none' if down is None else f'expert {down}'} low"
             timeline.add(Lane.HOST, what, "migration", begin, time.perf_counter())
 
     def _give_up(self, move: _Move, outcome: str) -> None:
@@ -322,3 +288,31 @@ class Migration:
             if down is not None:
                 held[layer, down] = False
         self._planned = deque(swaps(self.hotness, held, self._places, rule))
+
+
+def _bring_all(fetcher: Fetcher, high: NDArray[np.bool_]) -> None:
+    """Bring every expert before the first request, ``high`` [layers, experts] of them in their high version.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    engine, parts = fetcher.engine, fetcher.memory.parts
+    counted, engine.stats = engine.stats, TransferStats()
+    pending: deque[Fetch] = deque()
+    try:
+        for layer, expert in np.ndindex(high.shape):
+            for part in parts[Tier.HI if high[layer, expert] else Tier.LO]:
+                fetch = fetcher.start(layer, expert, part, Reason.DEMAND, kept=True)
+                assert fetch is not None, "the plan has a slot for every expert"
+                pending.append(fetch)
+                if len(pending) == _LOADING:
+                    fetcher.complete(pending[0])
+                    pending.popleft()
+        while pending:
+            fetcher.complete(pending[0])
+            pending.popleft()
+    except TransferError as error:
+        fetcher.give_up(pending, wait=True)
+        raise ConfigError(f"vllm-dymoe: not every expert can be brought to the device: {error}") from error
+    finally:
+        engine.stats = counted

@@ -1,17 +1,22 @@
-"""Every MoE layer of one model on one rank: who decides, how the budget is spent, and what can change while it serves.
+"""Every MoE layer of one model on one rank: how the budget is spent, and what can change while it serves.
 
 The steps themselves are ``serving``'s.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
 from vllm_dymoe.observe.timeline import CudaClock, HostClock, Timeline
 from vllm_dymoe.predict import Measured, Predictor
 from vllm_dymoe.residency.budget import BudgetTracker
+from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.ahead import Branch, make_branch
 from vllm_dymoe.runtime.decisions import DRAFTED, device_decides
@@ -41,6 +46,67 @@ from vllm_dymoe.transfer import TransferEngine, make_engine
 _READERS = 1  # threads that read the host store ahead of the computation
 
 
+class Parts:
+    """What a runtime is made of on a device.
+
+    Args:
+        device: where slots are and computation happens.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.device_memory = device, make_device_memory(device)
+
+    def memory(self, store: HostStore, writer: Writer) -> ExpertMemory:
+        """Where experts are kept."""
+        return ExpertMemory(store, self.device, self.device_memory, writer)
+
+    def decode_kernel(self, kernel: ExpertKernel, experts: ModelExperts) -> DecodeKernel:
+        """What decides and computes a decode step without the host.
+
+        Raises:
+            ValueError: the kernel cannot.
+        """
+        if isinstance(kernel, CpuKernel):
+            return PlainDecode(kernel, experts.formats)
+        # Importing triton takes a second, which only a GPU needs.
+        from vllm_dymoe.runtime.decode_triton import TritonDecode
+
+        return TritonDecode(kernel, experts, DECODE_ROWS)
+
+    def branch(self) -> Branch:
+        """Where a decode step without the host fetches ahead."""
+        return make_branch(self.device)
+
+
+@dataclass(frozen=True)
+class _Spending:
+    """What a plan of slots follows from, beside options and system.
+
+    Attributes:
+        experts: of the rank.
+        filled: slots for every expert are filled at start.
+        popularity: float64 [layers, experts], of a system that asks for it.
+        automatic: bytes to use if the budget is automatic.
+    """
+
+    experts: ModelExperts
+    filled: bool
+    popularity: NDArray[np.float64] | None
+    automatic: int
+
+    def plan(self, budget: ExpertBudget | int, options: Options, system: System, beside: int) -> SlotPlan:
+        """Of a budget, or a limit in bytes, of which ``beside`` bytes are no slots.
+
+        Raises:
+            ConfigError: the budget cannot hold one expert of each tier that the system uses.
+        """
+        if isinstance(budget, ExpertBudget):
+            budget = limit_in_bytes(budget, self.experts, options, beside, self.automatic)
+        shares = system.precision.all_shares(self.experts)
+        extra: Any = {"filled": self.filled, "popularity": self.popularity}
+        return plan_slots(self.experts, options, system, budget, beside, shares, **extra)
+
+
 class MoERuntime:
     """Every MoE layer of one model on one rank.
 
@@ -54,10 +120,21 @@ class MoERuntime:
         predictor: names experts to fetch ahead; None for none.
         obstacle: why the host has to decide in decode, if the model is such a one.
         agree: with the ranks that have other parts of the same experts, for a system that moves versions.
+        parts: in place of those of the device.
+
+    Attributes:
+        options: in force.
+        plan: how the budget is spent.
+        budget: counts every byte of it.
+        host_decides_because: why the device does not decide, if it was to.
 
     Raises:
         ConfigError: the budget cannot hold one expert of each tier that the system uses.
     """
+
+    options: Options
+    plan: SlotPlan
+    budget: BudgetTracker
 
     def __init__(
         self,
@@ -71,97 +148,36 @@ class MoERuntime:
         *,
         obstacle: str = "",
         agree: Agree = list,
+        parts: Parts | None = None,
     ) -> None:
-        self.store = store
-        self.experts = store.experts
-        self.device = device
-        self._device_memory = make_device_memory(device)
-        system = system or make_system(options)
-        self.kernel: ExpertKernel = make_kernel(
-            device,
-            workspace_bytes(self.experts, device.type),
-            [matrix for fmt in self.experts.formats.values() for matrix in fmt.matrices],
-        )
-        largest = max(fmt.nbytes for fmt in self.experts.formats.values())
-        self.engine = engine or make_engine(
-            store, device, _READERS, largest, options.transfer_timeout_s or None, options.link_gbps
-        )
-        measured = None if predictor is None else Measured(predictor)
-        self._automatic_budget = automatic_budget
-        decides, self.host_decides_because = device_decides(
-            options,
-            system,
-            device.type,
-            readable=isinstance(store, ReadableStore),
-            obstacle=DRAFTED if self.experts.draft_layers else obstacle,
-        )
-        kernel = self._decode_kernel(options) if decides else None
+        self.store, self.experts, self.device = store, store.experts, device
+        self._parts = parts = parts or Parts(device)
+        formats, system = self.experts.formats.values(), system or make_system(options)
+        matrices = [matrix for fmt in formats for matrix in fmt.matrices]
+        self.kernel: ExpertKernel = make_kernel(device, workspace_bytes(self.experts, device.type), matrices)
+        largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None
+        self.engine = engine or make_engine(store, device, _READERS, largest, timeout, options.link_gbps)
+        obstacle = DRAFTED if self.experts.draft_layers else obstacle
+        readable = isinstance(store, ReadableStore)
+        decides, why_not = device_decides(options, system, device.type, readable=readable, obstacle=obstacle)
+        decoding = None
+        if decides:
+            decoding, why_not = _make_decode_kernel(parts, self.kernel, self.experts, options)
+        self.host_decides_because = why_not
         writer = Writer.DEVICE if system.residency.migrating is None else Writer.PLANNER
-        self.memory = self.make_memory(Writer.HOST if kernel is None else writer)
-        self.decode = None if kernel is None else self._make_decode_path(kernel, system, predictor)
+        self.memory = parts.memory(store, Writer.HOST if decoding is None else writer)
+        self.decode = None if decoding is None else _make_decode_path(parts, self.memory, decoding, system, predictor)
+        measured = None if predictor is None else Measured(predictor)
         self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.decode)
         self._expert_budget, self._agree = options.expert_budget, agree
-        self._popularity = read_popularity(self.experts, system)
-        self._allocate(options, system, self._plan(self._limit(options), options, system))
+        popularity = read_popularity(self.experts, system)
+        self._spending = _Spending(self.experts, decoding is not None, popularity, automatic_budget)
+        self._allocate(options, system, self._spending.plan(options.expert_budget, options, system, self.beside))
 
-    def make_memory(self, writer: Writer) -> ExpertMemory:
-        """Where this runtime keeps experts."""
-        return ExpertMemory(self.store, self.device, self._device_memory, writer)
-
-    def make_decode_kernel(self) -> DecodeKernel:
-        """What decides and computes a decode step without the host."""
-        if isinstance(self.kernel, CpuKernel):
-            return PlainDecode(self.kernel, self.experts.formats)
-        # Here and not above: importing triton takes a second, and nobody without a GPU needs it.
-        from vllm_dymoe.runtime.decode_triton import TritonDecode
-
-        return TritonDecode(self.kernel, self.experts, DECODE_ROWS)
-
-    def make_branch(self) -> Branch:
-        """Where a decode step without the host fetches ahead."""
-        return make_branch(self.device)
-
-    def _decode_kernel(self, options: Options) -> DecodeKernel | None:
-        """None where the kernels cannot, so that the host decides after all.
-
-        Raises:
-            ConfigError: the device was to decide.
-        """
-        try:
-            return self.make_decode_kernel()
-        except ValueError as error:
-            if options.decisions == "device":
-                raise ConfigError(f'vllm-dymoe: decisions = "device" is impossible, because {error}.') from error
-            self.host_decides_because = str(error)
-            return None
-
-    def _make_decode_path(self, kernel: DecodeKernel, system: System, predictor: Predictor | None) -> DecodePath:
-        side = self.memory.device_side
-        assert side is not None
-        path = DecodePath(self.experts, side.table, kernel, self.device)
-        named = None if predictor is None else predictor.on_device(self.device)
-        ahead = system.foresight.projections_in_graph if system.foresight else 0
-        if named is not None and ahead > 0 and not side.table.nested:
-            path.look_ahead(named, self.make_branch())
-            side.fetch_ahead(ahead)
-        return path
-
-    @property
-    def system(self) -> System:
-        """What chooses tiers."""
-        return self.serving.system
-
-    @property
-    def predictor(self) -> Measured | None:
-        """What names experts to fetch ahead."""
-        return self.serving.predictor
-
-    # -- memory -----------------------------------------------------------------------------------
+    # -- what can change between two steps --------------------------------------------------------
 
     def resize(self, budget: Any) -> None:
-        """Change the expert budget between two steps; the cache starts empty.
-
-        The old slots' memory goes back to the device, so that what a smaller budget leaves is there for others.
+        """Change the expert budget; the cache starts empty, and what a smaller budget leaves goes back to the device.
 
         Args:
             budget: as the option ``expert_budget``.
@@ -170,17 +186,13 @@ class MoERuntime:
             ValueError: it is not a budget, or cannot hold one expert of each tier, or the device has not so much, or a
                 read that was given up still has not ended; the old one stays.
         """
-        before = self._expert_budget
-        self._expert_budget = ExpertBudget.parse(budget)
-        try:
-            plan = self._plan(self._limit(self.options), self.options, self.system)
-            self._replace("expert_budget", self.options, self.system, plan)
-        except ValueError:
-            self._expert_budget = before
-            raise
+        parsed = ExpertBudget.parse(budget)
+        plan = self._spending.plan(parsed, self.options, self.system, self.beside)
+        self._replace("expert_budget", self.options, self.system, plan)
+        self._expert_budget = parsed
 
     def set_precision(self, **changes: Any) -> None:
-        """Change retention, tiers or another parameter of the system, for the next step on.
+        """Change retention, tiers or another parameter of the system.
 
         The budget stays as it is. Where its slots have to be shared out in another way the cache starts empty.
 
@@ -199,46 +211,32 @@ class MoERuntime:
                 'the host; start with decisions "host".'
             )
         self._take_decode_counts()  # of the bit-widths that they had
-        plan = self._plan(self.plan.limit, options, system)
+        plan = self._spending.plan(self.plan.limit, options, system, self.beside)
         if plan == self.plan and slot_bits(self.experts, options, system.precision.tiers) == self.memory.bits:
             self._serve_with(options, system)
         else:
             self._replace("the precision", options, system, plan)
 
-    def set_predictor(self, predictor: Predictor) -> None:
-        """Foresee with another predictor, for the next step on.
+    def set_predictor(self, predictor: Predictor | None) -> None:
+        """Foresee with another predictor, or with none.
 
         Where it takes other memory than the one before, the slots are shared out again and the cache starts empty.
-        Decode steps without the host fetch nothing ahead any more: graphs hold the predictor of their capture.
+        Captured decode steps go on asking the predictor of their capture, and fetch nothing ahead any more.
 
         Raises:
             ConfigError: the budget has no room for it, or a read that was given up still has not ended; the old one
                 goes on.
         """
         serving, before = self.serving, self.predictor
-        serving.predictor = named = Measured(predictor, before.stats if before else None)
+        named = None if predictor is None else Measured(predictor, before.stats if before else None)
+        serving.predictor = named
         try:
-            if before is None or before.nbytes != named.nbytes:
-                plan = self._plan(self._limit(self.options), self.options, self.system)
+            if named is not None and (before is None or before.nbytes != named.nbytes):
+                plan = self._spending.plan(self._expert_budget, self.options, self.system, self.beside)
                 self._replace("the predictor", self.options, self.system, plan)
         except ConfigError:
             serving.predictor = before
             raise
-        self._fetch_nothing_in_graphs()
-
-    def stop_foreseeing(self) -> None:
-        """Nothing is named ahead from the next step on."""
-        self.serving.predictor = None
-        self._fetch_nothing_in_graphs()
-
-    @property
-    def fetches_in_graphs(self) -> bool:
-        """Whether decode steps without the host fetch ahead."""
-        side = self.memory.device_side
-        return side is not None and side.most_ahead > 0
-
-    def _fetch_nothing_in_graphs(self) -> None:
-        """A captured graph goes on asking the predictor of its capture, and heeds it no more."""
         if self.memory.device_side is not None:
             self.memory.device_side.fetch_ahead(0)
 
@@ -266,86 +264,46 @@ class MoERuntime:
             self._allocate(*before)
             raise
 
-    @property
-    def free_device_bytes(self) -> int:
-        """Bytes of the device's memory that are free for anybody."""
-        return self._device_memory.available()
+    def _allocate(self, options: Options, system: System, plan: SlotPlan) -> None:
+        """Serve with other slots; the old ones are gone, so that there is one arena at a time."""
+        memory, serving, migrating = self.memory, self.serving, system.residency.migrating
+        bits = slot_bits(self.experts, options, system.precision.tiers)
+        memory.allocate(plan, bits, reuse_high=system.precision.reuses_high)
+        self.plan, self.budget = plan, memory.budget
+        self._serve_with(options, system)
+        serving.begin()
+        if migrating is not None and any(plan.quotas.get(Tier.HI, ())):  # else steps fetch what they need
+            decoded = None if memory.device_side is None else DecodeCounts(memory.device_side.table)
+            start = self._spending.popularity
+            serving.migration = Migration(serving.fetcher, migrating, start, self._agree, decoded)
+
+    def _serve_with(self, options: Options, system: System) -> None:
+        self.options = options
+        self.serving.system, self.serving.bits = system, {tier: tier_bits(options, tier) for tier in Tier}
+        self.memory.serve(system, self.serving.bits)
+
+    # -- seeing inside ----------------------------------------------------------------------------
 
     @property
-    def minimum_budget(self) -> int:
-        """The smallest feasible budget in bytes."""
-        return minimum_budget(self.experts, self.options, self.system, self._beside_experts)
+    def system(self) -> System:
+        """Chooses tiers."""
+        return self.serving.system
 
     @property
-    def _beside_experts(self) -> int:
+    def predictor(self) -> Measured | None:
+        """Names experts to fetch ahead."""
+        return self.serving.predictor
+
+    @property
+    def beside(self) -> int:
         """Bytes of the budget that are no slots: the kernel's workspace, predictor, and what a device decides by."""
         predictor = 0 if self.predictor is None else self.predictor.nbytes
         return self.kernel.workspace_bytes + predictor + (0 if self.decode is None else self.decode.nbytes)
 
     @property
-    def plan(self) -> SlotPlan:
-        """How the budget is spent."""
-        return self.memory.plan
-
-    @property
-    def budget(self) -> BudgetTracker:
-        """Counts every byte of the budget."""
-        return self.memory.budget
-
-    def _limit(self, options: Options) -> int:
-        return limit_in_bytes(self._expert_budget, self.experts, options, self._beside_experts, self._automatic_budget)
-
-    def _plan(self, limit: int, options: Options, system: System) -> SlotPlan:
-        shares = system.precision.all_shares(self.experts)
-        filled = self.memory.device_side is not None
-        beside, popularity = self._beside_experts, self._popularity
-        return plan_slots(self.experts, options, system, limit, beside, shares, filled=filled, popularity=popularity)
-
-    def _serve_with(self, options: Options, system: System) -> None:
-        self.options, bits = options, {tier: tier_bits(options, tier) for tier in Tier}
-        self.serving.choose_with(system, bits)
-        self.memory.serve(system, bits)
-
-    def _allocate(self, options: Options, system: System, plan: SlotPlan) -> None:
-        """Serve with other slots; the old ones are gone, so that there is one arena at a time."""
-        self.memory.allocate(
-            plan, slot_bits(self.experts, options, system.precision.tiers), reuse_high=system.precision.reuses_high
-        )
-        self._serve_with(options, system)
-        self.serving.begin()
-        self.serving.migration = self._make_migration()
-
-    def _make_migration(self) -> Migration | None:
-        """None where steps fetch what they need: the system asks for that, or the budget cannot hold every expert."""
-        migrating, held = self.system.residency.migrating, sum(self.plan.quotas.get(Tier.HI, ()))
-        if migrating is None or not held:
-            return None
-        side = self.memory.device_side
-        decoded = None if side is None else DecodeCounts(side.table)
-        return Migration(
-            self.memory, self.serving.fetcher, self.engine, migrating, self._popularity, self._agree, decoded
-        )
-
-    # -- seeing inside ----------------------------------------------------------------------------
-
-    def start_timeline(self) -> None:
-        """Take note of what runs when, from now on; what was noted before is dropped."""
-        clock = HostClock() if self.device.type == "cpu" else CudaClock(self.device)
-        self.engine.timeline = Timeline(clock)
-
-    def stop_timeline(self, rank: int = 0) -> list[dict[str, Any]]:
-        """What ran since ``start_timeline``, as Chrome trace events.
-
-        Args:
-            rank: the process that they are shown as.
-
-        Raises:
-            ValueError: nobody has started one.
-        """
-        timeline, self.engine.timeline = self.engine.timeline, None
-        if timeline is None:
-            raise ValueError("vllm-dymoe: no timeline was started; start one before what it is to show.")
-        return timeline.events(rank)
+    def minimum_budget(self) -> int:
+        """The smallest feasible budget in bytes."""
+        return minimum_budget(self.experts, self.options, self.system, self.beside)
 
     def stats(self) -> RuntimeStats:
         """Counts since the start or the last ``reset_stats``."""
@@ -357,35 +315,17 @@ class MoERuntime:
             self.memory.read_device()
             self.memory.device_side.take_counts(self.serving.counts, self.engine.stats, self.serving.prefetch_stats)
 
-    def precision(self) -> dict[str, Any]:
-        """What decides precision at the moment, and what it means for a single token, as JSON-serialisable data."""
-        options, layers = self.options, len(self.experts.layers)
-        shares = self.system.precision.all_shares(self.experts)
-        return {
-            "system": self.system.name,
-            "system_options": dict(options.system_options),
-            "hi": options.hi,
-            "lo": options.lo,
-            "stored_bits": sorted(self.experts.formats, reverse=True),
-            "share_of_tiers_in_decode": {tier.value: sum(shares[tier]) / layers for tier in Tier if tier in shares},
-            "slots": {tier.value: count for tier, count in self.plan.slots.items()},
-        }
-
     def reset_stats(self) -> None:
         """Count from zero."""
         self._take_decode_counts()
         self.serving.reset_stats()
 
-    def release(self) -> HostStore:
-        """End the transfer threads and give the slots' memory back; the store stays open, for a runtime after this."""
+    def close(self, *, keep_store: bool = False) -> None:
+        """End the transfer threads, give the slots' memory back, and close the store or keep it for another runtime."""
         self.engine.close()
         self.memory.pools.free()
-        return self.store
-
-    def close(self) -> None:
-        """End the transfer threads and close the store."""
-        self.engine.close()
-        self.store.close()
+        if not keep_store:
+            self.store.close()
 
     def check_integrity(self) -> None:
         """Between steps: nothing pinned, no slot lost, the budget kept.
@@ -395,3 +335,66 @@ class MoERuntime:
         """
         self.serving.fetcher.collect()
         self.memory.check_integrity((fetch.tier, fetch.slot, fetch.kept) for fetch in self.serving.on_their_way())
+
+
+def precision_of(runtime: MoERuntime) -> Mapping[str, Any]:
+    """What decides precision at the moment, and what it means for a single token, as JSON-serialisable data."""
+    options, layers = runtime.options, len(runtime.experts.layers)
+    shares = runtime.system.precision.all_shares(runtime.experts)
+    return {
+        "system": runtime.system.name,
+        "system_options": dict(options.system_options),
+        "hi": options.hi,
+        "lo": options.lo,
+        "stored_bits": sorted(runtime.experts.formats, reverse=True),
+        "share_of_tiers_in_decode": {tier.value: sum(shares[tier]) / layers for tier in Tier if tier in shares},
+        "slots": {tier.value: count for tier, count in runtime.plan.slots.items()},
+    }
+
+
+def start_timeline(runtime: MoERuntime) -> None:
+    """Record what runs when, from now on; what was recorded before is dropped."""
+    device = runtime.device
+    runtime.engine.timeline = Timeline(HostClock() if device.type == "cpu" else CudaClock(device))
+
+
+def stop_timeline(runtime: MoERuntime, rank: int = 0) -> list[dict[str, Any]]:
+    """What ran since ``start_timeline``, as Chrome trace events of process ``rank``.
+
+    Raises:
+        ValueError: none was started.
+    """
+    timeline, runtime.engine.timeline = runtime.engine.timeline, None
+    if timeline is None:
+        raise ValueError("vllm-dymoe: no timeline was started; start one before what it is to show.")
+    return timeline.events(rank)
+
+
+def _make_decode_kernel(
+    parts: Parts, kernel: ExpertKernel, experts: ModelExperts, options: Options
+) -> tuple[DecodeKernel | None, str]:
+    """None and the reason where the kernels cannot, so that the host decides after all.
+
+    Raises:
+        ConfigError: the device was to decide.
+    """
+    try:
+        return parts.decode_kernel(kernel, experts), ""
+    except ValueError as error:
+        if options.decisions == "device":
+            raise ConfigError(f'vllm-dymoe: decisions = "device" is impossible, because {error}.') from error
+        return None, str(error)
+
+
+def _make_decode_path(
+    parts: Parts, memory: ExpertMemory, kernel: DecodeKernel, system: System, predictor: Predictor | None
+) -> DecodePath:
+    side = memory.device_side
+    assert side is not None
+    path = DecodePath(memory.experts, side.table, kernel, parts.device)
+    named = None if predictor is None else predictor.on_device(parts.device)
+    ahead = system.foresight.projections_in_graph if system.foresight else 0
+    if named is not None and ahead > 0 and not side.table.nested:
+        path.look_ahead(named, parts.branch())
+        side.fetch_ahead(ahead)
+    return path

@@ -54,6 +54,11 @@ class SlotPools(dict[Tier, SlotPool]):
         for pool in self.values():
             pool.fence(filled)
 
+    @property
+    def available(self) -> int:
+        """Bytes of the device's memory that are free for any process."""
+        return self._device_memory.available()
+
     def free(self) -> None:
         """Give the memory back, to this process and to others."""
         for pool in self.values():

@@ -1,6 +1,6 @@
 """Fetching ahead: what a predictor names goes into slots and link time that demand leaves idle.
 
-A guess must cost nobody anything, right or wrong:
+A guess must cost nothing, right or wrong:
 
 - It takes a staging slot and evicts nothing, so that what layers keep does not depend on guesses. A demand transfer
   that finds no slot takes one back.
@@ -14,7 +14,6 @@ It can change only when an expert arrives, never what is computed.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 
 from vllm_dymoe.predict import Candidate, Measured
 from vllm_dymoe.residency.format import EVERY_PROJECTION
@@ -22,10 +21,9 @@ from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.counters import PrefetchStats
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
-from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.pace import Pace
-from vllm_dymoe.transfer import Reason, TransferEngine
+from vllm_dymoe.transfer import Reason
 from vllm_dymoe.transfer.ticket import State
 
 
@@ -33,9 +31,7 @@ class Prefetcher:
     """Turns candidates into transfers.
 
     Args:
-        memory: says who is on the device already.
         fetcher: brings experts.
-        engine: moves bytes.
         num_layers: of the model.
         system: in which tier, how much of an expert, and how often is fetched ahead. A step that wants another tier has
             no use for what was fetched, unless one lies inside the other.
@@ -45,45 +41,48 @@ class Prefetcher:
 
     def __init__(
         self,
-        memory: ExpertMemory,
         fetcher: Fetcher,
-        engine: TransferEngine,
         num_layers: int,
         system: System,
         stats: PrefetchStats,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._memory, self._fetcher, self._engine = memory, fetcher, engine
+        self._memory, self._fetcher, self._engine = fetcher.memory, fetcher, fetcher.engine
         self._num_layers, self._system, self.stats, self.clock = num_layers, system, stats, clock
         self._candidates: deque[tuple[int, int, Tier]] = deque()  # layer, expert, and in which tier
         self._ahead: dict[int, list[Fetch]] = {}  # by layer, in the order of their transfers
         self._spent = 0.0  # seconds of the host since the layer last waited for the link
         self._waited = 0.0  # seconds of exposed waits until the last of these
-        self._answered = False  # whether the last prediction named somebody
+        self._answered = False  # whether the last prediction named any expert
+        self._asked: tuple[int, Measured] | None = None
         # A prefill wants most experts of a layer and a single token few: what pays for one may not for the other.
         foresight = system.foresight
         self._projections = foresight.projections if foresight else len(EVERY_PROJECTION)
         self._paces = {phase: Pace(paid=foresight is not None and foresight.paced) for phase in Phase}
         self._pace = self._paces[Phase.DECODE]  # of the running step
 
-    def look_ahead(self, layer: int, phase: Phase, predictor: Measured) -> Callable[[], None] | None:
+    def look_ahead(self, layer: int, phase: Phase, predictor: Measured) -> None:
         """Ask for a prediction and offer what it names, if this is one to act on.
 
-        Cores that compute have no idle link time, so nothing is asked for where transfers take them.
-
-        Returns:
-            What is left to do once experts are computing, where the predictor computes on a side stream.
+        Cores that compute have no idle link time, so nothing is asked for where transfers take them. Where the
+        predictor computes on a side stream its answer is taken by :meth:`answer`, once experts are computing.
         """
         self._pace = self._paces[phase]
         if self._engine.occupies_cores or not self._pace.acts():
-            return None
-        if not predictor.answers_later:
+            return
+        if predictor.answers_later:
+            begin = self.clock()
+            predictor.begin(layer)
+            self._spend(self.clock() - begin)
+            self._asked = layer, predictor
+        else:
             self._ask(layer, predictor)
-            return None
-        begin = self.clock()
-        predictor.begin(layer)
-        self._spend(self.clock() - begin)
-        return partial(self._ask, layer, predictor)
+
+    def answer(self) -> None:
+        """Offer what a predictor on a side stream has been asked for, if one has."""
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            self._ask(*asked)
 
     def foresee_first_layer(self, phase: Phase, predictor: Measured) -> None:
         """A step begins: fetch for its first MoE layer what is most often wanted there, if this is one to act on."""
@@ -144,6 +143,7 @@ class Prefetcher:
             What was fetched ahead, by expert and pool; the caller releases it.
         """
         self._charge()
+        self._asked = None
         self._candidates = deque(named for named in self._candidates if named[0] > layer)
         claimed = {}
         for fetch in self._ahead.pop(layer, ()):

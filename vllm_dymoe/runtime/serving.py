@@ -1,14 +1,13 @@
-"""The forward of one MoE layer: tiers, rule, compute, combine.
+"""The forward of one MoE layer in a step that the host decides: tiers, rule, compute, combine.
 
-Every result goes to its own row, and the rows are added in the router's order at
-the end. So neither what is on the device nor the timing of a transfer can change a
-bit of the output (invariant 1); in which order experts are fetched and computed is
-``stream``'s.
+Every result goes to its own row, and the rows are added in the router's order at the end. So neither what is on the
+device nor the timing of a transfer can change a bit of the output (invariant 1); in which order experts are fetched and
+computed is ``stream``'s.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,33 +18,34 @@ from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.predict import Measured, PredictionStats
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.routing import Phase, Routing
-from vllm_dymoe.residency.rule import HIT
+from vllm_dymoe.residency.rule import HIT, Ints
 from vllm_dymoe.residency.slots import Slot
 from vllm_dymoe.residency.table import CODES
 from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.runtime.counters import ResidencyCounts
+from vllm_dymoe.runtime.counters import PrefetchStats, ResidencyCounts
 from vllm_dymoe.runtime.decode_path import DecodePath
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
 from vllm_dymoe.runtime.memory import ExpertMemory, Writer
 from vllm_dymoe.runtime.migration import Migration
-from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
+from vllm_dymoe.runtime.prefetch import Prefetcher
 from vllm_dymoe.runtime.stream import LayerStep
 from vllm_dymoe.systems import System
 from vllm_dymoe.transfer import TransferEngine, TransferStats
 
 
 class Serving:
-    """The steps of which the host decides, and what they are served with.
+    """The steps that the host decides, and what they are served with.
 
     Args:
-        memory: who is where.
+        memory: slots, and the table that says which experts are in them.
         kernel: computes.
         engine: brings what is missing.
         predictor: names experts to fetch ahead; None for none.
-        decode: serves the steps of which the device decides; None where there are none.
+        decode: serves the steps that the device decides; None where there are none.
 
     Attributes:
         system: chooses tiers.
+        bits: of each tier, 0 for one that is skipped.
         fetcher: gives slots to what is fetched.
         prefetcher: fetches ahead; None without a predictor.
         migration: moves versions between steps; None where steps fetch what they need.
@@ -54,6 +54,7 @@ class Serving:
     """
 
     system: System
+    bits: Mapping[Tier, int]
     fetcher: Fetcher
     prefetcher: Prefetcher | None = None
     migration: Migration | None = None
@@ -69,63 +70,60 @@ class Serving:
         self.memory, self.kernel, self.engine = memory, kernel, engine
         self.predictor, self._decode = predictor, decode
         self.counts, self.prefetch_stats = ResidencyCounts(), PrefetchStats()
-        self._bits: Mapping[Tier, int] = {}
 
-    def choose_with(self, system: System, bits: Mapping[Tier, int]) -> None:
-        """Another system, or other values of it, from the next step on.
-
-        Args:
-            system: chooses tiers.
-            bits: of each tier, 0 for one that is skipped.
-        """
-        self.system, self._bits = system, bits
+    # -- between steps ----------------------------------------------------------------------------
 
     def begin(self) -> None:
         """With the slots that ``memory`` has now."""
         self.memory.pools.fence(self.engine.fence())
-        # Whose slots change between steps knows no last reader of theirs: steps without the host leave none.
+        # Systems that move slots between steps have no last-reader fence, so their copies wait for all computation.
         overlaps = self.system.residency.overlaps and self.system.residency.migrating is None
-        self.fetcher = Fetcher(self.memory, self.engine, overlaps=overlaps)
-        self.prefetcher = None if self.predictor is None else self._make_prefetcher()
-        self.migration = None
+        self.fetcher, self.prefetcher, self.migration = Fetcher(self.memory, self.engine, overlaps=overlaps), None, None
+        if self.predictor is not None:
+            experts = self.memory.experts
+            layers = len(experts.layers) - experts.draft_layers
+            self.prefetcher = Prefetcher(self.fetcher, layers, self.system, self.prefetch_stats)
 
     def end(self) -> bool:
-        """Stop what goes on between steps, before slots are taken away.
-
-        Returns:
-            Whether every read has ended.
-        """
+        """Stop what goes on between steps, before slots are taken away; whether every read has ended."""
         if self.migration is not None:
             self.migration.stop()
         return self.settle()
 
     def settle(self) -> bool:
-        """Wait for what is on its way, and keep nothing of what was fetched ahead.
-
-        Returns:
-            Whether every read has ended.
-        """
+        """Wait for what is on its way, and keep nothing of what was fetched ahead; whether every read has ended."""
         if self.prefetcher is not None:
             self.prefetcher.clear()
         return self.fetcher.settle_all()
 
-    def _make_prefetcher(self) -> Prefetcher:
-        experts = self.memory.experts
-        layers = len(experts.layers) - experts.draft_layers
-        return Prefetcher(self.memory, self.fetcher, self.engine, layers, self.system, self.prefetch_stats)
-
     def begin_step(self, phase: Phase) -> None:
-        """A step of requests begins, and its first MoE layer is some way off.
-
-        Args:
-            phase: of the step.
-        """
+        """A step of requests begins, and its first MoE layer is some way off."""
         if self.migration is not None:
             self.migration.turn()
         foresight = self.system.foresight
         asked = phase is Phase.PREFILL and foresight is not None and foresight.first_layer
         if asked and self.predictor is not None and self.prefetcher is not None:
             self.prefetcher.foresee_first_layer(phase, self.predictor)
+
+    def enter_decode(self) -> None:
+        """Steps without the host begin: no transfer of the host may still write into a slot."""
+        if self.memory.enter_decode():
+            ended = self.settle()
+            assert ended, "a copy from host memory has not ended"
+
+    def end_decode(self, tokens: int) -> None:
+        """A step of requests without the host has run, or will before anything else."""
+        if self.migration is not None:
+            self.migration.count_decoded(tokens)
+
+    def _enter_stream(self) -> None:
+        memory = self.memory
+        if memory.writer is Writer.DEVICE and not memory.streaming:
+            assert self._decode is not None
+            self._decode.settle()
+            memory.enter_stream(self.engine.fence())
+
+    # -- in a step --------------------------------------------------------------------------------
 
     def forward(self, routing: Routing, activation: Activation = Activation.SILU) -> torch.Tensor:
         """Run one MoE layer.
@@ -145,132 +143,93 @@ class Serving:
         self._enter_stream()
         begun, timeline = time.perf_counter(), self.engine.timeline
         try:
-            layer, (x, weights) = routing.layer, routing.inputs()
-            tokens, top_k = routing.ids.shape
-            tiers, bits = self.system.precision.select(routing), self._bits
-            wanted = {expert: tier for expert in routing.active if bits[tier := tiers[expert]] > 0}
-            planned = self.counts.planned
-            planned.update(wanted.values())
-            planned[Tier.SKIP] += len(tiers) - len(wanted)
-            active = np.fromiter(wanted, np.int64, len(wanted))
-            codes = np.fromiter(map(CODES.__getitem__, wanted.values()), np.int8, len(wanted))
-            if self.fetcher.orphaned:
-                self.fetcher.collect()
-            if self.migration is not None:
-                uses = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
-                self.migration.count(layer, active, uses)
-            places = self.memory.begin_step(layer, active, codes)
-            out = x.new_empty((tokens * top_k, x.shape[1]))
-
-            def begin(order: Sequence[int]) -> Decision:
-                decision = Decision.of_routing(routing.grouped, order, row_for_each_pair=routing.weights_on_input)
-                self.kernel.begin(x, decision, out, activation)
-                return decision
-
+            wanted, skipped, places = self._decide(routing)
+            x, weights = routing.inputs()
+            out = x.new_empty((routing.ids.numel(), x.shape[1]))
             look_ahead = None
-            if self.predictor is not None and layer < routing.num_layers:  # nobody foresees a draft's layers
-                look_ahead = partial(self._look_ahead, self.predictor, routing)
-            if timeline is None and (places == HIT).all():  # a timeline shows computation piece by piece
-                self._run_residents(layer, wanted, begin, look_ahead)
+            if self.predictor is not None and routing.layer < routing.num_layers:  # a draft's layers are not foreseen
+                look_ahead = partial(self._look_ahead, routing)
+            if timeline is not None or not (places == HIT).all():  # a timeline shows computation piece by piece
+                in_turn = self.engine.occupies_cores or not self.system.residency.overlaps
+                kernel, counts = self.kernel, self.counts
+                step = LayerStep(routing.layer, self.fetcher, self.prefetcher, kernel, counts, in_turn=in_turn)
+                step.acquire(wanted, places.T.tolist())
+                step.run(partial(self._begin, routing, x, out, activation), look_ahead)
             else:
-                step = LayerStep(
-                    layer,
-                    wanted,
-                    places.T.tolist(),
-                    self.memory,
-                    self.fetcher,
-                    self.engine,
-                    self.prefetcher,
-                    self.counts,
-                    kernel=self.kernel,
-                    in_turn=self.engine.occupies_cores or not self.system.residency.overlaps,
-                )
-                step.run(begin, look_ahead)
-            if sum(map(routing.counts.__getitem__, wanted)) == tokens * top_k:
+                if self.prefetcher is not None:
+                    self.prefetcher.claim(routing.layer, {})
+                if look_ahead is not None:
+                    look_ahead()
+                decision = self._begin(routing, x, out, activation, list(wanted))
+                slots = self._place_residents(routing.layer, wanted, decision)
+                if wanted:
+                    self.kernel.compute(range(len(wanted)))
+                if self.kernel.asynchronous:
+                    last_read = self.engine.fence()
+                    for slot in slots:
+                        slot.last_read = last_read
+                if self.prefetcher is not None:
+                    self.prefetcher.answer()
+                    self.prefetcher.fill()
+            if not skipped and sum(map(routing.counts.__getitem__, wanted)) == len(out):
                 return combine(out, weights)
-            skipped = tiers.keys() - wanted.keys()
             return combine(out, weights, routing.ids, skipped, renormalize=self.system.precision.renormalizes)
         finally:  # whether it could be computed or not
             if timeline is not None:
                 ended, what = time.perf_counter(), f"layer {routing.layer}"
                 timeline.add(Lane.HOST, what, "layer", begun, ended, tokens=len(routing.ids), phase=routing.phase.value)
 
-    def _run_residents(
-        self,
-        layer: int,
-        wanted: Mapping[int, Tier],
-        begin: Callable[[Sequence[int]], Decision],
-        look_ahead: Callable[[], Callable[[], None] | None] | None,
-    ) -> None:
-        """A layer whose experts are all there is computed at once, with nothing to wait for."""
-        prefetcher, counts = self.prefetcher, self.counts
-        if prefetcher is not None:
-            prefetcher.claim(layer, {})
-        act = None if look_ahead is None else look_ahead()
-        order = list(wanted)
-        decision = begin(order)
+    def _decide(self, routing: Routing) -> tuple[dict[int, Tier], set[int], Ints]:
+        """The tier of each expert that is computed, those that are skipped, and what the rule makes of the former."""
+        tiers, bits, layer = self.system.precision.select(routing), self.bits, routing.layer
+        wanted = {expert: tier for expert in routing.active if bits[tier := tiers[expert]] > 0}
+        planned = self.counts.planned
+        planned.update(wanted.values())
+        planned[Tier.SKIP] += len(tiers) - len(wanted)
+        active = np.fromiter(wanted, np.int64, len(wanted))
+        codes = np.fromiter(map(CODES.__getitem__, wanted.values()), np.int8, len(wanted))
+        if self.fetcher.orphaned:
+            self.fetcher.collect()
+        if self.migration is not None:
+            uses = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
+            self.migration.count(layer, active, uses)
+        return wanted, tiers.keys() - wanted.keys(), self.memory.table.begin_step(layer, active, codes)
+
+    def _begin(
+        self, routing: Routing, x: torch.Tensor, out: torch.Tensor, activation: Activation, order: Sequence[int]
+    ) -> Decision:
+        decision = Decision.of_routing(routing.grouped, order, row_for_each_pair=routing.weights_on_input)
+        self.kernel.begin(x, decision, out, activation)
+        return decision
+
+    def _place_residents(self, layer: int, wanted: Mapping[int, Tier], decision: Decision) -> list[Slot]:
+        """Where all experts are there; returns their slots."""
+        memory, counts = self.memory, self.counts
         slots: list[Slot] = []
         for item, (expert, tier) in enumerate(wanted.items()):
-            held, parts = self.memory.resident(layer, expert, tier)
+            held, parts = memory.resident(layer, expert, tier)
             counts.reuses += held is not tier
             slots += parts
-            decision.place(item, self.memory.packed(parts))
-        counts.hits += len(order)
-        if order:
-            self.kernel.compute(range(len(order)))
-        if self.kernel.asynchronous:
-            last_read = self.engine.fence()
-            for slot in slots:
-                slot.last_read = last_read
-        if act is not None:
-            act()
-        if prefetcher is not None:
-            prefetcher.fill()
+            decision.place(item, memory.packed(parts))
+        counts.hits += len(wanted)
+        return slots
 
-    def _look_ahead(self, predictor: Measured, routing: Routing) -> Callable[[], None] | None:
-        """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it.
-
-        Returns:
-            The latter, to be done once experts are computing, where the prediction is computed beside them.
-        """
-        begin = time.perf_counter()
+    def _look_ahead(self, routing: Routing) -> None:
+        """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it."""
+        predictor, begin = self.predictor, time.perf_counter()
+        assert predictor is not None
         predictor.observe(routing)
-        act = None if self.prefetcher is None else self.prefetcher.look_ahead(routing.layer, routing.phase, predictor)
+        if self.prefetcher is not None:
+            self.prefetcher.look_ahead(routing.layer, routing.phase, predictor)
         timeline = self.engine.timeline
         if timeline is not None:
             timeline.add(Lane.HOST, f"predict after layer {routing.layer}", "predict", begin, time.perf_counter())
-        return act
 
-    # -- whose steps run --------------------------------------------------------------------------
-
-    def enter_decode(self) -> None:
-        """Steps without the host begin: nothing of the host's may still write into a slot."""
-        if self.memory.enter_decode():
-            ended = self.settle()
-            assert ended, "a copy from host memory has not ended"
-
-    @property
-    def counts_decoded(self) -> bool:
-        """Whether ``end_decode`` needs what routers chose."""
-        return self.migration is not None
-
-    def end_decode(self, tokens: int) -> None:
-        """A step of requests without the host has run, or will before anything else."""
-        if self.migration is not None:
-            self.migration.count_decoded(tokens)
-
-    def _enter_stream(self) -> None:
-        memory = self.memory
-        if memory.writer is Writer.DEVICE and not memory.streaming:
-            assert self._decode is not None
-            self._decode.settle()
-            memory.enter_stream(self.engine.fence())
-
-    # -- what nobody is to count -------------------------------------------------------------------
+    # -- counts -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
-        """For what was made up, often thousands of tokens all alike: nobody counts it, foresees or learns from it."""
+        """For made-up tokens, often thousands all alike: they are not counted, foreseen or learnt from."""
         before = self.counts, self.engine.stats, self.predictor, self.migration
         self.counts, self.engine.stats, self.predictor = ResidencyCounts(), TransferStats(), None
         self.migration = None
@@ -289,7 +248,7 @@ class Serving:
             self.predictor.stats, self.predictor.seconds = PredictionStats(), 0.0
 
     def on_their_way(self) -> Iterator[Fetch]:
-        """Fetches that nobody has waited for so far."""
+        """Fetches that no step has waited for so far."""
         yield from self.fetcher.orphaned
         if self.prefetcher is not None:
             yield from self.prefetcher.ahead

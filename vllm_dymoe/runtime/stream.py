@@ -1,22 +1,20 @@
 """One layer's experts through the slots: residents first, the others as they arrive, the next layer's behind them.
 
-The schedule of DuoServe-MoE 5.2: each expert is fetched once, the link starts before
-anything is computed, and one slot computes while others fill, so that a few slots
-serve any number of experts. Its grain is FIRM-MoE's: an expert is computed projection
-by projection as they arrive. While slots are short, an expert that frees one goes
-first, because the link must not wait for computation; otherwise all that is there is
-computed together, which costs the host least. Where computing only enqueues (a GPU),
-each call is a launch that the host pays for and a few tokens hardly fill: there half
-of what is on its way is computed in one, while the other half keeps the link busy.
+The schedule of DuoServe-MoE 5.2: each expert is fetched once, the link starts before anything is computed, and one slot
+computes while others fill, so that a few slots serve any number of experts. Its grain is FIRM-MoE's: an expert is
+computed projection by projection as they arrive. While slots are short, an expert that frees one goes first, because
+the link must not wait for computation; otherwise all that is there is computed together, which costs the host least.
+Where computing only enqueues (a GPU) each call is a launch that the host pays for: there half of what is on its way is
+computed in one, while the other half keeps the link busy.
 
-Where the "device" is host memory and a transfer is a copy by the cores that compute,
-there is nothing to overlap: threads that compete for a core cost both far more. Then
-the two take turns.
+Where the "device" is host memory and a transfer is a copy by the cores that compute, there is nothing to overlap:
+threads that compete for a core cost both far more. Then the two take turns.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from vllm_dymoe.kernels import ExpertKernel
 from vllm_dymoe.kernels.base import Receive
@@ -27,12 +25,8 @@ from vllm_dymoe.residency.slots import Slot
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
-from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.prefetch import Prefetcher
-from vllm_dymoe.transfer import Reason, TransferEngine, TransferError
-
-LookAhead = Callable[[], Callable[[], None] | None]
-"""Foresees; returns what is left to do of it once the first experts compute (DuoServe-MoE 5.3), or None."""
+from vllm_dymoe.transfer import Reason, TransferError
 
 
 @dataclass(eq=False, slots=True)
@@ -42,81 +36,84 @@ class _Held:
     Attributes:
         expert: its number.
         slots: where its bytes are, or arrive: a base slice in front of its fine one.
-        fetches: that bring what was not there.
+        fetches: that bring what was missing.
         lacking: the pool that each slice still needs a slot of, and whether it is to be kept.
+        item: its number in the Decision.
     """
 
     expert: int
     slots: list[Slot] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
     lacking: deque[tuple[Tier, bool]] = field(default_factory=deque)
+    item: int = -1
 
 
 class LayerStep:
-    """What is left to do of one layer.
-
-    To make one changes who is where already: it claims what was fetched ahead, and evicts victims.
+    """What is left to do of one layer: :meth:`acquire`, then :meth:`run`.
 
     Args:
         layer: position among the MoE layers.
-        wanted: tier by expert, ascending.
-        places: what the residency rule makes of each of them: of each of its slices, where versions are nested.
-        memory: who is where.
         fetcher: brings what is missing.
-        engine: says what has arrived.
-        prefetcher: has fetched ahead; None for nobody.
-        counts: are counted here.
+        prefetcher: has fetched ahead; or None.
         kernel: computes.
-        in_turn: experts are computed when all that have a slot are there, and not while others arrive.
+        counts: are counted here.
+        in_turn: experts are computed when all that have a slot have arrived, and not while others arrive.
     """
-
-    _decision: Decision
 
     def __init__(
         self,
         layer: int,
-        wanted: Mapping[int, Tier],
-        places: Iterable[Sequence[int]],
-        memory: ExpertMemory,
         fetcher: Fetcher,
-        engine: TransferEngine,
         prefetcher: Prefetcher | None,
+        kernel: ExpertKernel,
         counts: ResidencyCounts,
         *,
-        kernel: ExpertKernel,
         in_turn: bool,
     ) -> None:
-        self._layer, self._memory, self._fetcher, self._engine = layer, memory, fetcher, engine
-        self._prefetcher, self._kernel, self._in_turn = prefetcher, kernel, in_turn
-        self._counts = counts
+        self._layer, self._fetcher, self._prefetcher, self._kernel = layer, fetcher, prefetcher, kernel
+        self._memory, self._engine = fetcher.memory, fetcher.engine
+        self._counts, self._in_turn = counts, in_turn
         self._shared = False  # whether residents have had their turn before what is on its way
         self._must_keep = False  # whether misses take slots from what the layer keeps: no staging slot comes back
         self._ready: list[_Held] = []  # whose bytes are there, those that have just arrived last
         self._arriving: deque[_Held] = deque()  # first asked first
+        self._missing: deque[_Held] = deque()
+        self._computing: list[_Held] = []
+
+    # -- slots ------------------------------------------------------------------------------------
+
+    def acquire(self, wanted: Mapping[int, Tier], places: Iterable[Sequence[int]]) -> None:
+        """Claim what was fetched ahead, and evict the victims of what is to be kept.
+
+        Args:
+            wanted: tier by expert, ascending.
+            places: what the residency rule makes of each of them, slice by slice.
+        """
+        memory, counts = self._memory, self._counts
         keeping: list[_Held] = []
-        streaming: list[_Held] = []
-        ahead = prefetcher.claim(layer, wanted) if prefetcher else {}
+        passing: list[_Held] = []
+        ahead = self._prefetcher.claim(self._layer, wanted) if self._prefetcher else {}
         places = list(places)
         for (expert, tier), place in zip(wanted.items(), places, strict=True):
             if all(there == HIT for there in place):
-                held, slots = memory.resident(layer, expert, tier)
+                held, slots = memory.resident(self._layer, expert, tier)
                 self._ready.append(_Held(expert, list(slots)))
                 counts.hits += 1
                 counts.reuses += held is not tier
                 continue
-            counts.promotions += tier is Tier.HI and bool(memory.table.tier[layer, expert])
-            coming = self._acquire(expert, tier, place, ahead)
+            counts.promotions += tier is Tier.HI and bool(memory.table.tier[self._layer, expert])
+            coming = self._acquire_slices(expert, tier, place, ahead)
             complete = not coming.lacking and all(fetch.complete for fetch in coming.fetches)
             counts.hits += complete
             counts.misses += not complete
             if coming.lacking:
-                (keeping if any(kept for _, kept in coming.lacking) else streaming).append(coming)
+                (keeping if any(kept for _, kept in coming.lacking) else passing).append(coming)
             else:
                 (self._ready if complete else self._arriving).append(coming)
-        # What has some of its slots goes first: a staging slot that waits for another one serves nobody.
-        self._missing = deque(sorted(keeping + streaming, key=lambda coming: not coming.fetches))
+        # What has some of its slots goes first: a staging slot that waits for another one serves nothing.
+        self._missing.extend(sorted(keeping + passing, key=lambda coming: not coming.fetches))
 
-    def _acquire(
+    def _acquire_slices(
         self, expert: int, tier: Tier, places: Sequence[int], ahead: Mapping[tuple[int, Tier], Fetch]
     ) -> _Held:
         """Make room for what is to be kept of an expert, and take what is there or on its way."""
@@ -127,13 +124,15 @@ class LayerStep:
                 assert slot is not None
                 coming.slots.append(slot)
                 continue
-            kept = place != PASS
+            fetch = ahead.get((expert, part))
+            # A fine slice is kept with its base only, which may have come as a guess that cannot be kept.
+            kept = place != PASS and all(brought.kept for brought in coming.fetches)
+            kept &= fetch is None or memory.keeps_guesses
             if kept:
                 if not memory.nested:
                     memory.evict(self._layer, expert)  # in another version
                 if place >= 0:
                     self._counts.evictions += memory.evict(self._layer, place, part)
-            fetch = ahead.get((expert, part))
             if fetch is not None and coming.lacking:  # a fine slice whose base has given way to demand
                 self._fetcher.give_up([fetch])
                 fetch = None
@@ -148,56 +147,7 @@ class LayerStep:
             coming.fetches.append(fetch)
         return coming
 
-    def run(self, begin: Callable[[Sequence[int]], Decision], look_ahead: LookAhead | None) -> None:
-        """Until every wanted expert is computed.
-
-        Args:
-            begin: begins the kernel's step, given the experts in about the order in which they will be computed.
-            look_ahead: called when every transfer that has a slot is under way.
-
-        Raises:
-            TransferError: an expert could not be fetched; no slot is lost.
-        """
-        try:
-            there = [held.expert for held in (*self._ready, *self._arriving)]
-            order = [*there, *(held.expert for held in self._missing)]
-            self._items = {expert: item for item, expert in enumerate(order)}
-            self._decision = begin(order)
-            for held in (*self._ready, *self._arriving):
-                self._place(held)
-            self._run(look_ahead)
-        except BaseException:
-            self._let_go()
-            raise
-
-    def _let_go(self) -> None:
-        """After a failure in the middle of a step: no slot is lost, none is freed while it is accessed."""
-        held = [*self._ready, *self._arriving, *self._missing]
-        last_read = self._engine.fence()
-        if last_read is not None:  # a computation that failed between two projections has read the first
-            for slot in (slot for reading in held for slot in reading.slots):
-                slot.last_read = last_read
-        self._fetcher.give_up((fetch for reading in held for fetch in reading.fetches), wait=True)
-
-    def _run(self, look_ahead: LookAhead | None) -> None:
-        while self._missing or self._arriving or self._ready:
-            self._fetch()
-            if look_ahead is not None:
-                look_ahead = look_ahead()
-            if self._prefetcher:
-                self._prefetcher.fill()  # which finds no slot as long as an expert of this layer waits for one
-            if self._ready or self._arriving:
-                self._compute_next()
-            elif not (self._fetcher.settle() or self._use_kept_slots()):
-                raise TransferError(
-                    "every slot that could take another expert belongs to a read that has not ended; check the disk."
-                )
-        if look_ahead is not None:
-            look_ahead()
-        if self._prefetcher:
-            self._prefetcher.fill()
-
-    def _fetch(self) -> None:
+    def _fetch(self, decision: Decision) -> None:
         """Start as many transfers as there are slots for."""
         while self._missing:
             coming = self._missing[0]
@@ -213,19 +163,9 @@ class LayerStep:
             coming.lacking.popleft()
             coming.slots.append(fetch.slot)
             coming.fetches.append(fetch)
-            if coming.lacking:
-                continue
-            self._missing.popleft()
-            self._arriving.append(coming)
-            self._place(coming)
-
-    def _place(self, held: _Held) -> None:
-        self._decision.place(self._items[held.expert], self._memory.packed(held.slots))
-
-    def _use_kept_slots(self) -> bool:
-        """Orphaned copies have the staging slots: make do with what the layer keeps. False if that was done already."""
-        done_already, self._must_keep = self._must_keep, True
-        return not done_already
+            if not coming.lacking:
+                self._arriving.append(self._missing.popleft())
+                decision.place(coming.item, self._memory.packed(coming.slots))
 
     def _make_room(self, tier: Tier, coming: _Held) -> bool:
         """Give up the coldest expert of the layer, or its fine slice, that this step does not read any more."""
@@ -233,31 +173,71 @@ class LayerStep:
         reading |= {held.expert for held in self._missing if held.slots}
         passing = [fetch for fetch in coming.fetches if not fetch.kept]
         if passing:  # a fine slice is kept with its base only
-            if not self._evict_coldest(passing[0].tier, reading):
+            if not self._memory.evict_coldest(self._layer, passing[0].tier, reading):
                 return False
             self._fetcher.keep(passing[0])
-        return self._evict_coldest(tier, reading)
+        return self._memory.evict_coldest(self._layer, tier, reading)
 
-    def _evict_coldest(self, tier: Tier, spared: set[int]) -> bool:
-        victim = self._memory.table.coldest(self._layer, tier, spared)
-        return victim is not None and self._memory.evict(self._layer, victim, tier)
+    # -- computation ------------------------------------------------------------------------------
 
-    def _compute_next(self) -> None:
-        """Compute what is best computed now, which is not nothing."""
-        in_turn, before = self._in_turn, len(self._ready)
-        while self._arriving and (in_turn or self._has_arrived(self._arriving[0])):
-            self._complete(self._arriving[0])
-            self._ready.append(self._arriving.popleft())
+    def run(self, begin: Callable[[Sequence[int]], Decision], look_ahead: Callable[[], None] | None) -> None:
+        """Until every wanted expert is computed.
+
+        Args:
+            begin: begins the kernel's step, given the experts in about the order in which they will be computed.
+            look_ahead: asks for a prediction, called when every transfer that has a slot is under way.
+
+        Raises:
+            TransferError: an expert could not be fetched; no slot is lost.
+        """
+        try:
+            held = [*self._ready, *self._arriving, *self._missing]
+            for item, one in enumerate(held):
+                one.item = item
+            decision = begin([one.expert for one in held])
+            for one in (*self._ready, *self._arriving):
+                decision.place(one.item, self._memory.packed(one.slots))
+            while self._ready or self._arriving or self._missing:
+                self._fetch(decision)
+                self._foresee(look_ahead)
+                look_ahead = None
+                if self._ready or self._arriving:
+                    self._computing, arriving = self._next()
+                    self._compute(arriving)
+                elif not (self._fetcher.settle() or self._use_kept_slots()):
+                    raise TransferError(
+                        "every slot that could take another expert belongs to a read that has not ended; "
+                        "check the disk."
+                    )
+            self._foresee(look_ahead)
+            self._foresee(None)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _foresee(self, look_ahead: Callable[[], None] | None) -> None:
+        if look_ahead is not None:
+            look_ahead()
+        elif self._prefetcher:
+            self._prefetcher.answer()
+        if self._prefetcher:
+            self._prefetcher.fill()  # which finds no slot as long as an expert of this layer waits for one
+
+    def _next(self) -> tuple[list[_Held], bool]:
+        """What is best computed now, and whether it is still arriving."""
+        ready, arriving, before = self._ready, self._arriving, len(self._ready)
+        while arriving and (self._in_turn or all(self._engine.arrived(f.ticket) for f in arriving[0].fetches)):
+            self._complete(arriving[0])
+            ready.append(arriving.popleft())
+        arrived = len(ready) - before
         if self._first_frees_a_slot():
-            self._compute_ready(1)
-        elif self._kernel.asynchronous:
-            self._enqueue_next(arrived=len(self._ready) - before)
-        elif not self._ready:
-            self._compute_arriving(1)
-        elif self._missing and not in_turn:
-            self._compute_ready(1)  # the one that arrived last, if any did: its slot is wanted
-        else:
-            self._compute_ready(len(self._ready))
+            return _last(ready, 1), False
+        if self._kernel.asynchronous:
+            return self._next_launch(arrived)
+        if not ready:
+            return [arriving.popleft()], True
+        # While more are missing the one that arrived last goes first, if any did: its slot is wanted.
+        return _last(ready, 1 if self._missing and not self._in_turn else len(ready)), False
 
     def _first_frees_a_slot(self) -> bool:
         """Whether one expert is best computed by itself, because guesses wait for its slot (DuoServe-MoE 5.3)."""
@@ -266,8 +246,8 @@ class LayerStep:
         passing = any(not fetch.kept for fetch in self._ready[-1].fetches)
         return passing and self._prefetcher is not None and self._prefetcher.frees_slots_early
 
-    def _enqueue_next(self, arrived: int) -> None:
-        """One launch: what has just arrived and a share of the residents, or half of what is on its way.
+    def _next_launch(self, arrived: int) -> tuple[list[_Held], bool]:
+        """What has just arrived and a share of the residents, or half of what is on its way.
 
         The other half keeps the link busy until the launch has freed its slots. Residents are spread over the layer in
         proportion to the misses: all at once they would fill the device's queue, and the link would stand still behind
@@ -282,45 +262,25 @@ class LayerStep:
             residents = min(residents, max(half, -(-residents * half // to_come)))
         if arrived + residents:
             self._shared = self._shared or residents > 0
-            self._compute_ready(arrived + residents)
-        else:
-            self._shared = False
-            self._compute_arriving(half)
+            return _last(self._ready, arrived + residents), False
+        self._shared = False
+        return [self._arriving.popleft() for _ in range(half)], True
 
-    def _compute_ready(self, count: int) -> None:
-        """Compute the last `count` of what is there."""
-        self._compute(self._ready[len(self._ready) - count :])
-        del self._ready[len(self._ready) - count :]
-
-    def _compute_arriving(self, count: int) -> None:
-        """Compute the first `count` of what is on its way, each projection as soon as all of them have it."""
-        computing = [self._arriving[number] for number in range(count)]
+    def _compute(self, arriving: bool) -> None:
+        """Compute, each projection as soon as all have it, and free the slots of what passes."""
+        computing = self._computing
 
         def receive(projections: int) -> None:
             for fetch in (fetch for held in computing for fetch in held.fetches):
                 self._engine.wait(fetch.ticket, projections)
 
-        self._compute(computing, receive)
-        for _ in range(count):
-            self._arriving.popleft()
-
-    def _has_arrived(self, held: _Held) -> bool:
-        return all(self._engine.arrived(fetch.ticket) for fetch in held.fetches)
-
-    def _complete(self, held: _Held) -> None:
-        for fetch in held.fetches:
-            if not fetch.complete:
-                self._fetcher.complete(fetch)
-
-    def _compute(self, computing: Sequence[_Held], receive: Receive | None = None) -> None:
-        experts = [held.expert for held in computing]
-        timeline = self._engine.timeline
-        items = [self._items[expert] for expert in experts]
+        items, timeline = [held.item for held in computing], self._engine.timeline
         if timeline is None:
-            self._kernel.compute(items, receive)
+            self._kernel.compute(items, receive if arriving else None)
         else:
-            name = f"layer {self._layer}, {'expert' if len(experts) == 1 else 'experts'} {', '.join(map(str, experts))}"
-            _compute_on(timeline, name, lambda receive: self._kernel.compute(items, receive), receive)
+            names = ", ".join(str(held.expert) for held in computing)
+            name = f"layer {self._layer}, {'expert' if len(computing) == 1 else 'experts'} {names}"
+            _compute_on(timeline, name, partial(self._kernel.compute, items), receive if arriving else None)
         for held in computing:
             self._complete(held)
         last_read = self._engine.fence()
@@ -331,6 +291,33 @@ class LayerStep:
                     slot.last_read = last_read
             for fetch in held.fetches:
                 self._fetcher.release(fetch, last_read)
+        self._computing = []
+
+    def _complete(self, held: _Held) -> None:
+        for fetch in held.fetches:
+            if not fetch.complete:
+                self._fetcher.complete(fetch)
+
+    def _use_kept_slots(self) -> bool:
+        """Orphaned copies have the staging slots: make do with what the layer keeps. False if that was done already."""
+        done_already, self._must_keep = self._must_keep, True
+        return not done_already
+
+    def _let_go(self) -> None:
+        """After a failure in the middle of a step: no slot is lost, none is freed while it is accessed."""
+        held = [*self._computing, *self._ready, *self._arriving, *self._missing]
+        last_read = self._engine.fence()
+        if last_read is not None:  # a computation that failed between two projections has read the first
+            for slot in (slot for reading in held for slot in reading.slots):
+                slot.last_read = last_read
+        self._fetcher.give_up((fetch for reading in held for fetch in reading.fetches), wait=True)
+
+
+def _last(held: list[_Held], count: int) -> list[_Held]:
+    """Take the last ``count`` off a list."""
+    taken = held[len(held) - count :]
+    del held[len(held) - count :]
+    return taken
 
 
 def _compute_on(

@@ -1,15 +1,13 @@
 """Steps in which every request decodes, where the device decides about experts: what stands around the model then.
 
 Such a step may be the replay of a CUDA graph, in which nothing of Python runs. What layers do otherwise is done here:
-before the model how many rows are tokens, behind it what routers chose, for whoever hears that, and a timeline's span.
-No transfer of the host can fail in it. Experts cannot be damaged, since their checksums were compared when memory was
+before the model how many rows are tokens, behind it what routers chose, for observers, and a timeline's span. No
+transfer of the host can fail in it. Experts cannot be damaged, since their checksums were compared when memory was
 filled with them.
 """
 
 import torch
-from torch import Tensor
 
-from vllm_dymoe.kernels import Activation
 from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
@@ -28,7 +26,7 @@ class DecodeSteps:
         runtime: of the rank.
         path: of the runtime.
         step: the running one.
-        observation: who hears what routers say.
+        observation: hears what routers chose.
         longest: tokens that a request has at most in such a step: its one, and those that are drafted.
     """
 
@@ -36,31 +34,24 @@ class DecodeSteps:
         self, runtime: MoERuntime, path: DecodePath, step: RunningStep, observation: Observation, longest: int
     ) -> None:
         self._runtime, self._path, self._step, self._observation = runtime, path, step, observation
-        self._longest = longest
-        self._table = path.table
+        self._longest, self._table = longest, path.table
         self._too_large = 0  # steps, until that is said
         self._tokens = 0  # of the running step, if it is such a one
         self._recording = False
         self._began: object = None
 
-    def take(self, rows: int, *, capturing: bool) -> bool:
-        """Whether a layer of so many rows is computed without the host.
+    def take(self, rows: int, *, capturing: bool) -> DecodePath | None:
+        """What computes a layer of so many rows without the host; None where the host decides.
 
-        Before a step of the host that was expected to be such a one nobody hears anything.
+        Before a step of the host that was expected to be such a one observers hear nothing.
         """
-        without = rows <= DECODE_ROWS and (capturing or self._step.warming_up or self._decodes)
-        if not without:
+        if rows > DECODE_ROWS or not (capturing or self._step.warming_up or self._decodes):
             self._tokens = 0
-        return without
-
-    def forward(
-        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation, *, capturing: bool
-    ) -> Tensor:
-        """One layer; see :meth:`vllm_dymoe.runtime.decode_path.DecodePath.forward`."""
+            return None
         if not capturing:  # what vLLM computes to warm up has no tokens, and changes nothing
             self._runtime.serving.enter_decode()
-            self._path.tell(0 if self._step.warming_up else self._step.real(len(x)))
-        return self._path.forward(layer, x, weights, ids, activation)
+            self._path.tell(0 if self._step.warming_up else self._step.real(rows))
+        return self._path
 
     def begin(self) -> None:
         """A step of requests begins."""
@@ -69,8 +60,8 @@ class DecodeSteps:
         if self._too_large == _MANY:
             self._too_large += 1
             logger.warning(
-                "vllm-dymoe: %d decode steps had more than %d tokens; the host streams these, uses what layers keep, "
-                'and keeps nothing for the next ones. For batches of this size start with decisions "host".',
+                "vllm-dymoe: %d decode steps had more than %d tokens; the host decides about these, layer by layer. "
+                'For batches of this size start with decisions "host".',
                 _MANY,
                 DECODE_ROWS,
             )
@@ -78,7 +69,7 @@ class DecodeSteps:
             return
         self._runtime.serving.enter_decode()
         self._path.tell(self._tokens)
-        recording = bool(self._listeners) or self._runtime.serving.counts_decoded
+        recording = bool(self._listeners) or self._runtime.serving.migration is not None
         if recording != self._recording:
             self._table.recording.fill_(recording)
             self._recording = recording

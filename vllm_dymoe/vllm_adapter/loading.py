@@ -159,7 +159,8 @@ class Loading:
         """Go on with a draft's layers behind the model's: the slots are shared out again, among all of them."""
         before = running.runtime
         assert draft.store is not None
-        store = join(before.release(), draft.store)  # two arenas at a time would exceed the budget
+        before.close(keep_store=True)  # two arenas at a time would exceed the budget
+        store = join(before.store, draft.store)
         automatic = self._automatic_budget(before.device, store.experts)
         predictor = None if before.predictor is None else before.predictor.predictor
         agree = agreement(self._vllm_config)

@@ -53,7 +53,7 @@ class Running:
         step: the running one.
         failures: of the running step.
         foresight: what the runtime's predictor came from.
-        observation: who hears what routers say.
+        observation: hears what routers chose.
         model: what predictors may know, given the file of a trained one.
         drafted: tokens that speculative decoding adds to a request's one.
         caches: vLLM may find the beginning of a prompt in its cache.
@@ -89,14 +89,14 @@ class Running:
             self._decode = DecodeSteps(runtime, runtime.decode, step, observation, 1 + drafted)
         self._num_layers = len(runtime.experts.layers)  # without a draft's, which come later
         failures.on_failure = observation.forget
-        foresight.listen(observation, self._stop_foreseeing)
+        foresight.listen(observation, lambda: self.runtime.set_predictor(None))
 
     def forward(self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Run the routed experts of one MoE layer, outside of any compilation.
 
-        Rows that only fill up a captured graph's batch come out as zeros. Nothing of ours sees them, whatever vLLM has
-        routed them to: to expert -1 from 0.32 on, before that to some expert. What vLLM makes up to warm up nobody
-        counts or learns from. A layer that cannot be computed gives zeros and fails the step; see ``failures``.
+        Rows that only fill up a captured graph's batch come out as zeros and are not seen, wherever vLLM has routed
+        them: to expert -1 from 0.32 on, before that to some expert. What vLLM makes up to warm up is neither counted
+        nor learnt from. A layer that cannot be computed gives zeros and fails the step; see ``failures``.
 
         Args:
             layer: which one.
@@ -113,9 +113,10 @@ class Running:
         """
         runtime, step, rows = self.runtime, self.step, len(x)
         tokens, capturing = step.real(rows), is_captured(x)
-        if self._decode is not None and self._decode.take(rows, capturing=capturing):
+        path = None if self._decode is None else self._decode.take(rows, capturing=capturing)
+        if path is not None:
             here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
-            return self._decode.forward(layer.position, x, weights, here, layer.activation, capturing=capturing)
+            return path.forward(layer.position, x, weights, here, layer.activation)
         if capturing:
             raise refused_capture(layer.name)
         if tokens < rows:
@@ -185,7 +186,7 @@ class Running:
         Raises:
             ConfigError: it is damaged, another model's, or there is no room for it.
         """
-        before = self.runtime.fetches_in_graphs
+        before = self.runtime.memory.fetches_in_graphs
         self.foresight.take_over(self._model(path), self.runtime.set_predictor)
         if before:
             logger.warning(
@@ -200,6 +201,3 @@ class Running:
             raise error  # the start ends with this sentence
         else:
             logger.error("vllm-dymoe: %s", error)  # the other ranks wait for this one; the first step fails as well
-
-    def _stop_foreseeing(self) -> None:
-        self.runtime.stop_foreseeing()

@@ -1,7 +1,7 @@
 """The running step of a rank: which of its rows are requests' tokens, its phase, and what its prompts dwell on.
 
-vLLM also runs the model for nobody: to profile, to compile, to capture graphs, and to warm kernels up, which its second
-model runner does through ``Worker.execute_model`` with all that a request has. What executors ask for comes through the
+vLLM also runs the model for no request: to profile, to compile, to capture graphs, and to warm kernels up, which its
+second model runner does through ``Worker.execute_model`` with all that a request has. What executors ask for comes through the
 worker's wrapper, and nothing else does. So a step begins there, and whatever runs outside of a step is warm-up.
 
 Which tokens of a prompt attention dwells on (DyMoE Eq. 1) is read off queries and keys, since vLLM's attention kernels
@@ -189,7 +189,7 @@ class PromptTap:
 
     @property
     def _share(self) -> float | None:
-        """Of heavy hitters; None where nobody asks for them."""
+        """Of heavy hitters; None where the system does not ask for them."""
         system = self._system()
         return system.precision.heavy_hitters if self._recorded or len(system.precision.tiers) > 1 else None
 

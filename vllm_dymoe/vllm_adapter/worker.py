@@ -14,7 +14,7 @@ from fastapi import FastAPI, HTTPException, Request
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.recording import CalibrationError
-from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime import MoERuntime, precision_of, start_timeline, stop_timeline
 from vllm_dymoe.vllm_adapter.running import Running
 
 ROUTES = {"/v1/dymoe/precision": "dymoe_precision", "/v1/dymoe/predictor": "dymoe_predictor"}
@@ -44,14 +44,14 @@ class DymoeWorkerExtension:
             expert_budget: as the option of that name.
 
         Returns:
-            As ``dymoe_stats``, and ``free_device_bytes``: what anybody can allocate on the device now.
+            As ``dymoe_stats``, and ``free_device_bytes``: what any process can allocate on the device now.
 
         Raises:
             ValueError: it is not a budget, too small, or more than the device has; the old one stays.
         """
         runtime = _runtime(self)
         runtime.resize(expert_budget)
-        return {**runtime.stats().to_dict(), "free_device_bytes": runtime.free_device_bytes}
+        return {**runtime.stats().to_dict(), "free_device_bytes": runtime.memory.pools.available}
 
     def dymoe_precision(self, **changes: Any) -> dict[str, Any]:
         """Change what decides precision, for the next step on; without arguments only ask.
@@ -70,11 +70,11 @@ class DymoeWorkerExtension:
         runtime = _runtime(self)
         if changes:
             runtime.set_precision(**changes)
-        return runtime.precision()
+        return dict(precision_of(runtime))
 
     def dymoe_start_timeline(self) -> None:
         """Take note of what runs when, from the next step on."""
-        _runtime(self).start_timeline()
+        start_timeline(_runtime(self))
 
     def dymoe_stop_timeline(self) -> list[dict[str, Any]]:
         """What ran since ``dymoe_start_timeline``, as Chrome trace events; this rank is a process of its own in them.
@@ -82,7 +82,7 @@ class DymoeWorkerExtension:
         Raises:
             ValueError: nobody has started one.
         """
-        return _runtime(self).stop_timeline(getattr(self, "rank", 0))
+        return stop_timeline(_runtime(self), getattr(self, "rank", 0))
 
     def dymoe_recordable(self) -> dict[str, Any] | None:
         """What a calibration of this model is about; None on all ranks but the one that records."""

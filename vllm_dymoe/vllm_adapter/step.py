@@ -1,8 +1,8 @@
 """The running step of a rank: which of its rows are requests' tokens, its phase, and what its prompts dwell on.
 
 vLLM also runs the model for no request: to profile, to compile, to capture graphs, and to warm kernels up, which its
-second model runner does through ``Worker.execute_model`` with all that a request has. What executors ask for comes through the
-worker's wrapper, and nothing else does. So a step begins there, and whatever runs outside of a step is warm-up.
+second model runner does through ``Worker.execute_model`` with all that a request has. What executors ask for comes
+through the worker's wrapper, and nothing else does. So a step begins there, and what runs outside of one is warm-up.
 
 Which tokens of a prompt attention dwells on (DyMoE Eq. 1) is read off queries and keys, since vLLM's attention kernels
 return no scores. They are handed both outside of any compiled graph: there the last queries of each prompt are asked

@@ -1,6 +1,5 @@
 """Which CUDA graphs run, and that a MoE layer between two of them reads and writes where they do."""
 
-import itertools
 import logging
 from types import SimpleNamespace
 
@@ -15,14 +14,11 @@ from tests.vllm_adapter.test_prepare import configure
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.vllm_adapter import graphs
-from vllm_dymoe.vllm_adapter.graphs import OPERATOR, Compilation, choose_graphs, leave_layers_out, settle_graphs
+from vllm_dymoe.vllm_adapter.graphs import OPERATOR, leave_layers_out, settle_graphs
 from vllm_dymoe.vllm_adapter.running import Running
 from vllm_dymoe.vllm_adapter.step import RunningStep
 
-MODES = list(CUDAGraphMode)
 DEVICE = {"decisions": "device", "host_store": "pinned"}
-FLAGS = [dict(zip(("breakable", "cut_at_attention", "cut_by_inductor", "transformers_model"), values, strict=True))
-         for values in itertools.product((False, True), repeat=4)]  # fmt: skip
 
 
 @pytest.fixture
@@ -32,22 +28,6 @@ def said(monkeypatch):
     monkeypatch.setattr(graphs.logger, "info", lambda text, *values: lines.append((logging.INFO, text % values)))
     monkeypatch.setattr(graphs.logger, "warning", lambda text, *values: lines.append((logging.WARNING, text % values)))
     return lines
-
-
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(name for name, on in flags.items() if on) or "-")
-@pytest.mark.parametrize("asked", MODES)
-def test_a_layer_is_between_graphs_or_there_are_none(asked, flags):
-    mode, reason = choose_graphs(Compilation(asked, **flags))
-    between = not flags["transformers_model"] and (
-        flags["breakable"] or (flags["cut_at_attention"] and not flags["cut_by_inductor"])
-    )
-    wanted = CUDAGraphMode.PIECEWISE if asked != CUDAGraphMode.NONE and between else CUDAGraphMode.NONE
-    assert mode == wanted
-    assert bool(reason) == (asked != CUDAGraphMode.NONE and not between)
-    with_device, _ = choose_graphs(Compilation(asked, **flags, decode_sizes=(1, 2)))
-    full = asked not in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE)
-    full &= not (flags["transformers_model"] or flags["cut_by_inductor"])
-    assert with_device == (CUDAGraphMode.FULL_DECODE_ONLY if full else mode)
 
 
 def configured(monkeypatch, *, breakable=False, dymoe=None, **settings):

@@ -244,11 +244,11 @@ def test_what_vllm_cannot_run_is_said_to_be_its_limit(step, monkeypatch):
     layer.input_size, layer.params_dtype = 8, torch.bfloat16
     steps = ("create_weights", "process_weights_after_loading", "apply")
     method = SimpleNamespace(**{name: fail if name == step else lambda *_: None for name in steps})
-    dense = DymoeConfig.from_config(AWQ)._dense_layers
-    monkeypatch.setattr(dense.config, "get_quant_method", fail if step == "get_quant_method" else lambda *_: method)
+    config = DymoeConfig.from_config(AWQ)
+    monkeypatch.setattr(config._dense, "get_quant_method", fail if step == "get_quant_method" else lambda *_: method)
 
     def load():
-        served = dense.method(layer, "model.layers.0.self_attn.o_proj")
+        served = config.get_quant_method(layer, "model.layers.0.self_attn.o_proj")
         served.create_weights(layer)
         served.process_weights_after_loading(layer)
 

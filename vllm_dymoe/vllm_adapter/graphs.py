@@ -14,7 +14,6 @@ cut there in any case: vLLM's workers fall back to piecewise graphs if attention
 """
 
 import logging
-from dataclasses import dataclass
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -26,54 +25,6 @@ from vllm_dymoe.vllm_adapter.report import logger
 OPERATOR = "vllm_dymoe::moe_forward_into"
 
 
-@dataclass(frozen=True)
-class Compilation:
-    """What vLLM has decided, as far as it matters here.
-
-    Attributes:
-        asked: the graphs that vLLM would capture without us.
-        decode_sizes: numbers of tokens for which a whole decode step can be captured; none where the host decides.
-        breakable: captures can be interrupted, and the model is not compiled.
-        cut_at_attention: the model is compiled in pieces, and attention stands between them.
-        cut_by_inductor: Inductor makes the pieces, and not vLLM.
-        transformers_model: MoE layers run in an operator of vLLM's Transformers backend.
-    """
-
-    asked: CUDAGraphMode
-    breakable: bool
-    cut_at_attention: bool
-    cut_by_inductor: bool
-    transformers_model: bool
-    decode_sizes: tuple[int, ...] = ()
-
-
-def choose_graphs(compilation: Compilation) -> tuple[CUDAGraphMode, str]:
-    """FULL_DECODE_ONLY, or the mode in which every MoE layer stands between graphs, PIECEWISE or NONE.
-
-    Returns:
-        The mode, and why it is NONE, if it is.
-    """
-    if compilation.asked == CUDAGraphMode.NONE:
-        return CUDAGraphMode.NONE, ""
-    if compilation.transformers_model:
-        return CUDAGraphMode.NONE, "vLLM's Transformers backend runs MoE layers in an operator of its own"
-    if compilation.decode_sizes and compilation.asked != CUDAGraphMode.PIECEWISE and not compilation.cut_by_inductor:
-        return CUDAGraphMode.FULL_DECODE_ONLY, ""
-    if compilation.breakable:
-        return CUDAGraphMode.PIECEWISE, ""
-    if not compilation.cut_at_attention:
-        return CUDAGraphMode.NONE, (
-            "the model is not compiled in pieces with attention between them, so graphs would contain whole layers "
-            "(for graphs leave mode, splitting_ops and fusions of attention out of --compilation-config)"
-        )
-    if compilation.cut_by_inductor:
-        return CUDAGraphMode.NONE, (
-            "graphs that Inductor cuts have not been tried with it (for graphs leave use_inductor_graph_partition out "
-            "of --compilation-config)"
-        )
-    return CUDAGraphMode.PIECEWISE, ""
-
-
 def settle_graphs(config: VllmConfig, *, device_decides: bool = False) -> None:
     """Set the graphs of a finished configuration, with everything that vLLM has derived from them, and say so.
 
@@ -81,32 +32,29 @@ def settle_graphs(config: VllmConfig, *, device_decides: bool = False) -> None:
         config: vLLM's.
         device_decides: decode steps need no host.
     """
-    compilation = _compilation(config, device_decides)
-    mode, reason = choose_graphs(compilation)
     settings = config.compilation_config
+    asked = settings.cudagraph_mode
+    sizes = _decode_sizes(config) if device_decides else []
+    mode, reason = _choose(config, asked, over_steps=bool(sizes))
     settings.cudagraph_mode = mode
     if mode == CUDAGraphMode.NONE:
         # As VllmConfig does where there are no graphs.
         settings.max_cudagraph_capture_size = 0
         settings.cudagraph_capture_sizes = []
-    elif not compilation.breakable and compilation.cut_at_attention and OPERATOR not in settings.splitting_ops:
+    elif not _breakable() and settings.is_attention_compiled_piecewise() and OPERATOR not in settings.splitting_ops:
         settings.splitting_ops = [*settings.splitting_ops, OPERATOR]
     if mode == CUDAGraphMode.FULL_DECODE_ONLY:
-        settings.cudagraph_capture_sizes = list(compilation.decode_sizes)
-        settings.max_cudagraph_capture_size = compilation.decode_sizes[-1]
-    _say(compilation.asked, mode, reason)
+        settings.cudagraph_capture_sizes = sizes
+        settings.max_cudagraph_capture_size = sizes[-1]
+    if asked != CUDAGraphMode.NONE:
+        _say(asked, mode, reason)
 
 
 def leave_layers_out(config: VllmConfig, why: str) -> None:
-    """In a worker, before it captures: no graph over MoE layers after all.
-
-    Args:
-        config: the worker's.
-        why: the device does not decide, for people.
-    """
+    """In a worker, before it captures: no graph over MoE layers after all, because the device does not decide."""
     settings = config.compilation_config
     if settings.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-        settings.cudagraph_mode, _ = choose_graphs(_compilation(config, device_decides=False))
+        settings.cudagraph_mode, _ = _choose(config, settings.cudagraph_mode, over_steps=False)
         logger.warning(
             "vllm-dymoe: no CUDA graphs over whole decode steps (cudagraph_mode FULL_DECODE_ONLY becomes %s), because "
             "%s.", settings.cudagraph_mode.name, why,
@@ -122,7 +70,7 @@ def refused_capture(layer_name: str) -> ConfigError:
     """Of a layer inside of a capture: what the host decides for it would be replayed for ever.
 
     The configuration keeps layers out of graphs; a model that calls its experts in a way of its own, or captures graphs
-    of its own, gets around it. Then the start of the engine ends here, and nobody reads a wrong answer.
+    of its own, gets around it. Then the start of the engine ends here, before any wrong answer.
     """
     return ConfigError(
         f"vllm-dymoe: vLLM captures {layer_name} in a CUDA graph, which would use the experts of its capture for "
@@ -130,55 +78,66 @@ def refused_capture(layer_name: str) -> ConfigError:
     )
 
 
-def _compilation(config: VllmConfig, device_decides: bool) -> Compilation:
-    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
-
+def _choose(config: VllmConfig, asked: CUDAGraphMode, *, over_steps: bool) -> tuple[CUDAGraphMode, str]:
+    """FULL_DECODE_ONLY, or PIECEWISE where every MoE layer can stand between graphs, else NONE and why."""
     settings = config.compilation_config
-    return Compilation(
-        asked=settings.cudagraph_mode,
-        breakable=is_breakable_cudagraph_enabled(),
-        cut_at_attention=settings.is_attention_compiled_piecewise(),
-        cut_by_inductor=settings.use_inductor_graph_partition,
-        transformers_model=config.model_config.using_transformers_backend(),
-        decode_sizes=_decode_sizes(config) if device_decides else (),
-    )
+    cut_by_inductor = settings.use_inductor_graph_partition
+    if asked == CUDAGraphMode.NONE:
+        return CUDAGraphMode.NONE, ""
+    if config.model_config.using_transformers_backend():
+        return CUDAGraphMode.NONE, "vLLM's Transformers backend runs MoE layers in an operator of its own"
+    if over_steps and asked != CUDAGraphMode.PIECEWISE and not cut_by_inductor:
+        return CUDAGraphMode.FULL_DECODE_ONLY, ""
+    if _breakable():
+        return CUDAGraphMode.PIECEWISE, ""
+    if not settings.is_attention_compiled_piecewise():
+        return CUDAGraphMode.NONE, (
+            "the model is not compiled in pieces with attention between them, so graphs would contain whole layers "
+            "(for graphs leave mode, splitting_ops and fusions of attention out of --compilation-config)"
+        )
+    if cut_by_inductor:
+        return CUDAGraphMode.NONE, (
+            "graphs that Inductor cuts have not been tried with it (for graphs leave use_inductor_graph_partition out "
+            "of --compilation-config)"
+        )
+    return CUDAGraphMode.PIECEWISE, ""
 
 
-def _decode_sizes(config: VllmConfig) -> tuple[int, ...]:
+def _breakable() -> bool:
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled  # imports much of vLLM
+
+    return bool(is_breakable_cudagraph_enabled())
+
+
+def _decode_sizes(config: VllmConfig) -> list[int]:
     """Of the sizes that vLLM captures those whose MoE layers the device computes in decode kernels.
 
     With speculative decoding a size is of whole requests: vLLM rounds its sizes up, and drops what gets too large.
     """
     speculative = config.speculative_config
     if speculative is not None and speculative.method == "ngram_gpu":
-        return ()  # drafts are taken off on the device, and nobody says there how many rows are left
+        return []  # drafts are taken off on the device, where the number of rows that are left is not known
     query = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
-    sizes = tuple(size for size in config.compilation_config.cudagraph_capture_sizes or () if size <= DECODE_ROWS)
-    return sizes if sizes and query <= sizes[-1] else ()
+    sizes = [size for size in config.compilation_config.cudagraph_capture_sizes or () if size <= DECODE_ROWS]
+    return sizes if sizes and query <= sizes[-1] else []
 
 
 def _say(asked: CUDAGraphMode, mode: CUDAGraphMode, reason: str) -> None:
-    if asked == CUDAGraphMode.NONE:
-        return
+    becomes = "" if asked == mode else f" (cudagraph_mode {asked.name} becomes {mode.name})"
     if mode == CUDAGraphMode.FULL_DECODE_ONLY:
         logger.info(
             "vllm-dymoe: decode steps of up to %d tokens are one CUDA graph, experts that are not there included, "
-            "because the device decides about them; other steps run without graphs%s.",
-            DECODE_ROWS,
-            "" if asked == mode else f" (cudagraph_mode {asked.name} becomes {mode.name})",
-        )
-        return
-    if mode == CUDAGraphMode.NONE:
+            "because the device decides about them; other steps run without graphs%s.", DECODE_ROWS, becomes,
+        )  # fmt: skip
+    elif mode == CUDAGraphMode.NONE:
         logger.warning(
-            "vllm-dymoe: no CUDA graphs (cudagraph_mode %s becomes NONE), because the host chooses and fetches experts "
-            "in every step, and %s; the host launches every operator of a step by itself, which costs most in decode.",
-            asked.name,
-            reason,
+            "vllm-dymoe: no CUDA graphs%s, because the host chooses and fetches experts in every step, and %s; the "
+            "host launches every operator of a step by itself, which costs most in decode.", becomes, reason,
+        )  # fmt: skip
+    else:
+        logger.log(
+            logging.WARNING if becomes else logging.INFO,
+            "vllm-dymoe: CUDA graphs are cut at every MoE layer%s, because the host chooses and fetches experts there "
+            "in every step; it launches the operators of these layers one by one, and two graphs for each layer.",
+            becomes,
         )
-        return
-    logger.log(
-        logging.INFO if asked == mode else logging.WARNING,
-        "vllm-dymoe: CUDA graphs are cut at every MoE layer%s, because the host chooses and fetches experts there in "
-        "every step; it launches the operators of these layers one by one, and two graphs for each layer.",
-        "" if asked == mode else f" (cudagraph_mode {asked.name} becomes {mode.name})",
-    )

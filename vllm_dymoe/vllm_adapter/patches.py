@@ -1,17 +1,17 @@
 """The register of everything in vLLM that we change, with the reason and the day it can go.
 
-A test holds the register against the installed vLLM, so a renamed target is found by CI and not by a user. What a
-replacement needs is imported when it is called: the register is read in every process of vLLM.
+A test holds the register against the installed vLLM, so a renamed target is found by CI and not by a user.
 """
 
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from vllm_dymoe.vllm_adapter.running import Running
+from vllm_dymoe.vllm_adapter import failures, prepare
+from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
+from vllm_dymoe.vllm_adapter.running import Running
 
 Original = Callable[..., Any]
 
@@ -21,7 +21,7 @@ class Patch:
     """One change to vLLM.
 
     Attributes:
-        target: module and attribute that is replaced.
+        target: module or class, and attribute that is replaced.
         why: what vLLM has no other way for.
         replacement: called with the original in front of its arguments.
         removable: what upstream would have to offer.
@@ -44,16 +44,14 @@ class Patch:
 
 
 def _create_engine_config(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    from vllm_dymoe.vllm_adapter.prepare import prepare, refuse_idle_options
-
     config = original(self, *args, **kwargs)
     ours = config.model_config is not None and config.model_config.quantization == "dymoe"
-    (prepare if ours else refuse_idle_options)(config)
+    (prepare.prepare if ours else prepare.refuse_idle_options)(config)
     return config
 
 
 def _initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> Any:
-    from vllm_dymoe.vllm_adapter.moe_method import refuse_without_layers
+    from vllm_dymoe.vllm_adapter.moe_method import refuse_without_layers  # not before vLLM has decided about graphs
 
     model = original(vllm_config=vllm_config, **kwargs)
     refuse_without_layers(vllm_config, type(model).__name__)
@@ -78,53 +76,38 @@ def _warm_up(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
 
 
-def _rank(config: Any) -> "Running | None":
+def _rank(config: Any) -> Running | None:
     """The rank that a quantization config made; None if it is not ours."""
-    from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
-
     return config.running if isinstance(config, DymoeConfig) else None
 
 
 def _update_from_output(original: Original, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-    from vllm_dymoe.vllm_adapter.failures import add_failures, end_failed_requests
-
-    failed = end_failed_requests(self, scheduler_output, model_runner_output)
+    failed = failures.end_failed_requests(self, scheduler_output, model_runner_output)
     outputs = original(self, scheduler_output, model_runner_output)
-    add_failures(outputs, failed, model_runner_output)
+    failures.add_failures(outputs, failed, model_runner_output)
     return outputs
 
 
 async def _generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-    from vllm_dymoe.vllm_adapter.failures import raise_failure
-
-    outputs = original(self, *args, **kwargs)
-    try:
+    async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
         async for output in outputs:
-            raise_failure(output)
+            failures.raise_failure(output)
             yield output
-    finally:
-        await outputs.aclose()
 
 
 def _reload_weights(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    from vllm_dymoe.config import ConfigError
-    from vllm_dymoe.vllm_adapter.prepare import RELOADING
-
-    if self.vllm_config.model_config.quantization == "dymoe":
-        raise ConfigError(RELOADING)
+    prepare.refuse_reloading(self.vllm_config)
     return original(self, *args, **kwargs)
 
 
 def _load_adapter(original: Original, self: Any, request: Any) -> Any:
-    from vllm_dymoe.vllm_adapter.lora import refuse_adapted_experts
-
     adapter = original(self, request)
-    refuse_adapted_experts(self._adapter_manager.model, request.lora_path, adapter)
+    prepare.refuse_adapted_experts(self._adapter_manager.model, request.lora_path, adapter)
     return adapter
 
 
 def _do_log_stats(original: Original, self: Any) -> Awaitable[None] | None:
-    from vllm_dymoe.vllm_adapter.metrics import publish
+    from vllm_dymoe.vllm_adapter.metrics import publish  # not before vLLM has imported prometheus_client
 
     return publish(self, original(self))
 
@@ -151,109 +134,100 @@ def _select_forward(original: Original, self: Any) -> Callable[..., Any]:
     return entry_with_buffers(self) or original(self)
 
 
+_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+_STEP_ERROR = "an exception of a model that fails a step and not the engine"
+_STATS_FIELD = "a field of SchedulerStats for data of a worker's plugin, passed on to stat logger plugins"
+
 PATCHES = (
     Patch(
-        target=("vllm.engine.arg_utils.EngineArgs", "create_engine_config"),
-        why=(
-            "Options must be refused in the user's process before any weight is loaded, decisions taken on the host "
-            "must not be captured in a CUDA graph, and the worker methods must be there without another flag."
-        ),
-        replacement=_create_engine_config,
-        removable="a hook of QuantizationConfig that sees the finished VllmConfig",
+        ("vllm.engine.arg_utils.EngineArgs", "create_engine_config"),
+        "Options must be refused in the user's process before any weight is loaded, decisions taken on the host must "
+        "not be captured in a CUDA graph, and the worker methods must be there without another flag.",
+        _create_engine_config,
+        "a hook of QuantizationConfig that sees the finished VllmConfig",
     ),
     Patch(
-        target=("vllm.model_executor.model_loader.base_loader", "initialize_model"),
-        why="A model that computes experts with code of its own would be served as if we were not there.",
-        replacement=_initialize_model,
-        removable="a hook of QuantizationConfig that sees the model before its weights",
+        ("vllm.model_executor.model_loader.base_loader", "initialize_model"),
+        "A model that computes experts with code of its own would be served as if we were not there.",
+        _initialize_model,
+        "a hook of QuantizationConfig that sees the model before its weights",
     ),
     Patch(
-        target=("vllm.v1.worker.worker_base.WorkerWrapperBase", "execute_model"),
-        why=(
-            "An expert that cannot be fetched must fail its step alone, so it has to be known where a step begins; and "
-            "whether it is a prefill, how many of its rows are tokens, and whose, is known here, of every attention "
-            "backend. Only executors come this way: vLLM's warm-up calls Worker.execute_model itself."
-        ),
-        replacement=_execute_model,
-        removable="an exception of a model that fails a step and not the engine",
+        ("vllm.v1.worker.worker_base.WorkerWrapperBase", "execute_model"),
+        "An expert that cannot be fetched must fail its step alone, so it has to be known where a step begins; and "
+        "whether it is a prefill, how many of its rows are tokens, and of which requests, is known here, of every "
+        "attention backend. Only executors come this way: vLLM's warm-up calls Worker.execute_model itself.",
+        _execute_model,
+        _STEP_ERROR,
     ),
     Patch(
-        target=("vllm.v1.worker.gpu_worker.Worker", "sample_tokens"),
-        why="Here a step ends, and its failure has to leave the worker with its output.",
-        replacement=_sample_tokens,
-        removable="an exception of a model that fails a step and not the engine",
+        (_WORKER, "sample_tokens"),
+        "Here a step ends, and its failure has to leave the worker with its output.",
+        _sample_tokens,
+        _STEP_ERROR,
     ),
     Patch(
-        target=("vllm.v1.worker.gpu_worker.Worker", "determine_available_memory"),
-        why=(
-            "CUDA graphs are captured in here, once to learn how much memory they take, and a call of CUDA on another "
-            "thread would make a capture invalid: nothing is fetched in the background from the first warm-up run on."
-        ),
-        replacement=_warm_up,
-        removable="a hook around the capture of graphs",
+        (_WORKER, "determine_available_memory"),
+        "CUDA graphs are captured in here, once to learn how much memory they take, and a call of CUDA on another "
+        "thread would make a capture invalid: nothing is fetched in the background from the first warm-up run on.",
+        _warm_up,
+        "a hook around the capture of graphs",
     ),
     Patch(
-        target=("vllm.v1.worker.gpu_worker.Worker", "compile_or_warm_up_model"),
-        why="As above, where the graphs are captured that serve.",
-        replacement=_warm_up,
-        removable="a hook around the capture of graphs",
+        (_WORKER, "compile_or_warm_up_model"),
+        "As above, where the graphs are captured that serve.",
+        _warm_up,
+        "a hook around the capture of graphs",
     ),
     Patch(
-        target=("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output"),
-        why="The requests of a failed step have to end, and nothing it wrote may stay in the prefix cache.",
-        replacement=_update_from_output,
-        removable="an exception of a model that fails a step and not the engine",
+        ("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output"),
+        "The requests of a failed step have to end, and nothing it wrote may stay in the prefix cache.",
+        _update_from_output,
+        _STEP_ERROR,
     ),
     Patch(
-        target=("vllm.v1.engine.async_llm.AsyncLLM", "generate"),
-        why='vLLM\'s servers answer "Internal server error" to a failed request, and its sentence would be lost.',
-        replacement=_generate,
-        removable="an error message in EngineCoreOutput that servers pass on (vLLM 0.33 has the field)",
+        ("vllm.v1.engine.async_llm.AsyncLLM", "generate"),
+        'vLLM\'s servers answer "Internal server error" to a failed request, and its sentence would be lost.',
+        _generate,
+        "an error message in EngineCoreOutput that servers pass on (vLLM 0.33 has the field)",
     ),
     Patch(
-        target=("vllm.v1.worker.gpu_worker.Worker", "reload_weights"),
-        why=(
-            "Reloading would exchange the dense layers and leave the packed experts as they are, and vLLM asks nobody "
-            "before it begins."
-        ),
-        replacement=_reload_weights,
-        removable="a way for a quantization method to refuse or to take part in reloading",
+        (_WORKER, "reload_weights"),
+        "Reloading would exchange the dense layers and leave the packed experts as they are, without asking first.",
+        _reload_weights,
+        "a way for a quantization method to refuse or to take part in reloading",
     ),
     Patch(
-        target=("vllm.lora.worker_manager.WorkerLoRAManager", "_load_adapter"),
-        why="vLLM leaves out what an adapter has for layers that --lora-target-modules does not name, without a word.",
-        replacement=_load_adapter,
-        removable="an error of vLLM's for an adapter of which a part would be left out",
+        ("vllm.lora.worker_manager.WorkerLoRAManager", "_load_adapter"),
+        "vLLM leaves out what an adapter has for layers that --lora-target-modules does not name, without a word.",
+        _load_adapter,
+        "an error of vLLM's for an adapter of which a part would be left out",
     ),
     Patch(
-        target=("vllm.model_executor.layers.attention.Attention", "process_weights_after_loading"),
-        why=(
-            'The system "dymoe" has to see the queries and keys of a prompt, which only the implementation of an '
-            "attention layer gets outside of compiled graphs; with other systems nothing is put in its way."
-        ),
-        replacement=_process_attention,
-        removable="a hook of the attention layer that is called with queries and keys, outside of compiled graphs",
+        ("vllm.model_executor.layers.attention.Attention", "process_weights_after_loading"),
+        'The system "dymoe" has to see the queries and keys of a prompt, which only the implementation of an attention '
+        "layer gets outside of compiled graphs; with other systems nothing is put in its way.",
+        _process_attention,
+        "a hook of the attention layer that is called with queries and keys, outside of compiled graphs",
     ),
     Patch(
-        target=("vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner", "_select_forward"),
-        why=(
-            "vLLM's operator of a MoE layer returns fresh tensors, and a CUDA graph behind it would read those of its "
-            "capture; ours writes into buffers (vLLM issue 37363)."
-        ),
-        replacement=_select_forward,
-        removable="an operator of MoE layers with output arguments, or experts that are chosen inside of the graph",
+        ("vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner", "_select_forward"),
+        "vLLM's operator of a MoE layer returns fresh tensors, and a CUDA graph behind it would read those of its "
+        "capture; ours writes into buffers (vLLM issue 37363).",
+        _select_forward,
+        "an operator of MoE layers with output arguments, or experts that are chosen inside of the graph",
     ),
     Patch(
-        target=("vllm.v1.engine.async_llm.AsyncLLM", "do_log_stats"),
-        why="The counts of the workers have to reach the server's /metrics and log when vLLM's own do.",
-        replacement=_do_log_stats,
-        removable="a field of SchedulerStats for data of a worker's plugin, passed on to stat logger plugins",
+        ("vllm.v1.engine.async_llm.AsyncLLM", "do_log_stats"),
+        "The counts of the workers have to reach the server's /metrics and log when vLLM's own do.",
+        _do_log_stats,
+        _STATS_FIELD,
     ),
     Patch(
-        target=("vllm.v1.engine.llm_engine.LLMEngine", "do_log_stats"),
-        why="As above, for an LLM() whose statistics are on.",
-        replacement=_do_log_stats,
-        removable="a field of SchedulerStats for data of a worker's plugin, passed on to stat logger plugins",
+        ("vllm.v1.engine.llm_engine.LLMEngine", "do_log_stats"),
+        "As above, for an LLM() whose statistics are on.",
+        _do_log_stats,
+        _STATS_FIELD,
     ),
 )
 

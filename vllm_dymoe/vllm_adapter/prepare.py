@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import LoRAConfig, VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_dymoe.config import ConfigError, Options
@@ -22,19 +22,10 @@ from vllm_dymoe.store.placement import choose_host_place
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.checkpoint import check_checkpoint, check_ranks, drafted_by_experts
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs
-from vllm_dymoe.vllm_adapter.lora import may_reach_experts
 from vllm_dymoe.vllm_adapter.quant_config import expert_width, read_options
 from vllm_dymoe.vllm_adapter.report import logger
 
 WORKER_EXTENSION = "vllm_dymoe.vllm_adapter.worker.DymoeWorkerExtension"
-WITHOUT_DRAFT = (
-    "vllm-dymoe: this checkpoint was written by `vllm-dymoe quantize`, which leaves out the layers of multi-token "
-    "prediction; serve the checkpoint that it was made from, or leave --speculative-config out."
-)
-RELOADING = (
-    "vllm-dymoe: weights cannot be replaced while the model is served, because its experts are packed in a store; "
-    "nothing was changed: start again with the new checkpoint."
-)
 
 
 def prepare(config: VllmConfig) -> None:
@@ -43,20 +34,22 @@ def prepare(config: VllmConfig) -> None:
     Raises:
         ConfigError: an option, a combination or the budget cannot work.
     """
-    ours, reader = (getattr(config.quant_config, name, None) for name in ("checkpoint", "reader"))
+    ours, reader = _quantized(config)
     options = read_options(config, ours, reader)
     try:
         _refuse_model(config)
         refuse_unsupported_features(config)
         if ours is not None and drafted_by_experts(config):
-            raise ConfigError(WITHOUT_DRAFT)
+            raise ConfigError(
+                "vllm-dymoe: this checkpoint was written by `vllm-dymoe quantize`, which leaves out the layers of "
+                "multi-token prediction; serve the checkpoint that it was made from, or leave --speculative-config out."
+            )
         if ours is not None and config.load_config.load_format != "dummy":
             check_ranks(Path(config.model_config.model), config.parallel_config.tensor_parallel_size)
         _refuse_pipeline(config, options)
         experts = experts_of(config, options)
         if experts is not None:
-            _check_budget(experts, options)
-            _check_host_memory(config, experts, options)
+            _check_memory(config, experts, options)
         if options.predictor is not None:
             read_card(options.predictor)  # the worker checks that it is this model's
         check_checkpoint(config, reader)
@@ -81,6 +74,64 @@ def refuse_idle_options(config: VllmConfig) -> None:
         )
 
 
+def refuse_reloading(config: VllmConfig) -> None:
+    """Refuse new weights for a model that is served.
+
+    Raises:
+        ConfigError: it is ours.
+    """
+    if config.model_config.quantization == "dymoe":
+        raise ConfigError(
+            "vllm-dymoe: weights cannot be replaced while the model is served, because its experts are packed in a "
+            "store; nothing was changed: start again with the new checkpoint."
+        )
+
+
+def refuse_adapted_experts(model: Any, path: str, adapter: Any) -> None:
+    """Refuse an adapter (vLLM's LoRAModel) with weights for experts, which vLLM itself leaves out in silence.
+
+    Raises:
+        ConfigError: it has some, and the model's experts are packed.
+    """
+    from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod  # not before vLLM has decided about graphs
+
+    changed = [name for name in adapter.loras if _of_experts(name)]
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    if changed and any(isinstance(method, DymoeMoEMethod) for method in methods):
+        raise ConfigError(
+            f"vllm-dymoe: the adapter {path} changes experts ({changed[0]} and {len(changed) - 1} more), which are "
+            "packed; train one that leaves them alone, or merge it into the checkpoint and serve that."
+        )
+
+
+def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
+    """The experts of one rank as far as the model's config.json tells; None where it names no expert width."""
+    model, parallel, width = config.model_config, config.parallel_config, expert_width(config)
+    if width is None:
+        return None
+    text, experts = model.hf_text_config, model.get_num_experts()
+    if parallel.enable_expert_parallel:
+        experts = -(-experts // parallel.tensor_parallel_size)
+    # Latent experts read fewer numbers than the model is wide (Nemotron-H, Kimi-K3).
+    narrow = (getattr(text, name, None) for name in ("moe_latent_size", "routed_expert_hidden_size"))
+    hidden = next((size for size in narrow if size), model.get_hidden_size())
+    has_gate = not str(getattr(text, "model_type", "")).startswith("nemotron_h")
+    ours, reader = _quantized(config)
+
+    def make(bits: int) -> Format:
+        fields = format_fields(reader, ours or {}, bits)
+        return Format(hidden, width, group_size=options.group_size, dtype=model.dtype, has_gate=has_gate, **fields)
+
+    formats = stored_formats(options.stored_bits, make)
+    layers = tuple(range(model.get_num_layers(parallel)))
+    return ModelExperts(layers, experts, getattr(text, "num_experts_per_tok", None) or 1, formats)
+
+
+def _quantized(config: VllmConfig) -> tuple[Any, Any]:
+    """What our quantization config knows: quantization_config of a checkpoint of ours, and the reader of another's."""
+    return getattr(config.quant_config, "checkpoint", None), getattr(config.quant_config, "reader", None)
+
+
 def _refuse_model(config: VllmConfig) -> None:
     """Refuse a model without experts, and what vLLM itself cannot run, where that is known and there is a way out."""
     model = config.model_config
@@ -99,53 +150,30 @@ def _refuse_model(config: VllmConfig) -> None:
 def _refuse_pipeline(config: VllmConfig, options: Options) -> None:
     """Refuse what needs all layers where no process has them."""
     stages = config.parallel_config.pipeline_parallel_size
-    if stages == 1:
-        return
     instead = f"leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
-    if make_system(options).precision.heavy_hitters is not None:
+    if stages > 1 and make_system(options).precision.heavy_hitters is not None:
         raise ConfigError(
             f'vllm-dymoe: system "{options.system}" goes by the depth of a layer, which a stage of a pipeline does not '
             f"know; {instead}"
         )
-    if options.trace is not None:
+    if stages > 1 and options.trace is not None:
         raise ConfigError(
             "vllm-dymoe: trace records what all layers choose, and a stage of a pipeline has only some of them; "
             f"{instead}"
         )
 
 
-def _check_budget(experts: ModelExperts, options: Options) -> None:
-    """Refuse a hopeless budget before any process starts; the worker checks again with the real layers."""
+def _check_memory(config: VllmConfig, experts: ModelExperts, options: Options) -> None:
+    """Refuse a budget or a host store that surely cannot work, before any process starts; the workers check again."""
+    device_type = current_platform.device_type
     if not options.expert_budget.is_auto:
-        workspace = workspace_bytes(experts, current_platform.device_type)
+        workspace = workspace_bytes(experts, device_type)
         limit = limit_in_bytes(options.expert_budget, experts, options, workspace, automatic=0)
         plan_slots(experts, options, make_system(options), limit, workspace)
-
-
-def _check_host_memory(config: VllmConfig, experts: ModelExperts, options: Options) -> None:
-    """Refuse memory that the machine clearly has not, before hours of quantizing; the workers check with all layers."""
     if options.host_store == "pinned":
         surely = replace(experts, layers=experts.layers[: _layers_with_experts(config, len(experts.layers))])
         ranks = config.parallel_config.local_world_size
-        choose_host_place(options.host_store, current_platform.device_type, surely, available_host_memory(), ranks)
-
-
-def _device_decides(config: VllmConfig, experts: ModelExperts | None, options: Options) -> bool:
-    """Whether decode steps will need no host, as far as is known here; workers see their stores.
-
-    Raises:
-        ConfigError: it was asked for, and is impossible.
-    """
-    if options.trace is not None and config.parallel_config.enable_expert_parallel:
-        options = without_device(options)
-    pinned = options.host_store == "pinned"
-    if options.host_store == "auto" and experts is not None:
-        ranks = config.parallel_config.local_world_size
-        device_type = current_platform.device_type
-        pinned = choose_host_place("auto", device_type, experts, available_host_memory(), ranks).pinned
-    obstacle = DRAFTED if drafted_by_experts(config) else ""
-    system, device_type = make_system(options), current_platform.device_type
-    return device_decides(options, system, device_type, readable=pinned, obstacle=obstacle)[0]
+        choose_host_place(options.host_store, device_type, surely, available_host_memory(), ranks)
 
 
 def _layers_with_experts(config: VllmConfig, layers: int) -> int:
@@ -159,30 +187,20 @@ def _layers_with_experts(config: VllmConfig, layers: int) -> int:
     return max(0, layers - dense) // max(1, step)
 
 
-def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
-    """The experts of one rank as far as the model's config.json tells; None where it names no expert width."""
-    model = config.model_config
-    text = model.hf_text_config
-    width = expert_width(config)
-    if width is None:
-        return None
-    parallel = config.parallel_config
-    experts = model.get_num_experts()
-    if parallel.enable_expert_parallel:
-        experts = -(-experts // parallel.tensor_parallel_size)
-    # Latent experts read fewer numbers than the model is wide (Nemotron-H, Kimi-K3).
-    narrow = (getattr(text, name, None) for name in ("moe_latent_size", "routed_expert_hidden_size"))
-    hidden = next((size for size in narrow if size), model.get_hidden_size())
-    has_gate = not str(getattr(text, "model_type", "")).startswith("nemotron_h")
-    ours, reader = (getattr(config.quant_config, name, None) for name in ("checkpoint", "reader"))
+def _device_decides(config: VllmConfig, experts: ModelExperts | None, options: Options) -> bool:
+    """Whether decode steps will need no host, as far as is known here; workers see their stores.
 
-    def make(bits: int) -> Format:
-        fields = format_fields(reader, ours or {}, bits)
-        return Format(hidden, width, group_size=options.group_size, dtype=model.dtype, has_gate=has_gate, **fields)
-
-    formats = stored_formats(options.stored_bits, make)
-    layers = tuple(range(model.get_num_layers(parallel)))
-    return ModelExperts(layers, experts, getattr(text, "num_experts_per_tok", None) or 1, formats)
+    Raises:
+        ConfigError: it was asked for, and is impossible.
+    """
+    if options.trace is not None and config.parallel_config.enable_expert_parallel:
+        options = without_device(options)
+    device_type, pinned = current_platform.device_type, options.host_store == "pinned"
+    if options.host_store == "auto" and experts is not None:
+        ranks = config.parallel_config.local_world_size
+        pinned = choose_host_place("auto", device_type, experts, available_host_memory(), ranks).pinned
+    obstacle = DRAFTED if drafted_by_experts(config) else ""
+    return device_decides(options, make_system(options), device_type, readable=pinned, obstacle=obstacle)[0]
 
 
 def _add_worker_methods(config: VllmConfig) -> None:
@@ -209,6 +227,16 @@ def refuse_unsupported_features(config: VllmConfig) -> None:
             raise ConfigError(f"vllm-dymoe: {sentence}")
 
 
+def _of_experts(module: str) -> bool:
+    # "experts" stands for the whole layer, "experts.3.up_proj" for one of its projections.
+    return "experts" in module.split(".")
+
+
+def _lora_may_reach_experts(lora: LoRAConfig | None) -> bool:
+    """vLLM wraps every layer unless target modules leave it out."""
+    return lora is not None and (lora.target_modules is None or any(map(_of_experts, lora.target_modules)))
+
+
 def _drafts_with_experts(config: VllmConfig) -> bool:
     if not drafted_by_experts(config):
         return False
@@ -225,7 +253,7 @@ def _bypasses_the_worker(config: VllmConfig) -> bool:
 
 _UNSUPPORTED: tuple[tuple[Callable[[VllmConfig], bool], str], ...] = (
     (
-        lambda config: may_reach_experts(config.lora_config),
+        lambda config: _lora_may_reach_experts(config.lora_config),
         "LoRA on the experts is not supported; name the layers that adapters may change with --lora-target-modules, "
         "for instance q_proj k_proj v_proj o_proj.",
     ),
@@ -250,7 +278,7 @@ _UNSUPPORTED: tuple[tuple[Callable[[VllmConfig], bool], str], ...] = (
     ),
     (
         _bypasses_the_worker,
-        "Ray's compiled graphs do not call the worker, so that nobody would know where a step begins; set "
+        "Ray's compiled graphs do not call the worker, so that it would not be known where a step begins; set "
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use --distributed-executor-backend mp.",
     ),
     (

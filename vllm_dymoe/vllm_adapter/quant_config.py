@@ -1,21 +1,24 @@
 """``--quantization dymoe``: what the checkpoint says, of options and of the method of every layer."""
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.quantize.readers import EXPERT_DTYPE, Reader, make_reader, with_expert_dtype
+from vllm_dymoe.quantize.readers import EXPERT_DTYPE, Reader, describe_modelopt, make_reader, with_expert_dtype
 from vllm_dymoe.quantize.readers.compatibility import check_compatible, store_group_sizes
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.resolve import resolve_options
-from vllm_dymoe.vllm_adapter.dense_layers import DenseLayers
 from vllm_dymoe.vllm_adapter.loading import Loading
 from vllm_dymoe.vllm_adapter.running import Running
 
@@ -28,25 +31,28 @@ class DymoeConfig(QuantizationConfig):
     Args:
         checkpoint: the checkpoint's quantization_config; None for a checkpoint that is not ours.
         reader: of the experts of a checkpoint that another tool has quantized; None for all others.
-        dense: how the layers run that are no experts; None where they have 16 bits.
+        dense: that tool's quantization_config, by which vLLM runs the other layers; None where they have 16 bits.
+
+    Attributes:
+        loading: made in the process that holds the weights, when the first MoE layer is created.
+
+    Raises:
+        ConfigError: vLLM cannot run the dense layers.
     """
 
     def __init__(
         self,
         checkpoint: dict[str, Any] | None = None,
         reader: Reader | None = None,
-        dense: DenseLayers | None = None,
+        dense: Mapping[str, Any] | None = None,
     ) -> None:
-        self._dense_layers = dense
-        self._dense = None if dense is None else dense.config
+        self._dense, self._dense_refusal = (None, None) if dense is None else _read_dense(dense)
         super().__init__()
         self.checkpoint = checkpoint
         self.reader = reader
-        # Made in the process that holds the weights, when the first MoE layer is created.
         self.loading: Loading | None = None
 
     def get_name(self) -> str:
-        """The name behind ``--quantization``."""
         return "dymoe"
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
@@ -74,13 +80,10 @@ class DymoeConfig(QuantizationConfig):
             ConfigError: it is a variant that cannot be read, or whose dense layers this vLLM cannot run.
         """
         if config.get("quant_method") == "dymoe":
-            dense = config.get("dense")
-            return cls(dict(config), dense=None if dense is None else DenseLayers.read(dense))
-        try:
+            return cls(dict(config), dense=config.get("dense"))
+        with _as_config_error():
             reader = make_reader(config)
-        except CheckpointError as error:
-            raise ConfigError(f"vllm-dymoe: {error}") from error
-        return cls(reader=reader, dense=DenseLayers.read(config))
+        return cls(reader=reader, dense=config)
 
     @classmethod
     def override_quantization_method(
@@ -96,10 +99,8 @@ class DymoeConfig(QuantizationConfig):
         # vLLM gives this very dictionary to from_config, and no more of the model.
         model = {key: getattr(hf_config, key, None) for key in ("model_type", EXPERT_DTYPE)}
         hf_quant_cfg.update(with_expert_dtype(hf_quant_cfg, model))
-        try:
+        with _as_config_error():
             make_reader(hf_quant_cfg)
-        except CheckpointError as error:
-            raise ConfigError(f"vllm-dymoe: {error}") from error
         return "dymoe"
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -118,13 +119,27 @@ class DymoeConfig(QuantizationConfig):
                 options = read_options(config, self.checkpoint, self.reader)
                 self.loading = Loading(config, options, self.checkpoint, self.reader)
             return DymoeMoEMethod(layer.moe_config, self.loading)
-        if self._dense_layers is not None:
-            return self._dense_layers.method(layer, prefix)
-        if isinstance(layer, LinearBase):
-            return UnquantizedLinearMethod()
-        return None
+        if self._dense is not None:
+            return self._dense_method(self._dense, layer, prefix)
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
-    # -- what vLLM tells a config, for the one of the dense layers ---------------------------------
+    def _dense_method(
+        self, dense: QuantizationConfig, layer: torch.nn.Module, prefix: str
+    ) -> QuantizeMethodBase | None:
+        """vLLM's method of a layer that is no expert; for a linear one its failures on this machine are a sentence."""
+        is_linear = isinstance(layer, LinearBase)
+        with _limit_of_vllm(prefix) if is_linear else contextlib.nullcontext():
+            method = dense.get_quant_method(layer, prefix)
+        if method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+            return method
+        # What attention asks for is the scales of its cache.
+        if self._dense_refusal is not None and isinstance(layer, LinearBase | ParallelLMHead):
+            raise ConfigError(self._dense_refusal)
+        if is_linear:
+            _explain_failures(method, prefix)
+        return method
+
+    # What vLLM tells a config is for the one of the dense layers.
 
     @property
     def packed_modules_mapping(self) -> dict[str, list[str]]:
@@ -138,17 +153,14 @@ class DymoeConfig(QuantizationConfig):
             self._dense.packed_modules_mapping = mapping
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Rename the layers that the checkpoint's configuration names."""
         if self._dense is not None:
             self._dense.apply_vllm_mapper(hf_to_vllm_mapper)
 
     def maybe_update_config(self, *args: Any, **kwargs: Any) -> None:
-        """Let the dense configuration look at the checkpoint's files."""
         if self._dense is not None:
             self._dense.maybe_update_config(*args, **kwargs)
 
     def get_cache_scale_mapper(self) -> Any:
-        """Names of KV-cache scales."""
         return super().get_cache_scale_mapper() if self._dense is None else self._dense.get_cache_scale_mapper()
 
     def get_checkpoint_weight_mapper(self) -> Any:
@@ -205,24 +217,109 @@ def read_options(
         columns = expert_width(vllm_config) or 0, _ranks_of_an_expert(vllm_config)
         sizes = store_group_sizes(reader, *columns)
         options = resolve_options(asked, {"hi": reader.bits, **({"group_size": sizes[0]} if sizes else {})})
-        try:
+        with _as_config_error():
             check_compatible(reader, options.stored_bits, options.group_size, *columns)
-        except CheckpointError as error:
-            raise ConfigError(f"vllm-dymoe: {error}") from error
         return options
     options = resolve_options(asked, checkpoint)
-    if checkpoint is not None:
-        for option in ("hi", "lo", "group_size", "quantizer"):
-            stored, wanted = checkpoint.get(option), getattr(options, option)
-            if stored is not None and stored != wanted:
-                raise ConfigError(
-                    f"vllm-dymoe: {option} = {wanted} was asked for, but this checkpoint was written with "
-                    f"{option} = {stored}; leave the option out, or write the checkpoint again with "
-                    "`vllm-dymoe quantize`."
-                )
-    elif options.quantizer == "gptq":
+    if checkpoint is None and options.quantizer == "gptq":
         raise ConfigError(
             'vllm-dymoe: quantizer "gptq" needs a calibration, which there is none of while a model loads; write a '
             "checkpoint with `vllm-dymoe quantize --quantizer gptq --calibration FOLDER` and serve that."
         )
+    for option in ("hi", "lo", "group_size", "quantizer"):
+        stored, wanted = (checkpoint or {}).get(option), getattr(options, option)
+        if stored is not None and stored != wanted:
+            raise ConfigError(
+                f"vllm-dymoe: {option} = {wanted} was asked for, but this checkpoint was written with "
+                f"{option} = {stored}; leave the option out, or write the checkpoint again with `vllm-dymoe quantize`."
+            )
     return options
+
+
+@contextlib.contextmanager
+def _as_config_error() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise ConfigError(f"vllm-dymoe: {error}") from error
+
+
+def _read_dense(config: Mapping[str, Any]) -> tuple[QuantizationConfig, str | None]:
+    """vLLM's own configuration of a quantized checkpoint, and why no dense layer may be quantized, if none may.
+
+    vLLM 0.32 and newer refuse checkpoints whose columns are ordered before they look which layers are quantized. Where
+    only experts are, nothing of that order concerns vLLM: it gets the configuration without it.
+
+    Raises:
+        ConfigError: vLLM does not run such layers.
+    """
+    make = get_quantization_config(_name_in_vllm(config)).from_config
+    try:
+        return make(dict(config)), None
+    except ValueError as error:
+        refusal = (
+            f"vllm-dymoe: this vLLM cannot run the dense layers of the {config['quant_method']} checkpoint "
+            f"({str(error).rstrip('.')}); use a checkpoint that `vllm serve` opens without --quantization dymoe"
+        )
+        unordered = _without_order(config)
+        if unordered != config:
+            with contextlib.suppress(ValueError):
+                return make(unordered), f"{refusal}, or one whose dense layers have 16 bits."
+        raise ConfigError(f"{refusal}.") from error
+
+
+def _explain_failures(method: Any, prefix: str) -> None:
+    """Let vLLM's method of one linear layer say what this machine cannot run when the layer is loaded."""
+    create, process = method.create_weights, method.process_weights_after_loading
+
+    def create_weights(*args: Any, **kwargs: Any) -> Any:
+        with _limit_of_vllm(prefix):
+            return create(*args, **kwargs)
+
+    def process_weights_after_loading(layer: Any) -> None:
+        with _limit_of_vllm(prefix):
+            process(layer)
+            if current_platform.is_cpu():  # whose build lacks operators, which show when they are called
+                width = getattr(layer, "input_size_per_partition", layer.input_size)
+                method.apply(layer, torch.zeros(1, width, dtype=layer.params_dtype))
+
+    # Of this layer's own method, and of nothing else in vLLM.
+    vars(method).update(create_weights=create_weights, process_weights_after_loading=process_weights_after_loading)
+
+
+@contextlib.contextmanager
+def _limit_of_vllm(prefix: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of any kind: its CPU build lacks operators and placeholders stand for kernels
+        said = (str(error).strip() or repr(error)).splitlines()[0].rstrip(". ")
+        raise ConfigError(
+            f"vllm-dymoe: vLLM itself cannot run the quantized dense layer {prefix} of this checkpoint on this machine "
+            f"({said}); use a GPU that vLLM names for it, or a checkpoint whose dense layers have 16 bits."
+        ) from error
+
+
+def _name_in_vllm(config: Mapping[str, Any]) -> str:
+    """The method that vLLM makes of a quantization_config; ModelOpt's algorithms are several of them."""
+    if EXPERT_DTYPE in config:
+        return "deepseek_v4_fp8"
+    if config.get("quant_method") == "auto-round":
+        return "inc"
+    algorithm = str(describe_modelopt(config).get("quant_algo") or "").upper()
+    names = {"NVFP4": "modelopt_fp4", "MXFP8": "modelopt_mxfp8", "MIXED": "modelopt_mixed", "FP8": "modelopt"}
+    return next((name for part, name in names.items() if part in algorithm), str(config["quant_method"]))
+
+
+def _without_order(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A quantization_config as it would be if columns had been quantized as they come."""
+    plain = dict(config)
+    if config.get("desc_act"):
+        plain["desc_act"] = False
+    if groups := config.get("config_groups"):
+        plain["config_groups"] = {name: _group_without_order(group) for name, group in groups.items()}
+    return plain
+
+
+def _group_without_order(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    weights = group.get("weights") or {}
+    return {**group, "weights": {**weights, "actorder": None}} if weights.get("actorder") else group

@@ -46,7 +46,10 @@ class DymoeConfig(QuantizationConfig):
         reader: Reader | None = None,
         dense: Mapping[str, Any] | None = None,
     ) -> None:
-        self._dense, self._dense_refusal = (None, None) if dense is None else _read_dense(dense)
+        self._dense: QuantizationConfig | None = None
+        self._dense_refusal: str | None = None
+        if dense is not None:
+            self._dense, self._dense_refusal = _read_dense(dense)
         super().__init__()
         self.checkpoint = checkpoint
         self.reader = reader

@@ -26,6 +26,10 @@ from vllm_dymoe.vllm_adapter.quant_config import expert_width, read_options
 from vllm_dymoe.vllm_adapter.report import logger
 
 WORKER_EXTENSION = "vllm_dymoe.vllm_adapter.worker.DymoeWorkerExtension"
+RELOADING = (
+    "vllm-dymoe: weights cannot be replaced while the model is served, because its experts are packed in a store; "
+    "nothing was changed: start again with the new checkpoint."
+)
 
 
 def prepare(config: VllmConfig) -> None:
@@ -81,10 +85,7 @@ def refuse_reloading(config: VllmConfig) -> None:
         ConfigError: it is ours.
     """
     if config.model_config.quantization == "dymoe":
-        raise ConfigError(
-            "vllm-dymoe: weights cannot be replaced while the model is served, because its experts are packed in a "
-            "store; nothing was changed: start again with the new checkpoint."
-        )
+        raise ConfigError(RELOADING)
 
 
 def refuse_adapted_experts(model: Any, path: str, adapter: Any) -> None:

@@ -5,6 +5,7 @@ A test holds the register against the installed vLLM, so a renamed target is fou
 
 import contextlib
 import functools
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +23,18 @@ class Patch:
 
     Attributes:
         target: module or class, and attribute that is replaced.
-        why: what vLLM has no other way for.
-        replacement: called with the original in front of its arguments.
         removable: what upstream would have to offer.
+        replacement: called with the original in front of its arguments; its docstring says what vLLM has no other way
+            for.
     """
 
     target: tuple[str, str]
-    why: str
-    replacement: Callable[..., Any]
     removable: str
+    replacement: Original
+
+    @property
+    def why(self) -> str:
+        return inspect.getdoc(self.replacement) or ""
 
     def wrapped(self, original: Original) -> Original:
         """What takes the place of the original."""
@@ -43,14 +47,52 @@ class Patch:
         return wrapper
 
 
+PATCHES: list[Patch] = []
+_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+_STEP_ERROR = "an exception of a model that fails a step and not the engine"
+_CAPTURE_HOOK = "a hook around the capture of graphs"
+_STATS_FIELD = "a field of SchedulerStats for data of a worker's plugin, passed on to stat logger plugins"
+
+
+def _replaces(owner: str, name: str, removable: str) -> Callable[[Original], Original]:
+    def register(replacement: Original) -> Original:
+        PATCHES.append(Patch((owner, name), removable, replacement))
+        return replacement
+
+    return register
+
+
+def apply_patches() -> None:
+    """Apply the patches to this process, each once."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    for patch in PATCHES:
+        owner = resolve_obj_by_qualname(patch.target[0])
+        original = getattr(owner, patch.target[1])
+        if not getattr(original, "dymoe_patched", False):
+            setattr(owner, patch.target[1], patch.wrapped(original))
+
+
+@_replaces(
+    "vllm.engine.arg_utils.EngineArgs", "create_engine_config",
+    "a hook of QuantizationConfig that sees the finished VllmConfig",
+)  # fmt: skip
 def _create_engine_config(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Options must be refused in the user's process before any weight is loaded, decisions taken on the host must not
+    be captured in a CUDA graph, and the worker methods must be there without another flag.
+    """
     config = original(self, *args, **kwargs)
     ours = config.model_config is not None and config.model_config.quantization == "dymoe"
     (prepare.prepare if ours else prepare.refuse_idle_options)(config)
     return config
 
 
+@_replaces(
+    "vllm.model_executor.model_loader.base_loader", "initialize_model",
+    "a hook of QuantizationConfig that sees the model before its weights",
+)  # fmt: skip
 def _initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> Any:
+    """A model that computes experts with code of its own would be served as if we were not there."""
     from vllm_dymoe.vllm_adapter.moe_method import refuse_without_layers  # not before vLLM has decided about graphs
 
     model = original(vllm_config=vllm_config, **kwargs)
@@ -58,19 +100,32 @@ def _initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> An
     return model
 
 
+@_replaces("vllm.v1.worker.worker_base.WorkerWrapperBase", "execute_model", _STEP_ERROR)
 def _execute_model(original: Original, self: Any, scheduler_output: Any) -> Any:
+    """An expert that cannot be fetched must fail its step alone, so it has to be known where a step begins.
+
+    Whether it is a prefill, how many of its rows are tokens, and of which requests, is known here, of every attention
+    backend. Only executors come this way: vLLM's warm-up calls Worker.execute_model itself.
+    """
     rank = _rank(self.worker.vllm_config.quant_config)
     if rank is None or not rank.begin_step(scheduler_output):
         return original(self, scheduler_output)
     return rank.end_model(self.worker.model_runner, scheduler_output, original(self, scheduler_output))
 
 
+@_replaces(_WORKER, "sample_tokens", _STEP_ERROR)
 def _sample_tokens(original: Original, self: Any, grammar_output: Any) -> Any:
+    """Here a step ends, and its failure has to leave the worker with its output."""
     output, rank = original(self, grammar_output), _rank(self.vllm_config.quant_config)
     return output if rank is None else rank.end_step(output)
 
 
+@_replaces(_WORKER, "determine_available_memory", _CAPTURE_HOOK)
+@_replaces(_WORKER, "compile_or_warm_up_model", _CAPTURE_HOOK)
 def _warm_up(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """CUDA graphs are captured in here, first to learn how much memory they take, and a call of CUDA on another thread
+    would make a capture invalid: nothing is fetched in the background from the first warm-up run on.
+    """
     rank = _rank(self.vllm_config.quant_config)
     with contextlib.nullcontext() if rank is None else rank.runtime.engine.paused():
         return original(self, *args, **kwargs)
@@ -81,38 +136,53 @@ def _rank(config: Any) -> Running | None:
     return config.running if isinstance(config, DymoeConfig) else None
 
 
+@_replaces("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", _STEP_ERROR)
 def _update_from_output(original: Original, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+    """The requests of a failed step have to end, and nothing it wrote may stay in the prefix cache."""
     failed = failures.end_failed_requests(self, scheduler_output, model_runner_output)
     outputs = original(self, scheduler_output, model_runner_output)
     failures.add_failures(outputs, failed, model_runner_output)
     return outputs
 
 
+@_replaces(
+    "vllm.v1.engine.async_llm.AsyncLLM", "generate",
+    "an error message in EngineCoreOutput that servers pass on (vLLM 0.33 has the field)",
+)  # fmt: skip
 async def _generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    """vLLM's servers answer "Internal server error" to a failed request, and its sentence would be lost."""
     async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
         async for output in outputs:
             failures.raise_failure(output)
             yield output
 
 
+@_replaces(_WORKER, "reload_weights", "a way for a quantization method to refuse or to take part in reloading")
 def _reload_weights(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reloading would exchange the dense layers and leave the packed experts as they are, without asking first."""
     prepare.refuse_reloading(self.vllm_config)
     return original(self, *args, **kwargs)
 
 
+@_replaces(
+    "vllm.lora.worker_manager.WorkerLoRAManager", "_load_adapter",
+    "an error of vLLM's for an adapter of which a part would be left out",
+)  # fmt: skip
 def _load_adapter(original: Original, self: Any, request: Any) -> Any:
+    """vLLM leaves out what an adapter has for layers that --lora-target-modules does not name, without a word."""
     adapter = original(self, request)
     prepare.refuse_adapted_experts(self._adapter_manager.model, request.lora_path, adapter)
     return adapter
 
 
-def _do_log_stats(original: Original, self: Any) -> Awaitable[None] | None:
-    from vllm_dymoe.vllm_adapter.metrics import publish  # not before vLLM has imported prometheus_client
-
-    return publish(self, original(self))
-
-
+@_replaces(
+    "vllm.model_executor.layers.attention.Attention", "process_weights_after_loading",
+    "a hook of the attention layer that is called with queries and keys, outside of compiled graphs",
+)  # fmt: skip
 def _process_attention(original: Original, self: Any, act_dtype: Any) -> None:
+    """The system "dymoe" has to see the queries and keys of a prompt, which only the implementation of an attention
+    layer gets outside of compiled graphs; with other systems nothing is put in its way.
+    """
     original(self, act_dtype)
     rank = _rank(self.quant_config)  # runs by now: vLLM processes the experts of a model before its attention
     tap = None if rank is None else rank.prompts
@@ -128,116 +198,23 @@ def _process_attention(original: Original, self: Any, act_dtype: Any) -> None:
     self.impl.forward = forward
 
 
-def _select_forward(original: Original, self: Any) -> Callable[..., Any]:
+@_replaces(
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner", "_select_forward",
+    "an operator of MoE layers with output arguments, or experts that are chosen inside of the graph",
+)  # fmt: skip
+def _select_forward(original: Original, self: Any) -> Original:
+    """vLLM's operator of a MoE layer returns fresh tensors, and a CUDA graph behind it would read those of its capture;
+    ours writes into buffers (vLLM issue 37363).
+    """
     from vllm_dymoe.vllm_adapter.moe_method import entry_with_buffers
 
     return entry_with_buffers(self) or original(self)
 
 
-_WORKER = "vllm.v1.worker.gpu_worker.Worker"
-_STEP_ERROR = "an exception of a model that fails a step and not the engine"
-_STATS_FIELD = "a field of SchedulerStats for data of a worker's plugin, passed on to stat logger plugins"
+@_replaces("vllm.v1.engine.async_llm.AsyncLLM", "do_log_stats", _STATS_FIELD)
+@_replaces("vllm.v1.engine.llm_engine.LLMEngine", "do_log_stats", _STATS_FIELD)
+def _do_log_stats(original: Original, self: Any) -> Awaitable[None] | None:
+    """The counts of the workers have to reach the server's /metrics and log, and that of LLM(), when vLLM's own do."""
+    from vllm_dymoe.vllm_adapter.metrics import publish  # not before vLLM has imported prometheus_client
 
-PATCHES = (
-    Patch(
-        ("vllm.engine.arg_utils.EngineArgs", "create_engine_config"),
-        "Options must be refused in the user's process before any weight is loaded, decisions taken on the host must "
-        "not be captured in a CUDA graph, and the worker methods must be there without another flag.",
-        _create_engine_config,
-        "a hook of QuantizationConfig that sees the finished VllmConfig",
-    ),
-    Patch(
-        ("vllm.model_executor.model_loader.base_loader", "initialize_model"),
-        "A model that computes experts with code of its own would be served as if we were not there.",
-        _initialize_model,
-        "a hook of QuantizationConfig that sees the model before its weights",
-    ),
-    Patch(
-        ("vllm.v1.worker.worker_base.WorkerWrapperBase", "execute_model"),
-        "An expert that cannot be fetched must fail its step alone, so it has to be known where a step begins; and "
-        "whether it is a prefill, how many of its rows are tokens, and of which requests, is known here, of every "
-        "attention backend. Only executors come this way: vLLM's warm-up calls Worker.execute_model itself.",
-        _execute_model,
-        _STEP_ERROR,
-    ),
-    Patch(
-        (_WORKER, "sample_tokens"),
-        "Here a step ends, and its failure has to leave the worker with its output.",
-        _sample_tokens,
-        _STEP_ERROR,
-    ),
-    Patch(
-        (_WORKER, "determine_available_memory"),
-        "CUDA graphs are captured in here, once to learn how much memory they take, and a call of CUDA on another "
-        "thread would make a capture invalid: nothing is fetched in the background from the first warm-up run on.",
-        _warm_up,
-        "a hook around the capture of graphs",
-    ),
-    Patch(
-        (_WORKER, "compile_or_warm_up_model"),
-        "As above, where the graphs are captured that serve.",
-        _warm_up,
-        "a hook around the capture of graphs",
-    ),
-    Patch(
-        ("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output"),
-        "The requests of a failed step have to end, and nothing it wrote may stay in the prefix cache.",
-        _update_from_output,
-        _STEP_ERROR,
-    ),
-    Patch(
-        ("vllm.v1.engine.async_llm.AsyncLLM", "generate"),
-        'vLLM\'s servers answer "Internal server error" to a failed request, and its sentence would be lost.',
-        _generate,
-        "an error message in EngineCoreOutput that servers pass on (vLLM 0.33 has the field)",
-    ),
-    Patch(
-        (_WORKER, "reload_weights"),
-        "Reloading would exchange the dense layers and leave the packed experts as they are, without asking first.",
-        _reload_weights,
-        "a way for a quantization method to refuse or to take part in reloading",
-    ),
-    Patch(
-        ("vllm.lora.worker_manager.WorkerLoRAManager", "_load_adapter"),
-        "vLLM leaves out what an adapter has for layers that --lora-target-modules does not name, without a word.",
-        _load_adapter,
-        "an error of vLLM's for an adapter of which a part would be left out",
-    ),
-    Patch(
-        ("vllm.model_executor.layers.attention.Attention", "process_weights_after_loading"),
-        'The system "dymoe" has to see the queries and keys of a prompt, which only the implementation of an attention '
-        "layer gets outside of compiled graphs; with other systems nothing is put in its way.",
-        _process_attention,
-        "a hook of the attention layer that is called with queries and keys, outside of compiled graphs",
-    ),
-    Patch(
-        ("vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner", "_select_forward"),
-        "vLLM's operator of a MoE layer returns fresh tensors, and a CUDA graph behind it would read those of its "
-        "capture; ours writes into buffers (vLLM issue 37363).",
-        _select_forward,
-        "an operator of MoE layers with output arguments, or experts that are chosen inside of the graph",
-    ),
-    Patch(
-        ("vllm.v1.engine.async_llm.AsyncLLM", "do_log_stats"),
-        "The counts of the workers have to reach the server's /metrics and log when vLLM's own do.",
-        _do_log_stats,
-        _STATS_FIELD,
-    ),
-    Patch(
-        ("vllm.v1.engine.llm_engine.LLMEngine", "do_log_stats"),
-        "As above, for an LLM() whose statistics are on.",
-        _do_log_stats,
-        _STATS_FIELD,
-    ),
-)
-
-
-def apply_patches() -> None:
-    """Apply the patches to this process, each once."""
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    for patch in PATCHES:
-        owner = resolve_obj_by_qualname(patch.target[0])
-        original = getattr(owner, patch.target[1])
-        if not getattr(original, "dymoe_patched", False):
-            setattr(owner, patch.target[1], patch.wrapped(original))
+    return publish(self, original(self))

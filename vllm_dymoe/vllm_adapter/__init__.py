@@ -14,9 +14,8 @@ _registered = False
 def register() -> None:
     """Register the quantization method ``dymoe`` with the vLLM of this process, once.
 
-    With a vLLM outside the supported range, ``--quantization dymoe`` is still a
-    name that vLLM knows, but using it is refused with a sentence; models that do
-    not use it are served as ever.
+    With a vLLM outside the supported range, ``--quantization dymoe`` is still a name that vLLM knows, but using it is
+    refused with a sentence; models that do not use it are served as ever.
     """
     global _registered
     if _registered:
@@ -48,11 +47,7 @@ def refusing_config(problem: str) -> type:
 
 
 def version_problem(installed: str | None = None) -> str | None:
-    """Why the installed vLLM cannot be used, as a sentence; None if it can.
-
-    Args:
-        installed: vLLM's version; read from the installation if None.
-    """
+    """Why the installed vLLM, or a version of it, cannot be used, as a sentence; None if it can."""
     name, installed = ("vllm", installed) if installed else _installed_vllm()
     version = Version(installed)
     if version.is_devrelease or version.release[:2] == (0, 0):

@@ -22,38 +22,31 @@ _STEP_LIMIT = 7.0
 
 
 def activation_of(layer: Any) -> Activation | None:
-    """The activation of a layer's experts; None for one that kernels do not have.
-
-    Args:
-        layer: a RoutedExperts.
-    """
+    """The activation of the experts of a RoutedExperts; None for one that kernels do not have."""
     moe = layer.moe_config
     function: MoEActivation = moe.activation
     if function is MoEActivation.SWIGLUOAI:  # whose numbers vLLM's kernel has built in
         return Activation.SWIGLU_OAI
+
+    def number(name: str) -> float | None:
+        """A number that the layer's configuration has, or in vLLM 0.26 only the layer."""
+        found: float | None = getattr(moe, name, None)
+        return getattr(layer, name, None) if found is None else found
+
     name = function.value.removesuffix("_no_mul")
     curve, has_gate = _CURVES.get(name), function.is_gated
-    limit, alpha, beta = (_number(layer, f"swiglu_{number}") for number in ("limit", "alpha", "beta"))
+    limit = number("swiglu_limit")
     if curve is Curve.SITU:
-        return _situ(getattr(moe, "activation_situ_beta", None), getattr(moe, "activation_situ_linear_beta", None))
+        beta, linear_beta = (getattr(moe, f"activation_situ_{part}", None) for part in ("beta", "linear_beta"))
+        return (
+            None if beta is None else Activation(curve, limit=max(linear_beta or 0.0, 0.0) or float("inf"), beta=beta)
+        )
     if curve is Curve.SWIGLU_STEP:
         return Activation(curve, limit=_STEP_LIMIT)
     if curve is Curve.SWIGLU and has_gate:
         if name == "swigluoai_uninterleave":
-            return None if limit is None else Activation(curve, limit, 1.0 if alpha is None else alpha, beta or 0.0)
+            alpha, beta = number("swiglu_alpha"), number("swiglu_beta") or 0.0
+            return None if limit is None else Activation(curve, limit, 1.0 if alpha is None else alpha, beta)
         return Activation(curve) if limit is None else Activation(curve, limit)
-    # Nobody says what a limit of another curve would mean.
+    # What a limit of another curve would mean is not defined.
     return None if curve is None or limit is not None else Activation(curve, has_gate=has_gate)
-
-
-def _number(layer: Any, name: str) -> float | None:
-    """A number that the layer's configuration has, or in vLLM 0.26 only the layer."""
-    found: float | None = getattr(layer.moe_config, name, None)
-    return getattr(layer, name, None) if found is None else found
-
-
-def _situ(beta: float | None, linear_beta: float | None) -> Activation | None:
-    if beta is None:
-        return None
-    bounded = linear_beta is not None and linear_beta > 0
-    return Activation(Curve.SITU, limit=linear_beta if bounded and linear_beta else float("inf"), beta=beta)

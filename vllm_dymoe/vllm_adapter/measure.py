@@ -1,7 +1,7 @@
 """What requests cost in one engine: the child process of ``vllm-dymoe bench``, ``python -m`` this module with a job.
 
-A job is a file: the model, options and engine arguments, the cases that this engine answers one after the other, and
-the file of rows that each of them is added to.
+A job is a file: the model, options, engine arguments, the cases that are answered one after the other, and the file of
+rows that each is added to.
 """
 
 import hashlib
@@ -24,9 +24,16 @@ from vllm_dymoe.bench.systems import make_known
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.moe import MoERuntime
+from vllm_dymoe.vllm_adapter.metrics import difference, total
 
 Request = tuple[list[int], int]
 """Token numbers of a prompt, and tokens of its answer."""
+
+_COUNTED = (
+    "hits", "misses", "promotions", "reuses", "evictions", "exposed_wait_seconds", "prediction_seconds", "planned",
+    "bytes_moved", "transfers", "prefetches", "predictions", "budget_bytes", "peak_expert_bytes", "predictor_bytes",
+    "resident_experts",
+)  # fmt: skip
 
 
 def run(job: Mapping[str, Any]) -> None:
@@ -57,8 +64,8 @@ def start(job: Mapping[str, Any]) -> LLM:
     if current_platform.is_cpu():
         settings["enforce_eager"] = True  # compiling takes a minute and gains little there
     if options is not None:
-        plugin = {**options, "expert_budget": job["cases"][0]["budget"]}
-        settings |= {"quantization": "dymoe", "additional_config": {"dymoe": plugin}}
+        options = {**options, "expert_budget": job["cases"][0]["budget"]}
+        settings |= {"quantization": "dymoe", "additional_config": {"dymoe": options}}
     return LLM(model=job["model"], **(settings | job["engine"]))
 
 
@@ -176,25 +183,10 @@ def _counters(llm: LLM) -> list[dict[str, Any]]:
     return answers
 
 
-def _difference(after: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _difference(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What all ranks counted in between; sizes and shares are those of the end."""
-    counted = ("hits", "misses", "promotions", "reuses", "evictions", "exposed_wait_seconds", "prediction_seconds")
-    by_name = ("planned", "bytes_moved", "transfers", "prefetches", "predictions")
-    found: dict[str, Any] = {
-        name: sum(new[name] - old[name] for new, old in zip(after, before, strict=True)) for name in counted
-    }
-    for name in by_name:
-        keys = after[0][name]
-        found[name] = {
-            key: sum(new[name][key] - old[name][key] for new, old in zip(after, before, strict=True)) for key in keys
-        }
-    for name in ("budget_bytes", "peak_expert_bytes", "predictor_bytes"):
-        found[name] = sum(rank[name] for rank in after)
-    found["resident_experts"] = {
-        tier: sum(rank["resident_experts"][tier] for rank in after) for tier in after[0]["resident_experts"]
-    }
-    found["prefetch_interval"] = after[0]["prefetch_interval"]
-    return found
+    found = total([difference(new, old) for new, old in zip(after, before, strict=True)])
+    return {name: found[name] for name in _COUNTED} | {"prefetch_interval": after[0]["prefetch_interval"]}
 
 
 def _chunks(requests: Sequence[Request], batch: int) -> Iterator[Sequence[Request]]:

@@ -14,27 +14,20 @@ from vllm_dymoe.runtime.device_share import StepShape, automatic_share
 
 # On a CPU the "device" is the machine's memory, which other processes use too.
 _SHARE_OF_FREE_HOST_MEMORY = 0.5
-_GIB = 2**30
 
 
 def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: ModelExperts, least: int) -> int:
-    """Bytes for experts, after the dense weights were loaded.
+    """Bytes for this rank's experts, after the dense weights were loaded.
 
     On CUDA what ``gpu_memory_utilization`` leaves beside the KV cache of one request of ``max_model_len`` tokens and
     the activations of a step; on a CPU half of the available memory after the KV cache's share
     (``VLLM_CPU_KVCACHE_SPACE``), in equal parts for the ranks, which share that memory.
 
-    Args:
-        vllm_config: vLLM's configuration.
-        device: of the experts.
-        experts: of this rank.
-        least: the smallest budget that can serve.
-
     Raises:
-        ConfigError: there is not enough.
+        ConfigError: there is less than ``least``, the smallest budget that can serve.
     """
     if device.type == "cpu":
-        cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 4) * _GIB)
+        cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 4) * 2**30)
         ranks = vllm_config.parallel_config.world_size
         return int(max(0, available_host_memory() // ranks - cache) * _SHARE_OF_FREE_HOST_MEMORY)
     free, cache_config, model = CudaMemory(device).available(), vllm_config.cache_config, vllm_config.model_config
@@ -53,14 +46,10 @@ def kv_cache_bytes(vllm_config: VllmConfig) -> int:
 
     Layers of several kinds share blocks in groups of equal size; vLLM fills these up with layers that are not there.
     """
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    kinds: Counter[tuple[int, int]] = Counter()
-    for layer in layers.values():
-        if getattr(layer, "kv_sharing_target_layer_name", None):
-            continue
-        spec = layer.get_kv_cache_spec(vllm_config)
-        if spec is not None:
-            kinds[spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes] += 1
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+    own = (layer for layer in layers if not getattr(layer, "kv_sharing_target_layer_name", None))
+    specs = [spec for layer in own if (spec := layer.get_kv_cache_spec(vllm_config)) is not None]
+    kinds = Counter((spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) for spec in specs)
     group = min(kinds.values(), default=1)
     # One block of each group is vLLM's own.
     return sum((request + page) * (-(-count // group) * group) for (request, page), count in kinds.items())
@@ -73,13 +62,12 @@ def step_shape(vllm_config: VllmConfig, experts: ModelExperts) -> StepShape:
     graphs = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE) and not model.enforce_eager
     sizes = (compilation.cudagraph_capture_sizes or []) if graphs else []
     heads = model.get_num_attention_heads(parallel) + 2 * model.get_num_kv_heads(parallel)
-    fmt = next(iter(experts.formats.values()))
     return StepShape(
         tokens=scheduler.max_num_batched_tokens,
         sequences=scheduler.max_num_seqs,
         hidden=model.get_hidden_size(),
         attention=heads * model.get_head_size(),
-        intermediate=fmt.intermediate,
+        intermediate=next(iter(experts.formats.values())).intermediate,
         top_k=experts.top_k,
         vocabulary=model.get_vocab_size(),
         itemsize=model.dtype.itemsize,

@@ -53,7 +53,7 @@ class Metric:
 
     def values(self, answer: Answer) -> dict[tuple[str, ...], float]:
         """The value in an answer, or one for each key of its label."""
-        value = answer.get(self.field, {})
+        value = answer[self.field]
         return {(key,): amount for key, amount in value.items()} if isinstance(value, dict) else {(): value}
 
 
@@ -85,6 +85,35 @@ METRICS = (
 )
 
 
+_GAUGES = frozenset(metric.field for metric in METRICS if metric.kind is Gauge)
+
+
+def difference(after: Answer, before: Answer) -> Answer:
+    """What a rank counted between two answers.
+
+    A count that fell was set to zero in between. Gauges are those of ``after``, and 0 for a tier that is gone.
+    """
+
+    def change(value: Any, earlier: Any, gauge: bool) -> Any:
+        if isinstance(value, dict):
+            earlier = earlier or {}
+            return {key: change(value.get(key, 0), earlier.get(key, 0), gauge) for key in earlier | value}
+        return value if gauge or value < earlier else value - earlier
+
+    return {name: change(value, before.get(name, 0), name in _GAUGES) for name, value in after.items()}
+
+
+def total(answers: list[Answer]) -> Answer:
+    """The sum over all ranks."""
+
+    def add(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {key: sum(value.get(key, 0) for value in values) for key in values[0]}
+        return sum(values)
+
+    return {name: add([answer[name] for answer in answers]) for name in answers[0]}
+
+
 class Statistics:
     """What one engine's ranks did, published at each interval."""
 
@@ -111,47 +140,29 @@ class Statistics:
             The interval in one line; None if it is the first or no expert was needed.
         """
         before = self._before or [{} for _ in answers]
-        for rank, (answer, earlier) in enumerate(zip(answers, before, strict=True)):
+        changes = [difference(answer, earlier) for answer, earlier in zip(answers, before, strict=True)]
+        for rank, changed in enumerate(changes):
             for metric, collector in self._collectors.items():
-                known, values = metric.values(earlier), metric.values(answer)
-                for key in known | values:  # a tier that is no longer in use has 0
+                for key, value in metric.values(changed).items():
                     child = collector.labels(self._model_name, str(rank), *key)
-                    if isinstance(child, Counter):
-                        child.inc(_grown(values.get(key, 0), known.get(key, 0)))
-                    else:
-                        child.set(values.get(key, 0))
-        text = None if self._time is None else _describe(answers, before, now - self._time)
+                    child.inc(value) if isinstance(child, Counter) else child.set(value)
+        text = None if self._time is None else _describe(total(changes), now - self._time, len(answers))
         self._before, self._time = answers, now
         return text
 
 
-def _describe(answers: list[Answer], before: list[Answer], seconds: float) -> str | None:
+def _describe(counted: Answer, seconds: float, ranks: int) -> str | None:
     """An interval in one line, sums over all ranks; None if no expert was needed."""
-
-    def total(name: str, key: str | None = None) -> float:
-        pairs = ((new[name], old[name]) for new, old in zip(answers, before, strict=True))
-        return sum(_grown(new, old) if key is None else _grown(new[key], old[key]) for new, old in pairs)
-
-    hits, misses = total("hits"), total("misses")
-    if hits + misses == 0:
+    needed, slots = counted["hits"] + counted["misses"], counted["slots"]
+    if needed == 0:
         return None
-    moved = ", ".join(
-        f"{reason} {size(total('bytes_moved', reason) / seconds)}/s" for reason in answers[0]["bytes_moved"]
-    )
-    resident = ", ".join(
-        f"{tier} {sum(a['resident_experts'][tier] for a in answers)} of {sum(a['slots'][tier] for a in answers)} slots"
-        for tier in answers[0]["slots"]
-    )
+    moved = ", ".join(f"{reason} {size(nbytes / seconds)}/s" for reason, nbytes in counted["bytes_moved"].items())
+    resident = ", ".join(f"{tier} {n} of {slots[tier]} slots" for tier, n in counted["resident_experts"].items())
     return (
-        f"vllm-dymoe: hit rate {hits / (hits + misses):.1%} of {hits + misses:.0f} experts, moved {moved}, "
-        f"waited {total('exposed_wait_seconds') / seconds / len(answers):.1%} of the time, "
-        f"{total('evictions'):.0f} evictions, resident experts {resident}"
+        f"vllm-dymoe: hit rate {counted['hits'] / needed:.1%} of {needed} experts, moved {moved}, "
+        f"waited {counted['exposed_wait_seconds'] / seconds / ranks:.1%} of the time, "
+        f"{counted['evictions']} evictions, resident experts {resident}"
     )
-
-
-def _grown(value: float, before: float) -> float:
-    """How much a count grew; one that fell was set to zero in between."""
-    return value - before if value >= before else value
 
 
 def statistics_of(engine: Any) -> Statistics | None:

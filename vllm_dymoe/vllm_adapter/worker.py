@@ -14,14 +14,11 @@ from fastapi import FastAPI, HTTPException, Request
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.recording import CalibrationError
-from vllm_dymoe.runtime import MoERuntime, precision_of, start_timeline, stop_timeline
+from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.vllm_adapter.running import Running
 
 ROUTES = {"/v1/dymoe/precision": "dymoe_precision", "/v1/dymoe/predictor": "dymoe_predictor"}
 """The worker method behind each path."""
-
-_BEHIND = "', please check the stack trace"
-"""What vLLM's executor says behind a worker's sentence; the sentence has all that the client needs."""
 
 
 class DymoeWorkerExtension:
@@ -36,22 +33,19 @@ class DymoeWorkerExtension:
         _runtime(self).reset_stats()
 
     def dymoe_resize(self, expert_budget: str | int | float) -> dict[str, Any]:
-        """Change the expert budget while the server runs; the cache starts empty.
+        """Change the expert budget (as the option) while the server runs; the cache starts empty.
 
         Memory that a smaller budget leaves goes back to the device, for other processes; the KV cache stays as it is.
 
-        Args:
-            expert_budget: as the option of that name.
-
         Returns:
-            As ``dymoe_stats``, and ``free_device_bytes``: what any process can allocate on the device now.
+            As ``dymoe_stats``, and ``free_device_bytes``: what can be allocated on the device now.
 
         Raises:
             ValueError: it is not a budget, too small, or more than the device has; the old one stays.
         """
         runtime = _runtime(self)
         runtime.resize(expert_budget)
-        return {**runtime.stats().to_dict(), "free_device_bytes": runtime.memory.pools.available}
+        return {**runtime.stats().to_dict(), "free_device_bytes": runtime.free_device_bytes}
 
     def dymoe_precision(self, **changes: Any) -> dict[str, Any]:
         """Change what decides precision, for the next step on; without arguments only ask.
@@ -70,30 +64,48 @@ class DymoeWorkerExtension:
         runtime = _runtime(self)
         if changes:
             runtime.set_precision(**changes)
-        return dict(precision_of(runtime))
+        return runtime.precision()
+
+    def dymoe_predictor(self, file: str | None = None, **unknown: Any) -> dict[str, Any]:
+        """Foresee with another trained predictor, for the next step on; without a file only ask.
+
+        Its memory is counted. Where it takes other memory than the predictor before it the cache starts empty.
+
+        Args:
+            file: that ``vllm-dymoe train`` has written, as this worker's machine names it.
+
+        Returns:
+            File and model card of the predictor that is in force; both None where none was trained.
+
+        Raises:
+            ValueError: it cannot be read, is another model's, or has no room; the old one goes on.
+        """
+        rank = _rank(self)
+        if unknown:
+            raise ConfigError(f"vllm-dymoe: {', '.join(unknown)} cannot be set here; only file can.")
+        if file is not None:
+            rank.take_predictor(Path(file))
+        path, card = rank.foresight.trained
+        return {"file": None if path is None else str(path), "card": None if card is None else asdict(card)}
 
     def dymoe_start_timeline(self) -> None:
-        """Take note of what runs when, from the next step on."""
-        start_timeline(_runtime(self))
+        """Record what runs when, from the next step on."""
+        _runtime(self).start_timeline()
 
     def dymoe_stop_timeline(self) -> list[dict[str, Any]]:
         """What ran since ``dymoe_start_timeline``, as Chrome trace events; this rank is a process of its own in them.
 
         Raises:
-            ValueError: nobody has started one.
+            ValueError: none was started.
         """
-        return stop_timeline(_runtime(self), getattr(self, "rank", 0))
+        return _runtime(self).stop_timeline(getattr(self, "rank", 0))
 
     def dymoe_recordable(self) -> dict[str, Any] | None:
         """What a calibration of this model is about; None on all ranks but the one that records."""
         return _rank(self).observation.recordable
 
     def dymoe_record(self, path: str, tokens: int) -> str | None:
-        """Record what experts read, for a calibration; see ``offline``.
-
-        Args:
-            path: of the part.
-            tokens: how many, from the next step on.
+        """Record what experts read in the next tokens as one part of a calibration.
 
         Returns:
             What went wrong, because an exception would reach the caller as another one.
@@ -126,28 +138,6 @@ class DymoeWorkerExtension:
             "bytes": recorder.nbytes,
         }
 
-    def dymoe_predictor(self, file: str | None = None, **unknown: Any) -> dict[str, Any]:
-        """Foresee with another trained predictor, for the next step on; without a file only ask.
-
-        Its memory is counted. Where it takes other memory than the predictor before it the cache starts empty.
-
-        Args:
-            file: that ``vllm-dymoe train`` has written, as this worker's machine names it.
-
-        Returns:
-            File and model card of the predictor that is in force; both None where none was trained.
-
-        Raises:
-            ValueError: it cannot be read, is another model's, or has no room; the old one goes on.
-        """
-        rank = _rank(self)
-        if unknown:
-            raise ConfigError(f"vllm-dymoe: {', '.join(unknown)} cannot be set here; only file can.")
-        if file is not None:
-            rank.take_predictor(Path(file))
-        path, card = rank.foresight.trained
-        return {"file": None if path is None else str(path), "card": None if card is None else asdict(card)}
-
     def dymoe_check_integrity(self) -> None:
         """Raise AssertionError if a slot, pin or byte of the budget is unaccounted for."""
         _runtime(self).check_integrity()
@@ -177,12 +167,10 @@ class PrecisionEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes."""
         for path, method in ROUTES.items():
             _add(app, path, method)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Remember the engine."""
         state.dymoe_engine = engine_client
 
 
@@ -204,4 +192,5 @@ async def _call(state: Any, method: str, changes: dict[str, Any]) -> dict[str, A
         _, ours, sentence = str(error).partition("vllm-dymoe: ")
         if not ours:
             raise
-        raise HTTPException(400, ours + sentence.partition(_BEHIND)[0]) from error
+        # What vLLM's executor adds is of no use to the client.
+        raise HTTPException(400, ours + sentence.partition("', please check the stack trace")[0]) from error

@@ -10,7 +10,8 @@ constexpr int VECTORS = BLOCK / W;    // of floats in one column of a block
 constexpr int UNIT = 32;              // activations that share a power of two
 constexpr int CHUNK = 64;             // columns that are unpacked at a time, where many tokens share them
 constexpr int BATCH = 32;             // tokens that share what is unpacked
-constexpr i64 AHEAD = 768;            // bytes that are prefetched ahead
+constexpr i64 AHEAD = 3072;            // bytes that are prefetched ahead
+constexpr int SCALES_AHEAD = 2;       // groups whose scales are
 
 INLINE F load(const float* p) { return *(const Unaligned*)p; }
 INLINE void store(float* p, F v) { *(Unaligned*)p = v; }
@@ -175,6 +176,18 @@ INLINE void scale_of(const Matrix& m, const uint8_t* section, i64 block, i64 gro
     *offset = -center * *scale;
 }
 
+// A group's scales lie far from those of the next one, so that no processor finds them by itself.
+INLINE void prefetch_scales(const Matrix& m, const uint8_t* section, i64 block, i64 group) {
+    if (group >= m.padded_columns / m.group) return;
+    const uint8_t* at = section + m.scales;
+    if (m.scale == SCALE_AND_ZERO) {
+        at += 4 * (group * m.padded_rows + BLOCK * block);
+        for (int i = 0; i < 4 * BLOCK; i += 64) __builtin_prefetch(at + i);
+    } else {
+        __builtin_prefetch(at + (block * (m.padded_columns / m.group) + group) * BLOCK * (m.scale == FLOAT32 ? 4 : 1));
+    }
+}
+
 // ---- a block of 64 rows times some tokens ------------------------------------------------------------------------------
 
 // total [n, 64] += scale * sums + offset * the group's sum, for each row; the last thing that happens to a group.
@@ -218,12 +231,18 @@ template <Kind kind, int N>
 INLINE void few(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, float* total) {
     alignas(64) float sums[N * BLOCK];
     for (int i = 0; i < N * BLOCK; i++) total[i] = 0;
+    for (int group = 0; group < SCALES_AHEAD; group++) prefetch_scales(m, section, block, group);
     for (i64 group = 0; group < m.padded_columns / m.group; group++) {
+        prefetch_scales(m, section, block, group + SCALES_AHEAD);
         for (int i = 0; i < N * BLOCK; i++) sums[i] = 0;
         const uint8_t *high = at.high, *low = at.low;
         auto plane = [&](const uint8_t* bytes, int factor) {
             auto fetch = [&](i64 column, int, Q* out) {
-                __builtin_prefetch(bytes + (kind == TWO || kind == TWO_AND_TWO ? 16 : 32) * column + AHEAD);
+                constexpr int bytes_of_column = kind == TWO || kind == TWO_AND_TWO ? 16 : 32;
+                for (int i = 0; i < STEP * bytes_of_column; i += 64) {
+                    __builtin_prefetch(bytes + bytes_of_column * column + AHEAD + i);
+                    if (kind == TWO_AND_TWO) __builtin_prefetch(low + bytes_of_column * column + AHEAD + i);
+                }
                 codes<kind>({bytes, low}, column, m.fold, out);
             };
             add_columns<kind == LEVELS, N, QS>(fetch, x, group * m.group, m.group, factor, sums);
@@ -303,6 +322,7 @@ static void floats(const Matrix& m, const uint8_t* section, Codes at, i64 block,
         for (i64 from = group * m.group; from < end; from += COLUMNS) {
             for (i64 c = 0; c < COLUMNS; c++) {
                 __builtin_prefetch(at.high + 32 * (from + c) + AHEAD);
+                __builtin_prefetch(at.low + 32 * (from + c) + AHEAD);
                 for (int v = 0; v < VECTORS / 2; v++) {
                     I above = bytes_of(at.high + 32 * (from + c), v), below = bytes_of(at.low + 32 * (from + c), v);
                     store(tile + BLOCK * c + W * v, e4m3((above & 15) << 4 | (below & 15)));
@@ -327,7 +347,10 @@ template <int R, int N> INLINE void dot(const uint16_t* w, i64 columns, i64 dtyp
     i64 c = 0;
     for (; c + W <= columns; c += W) {
         F weights[R];
-        for (int r = 0; r < R; r++) weights[r] = halves(w + r * columns + c, dtype);
+        for (int r = 0; r < R; r++) {
+            weights[r] = halves(w + r * columns + c, dtype);
+            if (N == 1) __builtin_prefetch(w + (r + R) * columns + c);  // of the rows that follow
+        }
         for (int t = 0; t < N; t++) {
             F values = load(x[t].x + c);
             for (int r = 0; r < R; r++) sum[r][t] += weights[r] * values;

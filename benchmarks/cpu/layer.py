@@ -82,18 +82,15 @@ class Layer:
 
 
 def torch_int4(tokens: int, steps: int) -> float | None:
-    """Median seconds of the same layer by ``torch.ops.aten._weight_int4pack_mm_for_cpu``; None where it does not run."""
+    """Median seconds of the same layer by torch's ``_weight_int4pack_mm_for_cpu``; None where that does not run."""
+    pack, multiply = torch.ops.aten._convert_weight_to_int4pack_for_cpu, torch.ops.aten._weight_int4pack_mm_for_cpu
+    shapes = (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
+    x, rows, taken = torch.randn(tokens, HIDDEN).bfloat16(), max(1, tokens * TOP_K // EXPERTS), []
     try:
-        pack, multiply = torch.ops.aten._convert_weight_to_int4pack_for_cpu, torch.ops.aten._weight_int4pack_mm_for_cpu
         weights = []
         for _ in range(32):
-            codes = [
-                torch.randint(16, shape, dtype=torch.int32)
-                for shape in ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
-            ]
+            codes = [torch.randint(16, shape, dtype=torch.int32) for shape in shapes]
             weights.append([(pack(c, 1), torch.rand(c.shape[1] // 64, c.shape[0], 2).bfloat16()) for c in codes])
-        x, taken = torch.randn(tokens, HIDDEN).bfloat16(), []
-        rows = max(1, tokens * TOP_K // EXPERTS)
         for step in range(steps):
             begin = time.perf_counter()
             for expert in range(min(tokens * TOP_K, EXPERTS)):
@@ -102,9 +99,9 @@ def torch_int4(tokens: int, steps: int) -> float | None:
                 hidden = torch.nn.functional.silu(hidden[:, :INTERMEDIATE]) * hidden[:, INTERMEDIATE:]
                 multiply(hidden, down, 64, of_down)
             taken.append(time.perf_counter() - begin)
-        return statistics.median(taken)
     except (RuntimeError, NotImplementedError):
         return None
+    return statistics.median(taken)
 
 
 def main() -> None:
@@ -127,16 +124,13 @@ def main() -> None:
             taken = [(*layer.step(tokens), layer.read(min(EXPERTS, tokens * TOP_K))) for _ in range(steps)][2:]
             seconds, experts = statistics.median(t for t, _, _ in taken), statistics.mean(n for _, n, _ in taken)
             bound = statistics.median(r / min(EXPERTS, tokens * TOP_K) for _, _, r in taken) * experts
-            row = {"code": code, "tokens": tokens, "bound_ms": 1e3 * bound, "layer_ms": 1e3 * seconds}
-            row |= {"gb_per_s": experts * nbytes / seconds / 1e9}
-            print(
-                f"{code:>6} {tokens:>6} {row['bound_ms']:9.3f} {row['layer_ms']:9.3f} {bound / seconds:11.2f} {row['gb_per_s']:6.1f}"
-            )
+            rate = experts * nbytes / seconds / 1e9
+            rows.append({"code": code, "tokens": tokens, "bound_ms": 1e3 * bound, "layer_ms": 1e3 * seconds})
+            print(f"{code:>6} {tokens:>6} {1e3 * bound:9.3f} {1e3 * seconds:9.3f} {bound / seconds:11.2f} {rate:6.1f}")
             if options.torch_int4 and code == "4":
                 other = torch_int4(tokens, steps)
-                row["torch_int4_ms"] = None if other is None else 1e3 * other
+                rows[-1]["torch_int4_ms"] = None if other is None else 1e3 * other
                 print(f"{'torch int4':>23}: {'does not run here' if other is None else f'{1e3 * other:.3f} ms'}")
-            rows.append(row)
     print(json.dumps({"kernel": layer.kernel.name, "threads": torch.get_num_threads(), "rows": rows}))
 
 

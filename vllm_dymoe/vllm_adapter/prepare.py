@@ -1,6 +1,6 @@
 """What is refused and set in the user's process, after vLLM has made its configuration and before anything loads."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,14 +223,44 @@ def refuse_unsupported_features(config: VllmConfig) -> None:
     Raises:
         ConfigError: there is one.
     """
-    for is_on, sentence in _UNSUPPORTED:
-        if is_on(config):
+    model, parallel, drafts = config.model_config, config.parallel_config, config.speculative_config
+    unsupported = {
+        "LoRA on the experts is not supported; name the layers that adapters may change with --lora-target-modules, "
+        "for instance q_proj k_proj v_proj o_proj.": _lora_may_reach_experts(config.lora_config),
+        "expert-parallel load balancing is not supported, because every rank has a store of its own experts; leave "
+        "--enable-eplb out.": parallel.enable_eplb,
+        "data parallelism is not supported; leave --data-parallel-size out, and start one server for each "
+        "replica.": parallel.data_parallel_size > 1,
+        "prefill context parallelism is not supported, because a rank cannot tell which tokens of a step are its own; "
+        "leave --prefill-context-parallel-size out.": parallel.prefill_context_parallel_size > 1,
+        "micro-batches that run at the same time are not supported, because layers have to come one after the other; "
+        "leave --enable-dbo and --ubatch-size out.": parallel.use_ubatching,
+        # vLLM's first executor for Ray, which 0.33 has no more, calls the model runner from its graphs.
+        "Ray's compiled graphs do not call the worker, so that it would not be known where a step begins; set "
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use --distributed-executor-backend mp.": (
+            parallel.distributed_executor_backend == "ray"
+            and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+        ),
+        "adaptive verification of drafts is not supported, because it leaves out tokens that were scheduled; set "
+        '"enable_adaptive_verification": false in --speculative-config.': (
+            getattr(drafts, "enable_adaptive_verification", False)
+        ),
+        # That of multi-token prediction is in the checkpoint itself.
+        "a speculative draft model with experts that is a checkpoint of its own is not supported; use a dense draft "
+        "model, the model's own multi-token prediction (method mtp), or the method ngram in --speculative-config.": (
+            drafted_by_experts(config)
+            and (drafts.method != "mtp" or str(drafts.draft_model_config.model) != str(model.model))
+        ),
+        "sleep mode is not supported, because experts in their slots would not survive it; leave --enable-sleep-mode "
+        "out, and lower the budget with dymoe_resize to give their memory back to the device.": (
+            getattr(model, "enable_sleep_mode", False)
+        ),
+        "weight transfer is not supported, because the experts are packed in a store; leave --weight-transfer-config "
+        "out.": getattr(config, "weight_transfer_config", None) is not None,
+    }
+    for sentence, is_on in unsupported.items():
+        if is_on:
             raise ConfigError(f"vllm-dymoe: {sentence}")
-
-
-def _of_experts(module: str) -> bool:
-    # "experts" stands for the whole layer, "experts.3.up_proj" for one of its projections.
-    return "experts" in module.split(".")
 
 
 def _lora_may_reach_experts(lora: LoRAConfig | None) -> bool:
@@ -238,68 +268,6 @@ def _lora_may_reach_experts(lora: LoRAConfig | None) -> bool:
     return lora is not None and (lora.target_modules is None or any(map(_of_experts, lora.target_modules)))
 
 
-def _drafts_with_experts(config: VllmConfig) -> bool:
-    if not drafted_by_experts(config):
-        return False
-    draft = config.speculative_config.draft_model_config
-    # That of multi-token prediction is in the checkpoint itself.
-    return config.speculative_config.method != "mtp" or str(draft.model) != str(config.model_config.model)
-
-
-def _bypasses_the_worker(config: VllmConfig) -> bool:
-    """Whether vLLM's first executor for Ray is asked for, which 0.33 has no more; its graphs call the model runner."""
-    is_ray = config.parallel_config.distributed_executor_backend == "ray"
-    return is_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
-
-
-_UNSUPPORTED: tuple[tuple[Callable[[VllmConfig], bool], str], ...] = (
-    (
-        lambda config: _lora_may_reach_experts(config.lora_config),
-        "LoRA on the experts is not supported; name the layers that adapters may change with --lora-target-modules, "
-        "for instance q_proj k_proj v_proj o_proj.",
-    ),
-    (
-        lambda config: config.parallel_config.enable_eplb,
-        "expert-parallel load balancing is not supported, because every rank has a store of its own experts; "
-        "leave --enable-eplb out.",
-    ),
-    (
-        lambda config: config.parallel_config.data_parallel_size > 1,
-        "data parallelism is not supported; leave --data-parallel-size out, and start one server for each replica.",
-    ),
-    (
-        lambda config: config.parallel_config.prefill_context_parallel_size > 1,
-        "prefill context parallelism is not supported, because a rank cannot tell which tokens of a step are its own; "
-        "leave --prefill-context-parallel-size out.",
-    ),
-    (
-        lambda config: config.parallel_config.use_ubatching,
-        "micro-batches that run at the same time are not supported, because layers have to come one after the other; "
-        "leave --enable-dbo and --ubatch-size out.",
-    ),
-    (
-        _bypasses_the_worker,
-        "Ray's compiled graphs do not call the worker, so that it would not be known where a step begins; set "
-        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use --distributed-executor-backend mp.",
-    ),
-    (
-        lambda config: getattr(config.speculative_config, "enable_adaptive_verification", False),
-        "adaptive verification of drafts is not supported, because it leaves out tokens that were scheduled; set "
-        '"enable_adaptive_verification": false in --speculative-config.',
-    ),
-    (
-        _drafts_with_experts,
-        "a speculative draft model with experts that is a checkpoint of its own is not supported; use a dense draft "
-        "model, the model's own multi-token prediction (method mtp), or the method ngram in --speculative-config.",
-    ),
-    (
-        lambda config: bool(getattr(config.model_config, "enable_sleep_mode", False)),
-        "sleep mode is not supported, because experts in their slots would not survive it; leave --enable-sleep-mode "
-        "out, and lower the budget with dymoe_resize to give their memory back to the device.",
-    ),
-    (
-        lambda config: getattr(config, "weight_transfer_config", None) is not None,
-        "weight transfer is not supported, because the experts are packed in a store; leave --weight-transfer-config "
-        "out.",
-    ),
-)
+def _of_experts(module: str) -> bool:
+    # "experts" stands for the whole layer, "experts.3.up_proj" for one of its projections.
+    return "experts" in module.split(".")

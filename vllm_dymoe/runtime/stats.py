@@ -1,6 +1,6 @@
 """A snapshot of everything that one rank counts, as plain numbers that travel between processes."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vllm_dymoe.predict import PredictionStats
@@ -10,67 +10,57 @@ from vllm_dymoe.runtime.serving import Serving
 from vllm_dymoe.transfer import Reason
 
 
+def _count(meaning: str, label: str | None = None, **more: Any) -> dict[str, Any]:
+    """What a field is as a metric; ``label`` names the keys of a dictionary."""
+    return {"meaning": meaning, "label": label, "gauge": False, **more}
+
+
+def _now(meaning: str, label: str | None = None) -> dict[str, Any]:
+    return _count(meaning, label, gauge=True)
+
+
 @dataclass(frozen=True)
 class RuntimeStats:
-    """A snapshot of one rank.
+    """A snapshot of one rank; ``vllm_adapter.metrics`` publishes every field but ``hit_rate``.
 
-    Attributes:
-        planned: experts that the system gave each tier, over all layers and steps.
-        hits: experts that a layer needed and found on the device.
-        misses: experts that a layer needed and had to fetch.
-        hit_rate: hits among both, 0 to 1.
-        promotions: misses of a high version where the low one was there.
-        reuses: hits that used a high version where a low one would have done.
-        evictions: experts that made room for others.
-        bytes_moved: bytes from host to device, by reason.
-        transfers: blobs from host to device, by reason.
-        failed_transfers: transfers that ended in an error.
-        exposed_wait_seconds: host time spent waiting for transfers.
-        budget_bytes: the hard limit of device memory for experts.
-        peak_expert_bytes: the most device memory that experts ever held.
-        prefetches: experts that were fetched ahead, by what became of them: useful (needed, and there in time), late
-            (needed while they were on their way), wasted (not needed), cancelled (before a byte moved).
-        prefetch_interval: one of so many predictions is acted on, by phase; more than 1 where they did not pay.
-        predictions: experts named ahead (named), those that routers then chose in the same layers (wanted), and experts
-            that are both (right): right / wanted is FIRM-MoE's prediction accuracy (Eq. 7), right / named its expert
-            utilisation (Eq. 8).
-        predictor_bytes: device memory that the predictor takes, within the budget.
-        prediction_seconds: host time that predictions took.
-        slots: slots by tier.
-        resident_experts: experts that are complete on the device, by tier.
-        choices: of routers, by the tier that served them, where versions move between steps; so are those below.
-        moves: by outcome: published; failed; late, not there after a whole window; refused, no slot for it; outdated,
-            not begun before the next plan.
-        windows: of traffic that have ended.
-        window_age_seconds: of the running one.
-        migration_link_seconds: that the link worked for moves.
+    A prefetch is useful (needed, and there in time), late (needed while it was on its way), wasted (not needed) or
+    cancelled (before a byte moved). Experts that are predicted are named; wanted are those that routers then chose in
+    the same layers, and right those that are both: right / wanted is FIRM-MoE's prediction accuracy (Eq. 7), right /
+    named its expert utilisation (Eq. 8). A move is published, failed, late (not there after a whole window), refused
+    (no slot for it) or outdated (not begun before the next plan).
     """
 
-    planned: dict[str, int]
-    hits: int
-    misses: int
+    planned: dict[str, int] = field(metadata=_count("Experts that the system gave each tier.", "tier"))
+    hits: int = field(metadata=_count("Experts that a layer needed and found on the device."))
+    misses: int = field(metadata=_count("Experts that a layer needed and had to fetch."))
+    promotions: int = field(metadata=_count("Misses that replaced a low version by a high one."))
+    reuses: int = field(metadata=_count("Hits that used a high version where a low one would have done."))
+    evictions: int = field(metadata=_count("Experts that made room for others."))
+    transfers: dict[str, int] = field(metadata=_count("Blobs moved from host to device.", "reason"))
+    bytes_moved: dict[str, int] = field(
+        metadata=_count("Bytes moved from host to device.", "reason", name="transferred_bytes")
+    )
+    failed_transfers: int = field(metadata=_count("Transfers that ended in an error."))
+    exposed_wait_seconds: float = field(metadata=_count("Host time spent waiting for transfers."))
+    prefetches: dict[str, int] = field(metadata=_count("Experts fetched ahead, by what became of them.", "outcome"))
+    predictions: dict[str, int] = field(
+        metadata=_count("Experts named ahead, wanted by routers, and right: both.", "kind")
+    )
+    prediction_seconds: float = field(metadata=_count("Host time spent on predicting experts."))
+    predictor_bytes: int = field(metadata=_now("Device memory of the predictor, within the budget."))
+    prefetch_interval: dict[str, int] = field(metadata=_now("One of so many predictions is acted on.", "phase"))
+    budget_bytes: int = field(metadata=_now("The hard limit of device memory for experts."))
+    peak_expert_bytes: int = field(metadata=_now("The most device memory that experts ever held."))
+    slots: dict[str, int] = field(metadata=_now("Slots for experts on the device.", "tier"))
+    resident_experts: dict[str, int] = field(metadata=_now("Experts that are complete on the device.", "tier"))
+    choices: dict[str, int] = field(
+        metadata=_count("Choices of routers by what served them, where versions move.", "tier")
+    )
+    moves: dict[str, int] = field(metadata=_count("Experts moved to the high version between steps.", "outcome"))
+    windows: int = field(metadata=_count("Windows of traffic after which high experts were chosen anew."))
+    window_age_seconds: float = field(metadata=_now("Age of the running window."))
+    migration_link_seconds: float = field(metadata=_count("Time that the link worked for moves."))
     hit_rate: float
-    promotions: int
-    reuses: int
-    evictions: int
-    bytes_moved: dict[str, int]
-    transfers: dict[str, int]
-    failed_transfers: int
-    exposed_wait_seconds: float
-    budget_bytes: int
-    peak_expert_bytes: int
-    prefetches: dict[str, int]
-    prefetch_interval: dict[str, int]
-    predictions: dict[str, int]
-    predictor_bytes: int
-    prediction_seconds: float
-    slots: dict[str, int]
-    resident_experts: dict[str, int]
-    choices: dict[str, int]
-    moves: dict[str, int]
-    windows: int
-    window_age_seconds: float
-    migration_link_seconds: float
 
     @classmethod
     def collect(cls, serving: Serving) -> "RuntimeStats":
@@ -107,5 +97,4 @@ class RuntimeStats:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The snapshot as JSON-serialisable data."""
         return asdict(self)

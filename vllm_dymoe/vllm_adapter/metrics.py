@@ -9,13 +9,14 @@ import contextlib
 import inspect
 import time
 from collections.abc import Awaitable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
+from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter.report import logger
 
@@ -28,18 +29,18 @@ class Metric:
     """One metric, for each rank.
 
     Attributes:
-        name: without the namespace, and without the ``_total`` of a counter.
-        kind: Counter or Gauge.
         field: of RuntimeStats.
         meaning: its help text.
         label: names the keys where the field is a dictionary.
+        gauge: a Gauge, else a Counter.
+        name: without the namespace, and without the ``_total`` of a counter.
     """
 
-    name: str
-    kind: type[Counter] | type[Gauge]
     field: str
     meaning: str
-    label: str | None = None
+    label: str | None
+    gauge: bool
+    name: str
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -49,7 +50,7 @@ class Metric:
     @property
     def full_name(self) -> str:
         """As ``/metrics`` shows it."""
-        return f"{NAMESPACE}_{self.name}" + ("_total" if self.kind is Counter else "")
+        return f"{NAMESPACE}_{self.name}" + ("" if self.gauge else "_total")
 
     def values(self, answer: Answer) -> dict[tuple[str, ...], float]:
         """The value in an answer, or one for each key of its label."""
@@ -57,35 +58,10 @@ class Metric:
         return {(key,): amount for key, amount in value.items()} if isinstance(value, dict) else {(): value}
 
 
-METRICS = (
-    Metric("planned", Counter, "planned", "Experts that the system gave each tier.", "tier"),
-    Metric("hits", Counter, "hits", "Experts that a layer needed and found on the device."),
-    Metric("misses", Counter, "misses", "Experts that a layer needed and had to fetch."),
-    Metric("promotions", Counter, "promotions", "Misses that replaced a low version by a high one."),
-    Metric("reuses", Counter, "reuses", "Hits that used a high version where a low one would have done."),
-    Metric("evictions", Counter, "evictions", "Experts that made room for others."),
-    Metric("transfers", Counter, "transfers", "Blobs moved from host to device.", "reason"),
-    Metric("transferred_bytes", Counter, "bytes_moved", "Bytes moved from host to device.", "reason"),
-    Metric("failed_transfers", Counter, "failed_transfers", "Transfers that ended in an error."),
-    Metric("exposed_wait_seconds", Counter, "exposed_wait_seconds", "Host time spent waiting for transfers."),
-    Metric("prefetches", Counter, "prefetches", "Experts fetched ahead, by what became of them.", "outcome"),
-    Metric("predictions", Counter, "predictions", "Experts named ahead, wanted by routers, and right: both.", "kind"),
-    Metric("prediction_seconds", Counter, "prediction_seconds", "Host time spent on predicting experts."),
-    Metric("predictor_bytes", Gauge, "predictor_bytes", "Device memory of the predictor, within the budget."),
-    Metric("prefetch_interval", Gauge, "prefetch_interval", "One of so many predictions is acted on.", "phase"),
-    Metric("budget_bytes", Gauge, "budget_bytes", "The hard limit of device memory for experts."),
-    Metric("peak_expert_bytes", Gauge, "peak_expert_bytes", "The most device memory that experts ever held."),
-    Metric("slots", Gauge, "slots", "Slots for experts on the device.", "tier"),
-    Metric("resident_experts", Gauge, "resident_experts", "Experts that are complete on the device.", "tier"),
-    Metric("choices", Counter, "choices", "Choices of routers by what served them, where versions move.", "tier"),
-    Metric("moves", Counter, "moves", "Experts moved to the high version between steps.", "outcome"),
-    Metric("windows", Counter, "windows", "Windows of traffic after which high experts were chosen anew."),
-    Metric("window_age_seconds", Gauge, "window_age_seconds", "Age of the running window."),
-    Metric("migration_link_seconds", Counter, "migration_link_seconds", "Time that the link worked for moves."),
+METRICS = tuple(
+    Metric(field.name, **{"name": field.name, **field.metadata}) for field in fields(RuntimeStats) if field.metadata
 )
-
-
-_GAUGES = frozenset(metric.field for metric in METRICS if metric.kind is Gauge)
+_GAUGES = frozenset(metric.field for metric in METRICS if metric.gauge)
 
 
 def difference(after: Answer, before: Answer) -> Answer:
@@ -215,8 +191,9 @@ def _collectors(registry: CollectorRegistry) -> dict[Metric, Counter | Gauge]:
     """Every metric, registered once however many engines a process has."""
 
     def collector(metric: Metric) -> Counter | Gauge:
-        mode = {"multiprocess_mode": "mostrecent"} if metric.kind is Gauge else {}
-        options: dict[str, Any] = {"namespace": NAMESPACE, "registry": registry, **mode}
-        return metric.kind(metric.name, metric.meaning, metric.labels, **options)
+        about = metric.name, metric.meaning, metric.labels, NAMESPACE
+        if metric.gauge:
+            return Gauge(*about, registry=registry, multiprocess_mode="mostrecent")
+        return Counter(*about, registry=registry)
 
     return {metric: collector(metric) for metric in METRICS}

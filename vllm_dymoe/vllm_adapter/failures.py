@@ -126,33 +126,26 @@ def _key(step: int) -> str:
     return f"vllm_dymoe/failed_step/{step}"
 
 
-def end_failed_requests(scheduler: Any, step: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
-    """End the requests of a failed step, before the scheduler looks at the step's output.
+def update_from_output(
+    update: Callable[..., dict[int, EngineCoreOutputs]], scheduler: Any, step: SchedulerOutput, output: Any
+) -> dict[int, EngineCoreOutputs]:
+    """What a vllm.v1.core.sched.scheduler.Scheduler makes of a step's output: the requests of a failed one end before.
 
     vLLM enters a block in its prefix cache when it is scheduled, before it is computed. Which of them the failed step
     should have filled is not known for requests that were aborted or preempted meanwhile, so none is kept.
 
-    Args:
-        scheduler: a vllm.v1.core.sched.scheduler.Scheduler.
-        step: what was scheduled.
-        output: what came back.
-
     Returns:
-        The requests that were ended; none if the step did not fail.
+        Outputs by client, the errors among them.
     """
     if not isinstance(output, FailedStep):
-        return []
+        return update(scheduler, step, output)
     ids = set(step.num_scheduled_tokens) | _readers_of(scheduler, _blocks_written(scheduler, step))
     failed: list[Request] = scheduler.finish_requests(ids, RequestStatus.FINISHED_ERROR)
     manager = scheduler.kv_cache_manager
     if manager.enable_caching:
         manager.evict_blocks(set(range(len(manager.block_pool.blocks))))
     logger.error("%s The %d requests of this step end with this error.", output.failure, len(failed))
-    return failed
-
-
-def add_failures(outputs: dict[int, EngineCoreOutputs], failed: list[Request], output: ModelRunnerOutput) -> None:
-    """Add the requests that ``end_failed_requests`` ended to the scheduler's outputs, by client."""
+    outputs = update(scheduler, step, output)
     for request in failed:
         client = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
         client.outputs.append(
@@ -160,11 +153,12 @@ def add_failures(outputs: dict[int, EngineCoreOutputs], failed: list[Request], o
                 request_id=request.request_id,
                 new_token_ids=[],
                 finish_reason=request.get_finished_reason(),
-                stop_reason=output.failure if isinstance(output, FailedStep) else None,
+                stop_reason=output.failure,
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
             )
         )
+    return outputs
 
 
 def raise_failure(output: Any) -> None:

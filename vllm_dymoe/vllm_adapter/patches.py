@@ -139,10 +139,7 @@ def _rank(config: Any) -> Running | None:
 @_replaces("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", _STEP_ERROR)
 def _update_from_output(original: Original, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
     """The requests of a failed step have to end, and nothing it wrote may stay in the prefix cache."""
-    failed = failures.end_failed_requests(self, scheduler_output, model_runner_output)
-    outputs = original(self, scheduler_output, model_runner_output)
-    failures.add_failures(outputs, failed, model_runner_output)
-    return outputs
+    return failures.update_from_output(original, self, scheduler_output, model_runner_output)
 
 
 @_replaces(

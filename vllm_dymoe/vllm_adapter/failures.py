@@ -37,15 +37,13 @@ class FailedStep(ModelRunnerOutput):
 
 
 class StepFailures:
-    """The failure of the running step, if any: the first sentence wins.
+    """The failure of the running step, if any: the first ``sentence`` wins.
 
     Args:
-        step: the running one.
         store: a torch.distributed.Store that all ranks share; None for a single rank.
         collects: whether this rank's output is the one that vLLM collects.
 
     Attributes:
-        sentence: what went wrong in the running step.
         on_failure: called with the number of a step that failed on any rank, when its output is complete.
     """
 
@@ -62,7 +60,6 @@ class StepFailures:
         return self._store is None
 
     def record(self, sentence: str) -> None:
-        """Note that the running step has failed here."""
         if self.sentence is None:
             self.sentence = sentence
             if self._store is not None:
@@ -70,11 +67,7 @@ class StepFailures:
                 self._store.check([_key(self._step.number)])  # writing alone does not wait for the server
 
     def finish(self, output: Any) -> Any:
-        """The step ends: declare its output failed if the step is.
-
-        Args:
-            output: a ModelRunnerOutput, an AsyncModelRunnerOutput, or None where this rank has none.
-        """
+        """The step ends: declare its output failed if the step is; this rank may have none."""
         step, mine = self._step.number, self.sentence
         self.sentence = None
         self._step.end()

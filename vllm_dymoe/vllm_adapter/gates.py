@@ -75,11 +75,7 @@ class _Linear:
 
 
 def find_gate(experts: Any, tree: ModuleTree) -> Gate:
-    """The gate of one MoE layer.
-
-    Args:
-        experts: vLLM's RoutedExperts.
-        tree: of the model that they are in.
+    """The gate of vLLM's RoutedExperts, in the tree of their model.
 
     Raises:
         GateError: there is no linear layer that could be it, or several, or its scores are used in an unknown way.
@@ -118,8 +114,6 @@ def checked(gate: Gate, name: str, x: torch.Tensor, ids: torch.Tensor) -> Gate:
     """The gate of a layer, without a correction that vLLM does not apply (its CPU build routes Ernie-4.5 like that).
 
     Args:
-        gate: that was found.
-        name: of its layer.
         x: [tokens, hidden], the experts' input.
         ids: [tokens, top_k], what vLLM chose, as this rank's experts; negative for another rank's.
 
@@ -159,7 +153,6 @@ class Foresight(Observer):
         self.trained: tuple[Path | None, PredictorCard | None] = (None, None)
 
     def layer_loaded(self, position: int, routed_experts: Any) -> None:
-        """Find the gate of one more layer."""
         if self._tree is None:
             return
         try:
@@ -205,14 +198,10 @@ class Foresight(Observer):
             self._observation.leave(self)
 
     def take_over(self, model: RoutedModel, put: Callable[[Predictor], None]) -> None:
-        """Foresee with a trained predictor; gates are still checked for the trace.
-
-        Args:
-            model: with the predictor's file.
-            put: hands it to the runtime; if it refuses, the old one goes on.
+        """Foresee with a trained predictor, which ``put`` hands to the runtime; gates are still checked for the trace.
 
         Raises:
-            ConfigError: it is damaged, another model's, or there is no room for it.
+            ConfigError: it is damaged, another model's, or there is no room for it; the old one goes on.
         """
         assert model.predictor is not None
         try:

@@ -29,9 +29,8 @@ DOMAIN = "dymoe_domain"
 class Observer:
     """Hears what the routers of a rank say in the steps of requests; never in a warm-up, and nothing of padding.
 
-    Attributes:
-        needs_inputs: it looks at routers' inputs, which a step that the device decides does not keep: of such a step it
-            hears nothing. Others hear of all its layers when the model has run.
+    Those that need routers' inputs hear nothing of a step that the device decides, which does not keep them; others
+    hear of all its layers when the model has run.
     """
 
     needs_inputs: ClassVar[bool] = False
@@ -44,28 +43,18 @@ class Observer:
         raise NotImplementedError
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
-        """The model has run.
-
-        Args:
-            runner: vLLM's model runner.
-            scheduler_output: of the step.
-            step: its number, for :meth:`forget`.
-            failed: whether some of what was heard means nothing.
-        """
+        """vLLM's model runner has run the step of this number; if it failed, what was heard of it means nothing."""
 
     def forget(self, step: int) -> None:
         """A step failed on another rank, which is known when its tokens are there."""
 
 
 class Observation:
-    """The observers of one rank.
+    """The observers of one rank, in the order in which they hear.
 
     Args:
-        recordable: what a calibration of this rank's inputs holds; None on ranks that see what another one records.
-
-    Attributes:
-        observers: in the order in which they hear.
-        trace: the one that records a trace, if this rank does.
+        recordable: what a calibration of this rank's inputs holds: ``layers``, ``hidden_size``, ``top_k``, ``dtype`` by
+            name; None on ranks that see what another one records.
     """
 
     def __init__(self, recordable: dict[str, Any] | None = None) -> None:
@@ -87,11 +76,7 @@ class Observation:
             observer.forget(step)
 
     def record(self, path: Path, tokens: int) -> None:
-        """Record the inputs of the next tokens as one part of a calibration.
-
-        Raises:
-            CalibrationError: the part cannot be written.
-        """
+        """Record the inputs of the next tokens as one part of a calibration, or raise CalibrationError."""
         if self.recordable is None:
             return
         if self._calibration is not None:  # of a caller that went away
@@ -102,11 +87,7 @@ class Observation:
         self.join(self._calibration)
 
     def end_record(self) -> None:
-        """Complete the part.
-
-        Raises:
-            CalibrationError: it could not be written, or tokens are missing.
-        """
+        """Complete the part, or raise CalibrationError: it could not be written, or tokens are missing."""
         calibration, self._calibration = self._calibration, None
         if calibration is not None:
             self.leave(calibration)
@@ -114,16 +95,7 @@ class Observation:
 
 
 class CalibrationObserver(Observer):
-    """Hands every layer's inputs to one part; what goes wrong is said at the end, and fails no request.
-
-    Args:
-        path: of the complete part.
-        tokens: how many to record.
-        model: what a calibration of it holds: ``layers``, ``hidden_size``, ``top_k`` and ``dtype`` by name.
-
-    Raises:
-        CalibrationError: the part cannot be written.
-    """
+    """Hands every layer's inputs to one part; what goes wrong is said at the end, and fails no request."""
 
     needs_inputs = True
 
@@ -133,7 +105,6 @@ class CalibrationObserver(Observer):
         self._problem: CalibrationError | None = None
 
     def see(self, routing: Routing) -> None:
-        """Record the inputs of one layer, and weights and experts of all ranks."""
         if self._problem is None:
             try:
                 self.part.add(routing.layer, routing.x, routing.weights, _chosen(routing))
@@ -168,7 +139,6 @@ class TraceObserver(Observer):
         self._numbers = itertools.count()
 
     def begin_step(self, scheduler_output: Any) -> None:
-        """Learn of new requests, and which have ended."""
         for name in scheduler_output.finished_req_ids:
             self._requests.pop(name, None)
         for new in scheduler_output.scheduled_new_reqs:
@@ -184,7 +154,6 @@ class TraceObserver(Observer):
             self.recorder.begin()
 
     def see(self, routing: Routing) -> None:
-        """Record what a layer's router chose."""
         layer, ids, prompt = routing.layer, _chosen(routing), routing.prompt
         next_gate = None
         if layer + 1 < len(self._gates):
@@ -193,7 +162,6 @@ class TraceObserver(Observer):
         self.recorder.record(layer, routing.x, routing.weights, ids, next_gate, heavy)
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
-        """Tell the recorder which requests the tokens were of."""
         if failed or not self.recorder.recording:
             return
         state = getattr(runner, "execute_model_state", None)
@@ -207,8 +175,7 @@ class TraceObserver(Observer):
             counts = [scheduler_output.num_scheduled_tokens[name] for name in names]
         requests = (self._requests[name] for name in names)
         spans = [Span(request.number, count, request.prompt) for request, count in zip(requests, counts, strict=True)]
-        gates_were_right = bool(self._gates_now())
-        self.recorder.end(spans, position, step, next_gate=gates_were_right)
+        self.recorder.end(spans, position, step, next_gate=bool(self._gates_now()))  # they were right
 
     def forget(self, step: int) -> None:
         self.recorder.forget(step)
@@ -218,11 +185,6 @@ def observe_trace(
     options: Options, header: Callable[[], TraceHeader], gates: Callable[[], Sequence[Gate]]
 ) -> TraceObserver | None:
     """The observer that records a trace on this rank; None where none is wanted, or another rank records it.
-
-    Args:
-        options: validated options.
-        header: of the model whose routers are recorded.
-        gates: of every layer, if inputs are recorded.
 
     Raises:
         ConfigError: ``trace`` cannot be used.

@@ -59,7 +59,6 @@ class DymoeConfig(QuantizationConfig):
         return "dymoe"
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Dtypes of activations, scales and 16-bit experts."""
         dtypes = [torch.bfloat16, torch.float16]
         if self._dense is None:
             return dtypes
@@ -67,12 +66,10 @@ class DymoeConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Ampere: the first with bfloat16."""
-        return 80
+        return 80  # Ampere, the first with bfloat16
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """No file besides config.json."""
         return []
 
     @classmethod
@@ -203,12 +200,7 @@ def _ranks_of_an_expert(config: VllmConfig) -> int:
 def read_options(
     vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None, reader: Reader | None = None
 ) -> Options:
-    """The options of an engine.
-
-    Args:
-        vllm_config: vLLM's configuration of it.
-        checkpoint: quantization_config of the checkpoint, if it is ours.
-        reader: of the checkpoint's experts, if another tool has quantized them.
+    """The options of an engine whose checkpoint is ours, another tool's, or not quantized.
 
     Raises:
         ConfigError: they are wrong, or contradict the checkpoint.

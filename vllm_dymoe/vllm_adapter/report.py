@@ -21,9 +21,8 @@ def announce(runtime: MoERuntime, rank: str, seconds: float, source: str = "", p
     """Say in one line what is active, and warn if the cache cannot work.
 
     Args:
-        runtime: that is ready.
         rank: which of several ranks this is, empty for the only one.
-        seconds: from its creation until it was ready.
+        seconds: until the experts were ready.
         source: a sentence on a quantized checkpoint's numbers, if it is one.
         place: why the host store is where it is, if that was not an option.
     """

@@ -1,7 +1,6 @@
 """Options: the order of their sources, and one clear sentence for each mistake."""
 
 import pytest
-from pydantic import ValidationError
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.resolve import resolve_options
@@ -30,7 +29,6 @@ def test_environment_values_are_json_or_text():
     [
         ("auto", ExpertBudget()),
         (1_000, ExpertBudget(bytes=1_000)),
-        ("4GiB", ExpertBudget(bytes=4 * 2**30)),
         ("1.5 MiB", ExpertBudget(bytes=3 * 2**19)),
         ("12.5%", ExpertBudget(share=0.125)),
         (0.25, ExpertBudget(share=0.25)),
@@ -48,11 +46,18 @@ def test_impossible_budgets_are_refused(text):
         load({"expert_budget": text})
 
 
-def test_a_share_resolves_to_bytes():
-    assert ExpertBudget(share=0.25).resolve(1000) == 250
-    assert ExpertBudget(bytes=77).resolve(1000) == 77
-    with pytest.raises(ValueError, match="automatic"):
-        ExpertBudget().resolve(1000)
+@pytest.mark.parametrize(
+    ("budget", "nbytes", "text"),
+    [
+        ("25%", 250, "0.25 of the experts"),
+        (77, 77, "77 bytes"),
+        ("top-k", 80, "as many experts as a token uses in a layer"),
+        ("layer", 80, "as many experts as a layer has"),
+    ],
+)
+def test_what_a_budget_stands_for(budget, nbytes, text):
+    budget = load({"expert_budget": budget}).expert_budget
+    assert (budget.resolve(1000, slots_bytes=80), str(budget)) == (nbytes, text)
 
 
 @pytest.mark.parametrize(
@@ -64,22 +69,13 @@ def test_a_share_resolves_to_bytes():
         ({"hi": 3}, {}, "additional_config.dymoe.hi = 3: input should be 16, 8, 4 or 2"),
         ({}, {"DYMOE_HI": "five"}, 'DYMOE_HI = "five"'),
         ({"hi": 4, "lo": 4}, {}, "lo is 4 bits but must be below hi, which is 4"),
-        ({"hi": 2, "lo": 8}, {}, "must be below hi"),
         ({"system": "best"}, {}, 'dymoe.system: system "best" does not exist; choose one of exact, on-demand'),
         ({}, {"DYMOE_SYSTEM": "best"}, 'DYMOE_SYSTEM: system "best" does not exist'),
-        (
-            {"system": "firm", "system_options": {"p": 1}},
-            {},
-            "dymoe.system_options: .*p: extra inputs are",
-        ),
+        ({"system": "firm", "system_options": {"p": 1}}, {}, "dymoe.system_options: .*p: extra inputs are"),
         ({}, {"DYMOE_SYSTEM_OPTIONS": '{"k": 1}'}, "DYMOE_SYSTEM_OPTIONS: .*; it has look_ahead"),
         ({"system": "dymoe", "system_options": {"retention": 0}}, {}, "would skip every expert"),
         ({"predictor": "a", "system": "on-demand"}, {}, "dymoe.predictor: .*has no use for a predictor; leave it out"),
         ({"trace": {"limit": "1GiB"}}, {}, "dymoe.trace.folder = .*: field required"),
-        ({"trace": {"folder": "a", "size": 1}}, {}, "dymoe.trace.size = 1: extra inputs"),
-        ({"group_size": 100}, {}, "group_size = 100"),
-        ({"host_store": "cloud"}, {}, "host_store"),
-        ({"transfer_timeout_s": -1}, {}, "transfer_timeout_s = -1"),
         ({"system": ["firm"]}, {}, "system = .*input should be a valid string"),
         ("25%", {}, "must be an object of options"),
     ],
@@ -97,28 +93,17 @@ def test_a_checkpoint_of_another_version_is_refused():
         load(checkpoint={"quant_method": "dymoe", "format_version": 1, "hi": 4})
 
 
-def test_options_cannot_be_changed_afterwards():
-    with pytest.raises(ValidationError):
-        Options().hi = 8
-
-
 def test_stored_bits_leave_out_what_is_skipped():
     assert Options(hi=4, lo=0).stored_bits == (4,)
     assert Options(hi=8, lo=2).stored_bits == (8, 2)
 
 
-def test_a_budget_that_nobody_sets_is_the_systems():
-    assert load({"system": "duoserve"}).expert_budget == ExpertBudget(slots="top-k")
-    assert load({"system": "layer-prefetch"}).expert_budget == ExpertBudget(slots="layer")
-    assert load({"system": "duoserve", "expert_budget": "25%"}).expert_budget == ExpertBudget(share=0.25)
-    assert load({"system": "duoserve", "expert_budget": "auto"}).expert_budget.is_auto
-    assert load().expert_budget.is_auto
-
-
-def test_a_host_store_that_nobody_sets_is_the_systems():
-    assert load({"system": "duoserve"}).host_store == "pinned"
-    assert load({"system": "duoserve", "host_store": "auto"}).host_store == "auto"
-    assert load().host_store == "auto"
+def test_a_budget_and_a_host_store_that_are_not_set_are_the_systems():
+    own, chosen = load({"system": "duoserve"}), {"expert_budget": "auto", "host_store": "auto"}
+    assert (own.expert_budget, own.host_store) == (ExpertBudget(slots="top-k"), "pinned")
+    for options in (load({"system": "duoserve"} | chosen), load()):
+        assert options.expert_budget.is_auto
+        assert options.host_store == "auto"
 
 
 def test_a_predictor_stands_in_for_what_a_system_would_ask():
@@ -131,13 +116,6 @@ def test_a_trace_is_a_folder_or_what_is_recorded_there():
     assert load({"trace": "a"}).trace == load({"trace": {"folder": "a"}}).trace
     trace = load(environment={"DYMOE_TRACE": '{"folder": "a", "limit": "1GiB", "inputs": true}'}).trace
     assert (str(trace.folder), trace.limit, trace.inputs) == ("a", 2**30, True)
-
-
-@pytest.mark.parametrize(("word", "slots"), [("top-k", "token uses in a layer"), ("layer", "layer has")])
-def test_a_budget_of_as_many_experts_as_a_token_or_a_layer_has(word, slots):
-    budget = load({"expert_budget": word}).expert_budget
-    assert budget.resolve(1000, slots_bytes=80) == 80
-    assert str(budget) == f"as many experts as a {slots}"
 
 
 def test_every_system_is_served_with_the_default_options():

@@ -38,11 +38,6 @@ def test_legends_name_labels_that_a_query_keeps():
                 assert not kept or any(label in group for group in kept), target
 
 
-def test_panels_do_not_cover_each_other():
-    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in DASHBOARD["panels"]]
-    assert len(set(places)) == len(places)
-
-
 def test_results_of_vllms_client_become_one_table(tmp_path):
     for concurrency in (16, 1, 4):
         found = {"max_concurrency": concurrency, "completed": 8, "output_throughput": 10.0 * concurrency,

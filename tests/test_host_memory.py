@@ -44,10 +44,6 @@ def test_a_mapping_takes_its_bytes_and_the_rest_of_a_page(nbytes):
     assert nbytes <= resident(memory) < nbytes + PAGE
 
 
-def test_no_bytes_need_no_mapping():
-    assert map_bytes(0).numel() == 0
-
-
 def test_memory_goes_with_the_last_tensor_over_it():
     memory = map_bytes(40 * MIB)
     address, part = memory.data_ptr() + 30 * MIB, memory[30 * MIB :]
@@ -67,7 +63,7 @@ def test_pages_can_go_before_the_tensors_do():
     drop_pages(memory)
     assert resident(memory) == 0
     assert not memory.any()
-    drop_pages(map_bytes(0))
+    drop_pages(map_bytes(0))  # which has none
 
 
 def test_too_much_is_an_error_and_no_crash():
@@ -91,11 +87,8 @@ def test_pages_come_from_the_node_that_was_named():
         assert (policy.value, mask[0]) == (1, 1), "preferred, node 0"
 
 
-def test_a_node_that_does_not_exist_is_a_reason_and_no_error():
+def test_what_cannot_be_bound_is_a_reason_and_no_error(monkeypatch):
     assert prefer_node(map_bytes(PAGE), 999)
-
-
-def test_an_unknown_processor_is_a_reason(monkeypatch):
     monkeypatch.setattr(host_memory, "_MBIND", {})
     assert "unknown" in prefer_node(map_bytes(PAGE), 0)
 
@@ -108,39 +101,27 @@ def test_one_node_is_not_several(tmp_path, monkeypatch, text, several):
     assert several_nodes() is several
 
 
-@pytest.fixture
-def machine(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, 1000),
+        ({"memory.max": "max", "memory.current": 300}, 1000),
+        ({"memory.max": 500, "memory.current": 300}, 200),
+        ({"memory.max": 500, "memory.current": 600}, 0),
+        ({"memory.max": 5000, "memory.current": 300}, 1000),
+        # What the page cache has counts as used, and goes when memory is short.
+        (
+            {"memory.max": 500, "memory.current": 450, "memory.stat": "anon 100\ninactive_file 200\nactive_file 50"},
+            300,
+        ),
+        # The first version of control groups.
+        ({"memory/memory.limit_in_bytes": 700, "memory/memory.usage_in_bytes": 100}, 600),
+    ],
+)
+def test_a_containers_limit_counts_where_there_is_one(tmp_path, monkeypatch, files, available):
     monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
     monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    return tmp_path
-
-
-def test_without_a_container_it_is_the_machines(machine):
-    assert host_memory.available_host_memory() == 1000
-
-
-def test_no_limit_is_no_limit(machine):
-    (machine / "memory.max").write_text("max\n")
-    (machine / "memory.current").write_text("300\n")
-    assert host_memory.available_host_memory() == 1000
-
-
-@pytest.mark.parametrize(("limit", "used", "left"), [(500, 300, 200), (500, 600, 0), (5000, 300, 1000)])
-def test_a_containers_limit_counts(machine, limit, used, left):
-    (machine / "memory.max").write_text(f"{limit}\n")
-    (machine / "memory.current").write_text(f"{used}\n")
-    assert host_memory.available_host_memory() == left
-
-
-def test_the_page_cache_is_no_use(machine):
-    (machine / "memory.max").write_text("500")
-    (machine / "memory.current").write_text("450")
-    (machine / "memory.stat").write_text("anon 100\ninactive_file 200\nactive_file 50\n")
-    assert host_memory.available_host_memory() == 300
-
-
-def test_the_first_version_of_control_groups(machine):
-    (machine / "memory").mkdir()
-    (machine / "memory" / "memory.limit_in_bytes").write_text("700")
-    (machine / "memory" / "memory.usage_in_bytes").write_text("100")
-    assert host_memory.available_host_memory() == 600
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert host_memory.available_host_memory() == available

@@ -1,46 +1,51 @@
-"""What the workers count, as Prometheus metrics and as a line in the log."""
+"""What the workers count: as Prometheus metrics, as a line in the log, and as a summary for users of ``LLM()``."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_dymoe import summary
 from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.vllm_adapter import metrics, patches
 from vllm_dymoe.vllm_adapter.metrics import METRICS, Statistics, statistics_of
 
+STATS = RuntimeStats(
+    planned={"hi": 3, "lo": 1, "skip": 2},
+    hits=0,
+    misses=0,
+    hit_rate=0.0,
+    promotions=0,
+    reuses=0,
+    evictions=0,
+    bytes_moved={"demand": 0, "prefetch": 0, "migration": 0},
+    transfers={"demand": 0, "prefetch": 0, "migration": 0},
+    failed_transfers=0,
+    exposed_wait_seconds=0.0,
+    prefetches={"useful": 0, "late": 0, "wasted": 0, "cancelled": 0},
+    prefetch_interval={"prefill": 1, "decode": 1},
+    predictions={"named": 0, "wanted": 0, "right": 0},
+    predictor_bytes=1000,
+    prediction_seconds=0.25,
+    budget_bytes=4 << 30,
+    peak_expert_bytes=3 << 30,
+    slots={"hi": 8},
+    resident_experts={"hi": 4},
+    choices={"hi": 0, "lo": 0},
+    moves={"published": 0, "late": 0, "failed": 0},
+    windows=0,
+    window_age_seconds=0.0,
+    migration_link_seconds=0.0,
+)
 
-def answer(hits=0, misses=0, moved=0, waited=0.0, evictions=0, resident=0, **others):
+
+def answer(moved=0, waited=0.0, resident=0, **others):
+    """Of one rank to ``dymoe_stats``."""
     reasons = {"demand": moved, "prefetch": 0, "migration": 0}
-    stats = RuntimeStats(
-        planned={"hi": hits + misses, "lo": 0, "skip": 0},
-        hits=hits,
-        misses=misses,
-        hit_rate=0.0,
-        promotions=0,
-        reuses=0,
-        evictions=evictions,
-        bytes_moved=reasons,
-        transfers={**reasons, "demand": misses},
-        failed_transfers=0,
-        exposed_wait_seconds=waited,
-        prefetches={"useful": 0, "late": 0, "wasted": 0, "cancelled": 0},
-        prefetch_interval={"prefill": 1, "decode": 1},
-        predictions={"named": 0, "wanted": 0, "right": 0},
-        predictor_bytes=1000,
-        prediction_seconds=0.25,
-        budget_bytes=1000,
-        peak_expert_bytes=900,
-        slots={"hi": 8},
-        resident_experts={"hi": resident},
-        choices={"hi": 0, "lo": 0},
-        moves={"published": 0},
-        windows=0,
-        window_age_seconds=0.0,
-        migration_link_seconds=0.0,
-    )
+    stats = replace(STATS, bytes_moved=reasons, exposed_wait_seconds=waited, resident_experts={"hi": resident})
     return stats.to_dict() | others
 
 
@@ -52,10 +57,7 @@ def registry():
 def samples(registry):
     families = text_string_to_metric_families(generate_latest(registry).decode())
     return {
-        (
-            sample.name,
-            *(sample.labels.get(key) for key in ("rank", "reason", "tier") if key in sample.labels),
-        ): sample.value
+        (sample.name, *(sample.labels[key] for key in ("rank", "reason", "tier") if key in sample.labels)): sample.value
         for family in families
         for sample in family.samples
         if not sample.name.endswith("_created")
@@ -64,7 +66,7 @@ def samples(registry):
 
 def test_counters_grow_by_what_was_counted_and_gauges_follow(registry):
     statistics = Statistics("m", registry)
-    statistics.record([answer(hits=3, misses=2, moved=20, resident=2), answer(hits=1)], 0.0)
+    statistics.record([answer(hits=3, misses=2, moved=20, slots={"hi": 8, "lo": 4}), answer(hits=1)], 0.0)
     statistics.record([answer(hits=5, misses=6, moved=60, resident=1), answer(hits=1)], 1.0)
     found = samples(registry)
     assert found["vllm_dymoe_hits_total", "0"] == 5
@@ -73,15 +75,7 @@ def test_counters_grow_by_what_was_counted_and_gauges_follow(registry):
     assert found["vllm_dymoe_transferred_bytes_total", "0", "demand"] == 60
     assert found["vllm_dymoe_resident_experts", "0", "hi"] == 1
     assert found["vllm_dymoe_slots", "0", "hi"] == 8
-
-
-def test_a_tier_that_goes_out_of_use_has_no_slots(registry):
-    statistics = Statistics("m", registry)
-    statistics.record([answer(slots={"hi": 8, "lo": 4})], 0.0)
-    statistics.record([answer(slots={"hi": 10})], 1.0)
-    found = samples(registry)
-    assert found["vllm_dymoe_slots", "0", "hi"] == 10
-    assert found["vllm_dymoe_slots", "0", "lo"] == 0
+    assert found["vllm_dymoe_slots", "0", "lo"] == 0, "a tier that goes out of use"
 
 
 def test_a_counter_never_falls_when_the_counts_are_reset(registry):
@@ -101,7 +95,9 @@ def test_every_count_of_the_runtime_is_a_metric(registry):
 
 def test_the_line_of_an_interval(registry):
     statistics = Statistics("m", registry)
-    assert statistics.record([answer(hits=100), answer()], 10.0) is None, "the first interval has no beginning"
+    first = [answer(hits=100), answer()]
+    assert statistics.record(first, 9.0) is None, "the first interval has no beginning"
+    assert statistics.record(first, 10.0) is None, "an idle one"
     later = [
         answer(hits=103, misses=1, moved=3 << 20, waited=0.5, evictions=4, resident=7),
         answer(misses=4, moved=1 << 20, waited=0.5, resident=8),
@@ -110,12 +106,6 @@ def test_the_line_of_an_interval(registry):
         "vllm-dymoe: hit rate 37.5% of 8 experts, moved demand 2.0 MiB/s, prefetch 0 B/s, migration 0 B/s, "
         "waited 25.0% of the time, 4 evictions, resident experts hi 15 of 16 slots"
     )
-
-
-def test_no_line_when_idle(registry):
-    statistics = Statistics("m", registry)
-    statistics.record([answer(hits=3)], 0.0)
-    assert statistics.record([answer(hits=3)], 1.0) is None
 
 
 class Engine:
@@ -135,16 +125,17 @@ class Engine:
         return [answer(hits=1)]
 
 
+async def original(self):
+    pass
+
+
 def test_an_engine_keeps_its_statistics():
     engine = Engine()
     assert statistics_of(engine) is statistics_of(engine) is not None
 
 
 @pytest.mark.parametrize("options", [{"quantization": "awq"}, {"logs": False}, {"client": 1}])
-def test_nobody_is_asked_where_nothing_is_to_say(options):
-    async def original(self):
-        pass
-
+def test_no_worker_is_asked_where_nothing_is_to_say(options):
     engine = Engine(**options)
     asyncio.run(patches._do_log_stats(original, engine))
     assert engine.asked == 0
@@ -154,24 +145,73 @@ def test_vllm_logs_first(monkeypatch):
     order = []
     monkeypatch.setattr(Statistics, "publish", lambda statistics, answers: order.append(answers[0]["hits"]))
 
-    async def original(self):
+    async def logs(self):
         order.append("vllm")
 
-    asyncio.run(patches._do_log_stats(original, Engine()))
+    asyncio.run(patches._do_log_stats(logs, Engine()))
     assert order == ["vllm", 1]
 
 
-def test_counts_that_cannot_be_had_stop_nobody(monkeypatch):
+def test_counts_that_cannot_be_had_stop_nothing(monkeypatch):
     """An exception here would end vLLM's logging, and in LLM() the step."""
     warnings = []
     monkeypatch.setattr(metrics.logger, "warning", lambda text, *values: warnings.append(text % values))
-
-    async def original(self):
-        pass
-
     engine = Engine()
     engine.collective_rpc = lambda method: 1 / 0
     asyncio.run(patches._do_log_stats(original, engine))
     patches._do_log_stats(lambda self: None, engine)
     assert len(warnings) == 2
     assert "division by zero" in warnings[0]
+
+
+def summary_of(*ranks):
+    return summary(SimpleNamespace(collective_rpc=lambda method: [stats.to_dict() for stats in ranks]))
+
+
+def test_every_rank_is_summarized():
+    both = summary_of(STATS, replace(STATS, hits=9))
+    assert both.to_dict()["ranks"][1] == {"rank": 1, **replace(STATS, hits=9).to_dict()}
+    assert [line for line in str(both).splitlines() if not line.startswith(" ")] == ["rank 0", "rank 1"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (
+            {"hits": 3, "misses": 1, "hit_rate": 0.75, "exposed_wait_seconds": 1.25},
+            ("75.0% of 4", "1.25 s", "hi 4 of 8 slots", "hi 3, lo 1, skip 2", "peak 3.0 GiB of 4.0 GiB"),
+        ),
+        (
+            {
+                "predictions": {"named": 8, "wanted": 10, "right": 6},
+                "prefetches": {"useful": 4, "late": 3, "wasted": 2, "cancelled": 1},
+            },
+            (
+                "foreseen      60.0% of 10 wanted, 75.0% of 8 named",
+                "prefetched    4 useful, 3 late, 2 wasted, 1 cancelled",
+            ),
+        ),
+        (
+            {
+                "choices": {"hi": 3, "lo": 1},
+                "moves": {"published": 6, "late": 1, "failed": 0},
+                "windows": 3,
+                "migration_link_seconds": 0.5,
+            },
+            (
+                "served high   75.0% of 4 choices",
+                "moves         6 published, 1 late; the link worked 0.50 s for them",
+                "windows       3, 50.0% of 4 high experts exchanged in each",
+            ),
+        ),
+    ],
+)
+def test_a_summary_says_what_happened(counts, said):
+    text = str(summary_of(replace(STATS, **counts)))
+    assert all(part in text for part in said), text
+
+
+def test_a_summary_says_nothing_of_what_did_not_happen():
+    text = str(summary_of(STATS))
+    assert "no expert needed yet" in text
+    assert not any(word in text for word in ("%", "foreseen", "moves"))

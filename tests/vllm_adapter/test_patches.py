@@ -1,17 +1,24 @@
 """The register of patches against the installed vLLM, and against what the adapter really does."""
 
 import ast
+import contextlib
 import inspect
+import textwrap
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dymoe import vllm_adapter
-from vllm_dymoe.vllm_adapter.patches import PATCHES, apply_patches
+from vllm_dymoe.vllm_adapter.patches import PATCHES, _warm_up, apply_patches
+from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
 
-ADAPTER = Path(vllm_adapter.__file__).parent
-OTHER_MODULES = sorted(path for path in ADAPTER.glob("*.py") if path.name != "patches.py")
+OTHER_MODULES = sorted(path for path in Path(vllm_adapter.__file__).parent.glob("*.py") if path.name != "patches.py")
+CAPTURES = {"capture_model", "profile_cudagraph_memory"}
+PAUSED = {patch.target[1] for patch in PATCHES if patch.replacement is _warm_up}
 
 
 def target_of(patch):
@@ -28,31 +35,16 @@ def times_wrapped(function):
     return count
 
 
-@pytest.fixture(params=PATCHES, ids=lambda patch: ".".join(patch.target))
-def patch(request):
-    return request.param
-
-
-def test_the_target_is_in_the_installed_vllm(patch):
-    assert callable(target_of(patch))
-
-
-def test_the_target_is_vllms_own_below_our_wrapper(patch):
-    apply_patches()
-    original = inspect.unwrap(target_of(patch))
-    assert original.__module__.startswith("vllm.")
-    assert original.__name__ == patch.target[1]
-
-
-def test_a_patch_is_applied_once_however_often_it_is_asked_for(patch):
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: ".".join(patch.target))
+def test_a_patch_is_applied_once_to_what_is_in_the_installed_vllm(patch):
     apply_patches()
     once = target_of(patch)
     assert times_wrapped(once) == 1
     apply_patches()
     assert target_of(patch) is once
-
-
-def test_a_patch_says_why_and_until_when(patch):
+    original = inspect.unwrap(once)
+    assert original.__module__.startswith("vllm.")
+    assert original.__name__ == patch.target[1]
     assert len(patch.why.split()) > 5
     assert patch.removable.strip()
 
@@ -94,9 +86,63 @@ def test_nothing_in_vllm_is_changed_outside_the_register(path):
     [
         "import vllm\nvllm.envs.X = 1",
         "import vllm.config as c\nc.VllmConfig.y = None",
-        "from vllm.config import VllmConfig\nVllmConfig.__post_init__ = print",
         "from vllm.config import VllmConfig\nsetattr(VllmConfig, 'a', 1)",
     ],
 )
 def test_a_change_would_be_found(source):
     assert len(assignments_to_vllm(source)) == 1
+
+
+def calls_of(name):
+    """Names of the methods that a method of vLLM's worker calls."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(vars(Worker)[name]))))
+    return {n.func.attr for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
+
+
+def test_transfers_are_paused_on_every_way_to_a_capture():
+    """Methods that capture, and those that call them, up to whatever is paused."""
+    calls = {name: calls_of(name) for name, method in vars(Worker).items() if inspect.isfunction(method)}
+    ways = {name for name, called in calls.items() if called & CAPTURES}
+    assert ways, "vLLM captures elsewhere by now"
+    while more := {name for name, called in calls.items() if called & (ways - PAUSED)} - ways:
+        ways |= more
+    # What is not paused itself is called by something that is.
+    assert {name for name in ways if not any(name in calls[other] for other in ways)} == PAUSED
+
+
+def worker(runtime):
+    config = DymoeConfig()
+    config.loading = None if runtime is None else SimpleNamespace(running=SimpleNamespace(runtime=runtime))
+    return SimpleNamespace(vllm_config=SimpleNamespace(quant_config=config))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_transfers_are_paused_as_long_as_vllm_warms_up(fails):
+    log = []
+
+    @contextlib.contextmanager
+    def paused():
+        log.append("paused")
+        try:
+            yield
+        finally:
+            log.append("resumed")
+
+    def warm_up(self):
+        log.append("captures")
+        if fails:
+            raise RuntimeError("no memory")
+        return 7
+
+    patched = partial(_warm_up, warm_up, worker(SimpleNamespace(engine=SimpleNamespace(paused=paused))))
+    if fails:
+        with pytest.raises(RuntimeError, match="no memory"):
+            patched()
+    else:
+        assert patched() == 7
+    assert log == ["paused", "captures", "resumed"]
+
+
+@pytest.mark.parametrize("other", [SimpleNamespace(vllm_config=SimpleNamespace(quant_config=None)), worker(None)])
+def test_other_models_are_left_alone(other):
+    assert _warm_up(lambda self: self, other) is other

@@ -1,5 +1,6 @@
 """Features of vLLM that cannot work: each is refused by its name, and what can work beside it is not."""
 
+import contextlib
 import json
 import shutil
 from types import SimpleNamespace
@@ -22,34 +23,23 @@ from vllm_dymoe.vllm_adapter.quant_config import read_options
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def parallel(**changes):
-    defaults = {
+def engine_config(model=None, **changes):
+    """As much of a VllmConfig as is looked at, with everything off."""
+    parallel = {
         "enable_eplb": False,
         "data_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "use_ubatching": False,
         "distributed_executor_backend": "mp",
     }
-    return SimpleNamespace(**(defaults | changes))
-
-
-def engine_config(**changes):
-    """As much of a VllmConfig as is looked at, with everything off."""
-    model = SimpleNamespace(model="the model", get_num_experts=lambda: 32, enable_sleep_mode=False)
-    config = {
-        "model_config": model,
-        "lora_config": None,
-        "parallel_config": parallel(),
-        "speculative_config": None,
-        "weight_transfer_config": None,
-    }
-    return SimpleNamespace(**(config | changes))
-
-
-def refusal_of(**changes):
-    with pytest.raises(ConfigError) as caught:
-        refuse_unsupported_features(engine_config(**changes))
-    return str(caught.value)
+    config = {"lora_config": None, "speculative_config": None, "weight_transfer_config": None}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            **{"model": "the model", "get_num_experts": lambda: 32, "enable_sleep_mode": False} | (model or {})
+        ),
+        parallel_config=SimpleNamespace(**{name: changes.pop(name, value) for name, value in parallel.items()}),
+        **config | changes,
+    )
 
 
 def draft(experts, model="another", method="mtp"):
@@ -57,8 +47,48 @@ def draft(experts, model="another", method="mtp"):
     return SimpleNamespace(draft_model_config=config, method=method)
 
 
-def test_nothing_is_refused_where_nothing_is_on():
-    refuse_unsupported_features(engine_config())
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        # vLLM itself refuses it without CUDA.
+        ({"enable_eplb": True}, "expert-parallel load balancing"),
+        ({"data_parallel_size": 2}, "data parallelism"),
+        ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        ({"use_ubatching": True}, "micro-batches that run at the same time"),
+        (
+            {"speculative_config": SimpleNamespace(draft_model_config=None, enable_adaptive_verification=True)},
+            "adaptive verification of drafts",
+        ),
+        ({"speculative_config": draft(8)}, "a speculative draft model with experts"),
+        ({"model": {"enable_sleep_mode": True}}, "sleep mode"),
+        ({"weight_transfer_config": object()}, "weight transfer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_work_is_refused_by_its_name(changes, sentence):
+    with pytest.raises(ConfigError, match=f"^vllm-dymoe: {sentence}.* (is|are) not supported"):
+        refuse_unsupported_features(engine_config(**changes))
+
+
+@pytest.mark.parametrize("drafts", [None, draft(8, "the model"), draft(0)])
+def test_nothing_else_is_refused(drafts):
+    """The model's own draft and a dense one are not."""
+    refuse_unsupported_features(engine_config(speculative_config=drafts))
+
+
+def test_what_vllm_configures_itself_is_refused_and_accepted():
+    assert "data parallelism is not supported" in refusal(data_parallel_size=2)
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    assert configure(speculative_config=speculation).speculative_config.method == "ngram"
+    speculation = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
+    assert "a speculative draft model with experts" in refusal(speculative_config=speculation)
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_only_the_executor_that_calls_workers_is_accepted_of_ray(second, monkeypatch):
+    monkeypatch.setattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", second, raising=False)
+    with contextlib.nullcontext() if second else pytest.raises(ConfigError, match="graphs do not call the worker"):
+        refuse_unsupported_features(engine_config(distributed_executor_backend="ray"))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +103,10 @@ def test_lora_on_attention_is_accepted():
     assert isinstance(config.lora_config, LoRAConfig)
 
 
+def patched(name, original):
+    return next(patch for patch in PATCHES if patch.target[1] == name).wrapped(original)
+
+
 @pytest.mark.parametrize(
     ("ours", "name"), [(True, "experts.3.up_proj"), (False, "experts"), (True, "shared_experts.up_proj")]
 )
@@ -82,8 +116,7 @@ def test_an_adapter_of_packed_experts_is_refused(ours, name):
     layer.quant_method = DymoeMoEMethod.__new__(DymoeMoEMethod) if ours else object()
     adapter = SimpleNamespace(loras={"layers.0.self_attn.q_proj": 1, f"layers.0.mlp.{name}": 2})
     manager = SimpleNamespace(_adapter_manager=SimpleNamespace(model=torch.nn.Sequential(layer)))
-    load = next(patch for patch in PATCHES if patch.target[1] == "_load_adapter").wrapped(lambda *_: adapter)
-    request = SimpleNamespace(lora_path="/adapters/1")
+    load, request = patched("_load_adapter", lambda *_: adapter), SimpleNamespace(lora_path="/adapters/1")
     if ours and name.startswith("experts"):
         with pytest.raises(ConfigError, match=r"adapter /adapters/1 changes experts \(layers.0.mlp.experts.3.up_proj"):
             load(manager, request)
@@ -101,7 +134,7 @@ def test_a_model_with_experts_of_its_own_code_is_refused(method, stages, layers,
         layer.loading = object()
     config = engine_config(compilation_config=SimpleNamespace(static_forward_context=layers))
     config.model_config.quantization, config.parallel_config.pipeline_parallel_size = method, stages
-    initialize = next(patch for patch in PATCHES if patch.target[1] == "initialize_model").wrapped(lambda **_: 7)
+    initialize = patched("initialize_model", lambda **_: 7)
     if refused:
         with pytest.raises(ConfigError, match="int runs none of its experts in vLLM's MoE layer"):
             initialize(vllm_config=config, prefix="")
@@ -109,75 +142,10 @@ def test_a_model_with_experts_of_its_own_code_is_refused(method, stages, layers,
         assert initialize(vllm_config=config, prefix="") == 7
 
 
-def test_data_parallelism_is_refused():
-    assert "data parallelism is not supported" in refusal(data_parallel_size=2)
-
-
-def test_load_balancing_of_experts_is_refused():
-    """vLLM itself refuses it without CUDA, so the finished configuration of a GPU stands in."""
-    balanced = parallel(enable_eplb=True)
-    assert "expert-parallel load balancing is not supported" in refusal_of(parallel_config=balanced)
-
-
-@pytest.mark.parametrize(
-    ("setting", "sentence"),
-    [
-        ({"prefill_context_parallel_size": 2}, "prefill context parallelism is not supported"),
-        ({"use_ubatching": True}, "micro-batches that run at the same time are not supported"),
-    ],
-)
-def test_what_shares_out_the_tokens_of_a_step_is_refused(setting, sentence):
-    assert sentence in refusal_of(parallel_config=parallel(**setting))
-
-
-@pytest.mark.parametrize("second", [True, False])
-def test_only_the_executor_that_calls_workers_is_accepted_of_ray(second, monkeypatch):
-    monkeypatch.setattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", second, raising=False)
-    config = engine_config(parallel_config=parallel(distributed_executor_backend="ray"))
-    if second:
-        refuse_unsupported_features(config)
-    else:
-        with pytest.raises(ConfigError, match="Ray's compiled graphs do not call the worker"):
-            refuse_unsupported_features(config)
-
-
-def test_drafts_of_which_some_are_left_out_are_refused():
-    adaptive = SimpleNamespace(draft_model_config=None, enable_adaptive_verification=True)
-    assert "adaptive verification of drafts is not supported" in refusal_of(speculative_config=adaptive)
-
-
 def test_beside_a_draft_with_experts_the_device_cannot_decide():
     config = SimpleNamespace(model_config=object(), speculative_config=draft(4))
     with pytest.raises(ConfigError, match='"device" is impossible, because a draft with experts'):
         prepare._device_decides(config, None, Options(decisions="device", host_store="pinned"))
-
-
-def test_a_draft_model_with_experts_is_refused_and_the_models_own_draft_is_not():
-    assert "a speculative draft model with experts" in refusal_of(speculative_config=draft(8))
-    refuse_unsupported_features(engine_config(speculative_config=draft(8, "the model")))
-
-
-def test_a_dense_draft_model_and_ngram_are_accepted():
-    refuse_unsupported_features(engine_config(speculative_config=draft(0)))
-    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    assert configure(speculative_config=speculation).speculative_config.method == "ngram"
-
-
-def test_the_models_own_config_as_draft_is_no_draft_model():
-    config = engine_config()
-    config.speculative_config = SimpleNamespace(draft_model_config=config.model_config)
-    refuse_unsupported_features(config)
-
-
-def test_a_draft_of_the_shipped_model_is_refused():
-    speculation = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
-    assert "a speculative draft model with experts" in refusal(speculative_config=speculation)
-
-
-def test_sleep_mode_and_weight_transfer_are_refused():
-    sleepy = SimpleNamespace(enable_sleep_mode=True, get_num_experts=lambda: 32)
-    assert "sleep mode is not supported" in refusal_of(model_config=sleepy)
-    assert "weight transfer is not supported" in refusal_of(weight_transfer_config=object())
 
 
 @pytest.mark.parametrize(("method", "refused"), [("dymoe", True), (None, False)])

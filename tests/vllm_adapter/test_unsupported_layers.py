@@ -1,67 +1,15 @@
-"""What MoE layers may ask for: the activation that each means, and what is refused by name."""
+"""Layers of one model share a store: what differs too much is refused by name, and how each is numbered."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from tests.e2e.engines import MODEL
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.vllm_adapter.loading import Loading
 from vllm_dymoe.vllm_adapter.model_store import LayerSpec, layer_numbers
-from vllm_dymoe.vllm_adapter.moe_method import supported_activation
-
-
-def layer(name, **numbers):
-    defaults = {"activation": MoEActivation(name), "swiglu_limit": None}
-    return SimpleNamespace(layer_name="model.layers.3.mlp.experts", moe_config=SimpleNamespace(**(defaults | numbers)))
-
-
-@pytest.mark.parametrize(
-    ("asked", "activation"),
-    [
-        (layer("silu"), Activation.SILU),
-        (layer("gelu_tanh"), Activation.GELU_TANH),
-        (layer("swigluoai", swiglu_limit=7.0), Activation.SWIGLU_OAI),
-        (layer("silu", swiglu_limit=10.0), Activation(Curve.SWIGLU, limit=10.0)),
-        (
-            layer("swigluoai_uninterleave", swiglu_limit=6.0, swiglu_alpha=1.5, swiglu_beta=0.5),
-            Activation(Curve.SWIGLU, 6.0, 1.5, 0.5),
-        ),
-        (layer("swiglustep"), Activation(Curve.SWIGLU_STEP, limit=7.0)),
-        (layer("situ", activation_situ_beta=4.0), Activation(Curve.SITU, beta=4.0)),
-        (
-            layer("situ", activation_situ_beta=4.0, activation_situ_linear_beta=25.0),
-            Activation(Curve.SITU, limit=25.0, beta=4.0),
-        ),
-        (layer("relu2_no_mul"), Activation(Curve.RELU2, has_gate=False)),
-        (layer("silu_no_mul"), Activation(Curve.SWIGLU, has_gate=False)),
-    ],
-)
-def test_the_activation_of_a_layer(asked, activation):
-    assert supported_activation(asked) == activation
-
-
-def test_vllm_has_no_activation_that_we_have_not():
-    numbers = {"swiglu_limit": 7.0, "activation_situ_beta": 1.0}
-    plain = {"activation_situ_beta": 1.0}
-    for activation in MoEActivation:
-        supported_activation(layer(activation.value, **(numbers if "uninterleave" in activation.value else plain)))
-
-
-@pytest.mark.parametrize(
-    "unsupported", [layer("gelu", swiglu_limit=7.0), layer("silu_no_mul", swiglu_limit=7.0), layer("situ")]
-)
-def test_unsupported_layers_are_refused_by_name(unsupported):
-    with pytest.raises(ConfigError) as caught:
-        supported_activation(unsupported)
-    message = str(caught.value)
-    name = unsupported.moe_config.activation.value
-    assert message.startswith(f"vllm-dymoe: model.layers.3.mlp.experts needs the expert activation {name}")
-    assert message.endswith("serve this model without --quantization dymoe.")
-
 
 FIRST = {"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96, "dtype": torch.bfloat16, "bias": False}
 FIRST |= {"rank": 0, "ranks": 1, "expert_rank": 0, "expert_ranks": 1}

@@ -133,13 +133,7 @@ def test_a_worker_whose_device_does_not_decide_leaves_layers_out(monkeypatch, sa
     assert len(said) == lines
 
 
-def test_an_eager_engine_has_no_graphs_and_nothing_to_say(monkeypatch, said):
-    ours, plain = configured(monkeypatch, enforce_eager=True)
-    check(ours, plain, CUDAGraphMode.NONE)
-    assert said == []
-
-
-@pytest.mark.parametrize("asked", ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"])
+@pytest.mark.parametrize("asked", ["FULL", "FULL_DECODE_ONLY", "PIECEWISE"])
 def test_breakable_graphs_are_never_full(asked, monkeypatch, said):
     ours, plain = configured(monkeypatch, breakable=True, compilation_config={"cudagraph_mode": asked})
     assert plain.compilation_config.cudagraph_mode.name == asked
@@ -183,17 +177,16 @@ def test_the_list_of_a_user_is_not_written_to(monkeypatch, said):
     assert OPERATOR not in CompilationConfig._attention_ops
 
 
-def test_the_transformers_backend_has_no_graphs(monkeypatch, said):
+def test_where_no_graph_can_be(monkeypatch, said):
+    ours, plain = configured(monkeypatch, enforce_eager=True)
+    check(ours, plain, CUDAGraphMode.NONE)
+    settings = configure().compilation_config  # on a CPU
+    assert settings.cudagraph_mode == CUDAGraphMode.NONE
+    assert OPERATOR not in settings.splitting_ops
+    assert said == []
     ours, _ = configured(monkeypatch, model_impl="transformers")
     assert ours.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
     assert "Transformers backend" in said[0][1]
-
-
-def test_a_cpu_has_none(said):
-    config = configure()
-    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
-    assert OPERATOR not in config.compilation_config.splitting_ops
-    assert said == []
 
 
 class Captured(list):

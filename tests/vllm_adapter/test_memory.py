@@ -85,13 +85,6 @@ def test_vllm_starts_with_what_the_budget_leaves(config, monkeypatch, gigabytes)
     assert budget > 5 * GIB
 
 
-def test_vllm_does_not_start_with_what_a_fixed_share_left(config, monkeypatch):
-    """The rule before: 70 % for experts, whatever the KV cache needs. This is the harness's own proof."""
-    allowed = card(monkeypatch, 16)
-    with pytest.raises(ValueError, match="larger than the available KV cache"):
-        vllm_accepts(config, int(0.3 * allowed) - step_shape(config, EXPERTS).nbytes)
-
-
 def test_the_cache_is_as_large_as_vllm_says_and_no_larger(config):
     needed = kv_cache_bytes(config)
     one_block = LAYERS * full().page_size_bytes

@@ -51,27 +51,23 @@ def test_bits_and_groups_are_the_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dymoe", "sentence"),
+    ("quantization", "dymoe", "sentence"),
     [
-        ({"hi": 8}, "hi = 8 was asked for, but the experts of this awq checkpoint have 4 bits; set hi to 4, which"),
-        ({"hi": 2}, "hi = 2 was asked for"),
-        ({"quantizer": "16/8"}, None),
+        (
+            AWQ,
+            {"hi": 8},
+            "hi = 8 was asked for, but the experts of this awq checkpoint have 4 bits; set hi to 4, which",
+        ),
+        (AWQ, {"hi": 2}, "hi = 2 was asked for"),
+        (AWQ, {"quantizer": "16/8"}, "quantizer"),
+        (AWQ | {"group_size": 32}, {"group_size": 64}, "can only be held in groups of 32"),
     ],
 )
-def test_other_bits_are_refused(tmp_path, dymoe, sentence):
-    checkpoint = with_quantization_config(tmp_path, AWQ)
-    if sentence is None:
-        assert "quantizer" in refusal(dymoe, model=checkpoint)
-    else:
-        assert sentence in refusal(dymoe, model=checkpoint)
+def test_other_bits_and_groups_are_refused(tmp_path, quantization, dymoe, sentence):
+    assert sentence in refusal(dymoe, model=with_quantization_config(tmp_path, quantization))
 
 
-def test_groups_that_would_have_two_scales_are_refused(tmp_path):
-    checkpoint = with_quantization_config(tmp_path, AWQ | {"group_size": 32})
-    assert "can only be held in groups of 32" in refusal({"group_size": 64}, model=checkpoint)
-
-
-def test_variants_and_dense_layers_that_nobody_runs_are_refused(tmp_path):
+def test_variants_and_dense_layers_that_cannot_run_are_refused(tmp_path):
     gemv = with_quantization_config(tmp_path, AWQ | {"version": "gemv"})
     with pytest.raises(ValueError, match='version "gemv", and only "gemm" can be read'):
         configure(model=gemv)
@@ -195,8 +191,15 @@ def vllm_takes(config):
     return True
 
 
-def test_dense_layers_are_left_to_vllms_own_configuration():
-    config = DymoeConfig.from_config(AWQ)
+OURS = {"quant_method": "dymoe", "format_version": 5, "hi": 4, "zeros_in_steps": [4], "dense": AWQ}
+
+
+@pytest.mark.parametrize("quantization", [AWQ, OURS])
+def test_dense_layers_are_left_to_vllms_own_configuration(quantization):
+    """Of a checkpoint as it is, and of one that was converted from it."""
+    config = DymoeConfig.from_config(quantization)
+    assert config.checkpoint == (OURS if quantization is OURS else None)
+    assert (config.reader is None) == (quantization is OURS)
     assert isinstance(config._dense, AutoAWQConfig)
     mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     config.packed_modules_mapping = mapping
@@ -204,14 +207,6 @@ def test_dense_layers_are_left_to_vllms_own_configuration():
     config.packed_modules_mapping.update(gate_up_proj=["gate_proj", "up_proj"])
     assert "gate_up_proj" in config._dense.packed_modules_mapping
     assert config.get_supported_act_dtypes() == [torch.bfloat16, torch.float16]
-
-
-def test_a_converted_checkpoint_has_the_dense_configuration_with_it():
-    ours = {"quant_method": "dymoe", "format_version": 5, "hi": 4, "zeros_in_steps": [4], "dense": AWQ}
-    config = DymoeConfig.from_config(ours)
-    assert isinstance(config._dense, AutoAWQConfig)
-    assert config.reader is None
-    assert config.checkpoint == ours
 
 
 def test_a_draft_with_a_config_of_its_own_joins_the_models_experts(monkeypatch):

@@ -18,6 +18,7 @@ import typer
 
 from vllm_dymoe.cli.app import app
 from vllm_dymoe.kernels import dequantize, pack, pack_nested
+from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.quantize.convert import Recipe
 from vllm_dymoe.residency.code import NESTED, code_of
 from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts, Projection, stored_formats
@@ -27,7 +28,6 @@ from vllm_dymoe.store import STORE_VERSION, Manifest
 from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.header import read_header
 from vllm_dymoe.store.writer import StoreWriter
-from vllm_dymoe.traces import Trace
 from vllm_dymoe.vllm_adapter.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent

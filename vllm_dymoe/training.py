@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from vllm_dymoe.observe.statistics import affinity, popularity
+from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict.expert_mlp import Architecture, ExpertMLP, States, chosen
-from vllm_dymoe.traces import Trace
-from vllm_dymoe.traces.statistics import affinity, popularity
 
 FEWEST_REQUESTS = 8
 """Of which one at least is held out."""

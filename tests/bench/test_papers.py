@@ -16,11 +16,12 @@ from vllm_dymoe.bench.papers.compare import Filled, cases_of, fill, lines
 from vllm_dymoe.bench.papers.routers import activated, best_setting, cost_map, heavy_hitters, hot_sets, strategy
 from vllm_dymoe.cli import paper as paper_command
 from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.observe.trace import Trace, expert_dtype
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.meeting_of_layers import Votes, vote
+from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.systems import make_system
-from vllm_dymoe.traces import Trace, TraceHeader, expert_dtype
 from vllm_dymoe.training import TrainingError
 
 WORKLOAD = Workload("digest", "prompts", False, 2, 1, 8)
@@ -64,7 +65,7 @@ def test_batches_have_requests_enough_and_prompts_of_one_length():
 
 # -- routers --------------------------------------------------------------------------------------
 
-HEADER = TraceHeader("m", "f", 5, 8, 2, 16)
+HEADER = ModelIdentity("m", "f", 5, 8, 2, 16)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.e2e.engines import WatchedSystem, answer, engine, prompts, recorded_l
 from tests.e2e.padding import check_padding
 from tests.e2e.test_faults import FaultyReads, check_failed, finish, finish_with_fault, start, step
 from tests.e2e.test_traces import Watched
-from vllm_dymoe.traces import Trace
+from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.vllm_adapter.observers import DOMAIN
 
 LAYERS, STEP = 8, 64  # MoE layers; tokens that a step may have

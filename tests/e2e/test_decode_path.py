@@ -6,8 +6,8 @@ import torch
 from tests.e2e.engines import answer, engine, prompts, runtime_of
 from tests.e2e.full_replays import replayed_steps
 from tests.runtime.decided import check_decided
+from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
-from vllm_dymoe.traces import Trace
 
 pytestmark = pytest.mark.engine
 

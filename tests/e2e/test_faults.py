@@ -14,9 +14,9 @@ from vllm import SamplingParams
 
 from tests.e2e.engines import MODEL, answer, engine, prompts, runtime_of
 from tests.e2e.test_server import Server
+from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.store.files import file_name
-from vllm_dymoe.traces import Trace
 
 pytestmark = pytest.mark.engine
 

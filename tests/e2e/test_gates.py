@@ -6,7 +6,8 @@ import pytest
 from vllm.model_executor.models import qwen3_moe
 
 from tests.e2e.engines import answer, engine, prompts, runtime_of
-from vllm_dymoe.traces import Trace, statistics
+from vllm_dymoe.observe import statistics
+from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.vllm_adapter import gates
 
 pytestmark = pytest.mark.engine

@@ -23,9 +23,10 @@ from tests.e2e.engines import (
     runtime_of,
 )
 from tests.runtime.steps import forward
+from vllm_dymoe.observe import statistics
+from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
-from vllm_dymoe.traces import Trace, statistics
 
 pytestmark = [
     pytest.mark.engine,

@@ -10,8 +10,9 @@ import torch
 from vllm import SamplingParams
 
 from tests.e2e.engines import MODEL, engine, in_own_process, prompts, runtime_of
+from vllm_dymoe.observe import statistics
+from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.traces import Trace, statistics
 from vllm_dymoe.vllm_adapter.observers import DOMAIN, Observer
 
 pytestmark = pytest.mark.engine
@@ -158,7 +159,7 @@ import os, sys, threading, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from tests.e2e.engines import engine, prompts
-from vllm_dymoe.traces.recorder import Recorder
+from vllm_dymoe.observe.recorder import Recorder
 Recorder.__init__.__kwdefaults__["interval"] = 0.1
 folder = Path(sys.argv[1])
 

@@ -9,14 +9,15 @@ import pytest
 
 from tests.cli.checkpoints import command, refused
 from vllm_dymoe.config import ConfigError, ExpertBudget
+from vllm_dymoe.observe.synthetic import synthetic_trace
 from vllm_dymoe.plan.choice import GOOD_ENOUGH, Choice, Serving, choices, recommended, room_for_experts, shown
 from vllm_dymoe.plan.device import Device, find_device, measured_device, parse_rate
 from vllm_dymoe.plan.model import shape_of
 from vllm_dymoe.plan.replay import Routings, made_up, replay
+from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.runtime.sizing import limit_in_bytes, workspace_bytes
-from vllm_dymoe.traces import TraceHeader, synthetic_trace
 
 QWEN3_30B = {
     "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
@@ -59,7 +60,7 @@ def test_devices_are_found_however_they_are_written():
             find_device(name, link)
 
 
-HEADER = TraceHeader("m", "f", 8, 32, 4, 64)
+HEADER = ModelIdentity("m", "f", 8, 32, 4, 64)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def predicted(options, budget, routings, device=DEVICE):
 
 @pytest.fixture(scope="module")
 def skewed():
-    return made_up(TraceHeader("m", "f", 48, 128, 8, 2048), 1)
+    return made_up(ModelIdentity("m", "f", 48, 128, 8, 2048), 1)
 
 
 def test_everything_moved_takes_the_link_and_the_computation(skewed):

@@ -2,9 +2,10 @@
 
 import torch
 
-from vllm_dymoe.traces import Trace, TraceHeader
+from vllm_dymoe.observe.trace import Trace
+from vllm_dymoe.residency.identity import ModelIdentity
 
-SIZES = TraceHeader("a model", "0123456789abcdef", num_layers=4, num_experts=8, top_k=2, hidden=6)
+SIZES = ModelIdentity("a model", "0123456789abcdef", num_layers=4, num_experts=8, top_k=2, hidden=6)
 
 
 def made_up(requests=20, tokens=40, sizes=SIZES, *, noise=0.1, inputs=False, seed=0):

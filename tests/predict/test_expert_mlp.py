@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from tests.predict.made_up import SIZES, made_up
+from vllm_dymoe.observe.statistics import affinity, popularity
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES, PAPER_WIDTHS, Architecture, ExpertMLP, States
 from vllm_dymoe.predict.folded import FoldedMLP, fold
-from vllm_dymoe.traces.statistics import affinity, popularity
 
 TRACE = made_up(inputs=True)
 POPULARITY, AFFINITY = popularity(TRACE).float(), affinity(TRACE).float()

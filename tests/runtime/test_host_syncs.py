@@ -19,13 +19,13 @@ from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
 from vllm_dymoe.predict.side_stream import OnStream
+from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.residency.routing import Phase, PromptTokens
 from vllm_dymoe.systems.duoserve import DuoServe
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.systems.firm import Firm
 from vllm_dymoe.systems.layer_prefetch import LayerPrefetch
-from vllm_dymoe.traces import TraceHeader
 from vllm_dymoe.training import Recipe, train
 from vllm_dymoe.transfer.cuda import PinnedDelivery
 from vllm_dymoe.transfer.engine import TransferEngine
@@ -76,7 +76,7 @@ class Stream:
 
 @pytest.fixture(scope="module")
 def predictor_file(tmp_path_factory):
-    sizes = TraceHeader("a model", "", LAYERS, EXPERTS, TOP_K, HIDDEN)
+    sizes = ModelIdentity("a model", "", LAYERS, EXPERTS, TOP_K, HIDDEN)
     network = fold(train(made_up(sizes=sizes), Architecture((), history=2), Recipe(epochs=1)).model)
     path = tmp_path_factory.mktemp("predictor") / "file.safetensors"
     save_predictor(path, PredictorCard(sizes), network)

@@ -34,7 +34,9 @@ from tests.support.happens_before import History
 from tests.support.instead import Instead
 from tests.support.recorded_device import record_reads
 from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.observe.synthetic import synthetic_trace
 from vllm_dymoe.residency.format import BlobKey
+from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.residency.tier import Tier
@@ -43,7 +45,6 @@ from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.runtime.migration import ARRIVED, FAILED, UNDER_WAY, Migration
 from vllm_dymoe.runtime.sizing import minimum_budget, plan_slots, workspace_bytes
 from vllm_dymoe.systems.dynaexq import DynaExq
-from vllm_dymoe.traces import TraceHeader, synthetic_trace
 from vllm_dymoe.transfer import Reason
 from vllm_dymoe.transfer import make_engine as plain_engine
 from vllm_dymoe.transfer.engine import TransferEngine
@@ -446,7 +447,7 @@ def test_with_stream_cold_a_smaller_budget_waits_and_says_so():
 
 
 def test_a_trace_says_who_is_high_at_first_and_where(tmp_path):
-    trace = synthetic_trace(TraceHeader("model", "", LAYERS, EXPERTS, 2, 64), requests=3, prompt=8, decode=8)
+    trace = synthetic_trace(ModelIdentity("model", "", LAYERS, EXPERTS, 2, 64), requests=3, prompt=8, decode=8)
     trace.experts[:, 0] = torch.tensor([0, 1])  # a layer in which two places get everything
     trace.save(tmp_path / "trace.safetensors")
     runtime = dynaexq(STORES[True], 3, popularity=tmp_path / "trace.safetensors")

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from tests.e2e.engines import answer, engine, prompts
 from tests.support.recorded_routing import FILE
-from vllm_dymoe.traces import Trace
+from vllm_dymoe.observe.trace import Trace
 
 LAYERS = [2, 6]
 STEPS = 120

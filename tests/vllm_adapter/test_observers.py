@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_dymoe.observe.recorder import Span
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.residency.routing import PromptTokens, Routing
-from vllm_dymoe.traces.recorder import Span
 from vllm_dymoe.vllm_adapter.observers import DOMAIN, Observation, TraceObserver
 
 

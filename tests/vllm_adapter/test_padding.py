@@ -19,14 +19,15 @@ from tests.vllm_adapter.test_observers import new
 from tests.vllm_adapter.test_prompts import queries_and_keys
 from vllm_dymoe.config import Options
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.observe.recorder import Recorder as TraceRecorder
+from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict import RoutedModel
 from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
 from vllm_dymoe.predict.trained import TrainedPredictor
 from vllm_dymoe.quantize.recording import CalibrationError
+from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.systems import SYSTEMS
-from vllm_dymoe.traces import Trace, TraceHeader
-from vllm_dymoe.traces.recorder import Recorder as TraceRecorder
 from vllm_dymoe.training import Recipe, train
 from vllm_dymoe.vllm_adapter import step as step_module
 from vllm_dymoe.vllm_adapter.failures import StepFailures
@@ -38,7 +39,7 @@ from vllm_dymoe.vllm_adapter.step import PromptTap, RunningStep
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, ROWS = 4, 8, 2, 64, 8
 STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, hidden=HIDDEN))
-SIZES = TraceHeader("a model", "0123456789abcdef", LAYERS, EXPERTS, TOP_K, HIDDEN)
+SIZES = ModelIdentity("a model", "0123456789abcdef", LAYERS, EXPERTS, TOP_K, HIDDEN)
 ATTENTION = SimpleNamespace(impl=SimpleNamespace(scale=0.25), sliding_window=None)
 # Tokens of the requests in each step: a prompt, two that decode, both at once, one alone, and a batch that is full.
 STEPS = [(5,), (1, 1), (1, 4), (1,), (1,), (3, 1), (8,)]

@@ -116,9 +116,11 @@ def timeline(
     end: Annotated[float | None, typer.Option(help="Milliseconds after the first event.")] = None,
 ) -> None:
     """Draw computation, transfers and waits of some steps; https://ui.perfetto.dev opens the same file."""
-    from vllm_dymoe.cli.timeline import run
+    from vllm_dymoe.observe.pictures import draw_timeline, read_timeline
 
-    run(trace, out, begin=begin, end=end)
+    events = read_timeline(trace)
+    draw_timeline(events, trace.stem, out, begin, end)
+    typer.echo(f"{sum(event['ph'] == 'X' for event in events)} spans of {trace} drawn: {out}")
 
 
 @app.command()
@@ -157,9 +159,16 @@ def report(
     out: Annotated[Path, typer.Option("--out", "-o", help="Page to write.")] = Path("report.html"),
 ) -> None:
     """Show what a trace says as one page of pictures."""
-    from vllm_dymoe.cli.report import run
+    from vllm_dymoe.config import ConfigError
+    from vllm_dymoe.observe.report import page
+    from vllm_dymoe.observe.trace import Trace
 
-    run(trace, out)
+    text = page(Trace.load(trace))
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written ({error.strerror}).") from error
+    typer.echo(f"{out} shows it; any browser opens it.")
 
 
 @app.command()

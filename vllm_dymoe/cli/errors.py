@@ -28,14 +28,13 @@ def one_sentence_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 def _user_errors() -> tuple[type[Exception], ...]:
     # Here and not above: these modules import torch, which --help must not wait for.
-    from vllm_dymoe.cli.timeline import TimelineError
     from vllm_dymoe.config import ConfigError
+    from vllm_dymoe.observe.trace import TraceError
     from vllm_dymoe.predict.checkpoint import PredictorError
     from vllm_dymoe.quantize.recording import CalibrationError
     from vllm_dymoe.quantize.tensors import CheckpointError
     from vllm_dymoe.residency.budget import BudgetError
     from vllm_dymoe.store import StoreError
-    from vllm_dymoe.traces import TraceError
     from vllm_dymoe.training import TrainingError
 
     return (
@@ -45,7 +44,6 @@ def _user_errors() -> tuple[type[Exception], ...]:
         ConfigError,
         PredictorError,
         StoreError,
-        TimelineError,
         TraceError,
         TrainingError,
     )

@@ -31,8 +31,8 @@ from vllm_dymoe.cli.bench import over, progress
 from vllm_dymoe.cli.trace import write_prompts
 from vllm_dymoe.cli.train import write
 from vllm_dymoe.config import ConfigError
+from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.plan.model import ModelShape, read_shape
-from vllm_dymoe.traces import Trace
 from vllm_dymoe.training import TrainingError
 
 _RECORDED_TOKENS = 128  # of an answer at least: networks learn from them

@@ -8,11 +8,12 @@ from rich.table import Table
 
 from vllm_dymoe.bench.systems import make_known
 from vllm_dymoe.config import ConfigError
+from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, Serving, choices, command, recommended, shown
 from vllm_dymoe.plan.device import Device, find_device
 from vllm_dymoe.plan.model import ModelShape, read_shape
 from vllm_dymoe.plan.replay import LOCALITY, SKEW, Routings, made_up
-from vllm_dymoe.traces import Trace, TraceHeader
+from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.units import size
 
 
@@ -59,7 +60,9 @@ def routings_of(shape: ModelShape, model: str, trace: Path | None, batch: int) -
         ConfigError: the trace is of a model with other sizes.
     """
     if trace is None:
-        return made_up(TraceHeader(model, "planned", shape.moe_layers, shape.experts, shape.top_k, shape.hidden), batch)
+        return made_up(
+            ModelIdentity(model, "planned", shape.moe_layers, shape.experts, shape.top_k, shape.hidden), batch
+        )
     found = Trace.load(trace)
     sizes = (found.header.num_experts, found.header.top_k)
     if sizes != (shape.experts, shape.top_k):

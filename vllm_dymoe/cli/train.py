@@ -11,10 +11,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from vllm_dymoe import __version__
+from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.predict.folded import FoldedMLP, fold
-from vllm_dymoe.traces import Trace
 from vllm_dymoe.training import Epoch, Recipe, Trained, TrainingError, train
 from vllm_dymoe.units import size
 

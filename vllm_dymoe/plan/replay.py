@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_dymoe.observe.statistics import next_gate_accuracy, popularity
+from vllm_dymoe.observe.synthetic import synthetic_trace
+from vllm_dymoe.observe.trace import Trace
+from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE
 from vllm_dymoe.residency.table import CODES, Table, set_pools
 from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.traces import Trace, TraceHeader, synthetic_trace
-from vllm_dymoe.traces.statistics import next_gate_accuracy, popularity
 
 SKEW, LOCALITY = 0.5, 0.3
 """Of made-up routers: popularity falls with the root of the rank, and a third of the choices repeat."""
@@ -63,10 +65,10 @@ class Routings:
         return float((1 - (1 - chosen) ** tokens).sum(1).mean())
 
 
-def made_up(header: TraceHeader, batch: int) -> Routings:
+def made_up(header: ModelIdentity, batch: int) -> Routings:
     """Choices where no trace was recorded: popularity falls with rank ** -SKEW, and tokens repeat some."""
     layers = min(_LAYERS, header.num_layers)
-    sizes = TraceHeader(header.model, header.fingerprint, layers, header.num_experts, header.top_k, header.hidden)
+    sizes = ModelIdentity(header.model, header.fingerprint, layers, header.num_experts, header.top_k, header.hidden)
     return Routings(
         synthetic_trace(
             sizes, requests=max(2, batch), prompt=1, decode=_STEPS, skew=SKEW, locality=LOCALITY, correlation=0.0

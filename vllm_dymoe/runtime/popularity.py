@@ -4,10 +4,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_dymoe.config import ConfigError
+from vllm_dymoe.observe import statistics
+from vllm_dymoe.observe.trace import Trace, TraceError
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.hotness import even_shares
 from vllm_dymoe.systems import System
-from vllm_dymoe.traces import Trace, TraceError, statistics
 
 
 def read_popularity(experts: ModelExperts, system: System) -> NDArray[np.float64] | None:

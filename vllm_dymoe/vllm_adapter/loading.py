@@ -14,12 +14,12 @@ from vllm_dymoe.predict import RoutedModel
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.readers.compatibility import describe
 from vllm_dymoe.residency.format import ModelExperts
+from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.runtime import MoERuntime, minimum_budget
 from vllm_dymoe.runtime.decisions import DRAFTED, without_device
 from vllm_dymoe.runtime.sizing import workspace_bytes
 from vllm_dymoe.store.joined import join
 from vllm_dymoe.systems import make_system
-from vllm_dymoe.traces import TraceHeader
 from vllm_dymoe.vllm_adapter.agreement import agreement
 from vllm_dymoe.vllm_adapter.checkpoint import drafted_by_experts
 from vllm_dymoe.vllm_adapter.failures import make_step_failures
@@ -139,9 +139,9 @@ class Loading:
             leave_layers_out(config, runtime.host_decides_because or "the host decides about experts")
         self._announce(runtime, self._model)
 
-        def header() -> TraceHeader:
+        def header() -> ModelIdentity:
             model = config.model_config.model, self._model.model_fingerprint
-            return TraceHeader(*model, len(self._model.layers), num_experts, spec.top_k, spec.hidden)
+            return ModelIdentity(*model, len(self._model.layers), num_experts, spec.top_k, spec.hidden)
 
         observation = Observation(self._recordable())
         observation.trace = observe_trace(options, header, lambda: self._foresight.gates)

@@ -13,12 +13,13 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.observe.recorder import Recorder, Span
+from vllm_dymoe.observe.trace import TraceError
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.quantize.recording import CalibrationError, PartWriter
+from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.systems import make_system
-from vllm_dymoe.traces import TraceError, TraceHeader
-from vllm_dymoe.traces.recorder import Recorder, Span
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter.report import logger
 
@@ -182,7 +183,7 @@ class TraceObserver(Observer):
 
 
 def observe_trace(
-    options: Options, header: Callable[[], TraceHeader], gates: Callable[[], Sequence[Gate]]
+    options: Options, header: Callable[[], ModelIdentity], gates: Callable[[], Sequence[Gate]]
 ) -> TraceObserver | None:
     """The observer that records a trace on this rank; None where none is wanted, or another rank records it.
 

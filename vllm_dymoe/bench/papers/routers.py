@@ -7,10 +7,7 @@ from itertools import combinations, product
 import torch
 
 from vllm_dymoe.bench.papers.base import Number, Recorded
-from vllm_dymoe.predict.gate import Gate
-from vllm_dymoe.predict.meeting_of_layers import Votes, vote
-from vllm_dymoe.traces import Trace
-from vllm_dymoe.traces.statistics import (
+from vllm_dymoe.observe.statistics import (
     activation_similarity,
     affinity,
     by_domain,
@@ -19,6 +16,9 @@ from vllm_dymoe.traces.statistics import (
     overlap,
     popularity,
 )
+from vllm_dymoe.observe.trace import Trace
+from vllm_dymoe.predict.gate import Gate
+from vllm_dymoe.predict.meeting_of_layers import Votes, vote
 
 _ALPHA = _BETA = 0.5  # of Eq. 11
 _TOKENS = 2000  # as FIRM-MoE counts (section "Impact of Fine-Grained Pre-fetching")

@@ -1,8 +1,8 @@
 """Recording what routers choose while a model serves.
 
 A step copies its choices into tensors of its own, on the device where they are made, and once more to the host when it
-ends: it never waits, neither for the device nor for a disk. A thread makes parts of what has come in, when there is
-enough of it or it has waited for long enough. Whatever happens to the process, the parts that are there are whole.
+ends: it waits neither for the device nor for a disk. A thread writes parts by size and by time; whatever happens to the
+process, the parts that are there are whole.
 """
 
 import os
@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_dymoe.traces.files import TraceError, TraceHeader, expert_dtype, read_header, write_file
+from vllm_dymoe.observe.trace import TraceError, columns, opened, write_file
+from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.units import size
 
 _PART_BYTES = 4 * 2**20
@@ -40,7 +41,7 @@ class Span(NamedTuple):
 
 @dataclass
 class _Step:
-    """The tensors of one step: [tokens, layers, ...], on the device until it ends and on the host then."""
+    """The tensors of one step, on the device until it ends and on the host then."""
 
     tokens: int = 0
     number: int = 0
@@ -60,13 +61,13 @@ class Recorder:
 
     Args:
         folder: where to; created if need be.
-        header: whose routers they are.
+        header: the model of the routers.
         limit: bytes that the folder may have, with what is in it already.
         inputs: whether the routers' inputs are recorded too, and what the next layers' gates make of them.
         heavy: whether heavy hitters of prompts are.
         say: takes one sentence for the log.
         part_bytes: size of a part; smaller ones are written every ``interval`` seconds.
-        interval: see ``part_bytes``.
+        interval: in seconds.
 
     Raises:
         TraceError: the folder cannot be written to, or has traces of another kind.
@@ -75,7 +76,7 @@ class Recorder:
     def __init__(
         self,
         folder: Path,
-        header: TraceHeader,
+        header: ModelIdentity,
         limit: int,
         *,
         inputs: bool = False,
@@ -84,14 +85,12 @@ class Recorder:
         part_bytes: int = _PART_BYTES,
         interval: float = _INTERVAL,
     ) -> None:
-        self.folder = folder
-        self.header = header
+        self.folder, self.header = folder, header
         self.recording = True
         self.tokens = 0
         self._inputs, self._heavy = inputs, heavy
         self._next_gate: bool | None = None
-        self._limit = limit
-        self._say = say
+        self._limit, self._say = limit, say
         self._part_bytes, self._interval = part_bytes, interval
         self._prepare()
         self._run = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
@@ -105,10 +104,8 @@ class Recorder:
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._write_parts, name="vllm-dymoe trace", daemon=True)
         self._thread.start()
-        # vLLM's workers are children of multiprocessing, whose end atexit does not hear of.
+        # vLLM's workers are children of multiprocessing, at whose end atexit's functions are not called.
         Finalize(self, self.close, exitpriority=10)
-
-    # -- a step -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A step begins; one that has not ended is forgotten."""
@@ -142,24 +139,20 @@ class Recorder:
             if self._next_gate is None:
                 self._next_gate = self._inputs and next_gate is not None
             self._allocate(step, ids.device)
-        if ids.shape[0] != step.tokens:  # the step was cut up, and whose tokens these are nobody says
+        if ids.shape[0] != step.tokens:  # the step was cut up, and nothing says which part this is
             self._step = None
             return
-        step.layers["experts"][layer].copy_(ids)
-        step.layers["weights"][layer].copy_(weights)
-        if self._inputs:
-            step.layers["router_inputs"][layer].copy_(x)
-            if self._next_gate and next_gate is not None:
-                step.layers["next_gate"][layer].copy_(next_gate)
-        if self._heavy:
-            step.layers["heavy"][layer].copy_(torch.zeros_like(ids[:, 0], dtype=torch.bool) if heavy is None else heavy)
+        values = {"experts": ids, "weights": weights, "router_inputs": x, "next_gate": next_gate, "heavy": heavy}
+        for name, layers in step.layers.items():
+            if (value := values[name]) is not None:
+                layers[layer].copy_(value)
         step.recorded += 1
 
     def end(self, spans: Sequence[Span], position: torch.Tensor, number: int = 0, *, next_gate: bool = True) -> None:
         """The step ends; it counts if every layer was recorded once.
 
         Args:
-            spans: whose tokens they are.
+            spans: the requests of its tokens.
             position: int [tokens at least], on any device; it may be overwritten afterwards.
             number: of the step, for :meth:`forget`.
             next_gate: false if the gates turned out to be wrong: what they said is left out from now on.
@@ -169,11 +162,10 @@ class Recorder:
             self._next_gate = False
         if step is None or step.recorded != self.header.num_layers or sum(s.tokens for s in spans) != step.tokens:
             return
-        step.spans, step.number = spans, number
+        step.spans, step.number, step.layers = spans, number, {}
         if not self._next_gate:
             step.tensors.pop("next_gate", None)
         step.tensors["position"] = position[: step.tokens].to(torch.int32, copy=True)
-        step.layers = {}
         if step.tensors["experts"].is_cuda:
             step.tensors = {name: _on_its_way_to_host(tensor) for name, tensor in step.tensors.items()}
             step.copied = torch.cuda.Event()
@@ -187,15 +179,13 @@ class Recorder:
     def forget(self, number: int) -> None:
         """Leave a step out after all, unless it is on disk already."""
         with self._changed:
-            left = [step for step in self._pending if step.number != number]
-            self._pending, self._pending_bytes = left, sum(step.nbytes for step in left)
+            self._pending = [step for step in self._pending if step.number != number]
+            self._pending_bytes = sum(step.nbytes for step in self._pending)
 
     def name(self, request: int, domain: str) -> None:
         """Give a request a domain."""
         with self._changed:
             self._domain[request] = domain
-
-    # -- parts ------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Write what has come in; on return it can be read."""
@@ -234,17 +224,12 @@ class Recorder:
         for step in steps:
             if step.copied is not None:
                 step.copied.synchronize()
-        spans = [span for step in steps for span in step.spans]
-        counts = torch.tensor([span.tokens for span in spans])
-        tensors = {
-            name: torch.cat([step.tensors[name] for step in steps])
-            for name in steps[0].tensors
-            if all(name in s.tensors for s in steps)
-        }
-        prompt = torch.tensor([span.prompt for span in spans]).repeat_interleave(counts)
-        tensors["prefill"] = tensors["position"] < prompt
-        tensors["request"] = torch.tensor([span.request for span in spans], dtype=torch.int32).repeat_interleave(counts)
-        tokens = int(counts.sum())
+        names = set.intersection(*(set(step.tensors) for step in steps))
+        tensors = {name: torch.cat([step.tensors[name] for step in steps]) for name in names}
+        spans = torch.tensor([span for step in steps for span in step.spans], dtype=torch.int32)
+        request, prompt = spans[:, ::2].repeat_interleave(spans[:, 1], dim=0).T
+        tensors |= {"request": request, "prefill": tensors["position"] < prompt}
+        tokens = len(request)
         room = self._limit - self.nbytes - _ROOM - sum(12 + 6 * len(name) for name in domain.values())
         fitting = max(0, room) // (sum(tensor.nbytes for tensor in tensors.values()) // tokens)
         if fitting:
@@ -262,27 +247,15 @@ class Recorder:
         self._say(sentence)
 
     def _allocate(self, step: _Step, device: torch.device) -> None:
-        header = self.header
-        experts = expert_dtype(header.num_experts)
-        shape = (step.tokens, header.num_layers, header.top_k)
-        step.tensors["experts"] = torch.empty(shape, dtype=experts, device=device)
-        step.tensors["weights"] = torch.empty(shape, dtype=torch.float16, device=device)
-        if self._heavy:
-            step.tensors["heavy"] = torch.empty(shape[:2], dtype=torch.bool, device=device)
-        if self._inputs:
-            if self._next_gate:
-                shape = (step.tokens, header.num_layers - 1, header.top_k)
-                step.tensors["next_gate"] = torch.empty(shape, dtype=experts, device=device)
-            shape = (step.tokens, header.num_layers, header.hidden)
-            step.tensors["router_inputs"] = torch.empty(shape, dtype=torch.float16, device=device)
+        wanted = {"router_inputs": self._inputs, "next_gate": self._next_gate, "heavy": self._heavy}
+        for name, (shape, dtype) in columns(self.header, step.tokens).items():
+            if len(shape) > 1 and wanted.get(name, True):
+                make = torch.zeros if name == "heavy" else torch.empty
+                step.tensors[name] = make(shape, dtype=dtype, device=device)
         step.layers = {name: tensor.unbind(1) for name, tensor in step.tensors.items()}
 
     def _prepare(self) -> None:
-        """Create the folder, and see that what is in it goes with what will come.
-
-        Raises:
-            TraceError: it does not, or the folder cannot be written to.
-        """
+        """Create the folder, and see that what is in it goes with what will come."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -290,8 +263,8 @@ class Recorder:
         if not os.access(self.folder, os.W_OK):
             raise TraceError(f"trace folder {self.folder} cannot be written to.")
         for path in sorted(self.folder.glob("*.safetensors"))[:1]:
-            header, names = read_header(path)
-            kept = ("router_inputs" in names, "heavy" in names)
+            with opened(path) as (file, _, header):
+                kept = ("router_inputs" in file.keys(), "heavy" in file.keys())  # noqa: SIM118 - it is no dictionary
             if header != self.header or kept != (self._inputs, self._heavy):
                 raise TraceError(
                     f"trace folder {self.folder} has a trace of another model or with other tensors ({path.name}, of "

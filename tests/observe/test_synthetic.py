@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from vllm_dymoe.traces import MIXTRAL_8X7B, QWEN3_30B_A3B, TraceError, TraceHeader, synthetic_trace
+from vllm_dymoe.observe.synthetic import MIXTRAL_8X7B, QWEN3_30B_A3B, synthetic_trace
+from vllm_dymoe.observe.trace import TraceError
+from vllm_dymoe.residency.identity import ModelIdentity
 
-SMALL = TraceHeader("small", "synthetic", num_layers=6, num_experts=64, top_k=4, hidden=8)
+SMALL = ModelIdentity("small", "synthetic", num_layers=6, num_experts=64, top_k=4, hidden=8)
 
 
 def measured(trace):

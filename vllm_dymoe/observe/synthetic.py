@@ -7,23 +7,22 @@ Every layer has experts of ranks 1 to M, and each choice of a token is one of th
     otherwise                           drawn from P(rank) proportional to rank ** -skew         (popularity)
 
 A choice that is taken already is drawn from P instead, so that a token's experts are different. Which expert follows
-which is one permutation between any two layers that keeps ranks, so the three do not disturb each other: P stays as it
-is, and reuse and following are what was asked for, plus what is right by chance and less what was taken already.
-Domains have orders of rank of their own, and share the permutations.
+which is one permutation between any two layers that keeps ranks, so that P stays as it is. Domains have orders of rank
+of their own, and share the permutations.
 """
 
 import torch
 
-from vllm_dymoe.traces.files import TraceError, TraceHeader, expert_dtype
-from vllm_dymoe.traces.trace import Trace
+from vllm_dymoe.observe.trace import Trace, TraceError, expert_dtype
+from vllm_dymoe.residency.identity import ModelIdentity
 
-MIXTRAL_8X7B = TraceHeader("synthetic, of Mixtral-8x7B's size", "synthetic", 32, 8, 2, 4096)
-QWEN3_30B_A3B = TraceHeader("synthetic, of Qwen3-30B-A3B's size", "synthetic", 48, 128, 8, 2048)
+MIXTRAL_8X7B = ModelIdentity("synthetic, of Mixtral-8x7B's size", "synthetic", 32, 8, 2, 4096)
+QWEN3_30B_A3B = ModelIdentity("synthetic, of Qwen3-30B-A3B's size", "synthetic", 48, 128, 8, 2048)
 _CERTAIN = 1e6  # above any logarithm of a probability with its noise
 
 
 def synthetic_trace(
-    header: TraceHeader,
+    header: ModelIdentity,
     *,
     requests: int = 32,
     prompt: int = 64,
@@ -55,53 +54,51 @@ def synthetic_trace(
             f"locality {locality} and correlation {correlation} are probabilities of different things: neither may be "
             "below 0, nor both together above 1."
         )
-    layers, experts, top_k = header.num_layers, header.num_experts, header.top_k
     random = torch.Generator().manual_seed(seed)
+    domain, length = torch.arange(requests) % domains, prompt + decode
+    chosen = _choices(header, domain, domains, length, skew, locality, correlation, random)
+    # From [position, request] to the order of the steps: prompts one after the other, then decode in turn.
+    position, request = (grid.flatten() for grid in torch.meshgrid(
+        torch.arange(length), torch.arange(requests), indexing="ij"))  # fmt: skip
+    decoded_at = prompt * requests + position * requests + request
+    order = torch.where(position < prompt, request * prompt + position, decoded_at).argsort()
+    weights = torch.empty(length, requests, header.num_layers, header.top_k).exponential_(generator=random)
+    weights = (weights / weights.sum(-1, keepdim=True)).sort(-1, descending=True).values
+    return Trace(
+        header,
+        experts=chosen.flatten(0, 1)[order].to(expert_dtype(header.num_experts)),
+        weights=weights.flatten(0, 1)[order].half(),
+        request=request[order].int(),
+        position=position[order].int(),
+        prefill=position[order] < prompt,
+        domain=tuple(f"domain {number}" for number in domain.tolist()) if domains > 1 else None,
+    )
+
+
+def _choices(
+    header: ModelIdentity, domain: torch.Tensor, domains: int, length: int, skew: float, locality: float,
+    correlation: float, random: torch.Generator,
+) -> torch.Tensor:  # fmt: skip
+    """Experts of each token: int64 [position, requests, layers, top_k]."""
+    layers, experts, top_k, requests = header.num_layers, header.num_experts, header.top_k, len(domain)
     following = [torch.randperm(experts, generator=random) for _ in range(layers - 1)]
-    domain = torch.arange(requests) % domains
     ranked = torch.stack([torch.randperm(experts, generator=random) for _ in range(domains)])  # [domains, rank]
-    popularity = -skew * torch.arange(1, experts + 1).log()
+    popularity = (-skew * torch.arange(1, experts + 1).log()).expand(domains, -1)
     preferred = []
     for layer in range(layers):
-        scores = torch.empty(domains, experts).scatter_(1, ranked, popularity.expand(domains, -1))
-        preferred.append(scores[domain])  # [requests, experts]
+        preferred.append(torch.empty(domains, experts).scatter_(1, ranked, popularity)[domain])  # [requests, experts]
         if layer < layers - 1:
             ranked = following[layer][ranked]
-
-    chosen = torch.empty(prompt + decode, requests, layers, top_k, dtype=torch.long)
-    for token in range(prompt + decode):
+    chosen = torch.empty(length, requests, layers, top_k, dtype=torch.long)
+    for token in range(length):
         for layer in range(layers):
             kind = torch.rand(requests, top_k, generator=random)
             noise = -torch.empty(requests, experts).exponential_(generator=random).log()  # Gumbel's
             scores = preferred[layer] + noise
             if token > 0:
-                _add(scores, chosen[token - 1, :, layer], kind < locality)
+                scores.scatter_add_(1, chosen[token - 1, :, layer], (kind < locality) * _CERTAIN)
             if layer > 0:
                 follows = (kind >= locality) & (kind < locality + correlation)
-                _add(scores, following[layer - 1][chosen[token, :, layer - 1]], follows)
+                scores.scatter_add_(1, following[layer - 1][chosen[token, :, layer - 1]], follows * _CERTAIN)
             chosen[token, :, layer] = scores.topk(top_k).indices
-
-    # From [position, request] to the order of the steps: prompts one after the other, then decode in turn.
-    position, request = torch.meshgrid(torch.arange(prompt + decode), torch.arange(requests), indexing="ij")
-    order = torch.where(
-        position < prompt, request * prompt + position, prompt * requests + position * requests + request
-    )
-    order = order.flatten().argsort()
-    weights = torch.empty(prompt + decode, requests, layers, top_k).exponential_(generator=random)
-    weights = (weights / weights.sum(-1, keepdim=True)).sort(-1, descending=True).values
-    position = position.flatten()[order].int()
-    names = tuple(f"domain {number}" for number in domain.tolist()) if domains > 1 else None
-    return Trace(
-        header,
-        experts=chosen.flatten(0, 1)[order].to(expert_dtype(experts)),
-        weights=weights.flatten(0, 1)[order].half(),
-        request=request.flatten()[order].int(),
-        position=position,
-        prefill=position < prompt,
-        domain=names,
-    )
-
-
-def _add(scores: torch.Tensor, experts: torch.Tensor, where: torch.Tensor) -> None:
-    """Make experts [requests, top_k] certain where asked; one that is certain already stays so."""
-    scores.scatter_add_(1, experts, where * _CERTAIN)
+    return chosen

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_dymoe.traces import Trace, TraceError, TraceHeader
-from vllm_dymoe.traces.recorder import Recorder, Span
+from vllm_dymoe.observe.recorder import Recorder, Span
+from vllm_dymoe.observe.trace import Trace, TraceError
+from vllm_dymoe.residency.identity import ModelIdentity
 
-HEADER = TraceHeader("a model", "0123456789abcdef", num_layers=3, num_experts=6, top_k=2, hidden=4)
+HEADER = ModelIdentity("a model", "0123456789abcdef", num_layers=3, num_experts=6, top_k=2, hidden=4)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -208,7 +209,7 @@ def test_a_disk_that_refuses_ends_the_recording_and_nothing_else(tmp_path, monke
     def fails(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vllm_dymoe.traces.files.os.fsync", fails)
+    monkeypatch.setattr("vllm_dymoe.observe.trace.os.fsync", fails)
     run(recorder, [Span(0, 3, 3)], seed=1)
     recorder.flush()
     run(recorder, [Span(0, 3, 3)], seed=2)
@@ -259,7 +260,7 @@ KILLED = """
 import os, signal, sys, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from tests.traces.test_recorder import *
+from tests.observe.test_recorder import *
 recorder, _ = make_recorder(Path(sys.argv[1]), part_bytes=300)
 for step in range(10**6):
     run(recorder, [Span(step, 5, 5)], seed=step % 7)
@@ -298,7 +299,7 @@ def test_a_process_that_ends_writes_what_is_left(tmp_path, method):
 def test_an_interpreter_that_ends_writes_what_is_left(tmp_path):
     program = (
         "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path;"
-        "from tests.traces.test_recorder import *; record_and_return(Path(sys.argv[1]))"
+        "from tests.observe.test_recorder import *; record_and_return(Path(sys.argv[1]))"
     )
     subprocess.run([sys.executable, "-c", program, tmp_path, ROOT], check=True, timeout=60)
     assert Trace.load(tmp_path).num_tokens == 3

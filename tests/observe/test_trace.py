@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from vllm_dymoe.traces import TRACE_FORMAT, Trace, TraceError, TraceHeader, expert_dtype
-from vllm_dymoe.traces.files import INCOMPLETE, write_file
+from vllm_dymoe.observe.trace import INCOMPLETE, TRACE_FORMAT, Trace, TraceError, expert_dtype, write_file
+from vllm_dymoe.residency.identity import ModelIdentity
 
-HEADER = TraceHeader("a model", "0123456789abcdef", num_layers=3, num_experts=6, top_k=2, hidden=4)
+HEADER = ModelIdentity("a model", "0123456789abcdef", num_layers=3, num_experts=6, top_k=2, hidden=4)
 
 
 def make_trace(header=HEADER, tokens=7, seed=0, *, inputs=False, domain=None, requests=2):
@@ -38,7 +38,7 @@ def make_trace(header=HEADER, tokens=7, seed=0, *, inputs=False, domain=None, re
 def assert_same(ours, theirs):
     assert ours.header == theirs.header
     assert ours.domain == theirs.domain
-    ours, theirs = ours._tensors(), theirs._tensors()
+    ours, theirs = ours.tensors(), theirs.tensors()
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.dtype == theirs[name].dtype
@@ -56,7 +56,7 @@ def assert_same(ours, theirs):
     model=st.text(max_size=10),
 )
 def test_what_is_saved_is_loaded(tmp_path, layers, experts, tokens, seed, inputs, names, model):
-    header = TraceHeader(model, "f", layers, experts, min(3, experts), hidden=5)
+    header = ModelIdentity(model, "f", layers, experts, min(3, experts), hidden=5)
     trace = make_trace(header, tokens, seed, inputs=inputs, domain=tuple(names) if names else None)
     trace.save(tmp_path / "one.safetensors")
     loaded = Trace.load(tmp_path / "one.safetensors")
@@ -73,7 +73,7 @@ def test_parts_of_a_run_number_their_requests_together_and_runs_apart(tmp_path):
     traces = [make_trace(seed=seed) for seed in range(4)]
     domains = [{0: "code"}, {1: "docs"}, {}, {1: "sums"}]
     for number, (trace, domain, run) in enumerate(zip(traces, domains, ["a", "a", "b", "c"], strict=True)):
-        write_file(tmp_path / f"{run}-{number}.safetensors", HEADER, trace._tensors(), domain, run)
+        write_file(tmp_path / f"{run}-{number}.safetensors", HEADER, trace.tensors(), domain, run)
     loaded = Trace.load(tmp_path)
     offsets = [0, 0, 2, 4]
     assert torch.equal(
@@ -94,7 +94,7 @@ def test_a_folder_that_is_being_written_to_is_read_as_far_as_it_is_complete(tmp_
 
 def test_a_file_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
     names = []
-    monkeypatch.setattr("vllm_dymoe.traces.files.os.fsync", lambda _: names.extend(p.name for p in tmp_path.iterdir()))
+    monkeypatch.setattr("vllm_dymoe.observe.trace.os.fsync", lambda _: names.extend(p.name for p in tmp_path.iterdir()))
     make_trace().save(tmp_path / "a.safetensors")
     assert names == [f"a.safetensors{INCOMPLETE}"]
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
@@ -113,7 +113,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vllm_dymoe.traces.files.os.fsync", fails)
+    monkeypatch.setattr("vllm_dymoe.observe.trace.os.fsync", fails)
     with pytest.raises(TraceError, match="No space left on device"):
         trace.save(tmp_path / "a.safetensors")
     assert list(tmp_path.iterdir()) == []

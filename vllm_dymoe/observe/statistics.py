@@ -1,0 +1,121 @@
+"""What a trace shows: functions from a trace to numbers, one for each idea."""
+
+import numpy as np
+import torch
+
+from vllm_dymoe.observe.trace import Trace
+
+
+def load(trace: Trace, which: torch.Tensor | None = None) -> torch.Tensor:
+    """How often each expert was chosen: float64 [layers, experts]; ``which`` bool [tokens, layers] selects tokens."""
+    layers, experts = trace.header.num_layers, trace.header.num_experts
+    index = trace.experts.long() + experts * torch.arange(layers)[:, None]
+    index = index if which is None else index[which]
+    return index.flatten().bincount(minlength=layers * experts).view(layers, experts).double()
+
+
+def popularity(trace: Trace) -> torch.Tensor:
+    """The share of a layer's choices that each expert has (DuoServe-MoE Eq. 2): [layers, experts], rows sum to 1."""
+    counts = load(trace)
+    return counts / counts.sum(-1, keepdim=True).clamp(min=1)
+
+
+def affinity(trace: Trace) -> torch.Tensor:
+    """How likely an expert of the next layer is, given one of this (DuoServe-MoE Eq. 3).
+
+    Returns:
+        float64 [layers - 1, experts, experts], rows sum to 1; those of experts that were never chosen are 0.
+    """
+    layers, experts = trace.header.num_layers, trace.header.num_experts
+    counts = torch.zeros(layers - 1, experts, experts, dtype=torch.float64)
+    for layer in range(layers - 1):
+        now, then = trace.experts[:, layer].long(), trace.experts[:, layer + 1].long()
+        pairs = (now[:, :, None] * experts + then[:, None, :]).flatten()
+        counts[layer] = pairs.bincount(minlength=experts * experts).view(experts, experts)
+    return counts / counts.sum(-1, keepdim=True).clamp(min=1)
+
+
+def by_domain(trace: Trace) -> dict[str, Trace]:
+    """The tokens of each domain; of requests without one under an empty name."""
+    if trace.domain is None:
+        return {}
+    names = sorted(set(trace.domain))
+    domain = torch.tensor([names.index(name) for name in trace.domain])[trace.request.long()]
+    found = {name: trace.select(domain == place) for place, name in enumerate(names)}
+    return {name: part for name, part in found.items() if part.num_tokens}
+
+
+def overlap(one: Trace, other: Trace) -> torch.Tensor:
+    """How many of the n hottest experts of a layer two traces share, over n (DynaExq Figure 2): [layers, experts]."""
+    ranks = [load(trace).argsort(dim=-1, descending=True, stable=True).argsort(-1) for trace in (one, other)]
+    later = torch.maximum(*ranks)  # an expert is among the n hottest of both from here on
+    shared = torch.zeros(later.shape, dtype=torch.float64).scatter_add_(1, later, torch.ones(later.shape).double())
+    return shared.cumsum(-1) / torch.arange(1, later.shape[1] + 1)
+
+
+def _among(wanted: torch.Tensor, named: torch.Tensor) -> torch.Tensor:
+    """The share of wanted experts [tokens, layers, k] that are among the named [tokens, layers, n]: [layers]."""
+    return (wanted[..., :, None] == named[..., None, :]).any(-1).double().mean((0, 2))
+
+
+def reuse(trace: Trace) -> torch.Tensor:
+    """The share of a token's experts that the token before it chose as well: [layers]; NaN without neighbours."""
+    order = trace.in_order()
+    neighbours = (trace.request[order].diff() == 0) & (trace.position[order].diff() == 1)
+    return _among(trace.experts[order[1:][neighbours]], trace.experts[order[:-1][neighbours]])
+
+
+def reuse_by_chance(trace: Trace) -> torch.Tensor:
+    """What ``reuse`` were if tokens chose independently of each other by popularity: [layers]."""
+    chosen = load(trace) / max(1, trace.num_tokens)  # the share of tokens that choose each expert
+    return (chosen * chosen).sum(-1) / trace.header.top_k
+
+
+def foreseen_by_affinity(trace: Trace) -> tuple[torch.Tensor, torch.Tensor]:
+    """How much of a layer's choice is among what affinity names, and what popularity names: each [layers - 1].
+
+    As many experts are named as are chosen. Even requests are counted and odd ones are foreseen, if there are both.
+    """
+    odd = trace.request % 2 == 1
+    known, asked = (trace.select(~odd), trace.select(odd)) if odd.any() and not odd.all() else (trace, trace)
+    rows, top_k = affinity(known), trace.header.top_k
+    wanted = asked.experts[:, 1:].long()
+    by_rows = [counts[asked.experts[:, layer].long()].sum(1).topk(top_k).indices for layer, counts in enumerate(rows)]
+    favourites = popularity(known)[1:].topk(top_k).indices
+    named = torch.stack(by_rows, 1) if by_rows else wanted
+    return _among(wanted, named), _among(wanted, favourites.expand_as(wanted))
+
+
+def lru_hit_rates(trace: Trace) -> torch.Tensor:
+    """The hit rate of an LRU cache for each layer, of each size: [layers, experts], the first for one expert.
+
+    An LRU cache of n experts has an expert exactly if fewer than n others were used since its last use, so that one
+    pass tells of every size (Mattson et al., 1970). Tokens are taken one at a time, request after request.
+    """
+    layers, experts = trace.header.num_layers, trace.header.num_experts
+    uses = trace.experts[trace.in_order()].transpose(1, 2).reshape(-1, layers).numpy().astype(np.int64)
+    last = np.full((layers, experts), -1, dtype=np.int64)
+    rows, found = np.arange(layers), np.zeros((layers, experts))
+    for now, used in enumerate(uses):
+        before = last[rows, used]
+        known = before >= 0
+        found[rows[known], (last > before[:, None]).sum(1)[known]] += 1
+        last[rows, used] = now
+    return torch.from_numpy(found.cumsum(1) / max(1, len(uses)))
+
+
+def activation_similarity(trace: Trace) -> torch.Tensor | None:
+    """Cosine between the router inputs of neighbouring layers (DyMoE Figure 6): [layers - 1], None if not recorded."""
+    inputs = trace.router_inputs
+    if inputs is None:
+        return None
+    means = [  # layer by layer: all of them in float32 would be twice the trace
+        torch.cosine_similarity(inputs[:, layer].float(), inputs[:, layer + 1].float(), dim=-1).double().mean()
+        for layer in range(inputs.shape[1] - 1)
+    ]
+    return torch.tensor(means, dtype=torch.float64)
+
+
+def next_gate_accuracy(trace: Trace) -> torch.Tensor | None:
+    """How much of the next layer's choice its gate makes of this layer's input (DyMoE Eq. 8): [layers - 1], or None."""
+    return None if trace.next_gate is None else _among(trace.experts[:, 1:], trace.next_gate)

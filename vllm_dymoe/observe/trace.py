@@ -1,0 +1,289 @@
+"""What routers chose for each token (DuoServe-MoE Eq. 1), in memory and as safetensors files (docs/traces.md)."""
+
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from vllm_dymoe.residency.identity import ModelIdentity
+
+TRACE_FORMAT = 1
+INCOMPLETE = ".incomplete"
+"""Ends the name of a file that is still being written."""
+_KIND = "vllm-dymoe trace"
+
+
+class TraceError(RuntimeError):
+    """A trace that cannot be read or used; the message is one sentence that names the file."""
+
+
+def expert_dtype(num_experts: int) -> torch.dtype:
+    """The smallest dtype that holds an expert's number."""
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
+def columns(header: ModelIdentity, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor of a trace."""
+    layers, top_k, expert = header.num_layers, header.top_k, expert_dtype(header.num_experts)
+    return {
+        "request": ((tokens,), torch.int32),
+        "experts": ((tokens, layers, top_k), expert),
+        "weights": ((tokens, layers, top_k), torch.float16),
+        "position": ((tokens,), torch.int32),
+        "prefill": ((tokens,), torch.bool),
+        "router_inputs": ((tokens, layers, header.hidden), torch.float16),
+        "next_gate": ((tokens, layers - 1, top_k), expert),
+        "heavy": ((tokens, layers), torch.bool),
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Tokens in the order in which they were computed.
+
+    A token that was computed twice, after a preemption or because a drafted one before it was wrong, is there twice;
+    ``by_request`` keeps the last of them.
+
+    Attributes:
+        header: the model of the routers.
+        experts: [tokens, layers, top_k] uint8, int16 above 256 experts; best first.
+        weights: [tokens, layers, top_k] float16 routing weights.
+        request: [tokens] int32, a running number from 0.
+        position: [tokens] int32, in the request, its prompt included.
+        prefill: [tokens] bool, whether the token is one of the prompt.
+        router_inputs: [tokens, layers, hidden] float16; None if they were not recorded.
+        next_gate: [tokens, layers - 1, top_k], as ``experts``: what the next layer's gate makes of this layer's input;
+            None if it was not recorded.
+        heavy: [tokens, layers] bool, whether a prompt's token is a heavy hitter (DyMoE 4.2); None if not recorded.
+        domain: a name for each request, possibly empty; None if no request has one.
+
+    Raises:
+        TraceError: the tensors do not fit each other or the header.
+    """
+
+    header: ModelIdentity
+    experts: torch.Tensor
+    weights: torch.Tensor
+    request: torch.Tensor
+    position: torch.Tensor
+    prefill: torch.Tensor
+    router_inputs: torch.Tensor | None = None
+    next_gate: torch.Tensor | None = None
+    heavy: torch.Tensor | None = None
+    domain: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        header, tensors = self.header, self.tensors()
+        tokens = self.request.shape[0] if self.request.dim() == 1 else -1
+        for name, (shape, dtype) in columns(header, tokens).items():
+            tensor = tensors.get(name)
+            if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype):
+                raise TraceError(
+                    f"{name} are {_kind(tensor.dtype)} {list(tensor.shape)} where the header and other tensors need "
+                    f"{_kind(dtype)} {list(shape)}."
+                )
+        if tokens == 0:
+            return
+        for named in (self.experts, self.next_gate):
+            if named is not None and named.numel():
+                lowest, highest = int(named.min()), int(named.max())
+                if lowest < 0 or highest >= header.num_experts:
+                    wrong = lowest if lowest < 0 else highest
+                    raise TraceError(f"an expert is {wrong} where a layer has {header.num_experts}.")
+        if int(self.request.min()) < 0 or int(self.position.min()) < 0:
+            raise TraceError("a request or position is negative.")
+        if self.domain is not None and len(self.domain) < self.num_requests:
+            raise TraceError(f"there are {len(self.domain)} domains for {self.num_requests} requests.")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, those that were computed twice twice."""
+        return self.request.shape[0]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests."""
+        return int(self.request.max()) + 1 if self.num_tokens else 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by name."""
+        found = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in found if isinstance(value, torch.Tensor)}
+
+    def in_order(self) -> torch.Tensor:
+        """Every token of every request once, by request and position: int64 [different tokens]."""
+        key = self.request.long() * (int(self.position.max()) + 1 if self.num_tokens else 1) + self.position
+        order = key.argsort(stable=True)
+        last = torch.ones_like(key, dtype=torch.bool)
+        last[:-1] = key[order].diff() != 0
+        return order[last]
+
+    def by_request(self) -> Iterator[torch.Tensor]:
+        """The tokens of each request in the order of their positions, each once: int64 [tokens of the request]."""
+        order = self.in_order()
+        _, counts = self.request[order].unique_consecutive(return_counts=True)
+        yield from order.split(counts.tolist())
+
+    def select(self, tokens: torch.Tensor) -> "Trace":
+        """The same trace with some of its tokens, as a mask or as indices; requests keep their numbers."""
+        chosen: dict[str, Any] = {name: tensor[tokens] for name, tensor in self.tensors().items()}
+        return replace(self, **chosen)
+
+    def save(self, path: Path | str) -> None:
+        """Write one file, which is there whole or not at all.
+
+        Raises:
+            TraceError: it cannot be written.
+        """
+        names = {number: name for number, name in enumerate(self.domain or ()) if name}
+        write_file(Path(path), self.header, self.tensors(), names)
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Trace":
+        """Read a file, or a folder of them, also while it is still being written to.
+
+        Raises:
+            TraceError: there is no token in it, a file is damaged or not a trace, or files are of different models.
+        """
+        path = Path(path)
+        if not path.exists():
+            raise TraceError(f"{path} does not exist; give a trace file, or the folder that was recorded to.")
+        parts = [_read(part) for part in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])]
+        if not sum(part.trace.num_tokens for part in parts):
+            raise TraceError(f"{path} holds no tokens; record some first, see docs/traces.md.")
+        return _joined(parts)
+
+
+def write_file(
+    path: Path, header: ModelIdentity, tensors: Mapping[str, torch.Tensor], domain: Mapping[int, str], run: str = ""
+) -> None:
+    """Write one file under another name, and rename it when it is complete.
+
+    Args:
+        path: where to.
+        header: the model of the routers.
+        tensors: named as in ``columns``.
+        domain: names by request, of those that have one.
+        run: files of the same run number their requests together.
+
+    Raises:
+        TraceError: it cannot be written.
+    """
+    metadata = {
+        "kind": _KIND,
+        "header": json.dumps(asdict(header) | {"format": TRACE_FORMAT}),
+        "domain": json.dumps({str(number): name for number, name in domain.items()}),
+        "run": run,
+    }
+    incomplete = path.with_name(path.name + INCOMPLETE)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, incomplete, metadata)
+        with incomplete.open("rb") as file:
+            os.fsync(file.fileno())
+        incomplete.replace(path)
+    except (OSError, SafetensorError) as error:
+        incomplete.unlink(missing_ok=True)
+        raise TraceError(f"{path} cannot be written ({error}).") from error
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[tuple[Any, Mapping[str, str], ModelIdentity]]:
+    """A file of a trace, its metadata and its model; whatever goes wrong inside is a sentence that names the file.
+
+    Raises:
+        TraceError: it is damaged or not a trace.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            yield file, metadata, _header(path, metadata)
+    except TraceError as error:
+        raise error if str(path) in str(error) else TraceError(f"{path} is not a whole trace: {error}") from None
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TraceError(f"{path} cannot be read as a trace ({reason}); it is cut off, damaged or foreign.") from error
+
+
+def _header(path: Path, metadata: Mapping[str, str]) -> ModelIdentity:
+    if metadata.get("kind") != _KIND:
+        raise TraceError(f"{path} is not a trace of vllm-dymoe.")
+    described = json.loads(metadata["header"])
+    if (version := described.pop("format", None)) != TRACE_FORMAT:
+        raise TraceError(
+            f"{path} has format {version}, and this vllm-dymoe reads {TRACE_FORMAT}; record it again, or use the "
+            "version that wrote it."
+        )
+    header = ModelIdentity(**described)
+    for field in fields(header):
+        value = getattr(header, field.name)
+        if not isinstance(value, field.type if isinstance(field.type, type) else object):
+            raise TypeError(f"{field.name} is {value!r}")
+    return header
+
+
+class _Part(NamedTuple):
+    path: Path
+    run: str
+    trace: Trace
+
+
+def _read(path: Path) -> _Part:
+    with opened(path) as (file, metadata, header):
+        names = {field.name for field in fields(Trace)}.intersection(file.keys())
+        tensors: dict[str, Any] = {name: file.get_tensor(name) for name in names}
+        domain = {int(number): str(name) for number, name in json.loads(metadata["domain"]).items()}
+        requests = 1 + max([*tensors["request"].flatten().tolist(), *domain], default=-1)
+        domains = tuple(domain.get(number, "") for number in range(requests)) if domain else None
+        return _Part(path, metadata["run"] or path.name, Trace(header, **tensors, domain=domains))
+
+
+def _joined(parts: Sequence[_Part]) -> Trace:
+    """One trace of several files; each run has request numbers of its own, behind those of the run before."""
+    if any(part.trace.next_gate is None for part in parts):  # of gates that turned out to be wrong
+        parts = [part._replace(trace=replace(part.trace, next_gate=None)) for part in parts]
+    first = parts[0]
+    for part in parts[1:]:
+        if part.trace.header != first.trace.header:
+            raise TraceError(
+                f"{part.path} is of {_described(part.trace.header)}, and {first.path.name} beside it of "
+                f"{_described(first.trace.header)}; put the traces of each model into a folder of their own."
+            )
+        if part.trace.tensors().keys() != first.trace.tensors().keys():
+            raise TraceError(
+                f"{part.path} and {first.path.name} beside it have not the same tensors (router inputs on and off?); "
+                "put them into folders of their own."
+            )
+    domain: list[str] = []
+    requests: list[torch.Tensor] = []
+    for _, group in itertools.groupby(parts, key=lambda part: part.run):
+        run = [part.trace for part in group]
+        names = [""] * max(max(trace.num_requests, len(trace.domain or ())) for trace in run)
+        for trace in run:
+            requests.append(trace.request + len(domain))
+            for number, name in enumerate(trace.domain or ()):
+                names[number] = name or names[number]
+        domain += names
+    tensors: dict[str, Any] = {
+        name: torch.cat([part.trace.tensors()[name] for part in parts]) for name in first.trace.tensors()
+    }
+    tensors["request"] = torch.cat(requests)
+    return Trace(first.trace.header, **tensors, domain=tuple(domain) if any(domain) else None)
+
+
+def _described(header: ModelIdentity) -> str:
+    return (
+        f"{header.model} ({header.num_layers} layers, {header.num_experts} experts, top {header.top_k}, fingerprint "
+        f"{header.fingerprint})"
+    )
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -11,7 +11,6 @@ from vllm_dymoe.observe.statistics import (
     activation_similarity,
     affinity,
     by_domain,
-    heavy_load,
     load,
     overlap,
     popularity,
@@ -35,10 +34,9 @@ def similarity(recorded: Recorded) -> Mapping[str, Number]:
 def heavy_hitters(recorded: Recorded) -> Mapping[str, Number]:
     """Whether tokens that matter go to other experts than tokens do (DyMoE Figure 4), means over the layers."""
     trace: Trace = recorded.trace
-    heavy = heavy_load(trace)
-    if heavy is None:
+    if trace.heavy is None:
         raise ValueError("the trace was recorded without heavy hitters; record it with the system dymoe")
-    everything, heavy = load(trace.select(trace.prefill)), heavy.double()
+    everything, heavy = load(trace.select(trace.prefill)), load(trace, trace.heavy)
     quarter = trace.header.num_experts // 4
     busiest = [counts.topk(quarter).values.sum(-1) / counts.sum(-1) for counts in (everything, heavy)]
     together = [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in zip(everything, heavy, strict=True)]

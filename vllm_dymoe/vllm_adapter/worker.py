@@ -14,7 +14,7 @@ from fastapi import FastAPI, HTTPException, Request
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.recording import CalibrationError
-from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime import MoERuntime, precision_of, start_timeline, stop_timeline
 from vllm_dymoe.vllm_adapter.running import Running
 
 ROUTES = {"/v1/dymoe/precision": "dymoe_precision", "/v1/dymoe/predictor": "dymoe_predictor"}
@@ -64,7 +64,7 @@ class DymoeWorkerExtension:
         runtime = _runtime(self)
         if changes:
             runtime.set_precision(**changes)
-        return runtime.precision()
+        return precision_of(runtime)
 
     def dymoe_predictor(self, file: str | None = None, **unknown: Any) -> dict[str, Any]:
         """Foresee with another trained predictor, for the next step on; without a file only ask.
@@ -90,7 +90,7 @@ class DymoeWorkerExtension:
 
     def dymoe_start_timeline(self) -> None:
         """Record what runs when, from the next step on."""
-        _runtime(self).start_timeline()
+        start_timeline(_runtime(self))
 
     def dymoe_stop_timeline(self) -> list[dict[str, Any]]:
         """What ran since ``dymoe_start_timeline``, as Chrome trace events; this rank is a process of its own in them.
@@ -98,7 +98,7 @@ class DymoeWorkerExtension:
         Raises:
             ValueError: none was started.
         """
-        return _runtime(self).stop_timeline(getattr(self, "rank", 0))
+        return stop_timeline(_runtime(self), getattr(self, "rank", 0))
 
     def dymoe_recordable(self) -> dict[str, Any] | None:
         """What a calibration of this model is about; None on all ranks but the one that records."""

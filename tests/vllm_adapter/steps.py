@@ -1,6 +1,13 @@
-"""Steps as vLLM's scheduler describes them."""
+"""Steps as vLLM's scheduler describes them, and a rank that runs them without the vLLM around it."""
 
 from types import SimpleNamespace
+
+from vllm_dymoe.config import Options
+from vllm_dymoe.vllm_adapter.failures import StepFailures
+from vllm_dymoe.vllm_adapter.gates import Foresight
+from vllm_dymoe.vllm_adapter.observers import Observation
+from vllm_dymoe.vllm_adapter.running import Running
+from vllm_dymoe.vllm_adapter.step import RunningStep
 
 
 def prompt(name, tokens, computed=0):
@@ -33,3 +40,10 @@ def scheduled(*tokens, drafted=None, new=(), reading=(), finished=(), computed=N
         ),
         finished_req_ids=set(finished),
     )
+
+
+def rank_of(runtime, drafted=0, observation=None):
+    """A rank that foresees nothing."""
+    step, foresight = RunningStep(), Foresight(Options(system="on-demand"))
+    observation = observation or Observation()
+    return Running(runtime, step, StepFailures(step), foresight, observation, lambda path: None, drafted)

@@ -8,19 +8,16 @@ import torch
 from tests.runtime.decided import decided_runtime
 from tests.runtime.steps import make_runtime, random_step
 from tests.support.no_host import HostInStepError, NoHost
-from tests.vllm_adapter.steps import scheduled
-from vllm_dymoe.config import ConfigError, Options
+from tests.vllm_adapter.steps import rank_of, scheduled
+from vllm_dymoe.config import ConfigError
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.residency.table import Counter, Table
 from vllm_dymoe.runtime import start_timeline, stop_timeline
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
 from vllm_dymoe.vllm_adapter import decode_steps
 from vllm_dymoe.vllm_adapter import running as module
-from vllm_dymoe.vllm_adapter.failures import StepFailures
-from vllm_dymoe.vllm_adapter.gates import Foresight
-from vllm_dymoe.vllm_adapter.observers import Observation, Observer
-from vllm_dymoe.vllm_adapter.running import RankLayer, Running
-from vllm_dymoe.vllm_adapter.step import RunningStep
+from vllm_dymoe.vllm_adapter.observers import Observer
+from vllm_dymoe.vllm_adapter.running import RankLayer
 
 LAYERS = [RankLayer(f"layers.{number}", number, Activation.SILU, None) for number in range(2)]
 
@@ -32,12 +29,6 @@ class Listener(Observer):
 
     def see(self, routing):
         self.heard.append((routing.layer, routing.ids.clone(), routing.weights.clone(), len(routing.x)))
-
-
-def rank(runtime, drafted=0):
-    step = RunningStep()
-    foresight = Foresight(Options(system="on-demand"))
-    return Running(runtime, step, StepFailures(step), foresight, Observation(), lambda path: None, drafted)
 
 
 @pytest.fixture
@@ -61,7 +52,7 @@ def steps_of(runtime):
 
 def test_which_steps_need_the_host(runtime):
     """Those of prompts, and of more rows than decode kernels are for; drafted tokens are no prompt."""
-    speculating = rank(runtime, drafted=2)
+    speculating = rank_of(runtime, drafted=2)
     for counts, drafted, decided in (
         ((1, 1, 1), {}, True),
         ((3, 1, 3), {"a": 2, "c": 2}, True),
@@ -83,7 +74,7 @@ def test_large_batches_are_told_once_that_nothing_is_kept_for_them(runtime, monk
     said = []
     monkeypatch.setattr(decode_steps.logger, "warning", lambda text, *values: said.append(text % values))
     monkeypatch.setattr(decode_steps, "_MANY", 2)
-    large = rank(runtime)
+    large = rank_of(runtime)
     for count in range(4):
         run(large, count, DECODE_ROWS + 1)
         assert [line.count('decisions "host"') for line in said] == [1] * (count > 0)
@@ -91,7 +82,7 @@ def test_large_batches_are_told_once_that_nothing_is_kept_for_them(runtime, monk
 
 
 def test_a_warm_up_changes_nothing(runtime):
-    warming_up = rank(runtime)
+    warming_up = rank_of(runtime)
     for served in (False, True):
         if served:
             run(warming_up, 2, 3)
@@ -105,14 +96,14 @@ def test_a_warm_up_changes_nothing(runtime):
 
 
 def test_rows_that_fill_up_a_batch_are_left_out(runtime):
-    filled = rank(runtime)
+    filled = rank_of(runtime)
     _, outputs = run(filled, 1, 8, tokens=5)
     assert not outputs[0][5:].any()
     assert outputs[0][:5].any(1).all()
 
 
 def test_observers_hear_of_a_step_when_it_has_run_unless_they_need_inputs(runtime):
-    observed, hears, looks = rank(runtime), Listener(), Listener(needs_inputs=True)
+    observed, hears, looks = rank_of(runtime), Listener(), Listener(needs_inputs=True)
     observed.observation.join(hears)
     observed.observation.join(looks)
     (_, weights, ids), _ = run(observed, 1, 4)
@@ -137,7 +128,7 @@ def test_observers_hear_of_a_step_when_it_has_run_unless_they_need_inputs(runtim
 
 
 def test_behind_a_draft_with_experts_the_host_decides(runtime, memory_store):
-    extended = rank(runtime)
+    extended = rank_of(runtime)
     run(extended, 1, 3)
     extended.extend(make_runtime(memory_store))
     before = steps_of(runtime)
@@ -147,15 +138,12 @@ def test_behind_a_draft_with_experts_the_host_decides(runtime, memory_store):
 
 
 def test_a_timeline_has_the_step(runtime):
-    timed = rank(runtime)
+    timed = rank_of(runtime)
     start_timeline(runtime)
     run(timed, 1, 3)
     events = stop_timeline(runtime)
     (span,) = [event for event in events if event.get("cat") == "step"]
     assert (span["name"], span["args"]["tokens"]) == ("decode step 1", 3)
-
-
-# -- captures -------------------------------------------------------------------------------------
 
 
 class Launches:
@@ -168,27 +156,14 @@ class Launches:
         return torch.empty_like(x)
 
 
-class Looks(Launches):
-    """A fault: the host asks how many rows are tokens."""
+class Faulty(Launches):
+    """Does something first that needs the host."""
 
-    def forward(self, table, layer, rows, *arguments):
-        assert rows.item() >= 0
-        return super().forward(table, layer, rows, *arguments)
-
-
-class Counts(Launches):
-    """A fault: the host asks which experts are active."""
+    def __init__(self, fault):
+        self._fault = fault
 
     def forward(self, table, layer, rows, decision, x, weights, ids, activation):
-        ids.unique()
-        return super().forward(table, layer, rows, decision, x, weights, ids, activation)
-
-
-class Copies(Launches):
-    """A fault: ids are copied to the host."""
-
-    def forward(self, table, layer, rows, decision, x, weights, ids, activation):
-        ids.to("cpu")
+        self._fault(rows, ids)
         return super().forward(table, layer, rows, decision, x, weights, ids, activation)
 
 
@@ -208,7 +183,7 @@ def captured(runtime, kernel, monkeypatch, expert_map=None):
     """The operations of a layer's capture, traced with tensors that have no values."""
     monkeypatch.setattr(module, "is_captured", lambda x: True)
     experts, rows = runtime.experts, 8
-    capturing = rank(runtime)
+    capturing = rank_of(runtime)
     with torch.device("meta"):
         table = Table.allocate(2, 6, rows=DECODE_ROWS, top_k=2, depth=1, device="meta")
         capturing._decode._path = DecodePath(experts, table, kernel, torch.device("meta"))
@@ -227,22 +202,25 @@ def test_nothing_of_ours_stands_beside_the_launches_of_a_captured_layer(runtime,
     assert shared == ["aten::_to_copy", "aten::index.Tensor", "aten::empty_like"]
 
 
-@pytest.mark.parametrize("fault", [Looks, Counts, Copies])
+@pytest.mark.parametrize(
+    "fault", [lambda rows, ids: rows.item(), lambda rows, ids: ids.unique(), lambda rows, ids: ids.to("cpu")]
+)
 def test_a_planted_fault_is_found(fault, runtime, monkeypatch):
+    """The host asks how many rows are tokens, or which experts are active, or copies ids."""
     with pytest.raises(HostInStepError):
-        captured(runtime, fault(), monkeypatch)
+        captured(runtime, Faulty(fault), monkeypatch)
 
 
 def test_more_rows_than_the_path_takes_are_not_captured(runtime, monkeypatch):
     monkeypatch.setattr(module, "is_captured", lambda x: True)
     with pytest.raises(ConfigError, match="captures"):
-        rank(runtime).forward(LAYERS[0], *random_step(1, DECODE_ROWS + 1, runtime.experts))
+        rank_of(runtime).forward(LAYERS[0], *random_step(1, DECODE_ROWS + 1, runtime.experts))
 
 
 def test_versions_follow_what_such_steps_choose(memory_store):
     parameters = {"window_s": 0, "window_uses": 1, "margin": 0, "slack": 0, "alpha": 1, "link_share": 1}
     runtime = decided_runtime(memory_store, "90%", "dynaexq", system_options=parameters)
-    serving = rank(runtime)
+    serving = rank_of(runtime)
     for number in range(30):
         run(serving, number, 6, tokens=4)
         serving.step.end()

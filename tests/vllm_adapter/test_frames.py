@@ -7,8 +7,8 @@ import pytest
 
 from tests.runtime.decided import decided_runtime
 from tests.runtime.steps import make_runtime, random_step
-from tests.vllm_adapter.steps import scheduled
-from tests.vllm_adapter.test_decode_steps import LAYERS, rank
+from tests.vllm_adapter.steps import rank_of, scheduled
+from tests.vllm_adapter.test_decode_steps import LAYERS
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.native import Library
 from vllm_dymoe.runtime.decode_plain import PlainDecode
@@ -17,7 +17,7 @@ from vllm_dymoe.vllm_adapter import moe_method
 
 def frames_of(monkeypatch, runtime, owner, launch):
     """The functions between the operator and a launch, the deepest ones of a step."""
-    served, found, real = rank(runtime), [], getattr(owner, launch)
+    served, found, real = rank_of(runtime), [], getattr(owner, launch)
 
     def recorded(*arguments, **options):
         frame, names = sys._getframe(1), []
@@ -44,7 +44,7 @@ def test_the_hosts_way_is_short_and_shortest_where_no_expert_is_missing(monkeypa
     if budget == "100%":
         random = random_step(0, 1, runtime.experts)
         for _ in range(2):  # which fetches
-            rank(runtime).forward(LAYERS[0], *random)
+            rank_of(runtime).forward(LAYERS[0], *random)
     else:
         runtime.resize(runtime.minimum_budget)
     native = runtime.kernel._library is not None

@@ -14,10 +14,9 @@ from tests.predict.gates import random_gates
 from tests.predict.made_up import made_up
 from tests.runtime.steps import kept_by, with_budget
 from tests.small_model import make_experts, make_store
-from tests.vllm_adapter.steps import scheduled
+from tests.vllm_adapter.steps import rank_of, scheduled
 from tests.vllm_adapter.test_observers import new
 from tests.vllm_adapter.test_prompts import queries_and_keys
-from vllm_dymoe.config import Options
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.observe.recorder import Recorder as TraceRecorder
 from vllm_dymoe.observe.trace import Trace
@@ -30,12 +29,10 @@ from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.systems import SYSTEMS
 from vllm_dymoe.training import Recipe, train
 from vllm_dymoe.vllm_adapter import step as step_module
-from vllm_dymoe.vllm_adapter.failures import StepFailures
-from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
 from vllm_dymoe.vllm_adapter.observers import Observation, TraceObserver
-from vllm_dymoe.vllm_adapter.running import RankLayer, Running
-from vllm_dymoe.vllm_adapter.step import PromptTap, RunningStep
+from vllm_dymoe.vllm_adapter.running import RankLayer
+from vllm_dymoe.vllm_adapter.step import PromptTap
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, ROWS = 4, 8, 2, 64, 8
 STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, hidden=HIDDEN))
@@ -60,13 +57,12 @@ def predictor_of(system, trained, expert_map):
     return system.foresight and system.foresight.make(RoutedModel(LAYERS, EXPERTS, TOP_K, gates=gates, hidden=HIDDEN))
 
 
-def rank_of(folder, runtime, total):
+def recording_rank(folder, runtime, total):
     """A rank that records what routers choose and what experts read, without the vLLM around it."""
     model = {"layers": list(range(LAYERS)), "hidden_size": HIDDEN, "top_k": TOP_K, "dtype": "bfloat16"}
-    step, observation = RunningStep(), Observation(model)
-    foresight = Foresight(Options(system="on-demand"))
-    rank = Running(runtime, step, StepFailures(step), foresight, observation, lambda path: None)
-    rank.prompts = PromptTap(lambda: runtime.system, step)
+    observation = Observation(model)
+    rank = rank_of(runtime, observation=observation)
+    rank.prompts = PromptTap(lambda: runtime.system, rank.step)
     observation.record(folder / "part", TOKENS)
     observation.trace = TraceObserver(TraceRecorder(folder, replace(SIZES, num_experts=total), 2**20, inputs=True))
     observation.join(observation.trace)
@@ -104,7 +100,7 @@ def served(folder, monkeypatch, padding, system="exact", trained=False, expert_m
     budget = "80%" if system.residency.migrating else "50%"  # where every expert is there
     runtime = with_budget(STORE, budget, system, predictor=predictor_of(system, trained, expert_map))
     total = EXPERTS if expert_map is None else len(expert_map)
-    rank = rank_of(folder, runtime, total)
+    rank = recording_rank(folder, runtime, total)
     layers = list(layers_of(rank, expert_map))
     random = torch.Generator().manual_seed(0)
     outputs, predicted = [], []
@@ -201,7 +197,7 @@ def test_padding_is_told_from_the_experts_of_other_ranks(check, settings, paddin
 def test_what_nobody_computes_in_a_warm_up_is_not_the_last_experts(tmp_path):
     """While vLLM captures graphs every row is padding, and there is no step that could say so."""
     runtime = with_budget(STORE, "50%")
-    rank = rank_of(tmp_path, runtime, len(HALF))
+    rank = recording_rank(tmp_path, runtime, len(HALF))
     first, *_ = layers_of(rank, HALF)
     x, weights, _ = batch(torch.Generator(), ROWS, EXPERTS, 0)
     ids = torch.full((ROWS, TOP_K), -1, dtype=torch.int32)

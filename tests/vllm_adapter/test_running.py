@@ -1,39 +1,89 @@
-"""The forward of a rank's layers: in a step, in one that fails, and while vLLM warms up."""
+"""The running step of a rank: where it begins and ends, its phase and rows, and the forward of its layers."""
 
 import contextlib
+import dataclasses
 import logging
-import traceback
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from tests.vllm_adapter.steps import scheduled
-from vllm_dymoe.config import Options
+from tests.vllm_adapter.steps import rank_of, scheduled
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.transfer import TransferError
-from vllm_dymoe.vllm_adapter import moe_method
 from vllm_dymoe.vllm_adapter.failures import StepFailures
-from vllm_dymoe.vllm_adapter.gates import Foresight
-from vllm_dymoe.vllm_adapter.observers import Observation, Observer
+from vllm_dymoe.vllm_adapter.observers import Observer
+from vllm_dymoe.vllm_adapter.patches import apply_patches
+from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
 from vllm_dymoe.vllm_adapter.report import logger
-from vllm_dymoe.vllm_adapter.running import RankLayer, Running
+from vllm_dymoe.vllm_adapter.running import RankLayer
 from vllm_dymoe.vllm_adapter.step import RunningStep
 
 LAYER = RankLayer("layers.0", 0, Activation.SILU, None)
 
 
+@pytest.mark.parametrize(
+    ("what", "phase"),
+    [
+        (scheduled(1, 1), Phase.DECODE),
+        (scheduled(1, 7), Phase.PREFILL),
+        (scheduled(4, 1, drafted={"a": 3}), Phase.DECODE),
+        (scheduled(4, 2, drafted={"a": 3}), Phase.PREFILL),
+        (scheduled(1, 1, reading=["b"]), Phase.PREFILL),  # the last chunk
+        (scheduled(1, 1, new=[SimpleNamespace(req_id="a")]), Phase.PREFILL),  # all but one token is cached
+    ],
+)
+def test_the_phase_of_a_step(what, phase):
+    step = RunningStep()
+    step.begin(what)
+    assert step.phase is phase
+    assert step.real(99) == what.total_num_scheduled_tokens, "drafted tokens are computed like others"
+
+
+def test_the_scheduler_says_which_requests_read_a_prompt():
+    """In its own words, which a made-up step has to follow."""
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(CachedRequestData)), ())
+    step, what = RunningStep(), scheduled(1, 1)
+    for answered, phase in (([0, 1], Phase.PREFILL), ([2, 1], Phase.DECODE)):
+        what.scheduled_cached_reqs = CachedRequestData(
+            **fields | {"req_ids": ["a", "b"], "num_output_tokens": answered}
+        )
+        step.begin(what)
+        assert step.phase is phase
+
+
+def test_drafts_that_are_taken_off_while_the_step_begins_are_no_tokens():
+    """vLLM's first model runner does so with the n-grams of a GPU, in the scheduler's own words."""
+    step, what = RunningStep(), scheduled(4, 2, drafted={"a": 3, "b": 1})
+    step.begin(what)
+    what.total_num_scheduled_tokens -= 2
+    assert step.tokens == step.real(8) == 4
+    assert step.phase is Phase.DECODE
+
+
+def test_rows_behind_a_steps_tokens_are_padding():
+    step = RunningStep()
+    step.begin(scheduled(3, 2))
+    assert [step.real(rows) for rows in (8, 5, 4)] == [5, 5, 4]
+    step.end()
+    assert step.real(8) == 8, "a warm-up is computed as it comes"
+
+
 class Runtime:
-    """As much of a runtime, and of what serves its steps, as a rank looks at."""
+    """As much of a runtime, and of what serves its steps, as a rank looks at; its layers return their input."""
 
     experts = SimpleNamespace(layers=(0,))
     system = SimpleNamespace(precision=Precision())
     decode = None
-    unobserved = contextlib.nullcontext
+
+    def __init__(self, error=None):
+        self.log, self.error = [], error
 
     @property
     def serving(self):
@@ -42,14 +92,16 @@ class Runtime:
     def begin_step(self, phase):
         pass
 
+    @contextlib.contextmanager
+    def unobserved(self):
+        self.log.append("unobserved")
+        yield
 
-class FailingRuntime(Runtime):
-    def __init__(self):
-        self.calls = 0
-
-    def forward(self, *_):
-        self.calls += 1
-        raise TransferError("the disk is on fire")
+    def forward(self, routing, activation):
+        self.log.append(routing)
+        if self.error:
+            raise self.error
+        return routing.x
 
 
 class Listener(Observer):
@@ -68,10 +120,59 @@ class Listener(Observer):
         self.heard.append(f"forget {step}")
 
 
-def running(runtime):
-    step = RunningStep()
-    foresight = Foresight(Options(system="on-demand"))
-    return Running(runtime, step, StepFailures(step), foresight, Observation(), lambda path: None)
+class Runner:
+    """A model runner that notes what the step is while the model runs; its tokens are sampled afterwards."""
+
+    def __init__(self, rank, samples=True):
+        self._step, self._samples = rank.step, samples
+        self.seen = []
+
+    def execute_model(self, *arguments):
+        self.seen.append((self._step.number, self._step.tokens))
+        return None if self._samples else object()
+
+    def sample_tokens(self, grammar):
+        self.seen.append("sampled")
+        return object()
+
+
+def served_by(runner, rank):
+    """vLLM's worker in its wrapper, with our patches and nothing else."""
+    apply_patches()
+    config = DymoeConfig()
+    config.loading = SimpleNamespace(running=rank)
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(quant_config=config), model_runner=runner)
+    worker.execute_model = runner.execute_model
+    worker.sample_tokens = lambda grammar: Worker.sample_tokens(worker, grammar)
+    wrapper = SimpleNamespace(worker=worker, _apply_mm_cache=lambda scheduler_output: None)
+    wrapper.execute_model = lambda scheduler_output: WorkerWrapperBase.execute_model(wrapper, scheduler_output)
+    return wrapper
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_step_begins_at_the_wrapper_and_ends_with_its_output(samples):
+    rank = rank_of(Runtime())
+    runner = Runner(rank, samples)
+    wrapper = served_by(runner, rank)
+    for _ in range(2):
+        wrapper.execute_model(scheduled(4, 1))
+        if samples:
+            assert rank.step.tokens == 5, "what is computed to sample belongs to the step"
+            wrapper.worker.sample_tokens(None)
+        assert rank.step.warming_up
+    wrapper.execute_model(scheduled(finished=["a"]))
+    assert [seen for seen in runner.seen if seen != "sampled"] == [(1, 5), (2, 5), (2, 0)]
+
+
+def test_what_vllm_executes_to_warm_up_is_no_step():
+    """Its second model runner calls the worker itself, with requests that it has made up."""
+    rank = rank_of(Runtime())
+    runner = Runner(rank)
+    wrapper = served_by(runner, rank)
+    wrapper.worker.execute_model(scheduled(2, 2))
+    wrapper.worker.sample_tokens(None)
+    wrapper.execute_model(scheduled(3))
+    assert runner.seen == [(0, 0), "sampled", (1, 3)]
 
 
 def forward(rank, rows=3):
@@ -80,14 +181,14 @@ def forward(rank, rows=3):
 
 
 def test_a_layer_that_fails_gives_zeros_and_the_layers_behind_it_do_no_work_and_are_not_heard_of():
-    runtime, listener = FailingRuntime(), Listener()
-    rank = running(runtime)
+    runtime, listener = Runtime(TransferError("the disk is on fire")), Listener()
+    rank = rank_of(runtime)
     rank.observation.join(listener)
     for number in range(1, 3):
         assert rank.begin_step(scheduled(3))
         for _ in range(3):
             assert torch.equal(forward(rank), torch.zeros(3, 8))
-        assert runtime.calls == number
+        assert len(runtime.log) == number
         assert rank.failures.sentence == "vllm-dymoe: the disk is on fire"
         output = rank.end_model(None, scheduled(3), ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}))
         assert output.failure == "vllm-dymoe: the disk is on fire"
@@ -97,36 +198,8 @@ def test_a_layer_that_fails_gives_zeros_and_the_layers_behind_it_do_no_work_and_
         listener.heard.clear()
 
 
-def test_a_warm_up_decides_nothing_and_nobody_sees_it_before_and_between_requests():
-    """Its inputs are whatever was in the memory before."""
-    told = []
-
-    class Told(Runtime):
-        def forward(self, routing, activation):
-            told.append("computed")
-            return routing.x
-
-        @contextlib.contextmanager
-        def unobserved(self):
-            told.append("unobserved")
-            yield
-
-    class Tells(Observer):
-        def see(self, routing):
-            told.append("heard")
-
-    rank = running(Told())
-    rank.observation.join(Tells())
-    for warming_up in (True, False, True):
-        if not warming_up:
-            rank.begin_step(scheduled(3))
-        forward(rank)
-        rank.step.end()
-    assert told == ["unobserved", "computed", "heard", "computed", "unobserved", "computed"]
-
-
 def test_a_fault_while_vllm_warms_up_ends_the_start_unless_other_ranks_wait(caplog, monkeypatch):
-    rank = running(FailingRuntime())
+    rank = rank_of(Runtime(TransferError("the disk is on fire")))
     with pytest.raises(TransferError, match="on fire"):
         forward(rank)
     rank.failures = StepFailures(rank.step, object())
@@ -138,43 +211,20 @@ def test_a_fault_while_vllm_warms_up_ends_the_start_unless_other_ranks_wait(capl
     assert rank.failures.sentence is None, "no request has failed"
 
 
-def test_observers_and_the_runtime_get_the_same_object_and_whoever_leaves_hears_no_more():
-    given = []
-
-    class Given(Runtime):
-        def forward(self, routing, activation):
-            given.append(routing)
-            return routing.x
-
-    rank, first, second = running(Given()), Listener(), Listener()
+def test_observers_hear_of_steps_what_the_runtime_is_given_and_nothing_of_warm_ups():
+    """The inputs of a warm-up are whatever was in the memory before."""
+    runtime, first, second = Runtime(), Listener(), Listener()
+    rank = rank_of(runtime)
     rank.observation.join(first)
     rank.observation.join(second)
+    forward(rank)
     rank.begin_step(scheduled(3))
     forward(rank, rows=8)
-    assert first.heard == second.heard == given
-    (routing,) = given
-    assert (len(routing.x), routing.phase, routing.global_ids) == (3, Phase.PREFILL, None)
     rank.observation.leave(first)
     forward(rank)
-    assert (len(first.heard), second.heard) == (1, given)
-
-
-def test_two_frames_of_ours_lie_between_the_operator_and_the_runtime(monkeypatch):
-    """vLLM calls the method where the model is not compiled, and the operator where it is."""
-    stacks = []
-
-    class Stack(Runtime):
-        def forward(self, routing, activation):
-            frames = (frame.filename for frame in traceback.extract_stack()[:-1])
-            stacks.append([Path(name).name for name in frames if "vllm_dymoe" in name])
-            return routing.x
-
-    method = moe_method.DymoeMoEMethod.__new__(moe_method.DymoeMoEMethod)
-    method.layer, method._weights_on_input = LAYER, False
-    method.loading = SimpleNamespace(running=running(Stack()))
-    context = SimpleNamespace(no_compile_layers={"layers.0.dymoe": method})
-    monkeypatch.setattr(moe_method, "get_forward_context", lambda: context)
-    x, weights, ids = torch.zeros(3, 8), torch.zeros(3, 2), torch.zeros(3, 2).int()
-    assert method.apply(SimpleNamespace(layer_name="layers.0"), x, weights, ids) is x
-    assert torch.equal(torch.ops.vllm_dymoe.moe(x, weights, ids, "layers.0"), x)
-    assert stacks == [["moe_method.py", "running.py"]] * 2
+    rank.step.end()
+    forward(rank)
+    assert [entry == "unobserved" for entry in runtime.log] == [True, False, False, False, True, False]
+    _, _, routing, later, _, _ = runtime.log
+    assert (first.heard, second.heard) == ([routing], [routing, later])
+    assert (len(routing.x), routing.phase, routing.global_ids) == (3, Phase.PREFILL, None)

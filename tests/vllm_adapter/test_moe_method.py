@@ -125,26 +125,19 @@ def run_steps(model, layer, x, *, shared):
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
-def test_vllms_operator_between_pieces_is_wrong_from_the_second_step_on(shared):
-    """The harness sees the fault that there was."""
-    layer = make_layer(shared=shared)
-    operator = vllms_operator(shared=shared)
-    with replayed_graphs() as seen, context(layer) as config, torch.no_grad():
-        model = cut_at(operator._qualified_op_name, config, make_model(operator, shared=shared))
-        assert run_steps(model, layer, torch.zeros(TOKENS, HIDDEN), shared=shared) == [True, False, False]
-    assert seen.moved == len(STEPS) - 1
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
 def test_our_operator_between_pieces_writes_where_the_next_one_reads(shared):
+    """And vLLM's does not: the harness sees the fault that there was."""
     from vllm_dymoe.vllm_adapter.graphs import OPERATOR
     from vllm_dymoe.vllm_adapter.moe_method import entry_with_buffers
 
-    layer = make_layer(shared=shared)
-    with replayed_graphs() as seen, context(layer) as config, torch.no_grad():
-        model = cut_at(OPERATOR, config, make_model(entry_with_buffers(layer), shared=shared))
-        assert run_steps(model, layer, torch.zeros(TOKENS, HIDDEN), shared=shared) == [True] * len(STEPS)
-    assert (seen.captures, seen.replays, seen.moved) == (2, 2 * (len(STEPS) - 1), 0)
+    layer, theirs, rest = make_layer(shared=shared), vllms_operator(shared=shared), len(STEPS) - 1
+    for ours in (False, True):
+        with replayed_graphs() as seen, context(layer) as config, torch.no_grad():
+            operator, entry = (OPERATOR, entry_with_buffers(layer)) if ours else (theirs._qualified_op_name, theirs)
+            model = cut_at(operator, config, make_model(entry, shared=shared))
+            right = run_steps(model, layer, torch.zeros(TOKENS, HIDDEN), shared=shared)
+        assert right == [True, *[ours] * rest]
+        assert (seen.captures, seen.replays, seen.moved) == (2, 2 * rest, 0 if ours else rest)
 
 
 def test_layers_without_graphs_keep_vllms_operator():
@@ -234,14 +227,16 @@ def breakable_steps(ours, shared):
         return right, captured.capture.num_graphs, captured.capture.num_eager_breaks
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
-def test_our_operator_interrupts_breakable_captures(shared):
-    assert in_own_process(breakable_steps, True, shared) == ([True] * len(STEPS), 2, 1)
-
-
-def test_vllms_operator_is_captured_by_breakable_graphs():
-    """The harness sees the fault that there was."""
-    assert in_own_process(breakable_steps, False, False) == ([True, False, False], 1, 0)
+@pytest.mark.parametrize(
+    ("ours", "shared", "seen"),
+    [
+        (True, False, ([True] * len(STEPS), 2, 1)),
+        (True, True, ([True] * len(STEPS), 2, 1)),
+        (False, False, ([True, False, False], 1, 0)),  # the harness sees the fault that there was
+    ],
+)
+def test_our_operator_interrupts_breakable_captures(ours, shared, seen):
+    assert in_own_process(breakable_steps, ours, shared) == seen
 
 
 def test_a_process_that_has_loaded_a_model_without_breaks_is_not_given_one_with(monkeypatch):

@@ -61,15 +61,21 @@ def test_each_prompt_has_heavy_hitters_of_its_own(begin):
     assert not prompt.heavy[51]
 
 
-def test_the_last_attention_layer_counts(begin):
-    begin([40])
+def test_the_last_attention_layer_with_queries_and_keys_counts(begin):
+    """A layer that shares the cache of an earlier one has no keys; with MLA no layer has, and every token counts."""
+    begin([1, 40])
     tap = make_tap()
+    prompt = tap.tokens(41, CPU)
+    assert prompt.rows.tolist() == [False] + [True] * 40
+    assert torch.equal(prompt.heavy, prompt.rows)
     results = []
-    for seed in (1, 2):
-        tap.attend(LAYER, *queries_and_keys(40, seed))
-        results.append(tap.tokens(40, CPU).heavy)
+    for seed in (1, 5):
+        query, key = queries_and_keys(41, seed)
+        tap.attend(LAYER, query, key)
+        results.append(tap.tokens(41, CPU).heavy)
     assert not torch.equal(*results)
-    assert not tap.tokens(40, CPU).mixed
+    tap.attend(LAYER, query, None)
+    assert torch.equal(tap.tokens(41, CPU).heavy, results[1])
 
 
 def test_a_sliding_window_limits_what_is_seen(begin):
@@ -77,16 +83,10 @@ def test_a_sliding_window_limits_what_is_seen(begin):
     tap = make_tap()
     query, key = queries_and_keys(40)
     tap.attend(SimpleNamespace(impl=LAYER.impl, sliding_window=5), query, key)
-    assert torch.equal(tap.tokens(40, CPU).heavy, heavy_hitters(attention_mass(query, key, 0.25, WINDOW, 5), 0.2))
-    assert not tap.tokens(40, CPU).heavy[:3].any()
-
-
-def test_without_queries_and_keys_every_token_of_a_prompt_counts(begin):
-    """MLA: no attention layer that is listened to."""
-    begin([1, 6])
-    prompt = make_tap().tokens(7, CPU)
-    assert torch.equal(prompt.heavy, prompt.rows)
-    assert prompt.rows.tolist() == [False] + [True] * 6
+    found = tap.tokens(40, CPU)
+    assert torch.equal(found.heavy, heavy_hitters(attention_mass(query, key, 0.25, WINDOW, 5), 0.2))
+    assert not found.heavy[:3].any()
+    assert not found.mixed
 
 
 @pytest.mark.parametrize("padding", [(0, 0), (34, 0)], ids=["no requests", "a request"])
@@ -107,35 +107,28 @@ def test_rows_of_padding_are_nobodys(begin, padding):
     assert not beside.mixed
 
 
-def test_a_layer_that_computes_only_some_of_the_tokens_has_no_prompts(begin):
-    begin([30])
-    assert make_tap().tokens(7, CPU) is None
-
-
 @pytest.mark.parametrize(
-    ("lengths", "drafted", "warming_up"), [([1, 1, 1], 0, False), ([4, 1, 3], 3, False), ([8], 0, True)]
+    ("lengths", "drafted", "warming_up", "rows"),
+    [([1, 1, 1], 0, False, 3), ([4, 1, 3], 3, False, 8), ([8], 0, True, 8), ([30], 0, False, 7)],
+    ids=["decode", "drafts", "warm-up", "a layer that computes only some of the tokens"],
 )
-def test_steps_without_a_prompt_have_none(begin, lengths, drafted, warming_up):
+def test_steps_without_a_prompt_have_none(begin, lengths, drafted, warming_up, rows):
     begin(lengths, warming_up=warming_up)
     tap = make_tap(drafted)
-    tap.attend(LAYER, *queries_and_keys(8))
-    assert tap.tokens(8, CPU) is None
+    tap.attend(LAYER, *queries_and_keys(sum(lengths)))
+    assert tap.tokens(rows, CPU) is None
 
 
 @pytest.mark.parametrize("retention", [0, 1])
-def test_where_every_expert_gets_the_same_tier_nothing_is_computed(begin, retention, monkeypatch):
+def test_where_every_expert_gets_the_same_tier_only_a_trace_has_heavy_hitters(begin, retention, monkeypatch):
     begin([40])
+    recorded = make_tap(retention=retention, recorded=True)
+    recorded.attend(LAYER, *queries_and_keys(40))
+    assert int(recorded.tokens(40, CPU).heavy.sum()) == 8
     monkeypatch.setattr(step_module, "attention_mass", None)
     tap = make_tap(retention=retention)
     tap.attend(LAYER, *queries_and_keys(40))
     assert tap.tokens(40, CPU) is None
-
-
-def test_a_trace_has_heavy_hitters_where_every_expert_gets_the_same_tier(begin):
-    begin([40])
-    tap = make_tap(retention=1, recorded=True)
-    tap.attend(LAYER, *queries_and_keys(40))
-    assert int(tap.tokens(40, CPU).heavy.sum()) == 8
 
 
 def test_ranks_add_up_what_their_heads_see(begin, monkeypatch):
@@ -152,13 +145,3 @@ def test_ranks_add_up_what_their_heads_see(begin, monkeypatch):
     together, alone = (attention_mass(*heads, 0.25, WINDOW) for heads in ((query, key), (query[:, :2], key[:, :1])))
     assert torch.equal(tap.tokens(30, CPU).heavy, heavy_hitters(together, 0.2))
     assert not torch.equal(heavy_hitters(alone, 0.2), heavy_hitters(together, 0.2))
-
-
-def test_keys_of_another_layer_are_no_reason_to_fail(begin):
-    """A layer that shares the cache of an earlier one has no keys."""
-    begin([30])
-    tap = make_tap()
-    tap.attend(LAYER, *queries_and_keys(30))
-    heavy = tap.tokens(30, CPU).heavy
-    tap.attend(LAYER, queries_and_keys(30, seed=3)[0], None)
-    assert torch.equal(tap.tokens(30, CPU).heavy, heavy)

@@ -45,7 +45,7 @@ class DymoeWorkerExtension:
         """
         runtime = _runtime(self)
         runtime.resize(expert_budget)
-        return {**runtime.stats().to_dict(), "free_device_bytes": runtime.free_device_bytes}
+        return {**runtime.stats().to_dict(), "free_device_bytes": runtime.memory.pools.available}
 
     def dymoe_precision(self, **changes: Any) -> dict[str, Any]:
         """Change what decides precision, for the next step on; without arguments only ask.
@@ -64,7 +64,7 @@ class DymoeWorkerExtension:
         runtime = _runtime(self)
         if changes:
             runtime.set_precision(**changes)
-        return precision_of(runtime)
+        return dict(precision_of(runtime))
 
     def dymoe_predictor(self, file: str | None = None, **unknown: Any) -> dict[str, Any]:
         """Foresee with another trained predictor, for the next step on; without a file only ask.

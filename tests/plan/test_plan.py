@@ -10,7 +10,7 @@ import pytest
 from tests.cli.checkpoints import command, refused
 from vllm_dymoe.config import ConfigError, ExpertBudget
 from vllm_dymoe.observe.synthetic import synthetic_trace
-from vllm_dymoe.plan.choice import GOOD_ENOUGH, Choice, Serving, choices, recommended, room_for_experts, shown
+from vllm_dymoe.plan.choice import GOOD_ENOUGH, Serving, choices, predict, recommended, room_for_experts, shown
 from vllm_dymoe.plan.device import Device, find_device, measured_device, parse_rate
 from vllm_dymoe.plan.model import shape_of
 from vllm_dymoe.plan.replay import Routings, made_up, replay
@@ -120,7 +120,7 @@ def predicted(options, budget, routings, device=DEVICE):
     settled = resolve_options(options, environment={})
     experts = QWEN.packed(tuple(settled.stored_bits))
     limit = limit_in_bytes(ExpertBudget.parse(budget), experts, settled, workspace_bytes(experts, "cuda"), 0)
-    return Choice(options, limit, 1.0, QWEN, device, routings, 512)
+    return predict(options, limit, 1.0, QWEN, device, routings, 512)
 
 
 @pytest.fixture(scope="module")

@@ -297,8 +297,7 @@ def plan(
     if gpu is None:
         raise ConfigError("say for which device: --gpu rtx4090, or a folder of measured rows.")
     serving = Serving(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
-    planning.run(model, gpu=gpu, link=link, trace=trace, batch=batch, prompt=prompt, serving=serving,
-                 systems=system or ())  # fmt: skip
+    planning.run(model, gpu, link, trace, batch, prompt, serving, system or ())
 
 
 @app.command()

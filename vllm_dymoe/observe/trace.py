@@ -132,6 +132,13 @@ class Trace:
         _, counts = self.request[order].unique_consecutive(return_counts=True)
         yield from order.split(counts.tolist())
 
+    def steps(self, batch: int) -> torch.Tensor:
+        """Tokens of each step if requests are served ``batch`` at a time: int64 [steps, batch], none for too few."""
+        requests = list(self.by_request())
+        groups = [requests[first : first + batch] for first in range(0, len(requests) - batch + 1, batch)]
+        together = [torch.stack([tokens[: min(map(len, group))] for tokens in group], 1) for group in groups]
+        return torch.cat([torch.empty(0, batch, dtype=torch.long), *together])
+
     def select(self, tokens: torch.Tensor) -> "Trace":
         """The same trace with some of its tokens, as a mask or as indices; requests keep their numbers."""
         chosen: dict[str, Any] = {name: tensor[tokens] for name, tensor in self.tensors().items()}

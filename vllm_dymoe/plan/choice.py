@@ -9,27 +9,24 @@ travel while the layer before computes: of the link's time for a layer, the smal
 
     accuracy * (its misses)        and        utilisation * (a layer's computation)
 
-is hidden, since a wrong guess takes the link from a right one. A prompt streams what is not there while it computes,
-so that it takes the longer of the two, and one expert more (DuoServe-MoE 5.2).
+is hidden, since a wrong guess takes the link from a right one (FIRM-MoE 7, 8). A prompt streams what is not there while
+it computes, so that it takes the longer of the two, and one expert more (DuoServe-MoE 5.2).
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import resources
 from typing import Any
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.plan.device import Device
-from vllm_dymoe.plan.model import ModelShape
-from vllm_dymoe.plan.replay import LayerDemand, Routings, replay
-from vllm_dymoe.residency.format import ModelExperts
+from vllm_dymoe.plan.model import ITEM, ModelShape
+from vllm_dymoe.plan.replay import Routings, replay
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.runtime.device_share import StepShape, automatic_share
 from vllm_dymoe.runtime.sizing import (
-    SlotPlan,
     limit_in_bytes,
     minimum_budget,
     plan_slots,
@@ -54,7 +51,6 @@ CANDIDATES: tuple[Mapping[str, Any], ...] = (
 )
 _PARTS = (0.25, 0.5, 0.75, 1.0)  # of the room for experts
 _NEXT_GATE = 0.75  # of the next layer's experts, where no trace says how right its gate is (papers: 0.6 to 0.9)
-_ITEM = 2  # bytes of a weight outside of experts
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class Serving:
     gpu_memory_utilization: float = 0.9
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Choice:
     """Options of the plugin and what they do on a device.
 
@@ -75,140 +71,105 @@ class Choice:
         given: options as a user writes them, without the budget.
         limit: bytes of device memory for experts.
         part: of the room for experts, up to which the budget may go.
-        routings: of decode steps, with the batch that is asked about.
-        prompt: tokens of a prompt.
+        tiers: bits of them.
+        share: experts at the high tier that fit, of all.
+        agreement: of the likeliest tokens with those of 16 bits; None if it was not measured.
+        hit_rate: of the experts that a decode step needs.
+        moved: bytes of experts that a decode step moves.
+        tpot: seconds of a decode step.
+        ttft: seconds to the first token of a prompt.
     """
 
     given: Mapping[str, Any]
     limit: int
     part: float
-    shape: ModelShape
-    device: Device
-    routings: Routings
-    prompt: int
+    tiers: str
+    share: float
+    agreement: float | None
+    hit_rate: float
+    moved: float
+    tpot: float
+    ttft: float
 
-    @cached_property
-    def options(self) -> Options:
-        """All options."""
-        return resolve_options(self.given, environment={})
 
-    @cached_property
-    def system(self) -> System:
-        """The system of the options."""
-        return make_system(self.options)
+def predict(
+    given: Mapping[str, Any],
+    limit: int,
+    part: float,
+    shape: ModelShape,
+    device: Device,
+    routings: Routings,
+    prompt: int,
+) -> Choice:
+    """What options do on a device, for a batch as the routings have it and a prompt of so many tokens."""
+    options = resolve_options(given, environment={})
+    system, experts = make_system(options), shape.packed(tuple(options.stored_bits), options.group_size)
+    formats, workspace, layers = experts.formats, workspace_bytes(experts, "cuda"), shape.moe_layers
+    slots = plan_slots(experts, options, system, limit, workspace, system.precision.shares(layers, shape.top_k))
+    slot_bytes = {
+        tier: formats[bits].nbytes for tier, bits in slot_bits(experts, options, system.precision.tiers).items()
+    }
+    nested = Tier.HI in slots.slots and any(fmt.nested for fmt in formats.values())
+    schedule = system.precision.schedule if isinstance(system, Dymoe) else None
+    depth = routings.header.num_layers
+    critical = None if schedule is None else lambda layer, active: schedule.critical(layer, depth, active)
+    kept = slots.quotas if system.residency.keeps else {}
+    demand = replay(routings, kept, critical, low=options.lo > 0, nested=nested)
+    layer_moved = sum(demand.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
+    needed = sum(demand.active.values())
 
-    @cached_property
-    def experts(self) -> ModelExperts:
-        """Packed."""
-        return self.shape.packed(tuple(dict.fromkeys(self.options.stored_bits)), self.options.group_size)
+    step = device.step.get((options.hi, routings.batch))
+    if step is None:
+        bits = {tier: tier_bits(options, tier) for tier in demand.active}
+        read = sum(count * formats[bits[tier]].whole_nbytes for tier, count in demand.active.items() if bits[tier])
+        step = (shape.token_weights * ITEM + layers * read) / device.bandwidth + layers * device.layer_seconds
+    right, waiting = _foresight(system, routings), layer_moved / device.link
+    hidden = min(right * waiting, right * step / shape.layers)
 
-    @cached_property
-    def slots(self) -> SlotPlan:
-        """What the budget is divided into."""
-        shares = self.system.precision.shares(self.shape.moe_layers, self.shape.top_k)
-        return plan_slots(self.experts, self.options, self.system, self.limit, self._workspace, shares)
+    active, streamed = routings.distinct(prompt), 0.0
+    high = 1.0 if schedule is None else schedule.realised(layers, max(1, round(active)))
+    for tier, share in ((Tier.HI, high), (Tier.LO, 1.0 if nested else 1 - high)):
+        if share > 0 and tier in slots.slots:
+            there = sum(slots.quotas[tier]) / layers / shape.experts
+            streamed += layers * share * active * max(0.0, 1 - there) * slot_bytes[tier]
+    blob = formats[options.hi].whole_nbytes
+    computing = _prompt_seconds(options.hi, blob, active, shape, device, routings.batch, prompt)
+    tiers = f"{options.hi}/{options.lo}" if options.system == "dymoe" else f"{options.hi}"
+    return Choice(
+        given, limit, part, tiers,
+        share=min(1.0, (limit - workspace) / experts.nbytes(options.hi)),
+        agreement=_agreement(tiers, options),
+        hit_rate=1 - demand.misses / needed if needed else 1.0,
+        moved=layers * layer_moved,
+        tpot=step + layers * (waiting - hidden + demand.misses * device.miss),
+        ttft=max(computing, streamed / device.link) + (blob / device.link if streamed else 0.0),
+    )  # fmt: skip
 
-    @property
-    def share(self) -> float:
-        """Experts at the high tier that fit, of all."""
-        return min(1.0, (self.limit - self._workspace) / self.experts.nbytes(self.options.hi))
 
-    @property
-    def agreement(self) -> float | None:
-        """Of the likeliest tokens with those of 16 bits, as benchmarks/quality has it; None if it was not measured."""
-        table = json.loads(resources.files("vllm_dymoe.plan").joinpath("quality.json").read_text())
-        options = self.options
-        tiers = f"{options.hi}/{options.lo}" if options.system == "dymoe" else f"{options.hi}"
-        found = table.get(tiers, {}).get(options.quantizer)
-        return None if found is None else float(found)
+def _agreement(tiers: str, options: Options) -> float | None:
+    """As benchmarks/quality has measured it."""
+    table = json.loads(resources.files("vllm_dymoe.plan").joinpath("quality.json").read_text())
+    found = table.get(tiers, {}).get(options.quantizer)
+    return None if found is None else float(found)
 
-    @cached_property
-    def demand(self) -> LayerDemand:
-        """What a layer needs and moves."""
-        critical = None
-        if isinstance(self.system, Dymoe):
-            depth, schedule = self.routings.header.num_layers, self.system.precision.schedule
-            critical = lambda layer, active: schedule.critical(layer, depth, active)  # noqa: E731
-        quotas = self.slots.quotas if self.system.residency.keeps else {}
-        return replay(self.routings, quotas, critical, low=self.options.lo > 0, nested=self._nested)
 
-    @property
-    def hit_rate(self) -> float:
-        """Of the experts that a decode step needs."""
-        needed = sum(self.demand.active.values())
-        return 1 - self.demand.misses / needed if needed else 1.0
+def _foresight(system: System, routings: Routings) -> float:
+    """How much of what a layer needs is named ahead; as much of what is named is needed, since as many are named."""
+    if system.foresight is None:
+        return 0.0
+    if system.foresight.name == "popularity":
+        return routings.popularity
+    return _NEXT_GATE if routings.next_gate is None else routings.next_gate
 
-    @property
-    def moved(self) -> float:
-        """Bytes of experts that a decode step moves."""
-        return self.shape.moe_layers * sum(self.demand.missing[tier] * size for tier, size in self._slot_bytes.items())
 
-    @property
-    def read(self) -> float:
-        """Bytes of device memory that a decode step reads."""
-        bits = {tier: tier_bits(self.options, tier) for tier in Tier}
-        each = {tier: self.experts.formats[width].whole_nbytes if width else 0 for tier, width in bits.items()}
-        layer = sum(count * each[tier] for tier, count in self.demand.active.items())
-        return self.shape.token_weights * _ITEM + self.shape.moe_layers * layer
-
-    @cached_property
-    def tpot(self) -> float:
-        """Seconds of a decode step."""
-        shape, device = self.shape, self.device
-        computing = device.step.get((self.options.hi, self.routings.batch))
-        if computing is None:
-            computing = self.read / device.bandwidth + shape.moe_layers * device.layer_seconds
-        waiting = self.moved / shape.moe_layers / self.device.link
-        accuracy, utilisation = self._foresight
-        hidden = min(accuracy * waiting, utilisation * computing / shape.layers)
-        return computing + shape.moe_layers * (waiting - hidden + self.demand.misses * device.miss)
-
-    @cached_property
-    def ttft(self) -> float:
-        """Seconds to the first token of a prompt."""
-        shape, device, active = self.shape, self.device, self.routings.distinct(self.prompt)
-        high, streaming = 1.0, 0.0
-        if isinstance(self.system, Dymoe):
-            high = self.system.precision.schedule.realised(shape.moe_layers, max(1, round(active)))
-        for tier, share in ((Tier.HI, high), (Tier.LO, 1.0 if self._nested else 1 - high)):
-            if share > 0 and tier in self.slots.slots:
-                kept = sum(self.slots.quotas[tier]) / shape.moe_layers / shape.experts
-                streaming += share * active * max(0.0, 1 - kept) * self._slot_bytes[tier]
-        streaming *= shape.moe_layers / self.device.link
-        blob = self.experts.formats[self.options.hi].whole_nbytes
-        if (at := (self.options.hi, self.routings.batch)) in device.prompt:
-            computing = device.prompt[at] * self.prompt
-        else:
-            weights = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
-            reading = (shape.token_weights * _ITEM + shape.moe_layers * active * blob) / device.bandwidth
-            computing = max(2 * weights * self.prompt / device.compute, reading)
-            computing += shape.moe_layers * device.layer_seconds
-        return max(computing, streaming) + (blob / self.device.link if streaming else 0.0)
-
-    @cached_property
-    def _workspace(self) -> int:
-        return workspace_bytes(self.experts, "cuda")
-
-    @property
-    def _nested(self) -> bool:
-        """Whether slots are of fine slices and of bases."""
-        return Tier.HI in self.slots.slots and any(fmt.nested for fmt in self.experts.formats.values())
-
-    @cached_property
-    def _slot_bytes(self) -> dict[Tier, int]:
-        bits = slot_bits(self.experts, self.options, self.system.precision.tiers)
-        return {tier: self.experts.formats[width].nbytes for tier, width in bits.items()}
-
-    @property
-    def _foresight(self) -> tuple[float, float]:
-        """How much of what a layer needs is named ahead, and how much of what is named is needed (FIRM-MoE 7, 8)."""
-        system, routings = self.system, self.routings
-        if system.foresight is None:
-            return 0.0, 0.0
-        if system.foresight.name == "popularity":
-            return routings.popularity, routings.popularity
-        right = _NEXT_GATE if routings.next_gate is None else routings.next_gate
-        return right, right
+def _prompt_seconds(
+    bits: int, blob: int, active: float, shape: ModelShape, device: Device, batch: int, prompt: int
+) -> float:
+    if (bits, batch) in device.prompt:
+        return device.prompt[bits, batch] * prompt
+    weights = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
+    reading = (shape.token_weights * ITEM + shape.moe_layers * active * blob) / device.bandwidth
+    return max(2 * weights * prompt / device.compute, reading) + shape.moe_layers * device.layer_seconds
 
 
 def room_for_experts(shape: ModelShape, device: Device, serving: Serving, least: int) -> int:
@@ -239,9 +200,9 @@ def choices(shape: ModelShape, device: Device, routings: Routings, serving: Serv
         most = most if system.residency.keeps else ExpertBudget(slots="top-k")
         limit = limit_in_bytes(most, experts, options, workspace, room)
         parts = {min(limit, int(part * room)): part for part in reversed(_PARTS)}
-        for bytes_, part in sorted(parts.items()):
-            if bytes_ >= least:
-                yield Choice(given, bytes_, part, shape, device, routings, prompt)
+        for nbytes, part in sorted(parts.items()):
+            if nbytes >= least:
+                yield predict(given, nbytes, part, shape, device, routings, prompt)
 
 
 def shown(rows: Sequence[Choice], systems: Sequence[str]) -> list[Choice]:
@@ -263,13 +224,3 @@ def recommended(rows: Sequence[Choice]) -> Choice:
         raise ConfigError("nothing fits on this device; lower --max-model-len or --max-num-seqs.")
     fastest = min(row.tpot for row in good)
     return max((row for row in good if row.tpot <= 1.05 * fastest), key=lambda row: (row.agreement or 0, -row.tpot))
-
-
-def command(model: str, row: Choice, serving: Serving) -> str:
-    """What serves the model so."""
-    length = min(serving.max_model_len, row.shape.longest)
-    return (
-        f"vllm serve {model} --quantization dymoe --max-model-len {length} --max-num-seqs {serving.max_num_seqs} "
-        f"--gpu-memory-utilization {serving.gpu_memory_utilization:g} "
-        f"--additional-config '{json.dumps({'dymoe': {**row.given, 'expert_budget': row.limit}})}'"
-    )

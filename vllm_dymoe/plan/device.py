@@ -2,7 +2,7 @@
 
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -61,8 +61,8 @@ class Device:
     compute: float
     link: float
     layer_seconds: float = _LAYER_SECONDS
-    step: dict[tuple[int, int], float] = field(default_factory=dict)
-    prompt: dict[tuple[int, int], float] = field(default_factory=dict)
+    step: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    prompt: Mapping[tuple[int, int], float] = field(default_factory=dict)
     miss: float = 0.0
 
 
@@ -72,8 +72,8 @@ def find_device(name: str, link: str | None) -> Device:
     Raises:
         ConfigError: it is not known, or the link is no rate.
     """
-    key, rows = _key(name), Path(name) / "rows.jsonl"
-    if key in _SHEETS:
+    rows = Path(name) / "rows.jsonl"
+    if (key := _key(name)) in _SHEETS:
         memory, bandwidth, compute, sheet = _SHEETS[key]
         device = Device(
             name, int(memory * 2**30), bandwidth * _MEMORY_SHARE, compute * _COMPUTE_SHARE, sheet * _LINK_SHARE
@@ -94,26 +94,22 @@ def measured_device(rows: Sequence[Row], name: str) -> Device:
         ConfigError: the run has no full load.
     """
     machine = next((row for row in rows if row["kind"] == "machine"), None)
-    step: dict[tuple[int, int], float] = {}
-    prompt: dict[tuple[int, int], float] = {}
-    for row in rows:
-        if is_full_load(row):
-            measured, at = row["measured"], (Options.model_validate(row["options"]).hi, row["batch"])
-            step[at] = measured["tpot_ms"]["mean"] / 1e3
-            prompt[at] = (
-                measured["ttft_ms"]["median"] / 1e3 / row["batch"] / statistics.fmean(measured["prompt_tokens"])
-            )
+    step, prompt = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
+    for row in filter(is_full_load, rows):
+        measured, at = row["measured"], (Options.model_validate(row["options"]).hi, row["batch"])
+        step[at] = measured["tpot_ms"]["mean"] / 1e3
+        prompt[at] = measured["ttft_ms"]["median"] / 1e3 / row["batch"] / statistics.fmean(measured["prompt_tokens"])
     if machine is None or not step:
         raise ConfigError(f"{name} has no row of full load; let `vllm-dymoe bench` finish first.")
     link = machine["link_bytes_per_second"]
     misses = [seconds for row in rows if (seconds := _miss_seconds(row, step, link)) is not None]
     return Device(
         name, machine.get("memory_bytes", 0), machine["memory_bytes_per_second"], float("inf"), link,
-        step=step, prompt=prompt, miss=max(0.0, statistics.fmean(misses)) if misses else 0.0,
+        step=step, prompt=prompt, miss=max(0.0, statistics.fmean(misses or [0.0])),
     )  # fmt: skip
 
 
-def _miss_seconds(row: Row, step: dict[tuple[int, int], float], link: float) -> float | None:
+def _miss_seconds(row: Row, step: Mapping[tuple[int, int], float], link: float) -> float | None:
     """What is left for each miss of a step on demand, without its computation and the time of its bytes."""
     if row["kind"] != "speed" or row["options"] is None:
         return None
@@ -128,7 +124,7 @@ def _miss_seconds(row: Row, step: dict[tuple[int, int], float], link: float) -> 
 
 
 def emulated_rate(gpu: str, shape: ModelShape, bits: int, layer_seconds: float) -> float:
-    """A link as slow beside this machine's computation as a GPU's is beside its own.
+    """Bytes per second of a link as slow beside this machine's computation as a GPU's is beside its own.
 
     Both are the data sheet's bounds: decode that uses all of the memory's bandwidth, and a copy all of the link's.
 
@@ -138,14 +134,10 @@ def emulated_rate(gpu: str, shape: ModelShape, bits: int, layer_seconds: float) 
         bits: of its experts.
         layer_seconds: of a decode step of one token here, with every expert on the device.
 
-    Returns:
-        Bytes per second.
-
     Raises:
         ConfigError: the GPU is not known.
     """
-    key = _key(gpu)
-    if key not in _SHEETS:
+    if (key := _key(gpu)) not in _SHEETS:
         raise ConfigError(f"{gpu} is no rate such as 25GB/s and no GPU that is known: {', '.join(_SHEETS)}.")
     _, bandwidth, _, link = _SHEETS[key]
     blob = shape.packed((bits,)).formats[bits].nbytes
@@ -163,11 +155,8 @@ def parse_rate(text: str) -> float:
     Raises:
         ConfigError: it is no rate.
     """
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMG])B/s\s*", text, re.IGNORECASE)
-    try:
-        rate = float(found[1]) * {"K": 1e3, "M": 1e6, "G": 1e9}[found[2].upper()] if found else 0.0
-    except ValueError:
-        rate = 0.0
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG])B/s\s*", text, re.IGNORECASE)
+    rate = float(found[1]) * {"K": 1e3, "M": 1e6, "G": 1e9}[found[2].upper()] if found else 0.0
     if rate <= 0:
         raise ConfigError(f'{text} is no rate of a link; write it as "25GB/s".')
     return rate

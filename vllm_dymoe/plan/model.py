@@ -1,5 +1,6 @@
 """A model's sizes, from config.json alone."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from vllm_dymoe.quantize.model_config import INTERMEDIATE, NUM_EXPERTS, TOP_K, r
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Format, ModelExperts, stored_formats
 
-_ITEM = 2  # bytes of a weight outside of experts
+ITEM = 2
+"""Bytes of a weight outside of experts."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,12 @@ class ModelShape:
     @property
     def dense_bytes(self) -> int:
         """Device memory of everything but experts."""
-        return self.dense_weights * _ITEM
+        return self.dense_weights * ITEM
 
     def step_bytes(self, expert_bytes: float, batch: int) -> float:
         """Bytes of device memory that a decode step reads if tokens choose independently of each other."""
         active = self.experts * (1 - (1 - self.top_k / self.experts) ** batch)
-        return self.token_weights * _ITEM + self.moe_layers * active * expert_bytes
+        return self.token_weights * ITEM + self.moe_layers * active * expert_bytes
 
     def packed(self, bits: tuple[int, ...], group_size: int = 64) -> ModelExperts:
         """The experts as the plugin stores them."""
@@ -70,21 +72,17 @@ def read_shape(model: str) -> ModelShape:
     """
     folder = Path(model)
     if not folder.is_dir():
-        folder = _fetch(model)
+        try:
+            from huggingface_hub import hf_hub_download
+
+            folder = Path(hf_hub_download(model, "config.json")).parent
+        except Exception as error:
+            raise ConfigError(
+                f"{model} is not a folder, and its config.json cannot be fetched ({str(error).splitlines()[0]}); name "
+                "a folder that has it."
+            ) from error
     config = read_config(folder)
     return shape_of(config.get("text_config") or config, str(folder / "config.json"))
-
-
-def _fetch(model: str) -> Path:
-    try:
-        from huggingface_hub import hf_hub_download
-
-        return Path(hf_hub_download(model, "config.json")).parent
-    except Exception as error:
-        raise ConfigError(
-            f"{model} is not a folder, and its config.json cannot be fetched ({str(error).splitlines()[0]}); name a "
-            "folder that has it."
-        ) from error
 
 
 def shape_of(config: dict[str, Any], where: str) -> ModelShape:
@@ -105,40 +103,33 @@ def shape_of(config: dict[str, Any], where: str) -> ModelShape:
             raise ConfigError(f"{where} has no {' or '.join(names)}, so it is not one of a Mixture-of-Experts model.")
         return default
 
-    layers, hidden, heads = size("num_hidden_layers"), size("hidden_size"), size("num_attention_heads")
-    experts, top_k = size(*NUM_EXPERTS), size(*TOP_K)
-    intermediate = size(*INTERMEDIATE)
+    layers, hidden, experts, intermediate = (
+        size("num_hidden_layers"), size("hidden_size"), size(*NUM_EXPERTS), size(*INTERMEDIATE)
+    )  # fmt: skip
     dense_width = size("intermediate_size_mlp", "intermediate_size", default=0)
     moe = sum(_is_moe(config, layer) for layer in range(layers))
     shared = size("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
     shared = shared or size("n_shared_experts", "moe_num_shared_experts", default=0) * intermediate
-    attention, width, cached = _attention(config, hidden, heads, size)
-    vocabulary = size("vocab_size")
+    attention, width, cached = _attention(hidden, size("num_attention_heads"), size)
+    head = size("vocab_size") * hidden
     per_token = layers * attention + moe * hidden * (experts + 3 * shared) + (layers - moe) * 3 * hidden * dense_width
-    head = vocabulary * hidden
     return ModelShape(
-        layers=layers,
-        moe_layers=moe,
-        experts=experts,
-        top_k=top_k,
-        hidden=hidden,
-        intermediate=intermediate,
+        layers, moe, experts, size(*TOP_K), hidden, intermediate,
         attention_weights=attention,
         token_weights=per_token + head,
         dense_weights=per_token + head * (1 if config.get("tie_word_embeddings") else 2),
         attention_width=width,
-        kv_bytes=_ITEM * layers * cached,
-        vocabulary=vocabulary,
+        kv_bytes=ITEM * layers * cached,
+        vocabulary=size("vocab_size"),
         longest=size("max_position_embeddings", default=1 << 15),
-    )
+    )  # fmt: skip
 
 
-def _attention(config: dict[str, Any], hidden: int, heads: int, size: Any) -> tuple[int, int, int]:
+def _attention(hidden: int, heads: int, size: Callable[..., int]) -> tuple[int, int, int]:
     """Weights of a layer, width of queries, keys and values, and numbers that the KV cache keeps of a token."""
-    if config.get("kv_lora_rank"):  # MLA
-        latent, rope = size("kv_lora_rank"), size("qk_rope_head_dim")
-        nope, value, low = size("qk_nope_head_dim"), size("v_head_dim"), size("q_lora_rank", default=0)
-        query = heads * (nope + rope)
+    if latent := size("kv_lora_rank", default=0):  # MLA
+        rope, nope, value = size("qk_rope_head_dim"), size("qk_nope_head_dim"), size("v_head_dim")
+        query, low = heads * (nope + rope), size("q_lora_rank", default=0)
         asked = hidden * low + low * query if low else hidden * query
         weights = asked + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
         return weights, query + heads * (nope + value), latent + rope

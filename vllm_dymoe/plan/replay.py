@@ -1,7 +1,7 @@
 """The residency rule replayed over what routers chose: how many experts a step finds, and how many it moves."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +42,13 @@ class Routings:
         decoded = trace.select(~trace.prefill)
         decoded = decoded if decoded.num_tokens >= 2 * batch else trace
         self.header, self.batch = trace.header, batch
-        layers = np.unique(np.linspace(0, trace.header.num_layers - 1, _LAYERS).round().astype(int))
-        order = _in_steps(decoded, batch)[:_STEPS]
+        order = decoded.steps(batch)
+        if not len(order):  # fewer requests than the batch: neighbours stand in for others
+            tokens = decoded.in_order()
+            order = tokens[: len(tokens) // batch * batch].view(-1, batch)
+        order = order[:_STEPS]
         experts, weights = decoded.experts[order].numpy(), decoded.weights[order].float().numpy()
+        layers = np.unique(np.linspace(0, trace.header.num_layers - 1, _LAYERS).round().astype(int))
         self.steps = {
             int(layer): [_uses(experts[step, :, layer], weights[step, :, layer]) for step in range(len(order))]
             for layer in layers
@@ -67,14 +71,18 @@ class Routings:
 
 def made_up(header: ModelIdentity, batch: int) -> Routings:
     """Choices where no trace was recorded: popularity falls with rank ** -SKEW, and tokens repeat some."""
-    layers = min(_LAYERS, header.num_layers)
-    sizes = ModelIdentity(header.model, header.fingerprint, layers, header.num_experts, header.top_k, header.hidden)
-    return Routings(
-        synthetic_trace(
-            sizes, requests=max(2, batch), prompt=1, decode=_STEPS, skew=SKEW, locality=LOCALITY, correlation=0.0
-        ),
-        batch,
+    sizes = replace(header, num_layers=min(_LAYERS, header.num_layers))
+    requests = max(2, batch)
+    trace = synthetic_trace(
+        sizes, requests=requests, prompt=1, decode=_STEPS, skew=SKEW, locality=LOCALITY, correlation=0
     )
+    return Routings(trace, batch)
+
+
+def _uses(experts: NDArray[np.int64], weights: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Distinct experts of a step [tokens, top_k], ascending, and the sum of each one's weights."""
+    uses, inverse = np.unique(experts.astype(np.int64), return_inverse=True)
+    return uses, np.bincount(inverse.ravel(), weights.ravel(), len(uses)).astype(np.float64)
 
 
 def replay(
@@ -97,7 +105,9 @@ def replay(
     counted = misses = 0
     for layer, steps in routings.steps.items():
         table = Table.allocate(1, routings.header.num_experts, nested=nested)
-        shares = {CODES[tier]: [_share(quotas.get(tier), layer, routings)] for tier in (Tier.LO, Tier.HI)}
+        depth = layer / max(1, routings.header.num_layers - 1)  # a trace may have fewer layers than the model
+        shares = {CODES[tier]: [of[round(depth * (len(of) - 1))] if of else 0]
+                  for tier in (Tier.LO, Tier.HI) for of in [quotas.get(tier)]}  # fmt: skip
         set_pools(table, {code: (0, 0, share[0]) for code, share in shares.items()}, shares)
         for step, (uses, importance) in enumerate(steps, start=1):
             wanted = np.full(len(uses), HIGH, np.int8)
@@ -117,32 +127,3 @@ def replay(
                 misses += int(np.count_nonzero(missing[HIGH] | missing[LOW]))
     means = ({Tier.HI: count[HIGH] / counted, Tier.LO: count[LOW] / counted} for count in (active, moved))
     return LayerDemand(next(means), next(means), misses / counted)
-
-
-def _share(quotas: Sequence[int] | None, layer: int, routings: Routings) -> int:
-    """What a layer of the model at this depth may keep; a trace may have fewer layers."""
-    if not quotas:
-        return 0
-    return quotas[round(layer * (len(quotas) - 1) / max(1, routings.header.num_layers - 1))]
-
-
-def _uses(experts: NDArray[np.int64], weights: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Distinct experts of a step [tokens, top_k], ascending, and the sum of each one's weights."""
-    uses, inverse = np.unique(experts.astype(np.int64), return_inverse=True)
-    return uses, np.bincount(inverse.ravel(), weights.ravel(), len(uses)).astype(np.float64)
-
-
-def _in_steps(trace: Trace, batch: int) -> NDArray[np.int64]:
-    """Tokens of each step: [steps, batch], the same place of different requests; request after request for one."""
-    requests = [tokens.numpy() for tokens in trace.by_request() if len(tokens)]
-    if batch == 1:
-        return np.concatenate(requests)[:, None]
-    steps: list[NDArray[np.int64]] = []
-    for first in range(0, len(requests) - batch + 1, batch):
-        together = requests[first : first + batch]
-        length = min(map(len, together))
-        steps.append(np.stack([tokens[:length] for tokens in together], axis=1))
-    if not steps:  # fewer requests than the batch: neighbours stand in for others
-        tokens = np.concatenate(requests)
-        return tokens[: len(tokens) // batch * batch].reshape(-1, batch)
-    return np.concatenate(steps)

@@ -21,9 +21,8 @@ class Reading:
     """A prompt that is read, or was.
 
     Attributes:
-        tokens: of the prompt; None where it has none, but embeddings.
-        length: of the prompt.
-        read: how many of its tokens the running step will have read, or found in vLLM's cache.
+        tokens: None where it has embeddings instead.
+        read: how many tokens the running step will have read, or found in vLLM's cache.
         load: float64 [layers, 2, experts], of these tokens: heavy hitters that used an expert, and the sum of routing
             weights; None where nothing is known.
     """
@@ -41,11 +40,7 @@ class Reading:
 
 
 class Chunks:
-    """The prompts of a rank's requests, while they are read and some time longer.
-
-    Args:
-        caches: vLLM may find the beginning of a prompt in its cache.
-    """
+    """The prompts of a rank's requests, while they are read and, if vLLM caches their beginnings, some time longer."""
 
     def __init__(self, *, caches: bool = True) -> None:
         self._caches = caches
@@ -113,16 +108,12 @@ class Chunks:
 
 
 def load_of(ids: Tensor, weights: Tensor, heavy: Tensor, experts: int) -> Tensor:
-    """What some tokens of a prompt say of a layer's experts.
+    """What tokens say of a layer's experts: float64 [2, experts], as in :class:`Reading`.
 
     Args:
         ids: int [tokens, top_k], negative where another rank has the expert.
         weights: float32 [tokens, top_k].
         heavy: bool [tokens].
-        experts: of the rank.
-
-    Returns:
-        float64 [2, experts]: see :class:`Reading`.
     """
     values = weights.double()
     places = (ids.flatten().long() + 1).clamp_min_(0)  # other ranks' experts fall into the first place

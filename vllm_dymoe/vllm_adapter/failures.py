@@ -1,10 +1,9 @@
 """What becomes of a step in which an expert could not be fetched: in its worker, in the scheduler, at the front end.
 
-vLLM takes an exception in a model's forward for the end of the engine, and with several ranks the others would wait in
-their next all-reduce for ever. So the layer that failed returns zeros and notes a sentence here, the layers behind it
-do no work, and the sentence leaves the worker with the step's output. The scheduler then ends the requests of that
-step: the sentence travels as the ``stop_reason`` of a request whose finish reason is "error". ``LLM.generate`` returns
-both; a server answers with HTTP 500 and the sentence.
+An exception in a model's forward would end the engine, and other ranks would wait in their next all-reduce for ever. So
+the layer that failed returns zeros and notes a sentence here, the layers behind it do no work, and the sentence leaves
+the worker with the step's output. The scheduler ends the requests of that step: their finish reason is "error", and
+their ``stop_reason`` the sentence. ``LLM.generate`` returns both; a server answers with HTTP 500 and the sentence.
 
 The output of one rank only is collected. Another rank leaves its sentence at the process group's key-value store
 *before* it takes part in the step's next collective, so it is there when the output rank has the step's tokens: one

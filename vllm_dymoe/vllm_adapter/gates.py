@@ -1,10 +1,9 @@
 """What foresees experts on one rank, and the gates it needs: found without knowing the architecture, then checked.
 
-A block of a model owns its experts and, next to them, the linear layer that routes to them; the names differ, and so
-does how deep the linear layer lies. While vLLM builds the model, torch tells which module becomes part of which. So the
-way leads from the experts up to the first module that holds a linear layer from the hidden size to the number of
-experts. How its scores become a choice is data of the experts' own module. All of this is checked when the layer runs
-for the first request: what the gate would choose has to be what vLLM chose. Inputs of a warm-up may be anything.
+A block of a model owns its experts and, next to them, the linear layer that routes to them, under names and at depths
+that differ. While vLLM builds the model, torch tells which module becomes part of which, so the way leads from the
+experts up to the first module with a linear layer from the hidden size to the number of experts. How its scores become
+a choice is data of the experts' own module. When the layer runs for the first request, the gate has to choose as vLLM.
 """
 
 import weakref

@@ -1,16 +1,13 @@
 """Which CUDA graphs run around or over MoE layers, and the line at start that says so.
 
-A captured graph replays the work of its capture, and host code in it would never run again. Where the device decides
-about experts (``runtime.decode_path``) there is none, and a decode step is one graph; steps that read prompts run
-without graphs, because the host decides in them.
+Host code in a captured graph would never run again. Where the device decides about experts (``runtime.decode_path``)
+there is none, and a decode step is one graph; steps that read prompts run without, because the host decides in them.
 
 Where the host always decides no graph may reach over a MoE layer; and a graph behind one reads where its capture has
-read, so the layer has to write into a buffer that the graph before it allocated (``moe_method``). Both can be had with
-vLLM's piecewise graphs, where the layer's operator is one more at which the compiled model is cut, and with its
-breakable graphs, where the operator interrupts the capture. Everywhere else the model runs without graphs. A model is
-cut there in any case: vLLM's workers fall back to piecewise graphs if attention cannot be captured.
-
-``cudagraph_mode`` is what all processes go by: wherever it is not NONE, layers write into buffers.
+read, so the layer writes into a buffer that the graph before it allocated (``moe_method``). Both can be had with vLLM's
+piecewise graphs, where the layer's operator is one more at which the compiled model is cut, and with its breakable
+graphs, where the operator interrupts the capture; elsewhere the model runs without graphs. It is cut there in any case:
+vLLM's workers fall back to piecewise graphs if attention cannot be captured.
 """
 
 import logging
@@ -26,12 +23,7 @@ OPERATOR = "vllm_dymoe::moe_forward_into"
 
 
 def settle_graphs(config: VllmConfig, *, device_decides: bool = False) -> None:
-    """Set the graphs of a finished configuration, with everything that vLLM has derived from them, and say so.
-
-    Args:
-        config: vLLM's.
-        device_decides: decode steps need no host.
-    """
+    """Set the graphs of a finished configuration, with everything that vLLM has derived from them, and say so."""
     settings = config.compilation_config
     asked = settings.cudagraph_mode
     sizes = _decode_sizes(config) if device_decides else []
@@ -67,11 +59,7 @@ def is_captured(x: torch.Tensor) -> bool:
 
 
 def refused_capture(layer_name: str) -> ConfigError:
-    """Of a layer inside of a capture: what the host decides for it would be replayed for ever.
-
-    The configuration keeps layers out of graphs; a model that calls its experts in a way of its own, or captures graphs
-    of its own, gets around it. Then the start of the engine ends here, before any wrong answer.
-    """
+    """For a model that calls its experts, or captures graphs, in a way of its own."""
     return ConfigError(
         f"vllm-dymoe: vLLM captures {layer_name} in a CUDA graph, which would use the experts of its capture for "
         'ever; start with --compilation-config \'{"cudagraph_mode": "NONE"}\', and please report this model.'

@@ -42,14 +42,12 @@ def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: Mod
 
 
 def kv_cache_bytes(vllm_config: VllmConfig) -> int:
-    """Bytes of KV cache that one request of ``max_model_len`` tokens needs in this rank's layers, by their own account.
-
-    Layers of several kinds share blocks in groups of equal size; vLLM fills these up with layers that are not there.
-    """
+    """Bytes of KV cache that one request of ``max_model_len`` tokens needs in this rank's layers, as they say."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
     own = (layer for layer in layers if not getattr(layer, "kv_sharing_target_layer_name", None))
     specs = [spec for layer in own if (spec := layer.get_kv_cache_spec(vllm_config)) is not None]
     kinds = Counter((spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) for spec in specs)
+    # Kinds share blocks in groups of equal size, which vLLM fills up with layers that are not there.
     group = min(kinds.values(), default=1)
     # One block of each group is vLLM's own.
     return sum((request + page) * (-(-count // group) * group) for (request, page), count in kinds.items())

@@ -26,15 +26,7 @@ NAMESPACE = "vllm_dymoe"
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric, for each rank.
-
-    Attributes:
-        field: of RuntimeStats.
-        meaning: its help text.
-        label: names the keys where the field is a dictionary.
-        gauge: a Gauge, else a Counter.
-        name: without the namespace, and without the ``_total`` of a counter.
-    """
+    """A field of RuntimeStats as a metric, for each rank; a Counter unless it is a gauge."""
 
     field: str
     meaning: str
@@ -44,12 +36,10 @@ class Metric:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of all labels."""
         return ("model_name", "rank") + ((self.label,) if self.label else ())
 
     @property
     def full_name(self) -> str:
-        """As ``/metrics`` shows it."""
         return f"{NAMESPACE}_{self.name}" + ("" if self.gauge else "_total")
 
     def values(self, answer: Answer) -> dict[tuple[str, ...], float]:
@@ -106,11 +96,7 @@ class Statistics:
             logger.info("%s", text)
 
     def record(self, answers: list[Answer], now: float) -> str | None:
-        """Publish the counts of all ranks.
-
-        Args:
-            answers: of ``dymoe_stats``, in the order of ranks.
-            now: seconds on a monotonic clock.
+        """Publish the counts of all ranks, in their order, at a time in seconds.
 
         Returns:
             The interval in one line; None if it is the first or no expert was needed.
@@ -142,11 +128,7 @@ def _describe(counted: Answer, seconds: float, ranks: int) -> str | None:
 
 
 def statistics_of(engine: Any) -> Statistics | None:
-    """The statistics of an AsyncLLM or LLMEngine.
-
-    Returns:
-        None if its model is not ours, its statistics are off, or another server process of the same engine has them.
-    """
+    """Of an AsyncLLM or LLMEngine; None for another model, and where they are off or another process has them."""
     config = engine.vllm_config.model_config
     if engine.logger_manager is None or config.quantization != "dymoe":
         return None

@@ -19,8 +19,7 @@ from vllm_dymoe.vllm_adapter.checkpoint import local_folder
 from vllm_dymoe.vllm_adapter.observers import DOMAIN
 from vllm_dymoe.vllm_adapter.report import Summary
 
-PART_TOKENS = 8192
-"""Of one part, or of its only text: what a run that is killed has to compute again."""
+PART_TOKENS = 8192  # what a run that is killed has to compute again
 
 
 def summary(llm: Any) -> Summary:
@@ -32,9 +31,7 @@ def summary(llm: Any) -> Summary:
 def timeline(llm: Any, path: str | os.PathLike[str]) -> Iterator[None]:
     """Record every rank's computation, transfers and waits inside a ``with`` block, also of one that raises.
 
-    Args:
-        llm: an ``LLM`` or ``LLMEngine`` with this plugin.
-        path: of the JSON file, which https://ui.perfetto.dev opens and ``vllm-dymoe timeline`` draws.
+    https://ui.perfetto.dev opens the file, and ``vllm-dymoe timeline`` draws it.
 
     Raises:
         OSError: the file cannot be written; found out before anything is recorded.
@@ -69,10 +66,7 @@ def record_trace(
     """Answer prompts greedily, and record what routers choose; see docs/traces.md.
 
     Args:
-        model: as for ``vllm serve``.
         prompts: texts, each with its domain, which may be empty.
-        folder: where the trace goes.
-        max_tokens: of each answer.
         limit: bytes that the folder may have.
         inputs: whether the routers' inputs are recorded as well.
         options: the plugin's.
@@ -112,9 +106,7 @@ def calibrate(
     Args:
         model: an ``LLM`` with the quantization ``dymoe``, or a folder, for which one is started at 16 bits.
         texts: each is cut into pieces of ``length`` tokens.
-        out: folder of the calibration.
         tokens: how many to record; pieces that are left over are left out evenly.
-        length: most tokens of a piece.
         progress: called with tokens done and in all, at the start and when a part is complete.
         options: of the plugin, for a model that is started here.
 
@@ -194,7 +186,6 @@ def _describe(llm: LLM, checkpoint: Checkpoint, parts: list[list[list[int]]]) ->
 
 
 def _open(out: Path, recording: Recording) -> None:
-    """Write the manifest, or see that what is there is the same calibration."""
     if (out / MANIFEST).is_file() and Recording.read(out) != recording:
         raise CalibrationError(
             f"{out} holds a calibration with another model, other texts or other options; "

@@ -24,8 +24,7 @@ class Patch:
     Attributes:
         target: module or class, and attribute that is replaced.
         removable: what upstream would have to offer.
-        replacement: called with the original in front of its arguments; its docstring says what vLLM has no other way
-            for.
+        replacement: called with the original in front of its arguments; its docstring says why.
     """
 
     target: tuple[str, str]
@@ -37,8 +36,6 @@ class Patch:
         return inspect.getdoc(self.replacement) or ""
 
     def wrapped(self, original: Original) -> Original:
-        """What takes the place of the original."""
-
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return self.replacement(original, *args, **kwargs)

@@ -65,11 +65,7 @@ def prepare(config: VllmConfig) -> None:
 
 
 def refuse_idle_options(config: VllmConfig) -> None:
-    """Refuse our options where the plugin is not in use: a model that was to be offloaded would not be.
-
-    Raises:
-        ConfigError: there are some.
-    """
+    """Refuse our options (ConfigError) where the plugin is not in use: a model would not be offloaded."""
     additional = config.additional_config
     if isinstance(additional, Mapping) and "dymoe" in additional:
         raise ConfigError(
@@ -79,21 +75,13 @@ def refuse_idle_options(config: VllmConfig) -> None:
 
 
 def refuse_reloading(config: VllmConfig) -> None:
-    """Refuse new weights for a model that is served.
-
-    Raises:
-        ConfigError: it is ours.
-    """
+    """Refuse new weights (ConfigError) for a model of ours that is served."""
     if config.model_config.quantization == "dymoe":
         raise ConfigError(RELOADING)
 
 
 def refuse_adapted_experts(model: Any, path: str, adapter: Any) -> None:
-    """Refuse an adapter (vLLM's LoRAModel) with weights for experts, which vLLM itself leaves out in silence.
-
-    Raises:
-        ConfigError: it has some, and the model's experts are packed.
-    """
+    """Refuse (ConfigError) a LoRAModel with weights for packed experts, which vLLM itself leaves out in silence."""
     from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod  # not before vLLM has decided about graphs
 
     changed = [name for name in adapter.loras if _of_experts(name)]
@@ -189,11 +177,7 @@ def _layers_with_experts(config: VllmConfig, layers: int) -> int:
 
 
 def _device_decides(config: VllmConfig, experts: ModelExperts | None, options: Options) -> bool:
-    """Whether decode steps will need no host, as far as is known here; workers see their stores.
-
-    Raises:
-        ConfigError: it was asked for, and is impossible.
-    """
+    """Whether decode steps will need no host, as far as is known here; ConfigError if they have to and cannot."""
     if options.trace is not None and config.parallel_config.enable_expert_parallel:
         options = without_device(options)
     device_type, pinned = current_platform.device_type, options.host_store == "pinned"
@@ -218,11 +202,7 @@ def _add_worker_methods(config: VllmConfig) -> None:
 
 
 def refuse_unsupported_features(config: VllmConfig) -> None:
-    """Refuse the first feature that is on and cannot work.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse the first feature (ConfigError) that is on and cannot work."""
     model, parallel, drafts = config.model_config, config.parallel_config, config.speculative_config
     unsupported = {
         "LoRA on the experts is not supported; name the layers that adapters may change with --lora-target-modules, "

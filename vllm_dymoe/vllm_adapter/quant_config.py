@@ -37,7 +37,7 @@ class DymoeConfig(QuantizationConfig):
         loading: made in the process that holds the weights, when the first MoE layer is created.
 
     Raises:
-        ConfigError: vLLM cannot run the dense layers.
+        ConfigError: it is a variant that cannot be read, or whose dense layers this vLLM cannot run.
     """
 
     def __init__(
@@ -74,11 +74,7 @@ class DymoeConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "DymoeConfig":
-        """Read the quantization_config of a checkpoint, written by ``vllm-dymoe quantize`` or by another tool.
-
-        Raises:
-            ConfigError: it is a variant that cannot be read, or whose dense layers this vLLM cannot run.
-        """
+        """Read the quantization_config of a checkpoint, written by ``vllm-dymoe quantize`` or by another tool."""
         if config.get("quant_method") == "dymoe":
             return cls(dict(config), dense=config.get("dense"))
         with _as_config_error():
@@ -89,11 +85,7 @@ class DymoeConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Our name for a checkpoint whose experts we read, if the user asks for us; vLLM asks before it compares.
-
-        Raises:
-            ConfigError: ``--quantization dymoe`` for a checkpoint that is quantized otherwise.
-        """
+        """Our name for a checkpoint whose experts we read, if the user asks for us; ConfigError for any other."""
         if user_quant != "dymoe" or hf_quant_cfg.get("quant_method") == "dymoe":
             return None
         # vLLM gives this very dictionary to from_config, and no more of the model.
@@ -104,11 +96,7 @@ class DymoeConfig(QuantizationConfig):
         return "dymoe"
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Our method for a MoE layer; for any other the checkpoint's own, else the unquantized one.
-
-        Raises:
-            ConfigError: the layer is quantized in a way that this vLLM does not run.
-        """
+        """Our method for a MoE layer; for any other the checkpoint's own, else the unquantized one."""
         from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod, loading_of
 
         if isinstance(layer, RoutedExperts):
@@ -175,11 +163,7 @@ class DymoeConfig(QuantizationConfig):
         return None if self.loading is None else self.loading.running
 
     def loaded_model(self) -> Running:
-        """This rank.
-
-        Raises:
-            ConfigError: the model has no MoE layers on it.
-        """
+        """This rank; ConfigError if the model has no MoE layers on it."""
         if self.running is None:
             raise ConfigError("vllm-dymoe: this model has no MoE layers, so there is nothing to serve with dymoe.")
         return self.running
@@ -243,10 +227,7 @@ def _read_dense(config: Mapping[str, Any]) -> tuple[QuantizationConfig, str | No
     """vLLM's own configuration of a quantized checkpoint, and why no dense layer may be quantized, if none may.
 
     vLLM 0.32 and newer refuse checkpoints whose columns are ordered before they look which layers are quantized. Where
-    only experts are, nothing of that order concerns vLLM: it gets the configuration without it.
-
-    Raises:
-        ConfigError: vLLM does not run such layers.
+    only experts are, that order does not concern vLLM, which gets the configuration without it.
     """
     make = get_quantization_config(_name_in_vllm(config)).from_config
     try:

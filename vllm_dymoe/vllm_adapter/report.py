@@ -21,9 +21,9 @@ def announce(runtime: MoERuntime, rank: str, seconds: float, source: str = "", p
     """Say in one line what is active, and warn if the cache cannot work.
 
     Args:
-        rank: which of several ranks this is, empty for the only one.
+        rank: which of several ranks this is.
         seconds: until the experts were ready.
-        source: a sentence on a quantized checkpoint's numbers, if it is one.
+        source: a sentence on a quantized checkpoint's numbers.
         place: why the host store is where it is, if that was not an option.
     """
     logger.info("%s%s Experts were ready after %.1f s.", describe(runtime, rank, place), source, seconds)

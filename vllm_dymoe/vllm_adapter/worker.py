@@ -33,12 +33,9 @@ class DymoeWorkerExtension:
         _runtime(self).reset_stats()
 
     def dymoe_resize(self, expert_budget: str | int | float) -> dict[str, Any]:
-        """Change the expert budget (as the option) while the server runs; the cache starts empty.
+        """Change the option ``expert_budget``; the cache starts empty, and freed memory goes back to the device.
 
-        Memory that a smaller budget leaves goes back to the device, for other processes; the KV cache stays as it is.
-
-        Returns:
-            As ``dymoe_stats``, and ``free_device_bytes``: what can be allocated on the device now.
+        Returns ``dymoe_stats``, and ``free_device_bytes``: what can be allocated on the device now.
 
         Raises:
             ValueError: it is not a budget, too small, or more than the device has; the old one stays.
@@ -48,15 +45,9 @@ class DymoeWorkerExtension:
         return {**runtime.stats().to_dict(), "free_device_bytes": runtime.memory.pools.available}
 
     def dymoe_precision(self, **changes: Any) -> dict[str, Any]:
-        """Change what decides precision, for the next step on; without arguments only ask.
+        """Change ``hi`` or ``lo`` among the stored bit-widths, or a parameter of the system, from the next step on.
 
-        The budget stays as it is. Where its slots have to be shared out in another way the cache starts empty.
-
-        Args:
-            changes: ``hi`` and ``lo`` among the stored bit-widths, or a parameter of the system.
-
-        Returns:
-            What is in force now.
+        Returns what is in force now. Where slots have to be shared out in another way the cache starts empty.
 
         Raises:
             ValueError: a value cannot be honoured; all stays as it was.
@@ -67,15 +58,10 @@ class DymoeWorkerExtension:
         return dict(precision_of(runtime))
 
     def dymoe_predictor(self, file: str | None = None, **unknown: Any) -> dict[str, Any]:
-        """Foresee with another trained predictor, for the next step on; without a file only ask.
+        """Foresee with another file of ``vllm-dymoe train``, from the next step on; without one only ask.
 
-        Its memory is counted. Where it takes other memory than the predictor before it the cache starts empty.
-
-        Args:
-            file: that ``vllm-dymoe train`` has written, as this worker's machine names it.
-
-        Returns:
-            File and model card of the predictor that is in force; both None where none was trained.
+        Returns file and model card of the predictor that is in force, None where none was trained. Where it takes other
+        memory than the one before the cache starts empty.
 
         Raises:
             ValueError: it cannot be read, is another model's, or has no room; the old one goes on.
@@ -105,11 +91,7 @@ class DymoeWorkerExtension:
         return _rank(self).observation.recordable
 
     def dymoe_record(self, path: str, tokens: int) -> str | None:
-        """Record what experts read in the next tokens as one part of a calibration.
-
-        Returns:
-            What went wrong, because an exception would reach the caller as another one.
-        """
+        """Record what experts read in the next tokens as one part of a calibration; returns what went wrong."""
         rank = _rank(self)
         if rank.runtime.decode is not None:
             return 'the device decides about experts in decode, and keeps no inputs; start with decisions "host"'
@@ -120,12 +102,7 @@ class DymoeWorkerExtension:
         return _problem(_rank(self).observation.end_record)
 
     def dymoe_trace(self) -> dict[str, Any] | None:
-        """Write what has been recorded so far, so that it can be read.
-
-        Returns:
-            ``folder``, and of this run ``tokens``, whether it is still ``recording``, and ``bytes`` of the folder; None
-            on a rank that records nothing.
-        """
+        """Write what has been recorded so far, and say where and how much; None on a rank that records nothing."""
         trace = _rank(self).observation.trace
         if trace is None:
             return None
@@ -153,6 +130,7 @@ def _runtime(worker: Any) -> MoERuntime:
 
 
 def _problem(action: Callable[[], None]) -> str | None:
+    """What went wrong: an exception would reach the caller as another one."""
     try:
         action()
     except CalibrationError as error:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import transformers
 
-VOCABULARY = 512
+from tests.e2e.engines import VOCABULARY
+
 _HIDDEN = 128
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -70,126 +71,81 @@ def _fill(name: str, tensor: torch.Tensor) -> None:
         tensor.normal_(std=1.5 * (_HIDDEN if "experts" in name else tensor.shape[-1]) ** -0.5)
 
 
+_EIGHT = {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
+_QWEN = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3}
+_ROUTED = {"intermediate_size": 192, "n_routed_experts": 8, "first_k_dense_replace": 1}
+_DEEPSEEK = _ROUTED | {
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
+}
 ARCHITECTURES = {
-    "mixtral": Architecture(
-        "MixtralConfig", {"intermediate_size": 160, "num_local_experts": 8, "num_experts_per_tok": 2}
-    ),
+    "mixtral": Architecture("MixtralConfig", _EIGHT | {"intermediate_size": 160}),
     "qwen2-moe": Architecture(
         "Qwen2MoeConfig",
-        {
+        _QWEN
+        | {
             "moe_intermediate_size": 96,
+            "num_experts_per_tok": 2,
             "shared_expert_intermediate_size": 128,
             "intermediate_size": 192,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
         },
     ),
-    "qwen3-moe": Architecture(
-        "Qwen3MoeConfig",
-        {
-            "moe_intermediate_size": 64,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "norm_topk_prob": True,
-            "head_dim": 32,
-        },
-    ),
+    "qwen3-moe": Architecture("Qwen3MoeConfig", _QWEN | {"norm_topk_prob": True, "head_dim": 32}),
     "olmoe": Architecture("OlmoeConfig", {"intermediate_size": 72, "num_experts": 8, "num_experts_per_tok": 4}),
     "deepseek-v2": Architecture(
         "DeepseekV2Config",
-        {
+        _DEEPSEEK
+        | {
             "num_hidden_layers": 3,
-            "intermediate_size": 192,
             "moe_intermediate_size": 96,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
             "n_shared_experts": 2,
-            "n_group": 4,
-            "topk_group": 2,
             "topk_method": "group_limited_greedy",
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 512,
-            "q_lora_rank": None,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 64,
-            "v_head_dim": 64,
-            "num_key_value_heads": 4,
             "routed_scaling_factor": 1.5,
         },
     ),
     "deepseek-v3": Architecture(
         "DeepseekV3Config",
-        {
-            "num_hidden_layers": 2,
-            "intermediate_size": 192,
+        _DEEPSEEK
+        | {
             "moe_intermediate_size": 64,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
             "n_shared_experts": 1,
-            "n_group": 4,
-            "topk_group": 2,
             "topk_method": "noaux_tc",
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 512,
-            "q_lora_rank": None,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 64,
-            "v_head_dim": 64,
-            "num_key_value_heads": 4,
             "routed_scaling_factor": 2.5,
         },
     ),
-    "gpt-oss": Architecture(
-        "GptOssConfig",
-        {
-            "intermediate_size": 96,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "head_dim": 32,
-            "sliding_window": 128,
-        },
-    ),
+    "gpt-oss": Architecture("GptOssConfig", _EIGHT | {"head_dim": 32, "sliding_window": 128}),
     "phi-3.5-moe": Architecture(
         "PhimoeConfig",
-        {
-            "intermediate_size": 96,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "attention_bias": True,
-            "lm_head_bias": True,
-        },
+        _EIGHT | {"attention_bias": True, "lm_head_bias": True},
         # As in microsoft/Phi-3.5-MoE-instruct. With transformers' own name vLLM takes transformers' model, which fails.
         written={"architectures": ["PhiMoEForCausalLM"]},
     ),
     "llama-4": Architecture(
         "Llama4TextConfig",
-        {
-            "intermediate_size": 96,
-            "intermediate_size_mlp": 192,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 1,
-            "head_dim": 32,
-            "interleave_moe_layer_step": 1,
-        },
+        _EIGHT
+        | {"intermediate_size_mlp": 192, "num_experts_per_tok": 1, "head_dim": 32, "interleave_moe_layer_step": 1},
     ),
     "glm-4-moe": Architecture(
         "Glm4MoeConfig",
-        {
-            "intermediate_size": 192,
+        _ROUTED
+        | {
             "moe_intermediate_size": 96,
-            "n_routed_experts": 8,
             "num_experts_per_tok": 2,
             "n_shared_experts": 1,
             "n_group": 1,
             "topk_group": 1,
-            "first_k_dense_replace": 1,
             "head_dim": 32,
             "routed_scaling_factor": 1.5,
         },
     ),
-    "granite-moe": Architecture(
-        "GraniteMoeConfig", {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
-    ),
+    "granite-moe": Architecture("GraniteMoeConfig", _EIGHT),
     "ernie-4.5-moe": Architecture(
         "Ernie4_5_MoeConfig",
         {
@@ -204,3 +160,22 @@ ARCHITECTURES = {
         },
     ),
 }
+
+NEMOTRON_H = Architecture(
+    "NemotronHConfig",
+    {
+        "layers_block_type": ["moe", "full_attention", "moe"],
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "intermediate_size": 192,
+        "moe_intermediate_size": 96,
+        "moe_shared_expert_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "ssm_state_size": 16,
+    },
+)
+"""Experts of two matrices, which vLLM itself runs on GPUs only."""

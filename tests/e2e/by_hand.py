@@ -11,7 +11,6 @@ docs` makes the table of docs/models.md.
 import contextlib
 import functools
 import json
-import random
 import sys
 import tempfile
 import traceback
@@ -21,17 +20,25 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from vllm.model_executor.layers.fused_moe.router import router_factory
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
-from tests.e2e import test_floats, test_quantized
-from tests.e2e.architectures import ARCHITECTURES, VOCABULARY, Architecture
-from tests.e2e.engines import answer, check_logprobs_close, engine, recorded_layers, runtime_of
-from tests.e2e.quantized import KINDS, write_floats, write_quantized
+from tests.e2e.architectures import ARCHITECTURES, Architecture
+from tests.e2e.engines import (
+    VOCABULARY,
+    answer,
+    check_logprobs_close,
+    random_prompts,
+    recorded_layers,
+    runtime_of,
+    same_bits,
+    small_engine,
+)
+from tests.e2e.quantized import KINDS, check_store, write_floats, write_quantized
 from tests.quantize.readers.float_packing import CONFIGS
 
 RECORD = Path(__file__).parent / "models.json"
+LENGTHS = (5, 33, 12)
 _MOE: dict[str, Any] = {
     "intermediate_size": 192,
     "moe_intermediate_size": 96,
@@ -63,6 +70,7 @@ _LINEAR = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+_GRANITE = {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
 MORE = {
     "exaone-moe": Architecture(
         "ExaoneMoeConfig",
@@ -108,20 +116,14 @@ MORE = {
     "granite-moe-hybrid": Architecture(
         "GraniteMoeHybridConfig",
         {
-            "intermediate_size": 96,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 64,
+            **_GRANITE,
             "mamba_n_heads": 8,
             "mamba_d_head": 32,
             "mamba_d_state": 16,
             "layer_types": ["attention", "attention"],
         },
     ),
-    "granite-moe-shared": Architecture(
-        "GraniteMoeSharedConfig",
-        {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 64},
-    ),
+    "granite-moe-shared": Architecture("GraniteMoeSharedConfig", _GRANITE),
     "gemma4": Architecture(
         "Gemma4TextConfig",
         _MOE
@@ -194,17 +196,6 @@ def sigmoid_routers() -> Iterator[None]:
         yield
 
 
-def prompts() -> list[dict[str, list[int]]]:
-    """Random tokens."""
-    chosen = random.Random(0)
-    return [{"prompt_token_ids": chosen.choices(range(2, VOCABULARY), k=length)} for length in (5, 33, 12)]
-
-
-def serve(model: Path, dymoe: dict[str, Any] | None = None) -> Any:
-    """An engine."""
-    return engine(model, dymoe, skip_tokenizer_init=True, max_num_seqs=8, max_model_len=128)
-
-
 def check(name: str, kind: str, folder: Path) -> dict[str, str]:
     """What came out for one architecture, by what was tried: a sentence each."""
     architecture = (MORE | ARCHITECTURES)[name]
@@ -223,25 +214,22 @@ def check(name: str, kind: str, folder: Path) -> dict[str, str]:
         return {"failed": f"vLLM's CPU build does not run it: {why}"}
     alone, why = _of_vllm(served) if kind else (theirs, "")
     try:
-        with serve(served, {} if kind else {"hi": 16}) as llm:
+        with small_engine(served, {} if kind else {"hi": 16}) as llm:
             runtime, layers = runtime_of(llm), []
-            if experts is not None and kind in KINDS:
-                test_quantized.check_store(runtime.store, experts, 4)
-            elif experts is not None:
-                test_floats.check_store(runtime.store, experts)
+            if experts is not None:
+                check_store(runtime.store, experts)
             for budget in ("100%", "30%"):
                 runtime.resize(budget)
                 with recorded_layers(runtime) as outputs:
-                    ours = answer(llm, prompts(), 12)
+                    ours = answer(llm, random_prompts(LENGTHS), 12)
                 runtime.check_integrity()
                 layers.append(outputs)
     except Exception as error:
         traceback.print_exc()
         return {"failed": f"refused or failed: {_line(error)}"}
-    same = all(torch.equal(a, b) for a, b in zip(*layers, strict=True))
     return {
         "answers": _compare(ours, theirs),
-        "bits": "the same" if same else "OTHERS",
+        "bits": "the same" if same_bits(*layers) else "OTHERS",
         **({"alone": why if alone is None else _compare(ours, alone)} if kind else {}),
     }
 
@@ -249,8 +237,8 @@ def check(name: str, kind: str, folder: Path) -> dict[str, str]:
 def _of_vllm(model: Path) -> tuple[Any, str]:
     """vLLM's own answers, or None and why there are none."""
     try:
-        with serve(model) as llm:
-            return answer(llm, prompts(), 12), ""
+        with small_engine(model) as llm:
+            return answer(llm, random_prompts(LENGTHS), 12), ""
     except Exception as error:
         return None, _line(error)
 

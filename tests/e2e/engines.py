@@ -7,9 +7,10 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,18 @@ atexit.register(shutil.rmtree, _STORES, ignore_errors=True)
 os.environ["DYMOE_STORE_DIR"] = _STORES
 
 MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "tiny_moe" / "model"
+VOCABULARY = 512  # of the small random models
 
 
 def prompts() -> list[str]:
     """The shipped prompts, 16 of them."""
     return [entry["prompt"] for entry in json.loads((MODEL / "prompts.json").read_text())][:16]
+
+
+def random_prompts(lengths: Iterable[int] = (5, 33, 12, 20), seed: int = 0) -> list[dict[str, list[int]]]:
+    """Random tokens for the random models, which have no tokenizer; the seed does not decide how many."""
+    chosen = random.Random(seed)
+    return [{"prompt_token_ids": chosen.choices(range(2, VOCABULARY), k=length)} for length in lengths]
 
 
 @contextlib.contextmanager
@@ -59,6 +67,11 @@ def engine(model: Path | str = MODEL, dymoe: dict[str, Any] | None = None, **set
         del llm
         cleanup_dist_env_and_memory()
         gc.collect()
+
+
+def small_engine(model: Path, dymoe: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """An engine for a small random model."""
+    return engine(model, dymoe, **({"skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 128} | settings))
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
@@ -114,6 +127,36 @@ def recorded_layers(runtime: Any) -> Iterator[list[torch.Tensor]]:
         yield outputs
     finally:
         del runtime.serving.forward
+
+
+def same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    """Whether two runs had the same layers with the same outputs."""
+    return len(ours) == len(theirs) > 0 and all(map(torch.equal, ours, theirs))
+
+
+def resize(llm: Any, budget: str) -> None:
+    """Set the budget; "minimum" is the smallest that works."""
+    runtime = runtime_of(llm)
+    runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
+
+
+def answers_at_budgets(llm: Any, budgets: Iterable[str], ask: Callable[[], Any]) -> Any:
+    """What ``ask`` returns, once it has returned the same at every budget, from the same bits of every layer."""
+    runtime, want, want_layers = runtime_of(llm), None, []
+    for budget in budgets:
+        resize(llm, budget)
+        llm.reset_prefix_cache()
+        with recorded_layers(runtime) as layers:
+            got = ask()
+        runtime.check_integrity()
+        slots = sum(pool.count * pool.format.nbytes for pool in runtime.memory.pools.values())
+        assert slots + runtime.kernel.workspace_bytes <= runtime.budget.limit
+        assert runtime.budget.peak <= runtime.budget.limit
+        if want is None:
+            want, want_layers = got, layers
+        assert got == want, budget
+        assert same_bits(layers, want_layers), budget
+    return want
 
 
 class WatchedSystem:

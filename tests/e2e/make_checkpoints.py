@@ -1,4 +1,4 @@
-"""Writes checkpoints/, small random models that ModelOpt itself has quantized and exported; anyone can repeat it.
+"""Writes checkpoints/, small random models that ModelOpt itself has quantized and exported (by hand).
 
 pip install --target modelopt --no-deps nvidia-modelopt==0.47.0
 pip install --target modelopt --no-deps scipy omegaconf pulp antlr4-python3-runtime==4.9.3
@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.e2e.architectures import ARCHITECTURES, VOCABULARY
+from tests.e2e.architectures import ARCHITECTURES
+from tests.e2e.engines import VOCABULARY
 
 FOLDER = Path(__file__).parent / "checkpoints"
 MADE = {"qwen3-moe-nvfp4": ("qwen3-moe", "NVFP4_EXPERTS_ONLY_CFG")}

@@ -1,15 +1,22 @@
 """Small random checkpoints as other tools quantize them, and the same weights at 16 bits."""
 
 import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.architectures import Architecture
 from tests.quantize.readers import float_packing, packing
+from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.readers import make_reader
+from vllm_dymoe.residency.format import BlobKey, Projection
 
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 # How each kind of checkpoint is made: its quantization_config, how a matrix is packed, and what is random about it.
 KINDS = {
     "awq": (
@@ -18,24 +25,18 @@ KINDS = {
         {"dtype": torch.float16},
     ),
     "gptq": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False},
+        _GPTQ,
         packing.gptq,
         {"dtype": torch.float16, "symmetric": True},
     ),
     "auto-round": (
-        {
-            "quant_method": "auto-round",
-            "bits": 4,
-            "group_size": 32,
-            "sym": True,
-            "packing_format": "auto_round:auto_gptq",
-        },
+        _GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"},
         packing.gptq,
         {"dtype": torch.float16, "symmetric": True},
     ),
     # Columns quantized in the order of their activations: vLLM 0.32 runs no dense layers that are quantized so.
     "gptq-ordered": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True},
+        _GPTQ | {"desc_act": True},
         packing.gptq,
         {"dtype": torch.float16, "symmetric": True, "shuffled": True},
     ),
@@ -197,3 +198,43 @@ def save(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+_NAMES = {"w1": 0, "w3": 1, "w2": 2, "gate_proj": 0, "up_proj": 1, "down_proj": 2}
+
+
+def _named(experts: dict) -> Iterator[tuple[int, int, int, Any]]:
+    """Layer, expert, projection and matrix of everything that was written."""
+    for name, matrix in experts.items():
+        if not isinstance(matrix, list):
+            found = re.search(r"layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.", name)
+            yield int(found[1]), int(found[2]), _NAMES[found[3]], matrix
+            continue
+        layer = int(name.split(".layers.")[1].split(".")[0])
+        for expert, each in enumerate(matrix):
+            if "down" in name:
+                yield layer, expert, Projection.DOWN, each
+            else:
+                yield layer, expert, Projection.GATE, each.part(0, slice(0, None, 2))
+                yield layer, expert, Projection.UP, each.part(0, slice(1, None, 2))
+
+
+def check_store(store: Any, experts: dict) -> None:
+    """Every code and every weight of the high tier is the checkpoint's."""
+    bits = max(store.experts.formats)
+    fmt, count = store.experts.formats[bits], 0
+
+    def read(key: BlobKey, format: Any, base: Any = None) -> Any:
+        blob = torch.empty(format.nbytes, dtype=torch.uint8)
+        store.read_into(key, blob)
+        return format.view(blob, base)
+
+    for layer, expert, projection, matrix in _named(experts):
+        key = BlobKey(store.experts.layers.index(layer), expert, bits)
+        base = read(replace(key, bits=bits // 2), fmt.base) if fmt.nested else None
+        packed = read(key, fmt, base)[projection]
+        assert torch.equal(unpack(packed), matrix.codes), (layer, expert, projection)
+        want = matrix.weights() if hasattr(matrix, "weights") else matrix.dequantize()
+        assert torch.equal(dequantize(packed, want.dtype), want), (layer, expert, projection)
+        count += 1
+    assert count == len(fmt.matrices) * len(store.experts.layers) * store.experts.num_experts

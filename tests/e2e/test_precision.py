@@ -1,14 +1,36 @@
 """The system `dymoe` through the real engine: what it decides, what it moves, and changes while requests are served."""
 
+import contextlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.e2e.architectures import ARCHITECTURES
-from tests.e2e.engines import WatchedSystem, answer, engine, prompts, recorded_layers, runtime_of
+from tests.e2e.engines import (
+    MODEL,
+    WatchedSystem,
+    answer,
+    answers_at_budgets,
+    engine,
+    prompts,
+    recorded_layers,
+    resize,
+    runtime_of,
+    same_bits,
+    small_engine,
+)
 from tests.e2e.padding import check_padding
+from vllm_dymoe.residency.format import BlobKey
+from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.residency.tier import Tier
+from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
+from vllm_dymoe.systems.importance import step_importance
 from vllm_dymoe.systems.schedule import Schedule
 
 pytestmark = pytest.mark.engine
@@ -18,9 +40,18 @@ DYMOE = {"hi": 4, "lo": 2, "system": "dymoe", "system_options": {"retention": 0.
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with engine(dymoe=DYMOE) as llm:
+def engine_of_all():
+    with engine(dymoe=DYMOE, enable_prefix_caching=True) as llm:
         yield llm
+
+
+@pytest.fixture
+def llm(engine_of_all):
+    """The engine with nothing in its prefix cache; afterwards as it was at start."""
+    engine_of_all.reset_prefix_cache()
+    yield engine_of_all
+    resize(engine_of_all, "50%")
+    change(engine_of_all, hi=4, lo=2, retention=0.75, heavy_share=0.2)
 
 
 def change(llm, **changes):
@@ -33,22 +64,15 @@ def stats_of(llm):
     return stats
 
 
-@pytest.fixture
-def watched(llm):
-    """Watch the system from here on; a function, because a change of precision makes a new one."""
+def watch(llm):
+    """Routings and plans from here on, until precision is changed."""
     runtime = runtime_of(llm)
-
-    def watch():
-        runtime.serving.system = WatchedSystem(runtime.system)
-        return runtime.system.seen
-
-    yield watch
-    change(llm, hi=4, lo=2, retention=0.75, heavy_share=0.2)
+    runtime.serving.system = WatchedSystem(runtime.system)
+    return runtime.system.seen
 
 
-def test_tiers_follow_the_schedule_in_both_phases(llm, watched):
-    change(llm, retention=0.75, lo=2)
-    seen = watched()
+def test_tiers_follow_the_schedule_in_both_phases(llm):
+    seen = watch(llm)
     llm.collective_rpc("dymoe_reset_stats")
     answer(llm, prompts()[:1], max_tokens=8)
     schedule = Schedule(0.75)
@@ -75,11 +99,8 @@ def test_tiers_follow_the_schedule_in_both_phases(llm, watched):
     assert stats["peak_expert_bytes"] <= stats["budget_bytes"]
 
 
-def test_steps_of_many_requests_mix_both_phases(llm, watched):
-    from vllm import SamplingParams
-
-    change(llm, retention=0.75, lo=2)
-    seen, requests = watched(), llm.llm_engine
+def test_steps_of_many_requests_mix_both_phases(llm):
+    seen, requests = watch(llm), llm.llm_engine
     for number, prompt in enumerate(prompts()[:6]):  # each comes while those before it are decoded
         requests.add_request(f"mixed {number}", prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
         requests.step()
@@ -98,8 +119,6 @@ def test_rows_that_fill_up_a_batch_change_nothing(llm):
 
 
 def test_precision_changes_while_requests_are_served(llm):
-    from vllm import SamplingParams
-
     runtime, requests = runtime_of(llm), llm.llm_engine
     limit = runtime.budget.limit
     for number, changes in enumerate(
@@ -133,7 +152,6 @@ def test_precision_changes_while_requests_are_served(llm):
         assert slots["hi"] * formats[now["hi"]].nbytes + slots.get("lo", 0) * formats[2].nbytes <= limit
         assert stats["hits"] + stats["misses"] == planned["hi"] + planned["lo"], "what is skipped asks for no bytes"
         runtime.check_integrity()
-    change(llm, hi=4, lo=2, retention=0.75)
 
 
 def test_retention_1_is_exact_and_what_is_refused_changes_nothing(llm):
@@ -146,27 +164,22 @@ def test_retention_1_is_exact_and_what_is_refused_changes_nothing(llm):
             change(llm, **wrong)
     assert change(llm)["system_options"]["retention"] == 1.0
     runtime.serving.system = Exact()
+    llm.reset_prefix_cache()
     with recorded_layers(runtime) as theirs:
         assert [a.tokens for a in answer(llm, prompts()[:3], max_tokens=10)] == [a.tokens for a in tokens]
-    assert len(ours) == len(theirs) > 0
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    change(llm, retention=0.75)
+    assert same_bits(ours, theirs)
 
 
 def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):
     """MLA hands over none: every token of a prompt counts, and everything else is as ever."""
     options = {"hi": 4, "lo": 2, "system": "dymoe", "system_options": {"retention": 0.5, "reuse_high": False}}
     model, texts = ARCHITECTURES["deepseek-v2"].save(tmp_path / "mla"), [list(range(5, 35)), list(range(90, 101))]
-    with engine(model, options, skip_tokenizer_init=True, max_num_seqs=8, max_model_len=128) as llm:
-        runtime, want = runtime_of(llm), None
-        for budget in ("100%", "minimum"):
-            runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
-            watched = runtime.serving.system = WatchedSystem(Dymoe(**options["system_options"]))
-            with recorded_layers(runtime) as layers:
-                answer(llm, [{"prompt_token_ids": text} for text in texts], max_tokens=6)
-            runtime.check_integrity()
-            want = want or layers
-            assert all(torch.equal(a, b) for a, b in zip(layers, want, strict=True)), budget
+    with small_engine(model, options) as llm:
+        runtime = runtime_of(llm)
+        texts = [{"prompt_token_ids": text} for text in texts]
+        answers_at_budgets(llm, ("100%", "minimum"), lambda: answer(llm, texts, max_tokens=6))
+        watched = runtime.serving.system = WatchedSystem(runtime.system)
+        answer(llm, texts, max_tokens=6)
     read = [(routing, plan) for routing, plan in watched.seen if routing.prompt is not None]
     assert len(read) == len(runtime.experts.layers) < len(watched.seen)
     for routing, plan in read:
@@ -176,3 +189,138 @@ def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):
         load = routing.ids.flatten().bincount().tolist()
         least, most = min((load[e] for e in high), default=99), max((load[e] for e in plan.keys() - high), default=0)
         assert least >= most
+
+
+def hits_of(routing, experts):
+    """Of each expert, how many tokens of the prompt use it: with every token a heavy hitter, no attention decides."""
+    return {
+        e: hits for e, (hits, _) in step_importance(routing.ids, routing.weights, experts, routing.prompt).load.items()
+    }
+
+
+def test_chunks_and_a_cached_prefix_are_judged_as_the_whole_prompt(llm):
+    chunk, length = 96, 3 * 96 + 1
+    runtime, scheduler = runtime_of(llm), llm.llm_engine.engine_core.engine_core.scheduler
+    experts, top_k = runtime.experts.num_experts, runtime.experts.top_k
+    text = "\n".join(entry["prompt"] for entry in json.loads((MODEL / "prompts.json").read_text()))
+    tokens = llm.get_tokenizer().encode(text)[:length]
+
+    def first_layers(ids, most):
+        """What the first layer's router said in each step of a prompt."""
+        scheduler.max_num_scheduled_tokens = most
+        runtime.serving.system = WatchedSystem(Dymoe(heavy_share=1.0))
+        answer(llm, [{"prompt_token_ids": ids}], max_tokens=1, logprobs=None)
+        return [routing for routing, _ in runtime.system.seen if routing.layer == 0]
+
+    (whole,) = first_layers(tokens, 512)
+    assert llm.reset_prefix_cache()
+    chunks = first_layers(tokens, chunk)
+    assert [len(routing.ids) for routing in chunks] == [chunk] * 3 + [1]
+    assert all(routing.phase is Phase.PREFILL and not routing.prompt.mixed for routing in chunks)
+    assert chunks[0].prompt.before is None
+    last, everything = hits_of(chunks[-1], experts), hits_of(whole, experts)
+    assert len(last) == top_k
+    assert all(abs(count - everything[expert]) <= 2 for expert, count in last.items()), "but for near ties"
+
+    assert llm.reset_prefix_cache()
+    first_layers(tokens, 512)
+    (behind,) = first_layers([*tokens[:-8], *tokens[:24]], 512)
+    cached = length - 8 + 24 - len(behind.ids)
+    assert cached > 0, "nothing was cached"
+    assert round(float(behind.prompt.before[0].sum())) == cached * top_k
+
+
+@dataclass(frozen=True)
+class ByWeightPrecision(Precision):
+    """High for an expert that is some token's first choice, low for the others; every fifth step skips the last one."""
+
+    _calls: list = field(default_factory=list)
+
+    def shares(self, num_layers, top_k):
+        return dict.fromkeys(self.tiers, [1.0] * num_layers)
+
+    def select(self, routing):
+        self._calls.append(routing.layer)
+        best = routing.weights.argmax(dim=1, keepdim=True)
+        first = set(routing.ids.gather(1, best).flatten().tolist())
+        plan = {expert: Tier.HI if expert in first else Tier.LO for expert in routing.active}
+        if len(self._calls) % 5 == 0:
+            plan[routing.active[-1]] = Tier.SKIP
+        return plan
+
+
+class ByWeight(Exact):
+    @cached_property
+    def precision(self):
+        return ByWeightPrecision(frozenset((Tier.HI, Tier.LO)))
+
+
+@contextlib.contextmanager
+def watched_slots(runtime):
+    """Tiers of what is computed; its slots have the store's bytes right after, and the table was right."""
+    seen, expected, running = [], {}, []
+    forward, begin = runtime.serving.forward, runtime.kernel.begin
+
+    def check(layer, expert, tier, slot):
+        bits = runtime.memory.bits[tier]
+        key = BlobKey(layer, expert, bits)
+        if key not in expected:
+            expected[key] = torch.empty(runtime.experts.formats[bits].nbytes, dtype=torch.uint8)
+            runtime.store.read_into(key, expected[key])
+        assert torch.equal(slot.blob, expected[key]), f"{key} is not what slot {slot.index} of tier {tier} holds"
+        seen.append(tier)
+
+    def layer_of(routing, *arguments):
+        running[:] = [routing.layer]
+        return forward(routing, *arguments)
+
+    def watched(*arguments, **named):
+        vars(runtime.kernel).pop("compute", None)  # what a step before has left
+        begin(*arguments, **named)
+        decision, compute = arguments[1], runtime.kernel.compute
+        place, slots = decision.place, {}
+        there = {
+            slot.blob.data_ptr(): (tier, slot) for tier, pool in runtime.memory.pools.items() for slot in pool.slots
+        }
+
+        def placed(item, packed):
+            gate = packed.gate
+            parts = (gate.weight,) if gate.fine is None else (gate.weight, gate.fine)
+            slots[item] = [there[part.data_ptr()] for part in parts]
+            place(item, packed)
+
+        def computed(items, receive=None):
+            compute(items, receive)
+            for item in items:
+                for tier, slot in slots[item]:
+                    check(running[0], int(decision.experts[item]), tier, slot)
+
+        decision.place, runtime.kernel.compute = placed, computed
+
+    runtime.serving.forward, runtime.kernel.begin = layer_of, watched
+    yield seen
+    vars(runtime.kernel).pop("compute", None)
+    del runtime.serving.forward, runtime.kernel.begin
+
+
+def test_mixed_tiers_read_complete_bytes_and_keep_one_version(llm):
+    """Invariants 2 and 4."""
+    runtime = runtime_of(llm)
+    runtime.serving.system = ByWeight()
+    for budget in ("50%", "10%", "100%"):
+        runtime.resize(budget)
+        runtime.reset_stats()
+        llm.reset_prefix_cache()
+        with watched_slots(runtime) as seen:
+            answer(llm, prompts()[:2], max_tokens=24)
+            answer(llm, prompts(), max_tokens=12)
+        runtime.check_integrity()
+        stats = runtime.stats()
+        assert {Tier.HI, Tier.LO} <= set(seen)
+        # With a high slot for nearly every expert hardly a low version is kept that could be promoted.
+        assert stats.promotions > 0 or budget == "100%"
+        assert stats.reuses > 0
+        assert stats.misses <= stats.transfers["demand"], "one or two slices for each"
+        assert stats.peak_expert_bytes <= stats.budget_bytes
+    fine = runtime.experts.formats[4]
+    assert fine.nbytes * stats.misses < stats.bytes_moved["demand"] < fine.whole_nbytes * stats.misses

@@ -105,24 +105,15 @@ def test_one_loud_line_says_what_is_active(server, checkpoint):
         assert part in lines[0], part
 
 
-def test_completions(client):
-    answer = complete(client, "The following example")
-    assert answer.usage.completion_tokens == 16
-    assert answer.choices[0].text.strip()
-
-
-def test_streaming_gives_the_same_text_in_pieces(client):
-    whole = complete(client, prompts()[0]).choices[0].text
+def test_completions_streams_and_chats(client):
+    whole = complete(client, prompts()[0])
+    assert whole.usage.completion_tokens == 16
     pieces = [event.choices[0].text for event in complete(client, prompts()[0], stream=True)]
     assert len(pieces) > 1
-    assert "".join(pieces) == whole
-
-
-def test_chat(client):
+    assert "".join(pieces) == whole.choices[0].text != ""
     messages = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does Tom have?"}]
     answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=24, temperature=0)
     assert answer.choices[0].message.content.strip()
-    assert answer.usage.completion_tokens > 0
 
 
 def test_concurrent_requests_all_answer(client):
@@ -213,19 +204,14 @@ def settled(read):
         time.sleep(2.5)
         if read() == before:
             return before
-    raise AssertionError("it goes on although nobody asks for anything")
-
-
-def settled_metrics(server):
-    """What /metrics shows when all requests have been counted."""
-    return settled(lambda: metrics(server))
+    raise AssertionError("it goes on although there are no requests")
 
 
 def test_metrics_say_what_the_workers_count(client, server, checkpoint):
     rpc(server, "dymoe_resize", "25%")
-    before, counted = settled_metrics(server), rpc(server, "dymoe_stats")[0]
+    before, counted = settled(lambda: metrics(server)), rpc(server, "dymoe_stats")[0]
     complete(client, prompts()[2], max_tokens=24)
-    after, stats = settled_metrics(server), rpc(server, "dymoe_stats")[0]
+    after, stats = settled(lambda: metrics(server)), rpc(server, "dymoe_stats")[0]
     grown = {key: after[key] - before[key] for key in after}
     assert grown["vllm_dymoe_misses_total",] > 0
     for name in ("hits", "misses", "evictions"):

@@ -1,82 +1,185 @@
 """Foreseeing through the real engine: the gates are vLLM's, guesses are good, and only time depends on them."""
 
+import functools
 import json
+import time
 
 import pytest
-import torch
+from typer.testing import CliRunner
+from vllm.model_executor.models import qwen3_moe
 
 import vllm_dymoe
-from tests.e2e.engines import answer, engine, gates_compared, prompts, recorded_layers, runtime_of
+from tests.e2e.engines import MODEL, answer, engine, gates_compared, prompts, recorded_layers, runtime_of, same_bits
+from vllm_dymoe.cli import app
+from vllm_dymoe.predict.checkpoint import load_predictor
 from vllm_dymoe.predict.next_gate import NextGate
+from vllm_dymoe.predict.popularity import Popularity
 from vllm_dymoe.predict.tuner import Heop, Setting
+from vllm_dymoe.traces import Trace, statistics
+from vllm_dymoe.vllm_adapter import gates
 
 pytestmark = pytest.mark.engine
 
 BUDGET = "25%"
 
 
+# A link on which the shipped model's experts take about a millisecond each: there is something to hide.
+OPTIONS = {"hi": 4, "expert_budget": BUDGET, "link_gbps": 0.03}
+
+
 @pytest.fixture(scope="module")
-def llm():
-    # A link on which the shipped model's experts take about a millisecond each: there is something to hide.
-    options = {"hi": 4, "system": "firm", "expert_budget": BUDGET, "link_gbps": 0.03}
-    with engine(dymoe=options) as llm:
+def firm():
+    with engine(dymoe=OPTIONS | {"system": "firm"}) as llm:
         yield llm
 
 
 def answered(llm):
-    """Tokens and every layer's output, from an empty cache."""
+    """Tokens, every layer's output, and the counts, from an empty cache."""
     runtime = runtime_of(llm)
     runtime.resize(BUDGET)
     runtime.reset_stats()
     with recorded_layers(runtime) as layers:
         answers = [answer(llm, [text], max_tokens=24)[0] for text in prompts()[:3]]
     runtime.check_integrity()
-    return [a.tokens for a in answers], layers
+    return [a.tokens for a in answers], layers, runtime.stats()
 
 
-def test_gates_choose_what_vllm_chooses(llm):
-    with gates_compared(llm) as shares:
-        answer(llm, prompts()[:4], max_tokens=4)
+def test_gates_choose_what_vllm_chooses(firm):
+    with gates_compared(firm) as shares:
+        answer(firm, prompts()[:4], max_tokens=4)
     assert len(shares) >= 4 * 8
     assert min(shares) == 1
 
 
-def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(llm):
-    runtime = runtime_of(llm)
+def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(firm):
+    runtime = runtime_of(firm)
     meeting = runtime.predictor
     setting = meeting.predictor._tuner.setting(1)
     tuner = Heop(8, setting, Setting(8, 3), update_every=2, rounds=4)  # settles within the test
     meeting.predictor._tuner = tuner
-    tokens, layers = answered(llm)
-    stats = runtime.stats()
+    tokens, layers, stats = answered(firm)
     # Measured: 0.74 for the meeting while it is tuned, 0.77 for the next gate. By chance an eighth would be right.
     assert stats.predictions["right"] / stats.predictions["named"] > 0.6
     assert stats.prefetches["useful"] + stats.prefetches["late"] > stats.prefetches["wasted"]
     assert tuner.settled
 
     runtime.serving.predictor = type(meeting)(NextGate(meeting.predictor._gates, top_k=4))
-    next_tokens, next_layers = answered(llm)
-    stats = runtime.stats()
+    next_tokens, next_layers, stats = answered(firm)
     assert stats.predictions["right"] / stats.predictions["wanted"] > 0.6
     assert stats.prefetches["useful"] > 0
 
     runtime.serving.predictor = None
-    plain_tokens, plain_layers = answered(llm)
-    assert sum(runtime.stats().prefetches.values()) == 0
+    plain_tokens, plain_layers, stats = answered(firm)
+    assert sum(stats.prefetches.values()) == 0
     assert tokens == next_tokens == plain_tokens
-    for outputs in (layers, next_layers):
-        assert all(torch.equal(a, b) for a, b in zip(outputs, plain_layers, strict=True))
+    assert same_bits(layers, plain_layers)
+    assert same_bits(next_layers, plain_layers)
     runtime.serving.predictor = meeting
 
 
-def test_a_timeline_of_an_llm(llm, tmp_path):
+def test_a_timeline_of_an_llm(firm, tmp_path):
     path = tmp_path / "trace.json"
-    with pytest.raises(FileNotFoundError), vllm_dymoe.timeline(llm, tmp_path / "missing" / "trace.json"):
+    with pytest.raises(FileNotFoundError), vllm_dymoe.timeline(firm, tmp_path / "missing" / "trace.json"):
         pass
-    with vllm_dymoe.timeline(llm, path):
-        answer(llm, prompts()[:1], max_tokens=4)
+    with vllm_dymoe.timeline(firm, path):
+        answer(firm, prompts()[:1], max_tokens=4)
     events = json.loads(path.read_text())["traceEvents"]
     layers = [event for event in events if event.get("cat") == "layer"]
     assert [event["args"]["phase"] for event in layers] == ["prefill"] * 8 + ["decode"] * 3 * 8
     assert {"compute", "demand", "predict"} <= {event.get("cat") for event in events}
     assert [entry.name for entry in tmp_path.iterdir()] == ["trace.json"]
+
+
+ODD = 5  # the layer with such a router
+
+
+def runners_up(hidden_states, gating_output, topk, renormalize):
+    """Takes the experts behind the best one."""
+    weights, ids = gating_output.float().softmax(-1).topk(topk + 1)
+    return weights[:, 1:] / weights[:, 1:].sum(-1, keepdim=True), ids[:, 1:].int()
+
+
+@pytest.fixture
+def odd_router(monkeypatch):
+    name = "FusedMoEFactory" if hasattr(qwen3_moe, "FusedMoEFactory") else "FusedMoE"
+    make = getattr(qwen3_moe, name)
+
+    @functools.wraps(make)
+    def made(*args, prefix, **settings):
+        own = {"custom_routing_function": runners_up} if f".layers.{ODD}." in prefix else {}
+        return make(*args, prefix=prefix, **settings, **own)
+
+    monkeypatch.setattr(qwen3_moe, name, made)
+
+
+def test_a_router_that_is_more_than_its_gate_is_served_without_the_gate(odd_router, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(gates.logger, "warning", lambda sentence, *values: said.append(sentence % values))
+    with engine(dymoe=OPTIONS | {"trace": {"folder": str(tmp_path), "inputs": True}}) as llm:
+        runtime = runtime_of(llm)
+        by_gates = runtime.predictor
+        assert by_gates is not None
+        first = [a.tokens for a in answer(llm, prompts()[:3], max_tokens=12)]
+        runtime.check_integrity()
+
+        # The layers before it went by their gates once, in the step that told.
+        assert runtime.predictor is None
+        named = by_gates.stats.named
+        assert named > 0
+        (sentence,) = said
+        assert sentence.startswith(
+            'vllm-dymoe: system "exact" fetches nothing ahead, because the gate that was found for '
+            f"model.layers.{ODD}.mlp.experts makes only "
+        )
+        assert sentence.endswith("% of vLLM's choices; experts are fetched when their router names them.")
+
+        runtime.resize("100%")
+        assert [a.tokens for a in answer(llm, prompts()[:3], max_tokens=12)] == first
+        assert by_gates.stats.named == named
+        (report,) = llm.collective_rpc("dymoe_trace")
+    trace = Trace.load(tmp_path)
+    assert trace.num_tokens == report["tokens"] == trace.in_order().numel()
+    assert trace.num_requests == 6
+    assert trace.next_gate is None
+    assert statistics.activation_similarity(trace) is not None
+
+
+def test_a_server_records_and_takes_over_what_was_trained_on_it(tmp_path):
+    traces, file = tmp_path / "traces", tmp_path / "predictor.safetensors"
+    with engine(dymoe=OPTIONS | {"system": "duoserve", "trace": str(traces)}) as llm:
+        assert isinstance(runtime_of(llm).predictor.predictor, Popularity), "until there is a predictor"
+        (before,) = llm.collective_rpc("dymoe_predictor")
+        assert before == {"file": None, "card": None}
+        answer(llm, prompts()[2:], max_tokens=32)
+        tokens, layers, popular = answered(llm)
+        llm.collective_rpc("dymoe_trace")
+
+        result = CliRunner().invoke(app, ["train", str(traces), "--out", str(file), "--epochs", "6"])
+        assert result.exit_code == 0, result.output
+
+        (damaged := tmp_path / "damaged").write_bytes(file.read_bytes()[:-100])
+        with pytest.raises(Exception, match=r"vllm-dymoe: .*damaged cannot be read as a predictor"):
+            llm.collective_rpc("dymoe_predictor", kwargs={"file": str(damaged)})
+        assert isinstance(runtime_of(llm).predictor.predictor, Popularity), "the old one goes on"
+
+        (taken,) = llm.collective_rpc("dymoe_predictor", kwargs={"file": str(file)})
+        assert taken["file"] == str(file)
+        assert taken["card"]["header"]["num_layers"] == 8
+        begin = time.perf_counter()
+        new_tokens, new_layers, trained = answered(llm)
+        seconds = time.perf_counter() - begin
+        assert new_tokens == tokens
+        assert same_bits(new_layers, layers)
+
+        def accuracy(stats):
+            return stats.predictions["right"] / stats.predictions["wanted"]
+
+        assert accuracy(trained) > accuracy(popular)
+        assert trained.predictor_bytes == load_predictor(file)[1].nbytes * 2  # float32 on a CPU, float16 in the file
+        assert trained.predictor_bytes < trained.peak_expert_bytes <= trained.budget_bytes
+        assert 0 < trained.prediction_seconds < seconds
+
+        model = llm.llm_engine.vllm_config.quant_config.loading._model
+        fingerprint, model.__dict__["model_fingerprint"] = model.model_fingerprint, "f" * 16
+        with pytest.raises(Exception, match=f"was trained for {MODEL} with the weights {fingerprint}"):
+            llm.collective_rpc("dymoe_predictor", kwargs={"file": str(file)})

@@ -11,11 +11,12 @@ from vllm.model_executor.models import qwen3_moe
 import vllm_dymoe
 from tests.e2e.engines import MODEL, answer, engine, gates_compared, prompts, recorded_layers, runtime_of, same_bits
 from vllm_dymoe.cli import app
+from vllm_dymoe.observe import statistics
+from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict.checkpoint import load_predictor
 from vllm_dymoe.predict.next_gate import NextGate
 from vllm_dymoe.predict.popularity import Popularity
 from vllm_dymoe.predict.tuner import Heop, Setting
-from vllm_dymoe.traces import Trace, statistics
 from vllm_dymoe.vllm_adapter import gates
 
 pytestmark = pytest.mark.engine

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-import typer
 from pydantic.fields import FieldInfo
 
-from vllm_dymoe.cli.app import app
 from vllm_dymoe.config import ExpertBudget, Options
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.quantize.readers import METHODS
@@ -117,13 +115,6 @@ def models() -> str:
     return table(["format", "answers equal, of 3"], ([kind, ", ".join(said)] for kind, said in by_format.items()))
 
 
-def commands() -> str:
-    """Every command of vllm-dymoe."""
-    group: Any = typer.main.get_command(app)
-    named = ((name, command.get_short_help_str(limit=200)) for name, command in group.commands.items())
-    return table(["command", "does"], ([f"`vllm-dymoe {name}`", what] for name, what in named))
-
-
 def architectures() -> str:
     """Networks that ``vllm-dymoe train`` knows."""
     return ", ".join(f"`{name}`" for name in ARCHITECTURES) + "\n"
@@ -139,7 +130,6 @@ def versions() -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "architectures": architectures,
-    "commands": commands,
     "methods": methods,
     "models": models,
     "metrics": metrics,

@@ -170,27 +170,6 @@ def test_retention_1_is_exact_and_what_is_refused_changes_nothing(llm):
     assert same_bits(ours, theirs)
 
 
-def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):
-    """MLA hands over none: every token of a prompt counts, and everything else is as ever."""
-    options = {"hi": 4, "lo": 2, "system": "dymoe", "system_options": {"retention": 0.5, "reuse_high": False}}
-    model, texts = ARCHITECTURES["deepseek-v2"].save(tmp_path / "mla"), [list(range(5, 35)), list(range(90, 101))]
-    with small_engine(model, options) as llm:
-        runtime = runtime_of(llm)
-        texts = [{"prompt_token_ids": text} for text in texts]
-        answers_at_budgets(llm, ("100%", "minimum"), lambda: answer(llm, texts, max_tokens=6))
-        watched = runtime.serving.system = WatchedSystem(runtime.system)
-        answer(llm, texts, max_tokens=6)
-    read = [(routing, plan) for routing, plan in watched.seen if routing.prompt is not None]
-    assert len(read) == len(runtime.experts.layers) < len(watched.seen)
-    for routing, plan in read:
-        assert torch.equal(routing.prompt.heavy, routing.prompt.rows)
-        high = {expert for expert, tier in plan.items() if tier is Tier.HI}
-        assert len(high) == Schedule(0.5).critical(routing.layer, routing.num_layers, len(plan))
-        load = routing.ids.flatten().bincount().tolist()
-        least, most = min((load[e] for e in high), default=99), max((load[e] for e in plan.keys() - high), default=0)
-        assert least >= most
-
-
 def hits_of(routing, experts):
     """Of each expert, how many tokens of the prompt use it: with every token a heavy hitter, no attention decides."""
     return {
@@ -324,3 +303,24 @@ def test_mixed_tiers_read_complete_bytes_and_keep_one_version(llm):
         assert stats.peak_expert_bytes <= stats.budget_bytes
     fine = runtime.experts.formats[4]
     assert fine.nbytes * stats.misses < stats.bytes_moved["demand"] < fine.whole_nbytes * stats.misses
+
+
+def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):
+    """MLA hands over none: every token of a prompt counts. The last test: its engine ends what both share of vLLM."""
+    options = {"hi": 4, "lo": 2, "system": "dymoe", "system_options": {"retention": 0.5, "reuse_high": False}}
+    model, texts = ARCHITECTURES["deepseek-v2"].save(tmp_path / "mla"), [list(range(5, 35)), list(range(90, 101))]
+    with small_engine(model, options) as llm:
+        runtime = runtime_of(llm)
+        texts = [{"prompt_token_ids": text} for text in texts]
+        answers_at_budgets(llm, ("100%", "minimum"), lambda: answer(llm, texts, max_tokens=6))
+        watched = runtime.serving.system = WatchedSystem(runtime.system)
+        answer(llm, texts, max_tokens=6)
+    read = [(routing, plan) for routing, plan in watched.seen if routing.prompt is not None]
+    assert len(read) == len(runtime.experts.layers) < len(watched.seen)
+    for routing, plan in read:
+        assert torch.equal(routing.prompt.heavy, routing.prompt.rows)
+        high = {expert for expert, tier in plan.items() if tier is Tier.HI}
+        assert len(high) == Schedule(0.5).critical(routing.layer, routing.num_layers, len(plan))
+        load = routing.ids.flatten().bincount().tolist()
+        least, most = min((load[e] for e in high), default=99), max((load[e] for e in plan.keys() - high), default=0)
+        assert least >= most

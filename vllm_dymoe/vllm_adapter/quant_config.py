@@ -108,24 +108,8 @@ class DymoeConfig(QuantizationConfig):
                 self.loading = Loading(config, options, self.checkpoint, self.reader)
             return DymoeMoEMethod(layer.moe_config, self.loading)
         if self._dense is not None:
-            return self._dense_method(self._dense, layer, prefix)
+            return _dense_method(self._dense, self._dense_refusal, layer, prefix)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
-
-    def _dense_method(
-        self, dense: QuantizationConfig, layer: torch.nn.Module, prefix: str
-    ) -> QuantizeMethodBase | None:
-        """vLLM's method of a layer that is no expert; for a linear one its failures on this machine are a sentence."""
-        is_linear = isinstance(layer, LinearBase)
-        with _limit_of_vllm(prefix) if is_linear else contextlib.nullcontext():
-            method = dense.get_quant_method(layer, prefix)
-        if method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
-            return method
-        # What attention asks for is the scales of its cache.
-        if self._dense_refusal is not None and isinstance(layer, LinearBase | ParallelLMHead):
-            raise ConfigError(self._dense_refusal)
-        if is_linear:
-            _explain_failures(method, prefix)
-        return method
 
     # What vLLM tells a config is for the one of the dense layers.
 
@@ -242,6 +226,23 @@ def _read_dense(config: Mapping[str, Any]) -> tuple[QuantizationConfig, str | No
             with contextlib.suppress(ValueError):
                 return make(unordered), f"{refusal}, or one whose dense layers have 16 bits."
         raise ConfigError(f"{refusal}.") from error
+
+
+def _dense_method(
+    dense: QuantizationConfig, refusal: str | None, layer: torch.nn.Module, prefix: str
+) -> QuantizeMethodBase | None:
+    """vLLM's method of a layer that is no expert; for a linear one its failures on this machine are a sentence."""
+    is_linear = isinstance(layer, LinearBase)
+    with _limit_of_vllm(prefix) if is_linear else contextlib.nullcontext():
+        method = dense.get_quant_method(layer, prefix)
+    if method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        return method
+    # What attention asks for is the scales of its cache.
+    if refusal is not None and isinstance(layer, LinearBase | ParallelLMHead):
+        raise ConfigError(refusal)
+    if is_linear:
+        _explain_failures(method, prefix)
+    return method
 
 
 def _explain_failures(method: Any, prefix: str) -> None:

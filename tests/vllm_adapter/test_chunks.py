@@ -79,7 +79,7 @@ def test_the_last_chunk_knows_what_the_whole_prompt_said(rank, monkeypatch, ends
 
 
 def test_a_last_chunk_of_one_token_is_a_prompt(rank):
-    """And whom it needs high is not its own weights' business."""
+    """Which experts it needs high does not follow from its own weights."""
     routings = read_in_chunks(rank, "a", LENGTH - 1, LENGTH)
     assert all(routing.prompt.rows.tolist() == [True] for routing in routings)
     alone = [Routing(r.layer, LAYERS, r.x, r.ids, r.weights, r.phase) for r in routings]
@@ -102,17 +102,12 @@ def test_a_cached_prefix_counts_as_its_share_of_a_prompt_that_began_alike(rank):
     assert torch.allclose(reading.load[1, 0], uses.double() * 16 / LENGTH)
 
 
-def test_a_prefix_that_nobody_has_read_says_nothing(rank):
-    read_in_chunks(rank, "a", LENGTH)
+def test_a_prefix_that_was_not_read_and_a_prompt_that_begins_anew_say_nothing(rank):
+    read_in_chunks(rank, "a", 16)
+    (first, *_) = rank.run([(0, 16)], reading=["a"], computed={"a": 0})  # after a preemption, say
+    assert first.prompt.before is None
     rank.tap.chunks.begin_step(scheduled(0, 13, new=[prompt("b", [7, *range(30)], computed=16)], finished=["a"]))
     assert rank.tap.chunks.take(29, 13).load is None
-
-
-def test_a_prompt_that_is_begun_anew_forgets_its_first_chunks(rank):
-    """After a preemption, say."""
-    read_in_chunks(rank, "a", 16)
-    (first, *_) = rank.run([(0, 16)], reading=["a"], computed={"a": 0})
-    assert first.prompt.before is None
 
 
 def test_requests_are_told_apart_by_where_they_are(rank):
@@ -126,7 +121,7 @@ def test_requests_are_told_apart_by_where_they_are(rank):
     assert chunks.take(41, 1) is None
 
 
-def test_what_nobody_will_ask_for_is_not_counted(monkeypatch):
+def test_what_will_not_be_asked_for_is_not_counted(monkeypatch):
     rank = Rank(monkeypatch, caches=False)
     rank.run([(0, LENGTH)], new=[prompt("a", range(LENGTH))])
     chunks = rank.tap.chunks

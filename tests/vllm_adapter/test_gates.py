@@ -81,21 +81,28 @@ def assert_found(tree, block, gate, dtype=torch.float32):
     assert torch.equal(find_gate(block.routed, tree).logits(x), gate(x.float()))
 
 
-def test_the_linear_layer_next_to_the_experts(tree):
-    block = Block(gate=linear(), shared_expert_gate=nn.Linear(HIDDEN, 1))
-    assert_found(tree, block, block.gate)
-
-
-def test_a_gate_deeper_down_with_another_name(tree):
-    """As in DBRX; the input's dtype need not be the gate's."""
-    block = Block(router=nn.Sequential(nn.Identity(), Replicated()))
-    assert_found(tree, block, block.router[1].linear[0], torch.bfloat16)
-
-
-def test_a_gate_higher_up(tree):
+def above():
     layer = nn.Module()
     layer.router, layer.mlp = linear(), Block()
-    assert_found(tree, layer.mlp, layer.router)
+    return layer.mlp, layer.router
+
+
+def beside():
+    block = Block(gate=linear(), shared_expert_gate=nn.Linear(HIDDEN, 1))
+    return block, block.gate
+
+
+def below():
+    """As in DBRX, under another name."""
+    block = Block(router=nn.Sequential(nn.Identity(), Replicated()))
+    return block, block.router[1].linear[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", [above, beside, below])
+def test_a_gate_is_found_wherever_it_lies(tree, place, dtype):
+    """The input's dtype need not be the gate's."""
+    assert_found(tree, *place(), dtype)
 
 
 def test_the_gate_is_the_block_s_own_whatever_else_has_the_experts(tree):
@@ -121,13 +128,6 @@ def test_what_cannot_be_told_is_no_gate(tree, make, message):
         find_gate(block.routed, tree)
 
 
-def test_scores_that_are_not_known_are_refused(tree):
-    block = Block(gate=linear())
-    block.routed.scoring_func = "sqrtsoftplus"
-    with pytest.raises(GateError, match="its scores are sqrtsoftplus"):
-        find_gate(block.routed, tree)
-
-
 @pytest.mark.parametrize("grouped", [False, True])
 def test_how_scores_become_a_choice(tree, grouped):
     block = Block(gate=linear())
@@ -139,6 +139,9 @@ def test_how_scores_become_a_choice(tree, grouped):
     assert gate.correction is block.routed.e_score_correction_bias
     assert (gate.groups, gate.top_groups) == ((4, 2) if grouped else (0, 0))
     assert gate.local == (0, -1) * 4
+    block.routed.scoring_func = "sqrtsoftplus"
+    with pytest.raises(GateError, match="its scores are sqrtsoftplus"):
+        find_gate(block.routed, tree)
 
 
 def test_notes_end_with_the_tree():
@@ -242,24 +245,20 @@ def test_each_gate_is_looked_at_once_and_then_none_is(monkeypatch):
     assert rank.observation.observers == ()
 
 
-def test_a_gate_that_is_not_there_gets_a_sentence_and_no_prefetch(warnings):
-    rank = Rank([good, Block, good], system="exact")
-    assert rank.predictor is None
+@pytest.mark.parametrize("there", [False, True])
+def test_a_gate_that_is_not_there_or_chooses_otherwise_gets_a_sentence_and_no_prefetch(there, warnings):
+    rank = Rank([good, good if there else Block], system="exact")
+    if there:
+        x = torch.randn(50, HIDDEN)
+        rank.see(0, x, 0)
+        assert not rank.turned_off
+        rank.see(1, x, 0)
+    assert rank.turned_off == there
+    assert (rank.predictor is None) == (not there)
     assert rank.observation.observers == ()
     (sentence,) = warnings()
-    assert '"exact" fetches nothing ahead, because the gate of model.layers.0.mlp.experts cannot be used' in sentence
-
-
-def test_a_gate_that_chooses_otherwise_gets_a_sentence_and_no_prefetch(warnings):
-    rank = Rank([good, good], system="exact")
-    x = torch.randn(50, HIDDEN)
-    rank.see(0, x, 0)
-    assert not rank.turned_off
-    rank.see(1, x, 0)
-    assert rank.turned_off == 1
-    assert rank.observation.observers == ()
-    (sentence,) = warnings()
-    assert "fetches nothing ahead, because the gate that was found for model.layers.0.mlp.experts makes" in sentence
+    reason = "that was found for model" if there else "of model.layers.0.mlp.experts cannot be used: no linear layer"
+    assert f'system "exact" fetches nothing ahead, because the gate {reason}' in sentence
 
 
 def test_a_trace_does_without_a_gate_that_chooses_otherwise(warnings, tmp_path):

@@ -47,20 +47,6 @@ def test_impossible_budgets_are_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("budget", "nbytes", "text"),
-    [
-        ("25%", 250, "0.25 of the experts"),
-        (77, 77, "77 bytes"),
-        ("top-k", 80, "as many experts as a token uses in a layer"),
-        ("layer", 80, "as many experts as a layer has"),
-    ],
-)
-def test_what_a_budget_stands_for(budget, nbytes, text):
-    budget = load({"expert_budget": budget}).expert_budget
-    assert (budget.resolve(1000, slots_bytes=80), str(budget)) == (nbytes, text)
-
-
-@pytest.mark.parametrize(
     ("additional", "environment", "sentence"),
     [
         ({"expert_bugdet": "25%"}, {}, 'additional_config.dymoe.expert_bugdet .* did you mean "expert_budget"'),

@@ -57,27 +57,6 @@ class ExpertBudget(BaseModel):
         """Whether the budget follows from the free device memory."""
         return self == ExpertBudget()
 
-    def resolve(self, all_experts_bytes: int, slots_bytes: int = 0) -> int:
-        """Bytes of this budget, given those of all experts of the rank in the high tier and of its ``slots``.
-
-        Raises:
-            ValueError: the budget is automatic; only the device can say.
-        """
-        if self.share is not None:
-            return int(self.share * all_experts_bytes)
-        if self.slots is not None:
-            return slots_bytes
-        if self.bytes is None:
-            raise ValueError("an automatic budget needs the device's free memory")
-        return self.bytes
-
-    def __str__(self) -> str:
-        if self.share is not None:
-            return f"{self.share:.4g} of the experts"
-        if self.slots is not None:
-            return f"as many experts as a {'token uses in a layer' if self.slots == 'top-k' else 'layer has'}"
-        return "auto" if self.bytes is None else f"{self.bytes} bytes"
-
 
 class TraceOptions(BaseModel):
     """What is recorded of the routers, see docs/traces.md; a trace tells about prompts."""

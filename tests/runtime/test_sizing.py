@@ -30,8 +30,11 @@ def test_a_share_counts_experts_and_the_workspace_comes_on_top():
     assert limit("50%") == EXPERTS.nbytes(4) // 2 + WORKSPACE
 
 
-def test_bytes_are_strict():
+def test_bytes_are_strict_and_so_many_experts_come_beside_the_workspace():
     assert limit("10KiB") == 10 * 1024
+    expert = EXPERTS.formats[4].whole_nbytes
+    assert limit("top-k") == EXPERTS.top_k * expert + WORKSPACE
+    assert limit("layer") == EXPERTS.num_experts * expert + WORKSPACE
 
 
 def test_automatic_takes_what_is_free_and_no_more_than_all_experts_need():

@@ -87,9 +87,12 @@ def limit_in_bytes(
     everything = experts.nbytes(options.hi)
     if budget.is_auto:
         return min(automatic, everything + workspace_bytes)
+    if budget.bytes is not None:
+        return budget.bytes
+    if budget.share is not None:
+        return int(budget.share * everything) + workspace_bytes
     slots = experts.top_k if budget.slots == "top-k" else experts.num_experts
-    limit = budget.resolve(everything, slots * experts.formats[options.hi].whole_nbytes)
-    return limit if budget.bytes is not None else limit + workspace_bytes
+    return slots * experts.formats[options.hi].whole_nbytes + workspace_bytes
 
 
 def plan_slots(

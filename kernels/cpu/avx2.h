@@ -3,6 +3,7 @@ VECTORS_OF(8)
 #define APART(v) asm("" : "+x"(v))
 typedef long long Q __attribute__((vector_size(32)));
 constexpr int QS = 4, STEP = 2, PER_Q = 2, FEW = 1, TILE_TOKENS = 2, TILE_REGISTERS = 2, TILE_VECTORS = 2;
+constexpr bool WHOLE_BYTES = false;  // products of 8 by 8 bits do not fit 16
 
 INLINE I load_words(const uint16_t* p) { return (I)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE I bytes_at(const uint8_t* p) { return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }

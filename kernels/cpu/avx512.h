@@ -3,6 +3,7 @@ VECTORS_OF(16)
 #define APART(v) asm("" : "+v"(v))
 typedef long long Q __attribute__((vector_size(64)));
 constexpr int QS = 4, STEP = 4, PER_Q = 1, FEW = 2, TILE_TOKENS = 2, TILE_REGISTERS = 4, TILE_VECTORS = 4;
+constexpr bool WHOLE_BYTES = true;  // products of 8 by 8 bits are added exactly
 
 INLINE I load_words(const uint16_t* p) { return (I)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE I bytes_at(const uint8_t* p) { return (I)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
@@ -33,30 +34,35 @@ template <bool LEVEL, int BITS> INLINE void split(const uint8_t* p, int shift, Q
     }
 }
 
-// wide[t] = sums over `width` columns of the codes in R registers from r0 on times (256 * high + low) of token t.
+// wide[t] = sums over `width` columns of the codes in R registers from r0 on times (256 * high + low) of token t. Sums are
+// variables with names, and products written out: GCC keeps arrays of them in memory, and copies them around its builtin.
 template <bool LEVEL, int N, int R, class Fetch>
 INLINE void exact_sums(const Fetch& fetch, const int8_t* const* low, const int8_t* const* high, int64_t column, int64_t width, int r0, I (*wide)[R]) {
-    __m512i l[N][R], h[N][R];
-    for (int t = 0; t < N; t++) for (int r = 0; r < R; r++) l[t][r] = h[t][r] = _mm512_setzero_si512();
+    static_assert(N <= 2 && R == 4, "one sum for each of two tokens, two digits and four registers of rows");
+#define SUMS(r) __m512i l0_##r = _mm512_setzero_si512(), h0_##r = l0_##r, l1_##r = l0_##r, h1_##r = l0_##r;
+#define PRODUCT(sum, r, x) asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(q[r]), "v"(x));
+#define TOKEN(t)                                                                                              \
+    {                                                                                                         \
+        int digits;                                                                                           \
+        memcpy(&digits, low[t] + c, 4);                                                                       \
+        const __m512i x0 = _mm512_set1_epi32(digits);                                                         \
+        memcpy(&digits, high[t] + c, 4);                                                                      \
+        const __m512i x1 = _mm512_set1_epi32(digits);                                                         \
+        PRODUCT(l##t##_0, 0, x0) PRODUCT(l##t##_1, 1, x0) PRODUCT(l##t##_2, 2, x0) PRODUCT(l##t##_3, 3, x0)     \
+        PRODUCT(h##t##_0, 0, x1) PRODUCT(h##t##_1, 1, x1) PRODUCT(h##t##_2, 2, x1) PRODUCT(h##t##_3, 3, x1)     \
+    }
+#define WIDE(t, r) wide[t][r] = (I)l##t##_##r + ((I)h##t##_##r << 8);
+    SUMS(0) SUMS(1) SUMS(2) SUMS(3)
     for (int64_t c = column; c < column + width; c += STEP) {
         Q q[QS];
         fetch(c, r0, q);
-        for (int t = 0; t < N; t++) {
-            int dword;
-            memcpy(&dword, low[t] + c, 4);
-            const __m512i x0 = _mm512_set1_epi32(dword);
-            memcpy(&dword, high[t] + c, 4);
-            const __m512i x1 = _mm512_set1_epi32(dword);
-            for (int r = 0; r < R; r++) {
-                if (N * R <= 4) {
-                    l[t][r] = _mm512_dpbusd_epi32(l[t][r], (__m512i)q[r], x0);
-                    h[t][r] = _mm512_dpbusd_epi32(h[t][r], (__m512i)q[r], x1);
-                } else {  // written out: with many sums GCC copies them around its own builtin
-                    asm("vpdpbusd %2, %1, %0" : "+v"(l[t][r]) : "v"(q[r]), "v"(x0));
-                    asm("vpdpbusd %2, %1, %0" : "+v"(h[t][r]) : "v"(q[r]), "v"(x1));
-                }
-            }
-        }
+        TOKEN(0)
+        if constexpr (N == 2) TOKEN(1)
     }
-    for (int t = 0; t < N; t++) for (int r = 0; r < R; r++) wide[t][r] = (I)l[t][r] + ((I)h[t][r] << 8);
+    WIDE(0, 0) WIDE(0, 1) WIDE(0, 2) WIDE(0, 3)
+    if constexpr (N == 2) { WIDE(1, 0) WIDE(1, 1) WIDE(1, 2) WIDE(1, 3) }
+#undef SUMS
+#undef PRODUCT
+#undef TOKEN
+#undef WIDE
 }

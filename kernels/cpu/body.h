@@ -132,12 +132,18 @@ struct Codes {             // where the codes of a block begin
     const uint8_t* high;   // whole codes, upper halves, or the plane of the high four bits
     const uint8_t* low;    // lower halves, or the plane of the low four bits
 };
-enum Kind { FOUR, LEVELS, TWO, TWO_AND_TWO };  // EIGHT is FOUR twice
+enum Kind { FOUR, LEVELS, TWO, TWO_AND_TWO, EIGHT };
+constexpr bool in_planes(Kind kind) { return kind == EIGHT && !WHOLE_BYTES; }  // high and low halves are multiplied apart
 
 // STEP columns of a block as bytes, row by row: QS registers in the order of `wide` below.
 template <Kind kind> INLINE void codes(Codes at, i64 column, i64 fold, Q out[QS]) {
-    if constexpr (kind == FOUR || kind == LEVELS) {
+    if constexpr (kind == FOUR || kind == LEVELS || in_planes(kind)) {
         split<kind == LEVELS, 0>(at.high + 32 * column, 0, out);
+    } else if constexpr (kind == EIGHT) {
+        Q fine[QS];
+        split<false, 0>(at.high + 32 * column, 0, out);
+        split<false, 0>(at.low + 32 * column, 0, fine);
+        for (int i = 0; i < QS; i++) out[i] = out[i] << 4 | fine[i];
     } else {
         const i64 half = fold / 2, second = (column & half) != 0;  // fold is a power of two
         const i64 place = 16 * (column & -fold) + 32 * (column & (half - 1));
@@ -206,81 +212,92 @@ INLINE void end_group(const Matrix& m, const uint8_t* section, i64 block, i64 gr
     }
 }
 
-// sums [N, 64] += scale * the exact sums over `columns` columns of codes (in `factor`ths) times activations.
-template <bool LEVEL, int N, int R, class Fetch>
-INLINE void add_columns(const Fetch& fetch, const Row* x, i64 begin, i64 columns, int factor, float* sums) {
+// sums [N, 64] += scale * the exact sums over `columns` columns of codes times activations, unit by unit.
+template <bool LEVEL, int N, int R, bool PLANES, class Fetch, class Low>
+INLINE void add_columns(const Fetch& high_plane, const Low& low_plane, const Row* x, i64 begin, i64 columns, float* sums) {
     for (i64 column = begin; column < begin + columns; column += UNIT) {
         const i64 width = columns < UNIT ? columns : UNIT;
         const int8_t *low[N], *high[N];
         for (int t = 0; t < N; t++) low[t] = x[t].low, high[t] = x[t].high;
         for (int r0 = 0; r0 < QS; r0 += R) {
-            I wide[N][PER_Q * R];
-            exact_sums<LEVEL, N, R>(fetch, low, high, column, width, r0, wide);
+            I wide[N][PER_Q * R], fine[N][PER_Q * R];
+            exact_sums<LEVEL, N, R>(high_plane, low, high, column, width, r0, wide);
+            if constexpr (PLANES) exact_sums<LEVEL, N, R>(low_plane, low, high, column, width, r0, fine);
             for (int t = 0; t < N; t++) {
-                const F scale = all(x[t].scale[column / UNIT] * (float)factor);
+                const F scale = all(x[t].scale[column / UNIT]);
                 for (int v = 0; v < PER_Q * R; v++) {
                     float* to = sums + BLOCK * t + W * (PER_Q * r0 + v);
-                    store(to, load(to) + to_float(wide[t][v]) * scale);
+                    const I sum = PLANES ? (wide[t][v] << 4) + fine[t][v] : wide[t][v];
+                    store(to, load(to) + to_float(sum) * scale);
                 }
             }
         }
     }
 }
 
+template <Kind kind> INLINE void prefetch_codes(Codes at, i64 column) {
+    constexpr int bytes_of_column = kind == TWO || kind == TWO_AND_TWO ? 16 : 32;
+    for (int i = 0; i < STEP * bytes_of_column; i += 64) {
+        __builtin_prefetch(at.high + bytes_of_column * column + AHEAD + i);
+        if (kind == TWO_AND_TWO || kind == EIGHT) __builtin_prefetch(at.low + bytes_of_column * column + AHEAD + i);
+    }
+}
+
+// Codes of 8 bits are 16 times the high plane plus the low one, put together as exact sums of a unit.
 template <Kind kind, int N>
 INLINE void few(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, float* total) {
     alignas(64) float sums[N * BLOCK];
+    constexpr bool planes = in_planes(kind);
     for (int i = 0; i < N * BLOCK; i++) total[i] = 0;
     for (int group = 0; group < SCALES_AHEAD; group++) prefetch_scales(m, section, block, group);
     for (i64 group = 0; group < m.padded_columns / m.group; group++) {
         prefetch_scales(m, section, block, group + SCALES_AHEAD);
         for (int i = 0; i < N * BLOCK; i++) sums[i] = 0;
-        const uint8_t *high = at.high, *low = at.low;
-        auto plane = [&](const uint8_t* bytes, int factor) {
-            auto fetch = [&](i64 column, int, Q* out) {
-                constexpr int bytes_of_column = kind == TWO || kind == TWO_AND_TWO ? 16 : 32;
-                for (int i = 0; i < STEP * bytes_of_column; i += 64) {
-                    __builtin_prefetch(bytes + bytes_of_column * column + AHEAD + i);
-                    if (kind == TWO_AND_TWO) __builtin_prefetch(low + bytes_of_column * column + AHEAD + i);
-                }
-                codes<kind>({bytes, low}, column, m.fold, out);
-            };
-            add_columns<kind == LEVELS, N, QS>(fetch, x, group * m.group, m.group, factor, sums);
+        auto high = [&](i64 column, int, Q* out) {
+            prefetch_codes<kind>(at, column);
+            codes<kind>(at, column, m.fold, out);
         };
-        if (kind == FOUR && m.bits == 8) { plane(high, 16); plane(low, 1); }
-        else plane(high, 1);
+        auto low = [&](i64 column, int, Q* out) { codes<kind>({at.low, nullptr}, column, m.fold, out); };
+        add_columns<kind == LEVELS, N, QS, planes>(high, low, x, group * m.group, m.group, sums);
         end_group(m, section, block, group, x, N, sums, total);
     }
 }
 
 template <Kind kind>
 INLINE void many(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, float* total) {
-    alignas(64) Q tile[CHUNK / STEP * QS];
+    alignas(64) Q tiles[1 + in_planes(kind)][CHUNK / STEP * QS];
     alignas(64) float sums[BATCH * BLOCK];
+    constexpr bool planes = in_planes(kind);
     memset(total, 0, n * BLOCK * sizeof(float));
+    for (int group = 0; group < SCALES_AHEAD; group++) prefetch_scales(m, section, block, group);
     for (i64 group = 0; group < m.padded_columns / m.group; group++) {
         const i64 begin = group * m.group, end = begin + m.group;
+        prefetch_scales(m, section, block, group + SCALES_AHEAD);
         memset(sums, 0, n * BLOCK * sizeof(float));
-        auto plane = [&](const uint8_t* bytes, int factor) {
-            for (i64 from = begin; from < end; from += CHUNK) {
-                const i64 columns = end - from < CHUNK ? end - from : CHUNK;
-                for (i64 c = 0; c < columns; c += STEP) codes<kind>({bytes, at.low}, from + c, m.fold, tile + c / STEP * QS);
-                auto fetch = [&](i64 column, int r, Q* out) {
-                    const Q* at_column = tile + uint64_t(column - from) / STEP * QS + r;
-                    for (int i = 0; i < TILE_REGISTERS; i++) out[i] = at_column[i];
-                };
-                i64 t = 0;
-                auto add = [&](auto number) {
-                    constexpr int N = decltype(number)::value;
-                    for (; t + N <= n; t += N) add_columns<kind == LEVELS, N, TILE_REGISTERS>(fetch, x + t, from, columns, factor, sums + BLOCK * t);
-                };
-                add(std::integral_constant<int, TILE_TOKENS>());
-                add(std::integral_constant<int, 1>());
+        for (i64 from = begin; from < end; from += CHUNK) {
+            const i64 columns = end - from < CHUNK ? end - from : CHUNK;
+            for (i64 c = 0; c < columns; c += STEP) {
+                prefetch_codes<kind>(at, from + c);
+                codes<kind>(at, from + c, m.fold, tiles[0] + c / STEP * QS);
+                if (planes) codes<kind>({at.low, nullptr}, from + c, m.fold, tiles[planes] + c / STEP * QS);
             }
-        };
-        // Both planes are added in the order of `few`: unit by unit would be another one.
-        if (kind == FOUR && m.bits == 8) { plane(at.high, 16); plane(at.low, 1); }
-        else plane(at.high, 1);
+            auto fetch = [&](i64 column, int r, Q* out) {
+                const Q* at_column = tiles[0] + uint64_t(column - from) / STEP * QS + r;
+                for (int i = 0; i < TILE_REGISTERS; i++) out[i] = at_column[i];
+            };
+            auto low = [&](i64 column, int r, Q* out) {
+                const Q* at_column = tiles[planes] + uint64_t(column - from) / STEP * QS + r;
+                for (int i = 0; i < TILE_REGISTERS; i++) out[i] = at_column[i];
+            };
+            i64 t = 0;
+            auto add = [&](auto number) {
+                constexpr int N = decltype(number)::value;
+                for (; t + N <= n; t += N)
+                    add_columns<kind == LEVELS, N, TILE_REGISTERS, planes>(fetch, low, x + t, from, columns, sums + BLOCK * t);
+            };
+            add(std::integral_constant<int, TILE_TOKENS>());
+            add(std::integral_constant<int, 1>());
+        }
         end_group(m, section, block, group, x, n, sums, total);
     }
 }
@@ -390,7 +407,7 @@ static void product(const Matrix& m, const Item& item, int which, i64 block, con
     if (m.code == PLAIN) plain(m, section, block, x, n, dtype, out);
     else if (m.code == E4M3) floats(m, section, planes, block, x, n, out);
     else if (m.code == E2M1) quantized<LEVELS>(m, section, {section + plane, nullptr}, block, x, n, out);
-    else if (m.bits == 8) quantized<FOUR>(m, section, planes, block, x, n, out);
+    else if (m.bits == 8) quantized<EIGHT>(m, section, planes, block, x, n, out);
     else if (m.bits == 2) quantized<TWO>(m, section, {section + half, nullptr}, block, x, n, out);
     else if (m.nested) quantized<TWO_AND_TWO>(m, section, {section + half, fine + half}, block, x, n, out);
     else quantized<FOUR>(m, section, {section + plane, nullptr}, block, x, n, out);

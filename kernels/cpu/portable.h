@@ -7,6 +7,7 @@ VECTORS_OF(4)
 #endif
 typedef I Q;
 constexpr int QS = 16, STEP = 1, PER_Q = 1, FEW = 1, TILE_TOKENS = 2, TILE_REGISTERS = 4, TILE_VECTORS = 2;
+constexpr bool WHOLE_BYTES = false;  // products of 8 by 8 bits do not fit 16
 
 INLINE I load_words(const uint16_t* p) { return I{p[0], p[1], p[2], p[3]}; }
 INLINE I bytes_at(const uint8_t* p) { return I{p[0], p[1], p[2], p[3]}; }

@@ -1,0 +1,60 @@
+"""Dense matrices on a CPU: the native library's product of an expert's last projection, for all tokens of a step.
+
+As for experts, a token's bits depend neither on the other tokens nor on threads.
+"""
+
+import ctypes
+from array import array
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.kernels import native
+from vllm_dymoe.residency.matrix import PackedMatrix
+
+_AT_ONCE = 512  # tokens, whose activations are 7 MB at a width of 2048
+_PRODUCTS_OF_A_THREAD = 1 << 20
+
+
+class Linear:
+    """A packed matrix as a linear layer.
+
+    Args:
+        packed: 8, 4 or 2 bits, [rows, columns], which stays in memory as long as this does.
+
+    Raises:
+        RuntimeError: there is no native library.
+    """
+
+    def __init__(self, packed: PackedMatrix) -> None:
+        library = native.load()
+        if library is None:
+            raise RuntimeError("there is no native library; install vllm-dymoe again with a C++ compiler")
+        self._library, self._packed, fmt = library, packed, packed.format
+        self._matrices = (native.Matrix * 3)(*3 * [native.matrix(fmt)])
+        self._width = -(-max(fmt.padded_columns, fmt.columns) // 256) * 256
+        self._row = library.row_floats(self._width)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, columns] times the matrix: [tokens, rows] in x's dtype, bfloat16 or float16."""
+        out = x.new_empty(len(x), self._packed.format.rows)
+        for first in range(0, len(x), _AT_ONCE):
+            self._multiply(x[first : first + _AT_ONCE], out[first : first + _AT_ONCE])
+        return out
+
+    def _multiply(self, x: Tensor, out: Tensor) -> None:
+        fmt, tokens, x = self._packed.format, len(x), x.contiguous()
+        inputs, numbers = torch.empty(tokens * self._row), torch.arange(tokens)
+        layer = native.Layer()
+        layer.tokens = layer.positions = layer.out_rows = tokens
+        layer.hidden, layer.width, layer.dtype = fmt.columns, self._width, x.dtype is torch.float16
+        layer.x, layer.out, layer.inputs = x.data_ptr(), out.data_ptr(), inputs.data_ptr()
+        layer.rows = layer.pairs = numbers.data_ptr()
+        layer.threads = min(torch.get_num_threads(), 1 + x.numel() // (1 << 14))
+        self._library.experts(layer, native.READ)
+        codes, fine = self._packed.addresses[0], self._packed.addresses[4]
+        item = array("q", (0, 0, codes, 0, 0, fine, 0, 0, tokens))
+        layer.items, (layer.item, _) = 1, item.buffer_info()
+        layer.matrices, layer.activations, layer.hidden = ctypes.addressof(self._matrices), layer.inputs, fmt.rows
+        layer.threads = min(torch.get_num_threads(), 1 + tokens * fmt.rows * fmt.columns // _PRODUCTS_OF_A_THREAD)
+        self._library.experts(layer, native.DOWN)

@@ -84,6 +84,8 @@ class Options(BaseModel):
     """Weights that share one scale and zero, along the input dimension."""
     quantizer: Literal["rtn", "hqq", "gptq"] = "rtn"
     """How experts are quantized: round to nearest, HQQ (slower, better at 2 bits), or GPTQ (by vllm-dymoe quantize)."""
+    dense: Literal[16, 8, 4] = 16
+    """Bits per weight of attention, shared experts and the LM head of a 16-bit checkpoint, on a CPU; 16 leaves them."""
     expert_budget: ExpertBudget = ExpertBudget()
     """Device memory for experts, on each rank: "auto", bytes ("4GiB"), a share of all ("25%"), "top-k" or "layer"."""
     host_store: Literal["auto", "file", "pinned"] = "auto"

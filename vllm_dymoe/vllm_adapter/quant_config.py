@@ -19,6 +19,7 @@ from vllm_dymoe.quantize.readers import EXPERT_DTYPE, Reader, describe_modelopt,
 from vllm_dymoe.quantize.readers.compatibility import check_compatible, store_group_sizes
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.vllm_adapter.dense import check_dense, packed_method
 from vllm_dymoe.vllm_adapter.loading import Loading
 from vllm_dymoe.vllm_adapter.running import Running
 
@@ -54,6 +55,7 @@ class DymoeConfig(QuantizationConfig):
         self.checkpoint = checkpoint
         self.reader = reader
         self.loading: Loading | None = None
+        self._options: Options | None = None
 
     def get_name(self) -> str:
         return "dymoe"
@@ -100,16 +102,24 @@ class DymoeConfig(QuantizationConfig):
         from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod, loading_of
 
         if isinstance(layer, RoutedExperts):
+            config = get_current_vllm_config()
+            self.loading = self.loading or loading_of(config)
             if self.loading is None:
-                config = get_current_vllm_config()
-                self.loading = loading_of(config)
-            if self.loading is None:
-                options = read_options(config, self.checkpoint, self.reader)
-                self.loading = Loading(config, options, self.checkpoint, self.reader)
+                self.loading = Loading(config, self._read_options(config), self.checkpoint, self.reader)
             return DymoeMoEMethod(layer.moe_config, self.loading)
         if self._dense is not None:
             return _dense_method(self._dense, self._dense_refusal, layer, prefix)
-        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+        if not isinstance(layer, LinearBase | ParallelLMHead):
+            return None
+        config = get_current_vllm_config()
+        method = packed_method(layer, prefix, self._read_options(config), config)
+        return method or (UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None)
+
+    def _read_options(self, config: VllmConfig) -> Options:
+        if self._options is None:
+            self._options = read_options(config, self.checkpoint, self.reader)
+            check_dense(self._options, quantized=self._dense is not None)
+        return self._options
 
     # What vLLM tells a config is for the one of the dense layers.
 

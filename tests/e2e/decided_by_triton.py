@@ -56,4 +56,4 @@ def test_the_program_decides_as_its_twin_and_budgets_change_nothing(llm):
     by_budget = [served(llm, budget, decided_by_the_program) for budget in ("50%", "25%")]
     assert by_budget[0][0] == by_budget[1][0]
     assert by_budget[1] == served(llm, "25%", decide_plain)
-    assert by_budget[1][1][4] > 0, "nobody was evicted"
+    assert by_budget[1][1][4] > 0, "nothing was evicted"

@@ -22,12 +22,12 @@ def _filled_up(descriptor: Any) -> Any:
 
 
 @contextlib.contextmanager
-def padded_batches(llm: Any, *, to_nobody: bool) -> Iterator[list[int]]:
+def padded_batches(llm: Any, *, to_none: bool) -> Iterator[list[int]]:
     """Fill up every batch; collects how many rows of each layer are padding.
 
     Args:
         llm: an engine in this process, with either of vLLM's model runners.
-        to_nobody: route those rows to expert -1, as the routers of a GPU do from vLLM 0.32 on; those of a CPU, and of
+        to_none: route those rows to expert -1, as the routers of a GPU do from vLLM 0.32 on; those of a CPU, and of
             older versions, choose experts for them.
     """
     padding: list[int] = []
@@ -36,7 +36,7 @@ def padded_batches(llm: Any, *, to_nobody: bool) -> Iterator[list[int]]:
     def watched(self: Any, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         filled = get_forward_context().is_padding
         padding.append(int(filled.sum()))
-        out = run(self, layer, x, weights, ids.masked_fill(filled[:, None], -1) if to_nobody else ids)
+        out = run(self, layer, x, weights, ids.masked_fill(filled[:, None], -1) if to_none else ids)
         assert not out[filled].any()
         return out
 
@@ -82,14 +82,14 @@ def check_padding(llm: Any, max_tokens: int) -> None:
 
     answers, layers, _ = served()
     seen = []
-    for to_nobody in (True, False):
-        with padded_batches(llm, to_nobody=to_nobody) as padding:
+    for to_none in (True, False):
+        with padded_batches(llm, to_none=to_none) as padding:
             seen.append(served())
         assert len(padding) == len(layers)
         assert min(padding) > 0
-    (nobodys, nobodys_layers, nobodys_counts), (tokens, tokens_layers, tokens_counts) = seen
-    assert nobodys_counts == tokens_counts
-    assert [len(layer) for layer in nobodys_layers] == [len(layer) for layer in layers]
-    assert [a.tokens for a in nobodys] == [a.tokens for a in tokens]
-    assert all(torch.equal(a, b) for a, b in zip(nobodys_layers, tokens_layers, strict=True))
-    check_logprobs_close(nobodys, answers)
+    (nones, nones_layers, nones_counts), (tokens, tokens_layers, tokens_counts) = seen
+    assert nones_counts == tokens_counts
+    assert [len(layer) for layer in nones_layers] == [len(layer) for layer in layers]
+    assert [a.tokens for a in nones] == [a.tokens for a in tokens]
+    assert all(torch.equal(a, b) for a, b in zip(nones_layers, tokens_layers, strict=True))
+    check_logprobs_close(nones, answers)

@@ -115,7 +115,7 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_bytes(llm, recorded, tm
     with pytest.raises(KeyboardInterrupt):
         run(llm, out, ended)
     assert recording.missing(out) == list(range(1, len(recording.parts)))
-    # In the middle of a part: its first step is recorded, then nobody asks for the rest.
+    # In the middle of a part: its first step is recorded, then the rest is not asked for.
     model = llm.llm_engine.vllm_config.quant_config.loaded_model()
     model.observation.record(recording.part(out, 1), recording.parts[1])
     llm.generate({"prompt_token_ids": list(range(5, 50))}, use_tqdm=False)
@@ -130,14 +130,11 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_bytes(llm, recorded, tm
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in whole.iterdir())
 
 
-def test_another_calibration_is_not_mixed_in(llm, recorded):
-    out, *_ = recorded
+def test_another_calibration_is_not_mixed_in_and_recording_costs_nothing_when_it_is_over(llm, recorded):
+    out, recording, _ = recorded
     with pytest.raises(CalibrationError, match="other texts or other options"):
         calibrate(llm, ["another text " * 50], out, tokens=TOKENS, length=LENGTH)
-
-
-def test_recording_costs_nothing_when_it_is_over(llm, recorded):
     model = llm.llm_engine.vllm_config.quant_config.loaded_model()
     assert model.observation.observers == ()
-    with safe_open(recorded[1].part(recorded[0], 0), framework="pt") as file:
+    with safe_open(recording.part(out, 0), framework="pt") as file:
         assert len(file.keys()) == 3 * LAYERS

@@ -95,8 +95,6 @@ def test_replayed_steps_read_what_is_published_without_a_new_capture():
         runtime.check_integrity()
 
 
-# -- two ranks ------------------------------------------------------------------------------------
-
 TWO = {"hi": 4, "lo": 2, "group_size": 32, "system": "dynaexq"}  # see test_parallel for groups of 32
 FOLLOWING = {"window_s": 0, "window_uses": 1, "link_share": 1.0, "margin": 0}
 

@@ -257,9 +257,6 @@ def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot(llm, want, r
     runtime.resize("25%")
 
 
-# -- other processes ------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A compiled server over a 16-bit checkpoint's own store, and its folder; the budget keeps one expert at a time.

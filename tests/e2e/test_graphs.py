@@ -1,39 +1,32 @@
 """Piecewise CUDA graphs around MoE layers, in real engines on a CPU whose compiled pieces run as replayed graphs do."""
 
 import contextlib
-import random
-import shutil
-import tempfile
-from pathlib import Path
+import functools
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.e2e.architectures import ARCHITECTURES, VOCABULARY
-from tests.e2e.engines import answer, check_first_logprobs_close, engine, runtime_of
+from tests.e2e.architectures import ARCHITECTURES
+from tests.e2e.engines import answer, check_first_logprobs_close, random_prompts, runtime_of, small_engine
 from tests.e2e.replays import replayed_graphs
 from vllm_dymoe.vllm_adapter import graphs
 
 pytestmark = pytest.mark.engine
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-TOKENS = 10
 # One request, three that fill a graph for four, five that fill one for eight; with few and with many tokens to read.
 BATCHES = ((5,), (7, 12, 9), (5, 14, 3, 11, 8))
-DYMOE = {"hi": 16, "expert_budget": "50%"}
 
 
 @pytest.fixture(scope="module")
-def checkpoint():
+def checkpoint(tmp_path_factory):
     """Random models by their names: qwen3-moe has no shared experts, glm-4-moe has some and scales its outputs."""
-    root = Path(tempfile.mkdtemp(prefix="dymoe-test-graphs-"))
-    yield lambda name: root / name if (root / name).is_dir() else ARCHITECTURES[name].save(root / name)
-    shutil.rmtree(root)
+    return functools.cache(lambda name: ARCHITECTURES[name].save(tmp_path_factory.mktemp(name) / "model"))
 
 
 def serve(model, **settings):
-    return engine(model, DYMOE, skip_tokenizer_init=True, max_num_seqs=8, max_model_len=128, **settings)
+    return small_engine(model, {"hi": 16, "expert_budget": "50%"}, **settings)
 
 
 def serve_graphs(model):
@@ -41,13 +34,8 @@ def serve_graphs(model):
 
 
 def answers(llm, seed):
-    """Answers to each batch; the seed decides on the words of the prompts, and not on how many there are."""
-    chosen = random.Random(seed)
-    found = []
-    for lengths in BATCHES:
-        prompts = [{"prompt_token_ids": chosen.choices(range(2, VOCABULARY), k=length)} for length in lengths]
-        found += answer(llm, prompts, TOKENS)
-    return found
+    """Answers to each batch."""
+    return [a for lengths in BATCHES for a in answer(llm, random_prompts(lengths, seed), max_tokens=10)]
 
 
 def with_and_without_replays(llm, seen):

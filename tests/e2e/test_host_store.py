@@ -54,7 +54,7 @@ def test_a_second_start_never_quantizes_again(tmp_path, monkeypatch):
     assert "host store: files in " in line
     assert "(auto: there is no CUDA device)" in line
 
-    # As on a GPU: there is room. Who serves from memory does not look at the disk again.
+    # As on a GPU: there is room, and the disk is not looked at again.
     choose = model_store.choose_host_place
     monkeypatch.setattr(model_store, "choose_host_place", lambda asked, device, *rest: choose(asked, "cuda", *rest))
     again, kind, line = start(tmp_path, "auto", said)

@@ -38,9 +38,6 @@ BUDGETS = ("100%", "25%", "minimum")
 SYSTEMS = {"16 bits": Exact(look_ahead=0), "4 bits": Dymoe(retention=0, look_ahead=0)}
 
 
-# -- in the workers -------------------------------------------------------------------------------
-
-
 def layer_output(runtime, position):
     """One MoE layer on tokens that are the same in every process."""
     generator = torch.Generator().manual_seed(runtime.experts.layers[position])
@@ -78,9 +75,6 @@ def describe_rank(worker):
     }
 
 
-# -- in a process that has the workers -------------------------------------------------------------
-
-
 def serve_two_ranks(log, settings):
     """What two ranks hold and, unless they are stages of a pipeline, what they answer at each bit-width and budget."""
     for stream in (1, 2):
@@ -107,9 +101,6 @@ def serve_two_ranks(log, settings):
 def two_ranks(folder, **settings):
     log = folder / "log"
     return in_own_process(serve_two_ranks, log, settings) | {"log": log.read_text()}
-
-
-# -- in the test's own process ---------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -146,19 +137,16 @@ def test_two_ranks_answer_like_one(parallel, one_rank, bits):
     assert equal_share(answers, one_rank[bits]) >= 0.95
 
 
-@pytest.mark.parametrize("bits", SYSTEMS)
-def test_budgets_change_no_token_on_two_ranks(parallel, bits):
+def test_budgets_change_no_token_on_two_ranks_and_are_each_ranks_own(parallel):
     answers = parallel[1]["answers"]
-    for budget in BUDGETS[1:]:
+    for (bits, budget), (first, second) in parallel[1]["stats"].items():
         assert answers[bits, budget] == answers[bits, "100%"], budget
-
-
-def test_each_rank_keeps_its_own_budget(parallel):
-    for asked, (first, second) in parallel[1]["stats"].items():
         for stats in (first, second):
             assert stats["hits"] + stats["misses"] > 0, "a rank computed nothing"
-            assert stats["peak_expert_bytes"] <= stats["budget_bytes"], asked
+            assert stats["peak_expert_bytes"] <= stats["budget_bytes"], budget
         assert first["budget_bytes"] == second["budget_bytes"]
+    for rank in range(2):
+        assert f"on rank {rank} of 2 alone" in parallel[1]["log"]
 
 
 def first_answers(report):
@@ -196,11 +184,6 @@ def test_each_rank_has_a_store_of_its_own_part(parallel):
     else:
         assert [first["tensor_parallel"], second["tensor_parallel"]] == [[0, 1], [0, 1]]
         assert first["num_experts"] == second["num_experts"] == 16
-
-
-def test_the_line_at_start_says_whose_budget_it_is(parallel):
-    for rank in range(2):
-        assert f"on rank {rank} of 2 alone" in parallel[1]["log"]
 
 
 def test_a_tensor_parallel_layer_is_the_sum_of_its_ranks(parallel, one_rank):

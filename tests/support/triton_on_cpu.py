@@ -20,7 +20,7 @@ class NoDriver:
 
     @staticmethod
     def is_active() -> bool:
-        """Triton is to choose nobody."""
+        """Triton has no active driver to choose."""
         return False
 
 

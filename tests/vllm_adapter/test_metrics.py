@@ -1,7 +1,7 @@
 """What the workers count: as Prometheus metrics, as a line in the log, and as a summary for users of ``LLM()``."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,40 +13,28 @@ from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.vllm_adapter import metrics, patches
 from vllm_dymoe.vllm_adapter.metrics import METRICS, Statistics, statistics_of
 
-STATS = RuntimeStats(
-    planned={"hi": 3, "lo": 1, "skip": 2},
-    hits=0,
-    misses=0,
-    hit_rate=0.0,
-    promotions=0,
-    reuses=0,
-    evictions=0,
-    bytes_moved={"demand": 0, "prefetch": 0, "migration": 0},
-    transfers={"demand": 0, "prefetch": 0, "migration": 0},
-    failed_transfers=0,
-    exposed_wait_seconds=0.0,
-    prefetches={"useful": 0, "late": 0, "wasted": 0, "cancelled": 0},
-    prefetch_interval={"prefill": 1, "decode": 1},
-    predictions={"named": 0, "wanted": 0, "right": 0},
-    predictor_bytes=1000,
-    prediction_seconds=0.25,
-    budget_bytes=4 << 30,
-    peak_expert_bytes=3 << 30,
-    slots={"hi": 8},
-    resident_experts={"hi": 4},
-    choices={"hi": 0, "lo": 0},
-    moves={"published": 0, "late": 0, "failed": 0},
-    windows=0,
-    window_age_seconds=0.0,
-    migration_link_seconds=0.0,
-)
+NONE = {"demand": 0, "prefetch": 0, "migration": 0}
+SOME = {
+    "planned": {"hi": 3, "lo": 1, "skip": 2},
+    "bytes_moved": NONE,
+    "transfers": NONE,
+    "prefetches": {"useful": 0, "late": 0, "wasted": 0, "cancelled": 0},
+    "prefetch_interval": {"prefill": 1, "decode": 1},
+    "predictions": {"named": 0, "wanted": 0, "right": 0},
+    "budget_bytes": 4 << 30,
+    "peak_expert_bytes": 3 << 30,
+    "slots": {"hi": 8},
+    "resident_experts": {"hi": 4},
+    "choices": {"hi": 0, "lo": 0},
+    "moves": {"published": 0, "late": 0, "failed": 0},
+}
+STATS = RuntimeStats(**dict.fromkeys((field.name for field in fields(RuntimeStats)), 0) | SOME)
 
 
 def answer(moved=0, waited=0.0, resident=0, **others):
     """Of one rank to ``dymoe_stats``."""
-    reasons = {"demand": moved, "prefetch": 0, "migration": 0}
-    stats = replace(STATS, bytes_moved=reasons, exposed_wait_seconds=waited, resident_experts={"hi": resident})
-    return stats.to_dict() | others
+    counted = {"bytes_moved": NONE | {"demand": moved}, "resident_experts": {"hi": resident}}
+    return STATS.to_dict() | counted | {"exposed_wait_seconds": waited} | others
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ ATTENTION = SimpleNamespace(impl=SimpleNamespace(scale=0.25), sliding_window=Non
 STEPS = [(5,), (1, 1), (1, 4), (1,), (1,), (3, 1), (8,)]
 TOKENS = sum(map(sum, STEPS))
 # What the padding is routed to: as vLLM 0.32 does it, and as it did before, where it may be any expert.
-PADDING = {"to nobody": -1, "as tokens": 3}
+PADDING = {"to no expert": -1, "as tokens": 3}
 # The expert of each of 16 on this rank, as vLLM gives it to expert parallelism; the last one of all is here.
 HALF = torch.tensor([-1, 0, -1, 1, 2, -1, -1, 3, 4, -1, 5, -1, -1, 6, -1, 7], dtype=torch.int32)
 NETWORK = fold(train(made_up(sizes=SIZES), Architecture((), history=2), Recipe(epochs=1, batch=64)).model)

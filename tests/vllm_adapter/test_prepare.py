@@ -39,7 +39,7 @@ DENSE = {
 
 @pytest.fixture(autouse=True)
 def _no_options_from_outside(monkeypatch):
-    """What whoever runs the tests has exported must not decide them."""
+    """What is exported where the tests run must not decide them."""
     for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:
         monkeypatch.delenv(name)
 

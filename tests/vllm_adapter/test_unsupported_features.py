@@ -186,7 +186,7 @@ def test_a_store_of_another_tensor_parallel_size_is_refused_before_anything_star
 
 
 def test_a_checkpoint_that_we_have_written_has_no_draft(tmp_path, monkeypatch):
-    """It would be served with weights that nobody has loaded."""
+    """It would be served with weights that were never loaded."""
     folder = packed_for(tmp_path, ranks=1)
     monkeypatch.setattr(prepare, "drafted_by_experts", lambda config: True)
     monkeypatch.setattr(prepare, "refuse_unsupported_features", lambda config: None)

@@ -1,12 +1,13 @@
 """The MoE layers of one rank while vLLM loads them, and then running."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.host_memory import available_host_memory
@@ -17,10 +18,10 @@ from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.runtime import MoERuntime, minimum_budget
 from vllm_dymoe.runtime.decisions import DRAFTED, without_device
+from vllm_dymoe.runtime.migration import Agree
 from vllm_dymoe.runtime.sizing import workspace_bytes
 from vllm_dymoe.store.joined import join
 from vllm_dymoe.systems import make_system
-from vllm_dymoe.vllm_adapter.agreement import agreement
 from vllm_dymoe.vllm_adapter.checkpoint import drafted_by_experts
 from vllm_dymoe.vllm_adapter.failures import make_step_failures
 from vllm_dymoe.vllm_adapter.gates import Foresight
@@ -128,7 +129,7 @@ class Loading:
         predictor = self._foresight.predictor(self._routed_model(options.predictor))
         if options.trace is not None and config.parallel_config.enable_expert_parallel:
             options = without_device(options)
-        agree = agreement(config)
+        agree = _agreement(config)
         runtime = MoERuntime(
             store, options, device, automatic, predictor=predictor, obstacle=self._obstacle, agree=agree
         )
@@ -163,7 +164,7 @@ class Loading:
         store = join(before.store, draft.store)
         automatic = self._automatic_budget(before.device, store.experts)
         predictor = None if before.predictor is None else before.predictor.predictor
-        agree = agreement(self._vllm_config)
+        agree = _agreement(self._vllm_config)
         runtime = MoERuntime(
             store, self.options, before.device, automatic, predictor=predictor, obstacle=DRAFTED, agree=agree
         )
@@ -232,3 +233,19 @@ class Loading:
         parallel = self._vllm_config.parallel_config
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         return f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""
+
+
+def _agreement(config: VllmConfig) -> Agree:
+    """Ranks that have parts of the same experts change versions in the same step, or a sum would be of two precisions.
+
+    With expert parallelism each rank has whole experts.
+    """
+    parallel = config.parallel_config
+    return list if parallel.tensor_parallel_size == 1 or parallel.enable_expert_parallel else _least
+
+
+def _least(said: Sequence[int]) -> Sequence[int]:
+    numbers = torch.tensor(said, dtype=torch.int64, device="cpu")
+    torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    found: list[int] = numbers.tolist()
+    return found

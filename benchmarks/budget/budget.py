@@ -23,8 +23,7 @@ sys.path.append(str(HERE.parent))
 import torch  # noqa: E402
 from readme import markdown, put  # noqa: E402
 
-from vllm_dymoe.bench.rows import append_row, is_full_load, read_rows  # noqa: E402
-from vllm_dymoe.bench.run import ROWS  # noqa: E402
+from vllm_dymoe.bench.rows import ROWS, append_row, is_full_load, read_rows  # noqa: E402
 
 BUDGETS = ("top-k", "25%", "50%", "100%")
 LABELS = {"vllm": "vLLM, all in memory", "accelerate": "accelerate, layers on disk"}

@@ -3,6 +3,8 @@
 import pytest
 
 from tests.support.benchmarks import BENCHMARKS
+from vllm_dymoe.bench.cases import Workload
+from vllm_dymoe.bench.prompts import read_prompts
 from vllm_dymoe.cli import bench
 
 SHIPPED = BENCHMARKS / "tiny_moe" / "model"
@@ -16,11 +18,10 @@ def test_every_system_is_measured_behind_every_link(tmp_path, monkeypatch):
         return [{"measured": {"tpot_ms": {"mean": 8.0}}} for _ in asked[-1]]
 
     monkeypatch.setattr(bench, "measure", measure)
-    monkeypatch.setattr(bench, "report", lambda *_, **__: None)
-    bench.run(
-        str(SHIPPED), systems=["exact", "firm"], peers=[], budgets=["25%"], batches=[1], links=["10MB/s", "rtx3090"],
-        prompts="shipped", requests=2, warm_up=1, max_tokens=8, temperature=0.0, options={}, engine={}, out=tmp_path,
-    )  # fmt: skip
+    monkeypatch.setattr(bench.Bench, "report", lambda *_: None)
+    workload = Workload("digest", "shipped", False, 2, 1, 8)
+    run = bench.Bench(str(SHIPPED), read_prompts("shipped"), workload, {}, {}, tmp_path)
+    run.compare(["exact", "firm"], [], ["25%"], [1], ["10MB/s", "rtx3090"])
     alone, cases = asked
     assert [case.budget for case in alone] == ["100%"]
     rates = {(case.subject.options["system"], case.subject.options.get("link_gbps")) for case in cases}

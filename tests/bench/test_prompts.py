@@ -13,7 +13,11 @@ SHAREGPT = [
     {"id": "c", "conversations": [{"from": "user", "value": "How?"}]},
 ]
 SPEC = [{"question_id": 1, "category": "writing", "turns": ["First", "Second"]}]
-CUSTOM = [{"prompt": "One", "output_tokens": 7}, {"prompt": "Two\nlines", "domain": "code"}]
+CUSTOM = [
+    {"prompt": "One", "output_tokens": 7},
+    {"prompt": "Two\nlines", "domain": "code"},
+    {"prompt": "3", "domain": None},
+]
 
 
 def json_lines(entries):
@@ -26,7 +30,7 @@ def json_lines(entries):
         (json.dumps(SHAREGPT), [Prompt("Why?"), Prompt("How?")]),
         (json.dumps([{"domain": "x", "prompt": "One"}], indent=1), [Prompt("One", "x")]),
         (json_lines(SPEC), [Prompt("First", "writing")]),
-        (json_lines(CUSTOM), [Prompt("One", output_tokens=7), Prompt("Two\nlines", "code")]),
+        (json_lines(CUSTOM), [Prompt("One", output_tokens=7), Prompt("Two\nlines", "code"), Prompt("3")]),
         ("one\n\ntwo {\n", [Prompt("one"), Prompt("two {")]),
     ],
 )
@@ -39,9 +43,11 @@ def test_every_format_is_told_by_what_it_holds(tmp_path, text, found):
     ("text", "message"),
     [
         ("", "no prompts"),
-        ("[{]", "is none"),
+        ("[{]", "is not JSON"),
         ('[{"id": 1}]', "entry 1, has no list"),
         ('{"prompt": "x"}\n{"prompt": 3}', "line 2, has neither"),
+        ('{"prompt": "x"}\n{"prompt": "x", "domain": 3}', "line 2, has neither"),
+        ('{"prompt": "x"}\n[]', "line 2, is not an object"),
         ('{"prompt": "x"}\n{', "line 2, is not JSON"),
         ('{"prompt": "x", "output_tokens": 0}', "no number of tokens"),
     ],

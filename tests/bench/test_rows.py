@@ -6,9 +6,8 @@ import pytest
 
 from vllm_dymoe.bench import run
 from vllm_dymoe.bench.cases import Subject, Workload, grid, groups, subject_of
-from vllm_dymoe.bench.check import OutputsDifferError, check_outputs
 from vllm_dymoe.bench.prompts import PromptSet
-from vllm_dymoe.bench.rows import append_row, read_rows
+from vllm_dymoe.bench.rows import ROWS, OutputsDifferError, append_row, check_outputs, read_rows
 from vllm_dymoe.config import ConfigError
 
 WORKLOAD = Workload("digest", "prompts", False, 2, 1, 8)
@@ -39,7 +38,7 @@ def test_a_system_with_a_budget_of_its_own_is_measured_at_that():
     [
         ("exact", True),
         ("firm", True),
-        ('{"system": "compared", "system_options": {"ahead": "union"}}', True),
+        ('{"system": "compared", "system_options": {"ahead": "meeting of layers"}}', True),
         ('{"system": "dymoe", "lo": 2}', False),
         ('{"system": "one layer low", "lo": 2, "system_options": {"layer": 0}}', False),
     ],
@@ -82,7 +81,7 @@ def test_a_run_goes_on_with_the_rows_that_are_missing(tmp_path, monkeypatch):
     def answer(job, folder):
         started.append([case["key"] for case in job["cases"]])
         for case in job["cases"][: 1 if len(started) == 2 else None]:
-            append_row(folder / run.ROWS, {"key": case["key"], **case["row"]})
+            append_row(folder / ROWS, {"key": case["key"], **case["row"]})
         if len(started) == 2:
             raise ConfigError("killed")
 

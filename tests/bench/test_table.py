@@ -2,8 +2,8 @@
 
 import pytest
 
-from vllm_dymoe.bench.summary import Answers, distribution, quantile, summarise
-from vllm_dymoe.bench.table import HEAD, Bounds, lines
+from vllm_dymoe.bench.summary import Answers, distribution, summarise
+from vllm_dymoe.bench.table import Bounds, lines
 
 COUNTED = {
     "hits": 30, "misses": 10, "bytes_moved": {"demand": 6e6, "prefetch": 2e6}, "resident_experts": {"hi": 3},
@@ -25,16 +25,12 @@ def row(label, measured, **changes):
     } | changes  # fmt: skip
 
 
-@pytest.mark.parametrize(("share", "value"), [(0, 1), (0.5, 2), (0.51, 3), (0.99, 4), (1, 4)])
-def test_quantiles_are_values_that_occur(share, value):
-    assert quantile([4, 2, 1, 3], share) == value
-
-
 def test_a_distribution_is_in_milliseconds():
     found = distribution([0.001 * n for n in range(1, 101)])
     assert (found["median"], found["p99"], found["count"]) == (pytest.approx(50.5), pytest.approx(99), 100)
     assert found["cdf"][0] == 1
     assert found["cdf"][-1] == 100
+    assert set(distribution([4, 2, 1, 3])["cdf"]) == {1000, 2000, 3000, 4000}, "values that occur"
 
 
 def test_counts_add_up_and_sizes_do_not():
@@ -50,8 +46,7 @@ def test_every_share_is_of_what_it_says():
     measured = summarise([answers()]) | {"peak_device_bytes": 9e6}
     fast = {**measured, "decode_tokens_per_second": 2 * measured["decode_tokens_per_second"]}
     bounds = Bounds(link=1e9, memory=1e9, token_bytes={(4, 2): 1e7}, expert_bytes={4: 2_000_000})
-    found, _ = lines([row("exact", measured), row("full load, 4 bits", fast)], bounds)
-    cells = dict(zip(HEAD, found, strict=True))
+    cells, _ = lines([row("exact", measured), row("full load, 4 bits", fast)], bounds)
     assert cells["of full load"] == "50%"
     assert cells["hits"] == "75.0%"
     assert cells["resident MB"] == "6.0"
@@ -64,11 +59,11 @@ def test_every_share_is_of_what_it_says():
 def test_an_emulated_link_is_the_bound_and_random_prompts_have_no_hits():
     measured = summarise([answers()]) | {"peak_device_bytes": 9e6}
     said = {"options": {"hi": 4, "link_gbps": 0.1}, "workload": {"random": True}}
-    cells = dict(zip(HEAD, lines([row("exact", measured, **said)], Bounds(1e9, 1e9))[0], strict=True))
+    (cells,) = lines([row("exact", measured, **said)], Bounds(1e9, 1e9))
     assert (cells["hits"], cells["link used"]) == ("random", "80%")
 
 
 def test_a_peer_has_no_counters():
     measured = summarise([answers(prefill={}, decode={})]) | {"peak_device_bytes": 9e6}
-    cells = dict(zip(HEAD, lines([row("vllm", measured, options=None)], Bounds(1e9, 1e9))[0], strict=True))
+    (cells,) = lines([row("vllm", measured, options=None)], Bounds(1e9, 1e9))
     assert (cells["hits"], cells["experts peak MB"], cells["device peak MB"]) == ("", "", "9")

@@ -9,8 +9,6 @@ import torch
 
 import vllm_dymoe
 from tests.cli.checkpoints import command, refused
-from vllm_dymoe.cli.trace import read_prompts
-from vllm_dymoe.config import ConfigError
 from vllm_dymoe.observe.report import page
 from vllm_dymoe.observe.synthetic import synthetic_trace
 from vllm_dymoe.residency.identity import ModelIdentity
@@ -37,26 +35,6 @@ def asked(monkeypatch):
 
 
 # -- trace ----------------------------------------------------------------------------------------
-
-
-def test_prompts_are_lines_or_objects(tmp_path):
-    text, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
-    text.write_text('one\n\n  \n{"prompt": "two"}\n')
-    objects.write_text(
-        '{"prompt": "one", "domain": "code"}\n\n{"prompt": "two\\nlines"}\n{"prompt": "x", "domain": null}\n'
-    )
-    assert read_prompts(text) == [("one", ""), ('{"prompt": "two"}', "")]
-    assert read_prompts(objects) == [("one", "code"), ("two\nlines", ""), ("x", "")]
-
-
-@pytest.mark.parametrize(
-    "line", ["{", "[]", '"text"', "{}", '{"prompt": 3}', '{"prompt": ""}', '{"prompt": "x", "domain": 3}']
-)
-def test_lines_that_are_no_prompts_are_named(tmp_path, line):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(f'{{"prompt": "one"}}\n{line}\n')
-    with pytest.raises(ConfigError, match=r"prompts\.jsonl, line 2, is not an object"):
-        read_prompts(path)
 
 
 def test_the_command_asks_for_what_it_was_told(tmp_path, asked):
@@ -88,7 +66,7 @@ def test_what_cannot_be_recorded_is_refused_in_a_sentence(tmp_path, asked):
     path.write_text("\n \n")
     assert "has no prompts" in refused("trace", "m", "--prompts", path, "--out", out)
     path.write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read as text" in refused("trace", "m", "--prompts", path, "--out", out)
+    assert "cannot be read as prompts" in refused("trace", "m", "--prompts", path, "--out", out)
     path.write_text("one")
     assert "--options is not JSON" in refused("trace", "m", "--prompts", path, "--out", out, "--options", "{")
     assert "--engine has to be a JSON object" in refused("trace", "m", "--prompts", path, "--out", out, "--engine", "3")

@@ -93,15 +93,13 @@ class Case:
     @property
     def fixed_precision(self) -> str | None:
         """Equal for cases whose answers must be the same, token by token; None where precision follows from chance."""
-        options = self.subject.options
-        if options is None:
+        if self.subject.options is None:
             return None
-        settled = Options.model_validate(options)
-        if SYSTEMS[settled.system](**settled.system_options).precision.tiers != frozenset(
-            SYSTEMS["exact"]().precision.tiers
-        ):
+        options = Options.model_validate(self.subject.options)
+        tiers = SYSTEMS[options.system](**options.system_options).precision.tiers
+        if tiers != SYSTEMS["exact"]().precision.tiers:
             return None
-        packed = [settled.hi, settled.group_size, settled.quantizer]
+        packed = [options.hi, options.group_size, options.quantizer]
         return digest([self.model, packed, self.batch, asdict(self.workload), dict(self.engine)])
 
 
@@ -111,13 +109,9 @@ def digest(value: Any) -> str:
 
 
 def grid(
-    model: str,
-    subjects: Sequence[Subject],
-    budgets: Sequence[str],
-    batches: Sequence[int],
-    workload: Workload,
+    model: str, subjects: Sequence[Subject], budgets: Sequence[str], batches: Sequence[int], workload: Workload,
     engine: Mapping[str, Any],
-) -> list[Case]:
+) -> list[Case]:  # fmt: skip
     """Every combination, and for each precision and batch the full load that speeds are compared with; each once."""
     cases = []
     for subject, batch in itertools.product(subjects, batches):
@@ -148,17 +142,15 @@ def subject_of(text: str, common: Mapping[str, Any]) -> Subject:
     Raises:
         ConfigError: it cannot be served.
     """
+    options, label = {"system": text}, text
     if text.lstrip().startswith("{"):
         try:
             options = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"--system {text} is not JSON ({error}).") from error
         label = options.pop("label", None) or ", ".join(f"{name} {value}" for name, value in options.items())
-    else:
-        options, label = {"system": text}, text
     if "expert_budget" in options:
         raise ConfigError("--system has an expert_budget; say it as --budget.")
     options = {**common, **options}
-    settled = resolve_options(options, environment={})
-    default = settled.expert_budget.slots
+    default = resolve_options(options, environment={}).expert_budget.slots
     return Subject(label, options, budgets=(default,) if default else None)

@@ -1,9 +1,9 @@
-"""Prompts for measurements: files in the formats that serving benchmarks use, the set that ships, and random tokens.
+"""Prompts: files in the formats that serving benchmarks use, the set that ships, and random tokens.
 
 Formats, told apart by what a file holds:
 
 - ShareGPT: a JSON list of objects with ``conversations``; a prompt is the first thing that a human says.
-- vLLM's ``custom``: JSON lines with ``prompt`` and, if given, ``output_tokens`` and a ``domain``.
+- vLLM's ``custom``: JSON lines, or a list, with ``prompt`` and, if given, ``output_tokens`` and a ``domain``.
 - ``spec_bench``: JSON lines with ``turns`` and a ``category``; a prompt is the first turn.
 - anything else: a prompt in each line.
 """
@@ -22,7 +22,6 @@ from vllm_dymoe.config import ConfigError
 
 SHIPPED = "shipped"
 _FIRST_TOKEN = 2  # of random prompts: what is below is often special
-_RANDOM = re.compile(r"random:(\d+)")
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,9 @@ def read_prompts(source: str) -> PromptSet:
     Raises:
         ConfigError: it cannot be read, has no prompt, or has something else among them.
     """
-    if source == SHIPPED:
-        text = resources.files("vllm_dymoe.bench").joinpath("prompts.json").read_text()
-        return PromptSet(SHIPPED, tuple(_conversations(text, SHIPPED)))
-    if (found := _RANDOM.fullmatch(source)) and int(found[1]):
+    if (found := re.fullmatch(r"random:(\d+)", source)) and int(found[1]):
         return PromptSet(source, random_length=int(found[1]))
-    path = Path(source)
+    path = resources.files("vllm_dymoe.bench").joinpath("prompts.json") if source == SHIPPED else Path(source)
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -85,10 +81,10 @@ def read_prompts(source: str) -> PromptSet:
             f"{source} cannot be read as prompts ({error}); name a file, {SHIPPED}, or random:LENGTH with a length "
             "above 0."
         ) from error
-    prompts = tuple(_conversations(text, source) if _is_list(text) else _lines(text.splitlines(), source))
+    prompts = tuple(_prompts(text, source))
     if not prompts:
         raise ConfigError(f"{source} has no prompts.")
-    return PromptSet(path.name, prompts)
+    return PromptSet(path.name if source != SHIPPED else SHIPPED, prompts)
 
 
 def by_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -119,41 +115,33 @@ def windows(tokens: Sequence[int], length: int, count: int) -> list[list[int]]:
     return [list(tokens[start : start + length]) for start in starts]
 
 
-def _is_list(text: str) -> bool:
-    return text.lstrip()[:1] == "[" and text.rstrip()[-1:] == "]"
+def _prompts(text: str, source: str) -> Iterator[Prompt]:
+    begin = text.lstrip()[:1]
+    if begin == "[" and text.rstrip()[-1:] == "]":
+        entries = _parsed(text, f"{source} begins like a JSON list and")
+        for number, entry in enumerate(entries, start=1):
+            where = f"{source}, entry {number},"
+            if not isinstance(entry, dict) or not {"conversations", "prompt", "turns"} & entry.keys():
+                raise ConfigError(f"{where} has no list of conversations and no prompt.")
+            if "conversations" not in entry:
+                yield _prompt(entry, where)
+                continue
+            turns = [turn for turn in entry["conversations"] if isinstance(turn, dict)]
+            said = [turn.get("value") for turn in turns if turn.get("from") in ("human", "user")]
+            if said and isinstance(said[0], str) and said[0].strip():  # real files have empty conversations
+                yield Prompt(said[0])
+        return
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            where = f"{source}, line {number},"
+            yield _prompt(_parsed(line, where), where) if begin == "{" else Prompt(line)
 
 
-def _conversations(text: str, source: str) -> Iterator[Prompt]:
+def _parsed(text: str, where: str) -> Any:
     try:
-        entries = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{source} begins like a JSON list and is none ({error}).") from error
-    for number, entry in enumerate(entries, start=1):
-        if isinstance(entry, dict) and "conversations" not in entry and "prompt" in entry:
-            yield _prompt(entry, f"{source}, entry {number},")
-            continue
-        said = entry.get("conversations") if isinstance(entry, dict) else None
-        if not isinstance(said, list):
-            raise ConfigError(f"{source}, entry {number}, has no list of conversations and no prompt.")
-        first = next((turn for turn in said if isinstance(turn, dict) and turn.get("from") in ("human", "user")), None)
-        if first is not None and isinstance(first.get("value"), str) and first["value"].strip():
-            yield Prompt(first["value"])  # real files have empty conversations
-
-
-def _lines(lines: Sequence[str], source: str) -> Iterator[Prompt]:
-    objects = next((line for line in lines if line.strip()), "").lstrip().startswith("{")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        if not objects:
-            yield Prompt(line)
-            continue
-        where = f"{source}, line {number},"
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{where} is not JSON ({error}).") from error
-        yield _prompt(entry, where)
+        raise ConfigError(f"{where} is not JSON ({error}).") from error
 
 
 def _prompt(entry: Any, where: str) -> Prompt:
@@ -164,7 +152,7 @@ def _prompt(entry: Any, where: str) -> Prompt:
     text = turns[0] if isinstance(turns, list) and turns else entry.get("prompt")
     domain, tokens = entry.get("category") or entry.get("domain") or "", entry.get("output_tokens")
     if not isinstance(text, str) or not text or not isinstance(domain, str):
-        raise ConfigError(f'{where} has neither a text as "prompt" nor texts as "turns".')
+        raise ConfigError(f'{where} has neither a text as "prompt" nor texts as "turns", or a domain that is no text.')
     if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
         raise ConfigError(f"{where} has output_tokens {tokens!r}, which are no number of tokens.")
     return Prompt(text, domain, tokens)

@@ -1,8 +1,11 @@
-"""Quality cells through lm-eval: tasks and options as a grid, each cell a process of its own and a row on disk."""
+"""Quality cells through lm-eval: tasks and options as a grid, each cell a process of its own and a row on disk.
+
+``python -m`` this module is lm-eval, with its arguments, where the option ``system`` may name what only bench compares.
+"""
 
 import importlib.util
 import json
-import subprocess
+import runpy
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,8 +15,9 @@ from typing import Any
 import torch
 
 from vllm_dymoe.bench.cases import digest
-from vllm_dymoe.bench.rows import Row, append_row, read_rows
-from vllm_dymoe.bench.run import ROWS, environment
+from vllm_dymoe.bench.rows import ROWS, Row, append_row, read_rows
+from vllm_dymoe.bench.run import run_logged
+from vllm_dymoe.bench.systems import make_known
 from vllm_dymoe.config import ConfigError
 
 _METRICS = ("acc,none", "exact_match,strict-match", "exact_match,number", "exact_match,none", "pass@1,create_test",
@@ -50,53 +54,34 @@ def score(
     Raises:
         ConfigError: lm-eval failed.
     """
-    asked = {
-        "model": model,
-        "options": dict(options),
-        "tasks": list(tasks),
-        "limit": limit,
-        "engine": dict(engine or {}),
-    }
+    engine = dict(engine or {})
+    asked = {"model": model, "options": dict(options), "tasks": list(tasks), "limit": limit, "engine": engine}
     key = "quality-" + digest(asked)
     for row in read_rows(folder / ROWS):
         if row["key"] == key:
             return row
+    settings = {"pretrained": model, "quantization": "dymoe", "enable_prefix_caching": False}
+    if not torch.cuda.is_available():  # compiling for a CPU takes longer than most cells
+        settings["enforce_eager"] = True
+    variables = {
+        f"DYMOE_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
+        for name, value in options.items()
+    }
+    log = folder / "logs" / f"{key}.log"
     with tempfile.TemporaryDirectory() as work:
-        command = [sys.executable, "-m", "vllm_dymoe.bench.evaluate", "--model", "vllm", "--batch_size", "1"]
-        command += ["--tasks", ",".join(tasks)]
-        command += ["--model_args", arguments(model, engine or {}), "--output_path", work]
+        command = [sys.executable, "-m", "vllm_dymoe.bench.quality", "--model", "vllm", "--batch_size", "1"]
+        command += ["--tasks", ",".join(tasks), "--output_path", work]
+        command += ["--model_args", ",".join(f"{name}={value}" for name, value in (settings | engine).items())]
         command += ["--limit", str(limit)] if limit else []
         command += ["--include_path", str(include)] if include else []
-        log = folder / "logs" / f"{key}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w") as output:
-            served = environment() | variables(options)
-            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=served, check=False).returncode
+        run_logged(command, log, "lm-eval", variables)
         files = sorted(Path(work).rglob("results*.json"))
-        if code or not files:
-            end = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-            raise ConfigError(f"lm-eval failed with code {code}; the end of {log}:\n{end}")
+        if not files:
+            raise ConfigError(f"lm-eval has written no results; see {log}.")
         scores = read_scores(json.loads(files[-1].read_text()), tasks)
     row = {"key": key, "kind": "quality", **asked, "scores": scores}
     append_row(folder / ROWS, row)
     return row
-
-
-def variables(options: Mapping[str, Any]) -> dict[str, str]:
-    """Options as the environment has them, which is how they reach lm-eval's engine."""
-    return {
-        f"DYMOE_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
-        for name, value in options.items()
-    }
-
-
-def arguments(model: str, engine: Mapping[str, Any]) -> str:
-    """As lm-eval takes them."""
-    settings = {"pretrained": model, "quantization": "dymoe", "enable_prefix_caching": False}
-    if not torch.cuda.is_available():  # compiling for a CPU takes longer than most cells
-        settings["enforce_eager"] = True
-    settings |= engine
-    return ",".join(f"{name}={value}" for name, value in settings.items())
 
 
 def read_scores(results: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, float]:
@@ -113,3 +98,8 @@ def read_scores(results: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, f
             raise ConfigError(f"lm-eval says of {task} only {', '.join(metrics) or 'nothing'}, and none of {_METRICS}.")
         found[task] = float(metrics[name])
     return found
+
+
+if __name__ == "__main__":
+    make_known()
+    runpy.run_module("lm_eval", run_name="__main__", alter_sys=True)

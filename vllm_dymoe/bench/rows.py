@@ -2,12 +2,18 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from vllm_dymoe.config import ConfigError
 
+ROWS = "rows.jsonl"
 Row = dict[str, Any]
+
+
+class OutputsDifferError(ConfigError):
+    """Two rows of one fixed precision gave other tokens: a mistake of ours, or of the machine."""
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -16,9 +22,7 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         ConfigError: another line is not a row.
     """
-    if not path.exists():
-        return []
-    lines = path.read_text().split("\n")
+    lines = path.read_text().split("\n") if path.exists() else []
     rows: dict[str, Row] = {}
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -33,11 +37,6 @@ def read_rows(path: Path) -> list[Row]:
     return list(rows.values())
 
 
-def is_full_load(row: Row) -> bool:
-    """Whether it says what a step takes with every expert on the device."""
-    return row["kind"] == "speed" and row["label"].startswith("full load")
-
-
 def append_row(path: Path, row: Row) -> None:
     """Add one row, in one write; what a kill has left of another is cut off."""
     with path.open("ab+") as stream:
@@ -46,3 +45,36 @@ def append_row(path: Path, row: Row) -> None:
         stream.write((json.dumps(row) + "\n").encode())
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def is_full_load(row: Row) -> bool:
+    """Whether it says what a step takes with every expert on the device."""
+    return row["kind"] == "speed" and row["label"].startswith("full load")
+
+
+def check_outputs(rows: Iterable[Row]) -> int:
+    """Compare every answer of rows whose precision is fixed with that of the first of them.
+
+    Returns:
+        Answers that were compared.
+
+    Raises:
+        OutputsDifferError: one is not the same, token by token.
+    """
+    first: dict[str, Row] = {}
+    compared = 0
+    for row in rows:
+        if (precision := row.get("fixed_precision")) is None:
+            continue
+        before = first.setdefault(precision, row)
+        ours, theirs = row["measured"]["outputs"], before["measured"]["outputs"]
+        different = [place for place, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
+        if different or len(ours) != len(theirs):
+            raise OutputsDifferError(
+                f'nothing is reported: "{row["label"]}" at {row["budget"]} and "{before["label"]}" at '
+                f"{before['budget']} have the same precision and answer differently, beginning with request "
+                f"{(different or [min(len(ours), len(theirs))])[0] + 1} of {len(theirs)} (batch {row['batch']}). "
+                "Please report this with the folder of rows."
+            )
+        compared += 0 if before is row else len(ours)
+    return compared

@@ -6,20 +6,23 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_dymoe import __version__
 from vllm_dymoe.bench.cases import Case, groups
-from vllm_dymoe.bench.peers import find_peer
+from vllm_dymoe.bench.peers import ENGINE, find_peer
 from vllm_dymoe.bench.prompts import PromptSet, by_turns
-from vllm_dymoe.bench.rows import Row, append_row, read_rows
+from vllm_dymoe.bench.rows import ROWS, Row, append_row, read_rows
 from vllm_dymoe.config import ConfigError, ExpertBudget
 
-ROWS = "rows.jsonl"
 _LOG_LINES = 20
+_BYTES = 256 << 20  # that are read and copied for a machine's rates
 
 
 def measure(
@@ -28,7 +31,7 @@ def measure(
     folder: Path,
     *,
     expert_bytes: int = 0,
-    progress: Callable[[str, int, int], None] = lambda label, done, total: None,
+    progress: Callable[[int, int, str], None] = lambda done, total, label: None,
 ) -> list[Row]:
     """Rows of all cases, in their order; those that ``folder`` has are not measured again.
 
@@ -37,7 +40,7 @@ def measure(
         prompts: that they ask.
         folder: for rows and logs.
         expert_bytes: of all experts at 16 bits, for peers that are told how many bytes to offload.
-        progress: called with what comes next, rows that are done, and rows in all.
+        progress: called with rows that are done, rows in all, and what comes next.
 
     Raises:
         ConfigError: an engine has failed; rows that were measured before are kept.
@@ -49,10 +52,10 @@ def measure(
         append_row(path, {"key": "machine", "kind": "machine", **machine()})
     done = sum(case.key in known for case in cases)
     for group in groups(case for case in cases if case.key not in known):
-        progress(group[0].subject.label, done, len(cases))
+        progress(done, len(cases), group[0].subject.label)
         run_job(job_of(group, prompts, path, expert_bytes), folder)
         done += len(group)
-    progress("", done, len(cases))
+    progress(done, len(cases), "")
     rows = {row["key"]: row for row in read_rows(path)}
     return [rows[case.key] for case in cases]
 
@@ -60,13 +63,16 @@ def measure(
 def job_of(group: Sequence[Case], prompts: PromptSet, out: Path, expert_bytes: int = 0) -> dict[str, Any]:
     """What the process of a group needs to know."""
     first = group[0]
+    peer = find_peer(first.subject.peer)
+    share = ExpertBudget.parse(first.budget).share if peer and peer.takes_budgets else None
+    offloaded = peer.engine(share, expert_bytes) if peer and share is not None else {}
     return {
         "label": first.subject.label,
-        "module": _module(first.subject.peer),
+        "module": peer.module if peer else ENGINE,
         "model": first.model,
         "options": first.subject.options,
         "peer": first.subject.peer,
-        "engine": {**dict(first.engine), **_offloaded(first, expert_bytes)},
+        "engine": {**first.engine, **offloaded},
         "prompts": [(prompt.text, prompt.output_tokens) for prompt in by_turns(prompts.prompts)],
         "random_length": prompts.random_length,
         "out": str(out.resolve()),
@@ -74,20 +80,6 @@ def job_of(group: Sequence[Case], prompts: PromptSet, out: Path, expert_bytes: i
             {"key": case.key, "budget": case.budget, "batch": case.batch, "row": _described(case)} for case in group
         ],
     }
-
-
-def _offloaded(case: Case, expert_bytes: int) -> dict[str, Any]:
-    """Arguments of vLLM that leave a share of the experts on the device."""
-    peer = find_peer(case.subject.peer)
-    share = ExpertBudget.parse(case.budget).share if peer and peer.takes_budgets else None
-    if peer is None or share is None:
-        return {}
-    return dict(peer.engine(share, expert_bytes))
-
-
-def _module(peer: str) -> str:
-    found = find_peer(peer)
-    return found.module if found else "vllm_dymoe.vllm_adapter.measure"
 
 
 def _described(case: Case) -> dict[str, Any]:
@@ -112,31 +104,61 @@ def run_job(job: dict[str, Any], folder: Path) -> None:
     Raises:
         ConfigError: it failed; the sentence has the end of its log.
     """
-    log = folder / "logs" / f"{job['cases'][0]['key']}.log"
-    log.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as work, log.open("w") as output:
+    with tempfile.TemporaryDirectory() as work:
         file = Path(work) / "job.json"
         file.write_text(json.dumps(job))
-        code = subprocess.run(
-            [sys.executable, "-m", job["module"], str(file)],
-            stdout=output, stderr=subprocess.STDOUT, env=environment(), check=False,
-        ).returncode  # fmt: skip
-    if code:
+        log = folder / "logs" / f"{job['cases'][0]['key']}.log"
+        run_logged([sys.executable, "-m", job["module"], str(file)], log, job["label"], {})
+
+
+def run_logged(command: Sequence[str], log: Path, label: str, variables: Mapping[str, str]) -> None:
+    """A process with an engine: no colours, no process of vLLM's, and on a CPU a KV cache that leaves room for experts.
+
+    Raises:
+        ConfigError: it failed; the sentence has the end of its log.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, **variables}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_COLOR": "0"}
+    with log.open("w") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False)
+    if done.returncode:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-        raise ConfigError(f"{job['label']} failed with code {code}; the end of {log}:\n{end}")
-
-
-def environment() -> dict[str, str]:
-    """Of a process with an engine: one process, no colours, and on a CPU a KV cache that leaves room for experts."""
-    found = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
-    return found | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_COLOR": "0"}
+        raise ConfigError(f"{label} failed with code {done.returncode}; the end of {log}:\n{end}")
 
 
 def machine() -> dict[str, Any]:
-    """What this machine reaches, measured in a process that ends before anything else begins."""
-    found = subprocess.run(
-        [sys.executable, "-m", "vllm_dymoe.bench.machine"], capture_output=True, text=True, check=False
-    )
+    """What this machine reaches, measured in a process that ends before anything else begins.
+
+    Raises:
+        ConfigError: it could not be measured.
+    """
+    program = "import json; from vllm_dymoe.bench.run import rates; print(json.dumps(rates()))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     if found.returncode:
         raise ConfigError(f"this machine's bandwidths could not be measured:\n{found.stderr[-2000:]}")
     return {"machine": platform.machine(), "cores": os.cpu_count(), **json.loads(found.stdout)}
+
+
+def rates() -> dict[str, float | str]:
+    """Bytes per second of reading device memory, and of copies from host to device: the fastest of five."""
+    cuda = torch.cuda.is_available()
+    host = torch.ones(_BYTES, dtype=torch.uint8, pin_memory=cuda)
+    memory = torch.ones(_BYTES, dtype=torch.float32, device="cuda") if cuda else host.view(torch.float32)
+    target = torch.empty(_BYTES, dtype=torch.uint8, device="cuda" if cuda else "cpu")
+
+    def rate(nbytes: int, action: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            action()
+            if cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        return nbytes / min(seconds)
+
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "memory_bytes_per_second": rate(memory.nbytes, memory.sum),
+        "link_bytes_per_second": rate(_BYTES, lambda: target.copy_(host, non_blocking=True)),
+    }

@@ -9,30 +9,24 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from vllm_dymoe.predict import Predictor, RoutedModel
-from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers, Votes
-from vllm_dymoe.predict.popularity import AllExperts, Popularity
+from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
 from vllm_dymoe.predict.side_stream import make_side_stream
-from vllm_dymoe.predict.tuner import Heop, Setting
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems import SYSTEMS, System
-from vllm_dymoe.systems.base import Foresight, Precision, Residency
+from vllm_dymoe.systems.base import Foresight, Precision
 from vllm_dymoe.systems.dymoe import CriticalHigh, Dymoe
 from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.systems.schedule import Schedule
 
-Ahead = Literal["next gate", "meeting of layers", "union", "weighted voting", "popularity", "layer"]
-
-_LAYER_WEIGHTS = (1.5, 1.0, 0.5)  # of weighted voting, the nearest layer's first (FIRM-MoE Figure 7)
-
 
 class Compared(Exact):
-    """Every expert high, with one of the predictors and FIRM-MoE's numbers."""
+    """Every expert high, with parts of FIRM-MoE."""
 
     name: ClassVar[str] = "compared"
     summary: ClassVar[str] = "parts of systems, for measurements"
 
-    ahead: Ahead = "next gate"
+    ahead: Literal["next gate", "meeting of layers"] = "next gate"
     """What names experts of the next layer."""
     projections: int = Field(default=3, ge=1, le=3)
     """FIRM-MoE's n."""
@@ -40,10 +34,6 @@ class Compared(Exact):
     """Experts that each layer names; as many as a token uses if None."""
     p: int = Field(default=3, ge=1)
     """Layers that meet."""
-    threshold: float = 3.0
-    """Votes that an expert needs where votes are weighted."""
-    tune: bool = False
-    """Whether HEOP changes K and P of a meeting of layers, in half of the paper's steps."""
 
     @cached_property
     def foresight(self) -> Foresight:
@@ -53,45 +43,17 @@ class Compared(Exact):
             self._compared,
             needs_gates=True,
             takes_predictor=True,
-            paced=not self.tune,  # HEOP is a controller already
+            paced=True,
             projections=self.projections,
-            wide=self._wide,
+            wide=lambda top_k: 0 if self.ahead == "next gate" else self.k or top_k,
         )
-
-    def _wide(self, top_k: int) -> int:
-        return 0 if self.ahead == "next gate" else 2 * top_k if self.tune else self.k or top_k
 
     def _compared(self, model: RoutedModel) -> Predictor:
         if self.ahead == "next gate" or model.predictor is not None:
             return self._predictor(model)
-        if self.ahead == "popularity":
-            return Popularity(model.num_layers, model.num_experts, model.top_k)
-        if self.ahead == "layer":
-            return AllExperts(model.num_layers, model.num_experts)
-        start = Setting(self.k or model.top_k, self.p)
-        tuner = None
-        if self.tune:
-            tuner = Heop(model.num_layers, start, Setting(2 * model.top_k, 2 * self.p), update_every=4, rounds=16)
-        side_stream = make_side_stream(model.device)
-        return MeetingOfLayers(model.gates, *start, tuner, model.hits, side_stream, votes=self.votes)
-
-    @property
-    def votes(self) -> Votes | None:
-        """How layers vote; None where all have to agree."""
-        if self.ahead == "union":
-            return Votes((1.0,) * self.p, 1.0)
-        return Votes(_LAYER_WEIGHTS, self.threshold) if self.ahead == "weighted voting" else None
-
-
-class ComparedAlone(Compared):
-    """The same without a cache: as many slots as the budget has, and nothing stays."""
-
-    name: ClassVar[str] = "compared alone"
-
-    @cached_property
-    def residency(self) -> Residency:
-        """Nothing stays."""
-        return Residency(keeps=False)
+        return MeetingOfLayers(
+            model.gates, self.k or model.top_k, self.p, hits=model.hits, side_stream=make_side_stream(model.device)
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +61,6 @@ class EqualSchedule(Schedule):
     """The same share of critical experts at every depth, in place of Eq. 4."""
 
     def ratio(self, layer: int, num_layers: int) -> float:
-        """r itself."""
         return self.retention
 
 
@@ -110,7 +71,6 @@ class RandomHigh(CriticalHigh):
     draw: random.Random = field(default_factory=lambda: random.Random(0))
 
     def critical(self, routing: Routing) -> set[int]:
-        """Any of the active experts."""
         count = self.schedule.critical(routing.layer, routing.num_layers, len(routing.active))
         return set(self.draw.sample(routing.active, count))
 
@@ -142,12 +102,10 @@ class LayerLow(Precision):
     layer: int = 0
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
-        """All of a layer's experts are in one tier."""
         low = [float(layer == self.layer) for layer in range(num_layers)]
         return {Tier.HI: [1 - share for share in low], Tier.LO: low}
 
     def select(self, routing: Routing) -> Mapping[int, Tier]:
-        """The layer's tier."""
         return dict.fromkeys(routing.active, Tier.LO if routing.layer == self.layer else Tier.HI)
 
 
@@ -168,4 +126,4 @@ class OneLayerLow(System):
 
 def make_known() -> None:
     """Let the option ``system`` name them, in this process."""
-    SYSTEMS.update({system.name: system for system in (Compared, ComparedAlone, Chosen, OneLayerLow)})
+    SYSTEMS.update({system.name: system for system in (Compared, Chosen, OneLayerLow)})

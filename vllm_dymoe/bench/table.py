@@ -1,20 +1,18 @@
-"""Rows as one table: each with what it is a share of."""
+"""Rows as tables and pictures: each with what it is a share of."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.table import Table
 
 from vllm_dymoe.bench.rows import Row, is_full_load
+from vllm_dymoe.bench.summary import QUANTILES
+from vllm_dymoe.config import ConfigError
+from vllm_dymoe.observe.pictures import new_figure
 
-HEAD = (
-    "", "budget", "link MB/s", "batch", "TTFT ms", "TPOT ms", "p99", "tokens/s", "of full load", "hits", "resident MB",
-    "MB/token: demand", "ahead", "link used", "memory used", "experts peak MB", "device peak MB",
-)  # fmt: skip
-
-
-_TIMES = HEAD.index("resident MB")  # columns from here on are about bytes
+_NAMES = ("", "budget", "link MB/s", "batch")
+_FIRST_OF_BYTES = "resident MB"  # columns from here on are a table of their own on a terminal
 
 
 @dataclass(frozen=True)
@@ -30,15 +28,8 @@ class Bounds:
 
     link: float | None = None
     memory: float | None = None
-    token_bytes: Mapping[tuple[int, int], float] | None = None
-    expert_bytes: Mapping[int, int] | None = None
-
-
-def full_loads(rows: Iterable[Row]) -> dict[tuple[int, int], float]:
-    """Tokens per second with every expert on the device, by bit-width and batch."""
-    return {
-        (bits_of(row), row["batch"]): row["measured"]["decode_tokens_per_second"] for row in rows if is_full_load(row)
-    }
+    token_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    expert_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 def bits_of(row: Row) -> int:
@@ -46,75 +37,97 @@ def bits_of(row: Row) -> int:
     return int((row["options"] or {"hi": 16}).get("hi", 4))
 
 
-def cells(row: Row, full: Mapping[tuple[int, int], float], bounds: Bounds) -> list[str]:
-    """One line; empty where a number does not exist."""
-    measured, bits = row["measured"], bits_of(row)
-    tpot, decode, rate = measured["tpot_ms"], measured["decode"], measured["decode_tokens_per_second"]
-    whole = full.get((bits, row["batch"]))
-    emulated = (row["options"] or {}).get("link_gbps")
-    found = [
-        row["label"],
-        row["budget"],
-        _number(emulated and 1e3 * emulated, ".1f"),
-        str(row["batch"]),
-        f"{measured['ttft_ms']['median']:.0f}",
-        _number(tpot and tpot["median"], ".1f"),
-        _number(tpot and tpot["p99"], ".1f"),
-        _number(rate, ".2f"),
-        _number(rate and whole and rate / whole, ".0%"),
-    ]
-    memory = bounds.token_bytes and bounds.memory and tpot and bounds.token_bytes.get((bits, row["batch"]))
-    used = memory / (tpot["mean"] / 1e3) / bounds.memory if memory and bounds.memory else None
-    if decode is None:
-        return [*found, "", "", "", "", "", _number(used, ".0%"), "", f"{measured['peak_device_bytes'] / 1e6:.0f}"]
-    moved, link = decode["bytes_moved"], emulated * 1e9 if emulated else bounds.link
-    tokens = max(1, measured["decode_tokens"])
-    share = sum(moved.values()) / measured["decode_seconds"] / link if link and measured["decode_seconds"] else None
-    return [
-        *found,
-        "random" if row["workload"]["random"] else _number(decode["hit_rate"], ".1%"),
-        _resident(row, bounds),
-        f"{moved['demand'] / tokens / 1e6:.3g}",
-        f"{sum(n for reason, n in moved.items() if reason != 'demand') / tokens / 1e6:.3g}",
-        _number(share, ".0%"),
-        _number(used, ".0%"),
-        f"{decode['peak_expert_bytes'] / 1e6:.1f}",
-        f"{measured['peak_device_bytes'] / 1e6:.0f}",
-    ]
+def lines(rows: Sequence[Row], bounds: Bounds) -> list[dict[str, str]]:
+    """Cells of each row by column; empty where a number does not exist."""
+    rows = [row for row in rows if row["kind"] == "speed"]
+    full = {(bits_of(row), row["batch"]): row["measured"] for row in filter(is_full_load, rows)}
+    return [_cells(row, bounds, full.get((bits_of(row), row["batch"]), {})) for row in rows]
 
 
-def _resident(row: Row, bounds: Bounds) -> str:
-    if bounds.expert_bytes is None:
-        return ""
-    options = row["options"] or {}
-    bits = {"hi": bits_of(row), "lo": options.get("lo", 0)}
-    held = row["measured"]["decode"]["resident_experts"]
-    return f"{sum(count * bounds.expert_bytes.get(bits[tier], 0) for tier, count in held.items()) / 1e6:.1f}"
+def _cells(row: Row, bounds: Bounds, full_load: Row) -> dict[str, str]:
+    measured, options, bits = row["measured"], row["options"] or {}, bits_of(row)
+    tpot, rate, decode = measured["tpot_ms"] or {}, measured["decode_tokens_per_second"], measured["decode"] or {}
+    full_rate = full_load.get("decode_tokens_per_second")
+    emulated, moved, seconds = options.get("link_gbps"), decode.get("bytes_moved"), measured.get("decode_seconds")
+    link = emulated * 1e9 if emulated else bounds.link
+    tokens = 1e6 * max(1, measured.get("decode_tokens", 1))
+    token_bytes = bounds.token_bytes.get((bits, row["batch"]))
+    held, widths = decode.get("resident_experts", {}), {"hi": bits, "lo": options.get("lo", 0)}
+    resident = sum(count * bounds.expert_bytes.get(widths[tier], 0) for tier, count in held.items())
+    said = {
+        "": (row["label"], ""),
+        "budget": (row["budget"], ""),
+        "link MB/s": (1e3 * emulated if emulated else None, ".1f"),
+        "batch": (row["batch"], ""),
+        "TTFT ms": (measured["ttft_ms"]["median"], ".0f"),
+        "TPOT ms": (tpot.get("median"), ".1f"),
+        "p99": (tpot.get("p99"), ".1f"),
+        "tokens/s": (rate, ".2f"),
+        "of full load": (rate / full_rate if rate and full_rate else None, ".0%"),
+        "hits": ("random", "") if moved and row["workload"]["random"] else (decode.get("hit_rate"), ".1%"),
+        "resident MB": (resident / 1e6 if held and bounds.expert_bytes else None, ".1f"),
+        "MB/token: demand": (moved["demand"] / tokens if moved else None, ".3g"),
+        "ahead": ((sum(moved.values()) - moved["demand"]) / tokens if moved else None, ".3g"),
+        "link used": (sum(moved.values()) / seconds / link if moved and link and seconds else None, ".0%"),
+        "memory used": (
+            token_bytes / (tpot["mean"] / 1e3) / bounds.memory if token_bytes and tpot and bounds.memory else None,
+            ".0%",
+        ),
+        "experts peak MB": (decode["peak_expert_bytes"] / 1e6 if decode else None, ".1f"),
+        "device peak MB": (measured["peak_device_bytes"] / 1e6, ".0f"),
+    }
+    return {name: "" if value is None else format(value, form) for name, (value, form) in said.items()}
 
 
-def _number(value: Any, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def lines(rows: Sequence[Row], bounds: Bounds) -> list[list[str]]:
-    """All rows, in their order."""
-    full = full_loads(rows)
-    return [cells(row, full, bounds) for row in rows if row["kind"] == "speed"]
-
-
-def rich_tables(rows: Sequence[Row], bounds: Bounds, title: str) -> Iterator[Table]:
+def rich_tables(body: Sequence[Mapping[str, str]], title: str) -> Iterator[Table]:
     """For a terminal: times, then bytes; columns without a number are left out."""
-    body = lines(rows, bounds)
-    for name, places in ((title, range(_TIMES)), ("Bytes", [0, 1, 2, 3, *range(_TIMES, len(HEAD))])):
-        shown = [place for place in places if any(line[place] for line in body)]
-        table = Table(title=name, title_justify="left")
-        for place in shown:
-            table.add_column(HEAD[place], justify="right" if place else "left")
+    names = list(body[0])
+    first = names.index(_FIRST_OF_BYTES)
+    for heading, columns in ((title, names[:first]), ("Bytes", [*_NAMES, *names[first:]])):
+        shown = [name for name in columns if any(line[name] for line in body)]
+        table = Table(title=heading, title_justify="left")
+        for name in shown:
+            table.add_column(name, justify="right" if name else "left")
         for line in body:
-            table.add_row(*(line[place] for place in shown))
+            table.add_row(*(line[name] for name in shown))
         yield table
 
 
-def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+def markdown(head: Sequence[str], body: Iterable[Iterable[str]]) -> str:
     """For a document."""
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))
+
+
+def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write the time of a token over the budget, and its distribution; nothing without matplotlib.
+
+    Returns:
+        The files.
+    """
+    rows = [row for row in rows if row["kind"] == "speed" and row["measured"]["tpot_ms"]]
+    try:
+        pictures = {"tpot": new_figure(7, 4.5), "cdf": new_figure(7, 4.5)}
+    except ConfigError:
+        return []
+    axes, distribution = (figure.subplots() for figure in pictures.values())
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        tpot, memory = row["measured"]["tpot_ms"], (row["measured"]["decode"] or {}).get("peak_expert_bytes", 0)
+        label = f"{row['label']}, batch {row['batch']}"
+        series.setdefault(label, []).append((memory / 1e6, tpot["median"]))
+        shares = [step / QUANTILES for step in range(QUANTILES + 1)]
+        distribution.step(tpot["cdf"], shares, where="post", label=f"{label}, {row['budget']}")
+    for label, points in series.items():
+        if all(memory for memory, _ in points):
+            axes.plot(*zip(*sorted(points), strict=True), "o-", label=label)
+        else:
+            axes.axhline(points[0][1], linestyle="--", color="gray", label=label)
+    axes.set(xlabel="most device memory of experts, MB", ylabel="time per output token, ms (median)", yscale="log")
+    distribution.set(xlabel="time per output token, ms", ylabel="share of tokens", xscale="log")
+    files = []
+    for name, figure in pictures.items():
+        figure.axes[0].grid(alpha=0.3)
+        figure.axes[0].legend(fontsize="small")
+        files.append(folder / f"{name}.png")
+        figure.savefig(files[-1], dpi=110)
+    return files

@@ -1,12 +1,37 @@
 """The commands and their options."""
 
+import functools
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import typer
 
 from vllm_dymoe import __version__
-from vllm_dymoe.cli.errors import one_sentence_errors
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Model = Annotated[str, typer.Argument(help="Model to serve, as for `vllm serve`.")]
+TraceFile = Annotated[Path, typer.Argument(help="Trace file, or folder that one is or was recorded to.")]
+Engine = Annotated[str, typer.Option(help="Arguments of vLLM's LLM, as JSON: '{\"max_model_len\": 4096}'.")]
+Prompts = Annotated[
+    str, typer.Option(help="File of prompts (ShareGPT, custom, spec_bench or lines), shipped, or random:LENGTH.")
+]
+Link = Annotated[
+    list[str] | None,
+    typer.Option(help="Emulated on a CPU: 12MB/s, or a GPU whose link is as slow beside it; several times."),
+]
+PaperName = Annotated[
+    str | None, typer.Option(help="The tables of a paper in place of --system: dymoe, duoserve, firm or dynaexq.")
+]
+Architecture = Annotated[
+    Literal["auto", "paper", "paper+input", "paper-shared", "shared", "shared+input", "linear", "linear+input"],
+    typer.Option(
+        help="Kind of network; those with +input need a trace with router inputs. "
+        "auto is linear+input for such a trace, else linear."
+    ),
+]
 
 app = typer.Typer(
     name="vllm-dymoe",
@@ -15,6 +40,39 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def one_sentence_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn errors of this package into their sentence on stderr and exit code 1; any other stays a traceback."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except Exception as error:
+            if not type(error).__module__.startswith("vllm_dymoe."):
+                raise
+            typer.echo(f"vllm-dymoe: {str(error).removeprefix('vllm-dymoe: ')}", err=True)
+            raise typer.Exit(1) from None
+
+    return wrapped
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """An option that is a JSON object.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from vllm_dymoe.config import ConfigError
+
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} is not JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option} has to be a JSON object, such as '{{\"hi\": 16}}'.")
+    return value
 
 
 @app.callback(invoke_without_command=True)
@@ -126,8 +184,8 @@ def timeline(
 @app.command()
 @one_sentence_errors
 def trace(
-    model: Annotated[str, typer.Argument(help="Model to serve, as for `vllm serve`.")],
-    prompts: Annotated[Path, typer.Option(help="A prompt in each line; or .jsonl: objects with prompt and domain.")],
+    model: Model,
+    prompts: Annotated[str, typer.Option(help="File of prompts, as for `bench`: lines, or objects with a domain.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder that the trace goes to.")],
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
     inputs: Annotated[
@@ -135,27 +193,32 @@ def trace(
     ] = False,
     limit: Annotated[str, typer.Option(help="How large the folder may become.")] = "256MiB",
     options: Annotated[str, typer.Option(help="Options of the plugin, as JSON: '{\"hi\": 16}'.")] = "{}",
-    engine: Annotated[str, typer.Option(help="Arguments of vLLM's LLM, as JSON: '{\"max_model_len\": 4096}'.")] = "{}",
+    engine: Engine = "{}",
 ) -> None:
     """Run prompts through a model and record which experts each token chooses; a trace tells about the prompts."""
-    from vllm_dymoe.cli.trace import run
+    import vllm_dymoe
+    from vllm_dymoe.bench.prompts import read_prompts
+    from vllm_dymoe.config import ConfigError
+    from vllm_dymoe.units import size
 
-    run(
-        model,
-        prompts,
-        out,
-        max_tokens=max_tokens,
-        inputs=inputs,
-        limit=limit,
-        options=options,
-        engine=engine,
-    )
+    asked = read_prompts(prompts)
+    if asked.is_random:
+        raise ConfigError("random prompts say nothing about routers; give a file.")
+    texts = [(prompt.text, prompt.domain) for prompt in asked.prompts]
+    found = vllm_dymoe.record_trace(
+        model, texts, out, max_tokens=max_tokens, limit=limit, inputs=inputs,
+        options=json_object("--options", options), engine=json_object("--engine", engine),
+    )  # fmt: skip
+    typer.echo(f"{found['tokens']} tokens of {len(texts)} prompts, {size(found['bytes'])} in {out}.")
+    if not found["recording"]:
+        typer.echo(f"It ends early: --limit {limit} was reached.")
+    typer.echo(f"To see what it shows:\nvllm-dymoe report {out}")
 
 
 @app.command()
 @one_sentence_errors
 def report(
-    trace: Annotated[Path, typer.Argument(help="Trace file, or folder that one is recorded to.")],
+    trace: TraceFile,
     out: Annotated[Path, typer.Option("--out", "-o", help="Page to write.")] = Path("report.html"),
 ) -> None:
     """Show what a trace says as one page of pictures."""
@@ -174,15 +237,9 @@ def report(
 @app.command()
 @one_sentence_errors
 def train(
-    trace: Annotated[Path, typer.Argument(help="A trace, or the folder of one that is still being recorded.")],
+    trace: TraceFile,
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write, for the option `predictor`.")],
-    architecture: Annotated[
-        Literal["auto", "paper", "paper+input", "paper-shared", "shared", "shared+input", "linear", "linear+input"],
-        typer.Option(
-            help="Kind of network; those with +input need a trace with router inputs. "
-            "auto is linear+input for such a trace, else linear."
-        ),
-    ] = "auto",
+    architecture: Architecture = "auto",
     epochs: Annotated[int, typer.Option(min=1, help="At most.")] = 20,
     patience: Annotated[int, typer.Option(min=1, help="Epochs without a better held-out loss before it ends.")] = 3,
     batch: Annotated[int, typer.Option(min=2, help="Tokens.")] = 256,
@@ -196,36 +253,28 @@ def train(
     from vllm_dymoe.training import Recipe
 
     recipe = Recipe(epochs, patience, batch, learning_rate, held_out, seed)
-    run(trace, out, architecture=architecture, recipe=recipe, device=device)
+    run(trace, out, architecture, recipe, device)
 
 
 @app.command()
 @one_sentence_errors
 def bench(
-    model: Annotated[str, typer.Argument(help="Model to serve, as for `vllm serve`.")],
+    model: Model,
     system: Annotated[
-        list[str] | None,
-        typer.Option(help='A system\'s name, or options as JSON with a "label"; several times.'),
+        list[str] | None, typer.Option(help='A system\'s name, or options as JSON with a "label"; several times.')
     ] = None,
     peer: Annotated[list[str] | None, typer.Option(help="Something else that serves the model; several times.")] = None,
     budget: Annotated[list[str] | None, typer.Option(help="As the option expert_budget; several times.")] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; several times.")] = None,
-    link: Annotated[
-        list[str] | None,
-        typer.Option(help="Emulated on a CPU: 12MB/s, or a GPU whose link is as slow beside it; several times."),
-    ] = None,
-    prompts: Annotated[
-        str, typer.Option(help="File of prompts (ShareGPT, custom, spec_bench or lines), shipped, or random:LENGTH.")
-    ] = "shipped",
+    link: Link = None,
+    prompts: Prompts = "shipped",
     requests: Annotated[int, typer.Option(min=1, help="Requests that are measured for each row.")] = 16,
     warm_up: Annotated[int, typer.Option(min=1, help="Requests before them that are not.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     options: Annotated[str, typer.Option(help="Options of every system, as JSON: '{\"hi\": 8}'.")] = "{}",
-    engine: Annotated[str, typer.Option(help="Arguments of vLLM's LLM, as JSON: '{\"max_model_len\": 4096}'.")] = "{}",
-    paper: Annotated[
-        str | None, typer.Option(help="The tables of a paper in place of --system: dymoe, duoserve, firm or dynaexq.")
-    ] = None,
+    engine: Engine = "{}",
+    paper: PaperName = None,
     tasks: Annotated[
         str, typer.Option(help="With --paper: tasks of lm-eval for quality, or `paper` for its own.")
     ] = "",
@@ -236,43 +285,18 @@ def bench(
     """Measure systems side by side: times, hits, bytes and memory, for each budget and batch size."""
     from vllm_dymoe.bench.cases import Workload
     from vllm_dymoe.bench.prompts import read_prompts
-    from vllm_dymoe.cli.bench import run
-    from vllm_dymoe.cli.trace import json_object
+    from vllm_dymoe.cli.bench import Bench
+    from vllm_dymoe.cli.paper import Paper
 
+    asked, common = read_prompts(prompts), json_object("--options", options)
+    workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens, temperature)
+    run = Bench(model, asked, workload, {} if paper else common, json_object("--engine", engine), out)
     if paper is not None:
-        from vllm_dymoe.cli import paper as papers
-
-        asked = read_prompts(prompts)
-        workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens, temperature)
-        papers.run(
-            paper,
-            model,
-            asked,
-            workload,
-            link=link[0] if link else None,
-            tasks=tasks.split(",") if tasks else [],
-            limit=limit,
-            include=include,
-            engine=json_object("--engine", engine),
-            out=out,
-        )
-        return
-    run(
-        model,
-        systems=system or ["on-demand", "exact"],
-        peers=peer or [],
-        budgets=budget or ["25%", "50%"],
-        batches=batch or [1],
-        links=link or [],
-        prompts=prompts,
-        requests=requests,
-        warm_up=warm_up,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        options=json_object("--options", options),
-        engine=json_object("--engine", engine),
-        out=out,
-    )
+        asked_of = tasks.split(",") if tasks else []
+        Paper(run, link[0] if link else None, asked_of, limit, include).show(paper)
+    else:
+        systems = system or ["on-demand", "exact"]
+        run.compare(systems, peer or [], budget or ["25%", "50%"], batch or [1], link or [])
 
 
 @app.command()

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 import vllm_dymoe
-from vllm_dymoe.cli.display import token_progress
+from vllm_dymoe.cli.display import count_progress
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.resolve import resolve_options
@@ -27,7 +27,7 @@ def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, 
     Checkpoint(model)  # refuses what cannot be quantized before an engine starts
     words = list(_read(texts))
     try:
-        with token_progress(f"Calibrating {model.name}") as progress:
+        with count_progress(f"Calibrating {model.name}, tokens") as progress:
             recording = vllm_dymoe.calibrate(
                 model, words, out, tokens=tokens, length=length, progress=progress, **options
             )

@@ -1,4 +1,4 @@
-"""Bytes, or tokens, as a progress bar."""
+"""Progress bars, on stderr if that is a terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,33 +9,41 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
 
+def _bar(*columns: ProgressColumn) -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
 @contextmanager
 def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr if that is a terminal; yields what is called with each number of bytes done."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda nbytes: progress.advance(task, nbytes)
+    """Yields what is called with each number of bytes done."""
+    with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn()) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 @contextmanager
-def token_progress(description: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr if that is a terminal; yields what is called with the tokens done, and those in all."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"{description}, tokens", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+def count_progress(description: str = "", *, lines: bool = False) -> Iterator[Callable[..., None]]:
+    """Yields what is called with how many are done, how many there are, and what is done now.
+
+    Args:
+        description: what is counted.
+        lines: whether to print what is done now where there is no terminal: it may take minutes.
+    """
+    with _bar(MofNCompleteColumn()) as bar:
+        task = bar.add_task(description, total=None)
+
+        def advance(done: int, total: int, now: str = "") -> None:
+            bar.update(task, completed=done, total=total, description=f"{description} {now}".strip())
+            if lines and now and not bar.console.is_terminal:
+                bar.console.print(f"{done} of {total} rows; {now} ...", highlight=False)
+
+        yield advance

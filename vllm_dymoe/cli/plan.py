@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -60,11 +61,9 @@ def run(
         f"Recommended: the fastest of which {GOOD_ENOUGH:.0%} of the likeliest tokens are those of 16 bits, as "
         "measured on this project's small model. Measure quality on yours."
     )
-    console = Console(highlight=False)
-    console.print(said, soft_wrap=True)
-    console.print(table)
-    console.print(recommending, soft_wrap=True)
-    console.print(_command(model, best, shape, serving), soft_wrap=True, markup=False)
+    typer.echo(said)
+    Console(highlight=False).print(table)
+    typer.echo(f"{recommending}\n{_command(model, best, shape, serving)}")
 
 
 def _routings(shape: ModelShape, model: str, trace: Path | None, batch: int) -> Routings:

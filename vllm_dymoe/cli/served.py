@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,24 +25,21 @@ def run(folder: Path) -> None:
     Raises:
         ConfigError: there is none, or a file is something else.
     """
-    results = sorted((_read(path) for path in folder.rglob("*.json")), key=lambda found: found["max_concurrency"] or 0)
+    results = []
+    for path in folder.rglob("*.json"):
+        try:
+            found = json.loads(path.read_text())
+            results.append((found["max_concurrency"] or 0, found["output_throughput"], found))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} is no result of `vllm bench serve` ({error!r}); name a folder of its own."
+            ) from error
     if not results:
         raise ConfigError(f"{folder} has no result of `vllm bench serve --save-result`.")
     table = Table(title=str(folder), title_justify="left")
     for name in _COLUMNS:
         table.add_column(name, justify="right")
-    for found in results:
+    for _, _, found in sorted(results, key=lambda result: result[0]):
         values = ((found.get(field), form) for field, form in _COLUMNS.values())
         table.add_row(*("" if value is None else format(value, form) for value, form in values))
     Console().print(table)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-        found["max_concurrency"], found["output_throughput"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} is no result of `vllm bench serve` ({error!r}); name a folder of its own."
-        ) from error
-    return dict(found)

@@ -270,7 +270,7 @@ def lines(
     if mark is not None:
         axes.axvline(mark[0], color="#5d6970", linestyle=":", label=mark[1])
     axes.set(xlabel=x_label, ylabel=y_label, ylim=(0, None))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", frameon=False)
@@ -285,8 +285,7 @@ def heat_map(values: torch.Tensor, x_label: str, y_label: str, names: Sequence[s
     axes.set(xlabel=x_label, ylabel=y_label)
     if names is not None:
         axes.set_yticks(range(len(names)), [_plain(name if len(name) <= 24 else f"{name[:23]}…") for name in names])
-    for axis in (axes.xaxis, axes.yaxis) if names is None else (axes.xaxis,):
-        axis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="both" if names is None else "x", integer=True)
     figure.colorbar(image, ax=axes, format=lambda value, _: f"{value:.1%}")
     return _svg(figure)
 

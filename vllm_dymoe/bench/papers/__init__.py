@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from vllm_dymoe.bench.papers import duoserve, dymoe, dynaexq, firm
-from vllm_dymoe.bench.papers.base import PaperTable
+from vllm_dymoe.bench.papers.tables import PaperTable
 
 PAPERS: dict[str, Callable[[int], Iterator[PaperTable]]] = {
     "dymoe": dymoe.tables,
@@ -11,7 +11,4 @@ PAPERS: dict[str, Callable[[int], Iterator[PaperTable]]] = {
     "firm": firm.tables,
     "dynaexq": dynaexq.tables,
 }
-
 """By name: from the number of a model's MoE layers to the tables."""
-
-__all__ = ["PAPERS", "PaperTable"]

@@ -1,84 +1,63 @@
 """DuoServe-MoE: Tables 2 and 3, Figures 2, 5 and 6."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from vllm_dymoe.bench.cases import FULL, Subject
-from vllm_dymoe.bench.papers.base import (
-    TRAINED,
-    At,
-    Line,
-    Missing,
-    Number,
-    PaperTable,
-    Recorded,
-    Routed,
-    Speed,
-    peak,
-    rate,
-    request,
-    ttft,
-)
 from vllm_dymoe.bench.papers.routers import patterns
+from vllm_dymoe.bench.papers.tables import RATE, TRAINED, TTFT, At, Numbers, PaperTable, Recorded, Speed, line, of
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.training import Recipe, train
 
-_SYSTEMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "MoESys": ("layer", {"system": "layer-prefetch"}),
-    "ACC": ("top-k", {"system": "on-demand", "system_options": {"overlap": False}}),
-    "DuoServe-MoE": ("top-k", {"system": "duoserve", "predictor": TRAINED}),
-}
 RECIPE = Recipe(epochs=60)
 """Of the networks: a run records few tokens, so that they are read often."""
+_SYSTEMS: Mapping[str, tuple[str, Mapping[str, Any], tuple[float, float]]] = {
+    "MoESys": ("layer", {"system": "layer-prefetch"}, (4.24, 9.13)),
+    "ACC": ("top-k", {"system": "on-demand", "system_options": {"overlap": False}}, (3.63, 8.06)),
+    "DuoServe-MoE": ("top-k", {"system": "duoserve", "predictor": TRAINED}, (3.91, 8.44)),
+    "GPU only": (FULL, {"system": "exact", "system_options": {"look_ahead": 0}}, (25.14, 138.0)),
+}
+_COMPARED = ("MoESys", "ACC", "DuoServe-MoE")
 _OTHER_MODEL = "serve this model, with prompts of this dataset, to repeat its row."
-_GB = {"MoESys": (4.24, 9.13), "ACC": (3.63, 8.06), "DuoServe-MoE": (3.91, 8.44), "GPU only": (25.14, 138.0)}
+_HIT_RATES = {
+    "8x7B, Orca": (66.85, 95.45),
+    "8x7B, SQuAD": (60.23, 92.31),
+    "8x22B, Orca": (56.21, 90.45),
+    "8x22B, SQuAD": (54.16, 90.31),
+}
 
 
 def tables(_moe_layers: int) -> Iterator[PaperTable]:
     """All of them."""
-    memory = [
-        Line(name, Speed(_subject(name), {"ours, MB": (At(_SYSTEMS[name][0]), peak)}), _gigabytes(name))
-        for name in _SYSTEMS
-    ]
-    full = Subject("GPU only", {"system": "exact", "system_options": {"look_ahead": 0}}, budgets=(FULL,))
-    memory.append(Line("GPU only", Speed(full, {"ours, MB": (At(FULL), peak)}), _gigabytes("GPU only")))
-    about = "peak memory: of everything in the paper, of experts here"
-    yield PaperTable("Table 2", about, ("8x7B, GB", "8x22B, GB", "ours, MB"), memory)
+    peak = {"ours, MB": of("decode", "peak_expert_bytes", unit=1e-6)}
+    sizes = ("8x7B, GB", "8x22B, GB")
+    yield PaperTable(
+        "Table 2", "peak memory: of everything in the paper, of experts here", (*sizes, *peak),
+        [line(name, _speed(name, peak), sizes, numbers) for name, (_, _, numbers) in _SYSTEMS.items()],
+    )  # fmt: skip
     columns = ("all experts %", "at least one %")
     yield PaperTable("Table 3", "hit rate of the predictor, on requests that it has not seen", columns, [
-        Line("8x7B, Orca", Missing(_OTHER_MODEL), {columns[0]: 66.85, columns[1]: 95.45}),
-        Line("8x7B, SQuAD", Missing(_OTHER_MODEL), {columns[0]: 60.23, columns[1]: 92.31}),
-        Line("8x22B, Orca", Missing(_OTHER_MODEL), {columns[0]: 56.21, columns[1]: 90.45}),
-        Line("8x22B, SQuAD", Missing(_OTHER_MODEL), {columns[0]: 54.16, columns[1]: 90.31}),
-        Line("this model, the paper's network", Routed(partial(_trained, "paper-shared"))),
-        Line("this model, the default network", Routed(partial(_trained, "linear+input"))),
+        *(line(name, _OTHER_MODEL, columns, numbers) for name, numbers in _HIT_RATES.items()),
+        line("this model, the paper's network", partial(_trained, "paper-shared")),
+        line("this model, the default network", partial(_trained, "linear+input")),
     ])  # fmt: skip
     yield PaperTable("Figure 2", "popularity and affinity, in multiples of chance", (
-        "most popular expert", "strongest affinity"), [Line("routers", Routed(patterns))])  # fmt: skip
-    latency = {"TTFT s": ttft, "end to end s": request}
+        "most popular expert", "strongest affinity"), [line("routers", patterns)])  # fmt: skip
+    latency = {"TTFT s": TTFT, "end to end s": of("request_ms", "mean", unit=1e-3)}
     about = "the paper reports 1.78 to 3.8 times less TTFT and 1.42 to 7.54 times less latency"
-    yield PaperTable("Figure 5", about, tuple(latency), [_speed(name, latency) for name in _SYSTEMS])
+    yield PaperTable("Figure 5", about, tuple(latency), [line(name, _speed(name, latency)) for name in _COMPARED])
     yield PaperTable("Figure 6", "decoding; its distribution is drawn in cdf.png", ("tokens/s",), [
-        _speed(name, {"tokens/s": rate}) for name in _SYSTEMS
+        line(name, _speed(name, {"tokens/s": RATE})) for name in _COMPARED
     ])  # fmt: skip
 
 
-def _subject(name: str) -> Subject:
-    budget, options = _SYSTEMS[name]
-    return Subject(name, options, budgets=(budget,))
+def _speed(name: str, columns: Mapping[str, Callable[..., Any]]) -> Speed:
+    budget, options, _ = _SYSTEMS[name]
+    return Speed(Subject(name, options), {column: (At(budget), show) for column, show in columns.items()})
 
 
-def _speed(name: str, columns: Mapping[str, Any]) -> Line:
-    budget = _SYSTEMS[name][0]
-    return Line(name, Speed(_subject(name), {column: (At(budget), of) for column, of in columns.items()}))
-
-
-def _gigabytes(name: str) -> dict[str, Number]:
-    return dict(zip(("8x7B, GB", "8x22B, GB"), _GB[name], strict=True))
-
-
-def _trained(architecture: str, recorded: Recorded) -> Mapping[str, Number]:
+def _trained(architecture: str, recorded: Recorded) -> Numbers:
     """Hit rates of a network that is trained on the trace now."""
     found = train(recorded.trace, ARCHITECTURES[architecture], RECIPE).metrics["trained"]
     return {"all experts %": 100 * found["all_k"], "at least one %": 100 * found["at_least_one"]}

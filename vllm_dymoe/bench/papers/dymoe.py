@@ -4,15 +4,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_dymoe.bench.cases import Subject
-from vllm_dymoe.bench.papers.base import At, Line, Missing, PaperTable, Quality, Routed, Speed, tpot, ttft
 from vllm_dymoe.bench.papers.routers import heavy_hitters, similarity
+from vllm_dymoe.bench.papers.tables import TPOT, TTFT, At, Line, PaperTable, Quality, Speed, line
 
 _TASKS = {"MMLU": "mmlu", "CMMLU": "cmmlu", "GSM8K": "gsm8k"}
+_C_EVAL = {"C-Eval": "ceval-valid"}
 _PLACES = {"16 GB": "25%", "24 GB": "50%"}
 _HERE = "here with " + " and ".join(f"{share} of the experts for {memory}" for memory, share in _PLACES.items())
-_COLUMNS = {f"{memory} {name}": (At(share), of) for memory, share in _PLACES.items() for name, of in
-            (("TTFT s", ttft), ("TPOT s", tpot))}  # fmt: skip
-_NOTHING_AHEAD: Mapping[str, Any] = {"system_options": {"look_ahead": 0}}
+_COLUMNS = {f"{memory} {name}": (At(share), show) for memory, share in _PLACES.items() for name, show in
+            (("TTFT s", TTFT), ("TPOT s", TPOT))}  # fmt: skip
 # Rounded up, 63 of 64 choices of Mixtral's decode stay high at r = 0.75, and rows 4 to 6 could not differ from 2 and 3.
 _NEAREST = {"rounding": "nearest"}
 _DYMOE: dict[str, Any] = {"system": "dymoe", "system_options": _NEAREST}
@@ -21,16 +21,13 @@ _DYMOE: dict[str, Any] = {"system": "dymoe", "system_options": _NEAREST}
 # differ in one thing at a time.
 _ABLATION: Mapping[str, tuple[Mapping[str, Any], tuple[float, float, float, float]]] = {
     "1. load on demand": ({"system": "on-demand"}, (1.0193, 0.2795, 1.0193, 0.2795)),
-    "2. cache": ({"system": "exact", **_NOTHING_AHEAD}, (0.5922, 0.1489, 0.4893, 0.1273)),
+    "2. cache": ({"system": "exact", "system_options": {"look_ahead": 0}}, (0.5922, 0.1489, 0.4893, 0.1273)),
     "3. cache, prefetch": ({"system": "exact"}, (0.5159, 0.1315, 0.3954, 0.1108)),
     "4. cache, 4/2": (
         _DYMOE | {"lo": 2, "system_options": _NEAREST | {"look_ahead": 0}},
         (0.5431, 0.1307, 0.2423, 0.0796),
     ),
-    "5. cache, 4/2, prefetch": (
-        _DYMOE | {"lo": 2},
-        (0.4269, 0.1150, 0.2121, 0.0754),
-    ),
+    "5. cache, 4/2, prefetch": (_DYMOE | {"lo": 2}, (0.4269, 0.1150, 0.2121, 0.0754)),
     "6. cache, 4/0, prefetch": (_DYMOE, (0.3921, 0.1048, 0.1877, 0.0656)),
 }
 _UNIFORM = {
@@ -46,70 +43,59 @@ _DYNAMIC = {
     ("4/2", 0.9): ((0.6821, 0.5053, 0.6475), (0.7704, 0.8015, 0.9052)),
     ("4/2", 1.0): ((0.6795, 0.5044, 0.6467), (0.7705, 0.8044, 0.8908)),
 }
+_CHOICES = {"random": (False, False), "token-based, equal": (True, False), "token-based, depth-based": (True, True)}
+_SYSTEMS: Mapping[str, Mapping[str, Any]] = {
+    "Accelerate": {"system": "on-demand", "system_options": {"overlap": False}},
+    "DyMoE (4/2)": _DYMOE | {"lo": 2},
+    "DyMoE (4/0)": _DYMOE,
+}
 _ELSEWHERE = "a system of its own, not built on this plugin; measure its server with --peer http://..."
 
 
 def tables(moe_layers: int) -> Iterator[PaperTable]:
     """All of them."""
-    yield PaperTable("Table 1", "uniform quantization", tuple(_TASKS), [*_quality_of_uniform()])
-    yield PaperTable("Table 2", "4/0 and 4/2 at three retentions", tuple(_TASKS), [*_quality_of_dymoe()])
+    yield PaperTable("Table 1", "uniform quantization", tuple(_TASKS), [
+        row for label, (options, *both) in _UNIFORM.items() for row in _of_both_models(label, options, both)
+    ])  # fmt: skip
+    yield PaperTable("Table 2", "4/0 and 4/2 at three retentions", tuple(_TASKS), [
+        row for (tiers, r), both in _DYNAMIC.items()
+        for row in _of_both_models(f"{tiers}, r = {r}", _dymoe(tiers, r), both)
+    ])  # fmt: skip
     yield PaperTable("Table 3", f"Mixtral-8x7B on an RTX 3090 and PCIe 3; {_HERE}", tuple(_COLUMNS), [
-        Line(label, Speed(Subject(label, options), _COLUMNS), dict(zip(_COLUMNS, numbers, strict=True)))
+        line(label, Speed(Subject(label, options), _COLUMNS), _COLUMNS, numbers)
         for label, (options, numbers) in _ABLATION.items()
     ])  # fmt: skip
-    yield PaperTable("Figure 3", "which experts are kept; the paper has C-Eval", ("C-Eval",), [*_choices()])
+    yield PaperTable("Figure 3", "which experts are kept; the paper has C-Eval", tuple(_C_EVAL), [
+        line(label, Quality({"hi": 4, "system": "chosen", "system_options": {
+            "retention": 0.75, "by_importance": by_importance, "by_depth": by_depth}}, _C_EVAL))
+        for label, (by_importance, by_depth) in _CHOICES.items()
+    ])  # fmt: skip
     yield PaperTable("Figure 4", "where the heavy hitters of prompts go, beside all of their tokens", (
         "of all tokens, to the busiest quarter %", "of heavy hitters %", "correlation of the loads"), [
-        Line("experts", Routed(heavy_hitters))
+        line("experts", heavy_hitters)
     ])  # fmt: skip
-    yield PaperTable("Figure 5", "one layer at 2 bits, the others at 16", ("C-Eval",), [
-        Line(f"layer {layer}", Quality({"hi": 16, "lo": 2, "system": "one layer low",
-                                        "system_options": {"layer": layer}}, {"C-Eval": "ceval-valid"}))
+    yield PaperTable("Figure 5", "one layer at 2 bits, the others at 16", tuple(_C_EVAL), [
+        line(f"layer {layer}", Quality({"hi": 16, "lo": 2, "system": "one layer low",
+                                        "system_options": {"layer": layer}}, _C_EVAL))
         for layer in range(moe_layers)
     ])  # fmt: skip
     yield PaperTable("Figure 6", "cosine of neighbouring layers' inputs; the paper draws 0.8 to 1", (
-        "lowest", "mean", "highest"), [Line("router inputs", Routed(similarity))])  # fmt: skip
-    yield PaperTable("Figure 10", f"systems; {_HERE}", tuple(_COLUMNS), [*_systems()])
-    yield PaperTable("Figure 11", "quality over retention: Table 2 has its numbers", tuple(_TASKS), [
-        Line(f"4/2, r = {r}", Quality(_dymoe("4/2", r), _TASKS)) for r in (0.5, 0.6, 0.7, 0.8)
+        "lowest", "mean", "highest"), [line("router inputs", similarity)])  # fmt: skip
+    yield PaperTable("Figure 10", f"systems; {_HERE}", tuple(_COLUMNS), [
+        *(line(label, Speed(Subject(label, options), _COLUMNS)) for label, options in _SYSTEMS.items()),
+        *(line(label, _ELSEWHERE) for label in ("Mixtral-Offloading", "MoE-Infinity", "Fiddler")),
     ])  # fmt: skip
+    yield PaperTable("Figure 11", "quality over retention: Table 2 has its numbers", tuple(_TASKS), [
+        line(f"4/2, r = {r}", Quality(_dymoe("4/2", r), _TASKS)) for r in (0.5, 0.6, 0.7, 0.8)
+    ])  # fmt: skip
+
+
+def _of_both_models(label: str, options: Mapping[str, Any], both: Any) -> Iterator[Line]:
+    for model, numbers in zip(("Mixtral", "Qwen3"), both, strict=True):
+        yield line(f"{label} ({model})", Quality(options, _TASKS), _TASKS, numbers)
 
 
 def _dymoe(tiers: str, retention: float) -> dict[str, Any]:
     # Every expert fits on the device here, so that reuse would compute all of them high.
     chosen = {"retention": retention, "reuse_high": False}
     return {"hi": 4, "lo": int(tiers[2:]), "system": "dymoe", "system_options": chosen}
-
-
-def _quality_of_uniform() -> Iterator[Line]:
-    for label, (options, *both) in _UNIFORM.items():
-        for model, numbers in zip(("Mixtral", "Qwen3"), both, strict=True):
-            yield Line(f"{label} ({model})", Quality(options, _TASKS), dict(zip(_TASKS, numbers, strict=True)))
-
-
-def _quality_of_dymoe() -> Iterator[Line]:
-    for (tiers, retention), both in _DYNAMIC.items():
-        for model, numbers in zip(("Mixtral", "Qwen3"), both, strict=True):
-            ours = Quality(_dymoe(tiers, retention), _TASKS)
-            yield Line(f"{tiers}, r = {retention} ({model})", ours, dict(zip(_TASKS, numbers, strict=True)))
-
-
-def _choices() -> Iterator[Line]:
-    for label, by_importance, by_depth in (
-        ("random", False, False), ("token-based, equal", True, False), ("token-based, depth-based", True, True),
-    ):  # fmt: skip
-        chosen = {"retention": 0.75, "by_importance": by_importance, "by_depth": by_depth}
-        options = {"hi": 4, "system": "chosen", "system_options": chosen}
-        yield Line(label, Quality(options, {"C-Eval": "ceval-valid"}))
-
-
-def _systems() -> Iterator[Line]:
-    ours: dict[str, Mapping[str, Any]] = {
-        "Accelerate": {"system": "on-demand", "system_options": {"overlap": False}},
-        "DyMoE (4/2)": _DYMOE | {"lo": 2},
-        "DyMoE (4/0)": _DYMOE,
-    }
-    for label, options in ours.items():
-        yield Line(label, Speed(Subject(label, options), _COLUMNS))
-    for label in ("Mixtral-Offloading", "MoE-Infinity", "Fiddler"):
-        yield Line(label, Missing(_ELSEWHERE))

@@ -5,15 +5,17 @@ from functools import partial
 from typing import Any
 
 from vllm_dymoe.bench.cases import Subject
-from vllm_dymoe.bench.papers.base import At, Line, Missing, PaperTable, Routed, Speed, rate, tpot
 from vllm_dymoe.bench.papers.routers import best_setting, strategy
+from vllm_dymoe.bench.papers.tables import RATE, TPOT, At, PaperTable, Speed, line
 from vllm_dymoe.predict.meeting_of_layers import Votes
 
 # Slots of the paper's caches as shares of Qwen1.5-MoE's 1440 experts.
 _CACHES = {"128": "9%", "256": "18%", "512": "36%", "768": "53%"}
+_SECONDS = {cache: (At(share), TPOT) for cache, share in _CACHES.items()}
+_RATES = {cache: (At(share), RATE) for cache, share in _CACHES.items()}
 _K, _P, _TOP_K = 3, 3, 4
 _PROMPTS, _ANSWERS = (16, 32, 64, 128, 256), (16, 32, 64)  # the paper has 15 pairs, and does not print which
-_LENGTHS = {f"{prompt}/{answer}": At("18%", 1, prompt, answer) for prompt in _PROMPTS for answer in _ANSWERS}
+_LENGTHS = {f"{prompt}/{answer}": (At("18%", 1, prompt, answer), RATE) for prompt in _PROMPTS for answer in _ANSWERS}
 
 
 def _parts(ahead: str, projections: int, **parameters: Any) -> Mapping[str, Any]:
@@ -28,62 +30,48 @@ _TABLE_1: Mapping[str, tuple[Mapping[str, Any], tuple[float, ...]]] = {
     "All": ({"system": "firm", "system_options": {"projections": 1}}, (0.292, 0.277, 0.263, 0.212)),
 }
 _TABLE_2 = {1: (3.51, 3.6, 3.8, 4.71), 2: (3.75, 3.87, 4.32, 4.92)}
+_AGREE = Votes((1.0,) * _P, float(_P))
+_STRATEGIES: Mapping[str, tuple[int, int, Votes, Mapping[str, float]]] = {
+    "MoL": (_K, _P, _AGREE, {"utilisation %": 90.5, "accuracy %": 59.8}),
+    "Top4": (_TOP_K, 1, Votes((1.0,), 1.0), {"utilisation %": 78.8}),
+    "Union": (_K, _P, Votes((1.0,) * _P, 1.0), {}),
+    **{f"Weighted Voting, at least {least}": (_K, _P, Votes((1.5, 1.0, 0.5), least), {}) for least in (1.5, 2.5, 3.0)},
+}
 
 
 def tables(_moe_layers: int) -> Iterator[PaperTable]:
     """All of them."""
-    seconds = {cache: (At(share), tpot) for cache, share in _CACHES.items()}
-    rates = {cache: (At(share), rate) for cache, share in _CACHES.items()}
     here = ", ".join(f"{share} for {cache}" for cache, share in _CACHES.items())
     about = f"s per token of Qwen1.5-MoE-A2.7B on an RTX 3090 and PCIe 4; here as shares of the experts, {here}"
     yield PaperTable("Table 1", about, tuple(_CACHES), [
-        Line(label, Speed(Subject(label, options), seconds), dict(zip(_CACHES, numbers, strict=True)))
+        line(label, Speed(Subject(label, options), _SECONDS), _CACHES, numbers)
         for label, (options, numbers) in _TABLE_1.items()
     ])  # fmt: skip
     about = "tokens per second of Qwen1.5-MoE-A2.7B, by projections that are fetched ahead"
     yield PaperTable("Table 2", about, tuple(_CACHES), [
-        Line(f"n = {n}", Speed(_firm(n), rates), dict(zip(_CACHES, numbers, strict=True)))
-        for n, numbers in _TABLE_2.items()
+        line(f"n = {n}", Speed(_firm(n), _RATES), _CACHES, numbers) for n, numbers in _TABLE_2.items()
     ])  # fmt: skip
     yield PaperTable("Figure 4", "s per token of systems", tuple(_CACHES), [
-        Line("FIRM-MoE", Speed(_firm(1), seconds)),
-        Line("BB", Speed(Subject("Baseline", _TABLE_1["Baseline"][0]), seconds)),
-        *(Line(name, Missing("a system of its own; measure its server with --peer http://..."))
+        line("FIRM-MoE", Speed(_firm(1), _SECONDS)),
+        line("BB", Speed(Subject("Baseline", _TABLE_1["Baseline"][0]), _SECONDS)),
+        *(line(name, "a system of its own; measure its server with --peer http://...")
           for name in ("AP", "MI", "DP", "Fiddler")),
     ])  # fmt: skip
-    lengths = {pair: (at, rate) for pair, at in _LENGTHS.items()}
     yield PaperTable("Figure 5", "tokens per second over tokens of prompt and answer", tuple(_LENGTHS), [
-        Line("FIRM-MoE", Speed(_firm(1), lengths)),
-        *(Line(name, Missing(f"beside it: `vllm-dymoe bench MODEL --peer {peer}`."))
+        line("FIRM-MoE", Speed(_firm(1), _LENGTHS)),
+        *(line(name, f"beside it: `vllm-dymoe bench MODEL --peer {peer}`.")
           for name, peer in (("Fiddler", "http://..."), ("Llama.cpp", "llama.cpp"))),
     ])  # fmt: skip
-    yield PaperTable("Figure 6", "K and P of the lowest cost (Eq. 11), without a cache here", ("K", "P", "cost"), [
-        Line(group, Routed(partial(_best, group)), {"K": k, "P": 3})
+    columns = ("K", "P", "cost")
+    yield PaperTable("Figure 6", "K and P of the lowest cost (Eq. 11), without a cache here", columns, [
+        line(group, partial(best_setting, group=group), columns[:2], (k, 3))
         for group, k in (("shallow", 4), ("middle", 8), ("deep", 8))
     ])  # fmt: skip
-    yield PaperTable(
-        "Figure 7", "what layers name, Qwen1.5-MoE-A2.7B", ("utilisation %", "accuracy %"), [*_strategies()]
-    )
+    yield PaperTable("Figure 7", "what layers name, Qwen1.5-MoE-A2.7B", ("utilisation %", "accuracy %"), [
+        line(name, partial(strategy, k=k, p=p, votes=votes), numbers, tuple(numbers.values()))
+        for name, (k, p, votes, numbers) in _STRATEGIES.items()
+    ])  # fmt: skip
 
 
 def _firm(projections: int) -> Subject:
     return Subject(f"firm, n = {projections}", {"system": "firm", "system_options": {"projections": projections}})
-
-
-def _best(group: str, recorded: Any) -> Mapping[str, Any]:
-    return best_setting(recorded, group)
-
-
-def _strategies() -> Iterator[Line]:
-    agree = Votes((1.0,) * _P, float(_P))
-    paper = {"MoL": (90.5, 59.8), "Top4": (78.8, None)}
-    ways: dict[str, tuple[int, int, Votes]] = {
-        "MoL": (_K, _P, agree),
-        "Top4": (_TOP_K, 1, Votes((1.0,), 1.0)),
-        "Union": (_K, _P, Votes((1.0,) * _P, 1.0)),
-        **{f"Weighted Voting, at least {least}": (_K, _P, Votes((1.5, 1.0, 0.5), least)) for least in (1.5, 2.5, 3.0)},
-    }
-    for name, (k, p, votes) in ways.items():
-        numbers = paper.get(name)
-        said = {} if numbers is None else {"utilisation %": numbers[0], "accuracy %": numbers[1]}
-        yield Line(name, Routed(partial(strategy, k=k, p=p, votes=votes)), said)

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import torch
 
-from vllm_dymoe.bench.papers.base import Number, Recorded
+from vllm_dymoe.bench.papers.tables import Number, Numbers, Recorded
 from vllm_dymoe.observe.statistics import (
     activation_similarity,
     affinity,
@@ -23,7 +23,7 @@ _ALPHA = _BETA = 0.5  # of Eq. 11
 _TOKENS = 2000  # as FIRM-MoE counts (section "Impact of Fine-Grained Pre-fetching")
 
 
-def similarity(recorded: Recorded) -> Mapping[str, Number]:
+def similarity(recorded: Recorded) -> Numbers:
     """Cosine between the router inputs of neighbouring layers (DyMoE Figure 6)."""
     found = activation_similarity(recorded.trace)
     if found is None:
@@ -31,7 +31,7 @@ def similarity(recorded: Recorded) -> Mapping[str, Number]:
     return {"lowest": float(found.min()), "mean": float(found.mean()), "highest": float(found.max())}
 
 
-def heavy_hitters(recorded: Recorded) -> Mapping[str, Number]:
+def heavy_hitters(recorded: Recorded) -> Numbers:
     """Whether tokens that matter go to other experts than tokens do (DyMoE Figure 4), means over the layers."""
     trace: Trace = recorded.trace
     if trace.heavy is None:
@@ -47,7 +47,7 @@ def heavy_hitters(recorded: Recorded) -> Mapping[str, Number]:
     }
 
 
-def hot_sets(recorded: Recorded) -> Mapping[str, Number]:
+def hot_sets(recorded: Recorded) -> Numbers:
     """How much the ten hottest experts of a layer carry, and two domains share of them (DynaExq Figure 2)."""
     trace: Trace = recorded.trace
     top = min(10, trace.header.num_experts)
@@ -61,7 +61,7 @@ def hot_sets(recorded: Recorded) -> Mapping[str, Number]:
     return found
 
 
-def patterns(recorded: Recorded) -> Mapping[str, Number]:
+def patterns(recorded: Recorded) -> Numbers:
     """How uneven experts are used, and follow each other, in multiples of chance (DuoServe-MoE Figure 2)."""
     experts = recorded.trace.header.num_experts
     return {
@@ -80,22 +80,16 @@ def activated(recorded: Recorded, batch: int, *, prefill: bool) -> float | None:
     """
     trace: Trace = recorded.trace
     part = trace.select(trace.prefill == prefill)
-    requests = [tokens for tokens in part.by_request() if len(tokens)]
-    if len(requests) < batch:
-        return None
-    steps: list[torch.Tensor] = []
-    for first in range(0, len(requests) - batch + 1, batch):
-        together = requests[first : first + batch]
-        if prefill:
-            steps.append(torch.cat(together))
-        else:
-            length = min(map(len, together))
-            steps += [torch.stack([tokens[place] for tokens in together]) for place in range(length)]
-    layers = range(trace.header.num_layers)
+    steps = list(part.steps(batch))
+    if prefill:
+        requests = list(part.by_request())
+        steps = [torch.cat(requests[i : i + batch]) for i in range(0, len(requests) - batch + 1, batch)]
     shares = [
-        len(part.experts[step, layer].unique()) / trace.header.num_experts for step in steps[:256] for layer in layers
+        len(part.experts[step, layer].unique()) / trace.header.num_experts
+        for step in steps[:256]
+        for layer in range(trace.header.num_layers)
     ]
-    return 100 * sum(shares) / len(shares)
+    return 100 * sum(shares) / len(shares) if shares else None
 
 
 def _inputs(recorded: Recorded) -> Trace:
@@ -126,7 +120,7 @@ def _meetings(
         yield layer, named, wanted
 
 
-def strategy(recorded: Recorded, k: int, p: int, votes: Votes) -> Mapping[str, Number]:
+def strategy(recorded: Recorded, k: int, p: int, votes: Votes) -> Numbers:
     """Expert utilisation and prediction accuracy of a way to name experts (FIRM-MoE Figure 7, Eqs. 7 and 8)."""
     right = named = wanted = 0
     for _, said, asked in _meetings(_inputs(recorded), recorded.gates, k, p, votes):
@@ -155,7 +149,7 @@ def cost_map(recorded: Recorded, largest_k: int, largest_p: int) -> Mapping[tupl
     return found
 
 
-def best_setting(recorded: Recorded, group: str) -> Mapping[str, Number]:
+def best_setting(recorded: Recorded, group: str) -> Numbers:
     """The K and P of the lowest cost for a third of the layers."""
     top_k = recorded.trace.header.top_k
     found = {key: cost for key, cost in cost_map(recorded, 2 * top_k, 4).items() if key[0] == group}

@@ -1,0 +1,215 @@
+"""A paper's tables: its rows, its numbers, where ours come from, and both side by side."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import getitem
+from typing import Any
+
+from vllm_dymoe.bench.cases import Case, Subject, Workload
+from vllm_dymoe.bench.rows import Row
+from vllm_dymoe.bench.table import markdown
+
+Number = float | str | None
+Numbers = Mapping[str, Number]
+TRAINED = "trained here"
+"""In place of a predictor's file: DuoServe-MoE's network, trained on the run's prompts that are not measured."""
+_WHOLE = 1000
+"""Numbers from here on are written without a fraction."""
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a system is measured.
+
+    Attributes:
+        budget: of experts.
+        batch: requests at once.
+        prompt_tokens: of each prompt; None takes the run's prompts as they are.
+        max_tokens: of each answer; None for those of the run.
+    """
+
+    budget: str
+    batch: int = 1
+    prompt_tokens: int | None = None
+    max_tokens: int | None = None
+
+    def case(self, subject: Subject, model: str, workload: Workload, engine: Mapping[str, Any]) -> Case:
+        """Of a run's workload: at least as many requests as the batch has, at the lengths that are asked for."""
+        asked = replace(
+            workload, requests=max(workload.requests, self.batch), prompt_tokens=self.prompt_tokens,
+            max_tokens=self.max_tokens or workload.max_tokens,
+        )  # fmt: skip
+        return Case(model, replace(subject, budgets=None), self.budget, self.batch, asked, engine)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Ours come from rows of one system; for each column where it is measured, and what of the row it shows."""
+
+    subject: Subject
+    columns: Mapping[str, tuple[At, Callable[[Row], Number]]]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Ours come from lm-eval, with options of the plugin; for each column the task of the paper."""
+
+    options: Mapping[str, Any]
+    tasks: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What is known of a model's routers.
+
+    Attributes:
+        trace: of prompts, with the routers' inputs.
+        gates: [experts, hidden] of each layer; empty where they are not known.
+        shape: sizes of the model by name, as its config.json has them.
+    """
+
+    trace: Any
+    gates: Sequence[Any]
+    shape: Numbers
+
+
+Source = Speed | Quality | Callable[[Recorded], Numbers] | str
+"""Where ours come from; a function of a trace, or a sentence that says why there are none."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row: as the paper has it, where ours come from, and its numbers by column, if it prints them."""
+
+    label: str
+    ours: Source
+    paper: Numbers = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table, or a figure as a table.
+
+    Attributes:
+        name: as the paper has it.
+        about: what it shows, and on what the paper measured it.
+        columns: in their order.
+        lines: in theirs.
+    """
+
+    name: str
+    about: str
+    columns: Sequence[str]
+    lines: Sequence[Line]
+
+
+def line(label: str, ours: Source, columns: Sequence[str] | Mapping[str, Any] = (), numbers: Any = ()) -> Line:
+    """A row with the paper's number for each column."""
+    return Line(label, ours, dict(zip(columns, numbers, strict=True)) if numbers else {})
+
+
+def of(*path: str, unit: float = 1.0) -> Callable[[Row], Number]:
+    """A number of what was measured, by its place in a row."""
+    return lambda row: unit * float(reduce(getitem, path, row["measured"]))
+
+
+TTFT = of("ttft_ms", "median", unit=1e-3)
+"""Seconds to the first token."""
+TPOT = of("tpot_ms", "mean", unit=1e-3)
+"""Seconds for each later token."""
+RATE = of("decode_tokens_per_second")
+
+
+def cases_of(
+    tables: Sequence[PaperTable], model: str, workload: Workload, engine: Mapping[str, Any],
+    change: Callable[[Subject], Subject],
+) -> list[Case]:  # fmt: skip
+    """Everything that has to be measured for the tables, each once; ``change`` puts a subject behind the run's link."""
+    found: dict[str, Case] = {}
+    for source in (line.ours for table in tables for line in table.lines):
+        if isinstance(source, Speed):
+            subject = change(source.subject)
+            for at, _ in source.columns.values():
+                case = at.case(subject, model, workload, engine)
+                found[case.key] = case
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Filled:
+    """One row with ours by column, or a sentence that says why there are none."""
+
+    line: Line
+    ours: Numbers
+    why: str = ""
+
+
+def fill(
+    line: Line,
+    row_of: Callable[[Subject, At], Row],
+    recorded: Callable[[], Recorded],
+    scores: Callable[[Quality], Numbers | str],
+) -> Filled:
+    """Our numbers for one row.
+
+    Args:
+        line: the paper's row.
+        row_of: what was measured of a subject there.
+        recorded: the trace.
+        scores: of lm-eval by column, or why there are none.
+    """
+    source = line.ours
+    if isinstance(source, Speed):
+        return Filled(line, {name: show(row_of(source.subject, at)) for name, (at, show) in source.columns.items()})
+    if isinstance(source, str):
+        return Filled(line, {}, source)
+    if isinstance(source, Quality):
+        found = scores(source)
+        return Filled(line, {}, found) if isinstance(found, str) else Filled(line, found)
+    try:
+        return Filled(line, source(recorded()))
+    except ValueError as error:
+        return Filled(line, {}, f"{error}.")
+
+
+def lines(table: PaperTable, filled: Sequence[Filled]) -> tuple[list[str], list[list[str]], list[str]]:
+    """Head, body and footnotes of a table, as text; ours of other tasks than the paper's come last."""
+    names = dict.fromkeys([*table.columns, *(name for row in filled for name in row.ours)])
+    pairs = {name: [(row.line.paper.get(name), row.ours.get(name)) for row in filled] for name in names}
+    head, body = [""], [[row.line.label] for row in filled]
+    for name, values in pairs.items():
+        for place, whose in enumerate(("paper", "ours")):
+            if any(pair[place] is not None for pair in values):
+                head.append(f"{name}, {whose}")
+                for cells, pair in zip(body, values, strict=True):
+                    cells.append(_cell(pair[place]))
+    why: dict[str, list[str]] = {}
+    for row in filled:
+        if row.why:
+            why.setdefault(row.why, []).append(row.line.label)
+    notes = [
+        f"{'All rows' if len(labels) == len(filled) > 1 else ', '.join(labels)}: {sentence}"
+        for sentence, labels in why.items()
+    ]
+    return head, body, notes
+
+
+def _cell(value: Number) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{value:,.0f}" if abs(value) >= _WHOLE else f"{value:.4g}"
+
+
+def as_markdown(title: str, tables: Sequence[tuple[PaperTable, Sequence[Filled]]]) -> str:
+    """All tables as one page."""
+
+    def parts() -> Iterator[str]:
+        yield f"# {title}"
+        for table, filled in tables:
+            head, body, notes = lines(table, filled)
+            yield f"## {table.name}: {table.about}"
+            yield markdown(head, body)
+            yield from notes
+
+    return "\n\n".join(parts()) + "\n"

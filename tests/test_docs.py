@@ -105,7 +105,7 @@ def test_places_in_the_code_exist():
     page = DOCS["docs/architecture.md"]
     classes = {}
     found = re.findall(r"`([\w/]+\.py)(?:::([\w.]+))?`", page)
-    assert len(found) > 30
+    assert len(found) > 20
     for path, name in found:
         file = next((root / path for root in (ROOT / "vllm_dymoe", ROOT) if (root / path).is_file()), None)
         assert file is not None, f"{path} does not exist"
@@ -214,8 +214,8 @@ def test_every_field_of_the_manifest():
 
 
 def test_every_field_of_the_quantization_config():
-    rows = table(FORMAT, "fields: quantization_config")
-    assert [code(row["field of `quantization_config`"])[0] for row in rows] == list(Recipe().to_json())
+    sentence = FORMAT.split("<!-- fields: quantization_config -->\n", 1)[1].splitlines()[0]
+    assert code(sentence)[1:] == list(Recipe().to_json())
 
 
 def test_the_version_of_the_format():

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 RECORD = ROOT / "tests" / "e2e" / "models.json"
 _KINDS = {int: "a number", float: "a number", bool: "`true`, `false`", Path: "a path", str: "a name", dict: "an object"}
+_LIMITS = {"ge": "from {}", "gt": "above {}", "le": "up to {}"}
 _BUDGETS = ("auto", "top-k", "layer")
 
 
@@ -48,15 +49,9 @@ def values(field: FieldInfo, choices: Iterable[str] = ()) -> str:
         kind = next(part for part in get_args(kind) if part is not type(None))
     if get_origin(kind) is Literal:
         return ", ".join(map(code, get_args(kind)))
-    name = _KINDS.get(get_origin(kind) or kind, "see below")
-    words = {"ge": "from {}", "gt": "above {}", "le": "up to {}"}
-    limits = [
-        words[limit].format(getattr(bound, limit))
-        for bound in field.metadata
-        for limit in words
-        if hasattr(bound, limit)
-    ]
-    return " ".join([name, *limits])
+    limits = {limit: getattr(bound, limit) for bound in field.metadata for limit in _LIMITS if hasattr(bound, limit)}
+    words = [_LIMITS[limit].format(value) for limit, value in limits.items()]
+    return " ".join(words) or _KINDS.get(get_origin(kind) or kind, "see below")
 
 
 def options() -> str:

@@ -94,7 +94,7 @@ def pack_floats(
     # As bytes, of which a pad is 0: not every dtype of scales can be padded.
     raw = scales.contiguous().view(torch.uint8).view(format.rows, format.groups, -1)
     raw = torch.nn.functional.pad(raw, (0, 0, 0, 0, 0, format.padded_rows - format.rows))
-    raw = raw.view(format.blocks, BLOCK_ROWS, format.groups, -1).transpose(1, 2)
+    raw = raw.view(format.padded_rows // BLOCK_ROWS, BLOCK_ROWS, format.groups, -1).transpose(1, 2)
     packed.scales.view(torch.uint8).view(raw.shape).copy_(raw)
 
 
@@ -169,7 +169,7 @@ def _loaded(stored: Tensor, format: MatrixFormat) -> Tensor:
         return _codes(stored)
     halves = stored.view(-1, 1, format.fold // 2 * PAIR_BYTES)
     pairs = torch.cat((halves & 0x33, halves >> 2 & 0x33), 1)
-    return _codes(pairs.view(format.blocks, format.padded_columns, PAIR_BYTES))
+    return _codes(pairs.view(format.padded_rows // BLOCK_ROWS, format.padded_columns, PAIR_BYTES))
 
 
 def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -56,7 +56,7 @@ def make_expert(shape: ExpertShape, bits: int, seed: int) -> tuple[list[PackedMa
             scales = (torch.rand(fmt.rows, fmt.groups, generator=generator) + 0.5) * size * 4 / (1 << bits)
             zeros = torch.randn(fmt.rows, fmt.groups, generator=generator) * size / 4
             if fmt.integer_zeros:
-                zeros = torch.randint(-fmt.midpoint, fmt.midpoint + 1, zeros.shape, generator=generator)
+                zeros = torch.randint(-fmt.code.midpoint, fmt.code.midpoint + 1, zeros.shape, generator=generator)
             order = torch.randperm(fmt.columns, generator=generator) if fmt.act_order else None
             pack(fmt, codes, scales.to(fmt.dtype), zeros.to(fmt.dtype), section, order)
         else:

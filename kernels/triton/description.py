@@ -160,7 +160,7 @@ class Description:
         places = []
         for row, expert in placed:
             gate, up, down = expert
-            widths = gate.format.tag, up.format.tag, down.format.tag
+            widths = gate.format.code.tag, up.format.code.tag, down.format.code.tag
             places.append(Place(row, _checked(gate.addresses[0], up.addresses[0], down.addresses[0]), widths))
             if gate.fine is not None and self._nested:
                 fine = _checked(gate.addresses[-1], up.addresses[-1], down.addresses[-1])

@@ -47,7 +47,7 @@ class Kind(NamedTuple):
     def of(cls, format: MatrixFormat) -> "Kind":
         """That of a format."""
         nested = format.bits if format.nested else format.code.upper_of
-        return cls(format.tag, format.integer_zeros, format.act_order, nested)
+        return cls(format.code.tag, format.integer_zeros, format.act_order, nested)
 
 
 class TritonKernel:
@@ -170,7 +170,7 @@ class TritonKernel:
         Raises:
             ValueError: they cannot share a launch.
         """
-        tiers = frozenset(fmt.tag for three in formats for fmt in three)
+        tiers = frozenset(fmt.code.tag for three in formats for fmt in three)
         return common_shape(formats, self._kinds), tiers.union(kind.bits for kind in self._kinds)
 
     def plan(self, shape: ExpertShape, counts: Sequence[int]) -> tuple[Tiles, Plan]:
@@ -232,7 +232,7 @@ def common_shape(formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> Expe
 
 
 def _own_groups(format: MatrixFormat) -> bool:
-    return format.codebook is not None and format.codebook.group_size is not None
+    return format.code.floats and format.code.group_size is not None
 
 
 def _formats(packed: Expert) -> Formats:

@@ -38,13 +38,13 @@ def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
         packed.weight.copy_(torch.randn(format.rows, format.columns, generator=generator) * size)
         return _with_bias(packed, generator)
     shape = (format.rows, format.columns)
-    if format.codebook is not None:
+    if format.code.floats:
         _pack_random_floats(format, size, section, generator)
         return _with_bias(format.view(section), generator)
     codes = torch.randint(0, 1 << format.bits, shape, generator=generator, dtype=torch.uint8)
     scales = (torch.rand(format.rows, format.groups, generator=generator) + 0.5) * size * 4 / (1 << format.bits)
     if format.integer_zeros:
-        zeros = torch.randint(-format.midpoint, format.midpoint + 1, scales.shape, generator=generator)
+        zeros = torch.randint(-format.code.midpoint, format.code.midpoint + 1, scales.shape, generator=generator)
     else:
         zeros = torch.randn(scales.shape, generator=generator) * size / 4
     order = torch.randperm(format.columns, generator=generator) if format.act_order else None
@@ -61,10 +61,10 @@ def _pack_random_floats(format: MatrixFormat, size: float, section: torch.Tensor
     codes[(codes & 0x7F) == 0x7F] = 1  # NaN in e4m3
     scales = torch.rand(format.rows, format.groups, generator=generator) + 0.5
     factor = (1.0, 1.0)
-    if format.codebook is MXFP4:
+    if format.code is MXFP4:
         exponents = 124 + scales.mul(4).to(torch.int32) - format.columns.bit_length() // 2
         scales = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
-    elif format.codebook.has_factor:
+    elif format.code.has_factor:
         scales, factor = (scales * 200).to(torch.float8_e4m3fn), (size, 800.0)
     else:
         scales = scales * size / 100

@@ -9,7 +9,7 @@ from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Format
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.residency.slots import SlotPool
-from vllm_dymoe.residency.table import check_integrity, layer_shares
+from vllm_dymoe.residency.table import check_integrity, coldest_of, layer_shares
 from vllm_dymoe.residency.tier import Tier
 
 CPU = torch.device("cpu")
@@ -40,10 +40,10 @@ def test_the_coldest_of_those_that_are_not_spared():
     table = used(3, 0, 1, 1, 2, 2, 2)
     for expert in range(3):
         table.publish(0, expert, Tier.HI, expert)
-    assert table.coldest(0, Tier.HI, set()) == 0
-    assert table.coldest(0, Tier.HI, {0}) == 1
-    assert table.coldest(0, Tier.HI, {0, 1, 2}) is None
-    assert table.coldest(0, Tier.LO, set()) is None
+    assert coldest_of(table, 0, Tier.HI, set()) == 0
+    assert coldest_of(table, 0, Tier.HI, {0}) == 1
+    assert coldest_of(table, 0, Tier.HI, {0, 1, 2}) is None
+    assert coldest_of(table, 0, Tier.LO, set()) is None
     table.clear()
     assert not table.tier.any()
     assert not table.heat.any()

@@ -112,7 +112,7 @@ def test_another_predictor_ends_it_because_graphs_hold_the_first_one():
         moved = runtime.stats().bytes_moved["prefetch"]
         assert moved > 0
         end()
-        assert not runtime.memory.fetches_in_graphs
+        assert not runtime.memory.device_side.most_ahead
         whole_step(lambda *layer: decode(runtime, *layer), 0, 2)
         assert runtime.stats().bytes_moved["prefetch"] == moved
 

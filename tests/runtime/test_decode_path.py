@@ -48,7 +48,7 @@ def test_every_kind_of_experts_is_decided_and_computed(kind):
     want = run(make_runtime(store, system=MIXED, hi=high), STEPS, activation)
     runtime = decided_runtime(store, "50%", MIXED, hi=high)
     assert equal(run_decided(runtime, STEPS, activation), want)
-    assert runtime.memory.device_side.table.bits[[LOW, HIGH]].tolist() == [low, formats[high].matrices[2].tag]
+    assert runtime.memory.device_side.table.bits[[LOW, HIGH]].tolist() == [low, formats[high].code.tag]
 
 
 @pytest.mark.parametrize("lo", [0, 2], ids=["one tier", "two tiers"])

@@ -17,7 +17,7 @@ from vllm_dymoe.residency.table import layer_shares
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.device_memory import HostMemory
 from vllm_dymoe.runtime.fetcher import Fetcher
-from vllm_dymoe.runtime.memory import ExpertMemory
+from vllm_dymoe.runtime.memory import ExpertMemory, check_memory
 from vllm_dymoe.runtime.prefetch import Prefetcher, PrefetchStats
 from vllm_dymoe.runtime.sizing import SlotPlan
 from vllm_dymoe.systems.dymoe import Dymoe
@@ -145,7 +145,7 @@ class Ahead:
 
     def check(self, *held):
         waiting = [*self.prefetcher.ahead, *self.fetcher.orphaned, *held]
-        self.memory.check_integrity((fetch.tier, fetch.slot, fetch.kept) for fetch in waiting)
+        check_memory(self.memory, ((fetch.tier, fetch.slot, fetch.kept) for fetch in waiting))
 
 
 def make_ahead(slots=6, staging=2, projections=3):

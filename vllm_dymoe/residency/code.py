@@ -53,6 +53,11 @@ class Code:
         """Whether codes are published floats."""
         return self.scale_dtype is not None
 
+    @property
+    def midpoint(self) -> int:
+        """The code whose weight is the group's zero: weight = (code - midpoint) * scale + zero (see integer_zeros)."""
+        return 1 << (self.bits - 1)
+
     @cached_property
     def step(self) -> int:
         """Whole codes between two neighbouring ones: 1, or 4 or 16 for upper halves."""

@@ -83,14 +83,14 @@ class MatrixFormat:
         return self.code.bits
 
     @property
-    def tag(self) -> int:
-        """Of the code."""
-        return self.code.tag
-
-    @property
     def codebook(self) -> Code | None:
         """The code where it is a published float."""
         return self.code if self.code.floats else None
+
+    @property
+    def midpoint(self) -> int:
+        """See :attr:`Code.midpoint`."""
+        return self.code.midpoint
 
     @property
     def nested(self) -> bool:
@@ -101,11 +101,6 @@ class MatrixFormat:
     def quantized(self) -> bool:
         """Whether the weights are codes with scales, that is, below 16 bits."""
         return self.code.bits < 16
-
-    @property
-    def midpoint(self) -> int:
-        """The code whose weight is the group's zero: weight = (code - midpoint) * scale + zero (see integer_zeros)."""
-        return 1 << (self.bits - 1)
 
     @cached_property
     def base(self) -> "MatrixFormat":
@@ -129,11 +124,6 @@ class MatrixFormat:
         return _round_up(self.columns, self.group_size) if self.quantized else self.columns
 
     @cached_property
-    def blocks(self) -> int:
-        """Blocks of 64 rows; 0 at 16 bits."""
-        return self.padded_rows // BLOCK_ROWS if self.quantized else 0
-
-    @cached_property
     def groups(self) -> int:
         """Groups along the columns of one row; 0 at 16 bits."""
         return self.padded_columns // self.group_size if self.quantized else 0
@@ -141,12 +131,12 @@ class MatrixFormat:
     @cached_property
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of the weight view: of bytes below 16 bits, of `dtype` at 16."""
-        stored = self.code.stored_bits
+        stored, blocks = self.code.stored_bits, self.padded_rows // BLOCK_ROWS
         if stored == 16:
             return self.rows, self.columns
         if stored == 8:
-            return self.blocks, 2, self.padded_columns, PAIR_BYTES
-        return self.blocks, self.padded_columns * stored // 4, PAIR_BYTES
+            return blocks, 2, self.padded_columns, PAIR_BYTES
+        return blocks, self.padded_columns * stored // 4, PAIR_BYTES
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -159,16 +149,10 @@ class MatrixFormat:
         return _round_up(self.weight_bytes, _SECTION_ALIGNMENT)
 
     @cached_property
-    def scales_bytes(self) -> int:
-        """Bytes of scales, and of zeros, without padding."""
-        dtype = self.code.scale_dtype
-        return self.groups * self.padded_rows * (dtype.itemsize if dtype else 2 * self.dtype.itemsize)
-
-    @cached_property
     def bias_offset(self) -> int:
         """Byte of the section where the bias begins, or would begin; a matrix's factor is in the 256 before it."""
         factor = _SECTION_ALIGNMENT if self.code.has_factor else 0
-        return _round_up(self.scales_offset + self.scales_bytes, _SECTION_ALIGNMENT) + factor
+        return _round_up(self.scales_offset + _scales_bytes(self), _SECTION_ALIGNMENT) + factor
 
     @cached_property
     def order_offset(self) -> int:
@@ -210,13 +194,13 @@ class MatrixFormat:
         if not self.quantized:
             return PackedMatrix(self, stored.view(self.dtype).view(self.weight_shape), None, bias)
         weight = stored.view(self.weight_shape)
-        scales = section[self.scales_offset : self.scales_offset + self.scales_bytes]
+        scales = section[self.scales_offset : self.scales_offset + _scales_bytes(self)]
         if self.code.scale_dtype is None:
             scales = scales.view(self.dtype).view(self.groups, self.padded_rows, 2)
             ordered = self.act_order and self.rows
             order = section[self.order_offset :].view(torch.int16)[: self.columns] if ordered else None
             return PackedMatrix(self, weight, scales, bias, order)
-        scales = scales.view(self.code.scale_dtype).view(self.blocks, self.groups, BLOCK_ROWS)
+        scales = scales.view(self.code.scale_dtype).view(-1, self.groups, BLOCK_ROWS)
         factor_at = self.bias_offset - _SECTION_ALIGNMENT
         factor = section[factor_at : factor_at + 8].view(torch.float32) if self.code.has_factor else None
         return PackedMatrix(self, weight, None, bias, scales=scales, factor=factor)
@@ -255,6 +239,12 @@ class PackedMatrix:
         parts = self.weight, scales, self.bias, self.order, self.fine
         weight, scales_at, bias, order, fine = (0 if part is None else part.data_ptr() for part in parts)
         return weight, scales_at, bias, order, fine
+
+
+def _scales_bytes(format: MatrixFormat) -> int:
+    """Of scales, and of zeros, without padding."""
+    dtype = format.code.scale_dtype
+    return format.groups * format.padded_rows * (dtype.itemsize if dtype else 2 * format.dtype.itemsize)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -221,13 +221,6 @@ class Table:
         slot = self.slot[code - 1 if self.nested else 0, layer]
         return own[~np.isin(own, slot[self.holders(code)[layer]])].tolist()
 
-    def coldest(self, layer: int, tier: Tier, spared: set[int]) -> int | None:
-        """The expert, of those that a layer keeps in a tier and that are not spared, that is missed least; or None."""
-        kept = self.holders(CODES[tier])[layer].nonzero()[0]
-        among = np.array([expert for expert in kept.tolist() if expert not in spared], dtype=np.int64)
-        number = int(self.nested and tier is Tier.HI)
-        return coldest(self.heat[number, layer], self.used_at[number, layer], among) if len(among) else None
-
     def publish(self, layer: int, expert: int, tier: Tier, slot: int) -> None:
         """The bytes of an expert are complete: from now on its row names them.
 
@@ -268,6 +261,14 @@ class Table:
     def slots(self, tier: Tier) -> list[int]:
         """Slots of one tier's pool that rows name."""
         return self.slot[int(self.nested and tier is Tier.HI)][self.holders(CODES[tier])].tolist()
+
+
+def coldest_of(table: Table, layer: int, tier: Tier, spared: set[int]) -> int | None:
+    """The expert, of those that a layer keeps in a tier and that are not spared, that is missed least; or None."""
+    kept = table.holders(CODES[tier])[layer].nonzero()[0]
+    among = np.array([expert for expert in kept.tolist() if expert not in spared], dtype=np.int64)
+    number = int(table.nested and tier is Tier.HI)
+    return coldest(table.heat[number, layer], table.used_at[number, layer], among) if len(among) else None
 
 
 def check_integrity(table: Table, *, ranges: bool = False) -> None:
@@ -316,7 +317,7 @@ def set_precision(table: Table, formats: Mapping[int, Format | None], critical: 
     if (high is not None and high.nested) != table.nested:
         raise ValueError("formats are nested where the table is not, or the other way round")
     for code, fmt in formats.items():
-        bits[code] = 0 if fmt is None else fmt.matrices[2].tag
+        bits[code] = 0 if fmt is None else fmt.code.tag
     # A base has its place, too, where nothing is computed from it alone.
     low = high.base if high is not None and high.nested else formats.get(LOW)
     for code, fmt in ((HIGH, high), (LOW, low)):

@@ -26,7 +26,7 @@ class PlainDecode:
     name = "decided and fetched as a device would, by the host"
 
     def __init__(self, kernel: ExpertKernel, formats: Mapping[int, Format]) -> None:
-        self._kernel, self._formats = kernel, {fmt.matrices[2].tag: fmt for fmt in formats.values()}
+        self._kernel, self._formats = kernel, {fmt.code.tag: fmt for fmt in formats.values()}
 
     def forward(
         self,

@@ -18,7 +18,6 @@ from vllm_dymoe.runtime.device_side import DeviceSide
 from vllm_dymoe.runtime.pools import SlotPools
 from vllm_dymoe.runtime.sizing import SlotPlan
 from vllm_dymoe.store import HostStore, ReadableStore
-from vllm_dymoe.systems import System
 
 
 class Writer(StrEnum):
@@ -103,17 +102,6 @@ class ExpertMemory:
         if self.device_side is not None and self.writer is Writer.DEVICE:
             self.device_side.fill(self.pools, plan.quotas)
 
-    def serve(self, system: System, bits: Mapping[Tier, int]) -> None:
-        """What steps go by from now on.
-
-        Args:
-            system: chooses tiers.
-            bits: of each tier, 0 for one that is skipped.
-        """
-        if self.device_side is not None:
-            self.device_side.serve(system, bits, self.bits)
-            self.table.reuse_high[:] = system.precision.reuses_high
-
     def resident(self, layer: int, expert: int, wanted: Tier) -> tuple[Tier, tuple[Slot, ...]]:
         """The version of an expert that serves where a tier is wanted, of what is there, and its slots."""
         table = self.table
@@ -194,11 +182,6 @@ class ExpertMemory:
             self.give_back(tier, self.pools[tier].slots[index], kept=True)
         return bool(freed)
 
-    def evict_coldest(self, layer: int, tier: Tier, spared: set[int]) -> bool:
-        """Free the slot of the expert that a layer misses least, of those not spared; False if there is none."""
-        victim = self.table.coldest(layer, tier, spared) if self.keeps_guesses else None
-        return victim is not None and self.evict(layer, victim, tier)
-
     def clear(self) -> None:
         """Keep no expert, and forget which ones were used; no step may be running."""
         if self.device_side is not None and self.writer is Writer.DEVICE:
@@ -212,43 +195,7 @@ class ExpertMemory:
                 self.evict(layer, expert)
         self.table.clear()
 
-    def check_integrity(self, in_flight: Iterable[tuple[Tier, Slot, bool]]) -> None:
-        """Every slot is free, named by one row, or waits for its bytes; the budget is kept. Waits for the device.
-
-        Args:
-            in_flight: tier and slot of everything that is neither free nor in the table, and whether it is to be kept.
-
-        Raises:
-            AssertionError: it is not so.
-        """
-        there, decides = list(in_flight), self.writer is Writer.DEVICE
-        if self.device_side is not None and not (decides and self.streaming):
-            on_device = self.device_side.table.on_host()
-            check_integrity(on_device, ranges=decides)
-            self.read_device()
-            for name in ("tier", "slot"):
-                ours, theirs = getattr(self.table, name), getattr(on_device, name)
-                assert np.array_equal(ours, theirs[: len(ours)]), "the device reads other rows than the host"
-        check_integrity(self.table, ranges=decides)
-        for tier, pool in self.pools.items():
-            filling = [(slot.index, kept) for other, slot, kept in there if other is tier]
-            if decides:
-                own = {(tier, index) for index, kept in filling if kept}
-                assert own == {at for at in self._filling if at[0] is tier}, "a slot of a layer's own range is lost"
-                pool.check_integrity([index for index, kept in filling if not kept])
-                continue
-            named = self.table.slots(tier)
-            pool.check_integrity(named + [index for index, _ in filling])
-            promised = sum(self.plan.quotas[tier]) - len(named) - sum(kept for _, kept in filling)
-            assert pool.promised == promised, f"{pool.promised} slots are promised, expected {promised}"
-        assert self.budget.peak <= self.budget.limit
-
     # -- two kinds of steps -----------------------------------------------------------------------
-
-    @property
-    def fetches_in_graphs(self) -> bool:
-        """Whether decode steps without the host fetch ahead."""
-        return self.device_side is not None and self.device_side.most_ahead > 0
 
     def rows_changed(self, layer: int) -> None:
         """Copy a layer's rows to the device, behind all that computes and before what is launched or replayed next."""
@@ -280,3 +227,35 @@ class ExpertMemory:
             self.device_side.table.forget_ahead()  # the host had the slots of guesses
             self.device_side.table.copy_rows(self.table)  # what the host's steps have used
         return before
+
+
+def check_memory(memory: ExpertMemory, in_flight: Iterable[tuple[Tier, Slot, bool]]) -> None:
+    """Every slot is free, named by one row, or waits for its bytes; the budget is kept. Waits for the device.
+
+    Args:
+        in_flight: tier and slot of everything that is neither free nor in the table, and whether it is to be kept.
+
+    Raises:
+        AssertionError: it is not so.
+    """
+    there, decides = list(in_flight), memory.writer is Writer.DEVICE
+    if memory.device_side is not None and not (decides and memory.streaming):
+        on_device = memory.device_side.table.on_host()
+        check_integrity(on_device, ranges=decides)
+        memory.read_device()
+        for name in ("tier", "slot"):
+            ours, theirs = getattr(memory.table, name), getattr(on_device, name)
+            assert np.array_equal(ours, theirs[: len(ours)]), "the device reads other rows than the host"
+    check_integrity(memory.table, ranges=decides)
+    for tier, pool in memory.pools.items():
+        filling = [(slot.index, kept) for other, slot, kept in there if other is tier]
+        if decides:
+            own = {(tier, index) for index, kept in filling if kept}
+            assert own == {at for at in memory._filling if at[0] is tier}, "a slot of a layer's own range is lost"
+            pool.check_integrity([index for index, kept in filling if not kept])
+            continue
+        named = memory.table.slots(tier)
+        pool.check_integrity(named + [index for index, _ in filling])
+        promised = sum(memory.plan.quotas[tier]) - len(named) - sum(kept for _, kept in filling)
+        assert pool.promised == promised, f"{pool.promised} slots are promised, expected {promised}"
+    assert memory.budget.peak <= memory.budget.limit

@@ -24,7 +24,7 @@ from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodeKernel, DecodePath
 from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.device_memory import make_device_memory
 from vllm_dymoe.runtime.device_side import DecodeCounts
-from vllm_dymoe.runtime.memory import ExpertMemory, Writer
+from vllm_dymoe.runtime.memory import ExpertMemory, Writer, check_memory
 from vllm_dymoe.runtime.migration import Agree, Migration
 from vllm_dymoe.runtime.popularity import read_popularity
 from vllm_dymoe.runtime.precision import changed_precision
@@ -280,7 +280,10 @@ class MoERuntime:
     def _serve_with(self, options: Options, system: System) -> None:
         self.options = options
         self.serving.system, self.serving.bits = system, {tier: tier_bits(options, tier) for tier in Tier}
-        self.memory.serve(system, self.serving.bits)
+        side = self.memory.device_side
+        if side is not None:
+            side.serve(system, self.serving.bits, self.memory.bits)
+            self.memory.table.reuse_high[:] = system.precision.reuses_high
 
     # -- seeing inside ----------------------------------------------------------------------------
 
@@ -334,7 +337,8 @@ class MoERuntime:
             AssertionError: it is not so.
         """
         self.serving.fetcher.collect()
-        self.memory.check_integrity((fetch.tier, fetch.slot, fetch.kept) for fetch in self.serving.on_their_way())
+        flying = ((fetch.tier, fetch.slot, fetch.kept) for fetch in self.serving.on_their_way())
+        check_memory(self.memory, flying)
 
 
 def precision_of(runtime: MoERuntime) -> Mapping[str, Any]:

@@ -118,10 +118,10 @@ class Prefetcher:
             self._fetcher.collect()
         if self._candidates:
             begin = self.clock()
-            self._fill()
+            self._take_slots()
             self._spend(self.clock() - begin)
 
-    def _fill(self) -> None:
+    def _take_slots(self) -> None:
         while self._candidates:
             layer, expert, tier = self._candidates[0]
             ahead = self._ahead.setdefault(layer, [])
@@ -142,8 +142,11 @@ class Prefetcher:
         Returns:
             What was fetched ahead, by expert and pool; the caller releases it.
         """
-        self._charge()
-        self._asked = None
+        self._spend(0.0)
+        (self._pace.answer if self._answered else self._pace.spend)(
+            self._spent
+        )  # what guesses have cost the layer before
+        self._spent, self._answered, self._asked = 0.0, False, None
         self._candidates = deque(named for named in self._candidates if named[0] > layer)
         claimed = {}
         for fetch in self._ahead.pop(layer, ()):
@@ -196,15 +199,6 @@ class Prefetcher:
         waited = self._engine.stats.exposed_wait_seconds
         self._spent = seconds + (self._spent if waited <= self._waited else 0.0)
         self._waited = waited
-
-    def _charge(self) -> None:
-        """Tell the pace what guesses have cost the layer before."""
-        self._spend(0.0)
-        if self._answered:
-            self._pace.answer(self._spent)
-        else:
-            self._pace.spend(self._spent)
-        self._spent, self._answered = 0.0, False
 
     @property
     def intervals(self) -> dict[str, int]:

@@ -130,36 +130,38 @@ def plan_slots(
     if migrating and limit - workspace_bytes >= _resident_bytes(experts, options, migrating, 1):
         return _plan_residents(experts, options, migrating, limit, workspace_bytes, popularity)
     bits = slot_bits(experts, options, system.precision.tiers)
-    used = tuple(bits)
-    nested = Tier.HI in bits and experts.formats[bits[Tier.HI]].nested
     layers = len(experts.layers)
     every_expert = layers * experts.num_experts
-    weights = {tier: shares[tier] if shares and tier in shares else [1.0] * layers for tier in used}
-    sizes = {tier: experts.formats[bits[tier]].nbytes for tier in used}
-    spare = limit - workspace_bytes
-    slots: dict[Tier, int] = {}
-    if nested:
+    weights = {tier: shares[tier] if shares and tier in shares else [1.0] * layers for tier in bits}
+    sizes = {tier: experts.formats[bits[tier]].nbytes for tier in bits}
+    if Tier.HI in bits and experts.formats[bits[Tier.HI]].nested:
         high = sum(weights[Tier.HI]) / layers if Tier.LO in system.precision.tiers and options.lo else 1.0
-        slots = _slice_slots(sizes, high, every_expert, spare)
+        slots = _slice_slots(sizes, high, every_expert, limit - workspace_bytes)
         weights[Tier.LO] = [1.0] * layers  # every expert needs a base
-    elif len(used) == 2:
-        slots[Tier.LO] = _low_slots(sizes, weights, every_expert, spare)
-        spare -= slots[Tier.LO] * sizes[Tier.LO]
-        slots = {Tier.HI: min(every_expert, spare // sizes[Tier.HI])} | slots
-        # What the high tier has no use for goes back to the low one.
-        spare -= slots[Tier.HI] * sizes[Tier.HI]
-        slots[Tier.LO] = min(every_expert, slots[Tier.LO] + spare // sizes[Tier.LO])
-    elif used:
-        slots[used[0]] = min(every_expert, spare // sizes[used[0]])
+    else:
+        slots = _version_slots(sizes, weights, every_expert, limit - workspace_bytes)
     # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
     complete = system.residency.keeps
     if filled:
-        complete &= slots.get(used[0]) == every_expert and (len(used) == 1 or system.precision.reuses_high)
+        complete &= next(iter(slots.values()), 0) == every_expert and (len(bits) == 1 or system.precision.reuses_high)
     quotas = {}
     for tier, count in slots.items():
         staging = 0 if count == every_expert and complete else _staging(experts, system, count)
         quotas[tier] = layer_shares(count, weights[tier], staging, experts.num_experts)
     return SlotPlan(limit, workspace_bytes, slots, quotas)
+
+
+def _version_slots(
+    sizes: Mapping[Tier, int], weights: Mapping[Tier, Sequence[float]], every_expert: int, spare: int
+) -> dict[Tier, int]:
+    """Slots of versions that exclude each other, or of the only one."""
+    if len(sizes) < 2:
+        return {tier: min(every_expert, spare // size) for tier, size in sizes.items()}
+    low = _low_slots(sizes, weights, every_expert, spare)
+    spare -= low * sizes[Tier.LO]
+    high = min(every_expert, spare // sizes[Tier.HI])
+    spare -= high * sizes[Tier.HI]  # what the high tier has no use for goes back to the low one
+    return {Tier.HI: high, Tier.LO: min(every_expert, low + spare // sizes[Tier.LO])}
 
 
 def _check_budget(experts: ModelExperts, options: Options, system: System, limit: int, workspace_bytes: int) -> None:

@@ -22,6 +22,7 @@ from vllm_dymoe.observe.timeline import Lane, Timeline
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.rule import HIT, PASS
 from vllm_dymoe.residency.slots import Slot
+from vllm_dymoe.residency.table import coldest_of
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.counters import ResidencyCounts
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
@@ -173,10 +174,15 @@ class LayerStep:
         reading |= {held.expert for held in self._missing if held.slots}
         passing = [fetch for fetch in coming.fetches if not fetch.kept]
         if passing:  # a fine slice is kept with its base only
-            if not self._memory.evict_coldest(self._layer, passing[0].tier, reading):
+            if not self._evict_coldest(passing[0].tier, reading):
                 return False
             self._fetcher.keep(passing[0])
-        return self._memory.evict_coldest(self._layer, tier, reading)
+        return self._evict_coldest(tier, reading)
+
+    def _evict_coldest(self, tier: Tier, spared: set[int]) -> bool:
+        memory, layer = self._memory, self._layer
+        victim = coldest_of(memory.table, layer, tier, spared) if memory.keeps_guesses else None
+        return victim is not None and memory.evict(layer, victim, tier)
 
     # -- computation ------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class TransferEngine:
         self._delivery = delivery
         self._timeout = timeout
         self._waiters_move = waiters_move
-        self._queue = TicketQueue(threads > 0, eager, self._left_to_waiters, concurrency)
+        self._queue = TicketQueue(threads > 0, eager, lambda: waiters_move and delivery.occupies_cores, concurrency)
         self._mover = Mover(delivery, self._queue)
         self._workers = Workers(self._queue, self._mover.run, threads, timeout is not None, concurrency, enter)
 
@@ -125,7 +125,13 @@ class TransferEngine:
                 try:
                     piece = self._queue.wait(ticket, projections, self._timeout, begin=self._waiters_move)
                 except TimeoutError:
-                    self._give_up(ticket)
+                    if self._queue.cancel(ticket) or self._workers.orphan(ticket):  # it has not ended just now
+                        self._queue.stats.failed += 1
+                        raise TransferError(
+                            f"reading {blob_name(self._delivery.store, ticket.key)} took longer than "
+                            f"transfer_timeout_s, which is {self._timeout:g} seconds; check the disk, or raise "
+                            "transfer_timeout_s."
+                        ) from None
                     break
                 if piece is None:
                     break
@@ -196,15 +202,3 @@ class TransferEngine:
     def close(self) -> None:
         """Cancel what is pending, finish what runs, and end all threads but those whose reads do not end."""
         self._workers.close()
-
-    def _left_to_waiters(self) -> bool:
-        return self._waiters_move and self._delivery.occupies_cores
-
-    def _give_up(self, ticket: Ticket) -> None:
-        """After the time limit: raise, unless the ticket has ended just now."""
-        if self._queue.cancel(ticket) or self._workers.orphan(ticket):
-            self._queue.stats.failed += 1
-            raise TransferError(
-                f"reading {blob_name(self._delivery.store, ticket.key)} took longer than transfer_timeout_s, which is "
-                f"{self._timeout:g} seconds; check the disk, or raise transfer_timeout_s."
-            ) from None

@@ -60,7 +60,7 @@ def _decisions(runtime: MoERuntime) -> str:
         return f"the host{f', because {runtime.host_decides_because}' if runtime.host_decides_because else ''}"
     foresight, more = runtime.system.foresight, ""
     ahead = foresight.projections_in_graph if foresight else 0
-    if ahead and runtime.memory.fetches_in_graphs:
+    if ahead and runtime.memory.device_side and runtime.memory.device_side.most_ahead:
         more = f", up to {ahead} projections of the next layer fetched ahead"
     elif ahead:
         more = ", nothing fetched ahead (it needs a predictor, and low versions that do not lie inside the high ones)"

@@ -186,7 +186,8 @@ class Running:
         Raises:
             ConfigError: it is damaged, another model's, or there is no room for it.
         """
-        before = self.runtime.memory.fetches_in_graphs
+        side = self.runtime.memory.device_side
+        before = side is not None and side.most_ahead > 0
         self.foresight.take_over(self._model(path), self.runtime.set_predictor)
         if before:
             logger.warning(

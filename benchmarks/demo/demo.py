@@ -20,6 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from readme import markdown, put
 
 MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 NEW_TOKENS = 48
@@ -85,35 +89,23 @@ def run_engine(name: str, log: Path) -> dict[str, Any]:
         return data
 
 
-def equal_share(tokens: list[list[int]], reference: list[list[int]], *, comparable: bool) -> float:
-    """Share of equal tokens.
-
-    Args:
-        tokens: of each answer.
-        reference: of vLLM's.
-        comparable: look no further than each answer's first difference, behind which the two continue other texts.
-    """
-    equal = compared = 0
+def equal_shares(tokens: list[list[int]], reference: list[list[int]]) -> tuple[float, float]:
+    """Shares of equal tokens: of all, and up to each answer's first difference, behind which texts part."""
+    equal = compared = comparable = 0
     for ours, theirs in zip(tokens, reference, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            compared += 1
-            equal += a == b
-            if comparable and a != b:
-                break
-    return equal / compared
+        same = [a == b for a, b in zip(ours, theirs, strict=True)]
+        equal, compared = equal + sum(same), compared + len(same)
+        comparable += same.index(False) + 1 if False in same else len(same)
+    parted = sum(ours != theirs for ours, theirs in zip(tokens, reference, strict=True))
+    return equal / compared, (comparable - parted) / comparable
 
 
-def show_texts(console: Console, results: dict[str, dict[str, Any]]) -> None:
-    """The answers of the 4-bit engine to a few prompts of each domain."""
-    shown = results["dymoe 4-bit"]
+def show_texts(console: Console, answers: dict[str, Any]) -> None:
+    """Answers to two prompts of each domain."""
     domains = [prompt["domain"] for prompt in json.loads((MODEL / "prompts.json").read_text())]
-    seen: dict[str, int] = {}
-    for domain, prompt, text in zip(domains, shown["prompts"], shown["texts"], strict=True):
-        seen[domain] = seen.get(domain, 0) + 1
-        if seen[domain] <= 2:
-            from rich.text import Text
-
-            body = Text(prompt, style="bold") + Text(text, style="cyan", end="")
+    for number, domain in enumerate(domains):
+        if domains[:number].count(domain) < 2:
+            body = Text(answers["prompts"][number], style="bold") + Text(answers["texts"][number], style="cyan", end="")
             console.print(Panel(body, title=domain, title_align="left", width=min(console.width, 110)))
 
 
@@ -123,32 +115,23 @@ def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
     table = [["", "TTFT ms", "TPOT ms", f"batch of {len(reference)}, tokens/s", "experts on device", "hits", "moved"]]
     table[0] += ["equal tokens", "to first difference"]
     for name, data in results.items():
-        stats = data["stats"]
-        held = ["all", "", ""]
+        held, stats = ["all", "", ""], data["stats"]
         if stats is not None:
-            moved = sum(stats["bytes_moved"].values())
-            held = [
-                f"{stats['peak_expert_bytes'] / 2**20:.2f} MiB",
-                f"{stats['hit_rate']:.0%}",
-                f"{moved / 2**20:.0f} MiB",
-            ]
-        times = [statistics.median(data[key]) for key in ("ttft_ms", "tpot_ms")]
-        equal = [f"{equal_share(data['tokens'], reference, comparable=flag):.1%}" for flag in (False, True)]
-        table.append(
-            [name, f"{times[0]:.0f}", f"{times[1]:.1f}", f"{data['batch_tokens_per_second']:.0f}", *held, *equal]
-        )
+            held = [f"{stats['peak_expert_bytes'] / 2**20:.2f} MiB", f"{stats['hit_rate']:.0%}"]
+            held.append(f"{sum(stats['bytes_moved'].values()) / 2**20:.0f} MiB")
+        ttft, tpot = (statistics.median(data[key]) for key in ("ttft_ms", "tpot_ms"))
+        equal = [f"{share:.1%}" for share in equal_shares(data["tokens"], reference)]
+        table.append([name, f"{ttft:.0f}", f"{tpot:.1f}", f"{data['batch_tokens_per_second']:.0f}", *held, *equal])
     return table
 
 
-def show_table(console: Console, results: dict[str, dict[str, Any]]) -> None:
+def show_table(console: Console, lines: list[list[str]]) -> None:
     """One column per engine."""
     table = Table(title="The same prompts, a quarter of the experts on the device", title_justify="left")
-    for position, line in enumerate(zip(*rows(results), strict=True)):
-        if position == 0:
-            for name in line:
-                table.add_column(name, justify="right" if name else "left")
-        else:
-            table.add_row(*line)
+    for name in (line[0] for line in lines):
+        table.add_column(name, justify="right" if name else "left")
+    for line in list(zip(*lines, strict=True))[1:]:
+        table.add_row(*line)
     console.print(table)
     console.print(
         "Times of one request at a time; equal tokens against vLLM without the plugin, greedy, at the same position.\n"
@@ -156,17 +139,6 @@ def show_table(console: Console, results: dict[str, dict[str, Any]]) -> None:
         style="dim",
         highlight=False,
     )
-
-
-def write_readme(results: dict[str, dict[str, Any]]) -> None:
-    """Put the table into this folder's README."""
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
-    from readme import markdown, put
-
-    head, *lines = rows(results)
-    machine = f"{platform.machine()} CPU, {os.cpu_count()} cores"
-    note = f"Medians of one run on one {machine}; one request at a time but for the batch."
-    put(Path(__file__).with_name("README.md"), "demo", f"{markdown(head, lines)}\n\n{note}")
 
 
 def main() -> None:
@@ -192,11 +164,13 @@ def main() -> None:
         if active:
             console.print(active[-1][active[-1].index("vllm-dymoe") :], style="dim", highlight=False)
     console.print()
-    show_texts(console, results)
-    show_table(console, results)
+    show_texts(console, results["dymoe 4-bit"])
+    show_table(console, lines := rows(results))
     console.print(f"Logs of the engines: {logs}", style="dim", highlight=False)
     if arguments.readme:
-        write_readme(results)
+        machine = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+        note = f"Medians of one run on one {machine}; one request at a time but for the batch."
+        put(Path(__file__).with_name("README.md"), "demo", f"{markdown(lines[0], lines[1:])}\n\n{note}")
 
 
 if __name__ == "__main__":

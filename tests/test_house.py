@@ -83,17 +83,13 @@ def test_the_wheel_holds_every_module_and_little_else(wheel):
     for package in PACKAGES:
         for path in folder_of(package).glob("*.py"):
             assert f"{package.replace('.', '/')}/{path.name}" in names
+    assert any("/kernels/_cpu." in name for name in names) == (shutil.which("g++") is not None)
     stray = [name for name in names if not name.endswith((".py", ".json")) and "/kernels/_cpu." not in name]
     assert all(".dist-info/" in name for name in stray)
     assert all(name.startswith("vllm_dymoe") for name in names)
     assert sum(info.compress_size for info in wheel.infolist()) < 2**20
     (metadata,) = (wheel.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
     assert f"Version: {vllm_dymoe.__version__}" in metadata
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_the_wheel_has_the_native_kernel(wheel):
-    assert [name for name in wheel.namelist() if name.startswith("vllm_dymoe/kernels/_cpu.")]
 
 
 @pytest.fixture
@@ -120,11 +116,8 @@ def test_imports_point_downwards(tree):
     ("path", "line", "message"),
     [
         ("kernels/__init__.py", "import vllm_dymoe.runtime", "vllm_dymoe.kernels is not allowed to import"),
-        ("systems/base.py", "from vllm_dymoe import runtime, resolve", "vllm_dymoe.systems is not allowed to import"),
-        ("cli/app.py", "import vllm_dymoe.vllm_adapter", "vllm_dymoe.cli is not allowed to import"),
         ("runtime/stats.py", "import vllm.config", "vllm_dymoe.runtime is not allowed to import vllm"),
         ("vllm_adapter/loading.py", "import vllm_dymoe.vllm_adapter.moe_method", "vllm_adapter.loading is not allowed"),
-        ("vllm_adapter/report.py", "from vllm_dymoe import register", "vllm_adapter.report is not allowed to import"),
         ("another/__init__.py", "", "vllm_dymoe.another"),
     ],
 )

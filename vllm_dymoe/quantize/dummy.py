@@ -74,7 +74,8 @@ def _scale_floats(packed: PackedMatrix, scales: torch.Tensor) -> None:
     """Scales for random codes with a codebook, none of which is NaN then."""
     book = packed.format.code
     if book.bits == 8:
-        packed.weight[:, 1].bitwise_and_(0xEE)  # NaN has every bit set but the sign
+        # Without the bit that only codes behind the largest one have set beside all bits above it.
+        packed.weight[:, 1].bitwise_and_(0xFF ^ 0x11 * (0x7F ^ book.largest))
     every = torch.arange(1 << book.bits, dtype=torch.uint8)
     size = float(book.levels(every).nan_to_num(0).square().mean().sqrt())
     if packed.factor is not None:

@@ -121,7 +121,7 @@ class HeldFloats:
         if self.checked:
             return
         again = "download the checkpoint again."
-        if self.codebook.bits == 8 and int((self.codes & 0x7F).max()) == 0x7F:
+        if self.codebook.bits == 8 and int((self.codes & 0x7F).max()) > self.codebook.largest:
             raise ValueError(f"some of its weights are NaN; {again}")
         largest = _largest(self.scales)
         if not (math.isfinite(largest) and bool(torch.tensor(self.factor, dtype=torch.float32).isfinite().all())):

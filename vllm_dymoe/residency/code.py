@@ -27,6 +27,7 @@ class Code:
         group_size: neighbouring columns of a row that share a scale; None where the matrix decides.
         scale_dtype: of a published float's scale; None for steps of a grid, whose scales and zeros have the matrix's.
         has_factor: whether a matrix has a factor of its own beside its scales.
+        dtype: of a published float of 8 bits.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Code:
     group_size: int | None = None
     scale_dtype: torch.dtype | None = None
     has_factor: bool = False
+    dtype: torch.dtype = torch.uint8
 
     @property
     def nested(self) -> bool:
@@ -68,10 +70,15 @@ class Code:
         """The midpoint of the grid; 6.5 or 120.5 for upper halves."""
         return (1 << (self.upper_of or self.bits) - 1) - (self.step - 1) / 2
 
+    @cached_property
+    def largest(self) -> int:
+        """The code of a published float of 8 bits' largest number; what lies above it is infinite or NaN."""
+        return int(torch.tensor(torch.finfo(self.dtype).max, dtype=self.dtype).view(torch.uint8))
+
     def levels(self, codes: Tensor) -> Tensor:
         """What a published float's codes (uint8) stand for: float32, of the same shape."""
         if self.bits == 8:
-            return codes.view(torch.float8_e4m3fn).float()
+            return codes.view(self.dtype).float()
         return as_e4m3(codes).view(torch.float8_e4m3fn).float() * E2M1_OF_E4M3
 
 
@@ -82,7 +89,7 @@ UPPER_HALVES = {bits: Code(f"{bits // 2} of {bits}", bits // 2, bits // 2, bits 
 NESTED = {bits: Code(f"{bits}/{bits // 2}", bits, bits, bits // 2) for bits in (8, 4)}
 MXFP4 = Code("mxfp4", 4, 32, 4, group_size=32, scale_dtype=torch.float8_e8m0fnu)
 NVFP4 = Code("nvfp4", 4, 64, 4, group_size=16, scale_dtype=torch.float8_e4m3fn, has_factor=True)
-FP8 = Code("fp8", 8, 128, 8, scale_dtype=torch.float32)
+FP8 = Code("fp8", 8, 128, 8, scale_dtype=torch.float32, dtype=torch.float8_e4m3fn)
 
 CODEBOOKS = {code.name: code for code in (MXFP4, NVFP4, FP8)}
 WHOLE = {code.tag: code for code in (PLAIN, *STEPS.values(), *CODEBOOKS.values())}

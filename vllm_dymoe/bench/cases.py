@@ -19,19 +19,12 @@ EVERYTHING = "its own"
 
 @dataclass(frozen=True)
 class Subject:
-    """What serves: this plugin with options, or something else.
+    """What serves: this plugin with options, or something else."""
 
-    Attributes:
-        label: for people, and unique in a run.
-        options: of the plugin, without the budget; None for a peer.
-        peer: name of the peer; empty for the plugin.
-        budgets: that it is measured at; those of the run if None.
-    """
-
-    label: str
-    options: Mapping[str, Any] | None = None
-    peer: str = ""
-    budgets: tuple[str, ...] | None = None
+    label: str  # for people, and unique in a run
+    options: Mapping[str, Any] | None = None  # of the plugin, without the budget; None for a peer
+    peer: str = ""  # name of the peer; empty for the plugin
+    budgets: tuple[str, ...] | None = None  # that it is measured at; those of the run if None
 
 
 @dataclass(frozen=True)
@@ -61,23 +54,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Case:
-    """One row.
+    """One row."""
 
-    Attributes:
-        model: as for ``vllm serve``.
-        subject: what serves.
-        budget: the option ``expert_budget``, or what a peer makes of it.
-        batch: requests at once.
-        workload: what is asked.
-        engine: arguments of vLLM's ``LLM``.
-    """
-
-    model: str
-    subject: Subject
-    budget: str
-    batch: int
-    workload: Workload
-    engine: Mapping[str, Any] = field(default_factory=dict)
+    model: str  # as for ``vllm serve``
+    subject: Subject  # what serves
+    budget: str  # the option ``expert_budget``, or what a peer makes of it
+    batch: int  # requests at once
+    workload: Workload  # what is asked
+    engine: Mapping[str, Any] = field(default_factory=dict)  # arguments of vLLM's ``LLM``
 
     @property
     def key(self) -> str:

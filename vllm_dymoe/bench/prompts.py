@@ -26,32 +26,20 @@ _FIRST_TOKEN = 2  # of random prompts: what is below is often special
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request.
+    """One request."""
 
-    Attributes:
-        text: what is asked.
-        domain: what kind of text it is; empty if nothing says so.
-        output_tokens: length of the answer; None for that of the run.
-    """
-
-    text: str
-    domain: str = ""
-    output_tokens: int | None = None
+    text: str  # what is asked
+    domain: str = ""  # what kind of text it is; empty if nothing says so
+    output_tokens: int | None = None  # length of the answer; None for that of the run
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """What a run asks.
+    """What a run asks."""
 
-    Attributes:
-        name: for people.
-        prompts: in the order of the file; empty if they are random.
-        random_length: tokens of a random prompt; None for real ones.
-    """
-
-    name: str
-    prompts: tuple[Prompt, ...] = ()
-    random_length: int | None = None
+    name: str  # for people
+    prompts: tuple[Prompt, ...] = ()  # in the order of the file; empty if they are random
+    random_length: int | None = None  # tokens of a random prompt; None for real ones
 
     @property
     def is_random(self) -> bool:

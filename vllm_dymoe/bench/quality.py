@@ -31,25 +31,16 @@ def available() -> str | None:
 
 
 def score(
-    model: str,
-    options: Mapping[str, Any],
-    tasks: Sequence[str],
-    folder: Path,
+    model: str,  # as for ``vllm serve``
+    options: Mapping[str, Any],  # of the plugin
+    tasks: Sequence[str],  # of lm-eval
+    folder: Path,  # for rows and logs
     *,
-    limit: int | None = None,
-    include: Path | None = None,
-    engine: Mapping[str, Any] | None = None,
+    limit: int | None = None,  # questions of each task; all of them if None
+    include: Path | None = None,  # folder of tasks that lm-eval does not know
+    engine: Mapping[str, Any] | None = None,  # arguments of vLLM
 ) -> Row:
     """Scores of some tasks, 0 to 1, or perplexities, by name; a cell that the folder has is not measured again.
-
-    Args:
-        model: as for ``vllm serve``.
-        options: of the plugin.
-        tasks: of lm-eval.
-        folder: for rows and logs.
-        limit: questions of each task; all of them if None.
-        include: folder of tasks that lm-eval does not know.
-        engine: arguments of vLLM.
 
     Raises:
         ConfigError: lm-eval failed.
@@ -85,11 +76,7 @@ def score(
 
 
 def read_scores(results: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, float]:
-    """The one number of each task.
-
-    Raises:
-        ConfigError: a task has none that is known.
-    """
+    """The one number of each task; ConfigError if a task has none that is known."""
     found = {}
     for task in tasks:
         metrics = results.get("results", {}).get(task, {})

@@ -99,11 +99,7 @@ def _described(case: Case) -> dict[str, Any]:
 
 
 def run_job(job: dict[str, Any], folder: Path) -> None:
-    """One engine in a process of its own.
-
-    Raises:
-        ConfigError: it failed; the sentence has the end of its log.
-    """
+    """One engine in a process of its own; ConfigError if it failed; the sentence has the end of its log."""
     with tempfile.TemporaryDirectory() as work:
         file = Path(work) / "job.json"
         file.write_text(json.dumps(job))

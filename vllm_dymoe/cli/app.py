@@ -59,11 +59,7 @@ def one_sentence_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """An option that is a JSON object.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """An option that is a JSON object."""
     from vllm_dymoe.config import ConfigError
 
     try:

@@ -24,23 +24,14 @@ from vllm_dymoe.plan.model import ModelShape, read_shape
 
 @dataclass
 class Bench:
-    """A model, what it is asked, and where rows go.
+    """A model, what it is asked, and where rows go."""
 
-    Attributes:
-        model: as for ``vllm serve``.
-        asked: prompts.
-        workload: of every case.
-        options: of every system.
-        engine: arguments of vLLM's LLM.
-        out: folder of rows.
-    """
-
-    model: str
-    asked: PromptSet
-    workload: Workload
-    options: Mapping[str, Any]
-    engine: Mapping[str, Any]
-    out: Path
+    model: str  # as for ``vllm serve``
+    asked: PromptSet  # prompts
+    workload: Workload  # of every case
+    options: Mapping[str, Any]  # of every system
+    engine: Mapping[str, Any]  # arguments of vLLM's LLM
+    out: Path  # folder of rows
     console: Console = field(default_factory=lambda: Console(highlight=False))
 
     def __post_init__(self) -> None:
@@ -75,11 +66,7 @@ class Bench:
         self, systems: Sequence[str], peers: Sequence[str], budgets: Sequence[str], batches: Sequence[int],
         links: Sequence[str],
     ) -> None:  # fmt: skip
-        """Measure what is missing, compare answers, and show everything.
-
-        Raises:
-            ConfigError: something cannot be measured, or answers differ where they must not.
-        """
+        """Measure what is missing, compare answers, and show everything."""
         asked, requests, warm_up = self.asked, self.workload.requests, self.workload.warm_up
         if not asked.is_random and len(asked.prompts) < requests + warm_up:
             raise ConfigError(

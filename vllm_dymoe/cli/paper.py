@@ -51,11 +51,7 @@ class Paper:
         self._rows: dict[str, Row] = {}
 
     def show(self, name: str) -> None:
-        """Measure what is missing of a paper's rows, and show its tables.
-
-        Raises:
-            ConfigError: the paper is not known, an engine has failed, or answers differ.
-        """
+        """Measure what is missing of a paper's rows, and show its tables."""
         if name not in PAPERS:
             raise ConfigError(f"{name} is none of the papers: {', '.join(PAPERS)}.")
         bench = self._bench
@@ -101,11 +97,7 @@ class Paper:
 
     @cached_property
     def recorded(self) -> Recorded:
-        """A trace of the prompts, recorded once, with the routers' inputs.
-
-        Raises:
-            ValueError: prompts are random, or recording failed.
-        """
+        """A trace of the prompts, recorded once, with the routers' inputs."""
         bench = self._bench
         if bench.asked.is_random:
             raise ValueError("random prompts say nothing about routers")
@@ -144,11 +136,7 @@ class Paper:
 
 
 def train(trace: Trace, measured: int, out: Path) -> Path:
-    """A network from the requests behind so many that are measured, unless ``out`` has it.
-
-    Raises:
-        TrainingError: there are too few.
-    """
+    """A network from the requests behind so many that are measured, unless ``out`` has it."""
     path = out / "predictor.safetensors"
     if not path.exists():
         others = list(trace.by_request())[measured:]

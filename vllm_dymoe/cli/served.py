@@ -20,11 +20,7 @@ _COLUMNS = {
 
 
 def run(folder: Path) -> None:
-    """Print a line for each result file, by concurrency.
-
-    Raises:
-        ConfigError: there is none, or a file is something else.
-    """
+    """Print a line for each result file, by concurrency."""
     results = []
     for path in folder.rglob("*.json"):
         try:

@@ -24,11 +24,6 @@ def run(path: Path, out: Path, architecture: str, recipe: Recipe, device: str) -
     """Train on a trace, write ``out``, and print what it is worth.
 
     The architecture "auto" is the one that measured best for what the trace holds.
-
-    Raises:
-        TraceError: the trace cannot be read.
-        TrainingError: it is not enough, or not what the architecture sees.
-        PredictorError: the file cannot be written.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise TrainingError("there is no CUDA device to train on; leave --device out.")
@@ -56,12 +51,7 @@ def run(path: Path, out: Path, architecture: str, recipe: Recipe, device: str) -
 def write(
     trace: Trace, path: Path, out: Path, *, architecture: str, recipe: Recipe, device: str = "cpu"
 ) -> tuple[Trained, FoldedMLP]:
-    """Train on a trace that was read from ``path``, and write ``out``.
-
-    Raises:
-        TrainingError: the trace is not enough, or not what the architecture sees.
-        PredictorError: the file cannot be written.
-    """
+    """Train on a trace that was read from ``path``, and write ``out``."""
     with count_progress(f"Training on {escape(path.name)}") as advance:
 
         def show(epoch: Epoch) -> None:

@@ -23,11 +23,7 @@ _KINDS = {
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure, in inches.
-
-    Raises:
-        ConfigError: there is no matplotlib.
-    """
+    """An empty figure, in inches; ConfigError if there is no matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -36,11 +32,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:
-    """The events of a file that ``vllm_dymoe.timeline`` wrote.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """The events of a file that ``vllm_dymoe.timeline`` wrote; ConfigError if it is none."""
     try:
         events = json.loads(path.read_text())["traceEvents"]
         spans = [event for event in events if event["ph"] == "X"]

@@ -26,17 +26,11 @@ _ROOM = 8192  # for what a part holds besides tokens and domains
 
 
 class Span(NamedTuple):
-    """Tokens of a step that belong to one request, in order.
+    """Tokens of a step that belong to one request, in order."""
 
-    Attributes:
-        request: its number.
-        tokens: how many.
-        prompt: tokens of its whole prompt.
-    """
-
-    request: int
-    tokens: int
-    prompt: int
+    request: int  # its number
+    tokens: int  # how many
+    prompt: int  # tokens of its whole prompt
 
 
 @dataclass

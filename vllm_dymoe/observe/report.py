@@ -32,27 +32,16 @@ dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(220px,1fr));gap:14p
 
 
 class Picture(NamedTuple):
-    """One section of the page.
+    """One section of the page."""
 
-    Attributes:
-        title: what it is about.
-        reading: how to read it.
-        seen: what it says of this trace.
-        svg: the picture.
-    """
-
-    title: str
-    reading: str
-    seen: str
-    svg: str
+    title: str  # what it is about
+    reading: str  # how to read it
+    seen: str  # what it says of this trace
+    svg: str  # the picture
 
 
 def page(trace: Trace) -> str:
-    """HTML that needs nothing from anywhere else.
-
-    Raises:
-        ConfigError: there is no matplotlib.
-    """
+    """HTML that needs nothing from anywhere else; ConfigError if there is no matplotlib."""
     sections = "".join(
         f"<section><h2>{html.escape(p.title)}</h2><p>{html.escape(p.reading)}</p>{p.svg}"
         f'<p class="seen">{html.escape(p.seen)}</p></section>'

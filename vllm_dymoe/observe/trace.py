@@ -145,11 +145,7 @@ class Trace:
         return replace(self, **chosen)
 
     def save(self, path: Path | str) -> None:
-        """Write one file, which is there whole or not at all.
-
-        Raises:
-            TraceError: it cannot be written.
-        """
+        """Write one file, which is there whole or not at all; TraceError if it cannot be written."""
         names = {number: name for number, name in enumerate(self.domain or ()) if name}
         write_file(Path(path), self.header, self.tensors(), names)
 

@@ -65,31 +65,18 @@ class Serving:
 
 @dataclass(frozen=True)
 class Choice:
-    """Options of the plugin and what they do on a device.
+    """Options of the plugin and what they do on a device."""
 
-    Attributes:
-        given: options as a user writes them, without the budget.
-        limit: bytes of device memory for experts.
-        part: of the room for experts, up to which the budget may go.
-        tiers: bits of them.
-        share: experts at the high tier that fit, of all.
-        agreement: of the likeliest tokens with those of 16 bits; None if it was not measured.
-        hit_rate: of the experts that a decode step needs.
-        moved: bytes of experts that a decode step moves.
-        tpot: seconds of a decode step.
-        ttft: seconds to the first token of a prompt.
-    """
-
-    given: Mapping[str, Any]
-    limit: int
-    part: float
-    tiers: str
-    share: float
-    agreement: float | None
-    hit_rate: float
-    moved: float
-    tpot: float
-    ttft: float
+    given: Mapping[str, Any]  # options as a user writes them, without the budget
+    limit: int  # bytes of device memory for experts
+    part: float  # of the room for experts, up to which the budget may go
+    tiers: str  # bits of them
+    share: float  # experts at the high tier that fit, of all
+    agreement: float | None  # of the likeliest tokens with those of 16 bits; None if it was not measured
+    hit_rate: float  # of the experts that a decode step needs
+    moved: float  # bytes of experts that a decode step moves
+    tpot: float  # seconds of a decode step
+    ttft: float  # seconds to the first token of a prompt
 
 
 def predict(

@@ -150,11 +150,7 @@ def _key(name: str) -> str:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second of "25GB/s", "25 GB/s" or "900MB/s".
-
-    Raises:
-        ConfigError: it is no rate.
-    """
+    """Bytes per second of "25GB/s", "25 GB/s" or "900MB/s"; ConfigError if it is no rate."""
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG])B/s\s*", text, re.IGNORECASE)
     rate = float(found[1]) * {"K": 1e3, "M": 1e6, "G": 1e9}[found[2].upper()] if found else 0.0
     if rate <= 0:

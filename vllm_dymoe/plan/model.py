@@ -18,33 +18,21 @@ ITEM = 2
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides bytes and time.
-
-    Attributes:
-        experts: of each of the `moe_layers`.
-        intermediate: width of an expert.
-        attention_weights: of one layer.
-        token_weights: outside of experts, that each token is multiplied with, the output head included.
-        dense_weights: those, and the embedding.
-        attention_width: of a token's queries, keys and values together.
-        kv_bytes: of KV cache that a token takes in all layers, at 16 bits.
-        vocabulary: logits of a token.
-        longest: max_position_embeddings.
-    """
+    """What decides bytes and time."""
 
     layers: int
     moe_layers: int
-    experts: int
+    experts: int  # of each of the `moe_layers`
     top_k: int
     hidden: int
-    intermediate: int
-    attention_weights: int
-    token_weights: int
-    dense_weights: int
-    attention_width: int
-    kv_bytes: int
-    vocabulary: int
-    longest: int
+    intermediate: int  # width of an expert
+    attention_weights: int  # of one layer
+    token_weights: int  # outside of experts, that each token is multiplied with, the output head included
+    dense_weights: int  # those, and the embedding
+    attention_width: int  # of a token's queries, keys and values together
+    kv_bytes: int  # of KV cache that a token takes in all layers, at 16 bits
+    vocabulary: int  # logits of a token
+    longest: int  # max_position_embeddings
 
     @property
     def dense_bytes(self) -> int:
@@ -86,11 +74,7 @@ def read_shape(model: str) -> ModelShape:
 
 
 def shape_of(config: dict[str, Any], where: str) -> ModelShape:
-    """From what config.json says.
-
-    Raises:
-        ConfigError: a size is missing.
-    """
+    """From what config.json says; ConfigError if a size is missing."""
 
     def size(*names: str, default: int | None = None) -> int:
         for name in names:

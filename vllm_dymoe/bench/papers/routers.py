@@ -93,11 +93,7 @@ def activated(recorded: Recorded, batch: int, *, prefill: bool) -> float | None:
 
 
 def _inputs(recorded: Recorded) -> Trace:
-    """Decoded tokens with the routers' inputs.
-
-    Raises:
-        ValueError: they, or the gates, are not known.
-    """
+    """Decoded tokens with the routers' inputs; ValueError if they, or the gates, are not known."""
     trace: Trace = recorded.trace
     if trace.router_inputs is None or not recorded.gates:
         raise ValueError("the model's gates could not be read from its checkpoint")

@@ -20,19 +20,12 @@ _WHOLE = 1000
 
 @dataclass(frozen=True)
 class At:
-    """Where a system is measured.
+    """Where a system is measured."""
 
-    Attributes:
-        budget: of experts.
-        batch: requests at once.
-        prompt_tokens: of each prompt; None takes the run's prompts as they are.
-        max_tokens: of each answer; None for those of the run.
-    """
-
-    budget: str
-    batch: int = 1
-    prompt_tokens: int | None = None
-    max_tokens: int | None = None
+    budget: str  # of experts
+    batch: int = 1  # requests at once
+    prompt_tokens: int | None = None  # of each prompt; None takes the run's prompts as they are
+    max_tokens: int | None = None  # of each answer; None for those of the run
 
     def case(self, subject: Subject, model: str, workload: Workload, engine: Mapping[str, Any]) -> Case:
         """Of a run's workload: at least as many requests as the batch has, at the lengths that are asked for."""
@@ -61,17 +54,11 @@ class Quality:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What is known of a model's routers.
+    """What is known of a model's routers."""
 
-    Attributes:
-        trace: of prompts, with the routers' inputs.
-        gates: [experts, hidden] of each layer; empty where they are not known.
-        shape: sizes of the model by name, as its config.json has them.
-    """
-
-    trace: Any
-    gates: Sequence[Any]
-    shape: Numbers
+    trace: Any  # of prompts, with the routers' inputs
+    gates: Sequence[Any]  # [experts, hidden] of each layer; empty where they are not known
+    shape: Numbers  # sizes of the model by name, as its config.json has them
 
 
 Source = Speed | Quality | Callable[[Recorded], Numbers] | str
@@ -89,19 +76,12 @@ class Line:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table, or a figure as a table.
+    """A table, or a figure as a table."""
 
-    Attributes:
-        name: as the paper has it.
-        about: what it shows, and on what the paper measured it.
-        columns: in their order.
-        lines: in theirs.
-    """
-
-    name: str
-    about: str
-    columns: Sequence[str]
-    lines: Sequence[Line]
+    name: str  # as the paper has it
+    about: str  # what it shows, and on what the paper measured it
+    columns: Sequence[str]  # in their order
+    lines: Sequence[Line]  # in theirs
 
 
 def line(label: str, ours: Source, columns: Sequence[str] | Mapping[str, Any] = (), numbers: Any = ()) -> Line:
@@ -146,19 +126,12 @@ class Filled:
 
 
 def fill(
-    line: Line,
-    row_of: Callable[[Subject, At], Row],
-    recorded: Callable[[], Recorded],
-    scores: Callable[[Quality], Numbers | str],
+    line: Line,  # the paper's row
+    row_of: Callable[[Subject, At], Row],  # what was measured of a subject there
+    recorded: Callable[[], Recorded],  # the trace
+    scores: Callable[[Quality], Numbers | str],  # of lm-eval by column, or why there are none
 ) -> Filled:
-    """Our numbers for one row.
-
-    Args:
-        line: the paper's row.
-        row_of: what was measured of a subject there.
-        recorded: the trace.
-        scores: of lm-eval by column, or why there are none.
-    """
+    """Our numbers for one row."""
     source = line.ours
     if isinstance(source, Speed):
         return Filled(line, {name: show(row_of(source.subject, at)) for name, (at, show) in source.columns.items()})

@@ -59,14 +59,11 @@ def test_what_is_no_prompt_is_named(tmp_path, text, message):
 
 
 def test_a_file_that_is_not_there_and_random_prompts_without_tokens_are_refused():
+    assert read_prompts("random:24").is_random
+    assert read_prompts("random:24").digest != read_prompts("random:25").digest
     for source in ("nowhere", "random:0", "random"):
         with pytest.raises(ConfigError, match="cannot be read as prompts"):
             read_prompts(source)
-
-
-def test_random_prompts_say_what_they_are():
-    assert read_prompts("random:24").is_random
-    assert read_prompts("random:24").digest != read_prompts("random:25").digest
 
 
 def test_the_set_that_ships_has_every_domain_at_the_front():

@@ -3,7 +3,6 @@
 from typing import get_args, get_type_hints
 
 import pytest
-import torch
 
 from tests.cli.checkpoints import command
 from tests.predict.made_up import SIZES, made_up
@@ -46,20 +45,6 @@ def test_the_trace_decides_what_can_be_seen(inputs, architecture, tmp_path):
     assert result.exit_code == 0, result.output
     assert load_predictor(out)[0].architecture["name"] == architecture
     assert f"Trained {architecture} in" in result.output
-
-
-def test_the_complete_parts_of_a_trace_that_is_being_recorded_will_do(tmp_path):
-    folder, out = tmp_path / "live", tmp_path / "predictor.safetensors"
-    folder.mkdir()
-    trace = made_up()
-    trace.select(torch.arange(480)).save(folder / "part-0.safetensors")
-    trace.save(folder / "other.safetensors")
-    whole = (folder / "other.safetensors").read_bytes()
-    (folder / "other.safetensors").unlink()
-    (folder / "part-1.safetensors.incomplete").write_bytes(whole[:1000])
-    result = invoke(folder, "--out", out, "--epochs", 1)
-    assert result.exit_code == 0, result.output
-    assert sum(load_predictor(out)[0].trace["tokens"]) == 480
 
 
 @pytest.mark.parametrize(

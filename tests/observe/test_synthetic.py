@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_dymoe.observe.synthetic import MIXTRAL_8X7B, QWEN3_30B_A3B, synthetic_trace
+from vllm_dymoe.observe.synthetic import MIXTRAL_8X7B, synthetic_trace
 from vllm_dymoe.observe.trace import TraceError
 from vllm_dymoe.residency.identity import ModelIdentity
 
@@ -52,14 +52,6 @@ def test_skew_is_as_asked_whatever_the_rest_is():
         assert mixed[:, rank].mean().item() == pytest.approx(plain[:, rank].mean().item(), rel=0.35)
 
 
-def test_every_token_has_different_experts_in_every_layer():
-    trace = synthetic_trace(MIXTRAL_8X7B, requests=8, prompt=4, decode=12, skew=2, locality=0.5, correlation=0.5)
-    ordered = trace.experts.long().sort(-1).values
-    assert (ordered[..., 1:] != ordered[..., :-1]).all()
-    assert torch.equal(trace.weights.float().sort(-1, descending=True).values, trace.weights.float())
-    assert trace.weights.float().sum(-1).sub(1).abs().max() < 0.01
-
-
 def test_tokens_are_in_the_order_of_the_steps():
     trace = synthetic_trace(SMALL, requests=3, prompt=2, decode=2)
     assert trace.request.tolist() == [0, 0, 1, 1, 2, 2, 0, 1, 2, 0, 1, 2]
@@ -82,13 +74,15 @@ def test_domains_prefer_different_experts():
     assert torch.nn.functional.cosine_similarity(*loads, dim=0) < 0.6
 
 
-@pytest.mark.parametrize(("header", "sizes"), [(MIXTRAL_8X7B, (32, 8, 2)), (QWEN3_30B_A3B, (48, 128, 8))])
-def test_sizes_of_real_models(header, sizes):
-    assert (header.num_layers, header.num_experts, header.top_k) == sizes
-    assert synthetic_trace(header, requests=2, prompt=1, decode=2).experts.shape == (6, *(sizes[0], sizes[2]))
-
-
 @pytest.mark.parametrize(("locality", "correlation"), [(-0.1, 0), (0, -0.1), (0.6, 0.6)])
 def test_probabilities_that_are_none_are_refused(locality, correlation):
     with pytest.raises(TraceError, match="probabilities"):
         synthetic_trace(SMALL, locality=locality, correlation=correlation)
+
+
+def test_every_token_has_different_experts_in_every_layer():
+    trace = synthetic_trace(MIXTRAL_8X7B, requests=2, prompt=1, decode=6, skew=2, locality=0.5, correlation=0.5)
+    assert trace.experts.shape == (14, 32, 2)
+    assert (trace.experts[..., 0] != trace.experts[..., 1]).all()
+    assert (trace.weights.float().diff(dim=-1) <= 0).all()
+    assert trace.weights.float().sum(-1).sub(1).abs().max() < 0.01

@@ -150,12 +150,6 @@ def test_a_guess_hides_at_most_the_computation_before_it(skewed):
     assert predicted({}, "100%", skewed).tpot < cache.tpot
 
 
-def test_fewer_bytes_and_skipped_experts_are_faster(skewed):
-    tpot = {name: predicted(options, "25%", skewed).tpot for name, options in {
-        "16": {"hi": 16}, "8": {"hi": 8}, "4": {}, "4/0": {"system": "dymoe"}}.items()}  # fmt: skip
-    assert tpot["16"] > tpot["8"] > tpot["4"] > tpot["4/0"]
-
-
 def test_every_choice_fits_beside_the_rest(skewed):
     device, serving = find_device("rtx4090", None), Serving()
     room = room_for_experts(QWEN, device, serving, 1)

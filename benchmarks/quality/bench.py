@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.error_tally import ErrorTally
-from vllm_dymoe.quantize.gptq import LOW_WEIGHT, Gptq
+from vllm_dymoe.quantize.gptq import LOW_WEIGHT, quantize_gptq
 from vllm_dymoe.quantize.packer import ExpertPacker, pack_projection
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts, Projection
 from vllm_dymoe.runtime import MoERuntime
@@ -124,7 +124,7 @@ class Bench:
 
         # vLLM hands out the likeliest tokens only, and KL divergence needs all of them.
         self._sampler.compute_logprobs = watched
-        self.checkpoint = Checkpoint(MODEL)
+        self.checkpoint = Checkpoint.open(MODEL)
         self.prompts, self._unread = self._texts(windows)
         self.decoded = [text[:decoded] for text in self.prompts[::windows]]
         self._stores: dict[str, HostStore] = {}
@@ -236,7 +236,7 @@ class Bench:
         writer = StoreWriter(folder / "store", Manifest(experts, quantizer.name, "measured"))
         packer = ExpertPacker(experts, quantizer, writer)
         for layer in range(len(self.checkpoint.layers)):
-            for expert in range(self.checkpoint.num_experts):
+            for expert in range(self.checkpoint.config.num_experts):
                 for projection, (weight, _) in self.checkpoint.expert(layer, expert).items():
                     packer.put(layer, expert, projection, weight)
         return packer.finish()
@@ -261,6 +261,7 @@ class Bench:
                 matrices = self.checkpoint.expert(layer, expert)
                 outer, inner = self._calibration.curvatures(layer, expert, matrices)
                 for projection, matrix in matrices.items():
-                    quantizer = Gptq(inner if projection is Projection.DOWN else outer, low_weight)
+                    curvature = inner if projection is Projection.DOWN else outer
+                    quantizer = partial(quantize_gptq, curvature=curvature, low_weight=low_weight)
                     pack_projection(experts, (layer, expert, projection), matrix, quantizer, writer, errors)
         return writer.finish(errors.record())

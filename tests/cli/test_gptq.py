@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ import torch
 from tests.cli.checkpoints import EXPERTS, HIDDEN, MOE_LAYERS, TOP_K, command, make_model, quantized, refused, sections
 from tests.quantize.recordings import write_recording
 from vllm_dymoe.kernels import dequantize
-from vllm_dymoe.quantize import journal, make_quantizer, quantize_matrix
-from vllm_dymoe.quantize.base import pack_bias
+from vllm_dymoe.quantize import make_quantizer, packer, quantize_matrix
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.gptq import Gptq
+from vllm_dymoe.quantize.gptq import quantize_gptq
+from vllm_dymoe.quantize.quantizers import pack_bias
 from vllm_dymoe.residency.format import Projection
 
 RARE = 1
@@ -24,7 +25,7 @@ def make(folder, style="separate"):
     """A model, its calibration, and what its experts read."""
     model = make_model(folder / "model", style)
     model.save()
-    found = Checkpoint(model.folder)
+    found = Checkpoint.open(model.folder)
     described = {"layers": MOE_LAYERS, "num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN}
     _, inputs, routing = write_recording(
         folder / "calibration", model=found.fingerprint(), parts=(400, 300), rare=(RARE,), **described
@@ -49,7 +50,7 @@ def test_experts_are_what_gptq_makes_of_them_and_rare_ones_what_hqq_does(tmp_pat
         quantizer = make_quantizer("hqq")
         if expert != RARE:
             outer, inner = found.curvatures(layer, expert, matrices)
-            quantizer = Gptq(inner if projection is Projection.DOWN else outer)
+            quantizer = partial(quantize_gptq, curvature=inner if projection is Projection.DOWN else outer)
         expected, below = torch.full_like(fine, 0xEE), torch.full_like(base, 0xEE)
         quantize_matrix(model.experts[place], matrix, quantizer, expected, below)
         if model.biases:
@@ -107,7 +108,7 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_bytes(made, tmp_path, h
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from vllm_dymoe.cli import app
-from vllm_dymoe.quantize.journal import Journal
+from vllm_dymoe.quantize.packer import Journal
 add = Journal.add
 def add_and_end(journal, *layer):
     add(journal, *layer)
@@ -118,7 +119,7 @@ app({["quantize", str(model.folder), "-o", str(out), *map(str, options)]!r})
     assert subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).returncode != 0
     assert not out.exists()
     (left,) = tmp_path.glob("out.partial-*")
-    assert len((left / journal.NAME).read_text().splitlines()) == 2
+    assert len((left / packer.JOURNAL).read_text().splitlines()) == 2
     with pytest.MonkeyPatch.context() as patch:
         read, original = [], Checkpoint.expert
         patch.setattr(Checkpoint, "expert", lambda *place: (read.append(place[1:]), original(*place))[1])
@@ -132,14 +133,14 @@ app({["quantize", str(model.folder), "-o", str(out), *map(str, options)]!r})
 
 
 def test_what_was_packed_for_another_purpose_is_not_gone_on_with(tmp_path):
-    book = journal.Journal(tmp_path, "4 bits")
+    book = packer.Journal(tmp_path, "4 bits")
     book.add(0, "state")
-    with (tmp_path / journal.NAME).open("a") as file:
+    with (tmp_path / packer.JOURNAL).open("a") as file:
         file.write('[1, "sta')  # the process ended here
-    assert journal.Journal(tmp_path, "4 bits").layers == {0: "state"}
-    assert (tmp_path / journal.NAME).read_text() == '4 bits\n[0, "state"]\n'
-    assert not journal.is_journal_of(tmp_path, "2 bits")
-    assert journal.Journal(tmp_path, "2 bits").layers == {}
+    assert packer.Journal(tmp_path, "4 bits").layers == {0: "state"}
+    assert (tmp_path / packer.JOURNAL).read_text() == '4 bits\n[0, "state"]\n'
+    assert not packer.is_journal_of(tmp_path, "2 bits")
+    assert packer.Journal(tmp_path, "2 bits").layers == {}
 
 
 def test_what_cannot_be_calibrated_with_is_refused(made, tmp_path):

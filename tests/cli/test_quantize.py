@@ -28,7 +28,7 @@ from tests.cli.checkpoints import (
 )
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer, quantize_matrix, tensors
-from vllm_dymoe.quantize.base import pack_bias
+from vllm_dymoe.quantize.quantizers import pack_bias
 from vllm_dymoe.quantize.tensors import read_tensors
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Projection

@@ -66,7 +66,7 @@ def test_hessians_are_those_of_what_the_experts_read(recorded):
     out, recording, seen = recorded
     assert (recording.layers, recording.num_experts, recording.top_k) == (tuple(range(LAYERS)), EXPERTS, TOP_K)
     assert len(recording.parts) > 1
-    found, checkpoint = Calibration(out), Checkpoint(MODEL)
+    found, checkpoint = Calibration(out), Checkpoint.open(MODEL)
     for layer, (x, shares, ids) in enumerate(seen):
         assert len(x) == sum(recording.parts), "every token once, and no other"
         expert = int(torch.bincount(ids.flatten().long(), minlength=EXPERTS).argmax())

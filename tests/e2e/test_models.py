@@ -64,7 +64,7 @@ def test_a_checkpoint_in_another_form_is_the_same_model_at_four_bits(name, tmp_p
     if name == "qwen3-moe":
         ARCHITECTURES[name].save(other, fused=True)
     else:
-        convert(Checkpoint(folder), other, Recipe())
+        convert(Checkpoint.open(folder), other, Recipe())
     with small_engine(folder, {"hi": 4}) as llm:
         want = answers_at_budgets(llm, BUDGETS, lambda: answers(llm))
     with small_engine(other, {"hi": 4, "expert_budget": "50%"}) as llm:

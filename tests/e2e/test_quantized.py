@@ -71,7 +71,7 @@ def test_a_quantized_checkpoint_is_served_with_its_own_numbers(tmp_path, kind, m
     check_logprobs_close(got, want)
     assert equal_share(got, want) > 0.8
     if kind == "awq":
-        convert(Checkpoint(tmp_path / "quantized"), tmp_path / "ours", Recipe(hi=4, lo=2, group_size=32))
+        convert(Checkpoint.open(tmp_path / "quantized"), tmp_path / "ours", Recipe(hi=4, lo=2, group_size=32))
         with small_engine(tmp_path / "ours", {"expert_budget": "25%"}) as llm:
             assert [a.tokens for a in answers(llm)] == [a.tokens for a in got]
             assert "UnquantizedLinearMethod" not in llm.collective_rpc(dense_methods)[0]

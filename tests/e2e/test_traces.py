@@ -114,7 +114,7 @@ def test_the_header_is_the_models_and_the_gates_are_known(llm, folder):
     trace = Trace.load(folder)
     header = trace.header
     assert (header.num_layers, header.num_experts, header.top_k, header.hidden) == (LAYERS, 32, 4, 256)
-    assert header.fingerprint == Checkpoint(MODEL).fingerprint()
+    assert header.fingerprint == Checkpoint.open(MODEL).fingerprint()
     accuracy = statistics.next_gate_accuracy(trace)
     assert accuracy[1:].min() > 0.6
     assert accuracy[1:].mean() > accuracy[0]

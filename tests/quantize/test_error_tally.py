@@ -10,10 +10,10 @@ from tests.quantize.recordings import correlated_inputs
 from tests.small_model import fill, make_experts, random_weight
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer
-from vllm_dymoe.quantize.base import dequantized
 from vllm_dymoe.quantize.error_tally import ErrorTally
-from vllm_dymoe.quantize.gptq import Curvature, Gptq
+from vllm_dymoe.quantize.gptq import Curvature, quantize_gptq
 from vllm_dymoe.quantize.packer import ExpertPacker
+from vllm_dymoe.quantize.quantizers import dequantized
 from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import MANIFEST, ErrorRecord, FileStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter
@@ -54,7 +54,7 @@ def test_output_errors_are_those_of_the_outputs():
         curvature = Curvature.of(inputs.t() @ inputs)
         weight = random_weight(experts, 0, expert, Projection.GATE)
         matrix = experts.formats[4].matrices[Projection.GATE]
-        codes = Gptq(curvature).quantize(weight, matrix)
+        codes = quantize_gptq(weight, matrix, curvature)
         tally.add((0, expert, Projection.GATE), weight, dequantized(codes, matrix), matrix.bits, curvature)
         centred = codes.codes.double() - 8
         scales, zeros = (part.double().repeat_interleave(32, 1)[:, :72] for part in (codes.scales, codes.zeros))
@@ -74,7 +74,7 @@ def test_the_order_of_the_work_changes_nothing():
             weight = random_weight(experts, layer, expert, projection)
             for fmt in experts.formats.values():
                 matrix = fmt.matrices[projection]
-                codes = make_quantizer("rtn").quantize(weight, matrix)
+                codes = make_quantizer("rtn")(weight, matrix)
                 tally.add((layer, expert, projection), weight, dequantized(codes, matrix), matrix.bits, None)
         tally.fell_back(1, random.Random(seed).sample(range(6), 6))
         records.append(tally.record())

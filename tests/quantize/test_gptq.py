@@ -1,6 +1,7 @@
 """GPTQ against a plain one, column by column with an inverse for each, and against rounding."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ import torch
 from tests.quantize.recordings import correlated_inputs
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import gptq, make_quantizer, quantize_matrix
-from vllm_dymoe.quantize.base import Codes, dequantized
-from vllm_dymoe.quantize.gptq import DAMPING, Curvature, Gptq
+from vllm_dymoe.quantize.gptq import DAMPING, Curvature, quantize_gptq
+from vllm_dymoe.quantize.quantizers import Codes, dequantized
 from vllm_dymoe.residency.code import NESTED, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
@@ -72,7 +73,7 @@ def test_codes_are_those_of_the_plain_algorithm(bits, rows, columns, block, monk
     inputs, weight = correlated_inputs(200, columns, 1), random_weight(rows, columns, 2)
     format = MatrixFormat(rows, columns, code_of(bits), 32, torch.bfloat16)
     hessian = inputs.t() @ inputs
-    found = Gptq(Curvature.of(hessian)).quantize(weight, format)
+    found = quantize_gptq(weight, format, Curvature.of(hessian))
     assert torch.equal(found.codes, plain_gptq(weight, hessian, found.scales, found.zeros, 32, bits))
 
 
@@ -115,7 +116,7 @@ def test_codes_of_two_readings_are_those_of_the_plain_algorithm(bits, rows, colu
     inputs, weight = correlated_inputs(200, columns, 1), random_weight(rows, columns, 2)
     format = MatrixFormat(rows, columns, NESTED[bits], 32, torch.bfloat16)
     hessian = inputs.t() @ inputs
-    found = Gptq(Curvature.of(hessian), low_weight).quantize(weight, format)
+    found = quantize_gptq(weight, format, Curvature.of(hessian), low_weight)
     grids = found.scales, found.zeros, 32, bits
     blind = Codes(plain_gptq(weight, hessian, *grids), found.scales, found.zeros)
     high, low = (output_norm(inputs, weight - read) for read in readings(blind, format))
@@ -128,10 +129,10 @@ def test_a_low_reading_that_counts_nothing_changes_no_bit(bits):
     inputs, weight = correlated_inputs(300, 96, 1), random_weight(40, 96, 2)
     curvature = Curvature.of(inputs.t() @ inputs)
     nested = MatrixFormat(40, 96, NESTED[bits], 32, torch.bfloat16)
-    today = Gptq(curvature).quantize(weight, replace(nested, code=code_of(bits)))
-    blind = Gptq(curvature, 0).quantize(weight, nested)
+    today = quantize_gptq(weight, replace(nested, code=code_of(bits)), curvature)
+    blind = quantize_gptq(weight, nested, curvature, 0)
     assert torch.equal(blind.codes, today.codes)
-    assert not torch.equal(Gptq(curvature).quantize(weight, nested).codes, today.codes)
+    assert not torch.equal(quantize_gptq(weight, nested, curvature).codes, today.codes)
 
 
 @pytest.mark.parametrize("noise", [0.05, 1.0], ids=["columns alike", "columns apart"])
@@ -144,7 +145,7 @@ def test_the_low_reading_gains_and_the_high_one_loses_little(noise):
     curvature = Curvature.of(seen.t() @ seen)
 
     def errors(low_weight):
-        codes = Gptq(curvature, low_weight).quantize(weight, format)
+        codes = quantize_gptq(weight, format, curvature, low_weight)
         return [(unseen @ (weight - read).t()).norm().item() for read in readings(codes, format)]
 
     (high, low), (blind_high, blind_low) = errors(gptq.LOW_WEIGHT), errors(0)
@@ -159,7 +160,7 @@ def test_the_output_is_much_nearer_than_that_of_rounding(bits, columns):
     inputs = correlated_inputs(3000, columns, 3)
     seen, unseen = inputs[:2000], inputs[2000:]
     weight = random_weight(64, columns, 4)
-    matrix = packed(weight, Gptq(Curvature.of(seen.t() @ seen)), bits, 64)
+    matrix = packed(weight, partial(quantize_gptq, curvature=Curvature.of(seen.t() @ seen)), bits, 64)
     rounded, half_quadratic = (packed(weight, make_quantizer(name), bits, 64) for name in ("rtn", "hqq"))
     assert output_error(unseen, weight, matrix) < 0.5 * output_error(unseen, weight, rounded)
     assert output_error(unseen, weight, matrix) < 0.5 * output_error(unseen, weight, half_quadratic)
@@ -170,7 +171,7 @@ def test_few_tokens_and_columns_that_are_always_zero():
     inputs = correlated_inputs(6, 64, 10)
     inputs[:, 5] = 0
     weight = random_weight(8, 64, 11)
-    matrix = packed(weight, Gptq(Curvature.of(inputs.t() @ inputs)), 4)
+    matrix = packed(weight, partial(quantize_gptq, curvature=Curvature.of(inputs.t() @ inputs)), 4)
     assert bool(torch.isfinite(dequantize(matrix)).all())
     # Nothing makes up for a column without inputs, and nothing it makes up for changes it by more than its own step.
     assert (dequantize(matrix) - weight)[:, 5].abs().max() < 0.05
@@ -184,12 +185,14 @@ def test_constant_groups_are_exact(bits):
     inputs = correlated_inputs(100, 64, 12)
     weight = torch.full((3, 64), 0.25)
     weight[1] = 0
-    assert torch.equal(dequantize(packed(weight, Gptq(Curvature.of(inputs.t() @ inputs)), bits)), weight)
+    assert torch.equal(
+        dequantize(packed(weight, partial(quantize_gptq, curvature=Curvature.of(inputs.t() @ inputs)), bits)), weight
+    )
 
 
 def test_without_inputs_columns_are_rounded_to_nearest():
     weight = random_weight(6, 70, 13)
-    matrix = packed(weight, Gptq(Curvature.of(torch.zeros(70, 70))), 4)
+    matrix = packed(weight, partial(quantize_gptq, curvature=Curvature.of(torch.zeros(70, 70))), 4)
     half = matrix.scales_zeros[:, :6, 0].float().t().repeat_interleave(32, 1)[:, :70] / 2
     assert bool(((weight - dequantize(matrix)).abs() <= half * 1.01 + 1e-4).all())
 

@@ -12,9 +12,9 @@ from tests.small_model import make_experts, random_weight
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import make_quantizer
-from vllm_dymoe.quantize.base import pack_bias
 from vllm_dymoe.quantize.held import HeldIntegers
 from vllm_dymoe.quantize.packer import ExpertPacker
+from vllm_dymoe.quantize.quantizers import pack_bias
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Projection, all_keys
 from vllm_dymoe.residency.matrix import MatrixFormat

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_dymoe.kernels import dequantize
-from vllm_dymoe.quantize import QUANTIZERS, base, make_quantizer, quantize_matrix
-from vllm_dymoe.quantize.base import group_ranges
+from vllm_dymoe.quantize import QUANTIZERS, make_quantizer, quantize_matrix, quantizers
+from vllm_dymoe.quantize.quantizers import group_ranges
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
@@ -65,7 +65,7 @@ def test_rounding_the_scale_never_cuts_off_an_end(weight, bits, dtype):
 def test_rows_that_are_quantized_together_change_nothing(name, monkeypatch):
     weight = random_weight(40, 100, 3, outliers=True)
     together = quantized(weight, 4, name)
-    monkeypatch.setattr(base, "_CHUNK", 1)
+    monkeypatch.setattr(quantizers, "_CHUNK", 1)
     alone = quantized(weight, 4, name)
     assert torch.equal(together.weight, alone.weight)
     assert torch.equal(together.scales_zeros, alone.scales_zeros)

@@ -39,7 +39,7 @@ class Layer(torch.nn.Module):
         self.first = expert_rank * self.local
         self.got = {}
         sink = SimpleNamespace(put=self.put("weight"), put_bias=self.put("bias"), wants_experts=lambda: wanted)
-        reader = None if config is None else make_reader(config)
+        reader = make_reader(config)
         self.loader = ExpertLoader(self, sink, sizes[0], sizes[1] // ranks, reader)
         self.loader.register(self, torch.bfloat16, bias=bias)
 

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -13,7 +12,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.residency.code import MXFP4, NESTED
+from vllm_dymoe.quantize.readers import Reader
+from vllm_dymoe.residency.code import MXFP4, NESTED, STEPS
 from vllm_dymoe.resolve import ENVIRONMENT_PREFIX
 from vllm_dymoe.vllm_adapter import prepare
 from vllm_dymoe.vllm_adapter.prepare import WORKER_EXTENSION, experts_of
@@ -199,7 +199,7 @@ def test_the_experts_are_those_of_the_models_configuration():
 @pytest.mark.parametrize(("codebook", "nested"), [(None, True), (MXFP4, False)])
 def test_a_codebook_has_no_low_version_inside(codebook, nested):
     config = configure({"hi": 4, "lo": 2})
-    config.quant_config.reader = SimpleNamespace(bits=4, asymmetric=False, act_order=False, codebook=codebook)
+    config.quant_config.reader = Reader("x", codebook or STEPS[4], None, (), None)
     formats = experts_of(config, read_options(config, None)).formats
     assert formats[4].nested is nested
     assert formats[4].code is (codebook or NESTED[4])

@@ -12,8 +12,8 @@ from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 
 from tests.vllm_adapter.test_prepare import configure, refusal, with_quantization_config
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.quantize.readers import make_reader
-from vllm_dymoe.quantize.readers.compatibility import (
+from vllm_dymoe.quantize.readers import PLAIN_READER, make_reader
+from vllm_dymoe.quantize.readers.base import (
     check_compatible,
     describe,
     format_fields,
@@ -104,7 +104,7 @@ def test_what_is_said_of_the_numbers():
     source = "awq checkpoint"
     names = [quantizer_name(reader(), bits, "rtn") for bits in ((4,), (4, 2), (16, 4), (16,), (16, 2))]
     assert names == [source, source, source, source, f"{source}, rtn"]
-    assert quantizer_name(None, (4, 2), "hqq") == "hqq"
+    assert quantizer_name(PLAIN_READER, (4, 2), "hqq") == "hqq"
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
@@ -139,7 +139,7 @@ def test_ranks_cannot_share_a_matrix_whose_groups_are_scattered(tmp_path):
 def test_what_the_formats_of_a_checkpoint_are(config):
     """Of a checkpoint as it is, and of what was converted from it."""
     ordered = (4,) if config in (GPTQ, COMPRESSED) else ()
-    reader = None if config is None else make_reader(config)
+    reader = make_reader(config)
     own = {"integer_zeros": config is AWQ, "act_order": bool(ordered), "code": code_of(4)}
     assert format_fields(reader, {}, 4) == own
     assert format_fields(reader, {}, 2) == {"integer_zeros": False, "act_order": False, "code": code_of(2)}
@@ -154,7 +154,7 @@ def test_what_the_formats_of_a_checkpoint_are(config):
     )
     sizes = {"num_experts": 2, "top_k": 1, "hidden": 64, "intermediate": 64, "dtype": torch.float16, "bias": False}
     spec = LayerSpec(name="model.layers.0.mlp.experts", rank=0, ranks=1, expert_rank=0, expert_ranks=1, **sizes)
-    for checkpoint, read_by in ((None, reader), (ours, None)):
+    for checkpoint, read_by in ((None, reader), (ours, make_reader(None))):
         model = Loading(served, read_options(served, checkpoint, read_by), checkpoint, read_by)
         model.add_layer(spec)
         assert [fmt.act_order for fmt in model.experts.formats.values()] == [False, bool(ordered)]
@@ -199,7 +199,7 @@ def test_dense_layers_are_left_to_vllms_own_configuration(quantization):
     """Of a checkpoint as it is, and of one that was converted from it."""
     config = DymoeConfig.from_config(quantization)
     assert config.checkpoint == (OURS if quantization is OURS else None)
-    assert (config.reader is None) == (quantization is OURS)
+    assert (not config.reader.held) == (quantization is OURS)
     assert isinstance(config._dense, AutoAWQConfig)
     mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     config.packed_modules_mapping = mapping

@@ -24,7 +24,7 @@ def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, 
     """
     options = {"hi": hi, "expert_budget": expert_budget}
     resolve_options(options, environment={})
-    Checkpoint(model)  # refuses what cannot be quantized before an engine starts
+    Checkpoint.open(model)  # refuses what cannot be quantized before an engine starts
     words = list(_read(texts))
     try:
         with count_progress(f"Calibrating {model.name}, tokens") as progress:

@@ -14,7 +14,7 @@ from vllm_dymoe.cli.display import byte_progress
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.model_config import read_config
-from vllm_dymoe.quantize.readers.compatibility import store_group_sizes
+from vllm_dymoe.quantize.readers.base import store_group_sizes
 from vllm_dymoe.quantize.tensors import read_tensors
 from vllm_dymoe.residency.format import ModelExperts, all_keys
 from vllm_dymoe.runtime.sizing import limit_in_bytes, minimum_budget, plan_slots, used_tiers, workspace_bytes
@@ -47,7 +47,7 @@ def run(path: Path, *, verify: bool, as_json: bool) -> None:
     elif verify:
         raise ConfigError(f"{path} holds no packed experts, so it has no checksums to verify.")
     else:
-        report = _describe_checkpoint(Checkpoint(path))
+        report = _describe_checkpoint(Checkpoint.open(path))
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -82,10 +82,10 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
 def _describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     options = Options()
     reader = checkpoint.reader
-    if reader is not None:
+    if reader.held:
         options = Options.model_validate({"hi": reader.bits, "group_size": store_group_sizes(reader, 0, 1)[0]})
     experts = checkpoint.model_experts((16, 8, 4, 2), options.group_size, checkpoint.dtype)
-    kind = "not quantized yet" if reader is None else f"experts quantized with {reader.method} at {reader.bits} bits"
+    kind = f"experts quantized with {reader.method} at {reader.bits} bits" if reader.held else "not quantized yet"
     return {
         "kind": f"MoE checkpoint, {kind}",
         "folder": str(checkpoint.folder),

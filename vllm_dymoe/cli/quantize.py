@@ -15,7 +15,7 @@ from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import Recipe, convert
 from vllm_dymoe.quantize.packer import FALLBACK
-from vllm_dymoe.quantize.readers.compatibility import describe, store_group_sizes
+from vllm_dymoe.quantize.readers.base import describe, store_group_sizes
 from vllm_dymoe.store import Manifest
 from vllm_dymoe.units import size
 
@@ -49,16 +49,16 @@ def run(
     _check_options(hi, lo, group_size or Options().group_size, quantizer)
     _check_calibration(quantizer, calibration)
     recorded = None if calibration is None else Calibration(calibration)
-    checkpoint = Checkpoint(model)
+    checkpoint = Checkpoint.open(model)
     reader = checkpoint.reader
     if group_size is None:
-        group_size = Options().group_size if reader is None else store_group_sizes(reader, 0, 1)[0]
+        group_size = Options().group_size if not reader.held else store_group_sizes(reader, 0, 1)[0]
     recipe = Recipe(hi, lo, group_size, quantizer, None if dtype == "auto" else getattr(torch, dtype), recorded)
     with byte_progress(f"Quantizing {escape(model.name)}", checkpoint.dense_bytes + checkpoint.expert_bytes) as advance:
         began = time.perf_counter()
         manifest = convert(checkpoint, out, recipe, overwrite=overwrite, progress=advance)
     _print_summary(checkpoint, out.absolute(), manifest, time.perf_counter() - began)
-    if reader is not None:
+    if reader.held:
         Console().print(f"Experts: {describe(reader, recipe.stored_bits, quantizer)}.", soft_wrap=True)
 
 

@@ -1,23 +1,5 @@
-"""Quantizers: each turns a matrix of real weights into codes, scales and zeros."""
+"""Quantizers, and the way of a checkpoint's experts into a store."""
 
-from vllm_dymoe.quantize.base import Codes, Quantizer, quantize_matrix
-from vllm_dymoe.quantize.hqq import HalfQuadratic
-from vllm_dymoe.quantize.rtn import RoundToNearest
+from vllm_dymoe.quantize.quantizers import QUANTIZERS, make_quantizer, quantize_matrix
 
-_QUANTIZERS = {quantizer.name: quantizer for quantizer in (RoundToNearest, HalfQuadratic)}
-
-QUANTIZERS = tuple(_QUANTIZERS)
-"""Names that :func:`make_quantizer` knows."""
-
-__all__ = ["QUANTIZERS", "Codes", "Quantizer", "make_quantizer", "quantize_matrix"]
-
-
-def make_quantizer(name: str) -> Quantizer:
-    """The quantizer of a name.
-
-    Raises:
-        ValueError: no quantizer has that name.
-    """
-    if name not in _QUANTIZERS:
-        raise ValueError(f"there is no quantizer named {name!r}; choose one of {', '.join(QUANTIZERS)}.")
-    return _QUANTIZERS[name]()
+__all__ = ["QUANTIZERS", "make_quantizer", "quantize_matrix"]

@@ -6,8 +6,8 @@ Headers say where every tensor lies, so that whatever cannot work is refused bef
 import hashlib
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm_dymoe.quantize.held import Held, Matrix
-from vllm_dymoe.quantize.model_config import INTERMEDIATE, NUM_EXPERTS, TOP_K, ModelConfig
-from vllm_dymoe.quantize.readers import make_reader
-from vllm_dymoe.quantize.readers.compatibility import format_fields
+from vllm_dymoe.quantize.model_config import INTERMEDIATE, TOP_K, ModelConfig
+from vllm_dymoe.quantize.readers import Reader, make_reader
+from vllm_dymoe.quantize.readers.base import format_fields
 from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, read_tensors
 from vllm_dymoe.residency.format import Format, ModelExperts, Projection, stored_formats
@@ -47,53 +47,41 @@ class ExpertTensors:
     projections: tuple[Projection, ...]
     parts: Mapping[str, TensorPlace]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the checkpoint."""
-        return sum(place.nbytes for place in self.parts.values())
 
-
+@dataclass(eq=False)
 class Checkpoint:
     """One local checkpoint folder; reading experts is safe from several threads.
 
     Attributes:
+        reader: of the experts.
         dense: every tensor that is not of an expert, by name.
-        reader: of experts that another tool has quantized; None if they have 16 bits.
         left_out: tensors of layers beyond the model's last (multi-token prediction), which vLLM's model does not load.
-
-    Raises:
-        CheckpointError: the folder is not a checkpoint that can be quantized.
+        experts: the tensors of all experts.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.config = ModelConfig(folder)
-        quantization = self.config.quantization
-        self.reader = None if quantization is None else make_reader(quantization)
-        tensors = read_tensors(folder)
-        self.dense: dict[str, TensorPlace] = {}
-        self.left_out: dict[str, TensorPlace] = {}
-        self._stacking = Stacking.of(self.config.model_type)
-        self._files: dict[Path, Any] = {}
-        stack, beyond = self._stack_of_experts(tensors)
-        found: dict[tuple[int, int | None, tuple[Projection, ...]], dict[str, TensorPlace]] = {}
-        for name, place in tensors.items():
-            layer = re.match(rf"{re.escape(stack)}\.(\d+)\.", name)
-            if layer is not None and int(layer[1]) >= beyond:
-                self.left_out[name] = place
-            elif (named := read_name(name)) is None:
-                self.dense[name] = place
-            else:
-                if self.reader is not None:
-                    named = replace(named, part=self.reader.spellings.get(named.part, named.part))
-                self._check_known(named, place)
-                parts = found.setdefault((named.layer, named.expert, named.projections), {})
-                if named.part in parts:
-                    raise CheckpointError(f"expert {named.expert} of {name} in {folder} is there twice.")
-                parts[named.part] = place
-        self.experts = [ExpertTensors(*matrix, parts) for matrix, parts in found.items()]
-        self._matrices = self._by_place()
-        self._check_shapes()
+    folder: Path
+    config: ModelConfig
+    reader: Reader
+    dense: dict[str, TensorPlace] = field(default_factory=dict)
+    left_out: dict[str, TensorPlace] = field(default_factory=dict)
+    experts: list[ExpertTensors] = field(default_factory=list)
+    _files: dict[Path, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path) -> "Checkpoint":
+        """Find and check the tensors of a folder.
+
+        Raises:
+            CheckpointError: it is not a checkpoint that can be quantized.
+        """
+        config = ModelConfig(folder)
+        found = cls(folder, config, make_reader(config.quantization))
+        found._sort(read_tensors(folder))
+        _check_biases(folder, found.experts)
+        _ = found._matrices
+        for tensors in found.experts:
+            found._check_shapes(tensors)
+        return found
 
     @property
     def expert_bytes(self) -> int:
@@ -105,7 +93,7 @@ class Checkpoint:
         """Bytes of the experts of each MoE layer in the checkpoint."""
         found = dict.fromkeys(self.layers, 0)
         for tensors in self.experts:
-            found[tensors.layer] += tensors.nbytes
+            found[tensors.layer] += sum(place.nbytes for place in tensors.parts.values())
         return tuple(found.values())
 
     @property
@@ -130,17 +118,11 @@ class Checkpoint:
         """Of every expert; some models' have no gate."""
         return tuple(Projection)[self.config.model_type in _WITHOUT_GATE :]
 
-    @property
-    def num_experts(self) -> int:
-        """Experts in each layer."""
-        return self.config.size(*NUM_EXPERTS)
-
     def model_experts(self, bits: tuple[int, ...], group_size: int, dtype: torch.dtype) -> ModelExperts:
         """What a store of this checkpoint holds.
 
         Args:
             bits: stored bit-widths, the high tier first.
-            group_size: weights that share one scale and zero.
             dtype: of the scales, and of the weights at 16 bits.
 
         Raises:
@@ -160,7 +142,7 @@ class Checkpoint:
                 _ = fmt.nbytes
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the experts of {self.folder} cannot be packed: {error}.") from error
-        return ModelExperts(self.layers, self.num_experts, self.config.size(*TOP_K), formats)
+        return ModelExperts(self.layers, self.config.num_experts, self.config.size(*TOP_K), formats)
 
     def expert(self, position: int, expert: int) -> dict[Projection, Matrix]:
         """One expert, by projection.
@@ -174,10 +156,9 @@ class Checkpoint:
         tensors = self._matrices[self.layers[position], expert, projection]
         parts = {part: self._read(tensors, part, expert, projection) for part in tensors.parts}
         bias = parts.pop("bias", None)
-        return (parts["weight"] if self.reader is None else self._prequantized(tensors, projection, parts)), bias
+        return (self._prequantized(tensors, projection, parts) if self.reader.held else parts["weight"]), bias
 
     def _prequantized(self, tensors: ExpertTensors, projection: Projection, parts: Mapping[str, Tensor]) -> Held:
-        assert self.reader is not None
         matrix = self._plain_format.matrices[projection]
         rows = matrix.rows * len(tensors.projections)
         try:
@@ -202,7 +183,7 @@ class Checkpoint:
             stacked: Tensor = file.get_slice(place.name)[expert]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{place.path} cannot be read ({error}); download it again.") from error
-        if self.reader is not None and part in self.reader.parts:
+        if self.reader.held and part in self.reader.parts:
             return stacked  # its reader knows how it lies
         return self._stacking.split(stacked, tensors.projections)[tensors.projections.index(projection)]
 
@@ -229,43 +210,33 @@ class Checkpoint:
                 os.close(file)
         return digest.hexdigest()[:16]
 
-    def _stack_of_experts(self, tensors: Mapping[str, TensorPlace]) -> tuple[str, int]:
-        """Name of the one stack of layers with experts, and the index after the model's last layer."""
-        stacks = {named.layers for name in tensors if (named := read_name(name))}
-        if not stacks:
-            raise CheckpointError(
-                f"{self.folder} holds no tensor of an expert (layers.0.….experts.0.gate_proj.weight or the like); "
-                "only Mixture-of-Experts models can be quantized here."
-            )
-        if len(stacks) > 1:
-            raise CheckpointError(f"{self.folder} has experts in several places, {' and '.join(sorted(stacks))}.")
-        return stacks.pop(), self.config.size("num_hidden_layers", "num_layers")
+    def _sort(self, tensors: Mapping[str, TensorPlace]) -> None:
+        """Divide tensors into those of experts, dense ones and those that are left out."""
+        stack, beyond = _stack_of_experts(self.folder, tensors), self.config.size("num_hidden_layers", "num_layers")
+        found: dict[tuple[int, int | None, tuple[Projection, ...]], dict[str, TensorPlace]] = {}
+        for name, place in tensors.items():
+            layer = re.match(rf"{re.escape(stack)}\.(\d+)\.", name)
+            if layer is not None and int(layer[1]) >= beyond:
+                self.left_out[name] = place
+            elif (named := read_name(name)) is None:
+                self.dense[name] = place
+            else:
+                named = replace(named, part=self.reader.spellings.get(named.part, named.part))
+                _check_known(self.folder, self.reader, named, place)
+                parts = found.setdefault((named.layer, named.expert, named.projections), {})
+                if named.part in parts:
+                    raise CheckpointError(f"expert {named.expert} of {name} in {self.folder} is there twice.")
+                parts[named.part] = place
+        self.experts = [ExpertTensors(*matrix, parts) for matrix, parts in found.items()]
 
-    def _check_known(self, named: ExpertName, place: TensorPlace) -> None:
-        """Refuse a tensor of an expert that is neither a 16-bit weight nor a bias nor what the reader knows."""
-        if self.reader is not None and named.projections and named.part in self.reader.known_parts:
-            return
-        method = self.reader.method if self.reader is not None else None
-        if place.dtype not in _DTYPES or not named.projections or named.part not in ("weight", "bias"):
-            raise CheckpointError(
-                f"{place.name} ({place.dtype}, {list(place.shape)}) in {self.folder} belongs to experts but is not the "
-                f"16-bit weight or bias of a gate, up or down projection{f' or its {method} codes' if method else ''}; "
-                "other quantized experts are not supported yet."
-            )
-        if method is not None and named.part == "weight":
-            raise CheckpointError(
-                f"{place.name} in {self.folder} has 16 bits, although config.json says that the checkpoint is "
-                f"quantized with {method}; a mix of both among the experts is not supported yet."
-            )
-
-    def _by_place(self) -> dict[tuple[int, int, Projection], ExpertTensors]:
+    @cached_property
+    def _matrices(self) -> dict[tuple[int, int, Projection], ExpertTensors]:
         """Every projection by index of the layer and expert; refuses those that are missing, twice or in part there."""
-        needed = ("weight",) if self.reader is None else self.reader.parts
-        count = self.num_experts
+        count = self.config.num_experts
         found: dict[tuple[int, int, Projection], ExpertTensors] = {}
         for tensors in self.experts:
             there = next(iter(tensors.parts.values())).name
-            lacking = [part for part in needed if part not in tensors.parts]
+            lacking = [part for part in self.reader.parts if part not in tensors.parts]
             if lacking and tensors.parts.keys() != {"bias"}:
                 raise CheckpointError(
                     f"{self.folder} has {there} but lacks {there.rpartition('.')[0]}.{lacking[0]}; "
@@ -286,34 +257,70 @@ class Checkpoint:
                 f"{self.folder} lacks {len(missing)} projections of experts, the first being the "
                 f"{projection.name.lower()} projection of expert {expert} in layer {layer}; download it again."
             )
-        without = sum("bias" not in tensors.parts for tensors in self.experts)
-        if 0 < without < len(self.experts):
-            raise CheckpointError(
-                f"{self.folder} has biases for some projections of its experts and not for {without} others; "
-                "only models in which all of them or none have one can be quantized here."
-            )
         return found
+
+    @cached_property
+    def _stacking(self) -> Stacking:
+        return Stacking.of(self.config.model_type)
 
     @cached_property
     def _plain_format(self) -> Format:
         """Of one expert at 16 bits, for its shapes."""
         return self.model_experts((16,), 64, torch.bfloat16).formats[16]
 
-    def _check_shapes(self) -> None:
-        """Refuse shapes that are not the configuration's; what a reader reads it checks itself."""
-        for tensors in self.experts:
-            matrices = [self._plain_format.matrices[projection] for projection in tensors.projections]
-            rows = sum(matrix.rows for matrix in matrices)
-            for part, shape in (("weight", (rows, matrices[0].columns)), ("bias", (rows,))):
-                read = self.reader is not None and part in self.reader.parts
-                if part in tensors.parts and not read:
-                    self._check_shape(tensors.parts[part], shape, stacked=tensors.expert is None)
+    def _check_shapes(self, tensors: ExpertTensors) -> None:
+        """Refuse shapes that are not the configuration's; a reader checks the shapes of what is held itself."""
+        matrices = [self._plain_format.matrices[projection] for projection in tensors.projections]
+        rows = sum(matrix.rows for matrix in matrices)
+        stacked = tensors.expert is None
+        for part, matrix in (("weight", (rows, matrices[0].columns)), ("bias", (rows,))):
+            place = tensors.parts.get(part)
+            if place is None or (self.reader.held and part in self.reader.parts):
+                continue
+            count = self.config.num_experts
+            expected = (count, *self._stacking.shape(matrix)) if stacked else matrix
+            if place.shape != expected:
+                turned = stacked and place.shape[1:] == expected[:0:-1]
+                raise CheckpointError(
+                    f"{place.name} in {self.folder} has shape {list(place.shape)} where config.json says "
+                    f"{list(expected)}{'; transposed experts are not supported yet' if turned else ''}."
+                )
 
-    def _check_shape(self, place: TensorPlace, matrix: tuple[int, ...], *, stacked: bool) -> None:
-        expected = (self.num_experts, *self._stacking.shape(matrix)) if stacked else matrix
-        if place.shape != expected:
-            turned = stacked and place.shape[1:] == expected[:0:-1]
-            raise CheckpointError(
-                f"{place.name} in {self.folder} has shape {list(place.shape)} where config.json says "
-                f"{list(expected)}{'; transposed experts are not supported yet' if turned else ''}."
-            )
+
+def _stack_of_experts(folder: Path, tensors: Iterable[str]) -> str:
+    """Name of the one list of layers with experts."""
+    stacks = {named.layers for name in tensors if (named := read_name(name))}
+    if not stacks:
+        raise CheckpointError(
+            f"{folder} holds no tensor of an expert (layers.0.….experts.0.gate_proj.weight or the like); "
+            "only Mixture-of-Experts models can be quantized here."
+        )
+    if len(stacks) > 1:
+        raise CheckpointError(f"{folder} has experts in several places, {' and '.join(sorted(stacks))}.")
+    return stacks.pop()
+
+
+def _check_known(folder: Path, reader: Reader, named: ExpertName, place: TensorPlace) -> None:
+    """Refuse a tensor of an expert that is neither a 16-bit weight nor a bias nor what the reader knows."""
+    if reader.held and named.projections and named.part in reader.known_parts:
+        return
+    if place.dtype not in _DTYPES or not named.projections or named.part not in ("weight", "bias"):
+        raise CheckpointError(
+            f"{place.name} ({place.dtype}, {list(place.shape)}) in {folder} belongs to experts but is not the 16-bit "
+            "weight or bias of a gate, up or down projection"
+            f"{f' or its {reader.method} codes' if reader.held else ''}; other quantized experts are not supported yet."
+        )
+    if reader.held and named.part == "weight":
+        raise CheckpointError(
+            f"{place.name} in {folder} has 16 bits, although config.json says that the checkpoint is quantized with "
+            f"{reader.method}; a mix of both among the experts is not supported yet."
+        )
+
+
+def _check_biases(folder: Path, experts: list[ExpertTensors]) -> None:
+    without = sum("bias" not in tensors.parts for tensors in experts)
+    if 0 < without < len(experts):
+        raise CheckpointError(
+            f"{folder} has biases for some projections of its experts and not for {without} others; "
+            "only models in which all of them or none have one can be quantized here."
+        )

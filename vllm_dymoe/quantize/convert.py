@@ -14,9 +14,8 @@ import torch
 
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.journal import Journal, is_journal_of
-from vllm_dymoe.quantize.packer import pack
-from vllm_dymoe.quantize.readers.compatibility import check_compatible, quantizer_name
+from vllm_dymoe.quantize.packer import Journal, is_journal_of, pack
+from vllm_dymoe.quantize.readers.base import check_compatible, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError, copy_tensors
 from vllm_dymoe.store import MANIFEST, STORE_VERSION, Manifest
 from vllm_dymoe.store.durable import put_back, sync_folder, write_synced
@@ -131,11 +130,10 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe) -> Manifest:
     """What the store will be; refuses a recipe that is not for this checkpoint."""
     experts = checkpoint.model_experts(recipe.stored_bits, recipe.group_size, recipe.dtype or checkpoint.dtype)
     reader = checkpoint.reader
-    if reader is not None:
-        check_compatible(reader, recipe.stored_bits, recipe.group_size, 0, 1)
+    check_compatible(reader, recipe.stored_bits, recipe.group_size, 0, 1)
     model = checkpoint.fingerprint()
     if recipe.calibration is not None:
-        if reader is not None:
+        if reader.held:
             raise CheckpointError(
                 f"{checkpoint.folder} is quantized with {reader.method}, and a calibration is for 16-bit "
                 "checkpoints; use another quantizer than gptq for the low tier."

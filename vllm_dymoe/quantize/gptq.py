@@ -26,8 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_dymoe.quantize.base import Codes
-from vllm_dymoe.quantize.rtn import RoundToNearest
+from vllm_dymoe.quantize.quantizers import Codes, round_to_nearest
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 DAMPING = 0.01
@@ -72,7 +71,6 @@ class Curvature:
         return cls(hessian.float(), order, factor.float())
 
     def damped(self) -> Tensor:
-        """The damped Hessian, columns in the order of rounding."""
         return _damped(self.hessian, self.order)
 
     def output_norm(self, weight: Tensor) -> float:
@@ -87,37 +85,29 @@ def _damped(hessian: Tensor, order: Tensor) -> Tensor:
     return damped
 
 
-class Gptq:
-    """GPTQ for the matrices that read one kind of input.
+def quantize_gptq(weight: Tensor, format: MatrixFormat, curvature: Curvature, low_weight: float = LOW_WEIGHT) -> Codes:
+    """Quantize a matrix [rows, columns] that reads inputs of this curvature.
 
     Args:
         low_weight: what the low reading's error counts, of the high one's, where it lies inside; at 0 it is not looked
             at.
     """
-
-    name = "gptq"
-
-    def __init__(self, curvature: Curvature, low_weight: float = LOW_WEIGHT) -> None:
-        self.curvature, self.low_weight = curvature, low_weight
-
-    def quantize(self, weight: Tensor, format: MatrixFormat) -> Codes:
-        curvature, grids = self.curvature, RoundToNearest().quantize(weight, format)
-        columns = weight.float().t()[curvature.order]
-        grid = _Grid.of(grids, curvature.order, format)
-        codes = _round_columns(columns, grid, curvature.factor)
-        if format.nested and self.low_weight:
-            hessian = curvature.damped()
-            high, low = (_output_norm(grid.read(codes, bin) - columns, hessian) for bin in (1, grid.bin))
-            grid = _Grid.of(grids, curvature.order, format, self.low_weight * high / (low or 1.0))
-            if grid.low_weight:
-                codes = _descend(_round_columns(columns, grid, curvature.factor), columns, grid, hessian)
-        found = torch.empty_like(codes, dtype=torch.uint8)
-        found[curvature.order] = codes.add_(format.midpoint).to(torch.uint8)
-        return Codes(found.t(), grids.scales, grids.zeros)
+    grids = round_to_nearest(weight, format)
+    columns = weight.float().t()[curvature.order]
+    grid = _Grid.of(grids, curvature.order, format)
+    codes = _round_columns(columns, grid, curvature.factor)
+    if format.nested and low_weight:
+        hessian = curvature.damped()
+        high, low = (_output_norm(grid.read(codes, bin) - columns, hessian) for bin in (1, grid.bin))
+        grid = _Grid.of(grids, curvature.order, format, low_weight * high / (low or 1.0))
+        if grid.low_weight:
+            codes = _descend(_round_columns(columns, grid, curvature.factor), columns, grid, hessian)
+    found = torch.empty_like(codes, dtype=torch.uint8)
+    found[curvature.order] = codes.add_(format.midpoint).to(torch.uint8)
+    return Codes(found.t(), grids.scales, grids.zeros)
 
 
 def _output_norm(error: Tensor, hessian: Tensor) -> float:
-    """|X error|^2 for an error [columns, rows]."""
     return float(((hessian @ error) * error).sum(dtype=torch.float64))
 
 
@@ -145,7 +135,6 @@ class _Grid:
 
     @classmethod
     def of(cls, codes: Codes, order: Tensor, format: MatrixFormat, low_weight: float = 0.0) -> "_Grid":
-        """For the scales and zeros of codes, which are not looked at."""
         readings = 2 if low_weight else 1
         scales, zeros = (part.float().t().repeat(1, readings) for part in (codes.scales, codes.zeros))
         steps = torch.where(scales == 0, torch.inf, scales)

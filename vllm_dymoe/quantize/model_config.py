@@ -18,11 +18,7 @@ INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "expert_inter
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json.
-
-    Raises:
-        CheckpointError: there is none, or it is not a JSON object.
-    """
+    """Read config.json; CheckpointError if there is none, or it is not a JSON object."""
     if not folder.is_dir():
         how = f"; download the model first, with `hf download {folder} --local-dir FOLDER`"
         raise CheckpointError(f"{folder} is not a folder{'' if folder.exists() else how}.")
@@ -32,11 +28,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        CheckpointError: the file cannot be read, or holds something else.
-    """
+    """Read a JSON object; CheckpointError if the file cannot be read, or holds something else."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -47,11 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class ModelConfig:
-    """config.json of one checkpoint.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """config.json of one checkpoint; CheckpointError if it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "config.json"
@@ -83,7 +71,6 @@ class ModelConfig:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that it names, if it does."""
         for config in (self._text, self.json):
             for key in ("dtype", "torch_dtype"):
                 if config.get(key):
@@ -106,8 +93,12 @@ class ModelConfig:
         return changed
 
     @property
+    def num_experts(self) -> int:
+        """Experts in each layer."""
+        return self.size(*NUM_EXPERTS)
+
+    @property
     def model_type(self) -> object:
-        """Transformers' name of the architecture."""
         return self._text.get("model_type")
 
     def size(self, *keys: str) -> int:

@@ -5,20 +5,23 @@ projection is ever unpacked. What the checkpoint has at one of these bit-widths 
 """
 
 import contextlib
+import json
+import os
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels import dequantize
-from vllm_dymoe.quantize import make_quantizer
-from vllm_dymoe.quantize.base import Codes, Quantizer, dequantized, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.error_tally import ErrorTally
-from vllm_dymoe.quantize.gptq import Curvature, Gptq
+from vllm_dymoe.quantize.gptq import Curvature, quantize_gptq
 from vllm_dymoe.quantize.held import Held, Matrix
-from vllm_dymoe.quantize.journal import Journal
+from vllm_dymoe.quantize.quantizers import Codes, Quantizer, dequantized, make_quantizer, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.side_by_side import SideBySide
 from vllm_dymoe.residency.format import BlobKey, ModelExperts, Projection
 from vllm_dymoe.residency.matrix import MatrixFormat
@@ -37,6 +40,49 @@ Given = Tensor | Held | Callable[[], Tensor | Held]
 # Of memory, for each weight, while it is packed: codes and their copies (3.2 measured), or floats beside what is read
 # of their codes (8.2).
 _BYTES_OF_HELD, _BYTES_OF_QUANTIZED = 4, 10
+
+
+JOURNAL = "packed-layers.jsonl"
+
+
+class Journal:
+    """A file beside the shards: what is being packed, then a line for each layer that is complete and synced.
+
+    Args:
+        purpose: all that decides what they will hold, in one line; a journal of anything else is begun anew.
+    """
+
+    def __init__(self, folder: Path, purpose: str) -> None:
+        self._path = folder / JOURNAL
+        self.layers: dict[int, Any] = {}
+        if is_journal_of(folder, purpose):
+            for line in self._path.read_text().splitlines()[1:]:
+                try:
+                    layer, state = json.loads(line)
+                except ValueError:
+                    break  # the line that was being written
+                self.layers[layer] = state
+        lines = [purpose, *(json.dumps(entry) for entry in self.layers.items())]
+        self._path.write_text("".join(f"{line}\n" for line in lines))
+
+    def add(self, layer: int, state: Any) -> None:
+        """Note that a layer (by position) is complete, and what has to be known of it later, as JSON data."""
+        with self._path.open("a") as file:
+            file.write(json.dumps((layer, state)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def remove(self) -> None:
+        self._path.unlink()
+
+
+def is_journal_of(folder: Path, purpose: str) -> bool:
+    """Whether a folder has layers that were packed for the same purpose."""
+    try:
+        with (folder / JOURNAL).open() as file:
+            return file.readline() == f"{purpose}\n"
+    except OSError:
+        return False
 
 
 def pack(
@@ -119,7 +165,7 @@ def pack_projection(
         StoreError: the shape is not the model's, weights are not finite, or codes cannot be held as they are.
     """
     weight, bias = matrix
-    quantizer = quantizer if curvature is None else Gptq(curvature)
+    quantizer = quantizer if curvature is None else partial(quantize_gptq, curvature=curvature)
     for bits, fmt in experts.formats.items():
         form = fmt.matrices[place[2]]
         if form.code.upper_of:  # written with the whole codes
@@ -175,32 +221,25 @@ class ExpertPacker:
         self._early_biases: dict[Place, Tensor] = {}
 
     def put(self, layer: int, expert: int, projection: Projection, weight: Given) -> None:
-        """Pack one weight, [rows, columns] on any device.
-
-        Raises:
-            StoreError: see :func:`pack_projection`, of this weight or one before it.
-        """
+        """Pack one weight, [rows, columns] on any device. Raises the StoreError of this one or one before it."""
         place = (layer, expert, projection)
         bias = self._early_biases.pop(place, None)
+
+        def pack() -> None:
+            matrix = (weight() if callable(weight) else weight), bias
+            pack_projection(self.experts, place, matrix, self._quantizer, self._writer, self._errors)
+
         each = _BYTES_OF_HELD
         if isinstance(weight, Tensor):
             weight, each = weight.cpu(), _BYTES_OF_QUANTIZED
         form = next(iter(self.experts.formats.values())).matrices[projection]
-        self._threads.submit(each * form.rows * form.columns, self._pack, place, weight, bias)
+        self._threads.submit(each * form.rows * form.columns, pack)
         self._missing.discard(place)
         if bias is not None:
             self._missing_biases.discard(place)
 
-    def _pack(self, place: Place, weight: Given, bias: Tensor | None) -> None:
-        matrix = (weight() if callable(weight) else weight), bias
-        pack_projection(self.experts, place, matrix, self._quantizer, self._writer, self._errors)
-
     def put_bias(self, layer: int, expert: int, projection: Projection, bias: Tensor) -> None:
-        """Store one bias, [rows] on any device, before or after its weight.
-
-        Raises:
-            StoreError: the shape is not the model's, or the values are not finite.
-        """
+        """Store one bias, [rows] on any device, before or after its weight; StoreError if it cannot be stored."""
         place = (layer, expert, projection)
         if place in self._missing:
             self._early_biases[place] = bias.to("cpu", copy=True)
@@ -216,11 +255,7 @@ class ExpertPacker:
         self._missing_biases.discard(place)
 
     def finish(self) -> FileStore:
-        """Complete the store.
-
-        Raises:
-            StoreError: the checkpoint did not hold every projection, or one cannot be stored.
-        """
+        """Complete the store; StoreError if a projection is missing or cannot be stored."""
         self._threads.wait()
         for missing, what in ((self._missing, "expert projections"), (self._missing_biases, "biases of experts")):
             if missing:
@@ -232,7 +267,6 @@ class ExpertPacker:
         return self._writer.finish(self._errors.record())
 
     def discard(self) -> None:
-        """Give up: remove what was written."""
         self._threads.close()  # by now no thread may write to the files
         self._writer.discard()
 
@@ -240,7 +274,7 @@ class ExpertPacker:
 def _pack(
     weight: Tensor | Held, form: MatrixFormat, quantizer: Quantizer, section: Tensor, base: Tensor | None
 ) -> tuple[Tensor | None, Codes | None]:
-    """Write one section, or two; what was quantized and to which codes, or None where nothing was."""
+    """What was quantized and to which codes, or None where nothing was."""
     if isinstance(weight, Held):
         if form.bits == weight.bits:
             weight.pack(form, section, base)

@@ -28,7 +28,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.held import Held, HeldFloats
-from vllm_dymoe.quantize.readers import Reader
+from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.tensor_names import Stacking
 from vllm_dymoe.residency.format import Projection
 from vllm_dymoe.vllm_adapter.model_store import LayerStore
@@ -45,23 +45,23 @@ class ExpertLoader:
     Args:
         store: receives this rank's part of every projection.
         intermediate: width of an expert on this rank.
-        reader: of experts that are quantized in the checkpoint; None where they have 16 bits.
     """
 
     def __init__(
-        self, layer: Any, store: LayerStore, hidden: int, intermediate: int, reader: Reader | None = None
+        self, layer: Any, store: LayerStore, hidden: int, intermediate: int, reader: Reader = PLAIN_READER
     ) -> None:
         parallel = layer.moe_config.moe_parallel_config
         self._layer, self._store, self._reader = layer, store, reader
+        self._name: str = layer.layer_name
         self._rank, self._ranks = parallel.tp_rank, parallel.tp_size
-        self._stacked = reader is not None and reader.ranks_take_groups
+        self._stacked = reader.ranks_take_groups
         self._projections = _PROJECTIONS if layer.moe_config.activation.is_gated else _WITHOUT_GATE
         self._hidden, self._intermediate = hidden, intermediate
         self._waiting: dict[tuple[int, Projection], dict[str, Tensor]] = {}
 
     def register(self, layer: Any, dtype: torch.dtype, *, bias: bool) -> None:
         """Give the layer the parameters that vLLM's loaders look for, without elements."""
-        kinds = ["weight", *(_STACKED_KINDS if self._stacked else self._reader.known_parts if self._reader else ())]
+        kinds = ["weight", *(_STACKED_KINDS if self._stacked else self._reader.known_parts)]
         for kind in dict.fromkeys(kinds + ["bias"] * bias):
             for name in (f"w13_{kind}", f"w2_{kind}"):
                 placeholder = _Placeholder(torch.empty(0, dtype=dtype), requires_grad=False)
@@ -78,27 +78,37 @@ class ExpertLoader:
         return_success: bool = False,
     ) -> bool | None:
         """Take what belongs to one shard, as RoutedExperts.weight_loader does."""
-        taken = self._dispatch(param.stack_name, loaded_weight, weight_name, shard_id, expert_id)  # type: ignore[attr-defined]
+        stack: str = param.stack_name  # type: ignore[attr-defined]
+        if expert_id is None:
+            self._take_layer(stack, loaded_weight, weight_name)
+            taken = True
+        else:
+            taken = self._take_expert(stack, loaded_weight, weight_name, shard_id, expert_id)
         return taken if return_success else None
 
-    def _dispatch(self, stack: str, tensor: Tensor, name: str, shard: str | None, number: int | None) -> bool:
+    def _take_layer(self, stack: str, tensor: Tensor, name: str) -> None:
+        """Take a tensor that comes without an expert's number: gpt-oss's quantized stacks, or DBRX's."""
+        if self._stacked:
+            self.take_stack(stack, tensor)
+        elif self._reader.held:
+            raise _error(f"{name} holds quantized experts of DBRX, which are not supported yet.")
+        else:
+            # [experts * intermediate, hidden]; down lies transposed
+            name = name.rpartition(".")[2]
+            for number, matrix in enumerate(tensor.view(self._layer.moe_config.num_experts, -1, tensor.shape[-1])):
+                if (expert := self._layer._map_global_expert_id_to_local_expert_id(number)) != -1:
+                    self._take_weight(expert, _DBRX[name], matrix.t() if name == "w2" else matrix)
+
+    def _take_expert(self, stack: str, tensor: Tensor, name: str, shard: str | None, number: int) -> bool:
         """Whether the tensor is of an expert of this rank."""
         kind = "bias" if name.endswith("bias") else stack.partition("_")[2]
         if self._stacked:
-            if number is not None:
-                raise _error(
-                    f"{name} of {self._name} is one expert's, and a {self._method} checkpoint holds all experts of a "
-                    "layer in one tensor; use a checkpoint of that form."
-                )
-            self.take_stack(stack, tensor)
-            return True
-        if number is None:
-            if self._reader is not None:
-                raise _error(f"{name} holds quantized experts of DBRX, which are not supported yet.")
-            self._take_dbrx(name.rpartition(".")[2], tensor)
-            return True
+            raise _error(
+                f"{name} of {self._name} is one expert's, and a {self._reader.method} checkpoint holds all experts of "
+                "a layer in one tensor; use a checkpoint of that form."
+            )
         if tensor.dim() == 3 and kind != "bias":
-            if self._reader is not None:
+            if self._reader.held:
                 raise _error(
                     f"{name} of {self._name} holds quantized experts of a whole layer, which is not supported for this "
                     "model yet; use one with tensors for each expert, as compressed-tensors has."
@@ -109,7 +119,7 @@ class ExpertLoader:
         expert = self._layer._map_global_expert_id_to_local_expert_id(number)
         if expert == -1:
             return False
-        if self._reader is not None and kind != "bias":
+        if self._reader.held and kind != "bias":
             self._take_part(number, expert, self._projections[str(shard)], kind, tensor)
             return True
         known = kind == "bias" or name.endswith("weight")
@@ -142,26 +152,20 @@ class ExpertLoader:
                 if kind == "bias":
                     missing = self._shape(projection)[0] - len(part)
                     self._store.put_bias(expert, projection, F.pad(part, (0, missing)))
-                elif self._reader is None:
+                elif not self._reader.held:
                     self._store.put(expert, projection, part)
                 else:
                     named = self._reader.parts[_STACKED_KINDS.index(kind)]
                     self._take_part(expert, expert, projection, named, part)
 
     def check_complete(self) -> None:
-        """Refuse what has come in part only.
-
-        Raises:
-            ConfigError: a tensor is missing.
-        """
+        """Refuse quantized matrices of which a tensor is missing, with a ConfigError."""
         for (expert, projection), parts in sorted(self._waiting.items()):
-            assert self._reader is not None
             missing = " and ".join(part for part in self._reader.parts if part not in parts)
             raise _error(f"{self._describe(expert, projection)} lacks {missing} in the checkpoint; download it again.")
 
     def _take_part(self, number: int, expert: int, projection: Projection, kind: str, tensor: Tensor) -> None:
         reader = self._reader
-        assert reader is not None
         if kind in reader.checks:
             try:
                 reader.checks[kind](kind, tensor.cpu(), *self._shape(projection, self._ranks))
@@ -179,9 +183,7 @@ class ExpertLoader:
                     self._store.put(expert, projection, partial(self._read, number, projection, parts))
 
     def _read(self, number: int, projection: Projection, parts: dict[str, Tensor]) -> Held:
-        """This rank's part of a matrix."""
         reader = self._reader
-        assert reader is not None
         try:
             if self._stacked:
                 codes = parts[reader.parts[0]]
@@ -192,12 +194,6 @@ class ExpertLoader:
         except ValueError as error:
             raise self._unreadable(number, projection, error) from error
         return held.part(*self._share(projection, self._intermediate * self._ranks))
-
-    def _take_dbrx(self, name: str, stack: Tensor) -> None:
-        """Take a projection of all experts, [experts * intermediate, hidden]; down lies transposed."""
-        for number, matrix in enumerate(stack.view(self._layer.moe_config.num_experts, -1, stack.shape[-1])):
-            if (expert := self._layer._map_global_expert_id_to_local_expert_id(number)) != -1:
-                self._take_weight(expert, _DBRX[name], matrix.t() if name == "w2" else matrix)
 
     def _take_weight(self, expert: int, projection: Projection, weight: Tensor) -> None:
         dimension, which = self._share(projection, weight.shape[projection is Projection.DOWN])
@@ -228,19 +224,10 @@ class ExpertLoader:
 
     def _unreadable(self, number: int, projection: Projection, error: ValueError) -> ConfigError:
         what = self._describe(number, projection)
-        return _error(f"{what} cannot be read from the {self._method} checkpoint: {error}")
+        return _error(f"{what} cannot be read from the {self._reader.method} checkpoint: {error}")
 
     def _describe(self, number: int, projection: Projection) -> str:
         return f"the {projection.name.lower()} projection of expert {number} in {self._name}"
-
-    @property
-    def _name(self) -> str:
-        name: str = self._layer.layer_name
-        return name
-
-    @property
-    def _method(self) -> str:
-        return self._reader.method if self._reader else ""
 
 
 def _error(sentence: str) -> ConfigError:

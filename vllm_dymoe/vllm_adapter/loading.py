@@ -12,8 +12,8 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict import RoutedModel
-from vllm_dymoe.quantize.readers import Reader
-from vllm_dymoe.quantize.readers.compatibility import describe
+from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
+from vllm_dymoe.quantize.readers.base import describe
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.runtime import MoERuntime, minimum_budget
@@ -54,7 +54,7 @@ class Loading:
         vllm_config: VllmConfig,
         options: Options,
         checkpoint: Mapping[str, Any] | None,
-        reader: Reader | None = None,
+        reader: Reader = PLAIN_READER,
     ) -> None:
         self.options = options
         self.reader = reader
@@ -182,7 +182,7 @@ class Loading:
 
     def _announce(self, runtime: MoERuntime, store: ModelStore) -> None:
         source, place = "", store.place.reason if store.place is not None else ""
-        if self.reader is not None and not store.dummy:
+        if self.reader.held and not store.dummy:
             source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
         announce(runtime, self._rank_name, time.perf_counter() - self._begin, source, place)
 

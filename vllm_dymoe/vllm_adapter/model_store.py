@@ -26,7 +26,7 @@ from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.packer import ExpertPacker, Given
 from vllm_dymoe.quantize.readers import Reader
-from vllm_dymoe.quantize.readers.compatibility import format_fields, quantizer_name
+from vllm_dymoe.quantize.readers.base import format_fields, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.residency.format import Format, ModelExperts, Projection, stored_formats
 from vllm_dymoe.store import (
@@ -155,7 +155,7 @@ class ModelStore:
         vllm_config: VllmConfig,
         options: Options,
         checkpoint: Mapping[str, Any] | None,
-        reader: Reader | None,
+        reader: Reader,
         host_memory: int,
     ) -> None:
         self.layers: list[LayerSpec] = []
@@ -186,7 +186,7 @@ class ModelStore:
                 "(hidden size, dtype, biases or gates differ), which is not supported yet; serve this model without "
                 "--quantization dymoe."
             )
-        if self._reader is not None and spec.intermediate != first.intermediate:
+        if self._reader.held and spec.intermediate != first.intermediate:
             raise ConfigError(
                 f"vllm-dymoe: the quantized experts of {spec.name} are {spec.intermediate} wide and those of "
                 f"{first.name} {first.intermediate}, which is supported for 16-bit checkpoints only; "
@@ -261,7 +261,7 @@ class ModelStore:
             return self._packed_for
         folder = local_folder(self._vllm_config)
         try:
-            return Checkpoint(folder).fingerprint()
+            return Checkpoint.open(folder).fingerprint()
         except CheckpointError:  # vLLM reads more kinds of checkpoints than we do
             return fingerprint(folder, "its routers")
 

@@ -59,7 +59,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
     ) -> tuple[int, int]:
         """Whole groups for each rank where vLLM's loader cuts a checkpoint so; otherwise the sizes as they are."""
         reader = self.loading.reader
-        if reader is not None and reader.ranks_take_groups and reader.group_size is not None:
+        if reader.ranks_take_groups and reader.group_size is not None:
             groups = -(-intermediate_size_per_partition // reader.group_size)
             intermediate_size_per_partition = groups * reader.group_size
         sizes = hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config

@@ -121,7 +121,7 @@ def calibrate(
     ends = zip(pieces, itertools.accumulate(map(len, pieces)), strict=True)
     groups = itertools.groupby(ends, key=lambda piece: (piece[1] - 1) // PART_TOKENS)
     parts = [[piece for piece, _ in group] for _, group in groups]
-    recording = _describe(llm, Checkpoint(local_folder(config)), parts)
+    recording = _describe(llm, Checkpoint.open(local_folder(config)), parts)
     out = Path(out).absolute()
     _open(out, recording)
     missing, total = recording.missing(out), sum(recording.parts)
@@ -177,7 +177,7 @@ def _describe(llm: LLM, checkpoint: Checkpoint, parts: list[list[list[int]]]) ->
         texts=hashlib.sha256(repr(parts).encode()).hexdigest()[:16],
         parts=tuple(sum(map(len, part)) for part in parts),
         layers=checkpoint.layers,
-        num_experts=checkpoint.num_experts,
+        num_experts=checkpoint.config.num_experts,
         top_k=seen["top_k"],
         hidden_size=seen["hidden_size"],
         dtype=seen["dtype"],

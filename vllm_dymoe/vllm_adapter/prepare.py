@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict.checkpoint import PredictorError, read_card
-from vllm_dymoe.quantize.readers.compatibility import format_fields
+from vllm_dymoe.quantize.readers.base import PLAIN_READER, format_fields
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.residency.format import Format, ModelExperts, stored_formats
 from vllm_dymoe.runtime.decisions import DRAFTED, device_decides, without_device
@@ -118,7 +118,7 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
 
 def _quantized(config: VllmConfig) -> tuple[Any, Any]:
     """What our quantization config knows: quantization_config of a checkpoint of ours, and the reader of another's."""
-    return getattr(config.quant_config, "checkpoint", None), getattr(config.quant_config, "reader", None)
+    return getattr(config.quant_config, "checkpoint", None), getattr(config.quant_config, "reader", PLAIN_READER)
 
 
 def _refuse_model(config: VllmConfig) -> None:

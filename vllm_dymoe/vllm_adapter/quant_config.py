@@ -15,8 +15,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.platforms import current_platform
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.quantize.readers import EXPERT_DTYPE, Reader, describe_modelopt, make_reader, with_expert_dtype
-from vllm_dymoe.quantize.readers.compatibility import check_compatible, store_group_sizes
+from vllm_dymoe.quantize.readers import (
+    EXPERT_DTYPE,
+    PLAIN_READER,
+    Reader,
+    describe_modelopt,
+    make_reader,
+    with_expert_dtype,
+)
+from vllm_dymoe.quantize.readers.base import check_compatible, store_group_sizes
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.vllm_adapter.dense import check_dense, packed_method
@@ -31,7 +38,7 @@ class DymoeConfig(QuantizationConfig):
 
     Args:
         checkpoint: the checkpoint's quantization_config; None for a checkpoint that is not ours.
-        reader: of the experts of a checkpoint that another tool has quantized; None for all others.
+        reader: of the experts of a checkpoint that another tool has quantized; of 16 bits for all others.
         dense: that tool's quantization_config, by which vLLM runs the other layers; None where they have 16 bits.
 
     Attributes:
@@ -44,7 +51,7 @@ class DymoeConfig(QuantizationConfig):
     def __init__(
         self,
         checkpoint: dict[str, Any] | None = None,
-        reader: Reader | None = None,
+        reader: Reader = PLAIN_READER,
         dense: Mapping[str, Any] | None = None,
     ) -> None:
         self._dense: QuantizationConfig | None = None
@@ -176,7 +183,7 @@ def _ranks_of_an_expert(config: VllmConfig) -> int:
 
 
 def read_options(
-    vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None, reader: Reader | None = None
+    vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None, reader: Reader = PLAIN_READER
 ) -> Options:
     """The options of an engine whose checkpoint is ours, another tool's, or not quantized.
 
@@ -185,7 +192,7 @@ def read_options(
     """
     additional = vllm_config.additional_config
     asked = additional.get("dymoe") if isinstance(additional, Mapping) else None
-    if reader is not None:
+    if reader.held:
         # The packer checks what config.json does not say.
         columns = expert_width(vllm_config) or 0, _ranks_of_an_expert(vllm_config)
         sizes = store_group_sizes(reader, *columns)

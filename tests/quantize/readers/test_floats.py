@@ -53,7 +53,7 @@ def test_every_weight_is_the_one_that_the_tool_dequantizes(kind):
     tensors, reader, matrix = golden(kind)
     want = tensors["weights"]
     assert want.count_nonzero() > want.numel() / 2
-    assert (matrix.bits, matrix.codebook) == (reader.bits, reader.codebook)
+    assert (matrix.bits, matrix.codebook) == (reader.bits, reader.code)
     assert torch.equal(matrix.dequantize().to(want.dtype), want)
     held = packed(matrix)
     assert torch.equal(dequantize(held).to(want.dtype), want)

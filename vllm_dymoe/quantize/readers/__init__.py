@@ -1,6 +1,6 @@
 """Readers of checkpoints that other tools have quantized."""
 
-from vllm_dymoe.quantize.readers.base import Reader
+from vllm_dymoe.quantize.readers.base import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.configurations import (
     EXPERT_DTYPE,
     METHODS,
@@ -9,4 +9,4 @@ from vllm_dymoe.quantize.readers.configurations import (
     with_expert_dtype,
 )
 
-__all__ = ["EXPERT_DTYPE", "METHODS", "Reader", "describe_modelopt", "make_reader", "with_expert_dtype"]
+__all__ = ["EXPERT_DTYPE", "METHODS", "PLAIN_READER", "Reader", "describe_modelopt", "make_reader", "with_expert_dtype"]

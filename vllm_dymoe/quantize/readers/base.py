@@ -1,15 +1,18 @@
-"""What a reader of quantized experts says of them, and what readers share."""
+"""What a reader of experts says of them, and what a store must look like to hold their numbers as they are."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vllm_dymoe.config import Options
 from vllm_dymoe.quantize.held import Held
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.residency.code import Code
+from vllm_dymoe.residency.code import PLAIN, Code
+from vllm_dymoe.residency.format import nests
+from vllm_dymoe.store.manifest import read_codes
 
 GROUP_SIZES = (128, 64, 32)
 """Of a store, the largest first."""
@@ -31,11 +34,11 @@ def ignore(part: str, tensor: Tensor, rows: int, columns: int) -> None:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads the experts of one quantized checkpoint.
+    """Reads the experts of one checkpoint.
 
     Attributes:
-        method: ``quant_method`` in its config.json.
-        bits: of each code.
+        method: ``quant_method`` in its config.json; empty where nothing is quantized.
+        code: how their bits become numbers.
         group_size: columns that share a scale and a zero point; None for all columns of a row.
         parts: ends of the names of the tensors that make one matrix.
         make: the matrix of them.
@@ -43,7 +46,6 @@ class Reader:
         asymmetric: whether zero points may be another code than the middle one.
         act_order: whether columns may have been quantized in the order of their activations, so that the columns of a
             group lie anywhere in a row.
-        codebook: what codes stand for where they are floats.
         ranks_take_groups: whether vLLM gives tensor-parallel ranks whole groups of the down projection's inputs, and
             the last rank what is left.
         scale_dtypes: what the second part may be, as safetensors names dtypes; none where anything is possible.
@@ -51,14 +53,13 @@ class Reader:
     """
 
     method: str
-    bits: int
+    code: Code
     group_size: int | None
     parts: tuple[str, ...]
     make: Make
     checks: Mapping[str, Check] = field(default_factory=dict)
     asymmetric: bool = False
     act_order: bool = False
-    codebook: Code | None = None
     ranks_take_groups: bool = False
     scale_dtypes: tuple[str, ...] = ()
     spellings: Mapping[str, str] = field(default_factory=dict)
@@ -75,6 +76,15 @@ class Reader:
         return self.make(tensors, rows, columns)
 
     @property
+    def bits(self) -> int:
+        return self.code.bits
+
+    @property
+    def held(self) -> bool:
+        """Whether numbers are taken as another tool has quantized them."""
+        return self.code is not PLAIN
+
+    @property
     def known_parts(self) -> tuple[str, ...]:
         """Ends of the names of all tensors that one projection may have."""
         return (*self.parts, *self.checks)
@@ -82,17 +92,21 @@ class Reader:
     @property
     def code_dtypes(self) -> tuple[str, ...]:
         """What the first part may be, as safetensors names dtypes."""
-        if self.codebook is None:
+        if not self.code.floats:
             return ("I32",)
-        return ("F8_E4M3",) if self.codebook.bits == 8 else ("U8", "I8")
+        return ("F8_E4M3",) if self.bits == 8 else ("U8", "I8")
+
+
+def _not_held(tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
+    raise AssertionError("16-bit weights are quantized, and not held")
+
+
+PLAIN_READER = Reader("", PLAIN, None, ("weight",), _not_held)
+"""Of 16-bit experts."""
 
 
 def check_part(part: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *shape: int) -> None:
-    """Refuse a tensor of another dtype or shape.
-
-    Raises:
-        ValueError: it has one.
-    """
+    """Refuse a tensor of another dtype or shape with a ValueError."""
     if tensor.dtype not in dtypes:
         raise ValueError(f"{part} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}.")
     if tuple(tensor.shape) != shape:
@@ -105,11 +119,7 @@ def count_groups(columns: int, group_size: int | None) -> int:
 
 
 def choose_bits(method: str, value: Any, choices: tuple[int, ...]) -> int:
-    """The bits of a configuration.
-
-    Raises:
-        CheckpointError: no reader has them.
-    """
+    """The bits of a configuration; CheckpointError if no reader has them."""
     if value not in choices or isinstance(value, bool):
         raise CheckpointError(
             f"the checkpoint is quantized with {method} at {value} bits, and only {', '.join(map(str, choices))} can "
@@ -119,7 +129,7 @@ def choose_bits(method: str, value: Any, choices: tuple[int, ...]) -> int:
 
 
 def choose_group_size(method: str, value: Any) -> int | None:
-    """The group size of a configuration; None where a row is one group.
+    """The group size of a configuration, None where a row is one group.
 
     Raises:
         CheckpointError: a store has no groups of which its groups are made.
@@ -132,3 +142,91 @@ def choose_group_size(method: str, value: Any) -> int | None:
             f"{GROUP_SIZES[-1]}; use a checkpoint with groups of 32, 64 or 128."
         )
     return value
+
+
+def format_fields(reader: Reader, ours: Mapping[str, Any], bits: int) -> dict[str, Any]:
+    """What makes the format of one bit-width hold what a checkpoint has: arguments of :class:`Format`.
+
+    Only the checkpoint's own numbers have integer zero points, an order of columns or a codebook. Another tier is
+    derived from the weights, with groups of neighbours: an order would cost a gather for every product and make nothing
+    more exact.
+
+    Args:
+        ours: quantization_config of a checkpoint that we wrote, which says it itself; empty for any other.
+    """
+    if not reader.held or bits != reader.bits:
+        return read_codes(ours, bits)
+    return {"code": reader.code, "integer_zeros": reader.asymmetric, "act_order": reader.act_order}
+
+
+def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[int, ...]:
+    """Group sizes of a store in which no group would have two scales, the best first; none if ranks cut groups.
+
+    Each of the ranks has ``rank_columns`` inputs of the down projection, which begin a group of their own. Where a
+    codebook has groups of its own, the store's are those of what is derived from it.
+    """
+    fixed = reader.code.group_size
+    if fixed is not None:
+        whole = ranks == 1 or reader.ranks_take_groups or rank_columns % fixed == 0
+        return (Options().group_size, *GROUP_SIZES) if whole else ()
+    return tuple(
+        size
+        for size in GROUP_SIZES
+        if reader.group_size is None or (reader.group_size % size == 0 and (ranks == 1 or rank_columns % size == 0))
+    )
+
+
+def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_columns: int, ranks: int) -> None:
+    """Refuse a store that could not take the checkpoint's numbers as they are; bits have the high tier first.
+
+    Raises:
+        CheckpointError: it is such a store.
+    """
+    if not reader.held:
+        return
+    if bits[0] not in (reader.bits, 16):
+        raise CheckpointError(
+            f"hi = {bits[0]} was asked for, but the experts of this {reader.method} checkpoint have {reader.bits} "
+            f"bits; set hi to {reader.bits}, which takes their numbers as they are, or to 16, which holds their "
+            "dequantized weights."
+        )
+    if reader.bits not in bits:
+        return
+    if reader.act_order and ranks > 1:
+        raise CheckpointError(
+            f"--tensor-parallel-size {ranks} gives a rank some columns of the down projection, and in this "
+            f"{reader.method} checkpoint each group is scattered over all of them (desc_act, or actorder group), so "
+            "that a rank would hold no whole group; add --enable-expert-parallel, or set hi to 16 and lo to 0, which "
+            "hold its dequantized weights."
+        )
+    sizes = store_group_sizes(reader, rank_columns, ranks)
+    if not sizes:
+        raise CheckpointError(
+            f"--tensor-parallel-size {ranks} gives a rank {rank_columns} columns of the down projection, which cuts "
+            f"the groups of this {reader.method} checkpoint; use another size or --enable-expert-parallel, or set hi "
+            "to 16 and lo to 0, which hold its dequantized weights."
+        )
+    if group_size not in sizes:
+        raise CheckpointError(
+            f"group_size = {group_size} was asked for, but the groups of {reader.group_size} columns of this "
+            f"{reader.method} checkpoint can only be held in groups of {' or '.join(map(str, sizes))}; leave "
+            "group_size out."
+        )
+
+
+def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
+    """How the bytes of a store were made: the checkpoint's method, and the quantizer of what is derived."""
+    if not reader.held:
+        return quantizer
+    source = f"{reader.method} checkpoint"
+    derived = set() if nests(bits, reader.code) else set(bits) - {16, reader.bits}
+    return f"{source}, {quantizer}" if derived else source
+
+
+def describe(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
+    """What becomes of the checkpoint's numbers, in a few words."""
+    kinds = {reader.bits: "as they are", 16: "dequantized"}
+    if nests(bits, reader.code):
+        kinds[bits[1]] = f"inside the {bits[0]}"
+    versions = [f"{width} bits {kinds.get(width, f'derived with {quantizer}')}" for width in bits]
+    return f"{reader.method} checkpoint, {', '.join(versions)}"

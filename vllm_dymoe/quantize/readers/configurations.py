@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from vllm_dymoe.quantize.readers import floats, integers
-from vllm_dymoe.quantize.readers.base import Reader, ignore
+from vllm_dymoe.quantize.readers.base import PLAIN_READER, Reader, ignore
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
 
@@ -45,12 +45,14 @@ def with_expert_dtype(config: Config, model: Config) -> dict[str, Any]:
     return {**config, EXPERT_DTYPE: model.get(EXPERT_DTYPE) or config.get(EXPERT_DTYPE) or "fp4"}
 
 
-def make_reader(config: Config) -> Reader:
-    """The reader of a checkpoint's experts.
+def make_reader(config: Config | None) -> Reader:
+    """The reader of a checkpoint's experts, by its quantization_config; None for one of 16 bits.
 
     Raises:
         CheckpointError: a method, or a variant of it, that is not read.
     """
+    if config is None:
+        return PLAIN_READER
     method = config.get("quant_method") or (config.get("producer") or {}).get("name") or "a method it does not name"
     method = _NAMES_OF_VLLM.get(method, method)
     if method not in _READERS:
@@ -192,7 +194,7 @@ def _modelopt(config: Config) -> Reader:
             "read; use one of those."
         )
     reader = _MODELOPT[algorithm]("modelopt")
-    if reader.codebook is NVFP4 and described.get("group_size") not in (None, reader.group_size):
+    if reader.code is NVFP4 and described.get("group_size") not in (None, reader.group_size):
         raise CheckpointError(
             f"the checkpoint is quantized with modelopt in groups of {described['group_size']}, and {algorithm} has "
             f"groups of {reader.group_size}; download its config.json again."

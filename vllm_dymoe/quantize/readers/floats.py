@@ -53,8 +53,8 @@ def fp8(method: str, scale: str = "weight_scale", block: Any = None, **fields: A
             scales = scales[:, 0, :, 0]
         return _read_fp8(parts["weight"], scale, scales, rows, columns, cut)
 
-    kind = {"checks": _INPUT_SCALE, "codebook": FP8, "scale_dtypes": NUMBERS}
-    return Reader(method, FP8.bits, width, ("weight", scale), read, **{**kind, **fields})
+    kind = {"checks": _INPUT_SCALE, "scale_dtypes": NUMBERS}
+    return Reader(method, FP8, width, ("weight", scale), read, **{**kind, **fields})
 
 
 def mxfp8(method: str, **fields: Any) -> Reader:
@@ -66,8 +66,8 @@ def mxfp8(method: str, **fields: Any) -> Reader:
         exponents = scales.contiguous().view(torch.float8_e8m0fnu)
         return _read_fp8(parts["weight"], "weight_scale", exponents, rows, columns, (1, _MX_GROUP))
 
-    kind = {"checks": _INPUT_SCALE, "codebook": FP8, "scale_dtypes": EXPONENTS}
-    return Reader(method, FP8.bits, _MX_GROUP, ("weight", "weight_scale"), read, **{**kind, **fields})
+    kind = {"checks": _INPUT_SCALE, "scale_dtypes": EXPONENTS}
+    return Reader(method, FP8, _MX_GROUP, ("weight", "weight_scale"), read, **{**kind, **fields})
 
 
 def mxfp4(method: str, parts: tuple[str, str] = ("weight", "weight_scale"), **fields: Any) -> Reader:
@@ -81,8 +81,8 @@ def mxfp4(method: str, parts: tuple[str, str] = ("weight", "weight_scale"), **fi
         unpacked = unpack_pairs(packed.view(torch.uint8))[:, :columns]
         return HeldFloats(MXFP4, unpacked, scales, torch.arange(rows), blocks(columns, _MX_GROUP))
 
-    kind = {"codebook": MXFP4, "scale_dtypes": EXPONENTS}
-    return Reader(method, MXFP4.bits, _MX_GROUP, parts, read, **{**kind, **fields})
+    kind = {"scale_dtypes": EXPONENTS}
+    return Reader(method, MXFP4, _MX_GROUP, parts, read, **{**kind, **fields})
 
 
 def gpt_oss() -> Reader:
@@ -123,8 +123,8 @@ def nvfp4(method: str, parts: tuple[str, str, str], *, divides: bool, **fields: 
         codes = unpack_pairs(packed)[:, :columns]
         return HeldFloats(NVFP4, codes, scales, torch.arange(rows), blocks(columns, _NV_GROUP), both)
 
-    kind = {"checks": _INPUT_SCALE, "codebook": NVFP4, "scale_dtypes": ("F8_E4M3",)}
-    return Reader(method, NVFP4.bits, _NV_GROUP, parts, read, **{**kind, **fields})
+    kind = {"checks": _INPUT_SCALE, "scale_dtypes": ("F8_E4M3",)}
+    return Reader(method, NVFP4, _NV_GROUP, parts, read, **{**kind, **fields})
 
 
 def _read_fp8(

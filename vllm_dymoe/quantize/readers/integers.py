@@ -16,6 +16,7 @@ from vllm_dymoe.quantize.readers.base import (
     count_groups,
 )
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.residency.code import STEPS
 
 _WORD_BITS = 32
 # Of the eight numbers in AutoAWQ's words the one in bits 4 i to 4 i + 3 belongs to output _AWQ_ORDER[i]
@@ -62,7 +63,7 @@ def awq(config: Mapping[str, Any]) -> Reader:
         codes, zero_points = in_order(parts["qweight"]), in_order(parts["qzeros"])
         return HeldIntegers(bits, codes, parts["scales"].t(), zero_points, blocks(columns, group_size))
 
-    return Reader("awq", bits, group_size, ("qweight", "qzeros", "scales"), read, asymmetric=True)
+    return Reader("awq", STEPS[bits], group_size, ("qweight", "qzeros", "scales"), read, asymmetric=True)
 
 
 def gptq(config: Mapping[str, Any]) -> Reader:
@@ -119,11 +120,10 @@ def gptq(config: Mapping[str, Any]) -> Reader:
 
     tensors = ("qweight", "qzeros", "scales")
     parts, checks = ((*tensors, "g_idx"), {}) if act_order else (tensors, {"g_idx": check})
-    return Reader("gptq", bits, group_size, parts, read, checks, asymmetric, act_order)
+    return Reader("gptq", STEPS[bits], group_size, parts, read, checks, asymmetric, act_order)
 
 
 def _gptq_version(config: Mapping[str, Any]) -> str:
-    """The version of the format; refuses one that is not read, and modules in other formats."""
     version = "marlin" if config.get("is_marlin_format") else str(config.get("checkpoint_format") or "gptq")
     if version not in _ZERO_POINT_OFFSETS:
         raise CheckpointError(
@@ -190,7 +190,7 @@ def pack_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
     zeros, order = ("weight_zero_point",) if asymmetric else (), ("weight_g_idx",) if act_order else ()
     checks = {"weight_shape": check_shape} | ({} if act_order else {"weight_g_idx": check_order})
     parts = ("weight_packed", "weight_scale", *zeros, *order)
-    return Reader(method, bits, group_size, parts, read, checks, asymmetric, act_order)
+    return Reader(method, STEPS[bits], group_size, parts, read, checks, asymmetric, act_order)
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
@@ -206,7 +206,6 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 def _scattered(
     part: str, parts: Mapping[str, Tensor], dtypes: tuple[torch.dtype, ...], columns: int, groups: int
 ) -> Tensor:
-    """The group of each column where a tensor says it: int64 [columns]."""
     check_part(part, parts[part], dtypes, columns)
     named = parts[part].long()
     if bool(((named < 0) | (named >= groups)).any()):

@@ -1,0 +1,238 @@
+"""From real weights to codes, scales and zeros, and to one packed matrix."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_dymoe.kernels import pack, pack_nested
+from vllm_dymoe.residency.matrix import MatrixFormat
+
+# Weights that are quantized together on a CPU: half a megabyte of floats.
+_CHUNK = 1 << 17
+# Of HQQ: the norm, what it is relaxed by, and that growing from round to round.
+_NORM, _BETA, _BETA_GROWTH, _ROUNDS = 0.7, 10.0, 1.01, 20
+# Keeps 0 / 0 out of the shrinking of an error that is 0.
+_TINY = 1e-30
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """A quantized matrix before packing: weight = (code - 2**(bits - 1)) * scale + zero, or as upper halves are read.
+
+    Attributes:
+        codes: uint8 [rows, columns].
+        scales: the format's dtype [rows, groups], not negative.
+        zeros: the format's dtype [rows, groups].
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+
+Quantizer = Callable[[Tensor, MatrixFormat], Codes]
+"""Chooses codes for a weight [rows, columns] below 16 bits; ValueError if the format cannot represent it."""
+
+
+def round_to_nearest(weight: Tensor, format: MatrixFormat) -> Codes:
+    """Codes spread evenly between each group's smallest and largest weight.
+
+    No weight is further from its code than half a scale and the rounding of the zero.
+    """
+
+    def quantize(groups: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        scales, zeros = group_ranges(groups, format)
+        return nearest_codes(groups, scales, zeros, format), scales, zeros
+
+    return quantize_groups(weight, format, quantize)
+
+
+def half_quadratic(weight: Tensor, format: MatrixFormat) -> Codes:
+    """HQQ: move each group's zero to where a robust norm of the error is smallest; no data are needed.
+
+    Badri & Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (2023), minimise the l_p norm, p < 1,
+    of w - dequantize(quantize(w)) over the zero. An auxiliary error e splits the problem into two with closed forms,
+
+        e    = shrink(w - w_q),   shrink(x) = sign(x) * max(0, |x| - |x|**(p - 1) / beta)
+        zero = mean(w - e - (code - midpoint) * scale)
+
+    and beta grows with each round. Errors are measured in scales of the group, so that the size of the weights does not
+    matter, and with the zero as it is stored. Each group keeps its best zero, and stops when its zero rests.
+    """
+
+    def quantize(groups: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        scales, zeros = group_ranges(groups, format)
+        codes, zeros = nearest_codes(groups, scales, zeros, format), zeros.clone()
+        valid = torch.ones(1, 1, device=groups.device).expand_as(groups) if valid is None else valid
+        lowest = torch.full_like(zeros, torch.inf, dtype=torch.float32)
+        active = torch.nonzero(scales).flatten()  # a group of equal weights is exact already
+        moved, beta = zeros[active], _BETA
+        for number in range(_ROUNDS + 1):
+            weights, weighs, steps = groups[active], valid[active], scales[active].float()
+            found = nearest_codes(weights, scales[active], moved, format)
+            errors = weights - moved.float().unsqueeze(1)
+            errors.div_(steps.unsqueeze(1)).sub_(found).add_(format.midpoint).mul_(weighs)
+            powers = errors.abs().pow_(_NORM)
+            norms = powers.sum(1)
+            better = torch.nonzero(norms < lowest[active]).flatten()
+            improved = active[better]
+            codes[improved], zeros[improved], lowest[improved] = found[better], moved[better], norms[better]
+            if number == _ROUNDS:
+                break
+            # What shrinking takes off an error x, in steps: x * min(1, |x|**p / (beta * x**2)).
+            taken = (powers / (errors.square() + _TINY)).div_(beta).clamp_(max=1).mul_(errors)
+            means = taken.sum(1) / weighs.sum(1)
+            again = (moved.float() + means * steps).to(zeros.dtype)
+            moving = torch.nonzero(again != moved).flatten()
+            if len(moving) == 0:
+                break
+            active, moved = active[moving], again[moving]
+            beta *= _BETA_GROWTH
+        return codes, scales, zeros
+
+    return quantize_groups(weight, format, quantize)
+
+
+_QUANTIZERS: dict[str, Quantizer] = {"rtn": round_to_nearest, "hqq": half_quadratic}
+
+QUANTIZERS = tuple(_QUANTIZERS)
+"""Names that :func:`make_quantizer` knows."""
+
+
+def make_quantizer(name: str) -> Quantizer:
+    """The quantizer of a name; ValueError if there is none."""
+    if name not in _QUANTIZERS:
+        raise ValueError(f"there is no quantizer named {name!r}; choose one of {', '.join(QUANTIZERS)}.")
+    return _QUANTIZERS[name]
+
+
+def quantize_matrix(
+    weight: Tensor, format: MatrixFormat, quantizer: Quantizer, section: Tensor, base: Tensor | None = None
+) -> Codes | None:
+    """Quantize a matrix and pack it; at 16 bits just round it to the format's dtype.
+
+    Args:
+        section: uint8 [format.nbytes], overwritten.
+        base: uint8 [format.base.nbytes], overwritten, if the format is nested.
+
+    Returns:
+        What was packed; None at 16 bits.
+
+    Raises:
+        ValueError: weights that cannot be represented, or shapes that do not fit.
+    """
+    if format.quantized:
+        codes = quantizer(weight, format)
+        if base is None:
+            pack(format, codes.codes, codes.scales, codes.zeros, section)
+        else:
+            pack_nested(format, codes.codes, codes.scales, codes.zeros, base, section)
+        return codes
+    _check_shape(weight, format)
+    section[format.weight_bytes :].zero_()
+    _copy(weight, format.view(section).weight, format)
+    return None
+
+
+def dequantized(codes: Codes, format: MatrixFormat) -> Tensor:
+    """The weights that codes stand for: a new float32 [rows, columns]."""
+    missing = format.padded_columns - format.columns
+    groups = F.pad(codes.codes, (0, missing)).view(format.rows, format.groups, format.group_size)
+    weights = (groups.float() * format.code.step - format.code.center).mul_(codes.scales.float().unsqueeze(2))
+    return weights.add_(codes.zeros.float().unsqueeze(2)).view(format.rows, -1)[:, : format.columns]
+
+
+def pack_bias(bias: Tensor, format: MatrixFormat, section: Tensor) -> Tensor:
+    """Write a bias [rows] behind the weights of its section, and return that part of the section.
+
+    Raises:
+        ValueError: another shape, or values that cannot be represented.
+    """
+    if tuple(bias.shape) != (format.rows,):
+        raise ValueError(f"the bias has shape {list(bias.shape)}, expected [{format.rows}].")
+    written = section[format.bias_offset : format.order_offset].zero_()
+    packed = format.view(section).bias
+    assert packed is not None, "the format has no bias"
+    _copy(bias, packed, format)
+    return written
+
+
+def quantize_groups(
+    weight: Tensor, format: MatrixFormat, quantize: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+) -> Codes:
+    """Cut a matrix into groups and quantize them some rows at a time, so that they stay in a cache.
+
+    Args:
+        quantize: (groups, valid) -> codes [n, group_size], scales [n], zeros [n]. groups is float32 [n, group_size]; a
+            row's last group is filled up with its last weight, which changes neither its smallest nor its largest.
+            valid is None, or float32 like groups, 1 for each weight and 0 for what fills up.
+
+    Raises:
+        ValueError: the weight has another shape than the format, or what `quantize` raises.
+    """
+    _check_shape(weight, format)
+    missing = format.padded_columns - format.columns
+    codes = weight.new_empty(format.rows, format.padded_columns, dtype=torch.uint8)
+    scales, zeros = weight.new_empty(2, format.rows, format.groups, dtype=format.dtype).unbind(0)
+    step = max(1, (_CHUNK if weight.device.type == "cpu" else 64 * _CHUNK) // format.padded_columns)
+    for start in range(0, format.rows, step):
+        rows = slice(start, min(start + step, format.rows))
+        part = weight[rows].float()
+        valid = None
+        if missing:
+            valid = F.pad(torch.ones_like(part), (0, missing)).view(-1, format.group_size)
+            part = torch.cat((part, part[:, -1:].expand(-1, missing)), 1)
+        found = quantize(part.reshape(-1, format.group_size), valid)
+        for whole, piece in zip((codes, scales, zeros), found, strict=True):
+            whole[rows].view(-1).copy_(piece.reshape(-1))
+    return Codes(codes[:, : format.columns], scales, zeros)
+
+
+def group_ranges(groups: Tensor, format: MatrixFormat) -> tuple[Tensor, Tensor]:
+    """Scale and zero [n], in the format's dtype, that cover each group from its smallest to its largest weight.
+
+    The scale is rounded up, so that rounding never cuts off an end; what that adds is shared by both ends. A group of
+    equal weights gets scale 0 and the weight as its zero.
+
+    Raises:
+        ValueError: weights that are not finite, or too large for the format's dtype.
+    """
+    low, high = groups.aminmax(dim=1)
+    exact = (high - low) / (2**format.bits - 1)
+    scales = exact.to(format.dtype)
+    # The successor of a float that is not negative is the successor of its bits.
+    above = (scales.view(torch.int16) + 1).view(format.dtype)
+    scales = torch.where(scales.float() < exact, above, scales)
+    # Codes run from -2**(bits-1) to 2**(bits-1) - 1, so their middle is half a step below the zero.
+    zeros = ((low + high) / 2 + scales.float() / 2).to(format.dtype)
+    if not bool((torch.isfinite(scales) & torch.isfinite(zeros)).all()):
+        raise _not_representable(groups, format)
+    return scales, zeros
+
+
+def nearest_codes(groups: Tensor, scales: Tensor, zeros: Tensor, format: MatrixFormat) -> Tensor:
+    """The code nearest to each weight, float32 like groups; the middle one where the scale is 0."""
+    steps = torch.where(scales == 0, torch.inf, scales).float().unsqueeze(1)
+    offsets = (groups - zeros.float().unsqueeze(1)).div_(steps).round_()
+    return offsets.add_(format.midpoint).clamp_(0, 2**format.bits - 1)
+
+
+def _check_shape(weight: Tensor, format: MatrixFormat) -> None:
+    if tuple(weight.shape) != (format.rows, format.columns):
+        raise ValueError(f"the weight has shape {list(weight.shape)}, expected [{format.rows}, {format.columns}].")
+
+
+def _copy(values: Tensor, packed: Tensor, format: MatrixFormat) -> None:
+    packed.copy_(values)
+    if not bool(torch.isfinite(packed).all()):
+        raise _not_representable(values, format)
+
+
+def _not_representable(weight: Tensor, format: MatrixFormat) -> ValueError:
+    finite = torch.isfinite(weight)
+    if not bool(finite.all()):
+        return ValueError(f"{int((~finite).sum())} of its weights are NaN or infinite; download the checkpoint again.")
+    return ValueError(f"its largest weight, {weight.abs().max():.3g}, is too large for {format.dtype}; use bfloat16.")

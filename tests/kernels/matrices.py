@@ -58,7 +58,7 @@ def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
 
 def _pack_random_floats(format: MatrixFormat, size: float, section: torch.Tensor, generator: torch.Generator) -> None:
     codes = torch.randint(0, 1 << format.bits, (format.rows, format.columns), generator=generator, dtype=torch.uint8)
-    codes[(codes & 0x7F) == 0x7F] = 1  # NaN in e4m3
+    codes[~format.code.levels(codes).isfinite()] = 1
     scales = torch.rand(format.rows, format.groups, generator=generator) + 0.5
     factor = (1.0, 1.0)
     if format.code is MXFP4:

@@ -76,8 +76,8 @@ def _scale_floats(packed: PackedMatrix, scales: torch.Tensor) -> None:
     if book.bits == 8:
         # Without the bit that only codes behind the largest one have set beside all bits above it.
         packed.weight[:, 1].bitwise_and_(0xFF ^ 0x11 * (0x7F ^ book.largest))
-    every = torch.arange(1 << book.bits, dtype=torch.uint8)
-    size = float(book.levels(every).nan_to_num(0).square().mean().sqrt())
+    levels = book.levels(torch.arange(1 << book.bits, dtype=torch.uint8))
+    size = float(levels[levels.isfinite()].square().mean().sqrt())
     if packed.factor is not None:
         packed.factor.copy_(torch.tensor([_SPREAD, size], dtype=torch.float32))
         size = _SPREAD

@@ -129,8 +129,9 @@ def _warm_up(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _rank(config: Any) -> Running | None:
-    """The rank that a quantization config made; None if it is not ours."""
-    return config.running if isinstance(config, DymoeConfig) else None
+    """The rank that a quantization config made; None if it is not ours, loads, or has no MoE layers."""
+    loading = config.loading if isinstance(config, DymoeConfig) else None
+    return None if loading is None else loading.running
 
 
 @_replaces("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", _STEP_ERROR)

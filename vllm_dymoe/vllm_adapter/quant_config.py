@@ -158,16 +158,11 @@ class DymoeConfig(QuantizationConfig):
 
         return WeightsMapper(orig_to_new_regex={_DENSE_G_IDX: None})
 
-    @property
-    def running(self) -> Running | None:
-        """This rank; None while it loads, and where it has no MoE layers."""
-        return None if self.loading is None else self.loading.running
-
     def loaded_model(self) -> Running:
         """This rank; ConfigError if the model has no MoE layers on it."""
-        if self.running is None:
+        if self.loading is None or self.loading.running is None:
             raise ConfigError("vllm-dymoe: this model has no MoE layers, so there is nothing to serve with dymoe.")
-        return self.running
+        return self.loading.running
 
 
 def expert_width(config: VllmConfig) -> int | None:

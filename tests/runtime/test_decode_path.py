@@ -14,7 +14,7 @@ from vllm_dymoe.kernels import Activation
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.runtime import MoERuntime, Parts, moe
 from vllm_dymoe.runtime.decisions import device_decides
-from vllm_dymoe.store.joined import join
+from vllm_dymoe.store.memory import join
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
 

@@ -13,7 +13,7 @@ from vllm_dymoe.residency.format import BlobKey, ModelExperts, Projection
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.store import FileStore, StoreError
-from vllm_dymoe.store.joined import join
+from vllm_dymoe.store.memory import join
 from vllm_dymoe.systems.dymoe import Dymoe
 
 RELU2 = Activation(Curve.RELU2, has_gate=False)

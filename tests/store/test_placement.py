@@ -8,7 +8,7 @@ import pytest
 from tests.small_model import make_experts
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.store import StoreError, memory_bytes
-from vllm_dymoe.store.placement import choose_host_place
+from vllm_dymoe.store.memory import choose_host_place
 
 GIB = 2**30
 # Qwen3-30B-A3B at 4 bits.

@@ -13,7 +13,7 @@ from vllm_dymoe.quantize import make_quantizer
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import Manifest, StoreError
-from vllm_dymoe.store.placement import HostPlace
+from vllm_dymoe.store.memory import HostPlace
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.vllm_adapter.loading import Loading
 from vllm_dymoe.vllm_adapter.model_store import LayerSpec

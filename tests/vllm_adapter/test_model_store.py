@@ -15,7 +15,7 @@ from vllm_dymoe.residency.code import MXFP4
 from vllm_dymoe.residency.format import Format, ModelExperts, all_keys, stored_formats
 from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError, memory_bytes
 from vllm_dymoe.store.files import file_name
-from vllm_dymoe.store.placement import HostPlace
+from vllm_dymoe.store.memory import HostPlace
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.vllm_adapter import model_store
 from vllm_dymoe.vllm_adapter.model_store import (

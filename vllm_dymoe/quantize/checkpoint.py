@@ -1,6 +1,6 @@
 """Reading a local Hugging Face checkpoint of a Mixture-of-Experts model, 16-bit or quantized, without vLLM.
 
-Headers say where every tensor lies, so that whatever cannot work is refused before a byte is read.
+Headers say where every tensor lies, so that what cannot work is refused before a byte is read.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vllm_dymoe.quantize.held import Held, Matrix
+from vllm_dymoe.quantize.held import Matrix
 from vllm_dymoe.quantize.model_config import INTERMEDIATE, TOP_K, ModelConfig
 from vllm_dymoe.quantize.readers import Reader, make_reader
 from vllm_dymoe.quantize.readers.base import format_fields
@@ -53,7 +53,6 @@ class Checkpoint:
     """One local checkpoint folder; reading experts is safe from several threads.
 
     Attributes:
-        reader: of the experts.
         dense: every tensor that is not of an expert, by name.
         left_out: tensors of layers beyond the model's last (multi-token prediction), which vLLM's model does not load.
         experts: the tensors of all experts.
@@ -62,6 +61,7 @@ class Checkpoint:
     folder: Path
     config: ModelConfig
     reader: Reader
+    stacking: Stacking
     dense: dict[str, TensorPlace] = field(default_factory=dict)
     left_out: dict[str, TensorPlace] = field(default_factory=dict)
     experts: list[ExpertTensors] = field(default_factory=list)
@@ -69,15 +69,16 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
-        """Find and check the tensors of a folder.
-
-        Raises:
-            CheckpointError: it is not a checkpoint that can be quantized.
-        """
+        """Find and check the tensors of a folder; CheckpointError if it cannot be quantized."""
         config = ModelConfig(folder)
-        found = cls(folder, config, make_reader(config.quantization))
+        found = cls(folder, config, make_reader(config.quantization), Stacking.of(config.model_type))
         found._sort(read_tensors(folder))
-        _check_biases(folder, found.experts)
+        without = sum("bias" not in tensors.parts for tensors in found.experts)
+        if 0 < without < len(found.experts):
+            raise CheckpointError(
+                f"{folder} has biases for some projections of its experts and not for {without} others; "
+                "only models in which all of them or none have one can be quantized here."
+            )
         _ = found._matrices
         for tensors in found.experts:
             found._check_shapes(tensors)
@@ -85,7 +86,6 @@ class Checkpoint:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of all experts in the checkpoint."""
         return sum(self.layer_bytes)
 
     @cached_property
@@ -98,7 +98,6 @@ class Checkpoint:
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of everything else."""
         return sum(place.nbytes for place in self.dense.values())
 
     @cached_property
@@ -145,47 +144,8 @@ class Checkpoint:
         return ModelExperts(self.layers, self.config.num_experts, self.config.size(*TOP_K), formats)
 
     def expert(self, position: int, expert: int) -> dict[Projection, Matrix]:
-        """One expert, by projection.
-
-        Raises:
-            CheckpointError: a file cannot be read, or a tensor is not what config.json says.
-        """
+        """One expert, by projection; CheckpointError if a tensor cannot be read or is not what config.json says."""
         return {projection: self._matrix(position, expert, projection) for projection in self.projections}
-
-    def _matrix(self, position: int, expert: int, projection: Projection) -> Matrix:
-        tensors = self._matrices[self.layers[position], expert, projection]
-        parts = {part: self._read(tensors, part, expert, projection) for part in tensors.parts}
-        bias = parts.pop("bias", None)
-        return (self._prequantized(tensors, projection, parts) if self.reader.held else parts["weight"]), bias
-
-    def _prequantized(self, tensors: ExpertTensors, projection: Projection, parts: Mapping[str, Tensor]) -> Held:
-        matrix = self._plain_format.matrices[projection]
-        rows = matrix.rows * len(tensors.projections)
-        try:
-            held = self.reader.read(parts, rows, matrix.columns)
-            if len(tensors.projections) == 1:
-                return held
-            which = self._stacking.rows(rows, tensors.projections)[tensors.projections.index(projection)]
-            return held.part(0, which)
-        except ValueError as error:
-            stem = tensors.parts[self.reader.parts[0]].name.rpartition(".")[0]
-            raise CheckpointError(f"{stem} in {self.folder} is no {self.reader.method} matrix: {error}") from error
-
-    def _read(self, tensors: ExpertTensors, part: str, expert: int, projection: Projection) -> Tensor:
-        place = tensors.parts[part]
-        try:
-            if place.path not in self._files:
-                self._files[place.path] = safe_open(place.path, framework="pt")
-            file = self._files[place.path]
-            if tensors.expert is not None:
-                found: Tensor = file.get_tensor(place.name)
-                return found
-            stacked: Tensor = file.get_slice(place.name)[expert]
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{place.path} cannot be read ({error}); download it again.") from error
-        if self.reader.held and part in self.reader.parts:
-            return stacked  # its reader knows how it lies
-        return self._stacking.split(stacked, tensors.projections)[tensors.projections.index(projection)]
 
     def fingerprint(self) -> str:
         """Sixteen hex digits of the weights: names, shapes and a sample of each tensor (of each expert in a stack).
@@ -210,6 +170,38 @@ class Checkpoint:
                 os.close(file)
         return digest.hexdigest()[:16]
 
+    def _matrix(self, position: int, expert: int, projection: Projection) -> Matrix:
+        tensors = self._matrices[self.layers[position], expert, projection]
+        parts = {part: self._read(tensors, part, expert, projection) for part in tensors.parts}
+        bias = parts.pop("bias", None)
+        if not self.reader.held:
+            return parts["weight"], bias
+        matrix = self._plain_format.matrices[projection]
+        rows = matrix.rows * len(tensors.projections)
+        try:
+            held = self.reader.read(parts, rows, matrix.columns)
+            if len(tensors.projections) > 1:
+                which = self.stacking.rows(rows, tensors.projections)[tensors.projections.index(projection)]
+                held = held.part(0, which)
+        except ValueError as error:
+            stem = tensors.parts[self.reader.parts[0]].name.rpartition(".")[0]
+            raise CheckpointError(f"{stem} in {self.folder} is no {self.reader.method} matrix: {error}") from error
+        return held, bias
+
+    def _read(self, tensors: ExpertTensors, part: str, expert: int, projection: Projection) -> Tensor:
+        place = tensors.parts[part]
+        try:
+            if place.path not in self._files:
+                self._files[place.path] = safe_open(place.path, framework="pt")
+            file = self._files[place.path]
+            stacked = tensors.expert is None
+            found: Tensor = file.get_slice(place.name)[expert] if stacked else file.get_tensor(place.name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{place.path} cannot be read ({error}); download it again.") from error
+        if not stacked or (self.reader.held and part in self.reader.parts):
+            return found  # a reader knows how its parts lie
+        return self.stacking.split(found, tensors.projections)[tensors.projections.index(projection)]
+
     def _sort(self, tensors: Mapping[str, TensorPlace]) -> None:
         """Divide tensors into those of experts, dense ones and those that are left out."""
         stack, beyond = _stack_of_experts(self.folder, tensors), self.config.size("num_hidden_layers", "num_layers")
@@ -231,7 +223,7 @@ class Checkpoint:
 
     @cached_property
     def _matrices(self) -> dict[tuple[int, int, Projection], ExpertTensors]:
-        """Every projection by index of the layer and expert; refuses those that are missing, twice or in part there."""
+        """Every projection by layer index and expert; refuses missing, double and incomplete ones."""
         count = self.config.num_experts
         found: dict[tuple[int, int, Projection], ExpertTensors] = {}
         for tensors in self.experts:
@@ -260,10 +252,6 @@ class Checkpoint:
         return found
 
     @cached_property
-    def _stacking(self) -> Stacking:
-        return Stacking.of(self.config.model_type)
-
-    @cached_property
     def _plain_format(self) -> Format:
         """Of one expert at 16 bits, for its shapes."""
         return self.model_experts((16,), 64, torch.bfloat16).formats[16]
@@ -272,13 +260,12 @@ class Checkpoint:
         """Refuse shapes that are not the configuration's; a reader checks the shapes of what is held itself."""
         matrices = [self._plain_format.matrices[projection] for projection in tensors.projections]
         rows = sum(matrix.rows for matrix in matrices)
-        stacked = tensors.expert is None
+        stacked, count = tensors.expert is None, self.config.num_experts
         for part, matrix in (("weight", (rows, matrices[0].columns)), ("bias", (rows,))):
             place = tensors.parts.get(part)
             if place is None or (self.reader.held and part in self.reader.parts):
                 continue
-            count = self.config.num_experts
-            expected = (count, *self._stacking.shape(matrix)) if stacked else matrix
+            expected = (count, *self.stacking.shape(matrix)) if stacked else matrix
             if place.shape != expected:
                 turned = stacked and place.shape[1:] == expected[:0:-1]
                 raise CheckpointError(
@@ -314,13 +301,4 @@ def _check_known(folder: Path, reader: Reader, named: ExpertName, place: TensorP
         raise CheckpointError(
             f"{place.name} in {folder} has 16 bits, although config.json says that the checkpoint is quantized with "
             f"{reader.method}; a mix of both among the experts is not supported yet."
-        )
-
-
-def _check_biases(folder: Path, experts: list[ExpertTensors]) -> None:
-    without = sum("bias" not in tensors.parts for tensors in experts)
-    if 0 < without < len(experts):
-        raise CheckpointError(
-            f"{folder} has biases for some projections of its experts and not for {without} others; "
-            "only models in which all of them or none have one can be quantized here."
         )

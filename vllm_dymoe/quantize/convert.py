@@ -31,16 +31,7 @@ _TEMPLATE_FOLDER = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class Recipe:
-    """How experts are quantized.
-
-    Attributes:
-        hi: bits per weight of the high tier.
-        lo: bits per weight of the low tier; 0 stores no second version.
-        group_size: weights that share one scale and zero.
-        quantizer: name of the quantizer.
-        dtype: of the scales, and of weights at 16 bits; None takes the checkpoint's.
-        calibration: for GPTQ; None for the others.
-    """
+    """How experts are quantized: options as in :class:`Options`; without a dtype the checkpoint's; GPTQ calibrated."""
 
     hi: int = 4
     lo: int = 0
@@ -51,11 +42,11 @@ class Recipe:
 
     @property
     def stored_bits(self) -> tuple[int, ...]:
-        """Bit-widths that are stored, the high tier first."""
+        """The high tier first."""
         return (self.hi,) if self.lo == 0 else (self.hi, self.lo)
 
     def to_json(self) -> dict[str, Any]:
-        """The quantization_config that vLLM finds in config.json, for a checkpoint that had 16 bits."""
+        """The quantization_config in config.json, for a checkpoint that had 16 bits."""
         return {
             "quant_method": "dymoe",
             "format_version": STORE_VERSION,
@@ -76,14 +67,11 @@ def convert(
 ) -> Manifest:
     """Write ``checkpoint`` with packed experts to the folder ``out``.
 
-    With a calibration that takes hours for a large model: what a run that was ended has packed is gone on with.
+    With a calibration that takes hours for a large model, so it goes on with what a run that was ended has packed.
 
     Args:
         overwrite: replace ``out`` if it is a dymoe checkpoint.
-        progress: called with every number of source bytes done; the whole is dense_bytes + expert_bytes.
-
-    Returns:
-        The manifest of what was written.
+        progress: called with source bytes as they are done; the whole is dense_bytes + expert_bytes.
 
     Raises:
         CheckpointError: the folder cannot be written, or the source cannot be read.
@@ -150,7 +138,6 @@ def _write_rest(
     folder: Path,
     progress: Callable[[int], None],
 ) -> None:
-    """Everything but the experts: small files, config.json, dense tensors."""
     for path in small:
         target = folder / path.relative_to(checkpoint.folder)
         target.parent.mkdir(exist_ok=True)
@@ -179,7 +166,7 @@ def _check_target(source: Path, out: Path, overwrite: bool) -> None:
 
 
 def _small_files(folder: Path) -> list[Path]:
-    """Everything beside the weights: tokenizer, generation config, chat templates, code, licence."""
+    """Everything beside the weights: tokenizer, chat templates, code, licence."""
     return [
         path
         for path in sorted((*folder.iterdir(), *folder.glob(f"{_TEMPLATE_FOLDER}/*")))

@@ -1,9 +1,7 @@
 """Random experts for ``--load-format dummy``: bytes as they would be, made without quantizing anything.
 
-What a kernel computes with them is finite and means nothing. The bytes differ
-from expert to expert, so that a wrong one is as visible as in a real store.
-Codes of padding rows are random too; their scales and zeros are zero, so they
-still stand for zeros.
+What a kernel computes with them is finite and means nothing. The bytes differ from expert to expert, so that a wrong
+one is as visible as in a real store. Codes of padding rows are random, too; their scales and zeros are zero.
 """
 
 from collections.abc import Callable
@@ -24,11 +22,7 @@ _SMALLEST = 2.0**-6
 def random_store(
     experts: ModelExperts, writer: StoreWriter, seed: int, progress: Callable[[], object] = lambda: None
 ) -> FileStore:
-    """Fill a store with random experts; the same seed gives the same bytes.
-
-    Raises:
-        StoreError: the store cannot be written.
-    """
+    """Fill a store with random experts; the same seed gives the same bytes. StoreError if it cannot be written."""
     generator = torch.Generator().manual_seed(seed)
     try:
         for layer in range(len(experts.layers)):

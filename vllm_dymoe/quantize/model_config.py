@@ -49,13 +49,10 @@ class ModelConfig:
 
     @cached_property
     def quantization(self) -> dict[str, Any] | None:
-        """How another tool has quantized the checkpoint; None if it has 16 bits.
-
-        Raises:
-            CheckpointError: it is ours already.
-        """
+        """How another tool has quantized the checkpoint; None if it has 16 bits, CheckpointError if it is ours."""
+        beside = self._path.with_name("hf_quant_config.json")  # of ModelOpt before 0.31
         found = self.json.get("quantization_config") or self.json.get("compression_config")
-        found = found or self._text.get("quantization_config") or self._quantization_beside()
+        found = found or self._text.get("quantization_config") or (read_json(beside) if beside.is_file() else None)
         if not found:
             return None
         if found.get("quant_method") == "dymoe":
@@ -63,11 +60,6 @@ class ModelConfig:
                 f"{self._path.parent} is a dymoe checkpoint already; quantize the one that it was made from."
             )
         return with_expert_dtype(found, self.json)
-
-    def _quantization_beside(self) -> dict[str, Any] | None:
-        """hf_quant_config.json, where ModelOpt before 0.31 said it."""
-        path = self._path.parent / "hf_quant_config.json"
-        return read_json(path) if path.is_file() else None
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -94,7 +86,6 @@ class ModelConfig:
 
     @property
     def num_experts(self) -> int:
-        """Experts in each layer."""
         return self.size(*NUM_EXPERTS)
 
     @property
@@ -102,11 +93,7 @@ class ModelConfig:
         return self._text.get("model_type")
 
     def size(self, *keys: str) -> int:
-        """The first of some keys that it has; where each layer has its own, the largest.
-
-        Raises:
-            CheckpointError: it has none, or not a size.
-        """
+        """The first of some keys that it has; where each layer has its own, the largest. CheckpointError if none."""
         for key in keys:
             value = self._text.get(key)
             if value is not None:

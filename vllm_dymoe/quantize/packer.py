@@ -41,7 +41,6 @@ Given = Tensor | Held | Callable[[], Tensor | Held]
 # of their codes (8.2).
 _BYTES_OF_HELD, _BYTES_OF_QUANTIZED = 4, 10
 
-
 JOURNAL = "packed-layers.jsonl"
 
 
@@ -66,7 +65,7 @@ class Journal:
         self._path.write_text("".join(f"{line}\n" for line in lines))
 
     def add(self, layer: int, state: Any) -> None:
-        """Note that a layer (by position) is complete, and what has to be known of it later, as JSON data."""
+        """Note that a layer (by position) is complete, with what has to be known of it later, as JSON data."""
         with self._path.open("a") as file:
             file.write(json.dumps((layer, state)) + "\n")
             file.flush()
@@ -77,7 +76,6 @@ class Journal:
 
 
 def is_journal_of(folder: Path, purpose: str) -> bool:
-    """Whether a folder has layers that were packed for the same purpose."""
     try:
         with (folder / JOURNAL).open() as file:
             return file.readline() == f"{purpose}\n"
@@ -99,12 +97,7 @@ def pack(
     Args:
         calibration: for GPTQ. Experts that it saw too rarely are quantized with HQQ.
         journal: which layers are packed already; each that is packed and synced is added.
-        progress: called with every number of source bytes done.
-
-    Raises:
-        CheckpointError: the source cannot be read.
-        CalibrationError: the calibration cannot be used.
-        StoreError: experts cannot be quantized, or the store cannot be written.
+        progress: called with source bytes as they are done.
     """
     errors = ErrorTally(experts)
     chosen = make_quantizer(quantizer if calibration is None else FALLBACK)
@@ -156,9 +149,9 @@ def pack_projection(
 ) -> None:
     """Write one projection at every stored bit-width; safe to call from several threads.
 
+    Codes go into the version of their bits as they are; the others are quantized from what the codes stand for.
+
     Args:
-        matrix: of this rank. Codes go into the version of their bits as they are; the others are quantized from what
-            the codes stand for. Without a bias the format's is zero.
         curvature: of the inputs, for GPTQ in place of the quantizer.
 
     Raises:
@@ -195,9 +188,9 @@ def pack_projection(
 
 
 class ExpertPacker:
-    """Takes weights and biases in whatever order a loader has them, and knows which are still missing.
+    """Takes weights and biases in any order, and knows which are missing.
 
-    Weights are packed by threads: what is wrong with one is said later, by ``finish`` at the latest.
+    Threads pack them, so that an error is raised later, by ``finish`` at the latest.
     """
 
     def __init__(

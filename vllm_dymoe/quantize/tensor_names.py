@@ -38,7 +38,7 @@ class ExpertName:
         layer: index of the layer in the model.
         expert: which one; None for a stack of all the layer's experts.
         projections: what its rows are; none if the rest of the name is not known.
-        part: what of them: "weight", "bias", or whatever else the name ends with ("qweight" in quantized checkpoints).
+        part: "weight", "bias", or what else the name ends with ("qweight" in quantized checkpoints).
     """
 
     layers: str

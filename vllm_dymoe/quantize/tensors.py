@@ -23,11 +23,7 @@ class CheckpointError(RuntimeError):
 
 
 def read_tensors(folder: Path) -> dict[str, TensorPlace]:
-    """Find every tensor of a checkpoint: in the files that its index names, else in all of them.
-
-    Raises:
-        CheckpointError: there are no safetensors files, one is damaged, or one tensor is in two of them.
-    """
+    """Find every tensor of a checkpoint; CheckpointError if there is none, a file is damaged, or one is there twice."""
     files = weight_files(folder)
     if not files:
         raise CheckpointError(f"{folder} has no *.safetensors files; other formats are not read.")
@@ -41,22 +37,17 @@ def read_tensors(folder: Path) -> dict[str, TensorPlace]:
 
 
 def check_files(folder: Path) -> list[TensorPlace]:
-    """All tensors of a checkpoint, after a check that no safetensors file is missing or shorter than its header says.
-
-    Raises:
-        CheckpointError: one is.
-    """
+    """All tensors; CheckpointError if a safetensors file is missing or shorter than its header says."""
     return [place for path in weight_files(folder) for place in _read_places(path).values()]
 
 
 def copy_tensors(tensors: Iterable[TensorPlace], folder: Path, progress: Callable[[int], None]) -> None:
     """Copy tensors into synced shards ``model-00001-of-0000n.safetensors`` with an index, telling bytes as they go.
 
-    The index is what keeps other safetensors files of the folder out of vLLM's loader.
+    The index keeps other safetensors files of the folder out of vLLM's loader.
 
     Raises:
         CheckpointError: a source file ends early.
-        OSError: a disk refuses.
     """
     # Wide elements first, so that each tensor is aligned to its own; then in the order of the sources.
     shards: list[list[TensorPlace]] = [[]]
@@ -78,11 +69,7 @@ def copy_tensors(tensors: Iterable[TensorPlace], folder: Path, progress: Callabl
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that the checkpoint's index names, else all of them.
-
-    Raises:
-        CheckpointError: the index cannot be read.
-    """
+    """The files that the checkpoint's index names, else all of them."""
     index = folder / INDEX
     if index.is_file():
         try:

@@ -16,14 +16,13 @@ class HostMemoryError(StoreError):
 
 
 class HostStore(Protocol):
-    """Reads blobs. Implementations are safe to call from several threads."""
+    """Reads blobs; safe to call from several threads."""
 
     experts: ModelExperts
 
     @property
     def description(self) -> str:
-        """Where the bytes lie, for the line printed at start."""
-        ...
+        """Where the bytes lie, for people."""
 
     def read_into(
         self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
@@ -38,11 +37,8 @@ class HostStore(Protocol):
             StoreError: the bytes cannot be read, or are not what was written.
             BlockingIOError: without ``wait``, they are not in memory; ``destination`` may be half-written.
         """
-        ...
 
-    def close(self) -> None:
-        """Give files and memory back."""
-        ...
+    def close(self) -> None: ...
 
 
 @runtime_checkable
@@ -51,9 +47,7 @@ class ReadableStore(HostStore, Protocol):
 
     def blob(self, key: BlobKey, projections: range = EVERY_PROJECTION) -> torch.Tensor:
         """The bytes themselves: uint8 [bytes of the projections]."""
-        ...
 
 
 def blob_name(store: HostStore, key: BlobKey) -> str:
-    """One blob, for people."""
     return f"expert {key.expert} of layer {store.experts.layers[key.layer]} at {key.bits} bits ({store.description})"

@@ -21,7 +21,6 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and sync it."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -29,7 +28,6 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -38,11 +36,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_partial(folder: Path, resume: Callable[[Path], bool] = lambda leftover: False) -> Path:
-    """Make the temporary folder beside ``folder``, after removing what writers that died on this host left there.
-
-    Args:
-        resume: says which leftover to go on with; it becomes the temporary folder.
-    """
+    """Make the temporary folder beside ``folder``, of a leftover to ``resume``, and remove what else the dead left."""
     partial = Path(tempfile.mkdtemp(prefix=f"{_prefix(folder)}{os.getpid()}-", dir=folder.parent))
     for leftover in _left_by_the_dead(folder):
         if resume(leftover) and not any(partial.iterdir()):
@@ -55,7 +49,7 @@ def make_partial(folder: Path, resume: Callable[[Path], bool] = lambda leftover:
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Give a complete temporary folder the name of another one, which is removed afterwards."""
+    """Give a complete temporary folder the name of another one, which is removed."""
     replaced = partial.with_name(f"{partial.name}{_REPLACED}")
     os.rename(folder, replaced)
     try:

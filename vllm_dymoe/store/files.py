@@ -24,7 +24,6 @@ _NOTHING: frozenset[int] = frozenset()
 
 
 def file_name(layer_index: int) -> str:
-    """Name of the shard of one model layer."""
     return f"dymoe-experts-{layer_index:05d}.safetensors"
 
 
@@ -36,9 +35,8 @@ def checksum(section: memoryview) -> int:
 class FileStore:
     """Blobs in safetensors shards.
 
-    Reads are ``preadv`` and not loads through a mapping: a truncated or failing
-    file is then an error that a request can report, where a mapping would kill
-    the process with SIGBUS. The page cache serves both alike.
+    Reads are ``preadv``: a truncated or failing file is an error that a request can report, where a mapping would kill
+    the process with SIGBUS.
 
     Args:
         layers: model layers to open, as a pipeline stage needs them; all of the manifest's if None.
@@ -72,7 +70,6 @@ class FileStore:
 
     @property
     def description(self) -> str:
-        """The folder."""
         return f"files in {self.folder}"
 
     def read_into(
@@ -104,7 +101,6 @@ class FileStore:
             self._check(key, view, projections)
 
     def close(self) -> None:
-        """Close the shards; reading afterwards fails."""
         while self._files:
             os.close(self._files.pop())
 
@@ -163,5 +159,4 @@ def _locate(path: Path, places: Mapping[str, TensorPlace], name: str, nbytes: in
 
 
 def _again(folder: Path) -> str:
-    """What to do about a store that is not what was written."""
     return f"write the store again with `vllm-dymoe quantize`, or, if vLLM wrote it, remove {folder} and start again"

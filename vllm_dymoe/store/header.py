@@ -23,17 +23,13 @@ class TensorPlace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
         return self.end - self.begin
 
 
 def make_header(
     tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: str = "", alignment: int = 8
 ) -> tuple[bytes, dict[str, int], int]:
-    """Lay out tensors one behind the other.
-
-    Args:
-        metadata: the ``format`` that the file names; empty for none.
+    """Lay out tensors (name, dtype, shape, bytes) one behind the other, in a file whose ``format`` is ``metadata``.
 
     Returns:
         What the file begins with, the first byte of each tensor in it, and the bytes of the whole file.
@@ -52,11 +48,7 @@ def make_header(
 
 
 def read_header(path: Path, file: int) -> dict[str, TensorPlace]:
-    """Where the tensors of a safetensors file lie, by name.
-
-    Raises:
-        StoreError: it is not a safetensors file.
-    """
+    """Where the tensors of a safetensors file lie, by name; StoreError if it is none."""
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     try:
         if not 0 < length <= 100_000_000:

@@ -20,17 +20,13 @@ _CODEBOOKS = "codebooks"
 
 
 def describe_codes(formats: Mapping[int, Format]) -> dict[str, Any]:
-    """What codes of some bit-widths mean, as it stands in a manifest and in a checkpoint's quantization_config."""
+    """What codes mean, as it stands in a manifest and in a checkpoint's quantization_config."""
     flags = {key: [bits for bits, fmt in formats.items() if getattr(fmt, field)] for field, key in _FLAGS.items()}
     return flags | {_CODEBOOKS: {str(bits): fmt.code.name for bits, fmt in formats.items() if fmt.code.floats}}
 
 
 def read_codes(described: Mapping[str, Any], bits: int) -> dict[str, Any]:
-    """The same of one bit-width as arguments of :class:`Format`.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is something else.
-    """
+    """The same of one bit-width as arguments of :class:`Format`."""
     flags = {field: bits in described.get(key, ()) for field, key in _FLAGS.items()}
     named = described.get(_CODEBOOKS, {}).get(str(bits))
     return flags | {"code": code_of(bits, None if named is None else CODEBOOKS[named])}
@@ -43,7 +39,7 @@ class ErrorRecord:
     Attributes:
         weight: by bit-width below 16, |W - dequantized W| / |W|.
         output: the same of X W^T, X being the inputs of a calibration; empty where there was none.
-        fallbacks: the experts of each layer that the calibration saw too rarely, so that it was not used for them.
+        fallbacks: the experts of each layer that the calibration saw too rarely to be used.
     """
 
     weight: Mapping[int, tuple[float, ...]]
@@ -51,8 +47,6 @@ class ErrorRecord:
     fallbacks: tuple[tuple[int, ...], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in the manifest, where numbers are rounded to four digits."""
-
         def rounded(errors: Mapping[int, tuple[float, ...]]) -> dict[str, list[float]]:
             return {str(bits): [float(f"{error:.4g}") for error in layers] for bits, layers in errors.items()}
 
@@ -64,12 +58,6 @@ class ErrorRecord:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what ``to_json`` wrote.
-
-        Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is something else.
-        """
-
         def read(errors: Mapping[str, list[float]]) -> dict[int, tuple[float, ...]]:
             return {int(bits): tuple(float(error) for error in layers) for bits, layers in errors.items()}
 
@@ -96,7 +84,6 @@ class Manifest:
     errors: ErrorRecord | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest as it is written."""
         fmt = next(iter(self.experts.formats.values()))
         rank, size = self.tensor_parallel
         return {
@@ -123,11 +110,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read the manifest of a store.
-
-        Raises:
-            StoreError: there is none, or it is not one this version can read.
-        """
+        """Read the manifest of a store; StoreError if there is none that this version can read."""
         path = folder / MANIFEST
         try:
             data = json.loads(path.read_text())

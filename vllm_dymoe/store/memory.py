@@ -1,17 +1,24 @@
-"""Packed experts in host memory, page-locked where there is a device to copy them."""
+"""Packed experts in host memory, page-locked where there is a device to copy them: whether they fit, and filling it."""
 
 import os
 import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import torch
 
 from vllm_dymoe.host_memory import available_host_memory, whole_pages
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts, layer_keys
-from vllm_dymoe.store.base import HostMemoryError
+from vllm_dymoe.store.base import HostMemoryError, HostStore
 from vllm_dymoe.store.files import FileStore
 from vllm_dymoe.store.page_lock import Arena, PageLock
+from vllm_dymoe.units import size
+
+# What stays free under host_store = "auto": page-locked memory cannot be swapped, and other processes need some.
+_SHARE_LEFT = 10
+_LEAST_LEFT = 2 << 30
 
 
 class MemoryStore:
@@ -54,7 +61,6 @@ class MemoryStore:
 
     @property
     def description(self) -> str:
-        """The kind of memory."""
         if self._page_lock is None:
             return "host memory (not page-locked: there is no CUDA device)"
         node, unbound = self._page_lock.node, next((arena.unbound for arena in self._arenas if arena.unbound), None)
@@ -63,7 +69,6 @@ class MemoryStore:
         return "page-locked host memory" + ("" if node is None else f" on NUMA node {node}")
 
     def blob(self, key: BlobKey, projections: range = EVERY_PROJECTION) -> torch.Tensor:
-        """The bytes themselves: uint8 [bytes of the projections]."""
         blob = self._blobs[key.layer][key.bits][key.expert]
         if len(projections) == len(EVERY_PROJECTION):
             return blob
@@ -75,7 +80,7 @@ class MemoryStore:
         destination.copy_(self.blob(key, projections))
 
     def take(self, other: "MemoryStore", experts: ModelExperts) -> None:
-        """Hold the layers of another store, too, behind one's own; the other has none then."""
+        """Move the layers of another store behind one's own."""
         self.experts = experts
         self._arenas += other._arenas
         self._blobs += other._blobs
@@ -91,11 +96,7 @@ class MemoryStore:
     def from_files(
         cls, source: FileStore, page_lock: PageLock | None = None, progress: Callable[[int], object] = lambda _: None
     ) -> "MemoryStore":
-        """Read a whole file store into memory, layer by layer, and lock it.
-
-        Args:
-            source: the files; each section is compared with its checksum.
-            progress: called with the bytes of each blob that was read.
+        """Read a whole file store into memory, layer by layer, check it, and lock it; telling bytes as they come.
 
         Raises:
             HostMemoryError: the memory cannot be had, or not be locked.
@@ -110,22 +111,56 @@ class MemoryStore:
         try:
             # Reading and checking both leave the interpreter: threads are worth it even where the files are in memory.
             with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-                for layer in range(len(source.experts.layers)):
+                for layer, (index, arena) in enumerate(zip(source.experts.layers, store._arenas, strict=True)):
                     for nbytes in pool.map(fill, layer_keys(source.experts, layer)):
                         progress(nbytes)
-                    store._lock(layer)
+                    if (reason := arena.lock()) is not None:
+                        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+                        raise HostMemoryError(
+                            f"the experts need {memory_bytes(store.experts)} bytes of page-locked host memory, and "
+                            f"locking failed at layer {index} ({reason})"
+                            + f", the limit on locked memory (ulimit -l) is {limit} bytes"
+                            * (limit != resource.RLIM_INFINITY)
+                        )
         except BaseException:
             store.close()
             raise
         return store
 
-    def _lock(self, layer: int) -> None:
-        reason = self._arenas[layer].lock()
-        if reason is not None:
-            raise HostMemoryError(
-                f"the experts need {memory_bytes(self.experts)} bytes of page-locked host memory, and locking failed "
-                f"at layer {self.experts.layers[layer]} ({reason}){_locked_limit()}"
-            )
+
+class JoinedStore:
+    """The layers of a model's store, and behind them those of its draft's, in the same formats."""
+
+    def __init__(self, model: HostStore, draft: HostStore, experts: ModelExperts) -> None:
+        self.experts = experts
+        self.description = f"{model.description}, for the draft {draft.description}"
+        self._stores = model, draft
+
+    def read_into(
+        self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
+    ) -> None:
+        drafted = key.layer - len(self._stores[0].experts.layers)
+        store, layer = (self._stores[0], key.layer) if drafted < 0 else (self._stores[1], drafted)
+        store.read_into(replace(key, layer=layer), destination, projections, wait=wait)
+
+    def close(self) -> None:
+        for store in self._stores:
+            store.close()
+
+
+def join(model: HostStore, draft: HostStore) -> HostStore:
+    """One store of both, the draft's layers last; memory stays memory, and a device copies from it directly.
+
+    A draft's layers whose indices are the model's count on from its highest.
+    """
+    mine, drafted = model.experts.layers, draft.experts.layers
+    shift = max(mine) + 1 if set(mine) & set(drafted) else 0
+    layers = (*mine, *(layer + shift for layer in drafted))
+    experts = replace(model.experts, layers=layers, draft_layers=len(drafted))
+    if isinstance(model, MemoryStore) and isinstance(draft, MemoryStore):
+        model.take(draft, experts)
+        return model
+    return JoinedStore(model, draft, experts)
 
 
 def memory_bytes(experts: ModelExperts) -> int:
@@ -134,7 +169,53 @@ def memory_bytes(experts: ModelExperts) -> int:
     return len(experts.layers) * whole_pages(layer)
 
 
-def _locked_limit() -> str:
-    """The limit on locked memory, as a remark; nothing if there is none."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return "" if limit == resource.RLIM_INFINITY else f", the limit on locked memory (ulimit -l) is {limit} bytes"
+@dataclass(frozen=True)
+class HostPlace:
+    """Where packed experts live: in memory, page-locked where there is a CUDA device, or in files; and why."""
+
+    pinned: bool
+    reason: str = ""
+
+
+def choose_host_place(asked: str, device_type: str, experts: ModelExperts, available: int, ranks: int) -> HostPlace:
+    """Choose for one rank.
+
+    Args:
+        asked: the option ``host_store``: "auto", "file" or "pinned".
+        device_type: "cuda", or another one that has no use for page-locked memory.
+        available: bytes of host memory that all ranks on this machine can get.
+
+    Raises:
+        HostMemoryError: memory was asked for, and has no room for the experts.
+    """
+    if asked == "file":
+        return HostPlace(False)
+    needed = memory_bytes(experts)
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    if asked == "pinned":
+        room = available // ranks
+        if needed > room:
+            raise HostMemoryError(
+                f'host_store = "pinned" needs {needed} bytes of host memory{each}, but {room} are available'
+                f'{" to each" if each else ""}; free {needed - room} more, or use host_store = "file"'
+                f"{_fewer_bits(experts, room)}."
+            )
+        return HostPlace(True)
+    if device_type != "cuda":
+        return HostPlace(False, "auto: there is no CUDA device")
+    left = max(_LEAST_LEFT, available // _SHARE_LEFT)
+    room = max(0, available - left) // ranks
+    told = f"{size(available)} of host memory are available, of which {size(left)} are left to others"
+    if needed > room:
+        return HostPlace(False, f"auto: page-locked memory would take {size(needed)}{each}, {told}")
+    return HostPlace(True, f"auto: {size(needed)}{each}, {told}")
+
+
+def _fewer_bits(experts: ModelExperts, room: int) -> str:
+    """The largest single version that fits, as a remark; nothing if none does."""
+    stored = max(experts.formats)
+    for bits in (8, 4, 2):
+        formats = {bits: replace(experts.formats[stored], code=code_of(bits))}
+        if bits < stored and (taken := memory_bytes(replace(experts, formats=formats))) <= room:
+            return f", or hi = {bits} and lo = 0, which take {taken}"
+    return ""

@@ -28,11 +28,9 @@ class PageLock(Protocol):
 
     def lock(self, address: int, nbytes: int) -> str | None:
         """Lock whole pages. Returns what is in the way, or None."""
-        ...
 
     def unlock(self, address: int) -> None:
         """Undo ``lock``, once the device no longer reads."""
-        ...
 
 
 class CudaPageLock:

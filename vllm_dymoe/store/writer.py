@@ -28,9 +28,7 @@ _DATA_ALIGNMENT = 4096
 
 
 class StoreWriter:
-    """Writes one store, and ends with ``finish`` or ``discard``.
-
-    ``write`` is safe to call from several threads, none of which may still do so by then.
+    """Writes one store, from several threads, and ends with ``finish`` or ``discard``.
 
     Args:
         others: bytes of whatever else goes into the folder.
@@ -38,7 +36,7 @@ class StoreWriter:
         advice: what the user can do about a disk that refuses.
 
     Attributes:
-        partial: the temporary folder. What else lies in it becomes part of the final one.
+        partial: the temporary folder; what else lies in it becomes part of the final one.
 
     Raises:
         StoreError: the folder cannot be written, or the disk is too small.
@@ -86,11 +84,7 @@ class StoreWriter:
             raise self._refused(error) from error
 
     def write(self, key: BlobKey, projection: Projection, part: torch.Tensor, start: int = 0) -> None:
-        """Write a packed section, or over a part of one that is written, and its checksum.
-
-        Args:
-            part: uint8, contiguous: the section from byte ``start`` on.
-            start: 0 for a whole section.
+        """Write a packed section (uint8, contiguous), or the part from byte ``start`` on of one; and its checksum.
 
         Raises:
             StoreError: the disk refuses.
@@ -109,22 +103,15 @@ class StoreWriter:
             write_at(file, checksum(data).to_bytes(8, "little", signed=True), place)
 
     def sync(self, layer: int) -> None:
-        """Make what is written of one layer durable.
-
-        Raises:
-            StoreError: the disk refuses.
-        """
+        """Make what is written of one layer durable."""
         with self._refusals():
             os.fsync(self._files[layer])
 
     def finish(self, errors: ErrorRecord | None = None, *, overwrite: bool = False) -> FileStore:
-        """Sync everything, give the folder its name, and open it.
+        """Sync everything, give the folder its name, and open it; StoreError if the disk refuses.
 
         Args:
             overwrite: replace even the same store. Otherwise the one that another process published first stays.
-
-        Raises:
-            StoreError: the disk refuses.
         """
         with self._refusals():
             for file in self._files:

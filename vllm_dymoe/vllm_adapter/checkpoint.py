@@ -17,21 +17,18 @@ from vllm_dymoe.store.header import TensorPlace
 
 
 def local_folder(vllm_config: VllmConfig) -> Path:
-    """The folder of the model's checkpoint: itself if it is a path, else its snapshot in the hub's cache."""
+    """The model's path, or its snapshot in the hub's cache."""
     model = vllm_config.model_config.model
     if Path(model).is_dir():
         return Path(model).resolve()
-    # The loader has downloaded the weights by now. What it does not know of is our shards and manifest.
+    # vLLM's loader has downloaded the weights; it does not know our shards and manifest.
     return _snapshot(vllm_config, allow_patterns=["*.json", "dymoe-experts-*.safetensors"])
 
 
 def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
-    """Refuse files that are cut off or not what config.json says, before hours of loading them.
+    """Refuse files that are cut off or not what config.json says, before hours of loading them; CheckpointError.
 
-    Of a model from the hub only where all of them have been downloaded; then they may have been damaged since.
-
-    Raises:
-        CheckpointError: there are such files.
+    Of a model from the hub only where all of them have been downloaded already.
     """
     folder = Path(vllm_config.model_config.model)
     if vllm_config.load_config.load_format not in ("auto", "hf", "safetensors"):
@@ -49,10 +46,7 @@ def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
 
 
 def _check_expert_parts(folder: Path, tensors: Iterable[TensorPlace], reader: Reader, layers: int) -> None:
-    """Refuse experts of another format than the configuration's, and experts of which only some tensors are there.
-
-    Layers behind the model's last, of multi-token prediction, may be quantized otherwise.
-    """
+    """Refuse experts of another format than the configuration's, and incomplete ones; not of multi-token prediction."""
     matrices: dict[ExpertName, dict[str, str]] = {}
     wanted = {reader.parts[0]: reader.code_dtypes, reader.parts[1]: reader.scale_dtypes}
     for place in tensors:
@@ -79,11 +73,7 @@ def _check_expert_parts(folder: Path, tensors: Iterable[TensorPlace], reader: Re
 
 
 def check_ranks(folder: Path, ranks: int) -> None:
-    """Refuse a store that is cut for another number of tensor-parallel ranks, as far as it is on this machine.
-
-    Raises:
-        StoreError: it is, or cannot be read.
-    """
+    """Refuse a local store that is cut for another number of tensor-parallel ranks; StoreError."""
     if not (folder / MANIFEST).is_file():
         return
     _, packed_for = Manifest.read(folder).tensor_parallel
@@ -95,11 +85,10 @@ def check_ranks(folder: Path, ranks: int) -> None:
 
 
 def drafted_by_experts(config: VllmConfig) -> bool:
-    """Whether a model with experts of its own proposes tokens."""
+    """Whether a draft model with experts proposes tokens."""
     draft = getattr(config.speculative_config, "draft_model_config", None)
     # Methods without a draft model, such as ngram, have the target's own config there.
-    with_experts: bool = draft is not None and draft is not config.model_config and draft.get_num_experts() > 0
-    return with_experts
+    return draft is not None and draft is not config.model_config and bool(draft.get_num_experts())
 
 
 def _snapshot(vllm_config: VllmConfig, **choice: Any) -> Path:

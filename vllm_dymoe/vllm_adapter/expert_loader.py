@@ -40,12 +40,7 @@ _STACKED_KINDS = ("weight", "weight_scale")
 
 
 class ExpertLoader:
-    """Takes the experts of one layer from vLLM's loaders, in whatever order their tensors come.
-
-    Args:
-        store: receives this rank's part of every projection.
-        intermediate: width of an expert on this rank.
-    """
+    """Takes the experts of one layer from vLLM's loaders, in any order; this rank's part goes to ``store``."""
 
     def __init__(
         self, layer: Any, store: LayerStore, hidden: int, intermediate: int, reader: Reader = PLAIN_READER
@@ -77,11 +72,11 @@ class ExpertLoader:
         expert_id: int | None = None,
         return_success: bool = False,
     ) -> bool | None:
-        """Take what belongs to one shard, as RoutedExperts.weight_loader does."""
+        """Take one tensor, as RoutedExperts.weight_loader does."""
         stack: str = param.stack_name  # type: ignore[attr-defined]
+        taken = True
         if expert_id is None:
             self._take_layer(stack, loaded_weight, weight_name)
-            taken = True
         else:
             taken = self._take_expert(stack, loaded_weight, weight_name, shard_id, expert_id)
         return taken if return_success else None
@@ -100,7 +95,7 @@ class ExpertLoader:
                     self._take_weight(expert, _DBRX[name], matrix.t() if name == "w2" else matrix)
 
     def _take_expert(self, stack: str, tensor: Tensor, name: str, shard: str | None, number: int) -> bool:
-        """Whether the tensor is of an expert of this rank."""
+        """Take an expert's tensor; False if the expert is another rank's."""
         kind = "bias" if name.endswith("bias") else stack.partition("_")[2]
         if self._stacked:
             raise _error(
@@ -138,14 +133,7 @@ class ExpertLoader:
         return True
 
     def take_stack(self, name: str, stack: Tensor) -> None:
-        """Take a parameter of all local experts, sliced for this rank already.
-
-        Args:
-            stack: [experts, rows, ...]; what vLLM would copy into its own parameter.
-
-        Raises:
-            ConfigError: it is not what the checkpoint's configuration says.
-        """
+        """Take a parameter of all local experts, [experts, rows, ...], sliced for this rank already."""
         stem, _, kind = name.partition("_")
         for expert, rows in enumerate(stack):
             for projection, part in self._split(stem, rows):
@@ -173,7 +161,7 @@ class ExpertLoader:
                 raise self._unreadable(number, projection, error) from error
         elif kind not in reader.parts:
             why = "it has 16 bits, although the checkpoint is quantized; this mix is not supported."
-            raise self._unreadable(number, projection, ValueError(why))
+            raise self._unreadable(number, projection, why)
         else:
             parts = self._waiting.setdefault((expert, projection), {})
             parts[kind] = tensor.cpu()
@@ -222,9 +210,9 @@ class ExpertLoader:
         interleaved = self._layer.moe_config.activation is MoEActivation.SWIGLUOAI
         return zip(projections, Stacking(interleaved=interleaved).split(rows, projections), strict=True)
 
-    def _unreadable(self, number: int, projection: Projection, error: ValueError) -> ConfigError:
+    def _unreadable(self, number: int, projection: Projection, why: object) -> ConfigError:
         what = self._describe(number, projection)
-        return _error(f"{what} cannot be read from the {self._reader.method} checkpoint: {error}")
+        return _error(f"{what} cannot be read from the {self._reader.method} checkpoint: {why}")
 
     def _describe(self, number: int, projection: Projection) -> str:
         return f"the {projection.name.lower()} projection of expert {number} in {self._name}"

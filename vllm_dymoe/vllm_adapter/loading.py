@@ -20,7 +20,7 @@ from vllm_dymoe.runtime import MoERuntime, minimum_budget
 from vllm_dymoe.runtime.decisions import DRAFTED, without_device
 from vllm_dymoe.runtime.migration import Agree
 from vllm_dymoe.runtime.sizing import workspace_bytes
-from vllm_dymoe.store.joined import join
+from vllm_dymoe.store.memory import join
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.checkpoint import drafted_by_experts
 from vllm_dymoe.vllm_adapter.failures import make_step_failures
@@ -37,13 +37,11 @@ from vllm_dymoe.vllm_adapter.step import RunningStep
 class Loading:
     """The models with MoE layers that vLLM loads on one rank: one, and with it a draft that proposes its tokens.
 
-    The rank runs once the first is loaded. A draft's layers come later: they are further layers of the same runtime,
-    with slots out of the same budget, and its experts lie in a store of their own, so that the first one's is the same
-    with and without it.
+    The rank runs once the first is loaded. A draft's layers become further layers of the same runtime, with slots out
+    of the same budget; its experts lie in a store of their own.
 
     Args:
         checkpoint: quantization_config of the checkpoint, if it is ours.
-        reader: of the checkpoint's experts, if another tool has quantized them.
 
     Attributes:
         running: the rank, once the last layer of the first model is loaded.
@@ -61,18 +59,14 @@ class Loading:
         self.running: Running | None = None
         self._vllm_config = vllm_config
         self._foresight = Foresight(options)
-        # Asked for before any rank of this machine fills its share.
+        # Before any rank of this machine fills its share.
         self._host_memory = available_host_memory()
         self._model = ModelStore(vllm_config, options, checkpoint, reader, self._host_memory)
         self._draft: ModelStore | None = None
         self._begin = time.perf_counter()
 
     def add_layer(self, spec: LayerSpec) -> int:
-        """Enter one MoE layer and return its position.
-
-        Raises:
-            ConfigError: it differs from the layers before it, or belongs to a third model.
-        """
+        """Enter one MoE layer and return its position; ConfigError if it does not fit the layers before it."""
         if self.running is None:
             self._model.add(spec)
             return len(self._model.layers) - 1
@@ -96,7 +90,6 @@ class Loading:
         return self._model.experts
 
     def layer_store(self, position: int) -> LayerStore:
-        """Where the experts of a layer go."""
         count = len(self._model.layers)
         if self._draft is None or position < count:
             return LayerStore(self._model, position)
@@ -121,7 +114,7 @@ class Loading:
             self._extend(self.running, store.model)
 
     def _run(self, num_experts: int) -> None:
-        """Make the rank run, whose experts are among ``num_experts`` on all ranks."""
+        """Start the rank; ``num_experts`` is the count over all ranks."""
         options, config, spec, store = self.options, self._vllm_config, self._model.layers[0], self._model.store
         assert store is not None
         device = torch.device(config.device_config.device)
@@ -129,10 +122,8 @@ class Loading:
         predictor = self._foresight.predictor(self._routed_model(options.predictor))
         if options.trace is not None and config.parallel_config.enable_expert_parallel:
             options = without_device(options)
-        agree = _agreement(config)
-        runtime = MoERuntime(
-            store, options, device, automatic, predictor=predictor, obstacle=self._obstacle, agree=agree
-        )
+        given = {"predictor": predictor, "obstacle": self._obstacle, "agree": _agreement(config)}
+        runtime = MoERuntime(store, options, device, automatic, **given)
         if runtime.decode is not None:
             for activation in dict.fromkeys(layer.activation for layer in self._model.layers):
                 runtime.decode.warm_up(activation)
@@ -157,24 +148,22 @@ class Loading:
         )
 
     def _extend(self, running: Running, draft: ModelStore) -> None:
-        """Go on with a draft's layers behind the model's: the slots are shared out again, among all of them."""
+        """Add a draft's layers behind the model's; the slots are shared out again among all of them."""
         before = running.runtime
         assert draft.store is not None
         before.close(keep_store=True)  # two arenas at a time would exceed the budget
         store = join(before.store, draft.store)
         automatic = self._automatic_budget(before.device, store.experts)
         predictor = None if before.predictor is None else before.predictor.predictor
-        agree = _agreement(self._vllm_config)
-        runtime = MoERuntime(
-            store, self.options, before.device, automatic, predictor=predictor, obstacle=DRAFTED, agree=agree
-        )
+        given = {"predictor": predictor, "obstacle": DRAFTED, "agree": _agreement(self._vllm_config)}
+        runtime = MoERuntime(store, self.options, before.device, automatic, **given)
         leave_layers_out(self._vllm_config, DRAFTED)
         running.extend(runtime)
         self._announce(runtime, draft)
 
     @property
     def _obstacle(self) -> str:
-        """Why the host has to decide in decode, as far as the model says; empty if it says nothing."""
+        """Why the host has to decide in decode; empty if the model gives no reason."""
         if drafted_by_experts(self._vllm_config):
             return DRAFTED
         on_input = any(layer.weights_on_input for layer in self._model.layers)
@@ -229,17 +218,13 @@ class Loading:
 
     @property
     def _rank_name(self) -> str:
-        """Which of several ranks this is; empty for the only one."""
         parallel = self._vllm_config.parallel_config
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         return f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""
 
 
 def _agreement(config: VllmConfig) -> Agree:
-    """Ranks that have parts of the same experts change versions in the same step, or a sum would be of two precisions.
-
-    With expert parallelism each rank has whole experts.
-    """
+    """Ranks that have parts of the same experts change versions in the same step, or a sum would mix precisions."""
     parallel = config.parallel_config
     return list if parallel.tensor_parallel_size == 1 or parallel.enable_expert_parallel else _least
 

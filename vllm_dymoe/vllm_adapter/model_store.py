@@ -39,8 +39,8 @@ from vllm_dymoe.store import (
     MemoryStore,
     StoreError,
 )
+from vllm_dymoe.store.memory import HostPlace, choose_host_place
 from vllm_dymoe.store.page_lock import CudaPageLock
-from vllm_dymoe.store.placement import HostPlace, choose_host_place
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.vllm_adapter.checkpoint import local_folder
 from vllm_dymoe.vllm_adapter.report import logger
@@ -54,14 +54,9 @@ class LayerSpec:
 
     Attributes:
         name: prefix in the model, ``model.layers.3.mlp.experts``.
-        num_experts: local experts.
-        top_k: experts per token.
-        intermediate: expert width on this rank.
-        dtype: of the weights.
+        num_experts, intermediate: experts and their width on this rank.
         bias: whether every projection has one.
-        rank: tensor-parallel rank, of ``ranks``.
-        expert_rank: expert-parallel rank, of ``expert_ranks``.
-        activation: of the gate.
+        rank, expert_rank: of tensor parallelism and of expert parallelism.
         weights_on_input: the router's weights multiply what experts read, and not what they give.
     """
 
@@ -95,11 +90,7 @@ class LayerStore:
     layer: int
 
     def wants_experts(self) -> bool:
-        """Whether the checkpoint's experts are needed: not where a complete store exists.
-
-        Raises:
-            StoreError: the store cannot be opened or written.
-        """
+        """Whether the checkpoint's experts are needed: not where a complete store exists."""
         return self.model.prepare() is not None
 
     def put(self, expert: int, projection: Projection, weight: Given) -> None:
@@ -114,11 +105,6 @@ class LayerStore:
                 packer.put(self.layer, expert, projection, given)
 
     def put_bias(self, expert: int, projection: Projection, bias: Tensor) -> None:
-        """Take one projection's bias; otherwise as ``put``.
-
-        Raises:
-            StoreError: the store cannot be written, or the bias not be stored.
-        """
         if (packer := self.model.prepare()) is not None:
             with self.model.packing():
                 packer.put_bias(self.layer, expert, projection, self._widened(projection, bias))
@@ -145,7 +131,6 @@ class ModelStore:
         host_memory: bytes that all ranks of this machine can get.
 
     Attributes:
-        dummy: experts are random, and nothing is read from the checkpoint.
         place: where the experts live; None before the first weight came.
         store: the experts, once the last layer is loaded.
     """
@@ -174,11 +159,7 @@ class ModelStore:
         return bool(self._vllm_config.load_config.load_format == "dummy")
 
     def add(self, spec: LayerSpec) -> None:
-        """Enter one layer.
-
-        Raises:
-            ConfigError: its experts are of another kind than those of the layers before it.
-        """
+        """Enter one layer; ConfigError if its experts are of another kind than those before it."""
         first = self.layers[0] if self.layers else spec
         if spec.kind != first.kind:
             raise ConfigError(
@@ -211,11 +192,7 @@ class ModelStore:
         return ModelExperts(numbers, count, top_k, formats)
 
     def layer_loaded(self, layer: int) -> bool:
-        """Note that vLLM has loaded one more layer; whether it was the last one, so that the store is complete.
-
-        Raises:
-            StoreError: the checkpoint lacks an expert, or the store cannot be written.
-        """
+        """Note that vLLM has loaded one more layer; True if it was the last one, so that the store is complete."""
         packer = self.prepare()
         self._loaded += 1
         complete = self._loaded == len(self.layers)
@@ -230,11 +207,7 @@ class ModelStore:
         return complete
 
     def prepare(self) -> ExpertPacker | None:
-        """Open the store or the way into it, once, before the first weight; the latter, where experts are needed.
-
-        Raises:
-            StoreError: it cannot be opened or written.
-        """
+        """Open the store once, before the first weight; the packer, if it has to be filled."""
         if self.place is None:
             with self.packing():
                 self._open()
@@ -242,23 +215,21 @@ class ModelStore:
 
     @contextlib.contextmanager
     def packing(self) -> Iterator[None]:
-        """After an error nothing half-written stays, and the sentence says that it is ours."""
+        """Remove what is half-written after an error."""
         try:
             yield
         except (StoreError, ConfigError) as error:
             if self._packer is not None:
                 self._packer.discard()
-            if isinstance(error, ConfigError):  # says so already
+            if isinstance(error, ConfigError):
                 raise
             raise StoreError(f"vllm-dymoe: {error}") from error
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """Sixteen hex digits of the model's weights, whatever was made of its experts; what traces are known by."""
-        if self.dummy:
-            return self._manifest.model
-        if self._packed_for:
-            return self._packed_for
+        """Sixteen hex digits of the model's weights, whatever was made of its experts."""
+        if self.dummy or self._packed_for:
+            return self._packed_for or self._manifest.model
         folder = local_folder(self._vllm_config)
         try:
             return Checkpoint.open(folder).fingerprint()
@@ -267,7 +238,7 @@ class ModelStore:
 
     @cached_property
     def _manifest(self) -> Manifest:
-        """Of the store that this rank would write; it looks at every file of the checkpoint."""
+        """Of the store that this rank would write."""
         options, spec, experts = self._options, self.layers[0], self.experts
         quantizer = quantizer_name(self._reader, options.stored_bits, options.quantizer)
         ranks = spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks
@@ -304,7 +275,7 @@ class ModelStore:
             self._packer = ExpertPacker(experts, quantizer, writer, self._progress.update)
 
     def _existing(self, experts: ModelExperts) -> FileStore | None:
-        """The checkpoint's own store, or the one that an earlier start has left."""
+        """The checkpoint's own store, or the one of an earlier start."""
         if self._checkpoint is None or self.dummy:
             return cached_store(self._folder, self._manifest)
         store = FileStore(local_folder(self._vllm_config), experts.layers)
@@ -313,14 +284,13 @@ class ModelStore:
         return store
 
     def _placed(self, files: FileStore) -> HostStore:
-        """The packed experts where they are to live: the files themselves, or memory that is filled from them."""
         assert self.place is not None
         device = torch.device(self._vllm_config.device_config.device)
         store, self.place = place_experts(files, self.place, device, asked_for=self._options.host_store != "auto")
         return store
 
     def _fill_up(self, layer: int, packer: ExpertPacker) -> None:
-        """Store zeros in the places of experts that a layer has not, and no router names."""
+        """Store zeros for the experts that this layer lacks; no router names them."""
         experts = packer.experts
         fmt = next(iter(experts.formats.values()))
         for expert in range(self.layers[layer].num_experts, experts.num_experts):
@@ -332,11 +302,7 @@ class ModelStore:
 
 
 def layer_numbers(names: list[str]) -> tuple[int, ...]:
-    """A number for each layer, which its file is named by: its index in the model, where that is its own.
-
-    Where a model has several stacks of layers with experts (text and images), those after the first count on from the
-    highest index.
-    """
+    """Indices of layers, which name their files; those of a second stack (images) count on from the highest."""
     stacks: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         stacks.setdefault(re.sub(r"\d+", "", name), []).append(place)
@@ -351,11 +317,7 @@ def layer_numbers(names: list[str]) -> tuple[int, ...]:
 
 
 def fingerprint(folder: Path | None, purpose: str) -> str:
-    """Sixteen hex digits that change with the checkpoint's files, with what is made of them and with our format.
-
-    Files count with name, size and time of change: reading them all would cost a start its speed.
-    Without a folder only the purpose counts.
-    """
+    """Sixteen hex digits of the checkpoint's files (name, size, time of change), their purpose and our format."""
     digest = hashlib.sha256(f"{STORE_VERSION} {purpose}".encode())
     if folder is None:
         return digest.hexdigest()[:16]
@@ -411,16 +373,10 @@ def cached_store(folder: Path, manifest: Manifest) -> FileStore | None:
 def place_experts(
     files: FileStore, place: HostPlace, device: torch.device, *, asked_for: bool
 ) -> tuple[HostStore, HostPlace]:
-    """Leave experts in their files, or fill memory from them, with progress.
-
-    Args:
-        asked_for: whether they have to be there.
-
-    Returns:
-        The store, and where it is: the files again where memory was not asked for and cannot be locked.
+    """Fill memory from files, with progress, if they are to be there; returns the store and where it is.
 
     Raises:
-        StoreError: the files cannot be read, or memory that was asked for cannot be had.
+        StoreError: the files cannot be read, or memory that was ``asked_for`` cannot be had or locked.
     """
     if not place.pinned:
         return files, place
@@ -438,11 +394,7 @@ def place_experts(
 
 
 def check_belongs(store: FileStore, experts: ModelExperts, spec: LayerSpec) -> None:
-    """Refuse, and close, a checkpoint's own store that is not for this model, dtype or rank.
-
-    Raises:
-        StoreError: it is not.
-    """
+    """Refuse, and close, a checkpoint's own store that is not for this model, dtype or rank."""
     held = store.experts
     for what, has, needs in (
         ("tensor-parallel ranks", store.manifest.tensor_parallel, (spec.rank, spec.ranks)),

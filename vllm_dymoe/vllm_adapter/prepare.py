@@ -18,7 +18,7 @@ from vllm_dymoe.residency.format import Format, ModelExperts, stored_formats
 from vllm_dymoe.runtime.decisions import DRAFTED, device_decides, without_device
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.store import StoreError
-from vllm_dymoe.store.placement import choose_host_place
+from vllm_dymoe.store.memory import choose_host_place
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.checkpoint import check_checkpoint, check_ranks, drafted_by_experts
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs

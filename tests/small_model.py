@@ -3,7 +3,7 @@
 import torch
 
 from tests.support.memory_writer import MemoryWriter
-from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Format, ModelExperts, Projection, stored_formats
@@ -48,6 +48,6 @@ def fill(packer: ExpertPacker) -> None:
 
 def make_store(experts: ModelExperts) -> MemoryStore:
     """A random model in host memory."""
-    packer = ExpertPacker(experts, make_quantizer("rtn"), MemoryWriter(experts))
+    packer = ExpertPacker(experts, QUANTIZERS["rtn"], MemoryWriter(experts))
     fill(packer)
     return packer.finish()

@@ -25,7 +25,7 @@ from vllm import LLM, SamplingParams
 
 import vllm_dymoe
 from vllm_dymoe.config import Options
-from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.error_tally import ErrorTally
@@ -231,7 +231,7 @@ class Bench:
         return self._pack(words[0], WIDTHS)
 
     def _pack(self, name: str, bits: tuple[int, ...]) -> HostStore:
-        experts, quantizer = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16), make_quantizer(name)
+        experts, quantizer = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16), QUANTIZERS[name]
         folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
         writer = StoreWriter(folder / "store", Manifest(experts, quantizer.name, "measured"))
         packer = ExpertPacker(experts, quantizer, writer)

@@ -11,7 +11,7 @@ import torch
 from tests.cli.checkpoints import EXPERTS, HIDDEN, MOE_LAYERS, TOP_K, command, make_model, quantized, refused, sections
 from tests.quantize.recordings import write_recording
 from vllm_dymoe.kernels import dequantize
-from vllm_dymoe.quantize import make_quantizer, packer, quantize_matrix
+from vllm_dymoe.quantize import QUANTIZERS, packer, quantize_matrix
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.gptq import quantize_gptq
@@ -47,7 +47,7 @@ def test_experts_are_what_gptq_makes_of_them_and_rare_ones_what_hqq_does(tmp_pat
     for (place, matrix, fine), (_, _, base) in zip(sections(out, 4), sections(out, 2), strict=True):
         layer, expert, projection = place
         matrices = {p: (model.experts[layer, expert, p], model.biases.get((layer, expert, p))) for p in Projection}
-        quantizer = make_quantizer("hqq")
+        quantizer = QUANTIZERS["hqq"]
         if expert != RARE:
             outer, inner = found.curvatures(layer, expert, matrices)
             quantizer = partial(quantize_gptq, curvature=inner if projection is Projection.DOWN else outer)

@@ -27,7 +27,7 @@ from tests.cli.checkpoints import (
     sections,
 )
 from vllm_dymoe.kernels import dequantize
-from vllm_dymoe.quantize import make_quantizer, quantize_matrix, tensors
+from vllm_dymoe.quantize import QUANTIZERS, quantize_matrix, tensors
 from vllm_dymoe.quantize.quantizers import pack_bias
 from vllm_dymoe.quantize.tensors import read_tensors
 from vllm_dymoe.residency.code import code_of
@@ -66,7 +66,7 @@ def test_experts_are_what_quantizing_them_directly_gives(tmp_path, out, style, q
     for place, matrix, section in sections(out, 4):
         low, base = bases[place]
         expected, expected_base = torch.full_like(section, 0xEE), torch.full_like(base, 0xEE)
-        quantize_matrix(model.experts[place], matrix, make_quantizer(quantizer), expected, expected_base)
+        quantize_matrix(model.experts[place], matrix, QUANTIZERS[quantizer], expected, expected_base)
         if model.biases:
             pack_bias(model.biases[place], low, expected_base)
         assert torch.equal(section, expected), place
@@ -74,7 +74,7 @@ def test_experts_are_what_quantizing_them_directly_gives(tmp_path, out, style, q
         # The high version is what it would be by itself.
         alone = replace(matrix, code=code_of(matrix.bits))
         single = torch.empty(alone.nbytes, dtype=torch.uint8)
-        quantize_matrix(model.experts[place], alone, make_quantizer(quantizer), single)
+        quantize_matrix(model.experts[place], alone, QUANTIZERS[quantizer], single)
         high = matrix.view(section.clone(), low.view(base))
         assert torch.equal(dequantize(high), dequantize(alone.view(single)))
         seen.add(place)

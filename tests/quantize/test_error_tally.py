@@ -9,7 +9,7 @@ import torch
 from tests.quantize.recordings import correlated_inputs
 from tests.small_model import fill, make_experts, random_weight
 from vllm_dymoe.kernels import dequantize
-from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, quantize_gptq
 from vllm_dymoe.quantize.packer import ExpertPacker
@@ -22,7 +22,7 @@ ODD = {"hidden": 72, "intermediate": 40}  # whole groups nowhere
 
 
 def packed_store(folder, experts, quantizer="rtn"):
-    packer = ExpertPacker(experts, make_quantizer(quantizer), StoreWriter(folder, Manifest(experts, quantizer, "0123")))
+    packer = ExpertPacker(experts, QUANTIZERS[quantizer], StoreWriter(folder, Manifest(experts, quantizer, "0123")))
     fill(packer)
     return packer.finish()
 
@@ -74,7 +74,7 @@ def test_the_order_of_the_work_changes_nothing():
             weight = random_weight(experts, layer, expert, projection)
             for fmt in experts.formats.values():
                 matrix = fmt.matrices[projection]
-                codes = make_quantizer("rtn")(weight, matrix)
+                codes = QUANTIZERS["rtn"](weight, matrix)
                 tally.add((layer, expert, projection), weight, dequantized(codes, matrix), matrix.bits, None)
         tally.fell_back(1, random.Random(seed).sample(range(6), 6))
         records.append(tally.record())

@@ -8,7 +8,7 @@ import torch
 
 from tests.quantize.recordings import correlated_inputs
 from vllm_dymoe.kernels import dequantize
-from vllm_dymoe.quantize import gptq, make_quantizer, quantize_matrix
+from vllm_dymoe.quantize import QUANTIZERS, gptq, quantize_matrix
 from vllm_dymoe.quantize.gptq import DAMPING, Curvature, quantize_gptq
 from vllm_dymoe.quantize.quantizers import Codes, dequantized
 from vllm_dymoe.residency.code import NESTED, code_of
@@ -161,7 +161,7 @@ def test_the_output_is_much_nearer_than_that_of_rounding(bits, columns):
     seen, unseen = inputs[:2000], inputs[2000:]
     weight = random_weight(64, columns, 4)
     matrix = packed(weight, partial(quantize_gptq, curvature=Curvature.of(seen.t() @ seen)), bits, 64)
-    rounded, half_quadratic = (packed(weight, make_quantizer(name), bits, 64) for name in ("rtn", "hqq"))
+    rounded, half_quadratic = (packed(weight, QUANTIZERS[name], bits, 64) for name in ("rtn", "hqq"))
     assert output_error(unseen, weight, matrix) < 0.5 * output_error(unseen, weight, rounded)
     assert output_error(unseen, weight, matrix) < 0.5 * output_error(unseen, weight, half_quadratic)
 
@@ -176,7 +176,7 @@ def test_few_tokens_and_columns_that_are_always_zero():
     # Nothing makes up for a column without inputs, and nothing it makes up for changes it by more than its own step.
     assert (dequantize(matrix) - weight)[:, 5].abs().max() < 0.05
     assert output_error(inputs, weight, matrix) < 0.5 * output_error(
-        inputs, weight, packed(weight, make_quantizer("rtn"), 4)
+        inputs, weight, packed(weight, QUANTIZERS["rtn"], 4)
     )
 
 

@@ -11,7 +11,7 @@ from tests.quantize.readers import packing
 from tests.small_model import make_experts, random_weight
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.kernels import dequantize
-from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.held import HeldIntegers
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.quantize.quantizers import pack_bias
@@ -34,7 +34,7 @@ def places(experts):
 
 
 def pack(experts, sink, order, weight_of=random_weight):
-    packer = ExpertPacker(experts, make_quantizer("rtn"), sink)
+    packer = ExpertPacker(experts, QUANTIZERS["rtn"], sink)
     kinds = ("weight", "bias") if experts.formats[min(experts.formats)].bias else ("weight",)
     steps = [(place, kind) for place in places(experts) for kind in kinds]
     if order == "biases first":
@@ -115,7 +115,7 @@ def test_a_bias_leaves_the_order_of_columns_behind_it_alone():
 
 def test_what_is_missing_or_of_another_shape_is_named():
     experts = make_experts(bias=True)
-    packer = ExpertPacker(experts, make_quantizer("rtn"), MemoryWriter(experts))
+    packer = ExpertPacker(experts, QUANTIZERS["rtn"], MemoryWriter(experts))
     with pytest.raises(StoreError, match=r"lacks 36 .* gate projection of expert 0 in layer 1; download it again"):
         packer.finish()
     for place in places(experts):

@@ -5,7 +5,7 @@ import os
 import torch
 
 from tests.small_model import fill, make_experts
-from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.store import Manifest, StoreError
 from vllm_dymoe.store.writer import StoreWriter
@@ -13,7 +13,7 @@ from vllm_dymoe.store.writer import StoreWriter
 
 def write(folder, experts=None):
     experts = experts or make_experts()
-    packer = ExpertPacker(experts, make_quantizer("rtn"), StoreWriter(folder, Manifest(experts, "rtn", "a model")))
+    packer = ExpertPacker(experts, QUANTIZERS["rtn"], StoreWriter(folder, Manifest(experts, "rtn", "a model")))
     try:
         fill(packer)
         return packer.finish()

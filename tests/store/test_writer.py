@@ -11,7 +11,7 @@ import torch
 
 from tests.small_model import fill, make_experts, make_store
 from tests.store.stores import read, write
-from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import Manifest, StoreError
@@ -33,7 +33,7 @@ def test_data_begin_on_a_page_and_every_blob_is_aligned(store):
 def test_nothing_appears_under_its_name_before_it_is_complete(tmp_path):
     experts = make_experts()
     folder = tmp_path / "store"
-    packer = ExpertPacker(experts, make_quantizer("rtn"), StoreWriter(folder, Manifest(experts, "rtn", "a model")))
+    packer = ExpertPacker(experts, QUANTIZERS["rtn"], StoreWriter(folder, Manifest(experts, "rtn", "a model")))
     packer.put(0, 0, Projection.GATE, torch.ones(32, 64))
     assert not folder.exists()
     with pytest.raises(StoreError, match=r"lacks 35 expert projections.*up projection of expert 0 in layer 1"):
@@ -44,7 +44,7 @@ def test_nothing_appears_under_its_name_before_it_is_complete(tmp_path):
 def test_two_writers_of_one_store_end_with_one_good_store(tmp_path):
     experts, folder = make_experts(), tmp_path / "store"
     packers = [
-        ExpertPacker(experts, make_quantizer("rtn"), StoreWriter(folder, Manifest(experts, "rtn", "a model")))
+        ExpertPacker(experts, QUANTIZERS["rtn"], StoreWriter(folder, Manifest(experts, "rtn", "a model")))
         for _ in range(2)
     ]
     for packer in packers:
@@ -71,7 +71,7 @@ def test_the_same_store_is_replaced_only_where_that_is_asked_for(tmp_path):
     for overwrite in (False, True):
         (folder / "left from before").touch()
         writer = StoreWriter(folder, Manifest(experts, "rtn", "a model"))
-        fill(ExpertPacker(experts, make_quantizer("rtn"), writer))
+        fill(ExpertPacker(experts, QUANTIZERS["rtn"], writer))
         writer.finish(overwrite=overwrite).close()
         assert (folder / "left from before").exists() == (not overwrite)
         assert os.listdir(tmp_path) == ["store"]

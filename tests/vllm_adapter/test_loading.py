@@ -9,7 +9,7 @@ import torch
 
 from tests.small_model import fill, make_experts, random_weight
 from vllm_dymoe.config import Options
-from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import Manifest, StoreError
@@ -34,7 +34,7 @@ def loading(packer):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_end_the_start_and_leave_nothing(tmp_path, bad):
-    packer = ExpertPacker(EXPERTS, make_quantizer("rtn"), StoreWriter(tmp_path / "s", Manifest(EXPERTS, "rtn", "m")))
+    packer = ExpertPacker(EXPERTS, QUANTIZERS["rtn"], StoreWriter(tmp_path / "s", Manifest(EXPERTS, "rtn", "m")))
     model = loading(packer)
     model.layer_store(0).put(0, Projection.GATE, random_weight(EXPERTS, 0, 0, Projection.GATE))
     weight = random_weight(EXPERTS, 1, 4, Projection.DOWN)
@@ -49,7 +49,7 @@ def test_weights_that_are_not_finite_end_the_start_and_leave_nothing(tmp_path, b
 
 
 def test_a_missing_expert_ends_the_start_and_leaves_nothing(tmp_path):
-    packer = ExpertPacker(EXPERTS, make_quantizer("rtn"), StoreWriter(tmp_path / "s", Manifest(EXPERTS, "rtn", "m")))
+    packer = ExpertPacker(EXPERTS, QUANTIZERS["rtn"], StoreWriter(tmp_path / "s", Manifest(EXPERTS, "rtn", "m")))
     put = packer.put
     packer.put = lambda *what: None if what[:2] == (0, 5) else put(*what)
     fill(packer)
@@ -82,7 +82,7 @@ def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
     for spec in biased:
         loading.add_layer(spec)
     experts = loading.experts
-    packer = ExpertPacker(experts, make_quantizer("rtn"), StoreWriter(tmp_path / "s", Manifest(experts, "rtn", "m")))
+    packer = ExpertPacker(experts, QUANTIZERS["rtn"], StoreWriter(tmp_path / "s", Manifest(experts, "rtn", "m")))
     model = loading._model
     model._packer, model.place = packer, HostPlace(False)
     given = {}

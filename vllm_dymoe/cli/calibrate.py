@@ -15,13 +15,7 @@ from vllm_dymoe.units import size
 
 
 def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, hi: int, expert_budget: str) -> None:
-    """Record a calibration of ``model`` in ``out``.
-
-    Raises:
-        CalibrationError: it cannot be made.
-        CheckpointError: the model cannot be read.
-        ConfigError: an option or a text cannot be used, or vLLM is not there.
-    """
+    """Record a calibration of ``model`` in ``out``."""
     options = {"hi": hi, "expert_budget": expert_budget}
     resolve_options(options, environment={})
     Checkpoint.open(model)  # refuses what cannot be quantized before an engine starts
@@ -46,7 +40,6 @@ def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, 
 
 
 def _read(paths: list[Path]) -> Iterator[str]:
-    """Every text of some files."""
     for path in paths:
         try:
             content = path.read_text()

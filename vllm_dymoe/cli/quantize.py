@@ -33,14 +33,7 @@ def run(
     tensor_parallel_size: int,
     overwrite: bool,
 ) -> None:
-    """Convert ``model`` to ``out`` and say what it became.
-
-    Raises:
-        ConfigError: options that cannot work together.
-        CheckpointError: the source cannot be read, or the target not be written.
-        CalibrationError: the calibration is not complete, or another model's.
-        StoreError: experts cannot be quantized.
-    """
+    """Convert ``model`` to ``out`` and say what it became."""
     if tensor_parallel_size > 1:
         raise ConfigError(
             f"--tensor-parallel-size {tensor_parallel_size} is not supported yet: a checkpoint holds the experts of "
@@ -63,7 +56,6 @@ def run(
 
 
 def _check_options(hi: int, lo: int, group_size: int, quantizer: str) -> None:
-    """Apply the rules that the options have when a model is served."""
     try:
         Options.model_validate({"hi": hi, "lo": lo, "group_size": group_size, "quantizer": quantizer})
     except ValidationError as error:
@@ -71,7 +63,6 @@ def _check_options(hi: int, lo: int, group_size: int, quantizer: str) -> None:
 
 
 def _check_calibration(quantizer: str, calibration: Path | None) -> None:
-    """Require a calibration where one is used, and only there."""
     if quantizer == "gptq" and calibration is None:
         raise ConfigError(
             "gptq needs --calibration, a folder that `vllm-dymoe calibrate MODEL --texts FILE --out FOLDER` writes."

@@ -1,5 +1,5 @@
 """Quantizers, and the way of a checkpoint's experts into a store."""
 
-from vllm_dymoe.quantize.quantizers import QUANTIZERS, make_quantizer, quantize_matrix
+from vllm_dymoe.quantize.quantizers import QUANTIZERS, quantize_matrix
 
-__all__ = ["QUANTIZERS", "make_quantizer", "quantize_matrix"]
+__all__ = ["QUANTIZERS", "quantize_matrix"]

@@ -24,11 +24,7 @@ _CHUNK = 4096
 
 
 class Calibration:
-    """A complete recording.
-
-    Raises:
-        CalibrationError: it is not complete, or damaged.
-    """
+    """A complete recording; CalibrationError if it is not complete, or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,11 +46,7 @@ class Calibration:
                 ) from error
 
     def check_belongs(self, model: str, experts: ModelExperts) -> None:
-        """Refuse the calibration of another model than that of a fingerprint and its experts.
-
-        Raises:
-            CalibrationError: it is one.
-        """
+        """CalibrationError for the calibration of another model than that of a fingerprint and its experts."""
         mine = self.recording
         if (mine.model, mine.layers, mine.num_experts) != (model, experts.layers, experts.num_experts):
             raise CalibrationError(
@@ -63,16 +55,12 @@ class Calibration:
             )
 
     def rare(self, layer: int) -> list[int]:
-        """Experts that saw fewer tokens than their inputs have numbers.
-
-        Their Hessian has directions without any input, and what GPTQ does there costs more than HQQ's errors
-        (benchmarks/LOG.md).
-        """
+        """Experts with fewer tokens than inputs have numbers: GPTQ is worse than HQQ there (benchmarks/LOG.md)."""
         tokens = self.tokens(layer).tolist()
         return [expert for expert, seen in enumerate(tokens) if seen < self.recording.hidden_size]
 
     def tokens(self, layer: int) -> Tensor:
-        """How many tokens each expert of a layer saw: int64 [num_experts]."""
+        """Tokens that each expert of a layer saw: int64 [num_experts]."""
         experts = torch.cat([self._tensor(part, layer, "experts").flatten() for part in range(len(self._parts))])
         return torch.bincount(experts.long(), minlength=self.recording.num_experts)
 
@@ -87,11 +75,7 @@ class Calibration:
                 yield inputs[some].float(), weights[some]
 
     def curvatures(self, layer: int, expert: int, matrices: Mapping[Projection, Matrix]) -> tuple[Curvature, Curvature]:
-        """Of what an expert's gate and up read, and of what down reads, given these matrices.
-
-        Raises:
-            CalibrationError: the inputs are not finite.
-        """
+        """Of what an expert's gate and up read, and of what down reads; CalibrationError if that is not finite."""
         function = self.recording.activation_of(layer)
         up = _linear(*matrices[Projection.UP])
         gate = _linear(*matrices[Projection.GATE]) if function.has_gate else None

@@ -41,7 +41,7 @@ _BLOCK = 128
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    """What GPTQ needs of a Hessian; the same for every matrix that reads the same inputs, and for every bit-width.
+    """What GPTQ needs of a Hessian; the same for every matrix that reads the same inputs.
 
     Attributes:
         hessian: float32 [columns, columns], not damped.
@@ -55,11 +55,7 @@ class Curvature:
 
     @classmethod
     def of(cls, hessian: Tensor) -> "Curvature":
-        """Factorize X^T X, float [columns, columns]; where it is zero, columns are rounded each by itself.
-
-        Raises:
-            ValueError: it is not finite.
-        """
+        """Factorize X^T X, float [columns, columns]; ValueError if it is not finite."""
         if not bool(torch.isfinite(hessian).all()):
             raise ValueError("inputs are NaN, infinite or too large.")
         order = hessian.diagonal().argsort(descending=True, stable=True)
@@ -86,12 +82,7 @@ def _damped(hessian: Tensor, order: Tensor) -> Tensor:
 
 
 def quantize_gptq(weight: Tensor, format: MatrixFormat, curvature: Curvature, low_weight: float = LOW_WEIGHT) -> Codes:
-    """Quantize a matrix [rows, columns] that reads inputs of this curvature.
-
-    Args:
-        low_weight: what the low reading's error counts, of the high one's, where it lies inside; at 0 it is not looked
-            at.
-    """
+    """Quantize a matrix [rows, columns] that reads inputs of this curvature; at low_weight 0 for the high reading."""
     grids = round_to_nearest(weight, format)
     columns = weight.float().t()[curvature.order]
     grid = _Grid.of(grids, curvature.order, format)
@@ -103,7 +94,7 @@ def quantize_gptq(weight: Tensor, format: MatrixFormat, curvature: Curvature, lo
         if grid.low_weight:
             codes = _descend(_round_columns(columns, grid, curvature.factor), columns, grid, hessian)
     found = torch.empty_like(codes, dtype=torch.uint8)
-    found[curvature.order] = codes.add_(format.midpoint).to(torch.uint8)
+    found[curvature.order] = codes.add_(format.code.midpoint).to(torch.uint8)
     return Codes(found.t(), grids.scales, grids.zeros)
 
 
@@ -116,11 +107,9 @@ class _Grid:
     """What codes stand for. Codes are counted from the middle one here; columns are in the order of rounding.
 
     Attributes:
-        scales: float32 [groups, rows], or [groups, 2 * rows] for two readings side by side, the high one first.
-        zeros: the same.
+        scales, zeros: float32 [groups, rows], or [groups, 2 * rows] for two readings, the high one first.
         steps: scales, infinite where they are 0.
         group_of: group of each column.
-        midpoint: of the format.
         bin: codes that have one upper half.
         low_weight: of the low reading's errors; 0 where there is one reading.
     """
@@ -139,7 +128,7 @@ class _Grid:
         scales, zeros = (part.float().t().repeat(1, readings) for part in (codes.scales, codes.zeros))
         steps = torch.where(scales == 0, torch.inf, scales)
         group_of = (order // format.group_size).tolist()
-        return cls(scales, zeros, steps, group_of, format.midpoint, 1 << format.bits // 2, low_weight)
+        return cls(scales, zeros, steps, group_of, format.code.midpoint, 1 << format.bits // 2, low_weight)
 
     def read(self, codes: Tensor, bin: int) -> Tensor:
         """Weights [columns, rows] of codes [columns, rows], of which only the bin of so many is known."""
@@ -148,12 +137,7 @@ class _Grid:
         return torch.addcmul(self.zeros[self.group_of, :rows], middles, self.scales[self.group_of, :rows])
 
     def nearest(self, column: int, wanted: Tensor, out: Tensor) -> Tensor:
-        """Codes [rows] of one column.
-
-        Args:
-            wanted: [rows] or [2 * rows], what each reading should be; overwritten.
-            out: the same, what the codes are read as.
-        """
+        """Codes [rows] whose readings should be ``wanted`` [rows or 2 rows], overwritten, and are ``out``."""
         group = self.group_of[column]
         code, read = self._choose(wanted.sub_(self.zeros[group]).div_(self.steps[group]))
         torch.addcmul(self.zeros[group], read, self.scales[group], out=out)

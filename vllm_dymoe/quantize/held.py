@@ -21,7 +21,6 @@ class HeldIntegers:
     """Codes, scales and zero points as a checkpoint has them: weight = (code - zero point) * scale.
 
     Attributes:
-        bits: per code; 8, 4 or 2.
         codes: uint8 [rows, columns].
         scales: float [rows, groups], in the checkpoint's dtype.
         zero_points: uint8 [rows, groups]; the middle code everywhere if the quantization is symmetric.
@@ -37,7 +36,6 @@ class HeldIntegers:
 
     @property
     def shape(self) -> torch.Size:
-        """[rows, columns]."""
         return self.codes.shape
 
     def part(self, dimension: int, which: slice) -> Self:
@@ -53,13 +51,10 @@ class HeldIntegers:
         return steps.to(self.scales.dtype) * self.scales[:, groups]
 
     def pack(self, format: MatrixFormat, section: Tensor, base: Tensor | None = None) -> None:
-        """Write the same integers and scales into a section, or into two.
+        """Write the same integers and scales into a section, or into two if the format is nested.
 
-        Args:
-            format: of the same bits. Its groups may be shorter than the checkpoint's: they share a scale then. With
-                integer zeros it holds every zero point exactly, without only the middle code. With an act order it has
-                the columns sorted by their groups, those of a group in their own order.
-            base: uint8 [format.base.nbytes], overwritten, if the format is nested.
+        The format's groups may be shorter than the checkpoint's: they share a scale then. With an act order columns are
+        sorted by their groups.
 
         Raises:
             ValueError: the format cannot hold the numbers as they are.
@@ -69,7 +64,7 @@ class HeldIntegers:
         stored = self.column_groups if order is None else self.column_groups[order]
         where = "even sorted by their groups" if format.act_order else "as they are"
         first = _first_of_groups(stored, format, f"columns, {where}, do not lie in groups of {{}} neighbours")
-        zeros = format.midpoint - self.zero_points[:, first].to(torch.int16)
+        zeros = format.code.midpoint - self.zero_points[:, first].to(torch.int16)
         if not format.integer_zeros and bool(zeros.any()):
             raise ValueError("it has zero points, although its configuration says that it is symmetric.")
         if base is None:
@@ -78,11 +73,7 @@ class HeldIntegers:
             pack_nested(format, self.codes, self.scales[:, first], zeros, base, section, order)
 
     def check_scales(self, dtype: torch.dtype) -> None:
-        """Refuse scales that a model's dtype would round.
-
-        Raises:
-            ValueError: it would, or they are not finite.
-        """
+        """ValueError for scales that a model's dtype would round, or that are not finite."""
         if not bool(torch.isfinite(self.scales).all()):
             raise ValueError("some of its scales are NaN or infinite; download the checkpoint again.")
         if not torch.equal(self.scales.to(dtype).to(self.scales.dtype), self.scales):
@@ -103,7 +94,7 @@ class HeldFloats:
         row_blocks: int64 [rows], the row of scales of each.
         column_blocks: int64 [columns], the column of scales of each.
         factor: multiplier and divisor of all scales, float32 numbers.
-        checked: whether it is made of another one, whose numbers have been looked at.
+        checked: made of a matrix whose numbers have been looked at.
 
     Raises:
         ValueError: codes or scales that are no numbers, or a scale too large for a weight.
@@ -131,12 +122,10 @@ class HeldFloats:
 
     @property
     def bits(self) -> int:
-        """Per code."""
         return self.codebook.bits
 
     @property
     def shape(self) -> torch.Size:
-        """[rows, columns]."""
         return self.codes.shape
 
     def part(self, dimension: int, which: slice) -> Self:
@@ -163,15 +152,7 @@ class HeldFloats:
         return self.codebook.levels(self.codes) * scales[self.row_blocks][:, self.column_blocks]
 
     def pack(self, format: MatrixFormat, section: Tensor, base: Tensor | None = None) -> None:
-        """Write the same codes and scales into a section.
-
-        Args:
-            format: with the same codebook. Its groups may be shorter than the checkpoint's blocks: they share a scale.
-            base: not used: floats do not nest.
-
-        Raises:
-            ValueError: a group of the format would have two scales.
-        """
+        """Write the same codes and scales into a section; ValueError if a group would have two scales."""
         assert format.code == self.codebook
         first = _first_of_groups(self.column_blocks, format, "columns do not lie in groups of {} with one scale")
         # As bytes: not every dtype of scales can be indexed.

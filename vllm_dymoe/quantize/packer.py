@@ -21,7 +21,7 @@ from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, quantize_gptq
 from vllm_dymoe.quantize.held import Held, Matrix
-from vllm_dymoe.quantize.quantizers import Codes, Quantizer, dequantized, make_quantizer, pack_bias, quantize_matrix
+from vllm_dymoe.quantize.quantizers import QUANTIZERS, Codes, Quantizer, dequantized, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.side_by_side import SideBySide
 from vllm_dymoe.residency.format import BlobKey, ModelExperts, Projection
 from vllm_dymoe.residency.matrix import MatrixFormat
@@ -41,7 +41,7 @@ Given = Tensor | Held | Callable[[], Tensor | Held]
 # of their codes (8.2).
 _BYTES_OF_HELD, _BYTES_OF_QUANTIZED = 4, 10
 
-JOURNAL = "packed-layers.jsonl"
+JOURNAL = "packed.jsonl"
 
 
 class Journal:
@@ -100,7 +100,7 @@ def pack(
         progress: called with source bytes as they are done.
     """
     errors = ErrorTally(experts)
-    chosen = make_quantizer(quantizer if calibration is None else FALLBACK)
+    chosen = QUANTIZERS[quantizer if calibration is None else FALLBACK]
     rare: dict[int, list[int]] = {}
 
     def work() -> Iterator[tuple[int, int]]:

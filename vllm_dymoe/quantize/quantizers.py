@@ -38,10 +38,7 @@ Quantizer = Callable[[Tensor, MatrixFormat], Codes]
 
 
 def round_to_nearest(weight: Tensor, format: MatrixFormat) -> Codes:
-    """Codes spread evenly between each group's smallest and largest weight.
-
-    No weight is further from its code than half a scale and the rounding of the zero.
-    """
+    """Codes spread evenly between each group's smallest and largest weight."""
 
     def quantize(groups: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         scales, zeros = group_ranges(groups, format)
@@ -74,7 +71,7 @@ def half_quadratic(weight: Tensor, format: MatrixFormat) -> Codes:
             weights, weighs, steps = groups[active], valid[active], scales[active].float()
             found = nearest_codes(weights, scales[active], moved, format)
             errors = weights - moved.float().unsqueeze(1)
-            errors.div_(steps.unsqueeze(1)).sub_(found).add_(format.midpoint).mul_(weighs)
+            errors.div_(steps.unsqueeze(1)).sub_(found).add_(format.code.midpoint).mul_(weighs)
             powers = errors.abs().pow_(_NORM)
             norms = powers.sum(1)
             better = torch.nonzero(norms < lowest[active]).flatten()
@@ -96,17 +93,7 @@ def half_quadratic(weight: Tensor, format: MatrixFormat) -> Codes:
     return quantize_groups(weight, format, quantize)
 
 
-_QUANTIZERS: dict[str, Quantizer] = {"rtn": round_to_nearest, "hqq": half_quadratic}
-
-QUANTIZERS = tuple(_QUANTIZERS)
-"""Names that :func:`make_quantizer` knows."""
-
-
-def make_quantizer(name: str) -> Quantizer:
-    """The quantizer of a name; ValueError if there is none."""
-    if name not in _QUANTIZERS:
-        raise ValueError(f"there is no quantizer named {name!r}; choose one of {', '.join(QUANTIZERS)}.")
-    return _QUANTIZERS[name]
+QUANTIZERS: dict[str, Quantizer] = {"rtn": round_to_nearest, "hqq": half_quadratic}
 
 
 def quantize_matrix(
@@ -146,11 +133,7 @@ def dequantized(codes: Codes, format: MatrixFormat) -> Tensor:
 
 
 def pack_bias(bias: Tensor, format: MatrixFormat, section: Tensor) -> Tensor:
-    """Write a bias [rows] behind the weights of its section, and return that part of the section.
-
-    Raises:
-        ValueError: another shape, or values that cannot be represented.
-    """
+    """Write a bias [rows] behind the weights of its section, and return that part of the section."""
     if tuple(bias.shape) != (format.rows,):
         raise ValueError(f"the bias has shape {list(bias.shape)}, expected [{format.rows}].")
     written = section[format.bias_offset : format.order_offset].zero_()
@@ -169,9 +152,6 @@ def quantize_groups(
         quantize: (groups, valid) -> codes [n, group_size], scales [n], zeros [n]. groups is float32 [n, group_size]; a
             row's last group is filled up with its last weight, which changes neither its smallest nor its largest.
             valid is None, or float32 like groups, 1 for each weight and 0 for what fills up.
-
-    Raises:
-        ValueError: the weight has another shape than the format, or what `quantize` raises.
     """
     _check_shape(weight, format)
     missing = format.padded_columns - format.columns
@@ -194,11 +174,8 @@ def quantize_groups(
 def group_ranges(groups: Tensor, format: MatrixFormat) -> tuple[Tensor, Tensor]:
     """Scale and zero [n], in the format's dtype, that cover each group from its smallest to its largest weight.
 
-    The scale is rounded up, so that rounding never cuts off an end; what that adds is shared by both ends. A group of
-    equal weights gets scale 0 and the weight as its zero.
-
-    Raises:
-        ValueError: weights that are not finite, or too large for the format's dtype.
+    The scale is rounded up, so that rounding never cuts off an end. A group of equal weights gets scale 0 and the
+    weight as its zero. ValueError for weights that are not finite, or too large for the dtype.
     """
     low, high = groups.aminmax(dim=1)
     exact = (high - low) / (2**format.bits - 1)
@@ -217,7 +194,7 @@ def nearest_codes(groups: Tensor, scales: Tensor, zeros: Tensor, format: MatrixF
     """The code nearest to each weight, float32 like groups; the middle one where the scale is 0."""
     steps = torch.where(scales == 0, torch.inf, scales).float().unsqueeze(1)
     offsets = (groups - zeros.float().unsqueeze(1)).div_(steps).round_()
-    return offsets.add_(format.midpoint).clamp_(0, 2**format.bits - 1)
+    return offsets.add_(format.code.midpoint).clamp_(0, 2**format.bits - 1)
 
 
 def _check_shape(weight: Tensor, format: MatrixFormat) -> None:

@@ -1,13 +1,11 @@
 """Recording what the experts of a running model read: the inputs and the routing of every MoE layer.
 
-A Hessian for each expert would be the usual thing to accumulate. For Qwen3-30B-A3B (48 layers of 128 experts, 2048 and
-768 wide) these are 48 * 128 * (2048^2 + 768^2) * 4 bytes = 118 GB, and what down reads would have to be had from inside
-of a kernel. The inputs themselves are 48 * 131072 * (2 * 2048 + 6 * 8) bytes = 26 GB for 131072 tokens, go straight to
-disk, and every Hessian follows from them and the weights, exactly, one expert at a time: see ``calibration``.
+A Hessian for each expert of Qwen3-30B-A3B would take 48 * 128 * (2048^2 + 768^2) * 4 bytes = 118 GB, and what down
+reads is inside of a kernel. The inputs of 131072 tokens take 48 * 131072 * (2 * 2048 + 6 * 8) bytes = 26 GB, go to
+disk, and every Hessian follows from them and the weights, one expert at a time (``calibration``).
 
-A recording is a folder of parts. A part is a safetensors file with the inputs of some whole texts; it is written under
-another name, and gets its own when it is complete and synced. So a run that was killed goes on with the first part
-that is not there, and gives the same bytes as one that was not.
+A recording is a folder of parts. A part is a safetensors file with the inputs of some whole texts; it gets its name
+when it is complete and synced, so that a run that was killed goes on with the first part that is not there.
 """
 
 import fcntl
@@ -38,17 +36,15 @@ class CalibrationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Recording:
-    """What a folder of recorded inputs is about; its manifest.
+    """The manifest of a folder of recorded inputs.
 
     Attributes:
-        model: fingerprint of the checkpoint.
-        texts: fingerprint of the tokens.
+        model, texts: fingerprints of the checkpoint and of the tokens.
         parts: tokens in each part.
         layers: index of each MoE layer in the model.
         num_experts: in each layer, over all ranks.
         dtype: of the inputs, ``"bfloat16"`` or ``"float16"``.
-        activation: between the projections of each layer, by the name of :class:`~vllm_dymoe.kernels.Activation`; one
-            name stands for all layers.
+        activation: of each layer, by the name of :class:`~vllm_dymoe.kernels.Activation`; one name stands for all.
     """
 
     model: str
@@ -63,7 +59,6 @@ class Recording:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all inputs and their routing."""
         return sum(self.parts) * len(self.layers) * self.bytes_per_token
 
     @property
@@ -72,30 +67,22 @@ class Recording:
         return 2 * self.hidden_size + 6 * self.top_k
 
     def activation_of(self, layer: int) -> Activation:
-        """Of the layer at a position."""
         return Activation.parse(self.activation if isinstance(self.activation, str) else self.activation[layer])
 
     def part(self, folder: Path, number: int) -> Path:
-        """Where a complete part is."""
         return folder / f"part-{number:05d}.safetensors"
 
     def missing(self, folder: Path) -> list[int]:
-        """Parts that are not there yet."""
         return [number for number in range(len(self.parts)) if not self.part(folder, number).is_file()]
 
     def write(self, folder: Path) -> None:
-        """Write the manifest, whole or not at all."""
         temporary = folder / f"{MANIFEST}{_UNFINISHED}"
         temporary.write_text(json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)}, indent=2) + "\n")
         os.replace(temporary, folder / MANIFEST)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest.
-
-        Raises:
-            CalibrationError: there is none that this version can read.
-        """
+        """Read the manifest; CalibrationError if there is none that this version can read."""
         path = folder / MANIFEST
         try:
             data = json.loads(path.read_text())
@@ -116,11 +103,7 @@ class Recording:
 
 
 def check_space(recording: Recording, folder: Path) -> None:
-    """Refuse a disk that is too small for the parts that are missing.
-
-    Raises:
-        CalibrationError: it is.
-    """
+    """CalibrationError if the disk is too small for the parts that are missing."""
     tokens = sum(recording.parts[number] for number in recording.missing(folder))
     needed = tokens * len(recording.layers) * recording.bytes_per_token
     free = shutil.disk_usage(folder).free
@@ -165,11 +148,7 @@ class PartWriter:
             raise self._refused(error) from error
 
     def add(self, layer: int, inputs: Tensor, weights: Tensor, experts: Tensor) -> None:
-        """Record one step of a layer, by position: inputs [tokens, hidden], weights and experts [tokens, top_k].
-
-        Raises:
-            CalibrationError: the disk refuses.
-        """
+        """Record one step of a layer, by position: inputs [tokens, hidden], weights and experts [tokens, top_k]."""
         done = self._done[layer]
         rows = min(len(inputs), self._tokens - done)
         if rows <= 0:
@@ -183,11 +162,7 @@ class PartWriter:
         self._done[layer] += rows
 
     def finish(self) -> None:
-        """Sync the part and give it its name.
-
-        Raises:
-            CalibrationError: tokens are missing, or the disk refuses.
-        """
+        """Sync the part and give it its name; CalibrationError if tokens are missing."""
         if missing := self._tokens - min(self._done):
             self.discard()
             raise CalibrationError(
@@ -202,7 +177,6 @@ class PartWriter:
         os.close(self._file)
 
     def discard(self) -> None:
-        """Give up."""
         os.close(self._file)
         self._unfinished.unlink(missing_ok=True)
 

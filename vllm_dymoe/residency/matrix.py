@@ -83,16 +83,6 @@ class MatrixFormat:
         return self.code.bits
 
     @property
-    def codebook(self) -> Code | None:
-        """The code where it is a published float."""
-        return self.code if self.code.floats else None
-
-    @property
-    def midpoint(self) -> int:
-        """See :attr:`Code.midpoint`."""
-        return self.code.midpoint
-
-    @property
     def nested(self) -> bool:
         """Whether the section holds lower halves only."""
         return self.code.nested

@@ -19,7 +19,7 @@ from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.host_memory import map_bytes
 from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.linear import Linear
-from vllm_dymoe.quantize import make_quantizer, quantize_matrix
+from vllm_dymoe.quantize import QUANTIZERS, quantize_matrix
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
@@ -69,7 +69,7 @@ def pack(layer: Any, options: Options) -> None:
     weight: torch.Tensor = layer.weight.data
     fmt = MatrixFormat(*weight.shape, code_of(options.dense), options.group_size, weight.dtype)
     layer.packed = map_bytes(fmt.nbytes)
-    quantizer = make_quantizer("rtn" if options.quantizer == "gptq" else options.quantizer)
+    quantizer = QUANTIZERS["rtn" if options.quantizer == "gptq" else options.quantizer]
     quantize_matrix(weight, fmt, quantizer, layer.packed)
     layer.linear = Linear(fmt.view(layer.packed))
     layer.packed_rows = fmt.rows

@@ -21,7 +21,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.quantize import make_quantizer
+from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.packer import ExpertPacker, Given
@@ -271,7 +271,7 @@ class ModelStore:
         if self.dummy:
             self.store = self._placed(random_store(experts, writer, config.model_config.seed, self._progress.update))
         else:
-            quantizer = make_quantizer(self._options.quantizer)
+            quantizer = QUANTIZERS[self._options.quantizer]
             self._packer = ExpertPacker(experts, quantizer, writer, self._progress.update)
 
     def _existing(self, experts: ModelExperts) -> FileStore | None:

@@ -38,16 +38,13 @@ class Reader:
 
     Attributes:
         method: ``quant_method`` in its config.json; empty where nothing is quantized.
-        code: how their bits become numbers.
         group_size: columns that share a scale and a zero point; None for all columns of a row.
-        parts: ends of the names of the tensors that make one matrix.
-        make: the matrix of them.
+        parts: ends of the names of the tensors of which ``make`` makes one matrix.
         checks: by the ends of their names, tensors that may come beside them and must agree with the rest.
-        asymmetric: whether zero points may be another code than the middle one.
-        act_order: whether columns may have been quantized in the order of their activations, so that the columns of a
-            group lie anywhere in a row.
-        ranks_take_groups: whether vLLM gives tensor-parallel ranks whole groups of the down projection's inputs, and
-            the last rank what is left.
+        asymmetric: zero points may be another code than the middle one.
+        act_order: columns may have been quantized in the order of their activations, so that groups lie scattered.
+        ranks_take_groups: vLLM gives tensor-parallel ranks whole groups of the down projection's inputs, and the last
+            rank what is left.
         scale_dtypes: what the second part may be, as safetensors names dtypes; none where anything is possible.
         spellings: other ends of names in some checkpoints, which vLLM's models rename, and what they mean.
     """
@@ -65,11 +62,7 @@ class Reader:
     spellings: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
-        """One whole matrix from its tensors, after those beside them have been checked.
-
-        Raises:
-            ValueError: a tensor is not what the format says; the message begins with the end of its name.
-        """
+        """One whole matrix, after the tensors beside it have been checked; ValueError begins with a tensor's end."""
         for part, check in self.checks.items():
             if part in tensors:
                 check(part, tensors[part], rows, columns)
@@ -81,12 +74,11 @@ class Reader:
 
     @property
     def held(self) -> bool:
-        """Whether numbers are taken as another tool has quantized them."""
+        """Whether another tool has quantized the experts."""
         return self.code is not PLAIN
 
     @property
     def known_parts(self) -> tuple[str, ...]:
-        """Ends of the names of all tensors that one projection may have."""
         return (*self.parts, *self.checks)
 
     @property
@@ -106,7 +98,6 @@ PLAIN_READER = Reader("", PLAIN, None, ("weight",), _not_held)
 
 
 def check_part(part: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *shape: int) -> None:
-    """Refuse a tensor of another dtype or shape with a ValueError."""
     if tensor.dtype not in dtypes:
         raise ValueError(f"{part} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}.")
     if tuple(tensor.shape) != shape:
@@ -114,12 +105,10 @@ def check_part(part: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *shap
 
 
 def count_groups(columns: int, group_size: int | None) -> int:
-    """Groups of a row, the last one perhaps shorter."""
     return -(-columns // (group_size or columns))
 
 
 def choose_bits(method: str, value: Any, choices: tuple[int, ...]) -> int:
-    """The bits of a configuration; CheckpointError if no reader has them."""
     if value not in choices or isinstance(value, bool):
         raise CheckpointError(
             f"the checkpoint is quantized with {method} at {value} bits, and only {', '.join(map(str, choices))} can "
@@ -129,11 +118,7 @@ def choose_bits(method: str, value: Any, choices: tuple[int, ...]) -> int:
 
 
 def choose_group_size(method: str, value: Any) -> int | None:
-    """The group size of a configuration, None where a row is one group.
-
-    Raises:
-        CheckpointError: a store has no groups of which its groups are made.
-    """
+    """The group size of a configuration, None where a row is one group; CheckpointError if a store cannot hold it."""
     if value in (None, -1):
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % GROUP_SIZES[-1]:
@@ -145,14 +130,12 @@ def choose_group_size(method: str, value: Any) -> int | None:
 
 
 def format_fields(reader: Reader, ours: Mapping[str, Any], bits: int) -> dict[str, Any]:
-    """What makes the format of one bit-width hold what a checkpoint has: arguments of :class:`Format`.
+    """Arguments of :class:`Format` for one bit-width, so that it holds the checkpoint's numbers.
 
-    Only the checkpoint's own numbers have integer zero points, an order of columns or a codebook. Another tier is
-    derived from the weights, with groups of neighbours: an order would cost a gather for every product and make nothing
-    more exact.
+    Another tier is derived from the weights, with groups of neighbours: an order would cost a gather for every product.
 
     Args:
-        ours: quantization_config of a checkpoint that we wrote, which says it itself; empty for any other.
+        ours: quantization_config of a checkpoint that we wrote; empty for any other.
     """
     if not reader.held or bits != reader.bits:
         return read_codes(ours, bits)
@@ -162,8 +145,8 @@ def format_fields(reader: Reader, ours: Mapping[str, Any], bits: int) -> dict[st
 def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[int, ...]:
     """Group sizes of a store in which no group would have two scales, the best first; none if ranks cut groups.
 
-    Each of the ranks has ``rank_columns`` inputs of the down projection, which begin a group of their own. Where a
-    codebook has groups of its own, the store's are those of what is derived from it.
+    Each rank has ``rank_columns`` inputs of the down projection. Where a code has groups of its own, the store's are
+    those of what is derived from it.
     """
     fixed = reader.code.group_size
     if fixed is not None:
@@ -177,11 +160,7 @@ def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[in
 
 
 def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_columns: int, ranks: int) -> None:
-    """Refuse a store that could not take the checkpoint's numbers as they are; bits have the high tier first.
-
-    Raises:
-        CheckpointError: it is such a store.
-    """
+    """CheckpointError for a store that could not take the checkpoint's numbers; bits have the high tier first."""
     if not reader.held:
         return
     if bits[0] not in (reader.bits, 16):
@@ -215,7 +194,7 @@ def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_
 
 
 def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str) -> str:
-    """How the bytes of a store were made: the checkpoint's method, and the quantizer of what is derived."""
+    """How the bytes of a store were made, as its manifest says it."""
     if not reader.held:
         return quantizer
     source = f"{reader.method} checkpoint"

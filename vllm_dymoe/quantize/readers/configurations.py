@@ -39,18 +39,14 @@ _AUTO_ROUND_FORMATS = {"int": "auto_round:auto_gptq", "fp": "auto_round:fp8", "f
 
 
 def with_expert_dtype(config: Config, model: Config) -> dict[str, Any]:
-    """A quantization_config with what DeepSeek-V4's config.json says outside of it: experts are of another format."""
+    """A quantization_config, with the format of experts that DeepSeek-V4's config.json says outside of it."""
     if model.get("model_type") not in ("deepseek_v4", "deepseek_v41") or config.get("quant_method") == "dymoe":
         return dict(config)
     return {**config, EXPERT_DTYPE: model.get(EXPERT_DTYPE) or config.get(EXPERT_DTYPE) or "fp4"}
 
 
 def make_reader(config: Config | None) -> Reader:
-    """The reader of a checkpoint's experts, by its quantization_config; None for one of 16 bits.
-
-    Raises:
-        CheckpointError: a method, or a variant of it, that is not read.
-    """
+    """The reader of a checkpoint's experts, by its quantization_config; CheckpointError if none reads them."""
     if config is None:
         return PLAIN_READER
     method = config.get("quant_method") or (config.get("producer") or {}).get("name") or "a method it does not name"
@@ -127,7 +123,7 @@ def _compressed_tensors(config: Config) -> Reader:
 
 
 def _group_of_experts(config: Config) -> tuple[Config, str]:
-    """The way in which experts are quantized, and its format; other layers may be quantized otherwise."""
+    """The group that quantizes experts, and its format."""
     groups = list((config.get("config_groups") or {}).values())
     named = [group for group in groups if any(map(_names_experts, group.get("targets") or ()))]
     groups = named or [group for group in groups if "Linear" in (group.get("targets") or ())] or groups
@@ -144,7 +140,7 @@ def _group_of_experts(config: Config) -> tuple[Config, str]:
 
 
 def _names_experts(target: str) -> bool:
-    """Whether a target, the name of modules or "re:" and an expression, means experts of some layer."""
+    """Whether a target, the name of modules or "re:" and an expression, means experts."""
     if not target.startswith("re:"):
         return ".experts." in target
     try:
@@ -155,7 +151,6 @@ def _names_experts(target: str) -> bool:
 
 @functools.cache
 def _names_of_experts() -> tuple[str, ...]:
-    """An expert's projections as models name them, in layers of every number that a target could have."""
     return tuple(
         f"{model}layers.{layer}.{block}.experts.0.{projection}"
         for layer in range(128)
@@ -173,7 +168,6 @@ def _unreadable(found: str, readable: str) -> CheckpointError:
 
 
 def _modelopt(config: Config) -> Reader:
-    """Of a quantization_config, or of hf_quant_config.json."""
     described = describe_modelopt(config)
     algorithm = str(described.get("quant_algo") or "one it does not name").upper()
     if algorithm == "MIXED_PRECISION":
@@ -277,7 +271,6 @@ _READERS: dict[str, Callable[[Config], Reader]] = {
 }
 
 METHODS = tuple(_READERS)
-"""Values of ``quant_method`` that :func:`make_reader` knows."""
 
 _NAMES_OF_VLLM = {
     "gpt_oss_mxfp4": "mxfp4",

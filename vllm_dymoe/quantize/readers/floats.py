@@ -40,9 +40,6 @@ def fp8(method: str, scale: str = "weight_scale", block: Any = None, **fields: A
     Args:
         scale: end of the name of the scales.
         block: its rows and columns, if there are blocks.
-
-    Raises:
-        CheckpointError: blocks that no store has groups for.
     """
     width = None if block is None else choose_group_size(method, block[1])
     cut = None if block is None or width is None else (int(block[0]), width)

@@ -31,9 +31,6 @@ def awq(config: Mapping[str, Any]) -> Reader:
     """AutoAWQ, "gemm" packing: transposed, eight outputs in a word, in AutoAWQ's order.
 
     ``qweight`` int32 [columns, rows / 8], ``qzeros`` int32 [groups, rows / 8], ``scales`` [groups, rows].
-
-    Raises:
-        CheckpointError: a version or a parameter that is not read.
     """
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
@@ -73,11 +70,7 @@ def gptq(config: Mapping[str, Any]) -> Reader:
     [groups, rows], and ``g_idx`` int32 [columns], the group of each column. The first version of the format stores zero
     points less one, which dequantizing adds and masks again (AutoGPTQ, nn_modules/qlinear/qlinear_cuda_old.py: a stored
     15 is 0 at 4 bits; other code of AutoGPTQ makes 16 of it, which its quantizer never chooses); "gptq_v2" stores them
-    as they are. With desc_act columns were quantized in the order of their activations, and only ``g_idx`` knows their
-    groups.
-
-    Raises:
-        CheckpointError: a version or a parameter that is not read.
+    as they are. With desc_act only ``g_idx`` knows the groups of columns.
     """
     version = _gptq_version(config)
     bits = choose_bits("gptq", config.get("bits"), (8, 4, 2))
@@ -150,9 +143,6 @@ def pack_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
 
     Args:
         unreadable: makes the error for what is found, and what can be read in its place.
-
-    Raises:
-        CheckpointError: a parameter that is not read.
     """
     method = "compressed-tensors"
     bits = choose_bits(method, weights.get("num_bits"), (8, 4, 2))

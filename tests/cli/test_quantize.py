@@ -383,7 +383,7 @@ SPOILED = {
     "awq, but not the experts": (
         "separate",
         lambda m: m.config.update(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 64}),
-        "has 16 bits, although config.json says that the checkpoint is quantized with awq",
+        "is not what config.json says: awq has",
     ),
     "ours": ("separate", lambda m: m.config.update(quantization_config={"quant_method": "dymoe"}), "dymoe checkpoint"),
     "quantized text": (

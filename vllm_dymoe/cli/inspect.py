@@ -1,7 +1,6 @@
 """``vllm-dymoe inspect``: what a store or a checkpoint holds, and which budgets can serve it."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,7 @@ _SHARES = (0.25, 0.5, 1.0)
 
 
 def run(path: Path, *, verify: bool, as_json: bool) -> None:
-    """Print what ``path`` holds.
-
-    Raises:
-        CheckpointError: it is a checkpoint that cannot be read.
-        ConfigError: ``verify`` for a checkpoint without packed experts.
-        StoreError: the store is incomplete, or a checksum does not match.
-    """
+    """Print what ``path`` holds; ``verify`` reads all of a store, and is refused for a checkpoint without one."""
     if (path / MANIFEST).is_file() or _is_ours(path):
         store = FileStore(path)
         try:
@@ -55,7 +48,6 @@ def run(path: Path, *, verify: bool, as_json: bool) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether config.json says that this is a dymoe checkpoint."""
     if not (path / "config.json").is_file():
         return False
     return (read_config(path).get("quantization_config") or {}).get("quant_method") == "dymoe"
@@ -80,12 +72,11 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
 
 
 def _describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    options = Options()
-    reader = checkpoint.reader
+    options, reader, kind = Options(), checkpoint.reader, "not quantized yet"
     if reader.held:
+        kind = f"experts quantized with {reader.method} at {reader.bits} bits"
         options = Options.model_validate({"hi": reader.bits, "group_size": store_group_sizes(reader, 0, 1)[0]})
     experts = checkpoint.model_experts((16, 8, 4, 2), options.group_size, checkpoint.dtype)
-    kind = f"experts quantized with {reader.method} at {reader.bits} bits" if reader.held else "not quantized yet"
     return {
         "kind": f"MoE checkpoint, {kind}",
         "folder": str(checkpoint.folder),
@@ -132,10 +123,7 @@ def _describe_errors(manifest: Manifest) -> list[dict[str, Any]] | None:
 
 
 def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
-    """The smallest feasible budget and some shares, for the tiers that a system may use.
-
-    Each says how many experts a layer then keeps in the high tier, and in the low one.
-    """
+    """The smallest feasible budget and some shares, with the experts of each tier that a layer then keeps."""
     workspace = workspace_bytes(experts)
     systems: list[System] = [Exact(), Dymoe()] if options.lo else [Exact()]
     rows = []
@@ -144,12 +132,11 @@ def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
         for share in _SHARES:
             limits[f"{share:.0%}"] = limit_in_bytes(ExpertBudget(share=share), experts, options, workspace, 0)
         for name, limit in limits.items():
-            if limit < limits["smallest"]:
-                continue
-            plan = plan_slots(experts, options, system, limit, workspace)
-            kept = {tier.value: min(plan.quotas[tier]) for tier in used_tiers(options, system.precision.tiers)}
-            names = list(kept)
-            rows.append({"tiers": names, "expert_budget": name, "bytes": limit, "experts_kept_per_layer": kept})
+            if limit >= limits["smallest"]:
+                plan = plan_slots(experts, options, system, limit, workspace)
+                kept = {tier.value: min(plan.quotas[tier]) for tier in used_tiers(options, system.precision.tiers)}
+                row = {"tiers": list(kept), "expert_budget": name, "bytes": limit, "experts_kept_per_layer": kept}
+                rows.append(row)
     return rows
 
 
@@ -157,15 +144,14 @@ def _verify(store: FileStore) -> None:
     """Read every blob once; the store checks each section against its checksum."""
     experts = store.experts
     buffers = {bits: torch.empty(fmt.nbytes, dtype=torch.uint8) for bits, fmt in experts.formats.items()}
-    total = experts.stored_nbytes
-    with byte_progress(f"Verifying {escape(store.folder.name)}", total) as advance:
+    with byte_progress(f"Verifying {escape(store.folder.name)}", experts.stored_nbytes) as advance:
         for key in all_keys(experts):
             store.read_into(key, buffers[key.bits])
-            advance(experts.formats[key.bits].nbytes)
+            advance(buffers[key.bits].nbytes)
 
 
 def _print(report: dict[str, Any]) -> None:
-    console, layers, packed = Console(), report["layers"], "quantizer" in report
+    layers, packed = report["layers"], "quantizer" in report
     ordered = "".join(f", columns in another order at {bits} bits" for bits in report["ordered"])
     rank = report.get("tensor_parallel", {})
     facts = {
@@ -180,48 +166,39 @@ def _print(report: dict[str, Any]) -> None:
         "model fingerprint": escape(report["model"]),
         "checksums": "all match" if report.get("verified") else None,
     }
-    table = Table(title=f"{escape(report['folder'])}: {report['kind']}", title_justify="left", show_header=False)
-    for fact in facts.items():
-        if fact[1] is not None:
-            table.add_row(*fact)
-    console.print(table)
-    console.print(
-        _table(
-            "Experts" if packed else "Experts if quantized",
-            ("bits", "an expert", "all experts"),
-            [(str(row["bits"]), size(row["expert_bytes"]), size(row["total_bytes"])) for row in report["versions"]],
-        )
-    )
+    said = [fact for fact in facts.items() if fact[1] is not None]
+    _print_table(f"{escape(report['folder'])}: {report['kind']}", (), said)
+    versions = [(str(row["bits"]), size(row["expert_bytes"]), size(row["total_bytes"])) for row in report["versions"]]
+    _print_table("Experts" if packed else "Experts if quantized", ("bits", "an expert", "all experts"), versions)
     if packed:
-        _print_errors(console, report["errors"])
+        _print_errors(report["errors"])
     rows = []
     for row in report["budgets"]:
         kept = ", ".join(f"{count} {tier}" for tier, count in row["experts_kept_per_layer"].items())
         rows.append((" + ".join(row["tiers"]), row["expert_budget"], f"{row['bytes']} ({size(row['bytes'])})", kept))
     title = f"Budgets{'' if packed else f' at {Options().hi} bits'}, kernel workspace included"
-    console.print(_table(title, ("tiers in use", "expert_budget", "bytes", "kept per layer"), rows))
+    _print_table(title, ("tiers in use", "expert_budget", "bytes", "kept per layer"), rows)
 
 
-def _print_errors(console: Console, errors: list[dict[str, Any]] | None) -> None:
+def _print_errors(errors: list[dict[str, Any]] | None) -> None:
     if errors is None:
-        console.print("Errors: not recorded; this store was written by an older vllm-dymoe, or holds random experts.")
+        Console().print("Errors: not recorded; this store was written by an older vllm-dymoe, or holds random experts.")
         return
     kinds = [(kind, bits) for kind in ("weight", "output") for bits in errors[0][kind]]
-    if not kinds:
-        return
     fell_back = any(row["fallbacks"] for row in errors)
     rows = []
     for row in errors:
         found = [f"{row[kind][bits]:.2%}" for kind, bits in kinds]
         rows.append((str(row["layer"]), *found, *([", ".join(map(str, row["fallbacks"]))] if fell_back else [])))
-    heads = [f"{kind}s\n{bits} bits" for kind, bits in kinds] + ["not\ncalibrated"] * fell_back
-    console.print(_table("Relative errors", ("layer", *heads), rows))
+    if kinds:
+        heads = [f"{kind}s\n{bits} bits" for kind, bits in kinds] + ["not\ncalibrated"] * fell_back
+        _print_table("Relative errors", ("layer", *heads), rows)
 
 
-def _table(title: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
-    table = Table(title=title, title_justify="left")
+def _print_table(title: str, heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    table = Table(title=title, title_justify="left", show_header=bool(heads))
     for head in heads:
         table.add_column(head, justify="right" if "bytes" in head or "expert" in head or "bits\n" in head else "left")
     for row in rows:
         table.add_row(*row)
-    return table
+    Console().print(table)

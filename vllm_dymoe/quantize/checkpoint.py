@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,7 @@ class Checkpoint:
     def _sort(self, tensors: Mapping[str, TensorPlace]) -> None:
         """Divide tensors into those of experts, dense ones and those that are left out."""
         stack, beyond = _stack_of_experts(self.folder, tensors), self.config.size("num_hidden_layers", "num_layers")
-        found: dict[tuple[int, int | None, tuple[Projection, ...]], dict[str, TensorPlace]] = {}
+        experts = []
         for name, place in tensors.items():
             layer = re.match(rf"{re.escape(stack)}\.(\d+)\.", name)
             if layer is not None and int(layer[1]) >= beyond:
@@ -213,33 +213,22 @@ class Checkpoint:
             elif (named := read_name(name)) is None:
                 self.dense[name] = place
             else:
-                named = replace(named, part=self.reader.spellings.get(named.part, named.part))
-                _check_known(self.folder, self.reader, named, place)
-                parts = found.setdefault((named.layer, named.expert, named.projections), {})
-                if named.part in parts:
-                    raise CheckpointError(f"expert {named.expert} of {name} in {self.folder} is there twice.")
-                parts[named.part] = place
-        self.experts = [ExpertTensors(*matrix, parts) for matrix, parts in found.items()]
+                experts.append((named, place))
+        self.experts = group_experts(self.folder, self.reader, experts)
 
     @cached_property
     def _matrices(self) -> dict[tuple[int, int, Projection], ExpertTensors]:
-        """Every projection by layer index and expert; refuses missing, double and incomplete ones."""
+        """Every projection by layer index and expert; refuses missing and double ones."""
         count = self.config.num_experts
         found: dict[tuple[int, int, Projection], ExpertTensors] = {}
         for tensors in self.experts:
             there = next(iter(tensors.parts.values())).name
-            lacking = [part for part in self.reader.parts if part not in tensors.parts]
-            if lacking and tensors.parts.keys() != {"bias"}:
-                raise CheckpointError(
-                    f"{self.folder} has {there} but lacks {there.rpartition('.')[0]}.{lacking[0]}; "
-                    "download the checkpoint again."
-                )
             for expert in range(count) if tensors.expert is None else (tensors.expert,):
                 for projection in tensors.projections:
                     if (tensors.layer, expert, projection) in found or expert >= count:
                         why = "is there twice" if expert < count else f"is one too many: config.json says {count}"
                         raise CheckpointError(f"expert {expert} of {there} in {self.folder} {why}.")
-                    if not lacking:
+                    if self.reader.parts[0] in tensors.parts:
                         found[tensors.layer, expert, projection] = tensors
         wanted = {(layer, expert, of) for layer in self.layers for expert in range(count) for of in self.projections}
         missing = sorted(wanted - found.keys())
@@ -287,18 +276,33 @@ def _stack_of_experts(folder: Path, tensors: Iterable[str]) -> str:
     return stacks.pop()
 
 
-def _check_known(folder: Path, reader: Reader, named: ExpertName, place: TensorPlace) -> None:
-    """Refuse a tensor of an expert that is neither a 16-bit weight nor a bias nor what the reader knows."""
-    if reader.held and named.projections and named.part in reader.known_parts:
-        return
-    if place.dtype not in _DTYPES or not named.projections or named.part not in ("weight", "bias"):
-        raise CheckpointError(
-            f"{place.name} ({place.dtype}, {list(place.shape)}) in {folder} belongs to experts but is not the 16-bit "
-            "weight or bias of a gate, up or down projection"
-            f"{f' or its {reader.method} codes' if reader.held else ''}; other quantized experts are not supported yet."
-        )
-    if reader.held and named.part == "weight":
-        raise CheckpointError(
-            f"{place.name} in {folder} has 16 bits, although config.json says that the checkpoint is quantized with "
-            f"{reader.method}; a mix of both among the experts is not supported yet."
-        )
+def group_experts(folder: Path, reader: Reader, found: Iterable[tuple[ExpertName, TensorPlace]]) -> list[ExpertTensors]:
+    """The tensors of each matrix; CheckpointError for one that the reader does not read, or that lacks a part."""
+    matrices: dict[tuple[int, int | None, tuple[Projection, ...]], dict[str, TensorPlace]] = {}
+    for named, place in found:
+        part = reader.spellings.get(named.part, named.part)
+        dtypes = reader.dtypes(part)
+        if not named.projections or part not in (*reader.known_parts, "bias") or (dtypes and place.dtype not in dtypes):
+            what = f"{place.name} ({place.dtype}, {list(place.shape)}) in {folder}"
+            if not reader.held:
+                raise CheckpointError(
+                    f"{what} belongs to experts but is not the 16-bit weight or bias of a gate, up or down projection; "
+                    "other quantized experts are not supported yet."
+                )
+            expected = f"{part} of {' or '.join(dtypes)}" if dtypes else " and ".join(reader.known_parts)
+            raise CheckpointError(
+                f"{what} is not what config.json says: {reader.method} has {expected} there; download the checkpoint "
+                "again, or correct its quantization_config."
+            )
+        parts = matrices.setdefault((named.layer, named.expert, named.projections), {})
+        if part in parts:
+            raise CheckpointError(f"expert {named.expert} of {place.name} in {folder} is there twice.")
+        parts[part] = place
+    for parts in matrices.values():
+        lacking = [part for part in reader.parts if part not in parts]
+        if lacking and parts.keys() != {"bias"}:
+            raise CheckpointError(
+                f"{folder} has {next(iter(parts.values())).name} without {' and '.join(lacking)}, which "
+                f"{reader.method} has beside it; the checkpoint is damaged or half converted: download it again."
+            )
+    return [ExpertTensors(*matrix, parts) for matrix, parts in matrices.items()]

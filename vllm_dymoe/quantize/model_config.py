@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.quantize.readers import with_expert_dtype
+from vllm_dymoe.quantize.readers.configurations import with_expert_dtype
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 # What a size is called, the surest name first.

@@ -40,13 +40,12 @@ class FileStore:
 
     Args:
         layers: model layers to open, as a pipeline stage needs them; all of the manifest's if None.
-        verify: check each section's checksum when it is first read.
 
     Raises:
         StoreError: a shard is missing, or shorter than its header says.
     """
 
-    def __init__(self, folder: Path, layers: tuple[int, ...] | None = None, *, verify: bool = True) -> None:
+    def __init__(self, folder: Path, layers: tuple[int, ...] | None = None) -> None:
         self.folder = folder
         self.manifest = Manifest.read(folder)
         held = self.manifest.experts
@@ -56,7 +55,6 @@ class FileStore:
                 "write the store again for this model."
             )
         self.experts = held if layers is None else replace(held, layers=layers)
-        self._verify = verify
         self._files: list[int] = []
         self._blobs: list[dict[int, int]] = []  # of each layer: first byte, by bits
         self._expected: list[dict[int, torch.Tensor]] = []
@@ -97,7 +95,7 @@ class FileStore:
                     f"the file was truncated: {_again(self.folder)}."
                 )
             done += count
-        if self._verify and not self._verified.get(key, _NOTHING).issuperset(projections):
+        if not self._verified.get(key, _NOTHING).issuperset(projections):
             self._check(key, view, projections)
 
     def close(self) -> None:

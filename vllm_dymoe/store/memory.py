@@ -13,7 +13,7 @@ from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts, layer_keys
 from vllm_dymoe.store.base import HostMemoryError, HostStore
 from vllm_dymoe.store.files import FileStore
-from vllm_dymoe.store.page_lock import Arena, PageLock
+from vllm_dymoe.store.page_lock import Arena, CudaPageLock
 from vllm_dymoe.units import size
 
 # What stays free under host_store = "auto": page-locked memory cannot be swapped, and other processes need some.
@@ -31,7 +31,7 @@ class MemoryStore:
         HostMemoryError: the memory cannot be had.
     """
 
-    def __init__(self, experts: ModelExperts, page_lock: PageLock | None = None) -> None:
+    def __init__(self, experts: ModelExperts, page_lock: CudaPageLock | None = None) -> None:
         self.experts = experts
         self._page_lock = page_lock
         self._arenas: list[Arena] = []
@@ -94,7 +94,10 @@ class MemoryStore:
 
     @classmethod
     def from_files(
-        cls, source: FileStore, page_lock: PageLock | None = None, progress: Callable[[int], object] = lambda _: None
+        cls,
+        source: FileStore,
+        page_lock: CudaPageLock | None = None,
+        progress: Callable[[int], object] = lambda _: None,
     ) -> "MemoryStore":
         """Read a whole file store into memory, layer by layer, check it, and lock it; telling bytes as they come.
 

@@ -1,12 +1,9 @@
-"""Memory that is locked for a device, so that its copy engine reads it by itself.
-
-The few calls stand behind a small seam; tests on a CPU see what would be locked.
-"""
+"""Memory that is locked for a device, so that its copy engine reads it by itself."""
 
 import contextlib
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,24 +14,12 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _PORTABLE_AND_MAPPED = 1 | 2
 
 
-class PageLock(Protocol):
-    """Locks host memory for one device.
+class CudaPageLock:
+    """Locks host memory for one device, by ``cudaHostRegister``.
 
     Attributes:
         node: the NUMA node that is nearest to the device; None where there is one node, or the system names none.
     """
-
-    node: int | None
-
-    def lock(self, address: int, nbytes: int) -> str | None:
-        """Lock whole pages. Returns what is in the way, or None."""
-
-    def unlock(self, address: int) -> None:
-        """Undo ``lock``, once the device no longer reads."""
-
-
-class CudaPageLock:
-    """Locks by ``cudaHostRegister``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,6 +29,7 @@ class CudaPageLock:
         self.node = node_of(place)
 
     def lock(self, address: int, nbytes: int) -> str | None:
+        """Lock whole pages. Returns what is in the way, or None."""
         with torch.cuda.device(self._device):
             code = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)
         if int(code) == 0:
@@ -52,6 +38,7 @@ class CudaPageLock:
         return f"CUDA error {int(code)}: {self._runtime.cudaGetErrorString(code)}"
 
     def unlock(self, address: int) -> None:
+        """Undo ``lock``, once the device no longer reads."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             if int(self._runtime.cudaHostUnregister(address)) != 0:
@@ -88,7 +75,7 @@ class Arena:
         OSError: the memory cannot be had.
     """
 
-    def __init__(self, nbytes: int, page_lock: PageLock | None) -> None:
+    def __init__(self, nbytes: int, page_lock: CudaPageLock | None) -> None:
         self.memory = map_bytes(nbytes)
         self.unbound: str | None = None
         self._page_lock = page_lock

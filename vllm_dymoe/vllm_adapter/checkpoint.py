@@ -1,7 +1,5 @@
 """Where the files of a model's checkpoint lie, and whether they are what they say."""
 
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +7,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from vllm.config import VllmConfig
 
+from vllm_dymoe.quantize.checkpoint import group_experts
 from vllm_dymoe.quantize.readers import Reader
-from vllm_dymoe.quantize.tensor_names import ExpertName, read_name
-from vllm_dymoe.quantize.tensors import CheckpointError, check_files, weight_files
+from vllm_dymoe.quantize.tensor_names import read_name
+from vllm_dymoe.quantize.tensors import check_files, weight_files
 from vllm_dymoe.store import MANIFEST, Manifest, StoreError
-from vllm_dymoe.store.header import TensorPlace
 
 
 def local_folder(vllm_config: VllmConfig) -> Path:
@@ -40,36 +38,12 @@ def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
             return
         if not all(path.is_file() for path in weight_files(folder)):
             return
-    tensors = check_files(folder)
+    places = {place.name: place for place in check_files(folder)}
     if reader.held and (layers := getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", 0)):
-        _check_expert_parts(folder, tensors, reader, layers)
-
-
-def _check_expert_parts(folder: Path, tensors: Iterable[TensorPlace], reader: Reader, layers: int) -> None:
-    """Refuse experts of another format than the configuration's, and incomplete ones; not of multi-token prediction."""
-    matrices: dict[ExpertName, dict[str, str]] = {}
-    wanted = {reader.parts[0]: reader.code_dtypes, reader.parts[1]: reader.scale_dtypes}
-    for place in tensors:
-        named = read_name(place.name)
-        if named is None or not named.projections or named.layer >= layers or "mtp" in place.name.split("."):
-            continue
-        part = reader.spellings.get(named.part, named.part)
-        if part == "bias":
-            continue
-        dtypes = wanted.get(part, ())
-        if part not in reader.known_parts or (dtypes and place.dtype not in dtypes):
-            expected = f"{part} of {' or '.join(dtypes)}" if dtypes else " and ".join(reader.known_parts)
-            raise CheckpointError(
-                f"{place.name} ({place.dtype}) in {folder} is not what config.json says: {reader.method} has "
-                f"{expected} there; download the checkpoint again, or correct its quantization_config."
-            )
-        matrices.setdefault(replace(named, part=""), {})[part] = place.name
-    for parts in matrices.values():
-        if missing := [part for part in reader.parts if part not in parts]:
-            raise CheckpointError(
-                f"{folder} has {next(iter(parts.values()))} without {' and '.join(missing)}, which {reader.method} has "
-                "beside it; the checkpoint is damaged or half converted: download it again."
-            )
+        named = ((read_name(name), place) for name, place in places.items() if "mtp" not in name.split("."))
+        # Layers behind the model's last, of multi-token prediction, may be quantized otherwise.
+        known = ((name, place) for name, place in named if name and name.projections and name.layer < layers)
+        group_experts(folder, reader, known)
 
 
 def check_ranks(folder: Path, ranks: int) -> None:

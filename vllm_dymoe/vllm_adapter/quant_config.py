@@ -15,15 +15,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.platforms import current_platform
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.quantize.readers import (
-    EXPERT_DTYPE,
-    PLAIN_READER,
-    Reader,
-    describe_modelopt,
-    make_reader,
-    with_expert_dtype,
-)
+from vllm_dymoe.quantize.readers import PLAIN_READER, Reader, make_reader
 from vllm_dymoe.quantize.readers.base import check_compatible, store_group_sizes
+from vllm_dymoe.quantize.readers.configurations import EXPERT_DTYPE, describe_modelopt, with_expert_dtype
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.vllm_adapter.dense import check_dense, packed_method

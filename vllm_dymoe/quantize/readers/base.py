@@ -81,9 +81,12 @@ class Reader:
     def known_parts(self) -> tuple[str, ...]:
         return (*self.parts, *self.checks)
 
-    @property
-    def code_dtypes(self) -> tuple[str, ...]:
-        """What the first part may be, as safetensors names dtypes."""
+    def dtypes(self, part: str) -> tuple[str, ...]:
+        """What a part may be, as safetensors names dtypes; none where anything is possible."""
+        if part == "bias" or not self.held:
+            return ("BF16", "F16", "F32")
+        if part != self.parts[0]:
+            return self.scale_dtypes if part == self.parts[1] else ()
         if not self.code.floats:
             return ("I32",)
         return ("F8_E4M3",) if self.bits == 8 else ("U8", "I8")

@@ -1,6 +1,7 @@
 """``vllm-dymoe inspect``: what a store or a checkpoint holds, and which budgets can serve it."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def _print_errors(errors: list[dict[str, Any]] | None) -> None:
         _print_table("Relative errors", ("layer", *heads), rows)
 
 
-def _print_table(title: str, heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _print_table(title: str, heads: tuple[str, ...], rows: Sequence[tuple[str | None, ...]]) -> None:
     table = Table(title=title, title_justify="left", show_header=bool(heads))
     for head in heads:
         table.add_column(head, justify="right" if "bytes" in head or "expert" in head or "bits\n" in head else "left")

@@ -67,7 +67,8 @@ def check_dense(options: Options, *, quantized: bool) -> None:
 def pack(layer: Any, options: Options) -> None:
     """Give a layer ``packed``, uint8, in place of what its ``weight`` [rows, columns] holds."""
     weight: torch.Tensor = layer.weight.data
-    fmt = MatrixFormat(*weight.shape, code_of(options.dense), options.group_size, weight.dtype)
+    rows, columns = weight.shape
+    fmt = MatrixFormat(rows, columns, code_of(options.dense), options.group_size, weight.dtype)
     layer.packed = map_bytes(fmt.nbytes)
     quantizer = QUANTIZERS["rtn" if options.quantizer == "gptq" else options.quantizer]
     quantize_matrix(weight, fmt, quantizer, layer.packed)

@@ -122,7 +122,7 @@ class Loading:
         predictor = self._foresight.predictor(self._routed_model(options.predictor))
         if options.trace is not None and config.parallel_config.enable_expert_parallel:
             options = without_device(options)
-        given = {"predictor": predictor, "obstacle": self._obstacle, "agree": _agreement(config)}
+        given: dict[str, Any] = {"predictor": predictor, "obstacle": self._obstacle, "agree": _agreement(config)}
         runtime = MoERuntime(store, options, device, automatic, **given)
         if runtime.decode is not None:
             for activation in dict.fromkeys(layer.activation for layer in self._model.layers):
@@ -155,7 +155,7 @@ class Loading:
         store = join(before.store, draft.store)
         automatic = self._automatic_budget(before.device, store.experts)
         predictor = None if before.predictor is None else before.predictor.predictor
-        given = {"predictor": predictor, "obstacle": DRAFTED, "agree": _agreement(self._vllm_config)}
+        given: dict[str, Any] = {"predictor": predictor, "obstacle": DRAFTED, "agree": _agreement(self._vllm_config)}
         runtime = MoERuntime(store, self.options, before.device, automatic, **given)
         leave_layers_out(self._vllm_config, DRAFTED)
         running.extend(runtime)

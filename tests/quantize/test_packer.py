@@ -14,10 +14,7 @@ from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.held import HeldIntegers
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.quantize.quantizers import pack_bias
-from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import Projection, all_keys
-from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError
 from vllm_dymoe.store.writer import StoreWriter
 
@@ -102,15 +99,6 @@ def test_an_order_of_columns_is_stored_behind_the_bias(tmp_path, order, bias):
             if bias:
                 assert torch.equal(matrix.bias, random_bias(experts, (key.layer, key.expert, projection)))
     files.close()
-
-
-def test_a_bias_leaves_the_order_of_columns_behind_it_alone():
-    matrix = MatrixFormat(5, 40, code_of(4), 32, torch.bfloat16, bias=True, act_order=True)
-    section = torch.full((matrix.nbytes,), 0xEE, dtype=torch.uint8)
-    written = pack_bias(torch.ones(5), matrix, section)
-    assert written.numel() == matrix.order_offset - matrix.bias_offset
-    assert (section[matrix.order_offset :] == 0xEE).all()
-    assert matrix.view(section).bias.tolist() == [1.0] * 5
 
 
 def test_what_is_missing_or_of_another_shape_is_named():

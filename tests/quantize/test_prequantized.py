@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.quantize.readers.packing import random_prequantized
 from vllm_dymoe.kernels import dequantize, unpack
-from vllm_dymoe.kernels.torch_experts import linear
 from vllm_dymoe.quantize.held import HeldIntegers
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
@@ -111,17 +109,3 @@ def test_what_cannot_be_held_is_refused(matrix, group_size, dtype, steps, senten
     matrix.scales[3, 0] = torch.inf
     with pytest.raises(ValueError, match="scales are NaN or infinite"):
         packed(matrix, group_size, dtype, steps=steps)
-
-
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("act_order", [False, True])
-def test_kernels_multiply_with_the_checkpoints_weights(bits, dtype, act_order):
-    """Float64 with the checkpoint's own weights beside those that accumulate in float32."""
-    matrix = prequantized(100, 200, 64, bits=bits, dtype=dtype, shuffled=act_order)
-    section = packed(matrix, 64, dtype, act_order=act_order)
-    x = torch.randn(5, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
-    steps = matrix.codes.double() - matrix.zero_points[:, matrix.column_groups].double()
-    want = F.linear(x.double(), steps * matrix.scales[:, matrix.column_groups].double())
-    unit = torch.finfo(dtype).eps * want.abs().amax()  # one rounding of the result, and sums of 200 in float32
-    assert (linear(x, section).double() - want).abs().max() <= unit

@@ -1,7 +1,9 @@
-"""Stores in host memory: filled from files, locked, and undone when that fails."""
+"""Stores in host memory: filled from files, locked, and undone when that fails; and whether there is room for one."""
 
 import gc
 import mmap
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,17 +11,14 @@ import torch
 
 from tests.small_model import make_experts
 from tests.store.locks import RecordedLock
-from tests.store.stores import damage
+from tests.store.stores import damage, read
 from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import all_keys
 from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError, memory_bytes, page_lock
 from vllm_dymoe.store.files import file_name
+from vllm_dymoe.store.memory import choose_host_place
 from vllm_dymoe.store.writer import StoreWriter
-
-
-def test_a_whole_file_store_goes_into_memory(store, memory_store):
-    copy = MemoryStore.from_files(store)
-    assert all(torch.equal(copy.blob(key), memory_store.blob(key)) for key in all_keys(store.experts))
 
 
 def test_too_little_host_memory_is_refused_with_both_numbers(monkeypatch):
@@ -39,17 +38,24 @@ def large(tmp_path):
 
 
 def test_memory_is_locked_layer_by_layer_and_takes_what_was_promised(large):
-    lock, read = RecordedLock(), []
-    before = rss()
-    store = MemoryStore.from_files(large, lock, read.append)
+    lock, told = RecordedLock(), []
     promised = sum(large.experts.nbytes(bits) for bits in large.experts.formats)
+    inner = lock.lock
+
+    def locked(address, nbytes):
+        assert sum(told) == promised // 3 * (len(lock.calls) + 1), "threads fill a layer before it is locked"
+        return inner(address, nbytes)
+
+    lock.lock = locked
+    before = rss()
+    store = MemoryStore.from_files(large, lock, told.append)
     assert promised <= sum(lock.locked.values()) == memory_bytes(large.experts) < promised + 3 * mmap.PAGESIZE
     assert [what for what, _ in lock.calls] == ["lock"] * 3
-    assert sum(read) == promised
+    assert sum(told) == promised
     grown = rss() - before
     assert grown < promised + 8 * 2**20, "threads and their buffers take some"
     for key in all_keys(large.experts):
-        assert torch.equal(store.blob(key), read_blob(large, key))
+        assert torch.equal(store.blob(key), read(large, key))
         assert store.blob(key).data_ptr() % 256 == 0
         assert any(address <= store.blob(key).data_ptr() < address + n for address, n in lock.locked.items())
     before = rss()
@@ -61,26 +67,6 @@ def test_memory_is_locked_layer_by_layer_and_takes_what_was_promised(large):
 
 def rss():
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
-def read_blob(store, key):
-    blob = torch.full((store.experts.formats[key.bits].nbytes,), 0xEE, dtype=torch.uint8)
-    store.read_into(key, blob)
-    return blob
-
-
-def test_a_layer_is_complete_when_it_is_locked(large):
-    """Locking makes pages that are not there yet one by one, where threads that fill them do it side by side."""
-    lock, read = RecordedLock(), []
-    layer = sum(large.experts.num_experts * fmt.nbytes for fmt in large.experts.formats.values())
-    inner = lock.lock
-
-    def locked(address, nbytes):
-        assert sum(read) == layer * (len(lock.calls) + 1)
-        return inner(address, nbytes)
-
-    lock.lock = locked
-    MemoryStore.from_files(large, lock, read.append).close()
 
 
 @pytest.mark.parametrize("refuse", [0, 2])
@@ -113,3 +99,59 @@ def test_memory_says_where_it_is(large, monkeypatch):
     monkeypatch.setattr(page_lock, "prefer_node", lambda memory, node: "Operation not permitted")
     description = MemoryStore(large.experts, RecordedLock(node=1)).description
     assert "not near the GPU on NUMA node 1 (Operation not permitted)" in description
+
+
+GIB = 2**30
+# Qwen3-30B-A3B at 4 bits.
+LARGE = make_experts(layers=48, num_experts=128, top_k=8, hidden=2048, intermediate=768, bits=(4,), group_size=64)
+NEEDED = memory_bytes(LARGE)
+
+
+def choose(asked="auto", available=64 * GIB, ranks=1, device="cuda", experts=LARGE):
+    return choose_host_place(asked, device, experts, available, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_the_machines_memory(ranks):
+    assert choose(available=NEEDED * 10 // 9 * ranks + 100, ranks=ranks).pinned
+    place = choose(available=NEEDED * ranks, ranks=ranks)
+    assert not place.pinned
+    assert f"15.2 GiB on each of {ranks} ranks" in place.reason
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_memory_that_is_not_there_is_refused_with_the_numbers_that_would_fit(ranks):
+    available = 9 * GIB * ranks
+    with pytest.raises(StoreError) as caught:
+        choose("pinned", available=available, ranks=ranks)
+    sentence = str(caught.value)
+    assert f'host_store = "pinned" needs {NEEDED} bytes' in sentence
+    assert f"{9 * GIB} are available" in sentence
+    assert ("on each of 2 ranks" in sentence) is (ranks == 2)
+    more = int(re.search(r"free (\d+) more", sentence)[1])
+    choose("pinned", available=available + more * ranks, ranks=ranks)
+    bits, taken = map(int, re.search(r"or hi = (\d) and lo = 0, which take (\d+)", sentence).groups())
+    fits = replace(LARGE, formats={bits: replace(LARGE.formats[4], code=code_of(bits))})
+    assert memory_bytes(fits) == taken
+    choose("pinned", available=available, ranks=ranks, experts=fits)
+
+
+@pytest.mark.parametrize(
+    ("asked", "available", "device", "pinned", "reason"),
+    [
+        ("auto", 64 * GIB, "cuda", True, "auto: 15.2 GiB, 64.0 GiB of host memory are available, of which 6.4 GiB are"),
+        ("auto", 16 * GIB, "cuda", False, "would take 15.2 GiB, 16.0 GiB of host memory are available, of which 2.0"),
+        ("auto", NEEDED + 2 * GIB, "cuda", True, ""),
+        ("auto", NEEDED + 2 * GIB - 1, "cuda", False, ""),
+        ("auto", 64 * GIB, "cpu", False, "auto: there is no CUDA device"),
+        ("file", 0, "cuda", False, None),
+        ("pinned", NEEDED, "cpu", True, None),
+        ("pinned", NEEDED, "cuda", True, None),
+    ],
+)
+def test_experts_live_where_there_is_room_and_the_reason_is_said(asked, available, device, pinned, reason):
+    place = choose(asked, available=available, device=device)
+    assert place.pinned == pinned
+    assert place.reason == "" if reason is None else reason in place.reason
+    with pytest.raises(StoreError, match=r'use host_store = "file"\.$'):
+        choose("pinned", available=GIB)

@@ -32,21 +32,13 @@ def test_whole_pages_are_locked_and_unlocked_while_they_are_still_there():
     assert not mapped(address)
 
 
-def test_an_arena_that_nobody_closed_is_unlocked_when_it_goes():
-    lock = RecordedLock()
-    arena = Arena(10_000, lock)
-    arena.lock()
-    del arena
+def test_an_arena_that_was_not_closed_is_unlocked_when_it_goes():
+    lock = RecordedLock(refuse=1)
+    arenas = [Arena(10_000, lock) for _ in range(2)]
+    assert [arena.lock() for arena in arenas] == [None, "CUDA error 2: out of memory"]
+    arenas.clear()
     gc.collect()
     assert not lock.locked
-
-
-def test_what_is_not_locked_is_not_unlocked():
-    lock = RecordedLock(refuse=0)
-    arena = Arena(10_000, lock)
-    assert arena.lock() == "CUDA error 2: out of memory"
-    arena.close()
-    assert lock.calls == []
 
 
 def test_an_arena_lies_near_its_device(monkeypatch):
@@ -92,7 +84,10 @@ class Cuda:
 
 
 def test_the_device_is_told_and_waited_for_before_it_forgets(monkeypatch):
+    asked = []
+    monkeypatch.setattr(page_lock, "node_of", asked.append)
     cuda = Cuda(monkeypatch, Runtime())
+    assert asked == ["0000:3b:00.0"]
     assert cuda.lock.lock(4096, 8192) is None
     cuda.lock.unlock(4096)
     portable, mapped_for_kernels = 1, 2
@@ -120,10 +115,3 @@ def test_the_node_of_a_device(tmp_path, monkeypatch, several, text, node):
         (tmp_path / "0000:3b:00.0").mkdir()
         (tmp_path / "0000:3b:00.0" / "numa_node").write_text(text)
     assert node_of("0000:3b:00.0") == node
-
-
-def test_the_devices_own_address_is_asked_for(monkeypatch):
-    asked = []
-    monkeypatch.setattr(page_lock, "node_of", asked.append)
-    Cuda(monkeypatch, Runtime())
-    assert asked == ["0000:3b:00.0"]

@@ -39,30 +39,11 @@ def run(
             f"--tensor-parallel-size {tensor_parallel_size} is not supported yet: a checkpoint holds the experts of "
             "one rank; serve the original with --quantization dymoe, which cuts the experts while it loads."
         )
-    _check_options(hi, lo, group_size or Options().group_size, quantizer)
-    _check_calibration(quantizer, calibration)
-    recorded = None if calibration is None else Calibration(calibration)
-    checkpoint = Checkpoint.open(model)
-    reader = checkpoint.reader
-    if group_size is None:
-        group_size = Options().group_size if not reader.held else store_group_sizes(reader, 0, 1)[0]
-    recipe = Recipe(hi, lo, group_size, quantizer, None if dtype == "auto" else getattr(torch, dtype), recorded)
-    with byte_progress(f"Quantizing {escape(model.name)}", checkpoint.dense_bytes + checkpoint.expert_bytes) as advance:
-        began = time.perf_counter()
-        manifest = convert(checkpoint, out, recipe, overwrite=overwrite, progress=advance)
-    _print_summary(checkpoint, out.absolute(), manifest, time.perf_counter() - began)
-    if reader.held:
-        Console().print(f"Experts: {describe(reader, recipe.stored_bits, quantizer)}.", soft_wrap=True)
-
-
-def _check_options(hi: int, lo: int, group_size: int, quantizer: str) -> None:
+    size_or_default = group_size or Options().group_size
     try:
-        Options.model_validate({"hi": hi, "lo": lo, "group_size": group_size, "quantizer": quantizer})
+        Options.model_validate({"hi": hi, "lo": lo, "group_size": size_or_default, "quantizer": quantizer})
     except ValidationError as error:
         raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ") + ".") from None
-
-
-def _check_calibration(quantizer: str, calibration: Path | None) -> None:
     if quantizer == "gptq" and calibration is None:
         raise ConfigError(
             "gptq needs --calibration, a folder that `vllm-dymoe calibrate MODEL --texts FILE --out FOLDER` writes."
@@ -71,6 +52,18 @@ def _check_calibration(quantizer: str, calibration: Path | None) -> None:
         raise ConfigError(
             f"--quantizer {quantizer} does not use a --calibration; say --quantizer gptq, or leave it out."
         )
+    recorded = None if calibration is None else Calibration(calibration)
+    checkpoint = Checkpoint.open(model)
+    reader = checkpoint.reader
+    if group_size is None:
+        group_size = store_group_sizes(reader, 0, 1)[0] if reader.held else size_or_default
+    recipe = Recipe(hi, lo, group_size, quantizer, None if dtype == "auto" else getattr(torch, dtype), recorded)
+    with byte_progress(f"Quantizing {escape(model.name)}", checkpoint.dense_bytes + checkpoint.expert_bytes) as advance:
+        began = time.perf_counter()
+        manifest = convert(checkpoint, out, recipe, overwrite=overwrite, progress=advance)
+    _print_summary(checkpoint, out.absolute(), manifest, time.perf_counter() - began)
+    if reader.held:
+        Console().print(f"Experts: {describe(reader, recipe.stored_bits, quantizer)}.", soft_wrap=True)
 
 
 def _print_summary(checkpoint: Checkpoint, folder: Path, manifest: Manifest, seconds: float) -> None:
@@ -90,24 +83,18 @@ def _print_summary(checkpoint: Checkpoint, folder: Path, manifest: Manifest, sec
     table.add_row("in all", size(dense + before), size(after), "")
     console = Console()
     console.print(table)
-    _print_fallbacks(console, manifest)
+    fallbacks = manifest.errors.fallbacks if manifest.errors else ()
+    if rare := sum(map(len, fallbacks)):
+        width = next(iter(experts.formats.values())).hidden
+        console.print(
+            f"{rare} of {count} experts saw too few tokens in the calibration (fewer than {width}), and were quantized "
+            f"with {FALLBACK}:",
+            soft_wrap=True,
+        )
+        for layer, numbers in zip(experts.layers, fallbacks, strict=True):
+            if numbers:
+                console.print(f"  layer {layer}: {', '.join(map(str, numbers))}", soft_wrap=True)
     if left_out := len(checkpoint.left_out):
         console.print(f"{left_out} tensors of multi-token prediction layers were left out.", soft_wrap=True)
     console.print(f"Written in {seconds:.1f} s. To serve it:", soft_wrap=True)
     console.print(f"vllm serve {folder}", soft_wrap=True, markup=False)
-
-
-def _print_fallbacks(console: Console, manifest: Manifest) -> None:
-    experts, fallbacks = manifest.experts, manifest.errors.fallbacks if manifest.errors else ()
-    rare, count = sum(map(len, fallbacks)), len(experts.layers) * experts.num_experts
-    if not rare:
-        return
-    width = next(iter(experts.formats.values())).hidden
-    console.print(
-        f"{rare} of {count} experts saw too few tokens in the calibration (fewer than {width}), and were quantized "
-        f"with {FALLBACK}:",
-        soft_wrap=True,
-    )
-    for layer, numbers in zip(experts.layers, fallbacks, strict=True):
-        if numbers:
-            console.print(f"  layer {layer}: {', '.join(map(str, numbers))}", soft_wrap=True)

@@ -204,7 +204,15 @@ class Checkpoint:
 
     def _sort(self, tensors: Mapping[str, TensorPlace]) -> None:
         """Divide tensors into those of experts, dense ones and those that are left out."""
-        stack, beyond = _stack_of_experts(self.folder, tensors), self.config.size("num_hidden_layers", "num_layers")
+        stacks = {named.layers for name in tensors if (named := read_name(name))}
+        if not stacks:
+            raise CheckpointError(
+                f"{self.folder} holds no tensor of an expert (layers.0.….experts.0.gate_proj.weight or the like); "
+                "only Mixture-of-Experts models can be quantized here."
+            )
+        if len(stacks) > 1:
+            raise CheckpointError(f"{self.folder} has experts in several places, {' and '.join(sorted(stacks))}.")
+        stack, beyond = stacks.pop(), self.config.size("num_hidden_layers", "num_layers")
         experts = []
         for name, place in tensors.items():
             layer = re.match(rf"{re.escape(stack)}\.(\d+)\.", name)
@@ -261,19 +269,6 @@ class Checkpoint:
                     f"{place.name} in {self.folder} has shape {list(place.shape)} where config.json says "
                     f"{list(expected)}{'; transposed experts are not supported yet' if turned else ''}."
                 )
-
-
-def _stack_of_experts(folder: Path, tensors: Iterable[str]) -> str:
-    """Name of the one list of layers with experts."""
-    stacks = {named.layers for name in tensors if (named := read_name(name))}
-    if not stacks:
-        raise CheckpointError(
-            f"{folder} holds no tensor of an expert (layers.0.….experts.0.gate_proj.weight or the like); "
-            "only Mixture-of-Experts models can be quantized here."
-        )
-    if len(stacks) > 1:
-        raise CheckpointError(f"{folder} has experts in several places, {' and '.join(sorted(stacks))}.")
-    return stacks.pop()
 
 
 def group_experts(folder: Path, reader: Reader, found: Iterable[tuple[ExpertName, TensorPlace]]) -> list[ExpertTensors]:

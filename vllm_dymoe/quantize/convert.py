@@ -47,14 +47,8 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """The quantization_config in config.json, for a checkpoint that had 16 bits."""
-        return {
-            "quant_method": "dymoe",
-            "format_version": STORE_VERSION,
-            "hi": self.hi,
-            "lo": self.lo,
-            "group_size": self.group_size,
-            "quantizer": self.quantizer,
-        }
+        said = {key: getattr(self, key) for key in ("hi", "lo", "group_size", "quantizer")}
+        return {"quant_method": "dymoe", "format_version": STORE_VERSION} | said
 
 
 def convert(

@@ -89,17 +89,14 @@ def quantize_gptq(weight: Tensor, format: MatrixFormat, curvature: Curvature, lo
     codes = _round_columns(columns, grid, curvature.factor)
     if format.nested and low_weight:
         hessian = curvature.damped()
-        high, low = (_output_norm(grid.read(codes, bin) - columns, hessian) for bin in (1, grid.bin))
+        errors = [grid.read(codes, bin) - columns for bin in (1, grid.bin)]
+        high, low = (float(((hessian @ error) * error).sum(dtype=torch.float64)) for error in errors)
         grid = _Grid.of(grids, curvature.order, format, low_weight * high / (low or 1.0))
         if grid.low_weight:
             codes = _descend(_round_columns(columns, grid, curvature.factor), columns, grid, hessian)
     found = torch.empty_like(codes, dtype=torch.uint8)
     found[curvature.order] = codes.add_(format.code.midpoint).to(torch.uint8)
     return Codes(found.t(), grids.scales, grids.zeros)
-
-
-def _output_norm(error: Tensor, hessian: Tensor) -> float:
-    return float(((hessian @ error) * error).sum(dtype=torch.float64))
 
 
 @dataclass(frozen=True, eq=False)

@@ -156,7 +156,8 @@ class PartWriter:
         values = {"inputs": inputs, "weights": weights.float(), "experts": experts.to(torch.int16)}
         try:
             for (name, seen), width in zip(values.items(), self._row_bytes, strict=True):
-                write_at(self._file, _bytes_of(seen[:rows]), self._begin[f"{layer}.{name}"] + done * width)
+                data = seen[:rows].detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data
+                write_at(self._file, data, self._begin[f"{layer}.{name}"] + done * width)
         except OSError as error:
             raise self._refused(error) from error
         self._done[layer] += rows
@@ -185,7 +186,3 @@ class PartWriter:
             f"{self._path} cannot be written ({error.strerror}); free some space or choose another folder, "
             "and start again: what is complete is kept."
         )
-
-
-def _bytes_of(rows: Tensor) -> memoryview:
-    return rows.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data

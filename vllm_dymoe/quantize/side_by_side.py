@@ -57,7 +57,10 @@ class SideBySide:
 
 def _one_core_each() -> tuple[ThreadPoolExecutor, int]:
     """Threads whose tensor operations stay on one core, and how many."""
-    cores = _cores()
+    cores = os.sched_getaffinity(0)
+    for task in os.listdir("/proc/self/task"):  # those on which any thread of this process may run
+        with contextlib.suppress(OSError):  # it has ended
+            cores |= os.sched_getaffinity(int(task))
     started = threading.Barrier(len(cores))
 
     def start() -> None:
@@ -76,12 +79,3 @@ def _one_core_each() -> tuple[ThreadPoolExecutor, int]:
     finally:
         torch._C.set_num_threads(before)
     return pool, len(cores)
-
-
-def _cores() -> set[int]:
-    """Those on which any thread of this process may run."""
-    found = os.sched_getaffinity(0)
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # it has ended
-            found |= os.sched_getaffinity(int(task))
-    return found

@@ -52,7 +52,8 @@ def copy_tensors(tensors: Iterable[TensorPlace], folder: Path, progress: Callabl
     # Wide elements first, so that each tensor is aligned to its own; then in the order of the sources.
     shards: list[list[TensorPlace]] = [[]]
     size = total = 0
-    for place in sorted(tensors, key=lambda place: (-_element_bytes(place), place.path, place.begin)):
+    widths = {place: place.nbytes // max(1, math.prod(place.shape)) for place in tensors}
+    for place in sorted(widths, key=lambda place: (-widths[place], place.path, place.begin)):
         if shards[-1] and size + place.nbytes > _SHARD_BYTES:
             shards.append([])
             size = 0
@@ -111,7 +112,3 @@ def _write_shard(path: Path, tensors: Sequence[TensorPlace], progress: Callable[
                     progress(len(piece))
         target.flush()
         os.fsync(target.fileno())
-
-
-def _element_bytes(place: TensorPlace) -> int:
-    return place.nbytes // max(1, math.prod(place.shape))

@@ -117,7 +117,9 @@ class StoreWriter:
             for file in self._files:
                 os.fsync(file)
             self.close()
-            write_manifest(self.partial, replace(self._manifest, errors=errors))
+            described = replace(self._manifest, errors=errors).to_json()
+            write_synced(self.partial / MANIFEST, (json.dumps(described, indent=2) + "\n").encode())
+            sync_folder(self.partial)
             self._publish(overwrite)
         return FileStore(self._folder)
 
@@ -161,9 +163,3 @@ class StoreWriter:
 
     def _refused(self, error: OSError) -> StoreError:
         return StoreError(f"{self._folder} cannot be written: {error.strerror}; {self._advice}.")
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, and sync it and its folder."""
-    write_synced(folder / MANIFEST, (json.dumps(manifest.to_json(), indent=2) + "\n").encode())
-    sync_folder(folder)

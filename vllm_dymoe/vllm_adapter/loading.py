@@ -173,7 +173,10 @@ class Loading:
         source, place = "", store.place.reason if store.place is not None else ""
         if self.reader.held and not store.dummy:
             source = f" Experts: {describe(self.reader, self.options.stored_bits, self.options.quantizer)}."
-        announce(runtime, self._rank_name, time.perf_counter() - self._begin, source, place)
+        parallel = self._vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        rank = f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""
+        announce(runtime, rank, time.perf_counter() - self._begin, source, place)
 
     def _automatic_budget(self, device: torch.device, experts: ModelExperts) -> int:
         options = self.options
@@ -215,12 +218,6 @@ class Loading:
             "dtype": str(spec.dtype).removeprefix("torch."),
             "activation": [str(layer.activation) for layer in self._model.layers],
         }
-
-    @property
-    def _rank_name(self) -> str:
-        parallel = self._vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        return f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""
 
 
 def _agreement(config: VllmConfig) -> Agree:

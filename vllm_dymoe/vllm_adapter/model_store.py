@@ -259,7 +259,12 @@ class ModelStore:
         config, experts = self._vllm_config, self.experts
         device, ranks = config.device_config.device_type, config.parallel_config.local_world_size
         self.place = choose_host_place(self._options.host_store, device, experts, self._host_memory, ranks)
-        existing = self._existing(experts)
+        if self._checkpoint is None or self.dummy:
+            existing = cached_store(self._folder, self._manifest)  # of an earlier start
+        else:
+            existing = FileStore(local_folder(config), experts.layers)  # the checkpoint's own
+            check_belongs(existing, experts, self.layers[0])
+            self._packed_for = existing.manifest.model
         if existing is not None:
             logger.info("vllm-dymoe: the experts are packed already; reading them from %s", existing.folder)
             self.store = self._placed(existing)
@@ -273,15 +278,6 @@ class ModelStore:
         else:
             quantizer = QUANTIZERS[self._options.quantizer]
             self._packer = ExpertPacker(experts, quantizer, writer, self._progress.update)
-
-    def _existing(self, experts: ModelExperts) -> FileStore | None:
-        """The checkpoint's own store, or the one of an earlier start."""
-        if self._checkpoint is None or self.dummy:
-            return cached_store(self._folder, self._manifest)
-        store = FileStore(local_folder(self._vllm_config), experts.layers)
-        check_belongs(store, experts, self.layers[0])
-        self._packed_for = store.manifest.model
-        return store
 
     def _placed(self, files: FileStore) -> HostStore:
         assert self.place is not None

@@ -32,30 +32,32 @@ def loading(packer):
     return loading
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_end_the_start_and_leave_nothing(tmp_path, bad):
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        (
+            float("nan"),
+            "down projection of expert 5 in layer 2 cannot be quantized .*: 1 of its weights are NaN or inf",
+        ),
+        (
+            float("inf"),
+            "down projection of expert 5 in layer 2 cannot be quantized .*: 1 of its weights are NaN or inf",
+        ),
+        (None, "lacks 1 .* down projection of expert 5 in layer 2; download it again"),
+    ],
+)
+def test_a_weight_that_is_missing_or_not_finite_ends_the_start_and_leaves_nothing(tmp_path, bad, sentence):
     packer = ExpertPacker(EXPERTS, QUANTIZERS["rtn"], StoreWriter(tmp_path / "s", Manifest(EXPERTS, "rtn", "m")))
-    model = loading(packer)
-    model.layer_store(0).put(0, Projection.GATE, random_weight(EXPERTS, 0, 0, Projection.GATE))
-    weight = random_weight(EXPERTS, 1, 4, Projection.DOWN)
-    weight[3, 5] = bad
-    model.layer_store(1).put(4, Projection.DOWN, weight)
-    model._model.layer_loaded(0)
-    with pytest.raises(StoreError) as caught:
-        model._model.layer_loaded(1)
-    assert str(caught.value).startswith("vllm-dymoe: the down projection of expert 4 in layer 2 cannot be quantized")
-    assert "1 of its weights are NaN or infinite; download the checkpoint again." in str(caught.value)
-    assert not os.listdir(tmp_path)
-
-
-def test_a_missing_expert_ends_the_start_and_leaves_nothing(tmp_path):
-    packer = ExpertPacker(EXPERTS, QUANTIZERS["rtn"], StoreWriter(tmp_path / "s", Manifest(EXPERTS, "rtn", "m")))
-    put = packer.put
-    packer.put = lambda *what: None if what[:2] == (0, 5) else put(*what)
+    model, put = loading(packer), packer.put
+    packer.put = lambda *what: None if what[:3] == (1, 5, Projection.DOWN) else put(*what)
     fill(packer)
-    model = loading(packer)
+    packer.put = put
+    if bad is not None:
+        weight = random_weight(EXPERTS, 1, 5, Projection.DOWN)
+        weight[3, 5] = bad
+        model.layer_store(1).put(5, Projection.DOWN, weight)
     assert not model._model.layer_loaded(0)
-    with pytest.raises(StoreError, match=r"vllm-dymoe: .* lacks 3 .* gate projection of expert 5 in layer 1"):
+    with pytest.raises(StoreError, match=f"^vllm-dymoe: .*{sentence}"):
         model.layer_loaded(1, None)
     assert not os.listdir(tmp_path)
 

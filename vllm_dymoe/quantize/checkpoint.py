@@ -118,15 +118,7 @@ class Checkpoint:
         return tuple(Projection)[self.config.model_type in _WITHOUT_GATE :]
 
     def model_experts(self, bits: tuple[int, ...], group_size: int, dtype: torch.dtype) -> ModelExperts:
-        """What a store of this checkpoint holds.
-
-        Args:
-            bits: stored bit-widths, the high tier first.
-            dtype: of the scales, and of the weights at 16 bits.
-
-        Raises:
-            CheckpointError: config.json lacks a size, or the format cannot hold this model.
-        """
+        """What a store of this checkpoint holds; bits have the high tier first. CheckpointError if it cannot."""
         hidden, intermediate = self.config.size(*_HIDDEN), self.config.size(*INTERMEDIATE)
         biased = any("bias" in tensors.parts for tensors in self.experts)
         formats = stored_formats(

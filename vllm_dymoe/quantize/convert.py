@@ -66,11 +66,6 @@ def convert(
     Args:
         overwrite: replace ``out`` if it is a dymoe checkpoint.
         progress: called with source bytes as they are done; the whole is dense_bytes + expert_bytes.
-
-    Raises:
-        CheckpointError: the folder cannot be written, or the source cannot be read.
-        StoreError: experts cannot be quantized, or the disk refuses their store.
-        CalibrationError: the recipe's calibration is of no use for this model.
     """
     out = out.absolute()
     manifest = _plan(checkpoint, recipe)
@@ -109,7 +104,7 @@ def convert(
 
 
 def _plan(checkpoint: Checkpoint, recipe: Recipe) -> Manifest:
-    """What the store will be; refuses a recipe that is not for this checkpoint."""
+    """What the store will be; refuses a recipe for another checkpoint."""
     experts = checkpoint.model_experts(recipe.stored_bits, recipe.group_size, recipe.dtype or checkpoint.dtype)
     reader = checkpoint.reader
     check_compatible(reader, recipe.stored_bits, recipe.group_size, 0, 1)

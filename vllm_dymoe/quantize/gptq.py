@@ -6,19 +6,16 @@ codes are to make |X (W - dequantize(codes))^T|^2 small. Let U be the upper Chol
 rounded; its error, divided by U[i, i] and multiplied by U[i, j], is taken off every later column j.
 
 Columns go by falling H[i, i], so that many are left to make up for those that matter most. Scales and zeros are chosen
-before, for groups of neighbouring columns as they lie in memory, so the order costs nothing when the matrix is read
-("static groups", llm-compressor's default too). They cover each group's whole range: narrower ones with a smaller error
-make all weights smaller, and lose more (benchmarks/LOG.md).
+before, for groups of neighbouring columns ("static groups"), so the order costs nothing when the matrix is read. They
+cover each group's whole range: narrower ones make all weights smaller, and lose more (benchmarks/LOG.md).
 
-Where the low version lies inside the high one a code is read in two ways, and each reading has an error of its own that
-later columns make up for. The code is the one whose two squared errors, that of the low reading times a weight, are
-least together. The weight is chosen for each matrix: what GPTQ leaves of the low reading's output error, where it does
-not look at it, is a multiple of the high one's that differs by orders of magnitude between matrices, by how alike
-columns' inputs are, and no constant suits both ends. One sweep of coordinate descent follows, which chooses every
-column's codes once more, given all the others (Behdin et al., "QuantEase", 2023).
+Where the low version lies inside the high one a code is read in two ways, and each reading has an error of its own. The
+code is the one whose two squared errors, that of the low reading times a weight, are least together. The weight follows
+from how alike a matrix's inputs are, which differs by orders of magnitude, so it is chosen for each matrix. One sweep
+of coordinate descent follows, which chooses every column's codes once more (Behdin et al., "QuantEase", 2023).
 
-Written here, because the libraries that have it, GPTQModel and llm-compressor, quantize the modules of a model that
-they load, onto grids whose zeros are whole numbers. Ours are 16-bit weights (docs/format.md), which fit a group better.
+Written here, because GPTQModel and llm-compressor quantize the modules of a model that they load, onto grids whose
+zeros are whole numbers. Ours are 16-bit weights (docs/format.md), which fit a group better.
 """
 
 from dataclasses import dataclass
@@ -101,7 +98,7 @@ def quantize_gptq(weight: Tensor, format: MatrixFormat, curvature: Curvature, lo
 
 @dataclass(frozen=True, eq=False)
 class _Grid:
-    """What codes stand for. Codes are counted from the middle one here; columns are in the order of rounding.
+    """What codes stand for, counted from the middle one; columns are in the order of rounding.
 
     Attributes:
         scales, zeros: float32 [groups, rows], or [groups, 2 * rows] for two readings, the high one first.

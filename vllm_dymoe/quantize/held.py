@@ -45,7 +45,7 @@ class HeldIntegers:
         return replace(self, codes=self.codes[which], scales=self.scales[which], zero_points=self.zero_points[which])
 
     def dequantize(self) -> Tensor:
-        """The weights, [rows, columns] in the scales' dtype: one product each, rounded once, as the formats say."""
+        """The weights, [rows, columns] in the scales' dtype: one product each, rounded once."""
         groups = self.column_groups
         steps = self.codes.to(torch.int16) - self.zero_points.to(torch.int16)[:, groups]
         return steps.to(self.scales.dtype) * self.scales[:, groups]
@@ -129,7 +129,6 @@ class HeldFloats:
         return self.codes.shape
 
     def part(self, dimension: int, which: slice) -> Self:
-        """Some rows (dimension 0) or columns (1)."""
         if dimension == 1:
             return replace(self, codes=self.codes[:, which], column_blocks=self.column_blocks[which], checked=True)
         return replace(self, codes=self.codes[which], row_blocks=self.row_blocks[which], checked=True)

@@ -21,7 +21,7 @@ from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, quantize_gptq
 from vllm_dymoe.quantize.held import Held, Matrix
-from vllm_dymoe.quantize.quantizers import QUANTIZERS, Codes, Quantizer, dequantized, pack_bias, quantize_matrix
+from vllm_dymoe.quantize.quantizers import QUANTIZERS, Quantizer, dequantized, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.side_by_side import SideBySide
 from vllm_dymoe.residency.format import BlobKey, ModelExperts, Projection
 from vllm_dymoe.residency.matrix import MatrixFormat
@@ -45,10 +45,9 @@ JOURNAL = "packed.jsonl"
 
 
 class Journal:
-    """A file beside the shards: what is being packed, then a line for each layer that is complete and synced.
+    """A file beside the shards: a line with all that decides what they hold, then one for each complete, synced layer.
 
-    Args:
-        purpose: all that decides what they will hold, in one line; a journal of anything else is begun anew.
+    A journal of another purpose is begun anew.
     """
 
     def __init__(self, folder: Path, purpose: str) -> None:
@@ -170,16 +169,22 @@ def pack_projection(
             )
         section = torch.empty(form.nbytes, dtype=torch.uint8)
         base = torch.empty(form.base.nbytes, dtype=torch.uint8) if form.nested else None
+        taken = isinstance(weight, Held) and bits == weight.bits
         try:
-            plain, codes = _pack(weight, form, quantizer, section, base)
+            if isinstance(weight, Held) and taken:
+                weight.pack(form, section, base)
+            else:
+                if isinstance(weight, Held):
+                    weight.check_scales(form.dtype)
+                plain = weight.dequantize() if isinstance(weight, Held) else weight
+                codes = quantize_matrix(plain, form, quantizer, section, base)
+                if codes is not None:
+                    errors.add(place, plain, dequantized(codes, form), bits, curvature)
         except ValueError as error:
-            taken = isinstance(weight, Held) and bits == weight.bits
             what = f"{'taken as it is at' if taken else 'quantized to'} {bits} bits"
             raise StoreError(f"the {_name(experts, place)} cannot be {what}: {error}") from error
         if bias is not None:
             _pack_bias(experts, place, bias, form if base is None else form.base, section if base is None else base)
-        if plain is not None and codes is not None:
-            errors.add(place, plain, dequantized(codes, form), bits, curvature)
         if base is not None:
             plain = weight.dequantize() if isinstance(weight, Held) else weight
             errors.add(place, plain, dequantize(form.base.view(base)), form.base.bits, curvature)
@@ -262,19 +267,6 @@ class ExpertPacker:
     def discard(self) -> None:
         self._threads.close()  # by now no thread may write to the files
         self._writer.discard()
-
-
-def _pack(
-    weight: Tensor | Held, form: MatrixFormat, quantizer: Quantizer, section: Tensor, base: Tensor | None
-) -> tuple[Tensor | None, Codes | None]:
-    """What was quantized and to which codes, or None where nothing was."""
-    if isinstance(weight, Held):
-        if form.bits == weight.bits:
-            weight.pack(form, section, base)
-            return None, None
-        weight.check_scales(form.dtype)
-        weight = weight.dequantize()
-    return weight, quantize_matrix(weight, form, quantizer, section, base)
 
 
 def _pack_bias(experts: ModelExperts, place: Place, bias: Tensor, form: MatrixFormat, section: Tensor) -> Tensor:

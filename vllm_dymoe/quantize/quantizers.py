@@ -56,8 +56,7 @@ def half_quadratic(weight: Tensor, format: MatrixFormat) -> Codes:
         e    = shrink(w - w_q),   shrink(x) = sign(x) * max(0, |x| - |x|**(p - 1) / beta)
         zero = mean(w - e - (code - midpoint) * scale)
 
-    and beta grows with each round. Errors are measured in scales of the group, so that the size of the weights does not
-    matter, and with the zero as it is stored. Each group keeps its best zero, and stops when its zero rests.
+    and beta grows with each round. Errors are in scales of the group. Each group keeps its best zero.
     """
 
     def quantize(groups: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -117,9 +117,6 @@ def check_space(recording: Recording, folder: Path) -> None:
 class PartWriter:
     """Takes the inputs of every layer, step by step, up to a number of tokens; only one step is in memory.
 
-    Args:
-        tokens: how many; those that come after them are not recorded.
-
     Raises:
         CalibrationError: the file cannot be written, or another process is writing it.
     """

@@ -1,7 +1,6 @@
 """Work on all cores, each piece on one.
 
-Quantizing is many small operations: spreading each of them over the cores costs more in waiting than it gains, most of
-all where something else has one of the cores.
+Quantizing is many small operations: spreading each of them over the cores costs more in waiting than it gains.
 """
 
 import contextlib
@@ -19,11 +18,7 @@ _MOST_BYTES = 1 << 30
 
 
 class SideBySide:
-    """Pieces of work that one thread hands out; at most two for each core are under way.
-
-    Args:
-        done: called by that thread with the arguments of each piece that is done, in the order of handing out.
-    """
+    """Pieces of work that one thread hands out; it calls ``done`` with each one's arguments, in that order."""
 
     def __init__(self, done: Callable[..., object]) -> None:
         self._done = done

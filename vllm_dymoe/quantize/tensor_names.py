@@ -1,7 +1,7 @@
 """How checkpoints name their experts, and how several projections lie in one tensor.
 
-Fused and separate experts both load: a tensor for each projection of each expert (``layers.3.mlp.experts.7.gate_proj``,
-Mixtral's ``w1``, ``w3``, ``w2``), or one for all experts of a layer, a stack: ``experts.gate_up_proj`` [E, 2 I, H] and
+A tensor for each projection of each expert (``layers.3.mlp.experts.7.gate_proj``, Mixtral's ``w1``, ``w3``, ``w2``),
+or one for all experts of a layer, a stack: ``experts.gate_up_proj`` [E, 2 I, H] and
 ``experts.down_proj`` [E, H, I]; Granite's are named ``input_linear`` and ``output_linear``. GPT-OSS's and Llama 4's
 stacks are transposed, [E, H, 2 I] and [E, I, H], and GPT-OSS has gate and up in turns, row by row. A bias is a tensor
 beside its weight, without the columns. Quantized stacks have the name of a part behind that of the weight, as in
@@ -67,19 +67,13 @@ def read_name(name: str) -> ExpertName | None:
 
 @dataclass(frozen=True)
 class Stacking:
-    """How a stack's matrices lie.
-
-    Attributes:
-        transposed: columns first.
-        interleaved: gate and up in turns, row by row, in place of all gates before all ups.
-    """
+    """How a stack's matrices lie: columns first; gate and up in turns, row by row, in place of one behind the other."""
 
     transposed: bool = False
     interleaved: bool = False
 
     @classmethod
     def of(cls, model_type: object) -> "Stacking":
-        """The stacks of a model, by ``model_type`` in its configuration."""
         return _STACKINGS.get(model_type, cls())
 
     def shape(self, matrix: tuple[int, ...]) -> tuple[int, ...]:

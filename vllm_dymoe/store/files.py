@@ -40,9 +40,6 @@ class FileStore:
 
     Args:
         layers: model layers to open, as a pipeline stage needs them; all of the manifest's if None.
-
-    Raises:
-        StoreError: a shard is missing, or shorter than its header says.
     """
 
     def __init__(self, folder: Path, layers: tuple[int, ...] | None = None) -> None:

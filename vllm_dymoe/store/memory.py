@@ -22,10 +22,7 @@ _LEAST_LEFT = 2 << 30
 
 
 class MemoryStore:
-    """Blobs in host memory, one mapping for each layer, page-locked where there is a device to copy to.
-
-    Args:
-        page_lock: locks the memory of a layer once it is filled; None without a device.
+    """Blobs in host memory, one mapping for each layer, locked once it is filled; without a device it is not locked.
 
     Raises:
         HostMemoryError: the memory cannot be had.
@@ -99,12 +96,7 @@ class MemoryStore:
         page_lock: CudaPageLock | None = None,
         progress: Callable[[int], object] = lambda _: None,
     ) -> "MemoryStore":
-        """Read a whole file store into memory, layer by layer, check it, and lock it; telling bytes as they come.
-
-        Raises:
-            HostMemoryError: the memory cannot be had, or not be locked.
-            StoreError: the files cannot be read. Nothing stays locked.
-        """
+        """Read a whole file store into memory, layer by layer, check and lock it; on errors nothing stays locked."""
         store = cls(source.experts, page_lock)
 
         def fill(key: BlobKey) -> int:
@@ -181,15 +173,11 @@ class HostPlace:
 
 
 def choose_host_place(asked: str, device_type: str, experts: ModelExperts, available: int, ranks: int) -> HostPlace:
-    """Choose for one rank.
+    """Choose for one rank; HostMemoryError if memory was asked for, and has no room for the experts.
 
     Args:
         asked: the option ``host_store``: "auto", "file" or "pinned".
-        device_type: "cuda", or another one that has no use for page-locked memory.
         available: bytes of host memory that all ranks on this machine can get.
-
-    Raises:
-        HostMemoryError: memory was asked for, and has no room for the experts.
     """
     if asked == "file":
         return HostPlace(False)

@@ -62,17 +62,10 @@ def node_of(pci_address: str) -> int | None:
 
 
 class Arena:
-    """A mapping that can be locked, near the device that it is locked for.
-
-    Args:
-        page_lock: locks it; None where no device copies from it.
+    """A mapping, ``memory`` uint8 [nbytes], that can be locked for a device, and lies near it; OSError if impossible.
 
     Attributes:
-        memory: uint8 [nbytes].
         unbound: why it does not lie near the device; None if it does, or need not.
-
-    Raises:
-        OSError: the memory cannot be had.
     """
 
     def __init__(self, nbytes: int, page_lock: CudaPageLock | None) -> None:

@@ -84,11 +84,7 @@ class StoreWriter:
             raise self._refused(error) from error
 
     def write(self, key: BlobKey, projection: Projection, part: torch.Tensor, start: int = 0) -> None:
-        """Write a packed section (uint8, contiguous), or the part from byte ``start`` on of one; and its checksum.
-
-        Raises:
-            StoreError: the disk refuses.
-        """
+        """Write a packed section (uint8, contiguous), or the part from byte ``start`` on of one; and its checksum."""
         experts, file = self._manifest.experts, self._files[key.layer]
         slice_place = experts.places[key.bits]
         section, data = experts.formats[key.bits].sections[projection], part.numpy().data

@@ -2,17 +2,15 @@
 
 vLLM's models hand experts over in several ways, and all of them end here:
 
-- one projection of one expert, [rows, columns], through ``param.weight_loader``: most models; vLLM itself cuts stacks
-  of all experts into such pieces;
+- one projection of one expert, [rows, columns], through ``param.weight_loader``: most models;
 - one projection of all local experts, [experts, rows, columns], the same way: Llama 4;
-- gate and up of one expert as GPT-OSS's checkpoints have them, transposed and interleaved, the same way (vLLM 0.32);
+- gate and up of one expert, transposed and interleaved, the same way: GPT-OSS (vLLM 0.32);
 - gate and up, or down, of all local experts, sliced already: GPT-OSS, at 16 bits through ``param.copy_``, quantized
-  through ``param.weight_loader`` without an expert's number. Of quantized ones ranks have whole groups of 32 inputs of
-  the down projection, the last one what is left; zeros fill it up (``GptOssModel._load_weights_mxfp4``);
+  through ``param.weight_loader`` without an expert's number; ranks have whole groups of 32 inputs of the down
+  projection, the last one what is left, and zeros fill it up (``GptOssModel._load_weights_mxfp4``);
 - one projection of all experts, [experts * intermediate, hidden], without an expert's number: DBRX.
 
-Only views are taken of what vLLM hands over, so nothing bigger than one projection is ever copied. Of experts that are
-quantized in the checkpoint, codes, scales and zero points wait for each other, then go on.
+Only views are taken of what vLLM hands over. Parts of a quantized matrix wait for each other.
 """
 
 from collections.abc import Iterable

@@ -94,11 +94,7 @@ class LayerStore:
         return self.model.prepare() is not None
 
     def put(self, expert: int, projection: Projection, weight: Given) -> None:
-        """Take one projection from the checkpoint; nothing to do where a complete store exists.
-
-        Raises:
-            StoreError: the store cannot be written, or the weights cannot be quantized.
-        """
+        """Take one projection from the checkpoint; nothing to do where a complete store exists."""
         if (packer := self.model.prepare()) is not None:
             with self.model.packing():
                 given = self._widened(projection, weight) if isinstance(weight, Tensor) else weight
@@ -127,7 +123,6 @@ class ModelStore:
 
     Args:
         checkpoint: quantization_config of the checkpoint, if it is ours.
-        reader: of the checkpoint's experts, if another tool has quantized them.
         host_memory: bytes that all ranks of this machine can get.
 
     Attributes:

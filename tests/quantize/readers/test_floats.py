@@ -107,14 +107,6 @@ def test_a_boundary_that_cuts_a_group_is_refused():
         packed(matrix.part(1, slice(16, 112)))
 
 
-def test_rows_in_turns_are_two_matrices():
-    tensors, _, matrix = golden("mxfp4")
-    for first in (0, 1):
-        assert torch.equal(
-            dequantize(packed(matrix.part(0, slice(first, None, 2)))), tensors["weights"][first::2].float()
-        )
-
-
 def test_scales_of_one_number_for_a_row_or_of_exponents_are_read():
     weight = torch.randn(6, 64).to(torch.float8_e4m3fn)
     in_blocks = {"quant_method": "fp8", "weight_block_size": [4, 32]}  # of which the last has two rows
@@ -149,16 +141,13 @@ def with_byte(*some):
     [
         ("mxfp4", "blocks", lambda t: t[:, :5], r"blocks has shape \[44, 5, 16\], expected \[44, 6, 16\]"),
         ("mxfp4", "blocks", lambda t: t.float(), "blocks is torch.float32, expected torch.uint8"),
-        ("mxfp4", "scales", lambda t: t[:43], r"scales has shape \[43, 6\], expected \[44, 6\]"),
         ("mxfp4", "scales", with_byte(255), "some of its scales are NaN or infinite"),
         ("mxfp4", "scales", with_byte(254), "too large for a weight"),
         ("nvfp4-modelopt", "weight_scale", with_byte(0x7F), "some of its scales are NaN or infinite"),
-        ("nvfp4-modelopt", "weight_scale", with_byte(0x7F, 0x81), "some of its scales are NaN or infinite"),
         ("nvfp4-modelopt", "weight_scale_2", lambda t: t.expand(2), r"weight_scale_2 has shape \[2\], expected one"),
         ("nvfp4-compressed-tensors", "weight_global_scale", torch.zeros_like, "too large for a weight"),
         ("nvfp4-compressed-tensors", "weight_packed", lambda t: t.t(), r"weight_packed has shape \[96, 44\]"),
         ("fp8-blocks", "weight", with_byte(0xFF), "some of its weights are NaN"),
-        ("fp8-blocks", "weight", lambda t: t.to(torch.float8_e5m2), "weight is torch.float8_e5m2, expected"),
         (
             "fp8-blocks",
             "weight_scale_inv",

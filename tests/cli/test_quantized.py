@@ -128,7 +128,7 @@ def test_floats_are_taken_as_they_are(tmp_path, kind, monkeypatch):
             else:
                 assert error.norm() < 0.6 * matrix.dequantize().norm()
     config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert config["codebooks"] == {str(high): matrix.codebook.name}
+    assert config["codebooks"] == {str(high): matrix.code.name}
     assert f"at {high} bits" in json.loads(command("inspect", model.folder, "--json").stdout)["kind"]
 
 

@@ -5,14 +5,14 @@ import torch
 
 from tests.quantize.readers.packing import random_prequantized
 from vllm_dymoe.kernels import dequantize, unpack
-from vllm_dymoe.quantize.held import HeldIntegers
+from vllm_dymoe.quantize.held import integers
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 
 def prequantized(*sizes, **settings):
     matrix = random_prequantized(*sizes, **settings)
-    return HeldIntegers(matrix.bits, matrix.codes, matrix.scales, matrix.zero_points, matrix.column_groups)
+    return integers(matrix.bits, matrix.codes, matrix.scales, matrix.zero_points, matrix.column_groups)
 
 
 def packed(matrix, group_size, dtype=torch.float16, *, steps=True, act_order=False):

@@ -2,14 +2,13 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_dymoe.kernels import pack, pack_floats, pack_nested
-from vllm_dymoe.residency.code import Code
+from vllm_dymoe.residency.code import STEPS, Code
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 # No model has a weight of 2^64, and products with it would leave the range of floats.
@@ -17,41 +16,65 @@ _LARGEST_SCALE = 2.0**64
 
 
 @dataclass(frozen=True, eq=False)
-class HeldIntegers:
-    """Codes, scales and zero points as a checkpoint has them: weight = (code - zero point) * scale.
+class Held:
+    """Codes and scales as a checkpoint has them, whose numbers are taken as they are.
+
+    Integers are (code - zero point) * scale, published floats level[code] * (scale * multiplier / divisor).
 
     Attributes:
         codes: uint8 [rows, columns].
-        scales: float [rows, groups], in the checkpoint's dtype.
-        zero_points: uint8 [rows, groups]; the middle code everywhere if the quantization is symmetric.
-        column_groups: int64 [columns], the group of each column. Groups are neighbours unless columns were quantized in
-            the order of their activations (GPTQ's desc_act, compressed-tensors' actorder "group").
+        scales: [groups of rows, groups of columns], in the checkpoint's dtype, or that of the published float.
+        row_groups: int64 [rows], the row of scales of each.
+        column_groups: int64 [columns], the column of scales of each. Groups are neighbours unless columns were
+            quantized in the order of their activations (GPTQ's desc_act, compressed-tensors' actorder "group").
+        factor: multiplier and divisor of all scales, float32 numbers.
+        zero_points: of integers, uint8 and of the scales' shape; the middle code everywhere if they are symmetric.
     """
 
-    bits: int
+    code: Code
     codes: Tensor
     scales: Tensor
-    zero_points: Tensor
+    row_groups: Tensor
     column_groups: Tensor
+    factor: tuple[float, float] = (1.0, 1.0)
+    zero_points: Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        return self.code.bits
 
     @property
     def shape(self) -> torch.Size:
         return self.codes.shape
 
-    def part(self, dimension: int, which: slice) -> Self:
+    def part(self, dimension: int, which: slice) -> "Held":
         """Some rows (dimension 0) or columns (1)."""
         if dimension == 1:
             return replace(self, codes=self.codes[:, which], column_groups=self.column_groups[which])
-        return replace(self, codes=self.codes[which], scales=self.scales[which], zero_points=self.zero_points[which])
+        return replace(self, codes=self.codes[which], row_groups=self.row_groups[which])
+
+    def filled(self, rows: int, columns: int) -> "Held":
+        """Published floats of this shape, with zeros behind the last row and column."""
+        below, right = rows - self.shape[0], columns - self.shape[1]
+        return replace(
+            self,
+            codes=F.pad(self.codes, (0, right, 0, below)),
+            row_groups=torch.cat((self.row_groups, self.row_groups[-1:].expand(below))),
+            column_groups=torch.cat((self.column_groups, self.column_groups[-1:].expand(right))),
+        )
 
     def dequantize(self) -> Tensor:
-        """The weights, [rows, columns] in the scales' dtype: one product each, rounded once."""
-        groups = self.column_groups
-        steps = self.codes.to(torch.int16) - self.zero_points.to(torch.int16)[:, groups]
-        return steps.to(self.scales.dtype) * self.scales[:, groups]
+        """The weights [rows, columns]: in the scales' dtype, each rounded once; of published floats float32."""
+        if self.zero_points is None:
+            multiplier, divisor = torch.tensor(self.factor, dtype=torch.float32)
+            scales = self.scales.float() * multiplier / divisor  # in the order of the tools that wrote them
+            return self.code.levels(self.codes) * scales[self.row_groups][:, self.column_groups]
+        zeros = self.zero_points.to(torch.int16)[self.row_groups][:, self.column_groups]
+        steps = self.codes.to(torch.int16) - zeros
+        return steps.to(self.scales.dtype) * self.scales[self.row_groups][:, self.column_groups]
 
     def pack(self, format: MatrixFormat, section: Tensor, base: Tensor | None = None) -> None:
-        """Write the same integers and scales into a section, or into two if the format is nested.
+        """Write the same codes and scales into a section of this code, or into two if it is nested.
 
         The format's groups may be shorter than the checkpoint's: they share a scale then. With an act order columns are
         sorted by their groups.
@@ -59,21 +82,31 @@ class HeldIntegers:
         Raises:
             ValueError: the format cannot hold the numbers as they are.
         """
+        if self.zero_points is None:
+            first = _first_of_groups(self.column_groups, format, "columns do not lie in groups of {} with one scale")
+            # As bytes: not every dtype of scales can be indexed.
+            raw = self.scales.contiguous().view(torch.uint8).view(*self.scales.shape, -1)
+            chosen = raw.index_select(0, self.row_groups).index_select(1, first)
+            pack_floats(format, self.codes, chosen.view(self.scales.dtype).squeeze(2), section, self.factor)
+            return
         self.check_scales(format.dtype)
         order = self.column_groups.argsort(stable=True) if format.act_order else None
         stored = self.column_groups if order is None else self.column_groups[order]
         where = "even sorted by their groups" if format.act_order else "as they are"
         first = _first_of_groups(stored, format, f"columns, {where}, do not lie in groups of {{}} neighbours")
-        zeros = format.code.midpoint - self.zero_points[:, first].to(torch.int16)
+        zeros = format.code.midpoint - self.zero_points[self.row_groups][:, first].to(torch.int16)
         if not format.integer_zeros and bool(zeros.any()):
             raise ValueError("it has zero points, although its configuration says that it is symmetric.")
+        scales = self.scales[self.row_groups][:, first]
         if base is None:
-            pack(format, self.codes, self.scales[:, first], zeros, section, order)
+            pack(format, self.codes, scales, zeros, section, order)
         else:
-            pack_nested(format, self.codes, self.scales[:, first], zeros, base, section, order)
+            pack_nested(format, self.codes, scales, zeros, base, section, order)
 
     def check_scales(self, dtype: torch.dtype) -> None:
-        """ValueError for scales that a model's dtype would round, or that are not finite."""
+        """ValueError for scales that a model's dtype would round (never those of floats), or that are not finite."""
+        if self.zero_points is None:
+            return
         if not bool(torch.isfinite(self.scales).all()):
             raise ValueError("some of its scales are NaN or infinite; download the checkpoint again.")
         if not torch.equal(self.scales.to(dtype).to(self.scales.dtype), self.scales):
@@ -83,91 +116,30 @@ class HeldIntegers:
             raise ValueError(f"its scales are {name} and would be rounded to {short}; {advice}.")
 
 
-@dataclass(frozen=True, eq=False)
-class HeldFloats:
-    """Codes and scales as a checkpoint has them: weight = level[code] * (scale * multiplier / divisor).
-
-    Attributes:
-        codebook: what codes stand for.
-        codes: uint8 [rows, columns].
-        scales: in the codebook's dtype [blocks of rows, blocks of columns].
-        row_blocks: int64 [rows], the row of scales of each.
-        column_blocks: int64 [columns], the column of scales of each.
-        factor: multiplier and divisor of all scales, float32 numbers.
-        checked: made of a matrix whose numbers have been looked at.
-
-    Raises:
-        ValueError: codes or scales that are no numbers, or a scale too large for a weight.
-    """
-
-    codebook: Code
-    codes: Tensor
-    scales: Tensor
-    row_blocks: Tensor
-    column_blocks: Tensor
-    factor: tuple[float, float] = (1.0, 1.0)
-    checked: bool = False
-
-    def __post_init__(self) -> None:
-        if self.checked:
-            return
-        again = "download the checkpoint again."
-        if self.codebook.bits == 8 and int((self.codes & 0x7F).max()) > self.codebook.largest:
-            raise ValueError(f"some of its weights are NaN; {again}")
-        largest = _largest(self.scales)
-        if not (math.isfinite(largest) and bool(torch.tensor(self.factor, dtype=torch.float32).isfinite().all())):
-            raise ValueError(f"some of its scales are NaN or infinite; {again}")
-        if self.factor[1] == 0 or largest > _LARGEST_SCALE:
-            raise ValueError(f"some of its scales are too large for a weight; {again}")
-
-    @property
-    def bits(self) -> int:
-        return self.codebook.bits
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.codes.shape
-
-    def part(self, dimension: int, which: slice) -> Self:
-        if dimension == 1:
-            return replace(self, codes=self.codes[:, which], column_blocks=self.column_blocks[which], checked=True)
-        return replace(self, codes=self.codes[which], row_blocks=self.row_blocks[which], checked=True)
-
-    def filled(self, rows: int, columns: int) -> Self:
-        """A matrix of this shape with zeros behind the last row and column."""
-        below, right = rows - self.shape[0], columns - self.shape[1]
-        return replace(
-            self,
-            codes=F.pad(self.codes, (0, right, 0, below)),
-            row_blocks=torch.cat((self.row_blocks, self.row_blocks[-1:].expand(below))),
-            column_blocks=torch.cat((self.column_blocks, self.column_blocks[-1:].expand(right))),
-            checked=True,
-        )
-
-    def dequantize(self) -> Tensor:
-        """The weights, float32 [rows, columns], in the order of operations of the tools that wrote them."""
-        multiplier, divisor = torch.tensor(self.factor, dtype=torch.float32)
-        scales = self.scales.float() * multiplier / divisor
-        return self.codebook.levels(self.codes) * scales[self.row_blocks][:, self.column_blocks]
-
-    def pack(self, format: MatrixFormat, section: Tensor, base: Tensor | None = None) -> None:
-        """Write the same codes and scales into a section; ValueError if a group would have two scales."""
-        assert format.code == self.codebook
-        first = _first_of_groups(self.column_blocks, format, "columns do not lie in groups of {} with one scale")
-        # As bytes: not every dtype of scales can be indexed.
-        raw = self.scales.contiguous().view(torch.uint8).view(*self.scales.shape, -1)
-        chosen = raw.index_select(0, self.row_blocks).index_select(1, first)
-        pack_floats(format, self.codes, chosen.view(self.scales.dtype).squeeze(2), section, self.factor)
-
-    def check_scales(self, dtype: torch.dtype) -> None:
-        """Nothing: no dtype rounds them."""
-
-
-Held = HeldIntegers | HeldFloats
-"""A matrix whose numbers are taken as they are."""
-
 Matrix = tuple[Tensor | Held, Tensor | None]
 """A projection's weight [rows, columns], and its bias [rows] if it has one."""
+
+
+def integers(bits: int, codes: Tensor, scales: Tensor, zero_points: Tensor, column_groups: Tensor) -> Held:
+    """Integers with scales and zero points [rows, groups]."""
+    return Held(STEPS[bits], codes, scales, torch.arange(len(codes)), column_groups, zero_points=zero_points)
+
+
+def check_floats(held: Held) -> Held:
+    """The same; ValueError for codes or scales that are no numbers, or a scale too large for a weight."""
+    again = "download the checkpoint again."
+    if held.bits == 8 and int((held.codes & 0x7F).max()) > held.code.largest:
+        raise ValueError(f"some of its weights are NaN; {again}")
+    if held.scales.dtype.itemsize > 1:
+        largest = float(held.scales.abs().max())
+    else:  # bytes without their sign are in the order of what they stand for, NaN behind all
+        raw = held.scales.view(torch.uint8) & (0x7F if held.scales.dtype is torch.float8_e4m3fn else 0xFF)
+        largest = float(raw.max().view(held.scales.dtype))
+    if not (math.isfinite(largest) and bool(torch.tensor(held.factor, dtype=torch.float32).isfinite().all())):
+        raise ValueError(f"some of its scales are NaN or infinite; {again}")
+    if held.factor[1] == 0 or largest > _LARGEST_SCALE:
+        raise ValueError(f"some of its scales are too large for a weight; {again}")
+    return held
 
 
 def blocks(size: int, block: int | None) -> Tensor:
@@ -192,12 +164,3 @@ def _first_of_groups(stored: Tensor, format: MatrixFormat, what: str) -> Tensor:
             "with several ranks, add --enable-expert-parallel."
         )
     return first
-
-
-def _largest(scales: Tensor) -> float:
-    """The largest magnitude; NaN if one is."""
-    if scales.dtype.itemsize > 1:
-        return float(scales.abs().max())
-    # Bytes without their sign are in the order of what they stand for, NaN behind all: many times faster than floats.
-    signed = scales.dtype is torch.float8_e4m3fn
-    return float((scales.view(torch.uint8) & (0x7F if signed else 0xFF)).max().view(scales.dtype))

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.quantize.held import Held, HeldFloats
+from vllm_dymoe.quantize.held import Held
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.tensor_names import Stacking
 from vllm_dymoe.residency.format import Projection
@@ -174,7 +174,6 @@ class ExpertLoader:
             if self._stacked:
                 codes = parts[reader.parts[0]]
                 held = reader.read(parts, codes.shape[0], codes[0].numel() * 8 // reader.bits)
-                assert isinstance(held, HeldFloats)
                 return held.filled(*self._shape(projection))
             held = reader.read(parts, *self._shape(projection, self._ranks))
         except ValueError as error:

@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_dymoe.quantize.held import HeldFloats, blocks
+from vllm_dymoe.quantize.held import Held, blocks
 from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
 
 
@@ -78,7 +78,7 @@ def random_floats(kind, rows, columns, seed=0):
         scales = (size / 100).to(torch.float8_e8m0fnu).float()
     else:
         scales = (size / (100 if book is FP8 else 2)).to(book.scale_dtype)
-    return HeldFloats(book, codes, scales, blocks(rows, row_block), blocks(columns, column_block), factor)
+    return Held(book, codes, scales, blocks(rows, row_block), blocks(columns, column_block), factor)
 
 
 def parts(kind, matrix):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.quantize.readers.float_packing import CONFIGS, FP8_WEIGHTS, compressed, parts, random_floats
 from vllm_dymoe.kernels import dequantize, unpack
-from vllm_dymoe.quantize.held import HeldFloats, blocks
+from vllm_dymoe.quantize.held import Held, blocks
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
@@ -41,7 +41,7 @@ def golden(kind):
 
 
 def packed(matrix, group_size=32):
-    book = matrix.codebook
+    book = matrix.code
     format = MatrixFormat(*matrix.shape, book, book.group_size or group_size, torch.bfloat16)
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     matrix.pack(format, section)
@@ -53,7 +53,7 @@ def test_every_weight_is_the_one_that_the_tool_dequantizes(kind):
     tensors, reader, matrix = golden(kind)
     want = tensors["weights"]
     assert want.count_nonzero() > want.numel() / 2
-    assert (matrix.bits, matrix.codebook) == (reader.bits, reader.code)
+    assert (matrix.bits, matrix.code) == (reader.bits, reader.code)
     assert torch.equal(matrix.dequantize().to(want.dtype), want)
     held = packed(matrix)
     assert torch.equal(dequantize(held).to(want.dtype), want)
@@ -77,7 +77,7 @@ def test_a_default_dtype_rounds_no_factor():
 def test_a_rank_has_its_part_of_every_weight(kind):
     """Also where the boundary cuts a block of rows, or of columns into whole groups of the store."""
     tensors, _, matrix = golden(kind)
-    half, column = matrix.shape[0] // 2, 96 if matrix.codebook is not FP8 else 32
+    half, column = matrix.shape[0] // 2, 96 if matrix.code is not FP8 else 32
     part = matrix.part(0, slice(half, 2 * half)).part(1, slice(column, column + 96))
     want = tensors["weights"][half:, column : column + 96]
     assert torch.equal(dequantize(packed(part)).to(want.dtype), want)
@@ -210,6 +210,6 @@ def test_sixteen_codes_are_all_read():
         four = codes & 15
         scales = torch.full((2, 128 // book.group_size), 0.5).to(book.scale_dtype)
         factor = (1.0, 3.0) if book.has_factor else (1.0, 1.0)
-        matrix = HeldFloats(book, four, scales, torch.arange(2), blocks(128, book.group_size), factor)
+        matrix = Held(book, four, scales, torch.arange(2), blocks(128, book.group_size), factor)
         assert torch.equal(dequantize(packed(matrix)), matrix.dequantize())
         assert matrix.dequantize().unique().numel() == 15

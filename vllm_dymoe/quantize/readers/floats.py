@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_dymoe.quantize.held import Held, HeldFloats, blocks, unpack_pairs
+from vllm_dymoe.quantize.held import Held, blocks, check_floats, unpack_pairs
 from vllm_dymoe.quantize.readers.base import (
     EXPONENTS,
     NUMBERS,
@@ -44,7 +44,7 @@ def fp8(method: str, scale: str = "weight_scale", block: Any = None, **fields: A
     width = None if block is None else choose_group_size(method, block[1])
     cut = None if block is None or width is None else (int(block[0]), width)
 
-    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> HeldFloats:
+    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
         scales = parts[scale]
         if cut is not None and scales.dim() == 4:
             scales = scales[:, 0, :, 0]
@@ -57,7 +57,7 @@ def fp8(method: str, scale: str = "weight_scale", block: Any = None, **fields: A
 def mxfp8(method: str, **fields: Any) -> Reader:
     """E4m3 ``weight``, and ``weight_scale`` uint8 [rows, columns / 32], 2^(byte - 127)."""
 
-    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> HeldFloats:
+    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
         scales = parts["weight_scale"]
         check_part("weight_scale", scales, _EXPONENT_DTYPES, rows, count_groups(columns, _MX_GROUP))
         exponents = scales.contiguous().view(torch.float8_e8m0fnu)
@@ -70,13 +70,13 @@ def mxfp8(method: str, **fields: Any) -> Reader:
 def mxfp4(method: str, parts: tuple[str, str] = ("weight", "weight_scale"), **fields: Any) -> Reader:
     """Codes int8 or uint8 [rows, columns / 2], and exponents uint8 or e8m0 [rows, columns / 32], 2^(byte - 127)."""
 
-    def read(tensors: Mapping[str, Tensor], rows: int, columns: int) -> HeldFloats:
+    def read(tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
         (codes, exponents), (packed, scales) = parts, (tensors[part] for part in parts)
         check_part(codes, packed, (torch.uint8, torch.int8), rows, -(-columns // 2))
         check_part(exponents, scales, _EXPONENT_DTYPES, rows, count_groups(columns, _MX_GROUP))
         scales = scales.contiguous().view(torch.float8_e8m0fnu)
         unpacked = unpack_pairs(packed.view(torch.uint8))[:, :columns]
-        return HeldFloats(MXFP4, unpacked, scales, torch.arange(rows), blocks(columns, _MX_GROUP))
+        return check_floats(Held(MXFP4, unpacked, scales, torch.arange(rows), blocks(columns, _MX_GROUP)))
 
     kind = {"scale_dtypes": EXPONENTS}
     return Reader(method, MXFP4, _MX_GROUP, parts, read, **{**kind, **fields})
@@ -109,7 +109,7 @@ def nvfp4(method: str, parts: tuple[str, str, str], *, divides: bool, **fields: 
     own (compressors/nvfp4/base.py).
     """
 
-    def read(tensors: Mapping[str, Tensor], rows: int, columns: int) -> HeldFloats:
+    def read(tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
         packed, scales, number = (tensors[part] for part in parts)
         check_part(parts[0], packed, (torch.uint8,), rows, -(-columns // 2))
         check_part(parts[1], scales, (torch.float8_e4m3fn,), rows, count_groups(columns, _NV_GROUP))
@@ -118,7 +118,7 @@ def nvfp4(method: str, parts: tuple[str, str, str], *, divides: bool, **fields: 
         factor = float(number.float())
         both = (1.0, factor) if divides else (factor, 1.0)
         codes = unpack_pairs(packed)[:, :columns]
-        return HeldFloats(NVFP4, codes, scales, torch.arange(rows), blocks(columns, _NV_GROUP), both)
+        return check_floats(Held(NVFP4, codes, scales, torch.arange(rows), blocks(columns, _NV_GROUP), both))
 
     kind = {"checks": _INPUT_SCALE, "scale_dtypes": ("F8_E4M3",)}
     return Reader(method, NVFP4, _NV_GROUP, parts, read, **{**kind, **fields})
@@ -126,7 +126,7 @@ def nvfp4(method: str, parts: tuple[str, str, str], *, divides: bool, **fields: 
 
 def _read_fp8(
     weight: Tensor, name: str, scales: Tensor, rows: int, columns: int, block: tuple[int, int] | None
-) -> HeldFloats:
+) -> Held:
     check_part("weight", weight, (torch.float8_e4m3fn,), rows, columns)
     if block is None:
         by_row = scales.numel() == rows and scales.dim() > 0 and rows > 1
@@ -134,4 +134,4 @@ def _read_fp8(
         block = (1 if by_row else rows), columns
     check_part(name, scales, _FP8_SCALE_DTYPES, -(-rows // block[0]), -(-columns // block[1]))
     codes = weight.view(torch.uint8)
-    return HeldFloats(FP8, codes, scales.float(), blocks(rows, block[0]), blocks(columns, block[1]))
+    return check_floats(Held(FP8, codes, scales.float(), blocks(rows, block[0]), blocks(columns, block[1])))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_dymoe.quantize.held import HeldIntegers, blocks
+from vllm_dymoe.quantize.held import Held, blocks, integers
 from vllm_dymoe.quantize.readers.base import (
     SCALE_DTYPES,
     Reader,
@@ -50,7 +50,7 @@ def awq(config: Mapping[str, Any]) -> Reader:
         numbers = unpack_words(words, bits)
         return numbers.view(-1, 8)[:, _AWQ_PLACE].reshape(numbers.shape).t()
 
-    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> HeldIntegers:
+    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
         if rows % 8:
             raise ValueError(f"qweight cannot hold {rows} outputs, which is no multiple of 8.")
         groups = count_groups(columns, group_size)
@@ -58,7 +58,7 @@ def awq(config: Mapping[str, Any]) -> Reader:
         check_part("qzeros", parts["qzeros"], (torch.int32,), groups, rows // 8)
         check_part("scales", parts["scales"], SCALE_DTYPES, groups, rows)
         codes, zero_points = in_order(parts["qweight"]), in_order(parts["qzeros"])
-        return HeldIntegers(bits, codes, parts["scales"].t(), zero_points, blocks(columns, group_size))
+        return integers(bits, codes, parts["scales"].t(), zero_points, blocks(columns, group_size))
 
     return Reader("awq", STEPS[bits], group_size, ("qweight", "qzeros", "scales"), read, asymmetric=True)
 
@@ -90,7 +90,7 @@ def gptq(config: Mapping[str, Any]) -> Reader:
             raise ValueError(f"qzeros has zero points other than {middle}, although config.json says sym true.")
         return torch.full_like(stored, middle)
 
-    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> HeldIntegers:
+    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
         if rows % each or columns % each:
             raise ValueError(f"qweight cannot hold {rows} x {columns} codes, which are no multiples of {each}.")
         groups = count_groups(columns, group_size)
@@ -101,7 +101,7 @@ def gptq(config: Mapping[str, Any]) -> Reader:
         order = (
             _scattered("g_idx", parts, (torch.int32,), columns, groups) if act_order else blocks(columns, group_size)
         )
-        return HeldIntegers(bits, codes, parts["scales"].t(), zeros, order)
+        return integers(bits, codes, parts["scales"].t(), zeros, order)
 
     def check(part: str, tensor: Tensor, rows: int, columns: int) -> None:
         check_part(part, tensor, (torch.int32,), columns)
@@ -154,7 +154,7 @@ def pack_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
     act_order = weights.get("actorder") in ("group", "dynamic") and group_size is not None  # two names of the same
     each = _WORD_BITS // bits
 
-    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> HeldIntegers:
+    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
         groups = count_groups(columns, group_size)
         check_part("weight_packed", parts["weight_packed"], (torch.int32,), rows, -(-columns // each))
         check_part("weight_scale", parts["weight_scale"], SCALE_DTYPES, rows, groups)
@@ -167,7 +167,7 @@ def pack_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
         order = blocks(columns, group_size)
         if act_order:
             order = _scattered("weight_g_idx", parts, (torch.int32, torch.int64), columns, groups)
-        return HeldIntegers(bits, codes, parts["weight_scale"], zero_points, order)
+        return integers(bits, codes, parts["weight_scale"], zero_points, order)
 
     def check_shape(part: str, tensor: Tensor, rows: int, columns: int) -> None:
         if tensor.tolist() != [rows, columns]:

@@ -51,27 +51,6 @@ def pack(experts, sink, order, weight_of=random_weight):
 ORDERS = ("together", "biases first", "weights first", "any")
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("bits", [(16,), (4, 2)])
-def test_weights_and_biases_come_in_any_order(tmp_path, order, bits):
-    """Files and memory hold the same bytes whatever the order, and the checksums of the files are theirs."""
-    experts = make_experts(bits=bits, hidden=70, intermediate=33, bias=True)
-    files = pack(experts, StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "0" * 16)), order)
-    memory = pack(experts, MemoryWriter(experts), ORDERS[0])
-    assert isinstance(files, FileStore)
-    assert isinstance(memory, MemoryStore)
-    assert files.experts == experts
-    for key in all_keys(experts):
-        fmt = experts.formats[key.bits]
-        blob = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
-        files.read_into(key, blob)  # checks the checksums
-        assert torch.equal(blob, memory.blob(key))
-        expert = fmt.view(blob)
-        for projection, matrix in zip(Projection, (expert.gate, expert.up, expert.down), strict=True):
-            assert torch.equal(matrix.bias, random_bias(experts, (key.layer, key.expert, projection)))
-    files.close()
-
-
 def random_codes(experts, layer, expert, projection):
     """A matrix of a checkpoint whose groups are scattered."""
     matrix = experts.formats[4].matrices[projection]
@@ -80,24 +59,36 @@ def random_codes(experts, layer, expert, projection):
     return integers(made.bits, made.codes, made.scales, made.zero_points, made.column_groups)
 
 
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
-def test_an_order_of_columns_is_stored_behind_the_bias(tmp_path, order, bias):
-    experts = make_experts(hidden=70, intermediate=33, bias=bias)
-    high = replace(experts.formats[4], integer_zeros=True, act_order=True)
-    experts = replace(experts, formats={4: high, 2: experts.formats[2]})
-    files = pack(experts, StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "0" * 16)), order, random_codes)
+@pytest.mark.parametrize(
+    ("bits", "bias", "ordered"),
+    [((16,), True, False), ((4, 2), True, False), ((4, 2), True, True), ((4, 2), False, True)],
+)
+def test_weights_and_biases_come_in_any_order(tmp_path, order, bits, bias, ordered):
+    """Files and memory hold the same bytes whatever the order, and the checksums of the files are theirs."""
+    experts = make_experts(bits=bits, hidden=70, intermediate=33, bias=bias)
+    if ordered:  # the order of columns lies behind the bias
+        high = replace(experts.formats[4], integer_zeros=True, act_order=True)
+        experts = replace(experts, formats={4: high, 2: experts.formats[2]})
+    weight_of = random_codes if ordered else random_weight
+    files = pack(experts, StoreWriter(tmp_path / "store", Manifest(experts, "rtn", "0" * 16)), order, weight_of)
+    memory = pack(experts, MemoryWriter(experts), ORDERS[0], weight_of)
+    assert isinstance(files, FileStore)
+    assert isinstance(memory, MemoryStore)
+    assert files.experts == experts
     for key in all_keys(experts):
         fmt = experts.formats[key.bits]
         blob = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
         files.read_into(key, blob)  # checks the checksums
+        assert torch.equal(blob, memory.blob(key))
         for projection, matrix in zip(Projection, fmt.view(blob), strict=True):
-            codes = random_codes(experts, key.layer, key.expert, projection)
-            if key.bits == 4:
-                assert torch.equal(dequantize(matrix, torch.bfloat16), codes.dequantize())
-            assert (matrix.order is not None) == (key.bits == 4)
-            if bias:
-                assert torch.equal(matrix.bias, random_bias(experts, (key.layer, key.expert, projection)))
+            place = key.layer, key.expert, projection
+            assert (matrix.bias is not None) == bias
+            assert not bias or torch.equal(matrix.bias, random_bias(experts, place))
+            assert (matrix.order is not None) == (ordered and key.bits == 4)
+            if matrix.order is not None:
+                weights = random_codes(experts, *place).dequantize()
+                assert torch.equal(dequantize(matrix, torch.bfloat16), weights)
     files.close()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from vllm_dymoe.quantize.held import Held, blocks, integers
 from vllm_dymoe.quantize.readers.base import (
     SCALE_DTYPES,
+    Check,
     Reader,
     check_part,
     choose_bits,
@@ -103,15 +104,8 @@ def gptq(config: Mapping[str, Any]) -> Reader:
         )
         return integers(bits, codes, parts["scales"].t(), zeros, order)
 
-    def check(part: str, tensor: Tensor, rows: int, columns: int) -> None:
-        check_part(part, tensor, (torch.int32,), columns)
-        if not torch.equal(tensor.long(), blocks(columns, group_size)):
-            raise ValueError(
-                f"{part} says that its columns were reordered, although config.json says desc_act false or "
-                "static_groups true."
-            )
-
     tensors = ("qweight", "qzeros", "scales")
+    check = _check_neighbours(group_size, "config.json says desc_act false or static_groups true")
     parts, checks = ((*tensors, "g_idx"), {}) if act_order else (tensors, {"g_idx": check})
     return Reader("gptq", STEPS[bits], group_size, parts, read, checks, asymmetric, act_order)
 
@@ -173,14 +167,19 @@ def pack_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
         if tensor.tolist() != [rows, columns]:
             raise ValueError(f"{part} is {tensor.tolist()}, expected {[rows, columns]}.")
 
-    def check_order(part: str, tensor: Tensor, rows: int, columns: int) -> None:
-        if not torch.equal(tensor.long(), blocks(columns, group_size)):
-            raise ValueError(f"{part} says that its columns were reordered, although config.json has no such actorder.")
-
     zeros, order = ("weight_zero_point",) if asymmetric else (), ("weight_g_idx",) if act_order else ()
+    check_order = _check_neighbours(group_size, "config.json has no such actorder")
     checks = {"weight_shape": check_shape} | ({} if act_order else {"weight_g_idx": check_order})
     parts = ("weight_packed", "weight_scale", *zeros, *order)
     return Reader(method, STEPS[bits], group_size, parts, read, checks, asymmetric, act_order)
+
+
+def _check_neighbours(group_size: int | None, said: str) -> Check:
+    def check(part: str, tensor: Tensor, rows: int, columns: int) -> None:
+        if not torch.equal(tensor.long(), blocks(columns, group_size)):
+            raise ValueError(f"{part} says that its columns were reordered, although {said}.")
+
+    return check
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:

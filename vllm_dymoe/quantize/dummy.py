@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_dymoe.residency.format import BlobKey, ModelExperts
-from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
+from vllm_dymoe.residency.matrix import MatrixFormat
 from vllm_dymoe.store import FileStore
 from vllm_dymoe.store.writer import StoreWriter
 
@@ -48,7 +48,17 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
     section[matrix.weight_bytes :].zero_()
     packed = matrix.view(section)
     if packed.scales is not None:
-        _scale_floats(packed, packed.scales)
+        book = matrix.code
+        if book.bits == 8:
+            # Without the bit that only codes behind the largest one have set beside all bits above it.
+            packed.weight[:, 1].bitwise_and_(0xFF ^ 0x11 * (0x7F ^ book.largest))
+        every = torch.arange(1 << book.bits, dtype=torch.uint8)
+        size = float(book.levels(every).nan_to_num(0).square().mean().sqrt())
+        if packed.factor is not None:
+            packed.factor.copy_(torch.tensor([_SPREAD, size], dtype=torch.float32))
+            size = _SPREAD
+        scale = torch.tensor([_SPREAD / size], dtype=torch.float32).to(packed.scales.dtype)
+        packed.scales.view(torch.uint8).view(*packed.scales.shape, -1).copy_(scale.view(torch.uint8))
     elif packed.scales_zeros is None:
         sign_and_mantissa = round(1 / torch.finfo(matrix.dtype).eps) - 1 - 2**15
         exponent = int(torch.tensor(_SMALLEST, dtype=matrix.dtype).view(torch.int16))
@@ -62,19 +72,3 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
         packed.bias.copy_(torch.randn(matrix.rows, generator=generator) * _SPREAD)
     if packed.order is not None:
         packed.order.copy_(torch.randperm(matrix.columns, generator=generator))
-
-
-def _scale_floats(packed: PackedMatrix, scales: torch.Tensor) -> None:
-    """Scales for random codes with a codebook, none of which is NaN then."""
-    book = packed.format.code
-    if book.bits == 8:
-        # Without the bit that only codes behind the largest one have set beside all bits above it.
-        packed.weight[:, 1].bitwise_and_(0xFF ^ 0x11 * (0x7F ^ book.largest))
-    levels = book.levels(torch.arange(1 << book.bits, dtype=torch.uint8))
-    size = float(levels[levels.isfinite()].square().mean().sqrt())
-    if packed.factor is not None:
-        packed.factor.copy_(torch.tensor([_SPREAD, size], dtype=torch.float32))
-        size = _SPREAD
-    scales.view(torch.uint8).view(*scales.shape, -1).copy_(
-        torch.tensor([_SPREAD / size], dtype=torch.float32).to(scales.dtype).view(torch.uint8)
-    )

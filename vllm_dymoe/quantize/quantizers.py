@@ -40,11 +40,9 @@ Quantizer = Callable[[Tensor, MatrixFormat], Codes]
 def round_to_nearest(weight: Tensor, format: MatrixFormat) -> Codes:
     """Codes spread evenly between each group's smallest and largest weight."""
 
-    def quantize(groups: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        scales, zeros = group_ranges(groups, format)
-        return nearest_codes(groups, scales, zeros, format), scales, zeros
-
-    return quantize_groups(weight, format, quantize)
+    return quantize_groups(
+        weight, format, lambda groups, _, scales, zeros: (nearest_codes(groups, scales, zeros, format), zeros)
+    )
 
 
 def half_quadratic(weight: Tensor, format: MatrixFormat) -> Codes:
@@ -59,8 +57,7 @@ def half_quadratic(weight: Tensor, format: MatrixFormat) -> Codes:
     and beta grows with each round. Errors are in scales of the group. Each group keeps its best zero.
     """
 
-    def quantize(groups: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        scales, zeros = group_ranges(groups, format)
+    def quantize(groups: Tensor, valid: Tensor | None, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
         codes, zeros = nearest_codes(groups, scales, zeros, format), zeros.clone()
         valid = torch.ones(1, 1, device=groups.device).expand_as(groups) if valid is None else valid
         lowest = torch.full_like(zeros, torch.inf, dtype=torch.float32)
@@ -87,7 +84,7 @@ def half_quadratic(weight: Tensor, format: MatrixFormat) -> Codes:
                 break
             active, moved = active[moving], again[moving]
             beta *= _BETA_GROWTH
-        return codes, scales, zeros
+        return codes, zeros
 
     return quantize_groups(weight, format, quantize)
 
@@ -143,14 +140,16 @@ def pack_bias(bias: Tensor, format: MatrixFormat, section: Tensor) -> Tensor:
 
 
 def quantize_groups(
-    weight: Tensor, format: MatrixFormat, quantize: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+    weight: Tensor,
+    format: MatrixFormat,
+    quantize: Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> Codes:
     """Cut a matrix into groups and quantize them some rows at a time, so that they stay in a cache.
 
     Args:
-        quantize: (groups, valid) -> codes [n, group_size], scales [n], zeros [n]. groups is float32 [n, group_size]; a
-            row's last group is filled up with its last weight, which changes neither its smallest nor its largest.
-            valid is None, or float32 like groups, 1 for each weight and 0 for what fills up.
+        quantize: (groups, valid, scales, zeros) -> codes, and zeros. groups is float32 [n, group_size]; a row's last
+            one is filled up with its last weight. valid is None, or like groups, 1 for each weight and 0 for what fills
+            up. scales and zeros [n] cover each group's range.
     """
     _check_shape(weight, format)
     missing = format.padded_columns - format.columns
@@ -164,8 +163,10 @@ def quantize_groups(
         if missing:
             valid = F.pad(torch.ones_like(part), (0, missing)).view(-1, format.group_size)
             part = torch.cat((part, part[:, -1:].expand(-1, missing)), 1)
-        found = quantize(part.reshape(-1, format.group_size), valid)
-        for whole, piece in zip((codes, scales, zeros), found, strict=True):
+        groups = part.reshape(-1, format.group_size)
+        steps, middles = group_ranges(groups, format)
+        chosen, middles = quantize(groups, valid, steps, middles)
+        for whole, piece in ((codes, chosen), (scales, steps), (zeros, middles)):
             whole[rows].view(-1).copy_(piece.reshape(-1))
     return Codes(codes[:, : format.columns], scales, zeros)
 

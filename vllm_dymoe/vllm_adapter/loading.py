@@ -11,7 +11,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.host_memory import available_host_memory
-from vllm_dymoe.predict import RoutedModel
+from vllm_dymoe.predict import Predictor, RoutedModel
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import describe
 from vllm_dymoe.residency.format import ModelExperts
@@ -20,6 +20,7 @@ from vllm_dymoe.runtime import MoERuntime, minimum_budget
 from vllm_dymoe.runtime.decisions import DRAFTED, without_device
 from vllm_dymoe.runtime.migration import Agree
 from vllm_dymoe.runtime.sizing import workspace_bytes
+from vllm_dymoe.store import HostStore
 from vllm_dymoe.store.memory import join
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.checkpoint import drafted_by_experts
@@ -118,12 +119,10 @@ class Loading:
         options, config, spec, store = self.options, self._vllm_config, self._model.layers[0], self._model.store
         assert store is not None
         device = torch.device(config.device_config.device)
-        automatic = self._automatic_budget(device, self.experts)
         predictor = self._foresight.predictor(self._routed_model(options.predictor))
         if options.trace is not None and config.parallel_config.enable_expert_parallel:
             options = without_device(options)
-        given: dict[str, Any] = {"predictor": predictor, "obstacle": self._obstacle, "agree": _agreement(config)}
-        runtime = MoERuntime(store, options, device, automatic, **given)
+        runtime = self._runtime(store, options, device, predictor, self._obstacle)
         if runtime.decode is not None:
             for activation in dict.fromkeys(layer.activation for layer in self._model.layers):
                 runtime.decode.warm_up(activation)
@@ -153,10 +152,8 @@ class Loading:
         assert draft.store is not None
         before.close(keep_store=True)  # two arenas at a time would exceed the budget
         store = join(before.store, draft.store)
-        automatic = self._automatic_budget(before.device, store.experts)
         predictor = None if before.predictor is None else before.predictor.predictor
-        given: dict[str, Any] = {"predictor": predictor, "obstacle": DRAFTED, "agree": _agreement(self._vllm_config)}
-        runtime = MoERuntime(store, self.options, before.device, automatic, **given)
+        runtime = self._runtime(store, self.options, before.device, predictor, DRAFTED)
         leave_layers_out(self._vllm_config, DRAFTED)
         running.extend(runtime)
         self._announce(runtime, draft)
@@ -178,15 +175,20 @@ class Loading:
         rank = f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""
         announce(runtime, rank, time.perf_counter() - self._begin, source, place)
 
-    def _automatic_budget(self, device: torch.device, experts: ModelExperts) -> int:
-        options = self.options
-        least = minimum_budget(experts, options, make_system(options), workspace_bytes(experts, device.type))
+    def _runtime(
+        self, store: HostStore, options: Options, device: torch.device, predictor: Predictor | None, obstacle: str
+    ) -> MoERuntime:
+        experts, config = store.experts, self._vllm_config
+        mine = self.options  # what is measured does not depend on what is recorded
+        least = minimum_budget(experts, mine, make_system(mine), workspace_bytes(experts, device.type))
         try:
-            return automatic_budget(self._vllm_config, device, experts, least)
+            budget = automatic_budget(config, device, experts, least)
         except ConfigError:
             if options.expert_budget.is_auto:
                 raise
-            return 0  # resizing to it is refused while the model is served
+            budget = 0  # resizing to it is refused while the model is served
+        given: dict[str, Any] = {"predictor": predictor, "obstacle": obstacle, "agree": _agreement(config)}
+        return MoERuntime(store, options, device, budget, **given)
 
     def _routed_model(self, predictor: Path | None) -> RoutedModel:
         experts = self.experts

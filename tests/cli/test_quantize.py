@@ -332,11 +332,6 @@ SPOILED = {
         lambda m: m.tensors.update({"model.layers.1.mlp.experts.0.gate_proj.bias": torch.zeros(INTERMEDIATE)}),
         "biases for some projections of its experts and not for 23 others",
     ),
-    "fused biases": (
-        "fused",
-        lambda m: m.tensors.update({FUSED + "_bias": torch.zeros(EXPERTS, 2 * INTERMEDIATE)}),
-        "biases for some .* not for 3 others",
-    ),
     "a lost bias": ("gpt-oss", lambda m: m.tensors.pop(FUSED + "_bias"), "biases for some .* not for 1 others"),
     "a bias of another width": (
         "gpt-oss",
@@ -352,11 +347,6 @@ SPOILED = {
         "fused",
         lambda m: m.tensors.update({FUSED + "_blocks": torch.zeros(EXPERTS, 160, 3, 16, dtype=torch.uint8)}),
         "gate_up_proj_blocks .* quantized",
-    ),
-    "8 bits": (
-        "separate",
-        lambda m: m.tensors.update({GATE: m.tensors[GATE].to(torch.float8_e4m3fn)}),
-        r"\(F8_E4M3, .* quantized",
     ),
     "transposed": (
         "fused",
@@ -390,11 +380,6 @@ SPOILED = {
         "separate",
         lambda m: m.config.update(text_config={"quantization_config": {"quant_method": "hqq"}}),
         "with hqq already",
-    ),
-    "infinite weights": (
-        "separate",
-        lambda m: m.tensors[GATE].fill_(torch.inf),
-        "gate projection of expert 0 in layer 1",
     ),
 }
 

@@ -17,9 +17,10 @@ import torch
 import typer
 
 from vllm_dymoe.cli.app import app
+from vllm_dymoe.config import Options
 from vllm_dymoe.kernels import dequantize, pack, pack_nested
 from vllm_dymoe.observe.trace import Trace
-from vllm_dymoe.quantize.convert import Recipe
+from vllm_dymoe.quantize.convert import quantization_config
 from vllm_dymoe.residency.code import NESTED, code_of
 from vllm_dymoe.residency.format import BlobKey, Format, ModelExperts, Projection, stored_formats
 from vllm_dymoe.residency.matrix import MatrixFormat
@@ -205,7 +206,7 @@ def test_fields_of_the_formats():
     manifest = table(FORMAT, "fields: manifest")
     assert [code(row["field"])[0] for row in manifest] == list(shipped_manifest().to_json())
     sentence = FORMAT.split("<!-- fields: quantization_config -->\n", 1)[1].splitlines()[0]
-    assert code(sentence)[1:] == list(Recipe().to_json())
+    assert code(sentence)[1:] == list(quantization_config(Options()))
     (row,) = table(FORMAT, "version")
     assert int(row["version of this page"]) == STORE_VERSION
 

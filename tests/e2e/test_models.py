@@ -20,8 +20,9 @@ from tests.e2e.engines import (
     runtime_of,
     small_engine,
 )
+from vllm_dymoe.config import Options
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.convert import Recipe, convert
+from vllm_dymoe.quantize.convert import convert
 
 pytestmark = pytest.mark.engine
 
@@ -64,7 +65,7 @@ def test_a_checkpoint_in_another_form_is_the_same_model_at_four_bits(name, tmp_p
     if name == "qwen3-moe":
         ARCHITECTURES[name].save(other, fused=True)
     else:
-        convert(Checkpoint.open(folder), other, Recipe())
+        convert(Checkpoint.open(folder), other, Options())
     with small_engine(folder, {"hi": 4}) as llm:
         want = answers_at_budgets(llm, BUDGETS, lambda: answers(llm))
     with small_engine(other, {"hi": 4, "expert_budget": "50%"}) as llm:

@@ -20,8 +20,9 @@ from tests.e2e.engines import (
 )
 from tests.e2e.make_checkpoints import FOLDER
 from tests.e2e.quantized import KINDS, check_store, dequantize_checkpoint, write_floats, write_quantized
+from vllm_dymoe.config import Options
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.convert import Recipe, convert
+from vllm_dymoe.quantize.convert import convert
 
 pytestmark = pytest.mark.engine
 
@@ -71,7 +72,7 @@ def test_a_quantized_checkpoint_is_served_with_its_own_numbers(tmp_path, kind, m
     check_logprobs_close(got, want)
     assert equal_share(got, want) > 0.8
     if kind == "awq":
-        convert(Checkpoint.open(tmp_path / "quantized"), tmp_path / "ours", Recipe(hi=4, lo=2, group_size=32))
+        convert(Checkpoint.open(tmp_path / "quantized"), tmp_path / "ours", Options(hi=4, lo=2, group_size=32))
         with small_engine(tmp_path / "ours", {"expert_budget": "25%"}) as llm:
             assert [a.tokens for a in answers(llm)] == [a.tokens for a in got]
             assert "UnquantizedLinearMethod" not in llm.collective_rpc(dense_methods)[0]

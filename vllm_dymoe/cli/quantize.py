@@ -13,7 +13,7 @@ from vllm_dymoe.cli.display import byte_progress
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.convert import Recipe, convert
+from vllm_dymoe.quantize.convert import convert
 from vllm_dymoe.quantize.packer import FALLBACK
 from vllm_dymoe.quantize.readers.base import describe, store_group_sizes
 from vllm_dymoe.store import Manifest
@@ -39,9 +39,9 @@ def run(
             f"--tensor-parallel-size {tensor_parallel_size} is not supported yet: a checkpoint holds the experts of "
             "one rank; serve the original with --quantization dymoe, which cuts the experts while it loads."
         )
-    size_or_default = group_size or Options().group_size
+    given = {"hi": hi, "lo": lo, "group_size": group_size or Options().group_size, "quantizer": quantizer}
     try:
-        Options.model_validate({"hi": hi, "lo": lo, "group_size": size_or_default, "quantizer": quantizer})
+        options = Options.model_validate(given)
     except ValidationError as error:
         raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ") + ".") from None
     if quantizer == "gptq" and calibration is None:
@@ -55,15 +55,15 @@ def run(
     recorded = None if calibration is None else Calibration(calibration)
     checkpoint = Checkpoint.open(model)
     reader = checkpoint.reader
-    if group_size is None:
-        group_size = store_group_sizes(reader, 0, 1)[0] if reader.held else size_or_default
-    recipe = Recipe(hi, lo, group_size, quantizer, None if dtype == "auto" else getattr(torch, dtype), recorded)
+    if group_size is None and reader.held:
+        options = Options.model_validate(given | {"group_size": store_group_sizes(reader, 0, 1)[0]})
+    kind = None if dtype == "auto" else getattr(torch, dtype)
     with byte_progress(f"Quantizing {escape(model.name)}", checkpoint.dense_bytes + checkpoint.expert_bytes) as advance:
         began = time.perf_counter()
-        manifest = convert(checkpoint, out, recipe, overwrite=overwrite, progress=advance)
+        manifest = convert(checkpoint, out, options, kind, recorded, overwrite=overwrite, progress=advance)
     _print_summary(checkpoint, out.absolute(), manifest, time.perf_counter() - began)
     if reader.held:
-        Console().print(f"Experts: {describe(reader, recipe.stored_bits, quantizer)}.", soft_wrap=True)
+        Console().print(f"Experts: {describe(reader, options.stored_bits, quantizer)}.", soft_wrap=True)
 
 
 def _print_summary(checkpoint: Checkpoint, folder: Path, manifest: Manifest, seconds: float) -> None:

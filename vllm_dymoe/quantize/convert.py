@@ -6,12 +6,13 @@ about to be replaced when a run was killed gets its name back.
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vllm_dymoe.config import Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.packer import Journal, is_journal_of, pack
@@ -29,32 +30,18 @@ _WEIGHT_INDEX = ".index.json"
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How experts are quantized: options as in :class:`Options`; without a dtype the checkpoint's; GPTQ calibrated."""
-
-    hi: int = 4
-    lo: int = 0
-    group_size: int = 64
-    quantizer: str = "rtn"
-    dtype: torch.dtype | None = None
-    calibration: Calibration | None = None
-
-    @property
-    def stored_bits(self) -> tuple[int, ...]:
-        """The high tier first."""
-        return (self.hi,) if self.lo == 0 else (self.hi, self.lo)
-
-    def to_json(self) -> dict[str, Any]:
-        """The quantization_config in config.json, for a checkpoint that had 16 bits."""
-        said = {key: getattr(self, key) for key in ("hi", "lo", "group_size", "quantizer")}
-        return {"quant_method": "dymoe", "format_version": STORE_VERSION} | said
+def quantization_config(options: Options) -> dict[str, Any]:
+    """What config.json says of experts that are quantized from 16 bits."""
+    said = {key: getattr(options, key) for key in ("hi", "lo", "group_size", "quantizer")}
+    return {"quant_method": "dymoe", "format_version": STORE_VERSION} | said
 
 
 def convert(
     checkpoint: Checkpoint,
     out: Path,
-    recipe: Recipe,
+    options: Options,
+    dtype: torch.dtype | None = None,
+    calibration: Calibration | None = None,
     *,
     overwrite: bool = False,
     progress: Callable[[int], None] = lambda nbytes: None,
@@ -64,13 +51,15 @@ def convert(
     With a calibration that takes hours for a large model, so it goes on with what a run that was ended has packed.
 
     Args:
+        options: of which hi, lo, group_size and quantizer count; with a calibration GPTQ is the quantizer.
+        dtype: of the scales, and of weights at 16 bits; None takes the checkpoint's.
         overwrite: replace ``out`` if it is a dymoe checkpoint.
         progress: called with source bytes as they are done; the whole is dense_bytes + expert_bytes.
     """
     out = out.absolute()
-    manifest = _plan(checkpoint, recipe)
-    calibration = recipe.calibration
-    purpose = json.dumps([manifest.to_json(), recipe.to_json(), calibration and asdict(calibration.recording)])
+    manifest = _plan(checkpoint, options, dtype or checkpoint.dtype, calibration)
+    ours = quantization_config(options)
+    purpose = json.dumps([manifest.to_json(), ours, calibration and asdict(calibration.recording)])
     writer: StoreWriter | None = None
     try:
         put_back(out)
@@ -83,9 +72,9 @@ def convert(
             resume=lambda leftover: is_journal_of(leftover, purpose),
             advice="free some space, or write to another disk",
         )
-        _write_rest(checkpoint, recipe, manifest, small, writer.partial, progress)
+        _write_rest(checkpoint, ours, manifest, small, writer.partial, progress)
         journal = None if calibration is None else Journal(writer.partial, purpose)
-        errors = pack(checkpoint, manifest.experts, recipe.quantizer, writer, calibration, journal, progress)
+        errors = pack(checkpoint, manifest.experts, options.quantizer, writer, calibration, journal, progress)
         if journal is not None:
             journal.remove()
         store = writer.finish(errors, overwrite=overwrite)
@@ -103,25 +92,26 @@ def convert(
             writer.discard()
 
 
-def _plan(checkpoint: Checkpoint, recipe: Recipe) -> Manifest:
-    """What the store will be; refuses a recipe for another checkpoint."""
-    experts = checkpoint.model_experts(recipe.stored_bits, recipe.group_size, recipe.dtype or checkpoint.dtype)
+def _plan(checkpoint: Checkpoint, options: Options, dtype: torch.dtype, calibration: Calibration | None) -> Manifest:
+    """What the store will be; refuses what is not for this checkpoint."""
+    bits = options.stored_bits
+    experts = checkpoint.model_experts(bits, options.group_size, dtype)
     reader = checkpoint.reader
-    check_compatible(reader, recipe.stored_bits, recipe.group_size, 0, 1)
+    check_compatible(reader, bits, options.group_size, 0, 1)
     model = checkpoint.fingerprint()
-    if recipe.calibration is not None:
+    if calibration is not None:
         if reader.held:
             raise CheckpointError(
                 f"{checkpoint.folder} is quantized with {reader.method}, and a calibration is for 16-bit "
                 "checkpoints; use another quantizer than gptq for the low tier."
             )
-        recipe.calibration.check_belongs(model, experts)
-    return Manifest(experts, quantizer_name(reader, recipe.stored_bits, recipe.quantizer), model)
+        calibration.check_belongs(model, experts)
+    return Manifest(experts, quantizer_name(reader, bits, options.quantizer), model)
 
 
 def _write_rest(
     checkpoint: Checkpoint,
-    recipe: Recipe,
+    ours: dict[str, Any],
     manifest: Manifest,
     small: list[Path],
     folder: Path,
@@ -132,7 +122,6 @@ def _write_rest(
         target.parent.mkdir(exist_ok=True)
         write_synced(target, path.read_bytes())
         sync_folder(target.parent)
-    ours = recipe.to_json()
     if (quantization := checkpoint.config.quantization) is not None:
         ours |= describe_codes(manifest.experts.formats)
         ours["dense"] = quantization  # how vLLM reads the layers that are no experts

@@ -29,15 +29,7 @@ STYLES = (*NAMES, "fused", "gpt-oss", "llama-4")
 
 @dataclass
 class Model:
-    """A checkpoint on disk, and what is in it.
-
-    Attributes:
-        folder: where it is.
-        config: its config.json.
-        experts: the weights, by position of the layer, expert and projection.
-        biases: the same, in the style of a model that has them.
-        dense: every other tensor by name.
-    """
+    """A checkpoint on disk; experts and biases by position of the layer, expert and projection, the rest by name."""
 
     folder: Path
     config: dict[str, Any]

@@ -281,20 +281,6 @@ def test_overwrite_replaces_the_whole_folder_or_nothing(model, out, monkeypatch)
     assert list(out.parent.iterdir()) == [out]
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next(model, out):
-    program = (
-        "import os, signal, sys; from vllm_dymoe.cli import main; from vllm_dymoe.store.writer import StoreWriter;"
-        "StoreWriter.finish = lambda self, errors, **options: os.kill(os.getpid(), signal.SIGKILL); main()"
-    )
-    killed = subprocess.run([sys.executable, "-c", program, "quantize", model.folder, "-o", out], check=False)
-    assert killed.returncode == -9
-    (partial,) = out.parent.iterdir()
-    assert ".partial-" in partial.name
-    assert not (partial / MANIFEST).exists()
-    quantized(model, out)
-    assert list(out.parent.iterdir()) == [out]
-
-
 def test_a_run_killed_between_two_renames_loses_nothing(model, out):
     quantized(model, out, "--hi", 8)
     program = (

@@ -1,5 +1,7 @@
 """Codes of others in our sections: the same integers, cut as ranks cut them, or a refusal."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -46,13 +48,6 @@ def test_columns_of_a_group_stay_in_their_own_order():
     assert all((stored[groups == group].diff() > 0).all() for group in range(4))
 
 
-def test_a_group_of_too_many_columns_is_refused():
-    matrix = prequantized(8, 128, 32, shuffled=True)
-    matrix.column_groups[matrix.column_groups == 1] = torch.tensor([0] + [1] * 31)
-    with pytest.raises(ValueError, match="even sorted by their groups, do not lie in groups of 32 neighbours"):
-        packed(matrix, 32, act_order=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_symmetric_codes_need_no_zeros(dtype):
     matrix = prequantized(70, 200, 64, symmetric=True, dtype=dtype)
@@ -74,38 +69,26 @@ def test_a_ranks_share_is_cut_out_of_the_codes(ranks):
         assert torch.equal(dequantize(packed(columns, 32), torch.float16), whole[:, rank * width : (rank + 1) * width])
 
 
+LONG = prequantized(8, 128, 32, shuffled=True)
+LONG.column_groups[LONG.column_groups == 1] = torch.tensor([0] + [1] * 31)
+PLAIN, SHUFFLED = prequantized(8, 64, 32), prequantized(8, 64, 32, shuffled=True)
+
+
 @pytest.mark.parametrize(
-    ("matrix", "group_size", "dtype", "steps", "sentence"),
+    ("matrix", "group_size", "options", "sentence"),
     [
-        (
-            prequantized(8, 64, 64),
-            64,
-            torch.bfloat16,
-            True,
-            "scales are float16 and would be rounded to bfloat16; use dtype",
-        ),
-        (prequantized(8, 64, 64), 64, torch.float16, False, "has zero points, although its configuration says"),
-        (prequantized(8, 64, 32), 64, torch.float16, True, "do not lie in groups of 64 neighbours"),
-        (
-            prequantized(8, 64, 32, shuffled=True),
-            32,
-            torch.float16,
-            True,
-            "as they are, do not lie in groups .* hi to 16",
-        ),
-        (
-            prequantized(8, 96, 64).part(1, slice(32, 96)),
-            64,
-            torch.float16,
-            True,
-            "do not lie in groups of 64 neighbours",
-        ),
+        (PLAIN, 32, {"dtype": torch.bfloat16}, "scales are float16 and would be rounded to bfloat16; use dtype"),
+        (PLAIN, 32, {"steps": False}, "has zero points, although its configuration says"),
+        (PLAIN, 64, {}, "do not lie in groups of 64 neighbours"),
+        (SHUFFLED, 32, {}, "as they are, do not lie in groups .* hi to 16"),
+        (LONG, 32, {"act_order": True}, "even sorted by their groups, do not lie in groups of 32 neighbours"),
+        (prequantized(8, 96, 64).part(1, slice(32, 96)), 64, {}, "do not lie in groups of 64 neighbours"),
     ],
 )
-def test_what_cannot_be_held_is_refused(matrix, group_size, dtype, steps, sentence):
+def test_what_cannot_be_held_is_refused(matrix, group_size, options, sentence):
     """And scales that are not finite."""
     with pytest.raises(ValueError, match=sentence):
-        packed(matrix, group_size, dtype, steps=steps)
-    matrix.scales[3, 0] = torch.inf
+        packed(matrix, group_size, **options)
+    matrix = replace(matrix, scales=torch.full_like(matrix.scales, torch.inf))
     with pytest.raises(ValueError, match="scales are NaN or infinite"):
-        packed(matrix, group_size, dtype, steps=steps)
+        packed(matrix, group_size, **options)

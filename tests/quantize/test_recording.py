@@ -1,11 +1,7 @@
 """Parts of a recording: what is in them, what is left of a run that ended early, and what is refused."""
 
 import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +11,6 @@ from safetensors import safe_open
 from tests.quantize.recordings import correlated_inputs, routing, write_recording
 from vllm_dymoe.quantize.recording import MANIFEST, CalibrationError, PartWriter, Recording, check_space
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HIDDEN, TOP_K, TOKENS = 3, 40, 2, 50
 
 
@@ -63,22 +58,13 @@ def test_a_part_is_not_there_before_it_is_complete(tmp_path):
 
 
 def test_what_a_killed_run_left_is_written_again(tmp_path):
-    """The process ends in the middle of a part, by SIGKILL; the next one gets the bytes of an undisturbed run."""
-    path = tmp_path / "part-00000.safetensors"
-    program = f"""
-import os, signal
-from pathlib import Path
-from tests.quantize import test_recording as tests
-part = tests.writer(Path({str(path)!r}), tokens=tests.TOKENS * 2)  # longer than it will be
-for layer in range(tests.LAYERS):
-    part.add(layer, *tests.steps(layer)[3])
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)
-    assert ended.returncode == -signal.SIGKILL
+    """The next run gets the bytes of an undisturbed one."""
+    path, again = tmp_path / "part-00000.safetensors", tmp_path / "again.safetensors"
+    killed = writer(path, tokens=TOKENS * 2)  # longer than it will be
+    killed.add(0, *steps(0)[3])
+    os.close(killed._file)
     assert [found.name for found in tmp_path.iterdir()] == [f"{path.name}.unfinished"]
     write_part(path)
-    again = tmp_path / "again.safetensors"
     write_part(again)
     assert path.read_bytes() == again.read_bytes()
 

@@ -136,7 +136,7 @@ def test_verify_finds_one_flipped_bit(checkpoint, bits, expert, byte):
     begin = header_end + header["4bit.blobs"]["data_offsets"][0] + expert * place.stride + place.start
     content[begin + byte % fmt.nbytes] ^= 0x10
     path.write_bytes(content)
-    assert command("inspect", checkpoint).exit_code == 0  # without --verify nobody reads the experts
+    assert command("inspect", checkpoint).exit_code == 0  # which reads no experts without --verify
     sentence = refused("inspect", checkpoint, "--verify")
     projection = "gate" if byte == 0 else "down"
     assert f"the {projection} projection of expert {expert} at {bits} bits does not match its checksum" in sentence

@@ -1,4 +1,4 @@
-"""Pieces of work on all cores: in order for whoever asks, on one core each, and no more than there is room for."""
+"""Pieces of work on all cores: told in order, on one core each, and no more than there is room for."""
 
 import os
 import threading

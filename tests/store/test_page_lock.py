@@ -98,7 +98,7 @@ def test_the_device_is_told_and_waited_for_before_it_forgets(monkeypatch):
     ]
 
 
-def test_an_error_of_the_device_is_a_reason_and_nobody_elses(monkeypatch):
+def test_an_error_of_the_device_is_a_reason_and_is_cleared(monkeypatch):
     """The driver keeps the last error for the next launch to find: the lock launches something itself."""
     cuda = Cuda(monkeypatch, Runtime(code=2))
     assert cuda.lock.lock(4096, 8192) == "CUDA error 2: error 2 in words"

@@ -48,7 +48,7 @@ def convert(
 ) -> Manifest:
     """Write ``checkpoint`` with packed experts to the folder ``out``.
 
-    With a calibration that takes hours for a large model, so it goes on with what a run that was ended has packed.
+    With a calibration, which takes hours for a large model, it goes on with what a run that was ended has packed.
 
     Args:
         options: of which hi, lo, group_size and quantizer count; with a calibration GPTQ is the quantizer.

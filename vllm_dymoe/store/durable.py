@@ -36,7 +36,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_partial(folder: Path, resume: Callable[[Path], bool] = lambda leftover: False) -> Path:
-    """Make the temporary folder beside ``folder``, of a leftover to ``resume``, and remove what else the dead left."""
+    """Make the temporary folder beside ``folder``, from a leftover that ``resume`` accepts; remove all others."""
     partial = Path(tempfile.mkdtemp(prefix=f"{_prefix(folder)}{os.getpid()}-", dir=folder.parent))
     for leftover in _left_by_the_dead(folder):
         if resume(leftover) and not any(partial.iterdir()):

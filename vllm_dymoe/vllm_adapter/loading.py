@@ -179,7 +179,7 @@ class Loading:
         self, store: HostStore, options: Options, device: torch.device, predictor: Predictor | None, obstacle: str
     ) -> MoERuntime:
         experts, config = store.experts, self._vllm_config
-        mine = self.options  # what is measured does not depend on what is recorded
+        mine = self.options
         least = minimum_budget(experts, mine, make_system(mine), workspace_bytes(experts, device.type))
         try:
             budget = automatic_budget(config, device, experts, least)

@@ -7,7 +7,6 @@ import pytest
 
 from tests.cli.checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, MOE_LAYERS, command, make_model, refused
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.sizing import plan_slots, workspace_bytes
 from vllm_dymoe.store import MANIFEST, FileStore
 from vllm_dymoe.store.files import file_name
@@ -74,28 +73,19 @@ def test_a_checkpoint_that_is_not_quantized_yet(model, original):
     assert "not quantized yet" in words
 
 
-@pytest.mark.parametrize("tiers", [{Tier.HI}, {Tier.HI, Tier.LO}])
-def test_the_smallest_budget_is_the_smallest(checkpoint, tiers):
+@pytest.mark.parametrize(("names", "system"), [(["hi"], Exact()), (["hi", "lo"], Dymoe())])
+def test_the_smallest_budget_is_the_smallest_and_shares_are_shares(checkpoint, names, system):
     experts = FileStore(checkpoint).experts
-    names = [tier.value for tier in (Tier.HI, Tier.LO) if tier in tiers]
-    (smallest,) = (
-        row["bytes"]
-        for row in report(checkpoint)["budgets"]
-        if row["expert_budget"] == "smallest" and row["tiers"] == names
-    )
-    options, workspace = Options(hi=4, lo=2), workspace_bytes(experts)
-    plan_slots(experts, options, Dymoe() if len(tiers) == 2 else Exact(), smallest, workspace)
+    rows = {row["expert_budget"]: row for row in report(checkpoint)["budgets"] if row["tiers"] == names}
+    options, workspace, smallest = Options(hi=4, lo=2), workspace_bytes(experts), rows["smallest"]["bytes"]
+    plan_slots(experts, options, system, smallest, workspace)
     with pytest.raises(ConfigError):
-        plan_slots(experts, options, Dymoe() if len(tiers) == 2 else Exact(), smallest - 1, workspace)
-
-
-def test_budgets_of_shares(checkpoint):
-    experts = FileStore(checkpoint).experts
-    rows = {row["expert_budget"]: row for row in report(checkpoint)["budgets"] if row["tiers"] == ["hi"]}
-    everything = experts.nbytes(4)
-    for share in (25, 50, 100):
-        assert rows[f"{share}%"]["bytes"] == everything * share // 100 + workspace_bytes(experts)
-    assert rows["100%"]["experts_kept_per_layer"] == {"hi": EXPERTS}
+        plan_slots(experts, options, system, smallest - 1, workspace)
+    if names == ["hi"]:
+        assert [rows[f"{share}%"]["bytes"] - workspace for share in (25, 50, 100)] == [
+            experts.nbytes(4) * share // 100 for share in (25, 50, 100)
+        ]
+        assert rows["100%"]["experts_kept_per_layer"] == {"hi": EXPERTS}
 
 
 def test_errors_of_every_layer(checkpoint):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.kernels.activation import Activation, Curve
-from vllm_dymoe.kernels.base import ExpertKernel, ExpertWork, compute_experts
+from vllm_dymoe.kernels.base import ExpertKernel
 from vllm_dymoe.kernels.combine import combine
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.pack import dequantize, pack, pack_floats, pack_nested, unpack
@@ -21,9 +21,7 @@ __all__ = [
     "CpuKernel",
     "Curve",
     "ExpertKernel",
-    "ExpertWork",
     "combine",
-    "compute_experts",
     "dequantize",
     "expert_reference",
     "make_kernel",

@@ -1,16 +1,13 @@
 """What a layer's step asks of a kernel, and what every kernel promises."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.residency.checks import check_tensor
-from vllm_dymoe.residency.decision import Decision, Grouped
-from vllm_dymoe.residency.format import Expert
+from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.matrix import DTYPES, MatrixFormat, PackedMatrix
 
 Linear = Callable[[Tensor, PackedMatrix], Tensor]
@@ -26,24 +23,6 @@ Receive = Callable[[int], None]
 # rows that are no whole vectors, an element's neighbours decide whether vector or scalar code computes it, and the
 # two may differ in the last bit: then the order in which experts arrive would show.
 _ELEMENTS_AT_ONCE = 32768
-
-
-class ExpertWork(NamedTuple):
-    """One expert's share of one layer's step.
-
-    Attributes:
-        gate: [intermediate, hidden], or [0, hidden] for none.
-        up: [intermediate, hidden].
-        down: [hidden, intermediate].
-        tokens: int64 [n], rows of x that are routed to the expert.
-        pairs: int64 [n], rows of out to write, token * top_k + k.
-    """
-
-    gate: PackedMatrix
-    up: PackedMatrix
-    down: PackedMatrix
-    tokens: Tensor
-    pairs: Tensor
 
 
 class ExpertKernel(Protocol):
@@ -90,28 +69,6 @@ class ExpertKernel(Protocol):
         ...
 
 
-def compute_experts(
-    kernel: ExpertKernel,
-    x: Tensor,
-    work: Sequence[ExpertWork],
-    out: Tensor,
-    activation: Activation,
-    receive: Receive | None = None,
-) -> None:
-    """Begin a step of some experts and compute all of them at once."""
-    bounds = [0, *accumulate(check_tokens(expert) for expert in work)]
-    rows, pairs = (
-        torch.cat([getattr(expert, name).cpu() for expert in work]) if work else torch.empty(0, dtype=torch.int64)
-        for name in ("tokens", "pairs")
-    )
-    items = list(range(len(work)))
-    decision = Decision.of_routing(Grouped(items, bounds, rows, pairs), items)
-    for item, expert in enumerate(work):
-        decision.place(item, Expert(*expert[:3]))
-    kernel.begin(x, decision, out, activation)
-    kernel.compute(items, receive)
-
-
 def check_activations(x: Tensor, out: Tensor) -> None:
     """Refuse what is no input, or no output of it.
 
@@ -143,19 +100,3 @@ def check_formats(gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, x: T
         )
     if not (gate.dtype is up.dtype is down.dtype is x.dtype):
         raise TypeError(f"work is packed for {gate.dtype}, {up.dtype} and {down.dtype}, but x is {x.dtype}")
-
-
-def check_tokens(expert: ExpertWork) -> int:
-    """The number of tokens of one expert.
-
-    Raises:
-        TypeError: tokens or pairs that are not int64.
-        ValueError: as many pairs as tokens are missing.
-    """
-    tokens, pairs = expert.tokens, expert.pairs
-    if tokens.dtype is not torch.int64 or pairs.dtype is not torch.int64:
-        raise TypeError(f"tokens is {tokens.dtype} and pairs is {pairs.dtype}, expected torch.int64")
-    shape = tokens.shape
-    if len(shape) != 1 or shape != pairs.shape:
-        raise ValueError(f"tokens has shape {list(shape)} and pairs {list(pairs.shape)}, expected [n] twice")
-    return shape[0]

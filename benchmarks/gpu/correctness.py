@@ -3,8 +3,9 @@
 import itertools
 
 import torch
+from experts import ExpertWork, compute_experts, table_of_blobs
 
-from vllm_dymoe.kernels import Activation, ExpertWork, compute_experts, expert_reference, pack
+from vllm_dymoe.kernels import Activation, expert_reference, pack
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
     ExpertShape,
@@ -110,7 +111,7 @@ def check_decode(case: tuple[torch.dtype, DecodeTile]) -> list[str]:
     shape = ExpertShape(hidden_size, intermediate, 64, dtype, True)
     experts, count = [make_expert(shape, bits, i) for i, bits in enumerate(BITS)], len(BITS)
     blobs = [blob.to(DEVICE) for _, blob in experts]
-    table = ExpertTable.of_blobs(shape, [blob.data_ptr() for blob in blobs], BITS, DEVICE)
+    table = table_of_blobs(shape, [blob.data_ptr() for blob in blobs], BITS, DEVICE)
     x = torch.randn(3, hidden_size, generator=torch.Generator().manual_seed(tile.split)).to(dtype)
     items = torch.tensor([[e, 3 * e + a, 3 * e + b] for e in range(count) for a, b in ((0, 2), (2, 3))])
     rows = torch.arange(3).repeat(count)
@@ -144,10 +145,10 @@ def check_decode(case: tuple[torch.dtype, DecodeTile]) -> list[str]:
     items = torch.tensor([[e, 3 * e, 3 * e + 3] for e in range(count)])
     whole = WorkList(items.int().to(DEVICE), work.rows, work.pairs)
     targets = [slot.data_ptr() for slot in slots]
-    through = ExpertTable.of_blobs(shape, [blob.data_ptr() for blob in pinned], BITS, DEVICE, targets)
+    through = table_of_blobs(shape, [blob.data_ptr() for blob in pinned], BITS, DEVICE, targets)
     fetched = run(table=through, work=whole)
     if not all(torch.equal(slot, blob) for slot, blob in zip(slots, blobs, strict=True)):
         wrong.append(f"{name}: a slot does not hold the source's bytes")
-    if not torch.equal(fetched, run(table=ExpertTable.of_blobs(shape, targets, BITS, DEVICE), work=whole)):
+    if not torch.equal(fetched, run(table=table_of_blobs(shape, targets, BITS, DEVICE), work=whole)):
         wrong.append(f"{name}: fetching through gives other bits than a launch from the slot")
     return wrong

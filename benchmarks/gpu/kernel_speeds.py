@@ -10,14 +10,14 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
+from experts import ExpertWork, compute_experts, table_of_blobs
 from layers import LAYERS, TIERS, Layer, Machine, expert_bytes, route, work_of
 from measure import DTYPE, copies, graphed, measure_machine, random_expert, seconds, shape_of, work_for
 from record import Recorder
 
-from vllm_dymoe.kernels import Activation, ExpertWork, compute_experts
+from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
-    ExpertTable,
     Scratch,
     TritonKernel,
     WorkList,
@@ -104,7 +104,7 @@ def fetching_step(layer: Layer) -> Callable[[], None]:
     blobs = [torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
     slots = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
     starts, targets = ([blob.data_ptr() for blob in some] for some in (blobs, slots))
-    table = ExpertTable.of_blobs(shape, starts, [4, 4], "cuda", targets)
+    table = table_of_blobs(shape, starts, [4, 4], "cuda", targets)
     items = torch.tensor([[0, 0, 1], [1, 1, 2]], dtype=torch.int32, device="cuda")
     work = WorkList(items, torch.zeros(2, dtype=torch.int64, device="cuda"), torch.arange(2, device="cuda"))
     x = torch.randn(1, layer.hidden, device="cuda", dtype=DTYPE)

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 import torch
+from experts import ExpertWork
 from layers import GROUP, Layer, Machine
 
-from vllm_dymoe.kernels import ExpertWork
 from vllm_dymoe.kernels.triton import ExpertShape
 from vllm_dymoe.residency.matrix import PackedMatrix
 

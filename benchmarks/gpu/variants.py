@@ -29,8 +29,6 @@ from torch import Tensor
 from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.kernels.combine import Pairs
 from vllm_dymoe.kernels.triton import (
-    DOWN,
-    UP,
     ExpertShape,
     ExpertTable,
     Scratch,
@@ -43,8 +41,8 @@ from vllm_dymoe.kernels.triton import (
     decide,
     decode_down,
     decode_gate_up,
+    grouped_down,
     grouped_gate_up,
-    grouped_linear,
     launch,
     place,
 )
@@ -71,7 +69,7 @@ _MODULES = {
     "gate_up": ("activation", "combine", "decode", "fetch", "float_rows", "rows", "section"),
     "down": ("activation", "combine", "decode", "fetch", "float_rows", "rows", "section"),
     "grouped_gate_up": ("activation", "float_rows", "float_tiles", "grouped", "section"),
-    "grouped_linear": ("activation", "float_rows", "float_tiles", "grouped", "section"),
+    "grouped_down": ("activation", "float_rows", "float_tiles", "grouped", "section"),
     "combine": ("combine",),
     "place": ("place",),
     "decide": ("decide",),
@@ -87,7 +85,7 @@ class Variant:
 
     Attributes:
         architecture: such as 90.
-        kernel: gate_up, down, grouped_gate_up, grouped_linear, combine, place, decide, name_ahead or fetch_ahead.
+        kernel: gate_up, down, grouped_gate_up, grouped_down, combine, place, decide, name_ahead or fetch_ahead.
         shape: hidden x intermediate; of combine, hidden; of what decides, experts.
         tiers: bit-widths of a launch, if it reads experts.
         note: what is special about it.
@@ -131,7 +129,6 @@ class Case:
 
     Attributes:
         weighted: whether decode sums a token's experts.
-        gather: whether grouped_linear reads its rows of x by index and writes its own in order, of the up projection.
         steps: bit-widths whose zeros count steps.
         ordered: bit-widths whose columns have an order.
     """
@@ -145,7 +142,6 @@ class Case:
     activation: Activation = Activation.SILU
     fetch: bool = False
     weighted: bool = False
-    gather: bool = False
     steps: tuple[int, ...] = ()
     ordered: tuple[int, ...] = ()
 
@@ -215,7 +211,7 @@ def all_variants() -> Iterator[Variant]:
 def essential_variants() -> Iterator[Variant]:
     """Those that every change of a kernel compiles: on the H100's architecture every kernel, and every kind of experts
     with no option, grouped on the largest tile."""
-    kernels = ("gate_up", "down", "grouped_gate_up", "grouped_linear")
+    kernels = ("gate_up", "down", "grouped_gate_up", "grouped_down")
     for variant in variants(90):
         if variant.kernel not in kernels or variant.note in ("", "m 128"):
             yield variant
@@ -231,16 +227,15 @@ def variants(architecture: int) -> Iterator[Variant]:
         yield from (_gate_up(architecture, case), _down(architecture, case))
     yield _down(architecture, Case("weighted", bits=(4,), weighted=True))
     for case in mixes:
-        tiles = range(len(_tiles(architecture, case).grouped_linear)) if every else (-1,)
+        tiles = range(len(_tiles(architecture, case).grouped_down)) if every else (-1,)
         for number in tiles:
             yield _grouped_gate_up(architecture, case, number)
-            yield _grouped_linear(architecture, case, number)
+            yield _grouped_down(architecture, case, number)
     for case in [*options[:-1], *together, *_AT_ONCE, *_FLOATS]:
-        yield from (_grouped_gate_up(architecture, case), _grouped_linear(architecture, case))
+        yield from (_grouped_gate_up(architecture, case), _grouped_down(architecture, case))
     for case in _GATE if every else ():
         yield _gate_up(architecture, replace(case, bits=(4,)))
         yield _grouped_gate_up(architecture, case)
-    yield _grouped_linear(architecture, Case("gathered", gather=True))
     for hidden, top_k, dtype, absent in _SUMS:
         yield _combine(architecture, hidden, top_k, dtype, absent)
     yield _place(architecture)
@@ -277,14 +272,11 @@ def _grouped_gate_up(architecture: int, case: Case, number: int = -1) -> Variant
     return note.variant
 
 
-def _grouped_linear(architecture: int, case: Case, number: int = -1) -> Variant:
+def _grouped_down(architecture: int, case: Case, number: int = -1) -> Variant:
     x, hidden, table, work, _ = _arguments(case)
-    tile = _tiles(architecture, case).grouped_linear[number]
-    note = _Note(architecture, "grouped_linear", case, f"m {tile.block_m}")
-    if case.gather:
-        grouped_linear(x, hidden, table, work, UP, tile, gather=True, start=note)
-    else:
-        grouped_linear(hidden, x, table, work, DOWN, tile, scatter=True, start=note)
+    tile = _tiles(architecture, case).grouped_down[number]
+    note = _Note(architecture, "grouped_down", case, f"m {tile.block_m}")
+    grouped_down(hidden, x, table, work, tile, start=note)
     return note.variant
 
 

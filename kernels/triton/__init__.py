@@ -5,24 +5,20 @@ Importing this package imports triton; ``make_kernel`` does so for a CUDA device
 
 from vllm_dymoe.kernels.triton.kernel import TritonKernel
 from vllm_dymoe.kernels.triton.launch import (
-    DOWN,
-    GATE,
-    UP,
+    ExpertShape,
+    ExpertTable,
     Scratch,
     Weighting,
+    WorkList,
     decode_down,
     decode_gate_up,
+    grouped_down,
     grouped_gate_up,
-    grouped_linear,
 )
 from vllm_dymoe.kernels.triton.schedule import schedule
-from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList
 from vllm_dymoe.kernels.triton.tiles import DecodeTile, GroupedTile, Tiles, choose_tiles
 
 __all__ = [
-    "DOWN",
-    "GATE",
-    "UP",
     "DecodeTile",
     "ExpertShape",
     "ExpertTable",
@@ -35,7 +31,7 @@ __all__ = [
     "choose_tiles",
     "decode_down",
     "decode_gate_up",
+    "grouped_down",
     "grouped_gate_up",
-    "grouped_linear",
     "schedule",
 ]

@@ -88,16 +88,14 @@ def grouped_gate_up_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=DESCRIPTIONS)
-def grouped_linear_kernel(
-    x,
+def grouped_down_kernel(
+    hidden,
     out,
     addresses,
     fine,
     bits,
     items,
-    sources,
-    targets,
-    PROJECTION: tl.constexpr,
+    pairs,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -106,32 +104,23 @@ def grouped_linear_kernel(
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
-    GATHER: tl.constexpr,
-    SCATTER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[target] = one projection of x[source]; grid [items, tiles of BLOCK_N rows].
-
-    Args:
-        sources: rows of x, if GATHER; otherwise position i is row i.
-        targets: rows of out, if SCATTER; otherwise position i is row i.
-        PROJECTION: 0 gate, 1 up, 2 down.
-    """
+    """out[pair] = down hidden[position]; grid and items as of gate and up."""
     item = tl.program_id(0)
     tile = tl.program_id(1)
     expert = tl.load(items + 3 * item)
     position = tl.load(items + 3 * item + 1) + tl.arange(0, BLOCK_M)
     inside = position < tl.load(items + 3 * item + 2)
-    source = tl.load(sources + position, mask=inside, other=0) if GATHER else tl.where(inside, position, 0)
-    target = tl.load(targets + position, mask=inside, other=0) if SCATTER else position
-    x_rows = x + source.to(tl.int64)[:, None] * COLUMNS
+    source = tl.where(inside, position, 0)
+    target = tl.load(pairs + position, mask=inside, other=0)
+    x_rows = hidden + source.to(tl.int64)[:, None] * COLUMNS
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     sums = tile_products(
-        sums, tl.load(addresses + 3 * expert + PROJECTION), fine + 3 * expert + PROJECTION,
-        tl.load(bits + 3 * expert + PROJECTION), tile, x_rows, inside,
-        ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
+        sums, tl.load(addresses + 3 * expert + 2), fine + 3 * expert + 2, tl.load(bits + 3 * expert + 2), tile,
+        x_rows, inside, ROWS, COLUMNS, GROUP, TIERS, NESTED, STEPS, ORDERED, BIAS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     at = out + target.to(tl.int64)[:, None] * ROWS + row[None, :]

@@ -1,53 +1,37 @@
 """The kernel for experts in a GPU's memory."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.base import Receive, check_activations, check_formats
-from vllm_dymoe.kernels.triton.description import DECODE, Description, Plan, plan
 from vllm_dymoe.kernels.triton.launch import (
-    DOWN,
+    ExpertShape,
+    ExpertTable,
+    Formats,
+    Kind,
     Scratch,
+    WorkList,
     decode_down,
     decode_gate_up,
+    grouped_down,
     grouped_gate_up,
-    grouped_linear,
 )
 from vllm_dymoe.kernels.triton.place import Place, place_experts
+from vllm_dymoe.kernels.triton.plan import DECODE, Plan, plan
 from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_together, run_kernel
 from vllm_dymoe.kernels.triton.step import DecodeStep
-from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import Expert
-from vllm_dymoe.residency.matrix import GROUP_SIZES, MatrixFormat
+from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 
 DEFAULT_WORKSPACE_BYTES = 32 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10
 _SEMAPHORES = 1 << 14
-
-Formats = tuple[MatrixFormat, MatrixFormat, MatrixFormat]
-"""Of gate, up and down."""
-
-
-class Kind(NamedTuple):
-    """What is compiled in of a matrix's format, beside what all experts have in common; see MatrixFormat."""
-
-    bits: int
-    integer_zeros: bool
-    act_order: bool
-    nested: int
-
-    @classmethod
-    def of(cls, format: MatrixFormat) -> "Kind":
-        """That of a format."""
-        nested = format.bits if format.nested else format.code.upper_of
-        return cls(format.code.tag, format.integer_zeros, format.act_order, nested)
 
 
 class TritonKernel:
@@ -120,7 +104,7 @@ class TritonKernel:
         place = Place(0, (1 << 40,) * 3, (16,) * 3)
         with compiling_together():
             place_experts(table.addresses, table.bits, [place], start=compile_kernel)
-            for grouped in range(DECODE, len(tiles.grouped_linear)):
+            for grouped in range(DECODE, len(tiles.grouped_down)):
                 self.launch(grouped, x, x, table, work, activation, tiles, start=compile_kernel)
         self._compiled.add(kind)
 
@@ -152,7 +136,7 @@ class TritonKernel:
             grouped_gate_up(x, hidden, table, work, activation, tiles.grouped_gate_up[grouped], start=start)
             if receive is not None:
                 receive(3)
-            grouped_linear(hidden, out, table, work, DOWN, tiles.grouped_linear[grouped], scatter=True, start=start)
+            grouped_down(hidden, out, table, work, tiles.grouped_down[grouped], start=start)
 
     def decode_step(self, formats: Sequence[Formats], activation: Activation) -> DecodeStep:
         """A whole decode step of experts of some formats, in this kernel's scratch.
@@ -171,7 +155,7 @@ class TritonKernel:
             ValueError: they cannot share a launch.
         """
         tiers = frozenset(fmt.code.tag for three in formats for fmt in three)
-        return common_shape(formats, self._kinds), tiers.union(kind.bits for kind in self._kinds)
+        return ExpertShape.of(formats, self._kinds), tiers.union(kind.bits for kind in self._kinds)
 
     def plan(self, shape: ExpertShape, counts: Sequence[int]) -> tuple[Tiles, Plan]:
         """Sizes of programs, and what they are launched for if experts have so many tokens."""
@@ -196,45 +180,6 @@ class TritonKernel:
         return decode, room // hidden
 
 
-def common_shape(formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> ExpertShape:
-    """What all experts of a launch have in common; a group size counts below 16 bits only.
-
-    Args:
-        formats: of gate, up and down of the experts.
-        kinds: what other launches hold.
-
-    Raises:
-        ValueError: they do not have it in common.
-    """
-    every = [fmt for three in formats for fmt in three]
-    groups = {fmt.group_size for fmt in every if fmt.quantized and not _own_groups(fmt)}
-    inner = {up.rows for _, up, _ in formats}
-    biases = {fmt.bias for fmt in every}
-    for name, values in (("group sizes", groups), ("intermediate sizes", inner)):
-        if len(values) > 1:
-            raise ValueError(f"work holds experts of different {name}: {', '.join(map(str, sorted(values)))}")
-    if len(biases) > 1:
-        raise ValueError("work holds projections with a bias and projections without one")
-    found = set(map(Kind.of, every)).union(kinds)
-    nested = {kind.nested for kind in found} - {0}
-    mixed = any({kind.bits, 2 * kind.bits} & nested for kind in found if not kind.nested)
-    if len({kind.bits for kind in found}) < len(found) or len(nested) > 1 or mixed:
-        raise ValueError(
-            "work holds matrices of the same bits with and without integer zeros or an order of columns, "
-            "or whole codes beside halves of codes"
-        )
-    steps = frozenset(kind.bits for kind in found if kind.integer_zeros)
-    act_order = frozenset(kind.bits for kind in found if kind.act_order)
-    first = every[1]
-    group = groups.pop() if groups else GROUP_SIZES[0] if _own_groups(first) else first.group_size
-    shape = first.columns, first.rows, group, first.dtype, first.bias, steps, act_order
-    return ExpertShape(*shape, has_gate=every[0].rows > 0, nested=max(nested, default=0))
-
-
-def _own_groups(format: MatrixFormat) -> bool:
-    return format.code.floats and format.code.group_size is not None
-
-
 def _formats(packed: Expert) -> Formats:
     gate, up, down = packed
     return gate.format, up.format, down.format
@@ -245,7 +190,9 @@ def _round_up(size: int) -> int:
 
 
 class TritonStep:
-    """A layer's step: described in one copy at its first launch, and launched as its experts come.
+    """A layer's step: described on the device in one copy at its first launch, and launched as its experts come.
+
+    Where an expert lies is all that is not known at the beginning, and all that is added when it comes.
 
     Attributes:
         table: of the experts that have a place.
@@ -262,9 +209,8 @@ class TritonStep:
         self._kernel, self._decision = kernel, decision
         self._sizes = [after - before for before, after in pairwise(decision.bounds)]
         self._formats: list[Formats] = []  # that differ
-        self._row: dict[int, int] = {}  # by item
+        self._row: dict[int, int] = {}  # of the table, by item; rows behind these are of second sections
         self._known: set[int] = set()  # items whose places the device knows
-        self._description: Description | None = None
 
     def launches(self, items: Sequence[int]) -> list[tuple[int, WorkList]]:
         """Index of grouped tiles, or DECODE, and work list of each launch that some items need.
@@ -282,29 +228,90 @@ class TritonStep:
         }
         self._known.update(fresh)
         before = len(self._formats)
-        for view in fresh.values():
-            if (formats := _formats(view)) not in self._formats:
+        for gate, up, down in fresh.values():
+            if (formats := (gate.format, up.format, down.format)) not in self._formats:
                 check_formats(*formats, self.x, self.activation)
                 self._formats.append(formats)
-        if self._description is None:
-            self._description = self._describe(fresh)
+        if not self._row:
+            self._describe(fresh)
         elif fresh:
             # Before anything is waited for: the device has it done while bytes are on their way.
-            self._description.place([(self._row[item], view) for item, view in fresh.items()])
+            place_experts(self._addresses, self._bits, self._places(fresh))
         if len(self._formats) > before:
-            self.table = self._description.table(*self._kernel.shape_of(self._formats))
+            shape, tiers = self._kernel.shape_of(self._formats)
+            addresses, *fine = self._addresses.chunk(1 + self._nested)
+            bits = self._bits[: len(addresses)]
+            self.table = ExpertTable(shape, tiers, addresses, bits, fine=fine[0] if fine else None)
             self._kernel.compile(self.table, self.activation)
-        return list(self._description.launches(sorted(self._row[item] for item in some)))
+        return list(self._cut(sorted(self._row[item] for item in some)))
 
-    def _describe(self, fresh: Mapping[int, Expert]) -> Description:
+    def _describe(self, fresh: Mapping[int, Expert]) -> None:
+        """Put all that is known on the device."""
         shape, _ = self._kernel.shape_of(self._formats)
+        self._nested = shape.nested > 0
         items = [item for item, size in enumerate(self._sizes) if size]
-        self.tiles, made = self._kernel.plan(shape, [self._sizes[item] for item in items])
-        order = [items[number] for number in made.order]
+        self.tiles, self._plan = self._kernel.plan(shape, [self._sizes[item] for item in items])
+        order = [items[number] for number in self._plan.order]
         self._row = {item: row for row, item in enumerate(order)}
-        rows, pairs = (
+        index = [
             torch.cat([parts[item] for item in order])
             for parts in (self._decision.rows.split(self._sizes), self._decision.pairs.split(self._sizes))
-        )
-        placed = [(self._row[item], view) for item, view in fresh.items()]
-        return Description(made, rows, pairs, placed, self._kernel.device, nested=shape.nested > 0)
+        ]
+        experts, count = len(order) * (1 + self._nested), len(self._plan.items)
+        addresses, bits = torch.zeros(experts, 3, dtype=torch.int64), torch.zeros(experts, 3, dtype=torch.int32)
+        if places := self._places(fresh):
+            chosen = torch.tensor([place.row for place in places])
+            addresses[chosen] = torch.tensor([place.sections for place in places])
+            bits[chosen] = torch.tensor([place.widths for place in places], dtype=torch.int32)
+        small = torch.cat((bits.view(-1), torch.tensor(self._plan.items, dtype=torch.int32).view(-1)))
+        small = torch.cat((small, small.new_zeros(len(small) % 2)))
+        host = torch.cat([addresses.view(-1), small.view(torch.int64), *index])
+        if self._kernel.asynchronous:
+            host = host.pin_memory()
+        moved = host.to(self._kernel.device, non_blocking=True)
+        self._addresses = moved[: 3 * experts].view(-1, 3)
+        small = moved[3 * experts : 3 * experts + len(small) // 2].view(torch.int32)
+        self._bits, self._items = small[: 3 * (experts + count)].view(-1, 3).split([experts, count])
+        self._index = moved[len(moved) - 2 * len(index[0]) :].view(2, -1)
+
+    def _places(self, fresh: Mapping[int, Expert]) -> list[Place]:
+        """Of some items, and behind all rows those of their second sections.
+
+        Raises:
+            ValueError: a misaligned address.
+        """
+        places = []
+        for item, expert in fresh.items():
+            gate, up, down = expert
+            widths = gate.format.code.tag, up.format.code.tag, down.format.code.tag
+            places.append(Place(self._row[item], _aligned(gate, up, down, 0), widths))
+            if gate.fine is not None and self._nested:
+                places.append(Place(len(self._row) + self._row[item], _aligned(gate, up, down, -1), (0, 0, 0)))
+        return places
+
+    def _cut(self, rows: Sequence[int]) -> Iterator[tuple[int, WorkList]]:
+        """The launches of some rows of the table, ascending."""
+        pieces = [piece for row in rows for piece in self._plan.pieces[row]]
+        # Where a launch begins: at another run, or behind an expert that is not among them.
+        cuts = [
+            number
+            for number, (before, after) in enumerate(pairwise(pieces), 1)
+            if before[0] != after[0] or before[2] != after[1]
+        ]
+        for begin, end in pairwise([0, *cuts, len(pieces)]):
+            run = self._plan.runs[pieces[begin][0]]
+            items = self._items[pieces[begin][1] : pieces[end - 1][2]]
+            yield run.grouped, WorkList(items, *self._index[:, run.first : run.stop])
+
+
+def _aligned(gate: PackedMatrix, up: PackedMatrix, down: PackedMatrix, section: int) -> tuple[int, int, int]:
+    """Addresses that kernels can load 16 bytes from."""
+    addresses = gate.addresses[section], up.addresses[section], down.addresses[section]
+    for address in addresses:
+        if address % 16:
+            raise ValueError(f"work holds address {address:#x}, expected multiples of 16")
+    return addresses
+
+
+def _round_up(size: int) -> int:
+    return -(-size // 256) * 256

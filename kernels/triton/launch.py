@@ -1,10 +1,12 @@
-"""The four entry points: checks that cost microseconds, then one launch each.
+"""What a launch is told, and the four entry points: checks that cost microseconds, then one launch each.
 
-Every argument that changes from step to step is a device tensor; nothing here
-waits for the device, so that a step can be captured in a CUDA graph.
+Every argument that changes from step to step is a device tensor; nothing here waits for the device, so that a step can
+be captured in a CUDA graph.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +14,192 @@ from torch import Tensor
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.triton.activation import constants
 from vllm_dymoe.kernels.triton.decode import down_kernel, gate_up_kernel
-from vllm_dymoe.kernels.triton.grouped import grouped_gate_up_kernel, grouped_linear_kernel
+from vllm_dymoe.kernels.triton.grouped import grouped_down_kernel, grouped_gate_up_kernel
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
-from vllm_dymoe.kernels.triton.table import ExpertTable, WorkList
 from vllm_dymoe.kernels.triton.tiles import DecodeTile, GroupedTile
 from vllm_dymoe.residency.checks import check_tensor
+from vllm_dymoe.residency.code import NESTED, UPPER_HALVES, WHOLE
+from vllm_dymoe.residency.format import Format
+from vllm_dymoe.residency.matrix import GROUP_SIZES, MatrixFormat
+
+Formats = tuple[MatrixFormat, MatrixFormat, MatrixFormat]
+"""Of gate, up and down."""
+
+
+class Kind(NamedTuple):
+    """What is compiled in of a matrix's format, beside what all experts have in common; see MatrixFormat."""
+
+    bits: int
+    integer_zeros: bool
+    act_order: bool
+    nested: int
+
+    @classmethod
+    def of(cls, format: MatrixFormat) -> "Kind":
+        """That of a format."""
+        nested = format.bits if format.nested else format.code.upper_of
+        return cls(format.code.tag, format.integer_zeros, format.act_order, nested)
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """What all experts of a launch have in common.
+
+    Attributes:
+        hidden: H.
+        intermediate: I.
+        group_size: of every section below 16 bits.
+        dtype: of activations, scales and 16-bit weights.
+        bias: whether every projection has one.
+        integer_zeros: bit-widths whose zeros count steps of their scale.
+        act_order: bit-widths whose columns are stored in an order of their own.
+        has_gate: whether experts have one.
+        nested: bits of the codes that are two sections, of upper and of lower halves; half as many bits are the upper
+            halves alone. 0 if there are none.
+    """
+
+    hidden: int
+    intermediate: int
+    group_size: int
+    dtype: torch.dtype
+    bias: bool = False
+    integer_zeros: frozenset[int] = frozenset()
+    act_order: frozenset[int] = frozenset()
+    has_gate: bool = True
+    nested: int = 0
+
+    @classmethod
+    def of(cls, formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> "ExpertShape":
+        """Of experts of some formats, and of what else launches hold; a group size counts below 16 bits only.
+
+        Raises:
+            ValueError: they cannot share a launch.
+        """
+        every = [fmt for three in formats for fmt in three]
+        groups = {fmt.group_size for fmt in every if fmt.quantized and not _own_groups(fmt)}
+        inner = {up.rows for _, up, _ in formats}
+        for name, values in (("group sizes", groups), ("intermediate sizes", inner)):
+            if len(values) > 1:
+                raise ValueError(f"work holds experts of different {name}: {', '.join(map(str, sorted(values)))}")
+        if len({fmt.bias for fmt in every}) > 1:
+            raise ValueError("work holds projections with a bias and projections without one")
+        found = set(map(Kind.of, every)).union(kinds)
+        nested = {kind.nested for kind in found} - {0}
+        mixed = any({kind.bits, 2 * kind.bits} & nested for kind in found if not kind.nested)
+        if len({kind.bits for kind in found}) < len(found) or len(nested) > 1 or mixed:
+            raise ValueError(
+                "work holds matrices of the same bits with and without integer zeros or an order of columns, "
+                "or whole codes beside halves of codes"
+            )
+        steps = frozenset(kind.bits for kind in found if kind.integer_zeros)
+        act_order = frozenset(kind.bits for kind in found if kind.act_order)
+        first = every[1]
+        group = groups.pop() if groups else GROUP_SIZES[0] if _own_groups(first) else first.group_size
+        shape = first.columns, first.rows, group, first.dtype, first.bias, steps, act_order
+        return cls(*shape, has_gate=every[0].rows > 0, nested=max(nested, default=0))
+
+    def formats(self, bits: int) -> Formats:
+        """Gate [I, H] or [0, H], up [I, H] and down [H, I] at some bits, or with the codebook of a tag."""
+        code = WHOLE[bits]
+        if self.nested:
+            code = {self.nested: NESTED[self.nested], self.nested // 2: UPPER_HALVES[self.nested]}.get(bits, code)
+        flags = self.bias, bits in self.integer_zeros, bits in self.act_order, self.has_gate
+        return Format(self.hidden, self.intermediate, code, self.group_size, self.dtype, *flags).matrices
+
+
+def _own_groups(format: MatrixFormat) -> bool:
+    return format.code.floats and format.code.group_size is not None
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertTable:
+    """Where experts are. The tensors may be rewritten between launches; only `tiers` and the shape are compiled in.
+
+    Attributes:
+        shape: of every expert.
+        tiers: bit-widths, or codebooks' tags, that `bits` may hold.
+        addresses: int64 [experts, 3], sections of gate, up and down, each a multiple of 16.
+        bits: int32 [experts, 3].
+        destinations: int64 [experts, 3], where decode stores the sections too, 0 for nowhere; None to fetch nothing.
+        fine: int64 [experts, 3], sections of lower halves where bits are the shape's nested ones; None if it has none.
+        fine_destinations: like destinations, if there are both.
+
+    Raises:
+        TypeError: a tensor of another dtype.
+        ValueError: another shape, or a tensor that is missing.
+    """
+
+    shape: ExpertShape
+    tiers: frozenset[int]
+    addresses: Tensor
+    bits: Tensor
+    destinations: Tensor | None = None
+    fine: Tensor | None = None
+    fine_destinations: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_tensor("addresses", self.addresses, shape=(None, 3), dtype=torch.int64)
+        check_tensor("bits", self.bits, shape=(self.addresses.shape[0], 3), dtype=torch.int32)
+        for name in ("destinations", "fine", "fine_destinations"):
+            if (tensor := getattr(self, name)) is not None:
+                check_tensor(name, tensor, shape=tuple(self.addresses.shape), dtype=torch.int64)
+        if self.shape.nested:
+            if self.fine is None:
+                raise ValueError("fine is missing, but the shape has nested codes")
+            if (self.fine_destinations is None) != (self.destinations is None):
+                raise ValueError("destinations and fine_destinations go together where codes are nested")
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What every kernel is told of the sections that it reads."""
+        shape = self.shape
+        return {
+            "GROUP": shape.group_size,
+            "TIERS": sum(self.tiers),
+            "NESTED": shape.nested,
+            "STEPS": sum(shape.integer_zeros),
+            "ORDERED": sum(shape.act_order),
+            "BIAS": shape.bias,
+        }
+
+    @property
+    def places(self) -> tuple[Tensor, ...]:
+        """Where decode reads and stores; what the table has not stands for itself, and is not read."""
+        parts = self.addresses, self.destinations, self.fine, self.fine_destinations
+        return tuple(self.addresses if part is None else part for part in parts)
+
+
+@dataclass(frozen=True, eq=False)
+class WorkList:
+    """Tokens by expert.
+
+    Attributes:
+        items: int32 [items, 3]: expert of the table, first and last + 1 of its positions; empty ones are allowed.
+        rows: int32 or int64 [positions], rows of x.
+        pairs: int32 or int64 [positions], rows of the output, token * top_k + k.
+
+    Raises:
+        TypeError: a tensor of another dtype.
+        ValueError: another shape.
+    """
+
+    items: Tensor
+    rows: Tensor
+    pairs: Tensor
+
+    def __post_init__(self) -> None:
+        check_tensor("items", self.items, shape=(None, 3), dtype=torch.int32)
+        for name, tensor in (("rows", self.rows), ("pairs", self.pairs)):
+            check_tensor(name, tensor, shape=(None,))
+            if tensor.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"{name} is {tensor.dtype}, expected torch.int32 or torch.int64")
+        if self.rows.shape != self.pairs.shape:
+            raise ValueError(f"rows has {self.rows.shape[0]} positions, but pairs {self.pairs.shape[0]}")
+
+    @property
+    def positions(self) -> int:
+        """How many (token, expert) pairs there are."""
+        return self.rows.shape[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,41 +253,18 @@ def decode_gate_up(
         start: launch, or only compile.
 
     Raises:
-        TypeError, ValueError: see decode_gate_up.
+        TypeError: a wrong dtype.
+        ValueError: sizes that disagree, or too little scratch.
     """
-    shape = table.shape
-    check_tensor("x", x, shape=(None, shape.hidden), dtype=shape.dtype)
-    check_tensor("hidden", hidden, shape=(work.positions, shape.intermediate), dtype=shape.dtype)
-    if not len(work.items):
-        return
-    blocks = _blocks(shape.intermediate)
-    programs = tile.split
-    if programs > 1:
-        _check_scratch(scratch, work.positions * programs * 2 * 64 * blocks, work.positions * blocks)
-    start(
-        gate_up_kernel,
-        (blocks, len(work.items), programs),
-        (
-            x,
-            hidden,
-            *_addresses(table),
-            table.bits,
-            work.items,
-            work.rows,
-            scratch.partials,
-            scratch.semaphores,
-        ),
-        {
-            "ROWS": shape.intermediate,
-            "COLUMNS": shape.hidden,
-            **_sections(table),
-            "ACTIVATION": constants(activation),
-            "SPLIT": tile.split,
-            "FETCH": table.destinations is not None,
-            "WARPS": tile.warps,
-        },
-        tile.options,
-    )
+    _check_states(x, None, hidden, work, table.shape)
+    blocks = -(-table.shape.intermediate // 64)
+    if tile.split > 1:
+        _check_scratch(scratch, work.positions * tile.split * 2 * 64 * blocks, work.positions * blocks)
+    _decode(
+        start, gate_up_kernel, blocks, table, work, tile,
+        (x, hidden), (work.rows, scratch.partials, scratch.semaphores),
+        {"ROWS": table.shape.intermediate, "COLUMNS": table.shape.hidden, "ACTIVATION": constants(activation)},
+    )  # fmt: skip
 
 
 def decode_down(
@@ -137,51 +297,34 @@ def decode_down(
     Raises:
         TypeError, ValueError: see decode_gate_up.
     """
-    shape = table.shape
-    check_tensor("hidden", hidden, shape=(work.positions, shape.intermediate), dtype=shape.dtype)
-    top_k = 1
-    if weighting is None:
-        check_tensor("out", out, shape=(None, shape.hidden), dtype=shape.dtype)
-    else:
+    shape, top_k = table.shape, 1
+    if weighting is not None:
         check_tensor("weights", weighting.weights, shape=(None, None), dtype=torch.float32)
         tokens, top_k = weighting.weights.shape
         check_tensor("computed", weighting.computed, shape=(tokens, top_k), dtype=torch.int32)
-        check_tensor("out", out, shape=(tokens, shape.hidden), dtype=shape.dtype)
-    if not len(work.items):
-        return
-    blocks = _blocks(shape.hidden)
-    programs = tile.split
+    _check_states(out, None if weighting is None else tokens, hidden, work, shape, "out")
+    blocks = -(-shape.hidden // 64)
     if weighting is not None:
-        _check_scratch(scratch, weighting.weights.numel() * programs * 64 * blocks, out.shape[0] * blocks)
-    elif programs > 1:
-        _check_scratch(scratch, work.positions * programs * 64 * blocks, work.positions * blocks)
-    start(
-        down_kernel,
-        (blocks, len(work.items), programs),
-        (
-            hidden,
-            out,
-            *_addresses(table),
-            table.bits,
-            work.items,
-            work.pairs,
-            scratch.partials if weighting is None else weighting.weights,
-            scratch.semaphores if weighting is None else weighting.computed,
-            scratch.partials,
-            scratch.semaphores,
-        ),
-        {
-            "ROWS": shape.hidden,
-            "COLUMNS": shape.intermediate,
-            **_sections(table),
-            "TOP_K": top_k,
-            "WEIGHTED": weighting is not None,
-            "SPLIT": tile.split,
-            "FETCH": table.destinations is not None,
-            "WARPS": tile.warps,
-        },
-        tile.options,
-    )
+        _check_scratch(scratch, weighting.weights.numel() * tile.split * 64 * blocks, out.shape[0] * blocks)
+    elif tile.split > 1:
+        _check_scratch(scratch, work.positions * tile.split * 64 * blocks, work.positions * blocks)
+    shared = scratch.partials, scratch.semaphores
+    summed = shared if weighting is None else (weighting.weights, weighting.computed)
+    _decode(
+        start, down_kernel, blocks, table, work, tile, (hidden, out), (work.pairs, *summed, *shared),
+        {"ROWS": shape.hidden, "COLUMNS": shape.intermediate, "TOP_K": top_k, "WEIGHTED": weighting is not None},
+    )  # fmt: skip
+
+
+def _decode(
+    start: Start, kernel: Any, blocks: int, table: ExpertTable, work: WorkList, tile: DecodeTile,
+    states: tuple[Tensor, ...], others: tuple[Tensor, ...], sizes: dict[str, Any],
+) -> None:  # fmt: skip
+    if len(work.items):
+        fetch = {"SPLIT": tile.split, "FETCH": table.destinations is not None, "WARPS": tile.warps}
+        tensors = *states, *table.places, table.bits, work.items, *others
+        grid = blocks, len(work.items), tile.split
+        start(kernel, grid, tensors, {**sizes, **table.constants, **fetch}, tile.options)
 
 
 def grouped_gate_up(
@@ -209,144 +352,56 @@ def grouped_gate_up(
         TypeError: a wrong dtype.
         ValueError: sizes that disagree, or destinations.
     """
-    _check_no_destinations(table)
-    shape = table.shape
-    check_tensor("x", x, shape=(None, shape.hidden), dtype=shape.dtype)
-    check_tensor("hidden", hidden, shape=(work.positions, shape.intermediate), dtype=shape.dtype)
-    if not len(work.items):
-        return
-    start(
-        grouped_gate_up_kernel,
-        (len(work.items), -(-shape.intermediate // tile.block_n)),
-        (
-            x,
-            hidden,
-            table.addresses,
-            table.addresses if table.fine is None else table.fine,
-            table.bits,
-            work.items,
-            work.rows,
-        ),
-        {
-            "ROWS": shape.intermediate,
-            "COLUMNS": shape.hidden,
-            **_sections(table),
-            "ACTIVATION": constants(activation),
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "BLOCK_K": min(tile.block_k, shape.group_size),
-        },
-        {"num_warps": tile.warps, "num_stages": tile.stages},
-    )
+    _check_states(x, None, hidden, work, table.shape)
+    sizes = {"ROWS": table.shape.intermediate, "COLUMNS": table.shape.hidden, "ACTIVATION": constants(activation)}
+    _grouped(start, grouped_gate_up_kernel, table, work, tile, (x, hidden), work.rows, sizes)
 
 
-GATE, UP, DOWN = range(3)
-
-
-def grouped_linear(
-    x: Tensor,
+def grouped_down(
+    hidden: Tensor,
     out: Tensor,
     table: ExpertTable,
     work: WorkList,
-    projection: int,
     tile: GroupedTile,
     *,
-    gather: bool = False,
-    scatter: bool = False,
     start: Start = run_kernel,
 ) -> None:
-    """One projection of many positions: out[pair or position] = projection(x[row or position]).
-
-    Args:
-        x: [any, columns of the projection] in the experts' dtype.
-        out: [any, rows of the projection] like x, overwritten where named.
-        table: the experts, without destinations; only this projection's sections have to be there.
-        work: an item has at most tile.block_m positions.
-        projection: GATE, UP or DOWN.
-        tile: size of a program.
-        gather: whether inputs are rows of x by work.rows, or x has one row for each position.
-        scatter: whether results go to work.pairs, or to one row for each position.
-        start: launch, or only compile.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: sizes that disagree, destinations, or another projection.
-    """
-    _check_no_destinations(table)
-    shape = table.shape
-    if projection not in (GATE, UP, DOWN):
-        raise ValueError(f"projection is {projection}, expected 0 (gate), 1 (up) or 2 (down)")
-    rows, columns = shape.intermediate, shape.hidden
-    if projection == DOWN:
-        rows, columns = columns, rows
-    check_tensor("x", x, shape=(None if gather else work.positions, columns), dtype=shape.dtype)
-    check_tensor("out", out, shape=(None if scatter else work.positions, rows), dtype=shape.dtype)
-    if not len(work.items):
-        return
-    start(
-        grouped_linear_kernel,
-        (len(work.items), -(-rows // tile.block_n)),
-        (
-            x,
-            out,
-            table.addresses,
-            table.addresses if table.fine is None else table.fine,
-            table.bits,
-            work.items,
-            work.rows,
-            work.pairs,
-        ),
-        {
-            "PROJECTION": projection,
-            "ROWS": rows,
-            "COLUMNS": columns,
-            **_sections(table),
-            "GATHER": gather,
-            "SCATTER": scatter,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "BLOCK_K": min(tile.block_k, shape.group_size),
-        },
-        {"num_warps": tile.warps, "num_stages": tile.stages},
-    )
+    """out[pair] = down(hidden[position]) on tensor cores; see decode_down and grouped_gate_up."""
+    _check_states(out, None, hidden, work, table.shape, "out")
+    sizes = {"ROWS": table.shape.hidden, "COLUMNS": table.shape.intermediate}
+    _grouped(start, grouped_down_kernel, table, work, tile, (hidden, out), work.pairs, sizes)
 
 
-def _addresses(table: ExpertTable) -> tuple[Tensor, ...]:
-    """Where decode reads and stores; what the table has not stands for itself, and is not read."""
-    parts = table.addresses, table.destinations, table.fine, table.fine_destinations
-    return tuple(table.addresses if part is None else part for part in parts)
-
-
-def _sections(table: ExpertTable) -> dict[str, int]:
-    """What every kernel is told of the sections that it reads."""
-    shape = table.shape
-    return {
-        "GROUP": shape.group_size,
-        "TIERS": table.mask,
-        "NESTED": shape.nested,
-        "STEPS": sum(shape.integer_zeros),
-        "ORDERED": sum(shape.act_order),
-        "BIAS": shape.bias,
-    }
-
-
-def _blocks(rows: int) -> int:
-    return -(-rows // 64)
-
-
-def _check_no_destinations(table: ExpertTable) -> None:
-    """Refuse to leave slots unfilled: many programs read a section here, and none of them stores it."""
-    if table.destinations is not None:
+def _grouped(
+    start: Start, kernel: Any, table: ExpertTable, work: WorkList, tile: GroupedTile,
+    states: tuple[Tensor, Tensor], index: Tensor, sizes: dict[str, Any],
+) -> None:  # fmt: skip
+    if table.destinations is not None:  # many programs read a section here, and none of them stores it
         raise ValueError("table has destinations, but only the decode kernels fetch through")
+    if len(work.items):
+        addresses, _, fine, _ = table.places
+        width = min(tile.block_k, table.shape.group_size)
+        blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": width}
+        start(
+            kernel,
+            (len(work.items), -(-sizes["ROWS"] // tile.block_n)),
+            (*states, addresses, fine, table.bits, work.items, index),
+            {**sizes, **table.constants, **blocks},
+            {"num_warps": tile.warps, "num_stages": tile.stages},
+        )
+
+
+def _check_states(
+    rows: Tensor, count: int | None, hidden: Tensor, work: WorkList, shape: ExpertShape, name: str = "x"
+) -> None:
+    check_tensor(name, rows, shape=(count, shape.hidden), dtype=shape.dtype)
+    check_tensor("hidden", hidden, shape=(work.positions, shape.intermediate), dtype=shape.dtype)
 
 
 def _check_scratch(scratch: Scratch, partials: int, semaphores: int) -> None:
     """Refuse scratch that is too small; both tensors are one-dimensional."""
-    check_tensor("partials", scratch.partials, shape=(None,), dtype=torch.float32)
-    check_tensor("semaphores", scratch.semaphores, shape=(None,), dtype=torch.int32)
-    for name, tensor, needed in (
-        ("partials", scratch.partials, partials),
-        ("semaphores", scratch.semaphores, semaphores),
-    ):
+    for name, dtype, needed in (("partials", torch.float32, partials), ("semaphores", torch.int32, semaphores)):
+        tensor = getattr(scratch, name)
+        check_tensor(name, tensor, shape=(None,), dtype=dtype)
         if tensor.numel() < needed:
             raise ValueError(f"{name} has {tensor.numel()} elements, expected at least {needed}")

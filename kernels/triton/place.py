@@ -1,7 +1,6 @@
 """Writes experts' addresses and widths into a table on the device, from a launch's own arguments.
 
-A copy would do the same, but copies from the host queue up behind the experts that the link is busy with. The plain
-twin is ``place_plain``.
+A copy would do the same, but copies from the host queue up behind the experts that the link is busy with.
 """
 
 from collections.abc import Sequence
@@ -47,14 +46,6 @@ def place_experts(addresses: Tensor, bits: Tensor, places: Sequence[Place], *, s
         for row, sections, (gate, up, down) in some:
             numbers += row, *sections, gate | up << 8 | down << 16
         start(place_kernel, (1,), (addresses, bits, *numbers), {}, {"num_warps": 1})
-
-
-def place_plain(addresses: Tensor, bits: Tensor, places: Sequence[Place]) -> None:
-    """What place_experts does."""
-    for row, sections, widths in places:
-        for column in range(3):
-            addresses[row, column] = sections[column]
-            bits[row, column] = widths[column]
 
 
 _NUMBERS = [f"{name}{number}" for number in range(AT_ONCE) for name in ("row", "gate", "up", "down", "widths")]

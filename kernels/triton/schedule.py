@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from vllm_dymoe.kernels.triton.table import WorkList
+from vllm_dymoe.kernels.triton.launch import WorkList
 from vllm_dymoe.residency.checks import check_tensor
 
 

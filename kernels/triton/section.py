@@ -9,8 +9,8 @@ import triton.language as tl
 from vllm_dymoe.residency.code import WHOLE
 
 DESCRIPTIONS = [
-    "addresses", "destinations", "fine", "fine_destinations", "bits", "items", "rows", "pairs", "sources", "targets",
-    "weights", "computed",
+    "addresses", "destinations", "fine", "fine_destinations", "bits", "items", "rows", "pairs", "weights",
+    "computed",
 ]  # fmt: skip
 """Arguments that may begin anywhere: no kernel is compiled again because one of them is a slice of a tensor."""
 

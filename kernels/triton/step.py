@@ -11,9 +11,16 @@ from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.triton.decide import decide
-from vllm_dymoe.kernels.triton.launch import Scratch, Weighting, decode_down, decode_gate_up
+from vllm_dymoe.kernels.triton.launch import (
+    ExpertShape,
+    ExpertTable,
+    Scratch,
+    Weighting,
+    WorkList,
+    decode_down,
+    decode_gate_up,
+)
 from vllm_dymoe.kernels.triton.start import Start, compile_kernel, run_kernel
-from vllm_dymoe.kernels.triton.table import ExpertShape, ExpertTable, WorkList
 from vllm_dymoe.kernels.triton.tiles import Tiles
 
 

@@ -86,14 +86,14 @@ class Tiles:
         gate_up: of decode.
         down: of decode.
         grouped_gate_up: by ascending block_m; an expert takes the first that holds its tokens, or the last.
-        grouped_linear: the same for one projection.
+        grouped_down: the same for down projections.
     """
 
     decode_tokens: int
     gate_up: DecodeTile
     down: DecodeTile
     grouped_gate_up: tuple[GroupedTile, ...]
-    grouped_linear: tuple[GroupedTile, ...]
+    grouped_down: tuple[GroupedTile, ...]
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Tiles":
@@ -103,15 +103,15 @@ class Tiles:
             DecodeTile(**data["gate_up"]),
             DecodeTile(**data["down"]),
             tuple(GroupedTile(**tile) for tile in data["grouped_gate_up"]),
-            tuple(GroupedTile(**tile) for tile in data["grouped_linear"]),
+            tuple(GroupedTile(**tile) for tile in data["grouped_down"]),
         )
 
     def grouped_class(self, tokens: int) -> int:
         """Which of the grouped tiles an expert with so many tokens takes."""
-        for number, tile in enumerate(self.grouped_linear):
+        for number, tile in enumerate(self.grouped_down):
             if tokens <= tile.block_m:
                 return number
-        return len(self.grouped_linear) - 1
+        return len(self.grouped_down) - 1
 
 
 @cache

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_dymoe.kernels import Activation, Curve, ExpertWork, pack, pack_floats, pack_nested, unpack
+from benchmarks.gpu.experts import ExpertWork
+from vllm_dymoe.kernels import Activation, Curve, pack, pack_floats, pack_nested, unpack
 from vllm_dymoe.residency.code import MXFP4, NESTED, PLAIN, STEPS, UPPER_HALVES, Code, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 

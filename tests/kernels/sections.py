@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from benchmarks.gpu.experts import section_offsets, table_of_blobs
 from tests.kernels.matrices import random_packed
 from vllm_dymoe.kernels import expert_reference
 from vllm_dymoe.kernels.triton import ExpertTable, WorkList
-from vllm_dymoe.kernels.triton.table import section_offsets
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
@@ -61,7 +61,7 @@ class Experts:
     def table(self, destinations=None, fine_destinations=None):
         starts = [blob.data_ptr() for blob in self.blobs]
         fine = [blob.data_ptr() for blob in self.fine] if self.shape.nested else None
-        return ExpertTable.of_blobs(self.shape, starts, self.bits, DEVICE, destinations, fine, fine_destinations)
+        return table_of_blobs(self.shape, starts, self.bits, DEVICE, destinations, fine, fine_destinations)
 
     def reference(self, expert, x, activation):
         return expert_reference(x.cpu(), *self.matrices[expert], activation)

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpu.experts import compute_experts
 from tests.kernels.matrices import random_expert, random_packed
-from vllm_dymoe.kernels import Activation, CpuKernel, compute_experts, dequantize, expert_reference, pack_floats, unpack
+from vllm_dymoe.kernels import Activation, CpuKernel, dequantize, expert_reference, pack_floats, unpack
 from vllm_dymoe.kernels.torch_experts import linear
 from vllm_dymoe.residency.code import CODEBOOKS, FP8, MXFP4, NVFP4
 from vllm_dymoe.residency.matrix import MatrixFormat

@@ -3,18 +3,9 @@
 import pytest
 import torch
 
+from benchmarks.gpu.experts import ExpertWork, compute_experts
 from tests.kernels.matrices import random_expert
-from vllm_dymoe.kernels import (
-    Activation,
-    ExpertWork,
-    combine,
-    compute_experts,
-    dequantize,
-    expert_reference,
-    make_kernel,
-    pack,
-    unpack,
-)
+from vllm_dymoe.kernels import Activation, combine, dequantize, expert_reference, make_kernel, pack, unpack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -15,8 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from tests.kernels.matrices import random_expert
-from vllm_dymoe.kernels import compute_experts
-from vllm_dymoe.kernels import Activation, ExpertWork
+from benchmarks.gpu.experts import ExpertWork, compute_experts
+from vllm_dymoe.kernels import (Activation)
 from vllm_dymoe.kernels.triton import TritonKernel
 
 events = []

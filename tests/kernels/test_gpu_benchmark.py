@@ -100,7 +100,7 @@ def test_tiles_of_every_architecture_are_readable():
         for shape in ["64x64", *entry["shapes"]]:
             hidden, intermediate = map(int, shape.split("x"))
             tiles = choose_tiles(int(name), hidden, intermediate)
-            assert [tile.block_m for tile in tiles.grouped_gate_up] == [tile.block_m for tile in tiles.grouped_linear]
+            assert [tile.block_m for tile in tiles.grouped_gate_up] == [tile.block_m for tile in tiles.grouped_down]
             assert all(tile.warps in (4, 8) for tile in (tiles.gate_up, tiles.down))
     assert choose_tiles(103, 64, 64) == choose_tiles(100, 64, 64)
     assert choose_tiles(75, 64, 64) == choose_tiles(80, 64, 64)
@@ -137,13 +137,11 @@ def test_a_row_of_another_source_or_tile_is_stale(compile_table, variants, monke
     monkeypatch.setattr(variants, "_code", lambda module: source(module) + ("\npass" if module == "rows" else ""))
     kept = compile_table.fresh(rows, planned())
     others = {"combine", "place", "decide", "name_ahead", "fetch_ahead"}
-    assert {row["kernel"] for row in kept} == {"grouped_gate_up", "grouped_linear"} | others
+    assert {row["kernel"] for row in kept} == {"grouped_gate_up", "grouped_down"} | others
 
 
 def test_a_row_of_another_source_is_kept_if_the_compiler_is_given_the_same(compile_table, variants, monkeypatch):
-    (variant,) = (
-        v for v in variants.variants(86) if v.key[1:] == ("grouped_linear", "2048x768", "4/2", "gathered, m 128")
-    )
+    (variant,) = (v for v in variants.variants(86) if v.key[1:] == ("grouped_down", "2048x768", "4/2", "m 128"))
     row = {"digest": "of another source", "ir": compile_table.ir_digest(variant), "registers": 1}
     assert compile_table.renew_row(variant, row) == row | {"digest": variant.digest}
     # Functions are named by their constants, also by those without effect: this launch holds no 8 bits.
@@ -170,7 +168,7 @@ def test_the_plan_has_every_option_on_both_ends_of_the_architectures(variants):
     for architecture in variants.ARCHITECTURES[:: len(variants.ARCHITECTURES) - 1]:
         planned = list(variants.variants(architecture))
         assert len({variant.key for variant in planned}) == len(planned)
-        for kernel in ("gate_up", "down", "grouped_gate_up", "grouped_linear"):
+        for kernel in ("gate_up", "down", "grouped_gate_up", "grouped_down"):
             mine = [variant for variant in planned if variant.kernel == kernel]
             assert {v.types["hidden" if "gate" in kernel else "out"] for v in mine} == {"*bf16", "*fp16"}
             wanted = {"BIAS": {False, True}, "GROUP": {32, 64, 128}, "NESTED": {0, 4, 8}}
@@ -187,8 +185,6 @@ def test_the_plan_has_every_option_on_both_ends_of_the_architectures(variants):
                 wanted |= {"WEIGHTED": {False, True}}
             if "grouped" in kernel:
                 wanted |= {"BLOCK_M": {16, 64, 128}, "BLOCK_K": {32, 64}}
-            if kernel == "grouped_linear":
-                wanted |= {"GATHER": {False, True}, "SCATTER": {False, True}, "PROJECTION": {1, 2}}
             for name, values in wanted.items():
                 assert {variant.constants[name] for variant in mine} == values, (architecture, kernel, name)
 
@@ -204,14 +200,14 @@ def test_problems_are_found(compile_table):
     assert "spills 65 bytes" in compile_table.problems(good | {"spill_bytes": 65, "note": "fetch"})[0]
     assert "shared memory" in compile_table.problems(good | {"shared_bytes": 99 * 1024 + 1})[0]
     assert "exchanges data" in compile_table.problems(good | {"barriers_in_loops": 1})[0]
-    grouped = good | {"kernel": "grouped_linear", "spill_bytes": 8, "barriers_in_loops": 2}
+    grouped = good | {"kernel": "grouped_down", "spill_bytes": 8, "barriers_in_loops": 2}
     assert "no tensor-core" in compile_table.problems(grouped)[0]
     assert compile_table.problems(grouped | {"tensor_cores": "mma"}) == []
 
 
 @pytest.mark.parametrize(
     ("architecture", "kernel", "tiers", "note"),
-    [(90, "gate_up", "4", ""), (90, "down", "16", ""), (90, "grouped_linear", "4", "m 128"),
+    [(90, "gate_up", "4", ""), (90, "down", "16", ""), (90, "grouped_down", "4", "m 128"),
      (90, "grouped_gate_up", "2", "m 128")],
 )  # fmt: skip
 def test_some_variants_compile_as_the_table_says(compile_table, variants, architecture, kernel, tiers, note):

@@ -8,18 +8,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpu.experts import ExpertWork, compute_experts
 from tests.kernels.matrices import ACTIVATIONS, KINDS, Expert, in_one_section, random_expert
 from tests.operations import Operations
-from vllm_dymoe.kernels import (
-    Activation,
-    CpuKernel,
-    ExpertWork,
-    combine,
-    compute_experts,
-    expert_reference,
-    make_kernel,
-    native,
-)
+from vllm_dymoe.kernels import Activation, CpuKernel, combine, expert_reference, make_kernel, native
 from vllm_dymoe.kernels.combine import Pairs, combine_with_torch
 from vllm_dymoe.kernels.cpu import MINIMUM_WORKSPACE_BYTES
 from vllm_dymoe.residency.code import CODEBOOKS, NESTED, code_of

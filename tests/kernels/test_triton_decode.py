@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpu.experts import section_offsets, table_of_blobs
 from tests.kernels.matrices import ACTIVATIONS
 from tests.kernels.sections import (
     DEVICE,
@@ -23,7 +24,6 @@ from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
     ExpertShape,
-    ExpertTable,
     Scratch,
     Weighting,
     WorkList,
@@ -31,7 +31,6 @@ from vllm_dymoe.kernels.triton import (
     decode_gate_up,
 )
 from vllm_dymoe.kernels.triton.start import run_kernel
-from vllm_dymoe.kernels.triton.table import section_offsets
 
 BFLOAT16, SILU = torch.bfloat16, Activation.SILU
 
@@ -239,7 +238,7 @@ def test_where_the_bytes_lie_changes_no_bit():
     arena = torch.full((1 << 17,), 0xEE, dtype=torch.uint8, device=DEVICE)
     for offset in (16, 4096 + 48):
         places = [arena[offset + (i << 15) :][: blob.numel()].copy_(blob) for i, blob in enumerate(experts.blobs)]
-        table = ExpertTable.of_blobs(shape, [place.data_ptr() for place in places], [4, 2], DEVICE)
+        table = table_of_blobs(shape, [place.data_ptr() for place in places], [4, 2], DEVICE)
         assert torch.equal(run(x, table, work, DecodeTile(4, 1), rows=2)[1], want)
 
 
@@ -265,7 +264,7 @@ def test_what_is_fetched_is_the_source_and_changes_no_bit(hidden, intermediate, 
         assert bool((slot[-16:] == 0xEE).all())
     assert bool((slots[-1] == 0xEE).all())
     starts = [slot.data_ptr() + 16 for slot in slots[:-1]] + [experts.blobs[-1].data_ptr()]
-    again = ExpertTable.of_blobs(experts.shape, starts, bits, DEVICE)
+    again = table_of_blobs(experts.shape, starts, bits, DEVICE)
     slot_states, slot_out = run(x, again, whole, tile, rows=tokens * len(bits))
     assert torch.equal(hidden_states, slot_states)
     assert torch.equal(out, slot_out)

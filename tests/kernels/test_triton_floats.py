@@ -17,7 +17,7 @@ from tests.kernels.sections import (
 )
 from tests.kernels.test_triton_decode import run
 from vllm_dymoe.kernels import Activation, dequantize
-from vllm_dymoe.kernels.triton import DOWN, DecodeTile, ExpertShape, GroupedTile, grouped_gate_up, grouped_linear
+from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape, GroupedTile, grouped_down, grouped_gate_up
 from vllm_dymoe.residency.code import CODEBOOKS, FP8, MXFP4, NVFP4
 
 TAGS = [book.tag for book in CODEBOOKS.values()]
@@ -66,7 +66,7 @@ def test_grouped_agrees_with_the_reference(kinds, hidden, intermediate, group_si
     inner = poisoned(work.positions, intermediate, dtype=dtype)
     grouped_gate_up(x, inner, experts.table(), work, Activation.SWIGLU_OAI, tile)
     out = poisoned(20 * count, hidden, dtype=dtype)
-    grouped_linear(inner, out, experts.table(), work, DOWN, tile, scatter=True)
+    grouped_down(inner, out, experts.table(), work, tile)
     for expert in range(count):
         got = out.view(20, count, hidden)[:, expert]
         want = experts.reference(expert, x, Activation.SWIGLU_OAI)
@@ -111,7 +111,7 @@ def test_every_code_is_its_level(book):
     x = torch.eye(256).bfloat16().to(DEVICE)
     work = work_list([[(t, 0) for t in range(256)]], 1, 16)
     out = poisoned(256, 64, dtype=torch.bfloat16)
-    grouped_linear(x, out, experts.table(), work, DOWN, GroupedTile(16, 64, 64, 4, 2), scatter=True)
+    grouped_down(x, out, experts.table(), work, GroupedTile(16, 64, 64, 4, 2))
     # MXFP4's weights are bfloat16 numbers. The others are rounded, and the interpreter may take the other neighbour.
     tolerance = 0 if book is MXFP4 else 2**-7
     assert torch.allclose(out.t().cpu(), dequantize(down, torch.bfloat16), rtol=tolerance, atol=0)

@@ -20,14 +20,12 @@ from tests.kernels.sections import (
 )
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import (
-    DOWN,
-    UP,
     ExpertShape,
     GroupedTile,
     WorkList,
     choose_tiles,
+    grouped_down,
     grouped_gate_up,
-    grouped_linear,
 )
 from vllm_dymoe.kernels.triton.schedule import schedule
 
@@ -68,7 +66,7 @@ def test_any_tile_agrees_with_the_reference(
     inner = poisoned(work.positions, intermediate, dtype=dtype)
     grouped_gate_up(x, inner, experts.table(), work, activation, tile)
     out = poisoned(tokens * count, hidden, dtype=dtype)
-    grouped_linear(inner, out, experts.table(), work, DOWN, tile, scatter=True)
+    grouped_down(inner, out, experts.table(), work, tile)
     for expert, pairs in enumerate(chosen):
         rows = [token for token, _ in pairs]
         got = out.view(tokens, count, hidden)[:, expert]
@@ -92,11 +90,11 @@ def test_nothing_beside_the_tensors_is_touched(dtype, tile):
     inner = at_the_edge(poisoned(20, 70, dtype=dtype))
     grouped_gate_up(x, inner, table, work, Activation.SILU, tile)
     out = at_the_edge(poisoned(20, 100, dtype=dtype))
-    grouped_linear(inner, out, table, work, DOWN, tile, scatter=True)
+    grouped_down(inner, out, table, work, tile)
     assert not out.isnan().any()
 
 
-def test_positions_of_nobody_are_left_alone():
+def test_positions_of_no_item_are_left_alone():
     """Behind every item lie positions of others, or of none: they keep what they held."""
     experts = Experts(ExpertShape(64, 64, 32, torch.bfloat16), [4, 2])
     tile = GroupedTile(16, 64, 32, 4, 2)
@@ -104,11 +102,10 @@ def test_positions_of_nobody_are_left_alone():
     index = torch.arange(8, device=DEVICE)
     work = WorkList(items, index, index)
     x = random_x(8, 64, torch.bfloat16)
-    inner, out, placed = (poisoned(8, 64, dtype=torch.bfloat16) for _ in range(3))
+    inner, out = (poisoned(8, 64, dtype=torch.bfloat16) for _ in range(2))
     grouped_gate_up(x, inner, experts.table(), work, Activation.SILU, tile)
-    grouped_linear(x, out, experts.table(), work, DOWN, tile, scatter=True)
-    grouped_linear(x, placed, experts.table(), work, UP, tile, gather=True)
-    for result in (inner, out, placed):
+    grouped_down(x, out, experts.table(), work, tile)
+    for result in (inner, out):
         assert result.isnan().all(1).tolist() == [True, False, False, True, False, False, False, True]
         assert not result[[1, 2, 4, 5, 6]].isnan().any()
 
@@ -130,12 +127,12 @@ def test_a_schedule_drives_a_launch():
     experts = Experts(ExpertShape(64, 64, 32, torch.bfloat16), [4, 2, 16])
     x = random_x(4, 64, torch.bfloat16)
     ids = torch.tensor([[0, 1], [2, 1], [-1, 0], [2, 0]], device=DEVICE)
-    tile = choose_tiles(90, 64, 64).grouped_linear[0]
+    tile = choose_tiles(90, 64, 64).grouped_down[0]
     work = schedule(ids, 3, tile.block_m)
     inner = poisoned(work.positions, 64, dtype=torch.bfloat16)
     out = poisoned(8, 64, dtype=torch.bfloat16)
     grouped_gate_up(x, inner, experts.table(), work, Activation.SILU, tile)
-    grouped_linear(inner, out, experts.table(), work, DOWN, tile, scatter=True)
+    grouped_down(inner, out, experts.table(), work, tile)
     for token, row in enumerate(ids.tolist()):
         for k, expert in enumerate(row):
             got = out[2 * token + k : 2 * token + k + 1]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.gpu.experts import table_of_blobs
 from tests.kernels.matrices import in_one_section
 from tests.kernels.sections import (
     DEVICE,
@@ -19,18 +20,16 @@ from tests.kernels.sections import (
 )
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import (
-    DOWN,
     DecodeTile,
     ExpertShape,
-    ExpertTable,
     GroupedTile,
     Scratch,
     decode_down,
     decode_gate_up,
+    grouped_down,
     grouped_gate_up,
-    grouped_linear,
 )
-from vllm_dymoe.kernels.triton.kernel import TritonKernel, common_shape
+from vllm_dymoe.kernels.triton.kernel import TritonKernel
 from vllm_dymoe.residency.decision import Decision, Grouped
 from vllm_dymoe.residency.format import Expert
 
@@ -58,7 +57,7 @@ def group(x, table, work, rows):
     hidden = poisoned(work.positions, table.shape.intermediate, dtype=x.dtype)
     grouped_gate_up(x, hidden, table, work, SILU, tile)
     out = poisoned(rows, table.shape.hidden, dtype=x.dtype)
-    grouped_linear(hidden, out, table, work, DOWN, tile, scatter=True)
+    grouped_down(hidden, out, table, work, tile)
     return out
 
 
@@ -147,8 +146,8 @@ def test_a_layer_of_both_through_the_kernel():
 def test_whole_codes_and_halves_of_the_same_bits_cannot_share_a_launch():
     nested, whole = ExpertShape(64, 64, 32, BFLOAT16, nested=4), ExpertShape(64, 64, 32, BFLOAT16)
     with pytest.raises(ValueError, match="halves"):
-        common_shape([nested.formats(4), whole.formats(2)])
+        ExpertShape.of([nested.formats(4), whole.formats(2)])
     with pytest.raises(ValueError, match="fine is missing"):
-        ExpertTable.of_blobs(nested, [0x1000], [4], DEVICE)
+        table_of_blobs(nested, [0x1000], [4], DEVICE)
     with pytest.raises(ValueError, match="go together"):
-        ExpertTable.of_blobs(nested, [0x1000], [4], DEVICE, [0x2000], [0x3000])
+        table_of_blobs(nested, [0x1000], [4], DEVICE, [0x2000], [0x3000])

@@ -7,9 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpu.experts import ExpertWork, compute_experts
 from tests.kernels.matrices import ACTIVATIONS, Expert, random_expert
 from tests.kernels.sections import DEVICE, TOLERANCE, relative_error, some_widths
-from vllm_dymoe.kernels import Activation, ExpertWork, compute_experts, expert_reference
+from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.kernel import MINIMUM_WORKSPACE_BYTES
 from vllm_dymoe.residency.decision import Decision, Grouped
@@ -138,7 +139,7 @@ def test_tokens_decide_the_class():
     counts = [4, 5, 16, 17, 64, 65, 300]
     step, launches = prepared(kernel, random_x(1, 64), [work_of(expert, [0] * count, [0] * count) for count in counts])
     assert step.tiles.decode_tokens == 4
-    assert [tile.block_m for tile in step.tiles.grouped_linear] == [16, 64, 128]
+    assert [tile.block_m for tile in step.tiles.grouped_down] == [16, 64, 128]
     found = [(grouped, part.positions) for grouped, part in launches]
     assert found == [(-1, 4), (0, 5 + 16), (1, 17 + 64), (2, 65 + 300)]
 

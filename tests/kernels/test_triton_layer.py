@@ -6,12 +6,13 @@ from itertools import accumulate
 import pytest
 import torch
 
+from benchmarks.gpu.experts import ExpertWork, compute_experts
 from tests.kernels.matrices import random_expert
 from tests.kernels.sections import DEVICE
 from tests.kernels.test_triton_kernel import make_kernel, on_device, random_x
-from vllm_dymoe.kernels import Activation, ExpertWork, compute_experts
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.kernels.triton import kernel as module
 from vllm_dymoe.kernels.triton import place
-from vllm_dymoe.kernels.triton.description import Description
 from vllm_dymoe.residency.decision import Decision, Grouped
 from vllm_dymoe.residency.format import Expert
 
@@ -99,25 +100,31 @@ def test_projections_of_a_described_layer_are_received_before_they_are_launched(
     kernel.begin(x, decision, out, Activation.SILU)
     decision.place(0, Expert(*packed[0]))
     kernel.compute([0], lambda count: None)
-    placed = Description.place
-    monkeypatch.setattr(Description, "place", lambda self, places: (events.append("place"), placed(self, places)))
+    placed = module.place_experts
+
+    def noted(*places, **compiled):
+        events.extend([] if compiled else ["place"])
+        placed(*places, **compiled)
+
+    monkeypatch.setattr(module, "place_experts", noted)
     decision.place(1, Expert(*packed[1]))
     kernel.compute([1], lambda count: events.append("receive"))
     assert events == ["place", "receive"]
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 9])
-def test_places_are_written_as_their_plain_twin_writes_them(count):
+def test_places_are_written_where_they_belong(count):
     generator = torch.Generator().manual_seed(count)
     numbers = torch.randint(1 << 33, 1 << 47, (count, 3), generator=generator).tolist()
     widths = [[(16, 8, 4, 2)[(row + column) % 4] for column in range(3)] for row in range(count)]
     places = [place.Place(11 - row, tuple(numbers[row]), tuple(widths[row])) for row in range(count)]
-    tables = [(torch.full((12, 3), -7, device=DEVICE), torch.full((12, 3), -7, dtype=torch.int32, device=DEVICE))] * 2
-    (addresses, bits), (plain_addresses, plain_bits) = ([t.clone() for t in table] for table in tables)
+    addresses, bits = torch.full((12, 3), -7, device=DEVICE), torch.full((12, 3), -7, dtype=torch.int32, device=DEVICE)
     place.place_experts(addresses, bits, places)
-    place.place_plain(plain_addresses, plain_bits, places)
-    assert torch.equal(addresses, plain_addresses)
-    assert torch.equal(bits, plain_bits)
+    chosen = [row.row for row in places]
+    assert addresses[chosen].tolist() == numbers
+    assert bits[chosen].tolist() == widths
+    others = sorted(set(range(12)) - set(chosen))
+    assert bool((addresses[others] == -7).all() and (bits[others] == -7).all())
 
 
 def test_a_misaligned_place_is_refused():

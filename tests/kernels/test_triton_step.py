@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from benchmarks.gpu.experts import table_of_blobs
 from tests.kernels.sections import DEVICE, TOLERANCE, Experts, poisoned, random_x, relative_error, work_list
 from tests.support.decode_steps import rows
 from tests.support.no_host import HostInStepError, NoHost
 from vllm_dymoe.kernels import Activation, Curve, combine
-from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape, ExpertTable, Scratch, decode_down, decode_gate_up
+from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape, Scratch, decode_down, decode_gate_up
 from vllm_dymoe.kernels.triton.step import DecodeStep
 from vllm_dymoe.kernels.triton.tiles import Tiles
 from vllm_dymoe.residency.code import FP8, MXFP4, NESTED, NVFP4, UPPER_HALVES, WHOLE
@@ -71,7 +72,7 @@ class Layer:
         chosen = [(int(e), int(t)) for e, t in zip(decision.experts[:count], decision.tiers[:count], strict=True)]
         first = [self.stored[LOW if self.nested else code][expert].data_ptr() for expert, code in chosen]
         fine = [self.stored[HIGH][expert].data_ptr() if code == HIGH else 0 for expert, code in chosen]
-        table = ExpertTable.of_blobs(
+        table = table_of_blobs(
             self.shape, first, [self.bits[code] for _, code in chosen], DEVICE, fine=fine if self.nested else None
         )
         pairs = [[(t, k) for t in range(len(x)) for k in range(TOP_K) if ids[t, k] == expert] for expert, _ in chosen]

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from experts import ExpertWork, compute_experts
 from record import Recorder
 from torch import Tensor
 
 from parts.decided import DecidedSteps, runtime_of
 from parts.stack import DEVICE, DTYPE, Model, Stack, normalized, pinned_store, same_bits
-from vllm_dymoe.kernels import Activation, ExpertWork, compute_experts
+from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.quantize.dummy import fill_randomly
 from vllm_dymoe.residency.format import Format

@@ -1,0 +1,82 @@
+"""What is launched for a layer's step, from the number of each expert's tokens.
+
+Positions of a work list are counted from the beginning of a *run*, which is as many experts of one class as the
+workspace holds; any neighbours of a run can share a launch, and what one expert is computed by does not depend on which
+do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_dymoe.kernels.triton.tiles import Tiles
+
+DECODE = -1
+
+
+@dataclass(frozen=True)
+class Run:
+    """Positions that share the workspace.
+
+    Attributes:
+        grouped: index of the grouped tiles, DECODE for decode.
+        first: first of its positions in the layer.
+        stop: last + 1.
+    """
+
+    grouped: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is launched for experts of given numbers of tokens, in the order of their classes.
+
+    Attributes:
+        order: indices of the experts; rows of the table are in this order.
+        runs: positions that share the workspace.
+        items: [expert's row, first and last + 1 of its positions in their run].
+        pieces: of each row, (run, first and last + 1 of its items); several for what no run holds at once.
+    """
+
+    order: list[int]
+    runs: list[Run]
+    items: list[list[int]]
+    pieces: list[list[tuple[int, int, int]]]
+
+
+def plan(counts: Sequence[int], tiles: Tiles, limits: tuple[int, int]) -> Plan:
+    """Cut experts into items and runs.
+
+    Args:
+        counts: tokens of each expert, at least 1.
+        tiles: of the shape.
+        limits: positions that a run may have, in decode and grouped.
+    """
+    classes = [token_class(tiles, count) for count in counts]
+    order = sorted(range(len(counts)), key=classes.__getitem__)
+    made = Plan(order, [], [], [])
+    position = 0
+    for row, expert in enumerate(order):
+        grouped, count = classes[expert], counts[expert]
+        step = 2 if grouped == DECODE else tiles.grouped_down[grouped].block_m
+        limit = limits[grouped != DECODE]
+        largest = limit if grouped == DECODE else max(limit // step, 1) * step
+        made.pieces.append([])
+        for begin in range(position, position + count, largest):
+            stop = min(begin + largest, position + count)
+            run = made.runs[-1] if made.runs else None
+            if run is None or run.grouped != grouped or stop - run.first > limit:
+                made.runs.append(Run(grouped, begin, stop))
+            else:
+                made.runs[-1] = Run(grouped, run.first, stop)
+            first = made.runs[-1].first
+            made.pieces[-1].append((len(made.runs) - 1, len(made.items), len(made.items) + -(-(stop - begin) // step)))
+            made.items.extend([row, at - first, min(at + step, stop) - first] for at in range(begin, stop, step))
+        position += count
+    return made
+
+
+def token_class(tiles: Tiles, tokens: int) -> int:
+    """DECODE, or the index of the grouped tiles."""
+    return DECODE if tokens <= tiles.decode_tokens else tiles.grouped_class(tokens)

@@ -1,17 +1,18 @@
-"""What does the compiler make of the kernels, on every architecture?
+"""What do the compilers make of the kernels, on every architecture?
 
-Compiles every variant ahead of time, without a GPU, and writes registers, spills, shared memory and tensor-core
-instructions to compiled.json and the README. A row of the same kernel source, tile and Triton is kept: a run that was
-interrupted goes on where it was. After a change of the sources a row is kept if the compiler is still given the same
-code for it, so that only what the change touches is compiled again. `--jobs` compiles in several processes,
-`--architecture` for one of them only, `--essential` what no change of a kernel may do without.
+Compiles every variant ahead of time, without a GPU, with each Triton that a supported torch ships, and writes
+registers, spills, shared memory and tensor-core instructions to compiled.json and the README. A row of the same kernel
+source, tile and Triton is kept: a run that was interrupted goes on where it was. `--jobs` compiles in several
+processes, `--triton` and `--architecture` for one of them only, `--essential` what every change of a kernel needs.
 """
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterable
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,15 +22,19 @@ find_package()
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import triton  # noqa: E402
-from machine_code import compile_variant, ir_digest  # noqa: E402
+from machine_code import compile_variant  # noqa: E402
 from readme import put  # noqa: E402
 from variants import ARCHITECTURES, Variant, all_variants, essential_variants  # noqa: E402
 
 HERE = Path(__file__).parent
 TABLE, README = HERE / "compiled.json", HERE / "README.md"
-COLUMNS = ("architecture", "kernel", "shape", "tiers", "note")
+COLUMNS = ("triton", "architecture", "kernel", "shape", "tiers", "note")
+TRITONS = {"3.6.0": "torch 2.11, vLLM 0.26", "3.7.1": "torch 2.13, vLLM 0.32", "3.8.0": "torch 2.14, vLLM 0.33"}
+"""Those that supported torch builds ship."""
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that one program may have, from NVIDIA's compute capability table."""
+BARRIERS = {"3.6.0": 6}
+"""In a strip of 64 columns; its layout of scales is another one than that of the products."""
 
 
 def problems(row: dict) -> list[str]:
@@ -38,119 +43,136 @@ def problems(row: dict) -> list[str]:
     name = " ".join(str(row[column]) for column in COLUMNS if row[column])
     grouped = row["kernel"].startswith("grouped")
     # A launch that fetches waits for the link, and one program for a layer for itself: a few bytes do not matter there.
-    allowed = 64 if "fetch" in row["note"] or row["kernel"] in ("decide", "name_ahead") else 0
+    allowed = 64 if "device" in row["note"] or row["kernel"] in ("decide", "name_ahead") else 0
     if row["spill_bytes"] > allowed and not grouped:
         found.append(f"{name} spills {row['spill_bytes']} bytes")
     if row["shared_bytes"] > SHARED_KIB[row["architecture"]] * 1024:
         found.append(f"{name} takes {row['shared_bytes']} bytes of shared memory, more than there are")
     if grouped and not row["tensor_cores"]:
         found.append(f"{name} has no tensor-core instructions")
-    if row["barriers_in_loops"] and row["kernel"] in ("gate_up", "down"):
+    if row["kernel"] in ("gate_up", "down") and row["barriers_in_loops"] > BARRIERS.get(row["triton"], 0):
         found.append(f"{name} exchanges data between threads in its loop")
     return found
 
 
 def compile_row(variant: Variant) -> dict:
     """One row of the table."""
-    named = dict(zip(COLUMNS, variant.key, strict=True))
-    return named | asdict(compile_variant(variant)) | {"digest": variant.digest, "ir": ir_digest(variant)}
+    named = dict(zip(COLUMNS, (triton.__version__, *variant.key), strict=True))
+    return named | asdict(compile_variant(variant)) | {"digest": variant.digest}
 
 
-def renew_row(variant: Variant, row: dict) -> dict | None:
-    """A row of another source, if the compiler would be given the same by this one; else None."""
-    return row | {"digest": variant.digest} if row["ir"] == ir_digest(variant) else None
-
-
-def markdown(table: dict) -> str:
-    """By kernel, shape, tiers and note: the range over the architectures, and where tensor cores are."""
+def markdown(rows: list[dict]) -> str:
+    """By kernel, shape, tiers and note, for each Triton: ranges over the architectures."""
     groups: dict[tuple, list[dict]] = {}
-    for row in table["rows"]:
-        groups.setdefault(tuple(row[column] for column in COLUMNS[1:]), []).append(row)
-    lines = ["| kernel | shape | tiers | | sm | registers | spilled bytes | shared KiB | loop | tensor cores |"]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        groups.setdefault(tuple(row[column] for column in COLUMNS[2:]), []).append(row)
+    lines = ["| kernel | shape | tiers | | sm | " + " | ".join(TRITONS) + " |"]
+    lines.append("| --- | --- | --- | --- | --- |" + " --- |" * len(TRITONS))
     order = {variant.key[1:]: number for number, variant in enumerate(all_variants())}
-    for key, rows in sorted(groups.items(), key=lambda group: order[group[0]]):
-
-        def span(name, rows=rows, scale=1):
-            values = sorted({round(row[name] / scale) for row in rows})
-            return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
-
-        on = sorted(row["architecture"] for row in rows)
-        cores = sorted({row["tensor_cores"] for row in rows} - {""})
-        loop = "" if key[0].startswith("grouped") else span("instructions")
+    for key, some in sorted(groups.items(), key=lambda group: order[group[0]]):
+        on = sorted({row["architecture"] for row in some})
         cells = [*key, "all" if on == list(ARCHITECTURES) else " ".join(map(str, on))]
-        cells += [span("registers"), span("spill_bytes"), span("shared_bytes", scale=1024), loop, ", ".join(cores)]
-        lines.append("| " + " | ".join(cells) + " |")
-    count = f"{len(table['rows'])} of {len(list(all_variants()))} planned variants"
-    note = f"Triton {table['triton']}, {count}; `make kernels-table` compiles what is missing."
+        lines.append("| " + " | ".join([*cells, *(_cell(some, version) for version in TRITONS)]) + " |")
+    count = f"{len(rows)} of {len(TRITONS) * len(list(all_variants()))} planned rows"
+    each = ", ".join(f"{version} ({where})" for version, where in TRITONS.items())
+    note = (
+        f"Registers, and in decode barriers and instructions of the longest loop, elsewhere tensor cores. "
+        f"Tritons: {each}; {count}; `make kernels-table` compiles what is missing."
+    )
     return "\n".join([*lines, "", note, ""])
+
+
+def _cell(rows: list[dict], version: str) -> str:
+    some = [row for row in rows if row["triton"] == version]
+    if not some:
+        return ""
+
+    def span(name: str) -> str:
+        values = sorted({row[name] for row in some})
+        return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
+
+    text = span("registers")
+    if spilled := max(row["spill_bytes"] for row in some):
+        text += f", {spilled} bytes spilled"
+    if some[0]["kernel"] in ("gate_up", "down"):
+        return f"{text}; {span('barriers_in_loops')}; {span('instructions')}"
+    return "; ".join([text, *sorted({row["tensor_cores"] for row in some} - {""})])
 
 
 def main() -> int:
     """Write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--triton", choices=TRITONS, action="append")
     parser.add_argument("--architecture", type=int, choices=ARCHITECTURES)
     parser.add_argument("--essential", action="store_true")
     arguments = parser.parse_args()
+    if arguments.triton != [triton.__version__]:
+        for version in arguments.triton or TRITONS:
+            _with(version)
+        return 1 if _report() else 0
+    planned = essential_variants() if arguments.essential else all_variants()
+    rows = fresh(known_rows(), all_variants())
+    save(rows)
+    done = {key(row) for row in rows}
+    wanted = [v for v in planned if arguments.architecture in (None, v.architecture) and _key(v) not in done]
+    print(f"Triton {triton.__version__}: {len(wanted)} rows are to be compiled", flush=True)
+    # What an interrupted run has is worth most in this order: the essential ones, decode, the ends' architectures.
+    first, ends = {variant.key for variant in essential_variants()}, (ARCHITECTURES[0], ARCHITECTURES[-1])
+    wanted.sort(key=lambda v: (v.key not in first, v.kernel.startswith("grouped"), v.architecture not in ends))
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        rows = renewed(known_rows(), pool)
-        save(rows)
-        done = {key(row) for row in rows}
-        planned = essential_variants() if arguments.essential else all_variants()
-        wanted = [v for v in planned if arguments.architecture in (None, v.architecture) and v.key not in done]
-        print(f"{len(rows)} rows are up to date, {len(wanted)} are to be compiled", flush=True)
-        # What an interrupted run has is worth most in this order: the essential ones, decode, the ends' architectures.
-        first, ends = {variant.key for variant in essential_variants()}, (ARCHITECTURES[0], ARCHITECTURES[-1])
-        wanted.sort(key=lambda v: (v.key not in first, v.kernel.startswith("grouped"), v.architecture not in ends))
         for row in pool.map(compile_row, wanted):
             rows.append(row)
             print(" ".join(str(value) for value in row.values()), flush=True)
             save(rows)
-    save(rows)
-    wrong = [sentence for row in rows for sentence in problems(row)]
+    return 0
+
+
+def _with(version: str) -> None:
+    """Compile with a Triton of its own, which is installed beside the checkout's."""
+    folder = Path(__file__).resolve().parents[2] / "build" / f"triton-{version}"
+    if not folder.exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        subprocess.run([*pip, f"triton=={version}"], check=True)
+    others = [word for word in sys.argv[1:] if word != "--triton" and word not in TRITONS]
+    command = [sys.executable, __file__, *others, "--triton", version]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(folder)})
+
+
+def _report() -> list[str]:
+    wrong = [sentence for row in known_rows() for sentence in problems(row)]
     for sentence in wrong:
         print(f"compile_table: {sentence}", file=sys.stderr)
-    return 1 if wrong else 0
+    return wrong
 
 
 def key(row: dict) -> tuple:
-    """Of which variant it is."""
+    """Of which Triton and variant it is."""
     return tuple(row[column] for column in COLUMNS)
 
 
+def _key(variant: Variant) -> tuple:
+    return (triton.__version__, *variant.key)
+
+
 def known_rows() -> list[dict]:
-    """Rows that this Triton made, of whatever sources."""
-    if not TABLE.exists():
-        return []
-    table = json.loads(TABLE.read_text())
-    return [] if table["triton"] != triton.__version__ else table["rows"]
-
-
-def renewed(rows: list[dict], pool: Executor) -> list[dict]:
-    """Rows whose numbers still hold, with the digests of the present sources."""
-    planned = {variant.key: variant for variant in all_variants()}
-    kept = fresh(rows, planned.values())
-    done = {key(row) for row in kept}
-    stale = [row for row in rows if key(row) in planned and key(row) not in done]
-    again = pool.map(renew_row, [planned[key(row)] for row in stale], stale)
-    return kept + [row for row in again if row is not None]
+    """Rows of whatever sources."""
+    return json.loads(TABLE.read_text()) if TABLE.exists() else []
 
 
 def fresh(rows: list[dict], planned: Iterable[Variant]) -> list[dict]:
     """Rows of planned variants whose source, tile and arguments are still what they were compiled from."""
     digests = {variant.key: variant.digest for variant in planned}
-    return [row for row in rows if digests.get(key(row)) == row["digest"]]
+    return [row for row in rows if row["triton"] in TRITONS and digests.get(key(row)[1:]) == row["digest"]]
 
 
 def save(rows: list[dict]) -> None:
-    """Write the table and its place in the README, in the order of the variants."""
+    """Write the table and its place in the README, in the order of Tritons and variants."""
     order = {variant.key: number for number, variant in enumerate(all_variants())}
-    rows.sort(key=lambda row: order[key(row)])
-    table = {"triton": triton.__version__, "rows": rows}
+    rows.sort(key=lambda row: (row["triton"], order[key(row)[1:]]))
     text = ",\n".join(json.dumps(row) for row in rows)
-    TABLE.write_text(f'{{"triton": "{table["triton"]}", "rows": [\n{text}\n]}}\n')
-    put(README, "compiled", markdown(table))
+    TABLE.write_text(f"[\n{text}\n]\n")
+    put(README, "compiled", markdown(rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Compiles a variant ahead of time, without a GPU or a driver, and reads the machine code."""
 
-import hashlib
 import re
 import subprocess
 import tempfile
@@ -9,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.compiler.compiler import make_backend
 from variants import Variant
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -67,25 +64,6 @@ def fused_instructions(variant: Variant) -> list[str]:
     if not any("div.rn" in line for line in lines):
         lines += _read_cubin(compiled.asm["cubin"])[2]
     return [line.strip() for line in lines if re.search(r"\bfma\.|\b[FH]FMA", line)]
-
-
-def ir_digest(variant: Variant) -> str:
-    """16 hex digits of all that the compiler is given: what Triton makes of the source, the options and the target.
-
-    It takes a fiftieth of the time of compiling. Functions are named by the order in which they come: their own names
-    hold their constants, also those that change nothing.
-    """
-    source, target, options = _prepared(variant)
-    backend = make_backend(target)
-    parsed = backend.parse_options(options)
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    functions = backend.get_codegen_implementation(parsed), backend.get_module_map()
-    text = source.make_ir(target, parsed, *functions, context).str_nodebug()
-    names: dict[str, str] = {}
-    text = re.sub(r'@(?:"[^"]+"|[\w.$]+)', lambda name: names.setdefault(name[0], f"@{len(names)}"), text)
-    return hashlib.sha256(f"{text}\n{sorted(options.items())}\n{target}".encode()).hexdigest()[:16]
 
 
 def _prepared(variant: Variant) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:

@@ -3,9 +3,8 @@
 All combinations of tiers, tiles, dtype, bias, activation, group size and way of launching would take days. Planned are
 
 - on every architecture every width by itself, the mixes 4/2 and 16/4, and each kind of published floats, in decode and
-  grouped on the largest tile; many options at once (float16, biases, activations, sizes off every tile, an order of
-  columns, fetching through) for pairs of widths and for floats; the weighted sum, what places experts, what decides a
-  step, and what fetches ahead;
+  grouped on the largest tile; in decode these as the device's own steps launch them (fetching, weighted, with indices
+  of 32 bits), and many options at once; the weighted sum, what places experts, decides a step, and fetches ahead;
 - on the oldest and the newest one also every other mix that a runtime can have, grouped on every tile, and each option
   by itself: in decode at 4 bits, grouped at 4/2, and what checkpoints of other tools have at 4/2 and 8/4: float16 and
   zeros in steps, without and with an order of columns.
@@ -129,6 +128,7 @@ class Case:
 
     Attributes:
         weighted: whether decode sums a token's experts.
+        index: dtype of rows and pairs.
         steps: bit-widths whose zeros count steps.
         ordered: bit-widths whose columns have an order.
     """
@@ -142,6 +142,7 @@ class Case:
     activation: Activation = Activation.SILU
     fetch: bool = False
     weighted: bool = False
+    index: torch.dtype = torch.int64
     steps: tuple[int, ...] = ()
     ordered: tuple[int, ...] = ()
 
@@ -175,11 +176,6 @@ _GATE = (
     Case("no gate", activation=Activation(Curve.RELU2, has_gate=False)),
 )
 _AT_ONCE = tuple(Case("fp16, bias, swiglu_oai, off tile", bits=bits, **_ODD) for bits in ((16, 8), (4, 2)))
-_FETCHED = (
-    *(Case(f"{case.note}, fetch, weighted", bits=case.bits, fetch=True, weighted=True, **_ODD) for case in _AT_ONCE),
-    Case("bias, off tile, fetch, ordered", sizes=(2000, 700), bias=True, fetch=True, ordered=(4, 2)),
-    Case("fetch", bits=(8, 4), fetch=True),
-)
 # As checkpoints of other tools are: float16, and a low tier inside theirs.
 _INTEGERS = tuple(
     Case(note, bits=bits, dtype=torch.float16, steps=bits, ordered=ordered)
@@ -187,10 +183,12 @@ _INTEGERS = tuple(
     for note, ordered in (("fp16, zeros in steps", ()), ("fp16, zeros in steps, ordered", bits))
 )
 _FLOATS = tuple(Case(bits=(book.tag,)) for book in CODEBOOKS.values())
-_FLOATS_FETCHED = tuple(
-    Case("bias, swiglu_oai, fetch", bits=(tag,), bias=True, activation=Activation.SWIGLU_OAI, fetch=True)
-    for tag in (book.tag for book in CODEBOOKS.values())
+# As `DecodeStep.run` launches: misses are fetched on the way, experts weighted, indices the device's own.
+_DEVICE = tuple(
+    replace(case, note=", ".join(filter(None, ("device", case.note))), fetch=True, weighted=True, index=torch.int32)
+    for case in (*(Case(bits=bits) for bits in ((16,), (8,), (4,), (2,), (4, 2), (8, 4))), *_FLOATS)
 )
+_DEVICE_AT_ONCE = tuple(replace(_DEVICE[0], note=f"device, {case.note}", bits=case.bits, **_ODD) for case in _AT_ONCE)
 # Hidden size, top_k, dtype, and whether pairs can be absent: DeepSeek-V3's, gpt-oss's, and an odd one of 22.
 _SUMS = (
     (7168, 8, torch.bfloat16, False),
@@ -210,28 +208,29 @@ def all_variants() -> Iterator[Variant]:
 
 def essential_variants() -> Iterator[Variant]:
     """Those that every change of a kernel compiles: on the H100's architecture every kernel, and every kind of experts
-    with no option, grouped on the largest tile."""
+    with no option, grouped on the largest tile; on both ends' what the device decides."""
     kernels = ("gate_up", "down", "grouped_gate_up", "grouped_down")
     for variant in variants(90):
-        if variant.kernel not in kernels or variant.note in ("", "m 128"):
+        if variant.kernel not in kernels or variant.note in ("", "m 128", "device"):
             yield variant
+    for architecture in (ARCHITECTURES[0], ARCHITECTURES[-1]):
+        yield from (variant for variant in variants(architecture) if variant.note == "device")
 
 
 def variants(architecture: int) -> Iterator[Variant]:
     """Those of one architecture."""
     every = architecture in (ARCHITECTURES[0], ARCHITECTURES[-1])
     mixes = [Case(bits=bits) for bits in MIXES if every or len(bits) == 1 or bits in ((4, 2), (16, 4))]
-    options = [*_BOTH_CLASSES, Case("fetch", fetch=True)] if every else []
+    options = _BOTH_CLASSES if every else ()
     alone, together = [replace(case, bits=(4,)) for case in options], _INTEGERS if every else ()
-    for case in [*mixes, *alone, *together, *_FETCHED, *_FLOATS, *_FLOATS_FETCHED]:
+    for case in [*mixes, *alone, *together, *_FLOATS, *_DEVICE, *_DEVICE_AT_ONCE]:
         yield from (_gate_up(architecture, case), _down(architecture, case))
-    yield _down(architecture, Case("weighted", bits=(4,), weighted=True))
     for case in mixes:
         tiles = range(len(_tiles(architecture, case).grouped_down)) if every else (-1,)
         for number in tiles:
             yield _grouped_gate_up(architecture, case, number)
             yield _grouped_down(architecture, case, number)
-    for case in [*options[:-1], *together, *_AT_ONCE, *_FLOATS]:
+    for case in [*options, *together, *_AT_ONCE, *_FLOATS]:
         yield from (_grouped_gate_up(architecture, case), _grouped_down(architecture, case))
     for case in _GATE if every else ():
         yield _gate_up(architecture, replace(case, bits=(4,)))
@@ -335,7 +334,7 @@ def _arguments(case: Case) -> tuple[Tensor, Tensor, ExpertTable, WorkList, Scrat
     table = ExpertTable(
         case.shape, frozenset(case.bits), addresses, bits, destinations, fine=fine, fine_destinations=fine_destinations
     )
-    index = torch.zeros(1, dtype=torch.int64)
+    index = torch.zeros(1, dtype=case.index)
     work = WorkList(torch.zeros(1, 3, dtype=torch.int32), index, index)
     scratch = Scratch(torch.empty(1 << 20), torch.empty(1 << 10, dtype=torch.int32))
     x, states = (torch.empty(1, size, dtype=case.dtype) for size in (hidden, intermediate))

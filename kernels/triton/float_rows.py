@@ -52,7 +52,6 @@ def float_rows(
     up = 28 - 8 * byte - 4 * half
     words_at = section.to(tl.pointer_type(tl.int32)) + block * (PADDED_COLUMNS * BITS * 2) + (8 * beside + word)
     scales_at = section + weight_bytes(ROWS, COLUMNS, GROUP, TAG)
-    x_at = x + tl.where(tl.arange(0, TOKENS) == 0, 0, apart)[:, None, None, None]
     sums = tl.zeros([TOKENS, 2, 4, THREADS], tl.float32)
 
     last = tl.minimum((split + 1) * SHARE, STRIPS)
@@ -62,7 +61,7 @@ def float_rows(
         column = beside + strip * STRIP
         products = tl.zeros([TOKENS, 2, 4, THREADS], tl.float32)
         for step in tl.static_range(STRIP // 4):
-            some_x = tl.load(x_at + column + 4 * step, mask=valid & (column + 4 * step < COLUMNS), other=0)
+            some_x = load_x(x + column + 4 * step, apart, valid & (column + 4 * step < COLUMNS), TOKENS, False)
             pointers = words_at + strip * (STRIP * 8) + 32 * step
             codes = tl.load(pointers, mask=valid, other=0) << up
             if BITS == 8:
@@ -70,7 +69,7 @@ def float_rows(
                 levels = _e4m3(codes, below)
             else:
                 levels = _e2m1(codes)
-            products += some_x.to(tl.float32) * levels
+            products += some_x * levels
         group = block * GROUPS + (strip * STRIP) // SIZE
         sums += _scales(scales_at, group, word, byte, half, valid, TAG) * products
     if factor_bytes(TAG) > 0:
@@ -78,6 +77,23 @@ def float_rows(
     # Row 32 half + 4 word + byte of [TOKENS, half, byte, word].
     rows = tl.sum(sums.reshape(TOKENS, 2, 4, 4 * WARPS, 8), 3)
     return rows.permute(0, 1, 3, 2).reshape(TOKENS, 64)
+
+
+@triton.jit
+def load_x(x, apart, mask, TOKENS: tl.constexpr, ALL: tl.constexpr):
+    """float32 [TOKENS, 1, 1, THREADS] of pointers [1, 1, 1, THREADS] into the first token's row; masked ones are zero.
+
+    One load for each token: Triton 3.6 lays the result of a single one out as no word is, and exchanges it each time.
+
+    Args:
+        apart: elements from there to the second token's row.
+        ALL: nothing is masked, which saves the instruction that sets the zero.
+    """
+    first = (tl.load(x) if ALL else tl.load(x, mask=mask, other=0)).to(tl.float32)
+    if TOKENS == 1:
+        return first
+    second = (tl.load(x + apart) if ALL else tl.load(x + apart, mask=mask, other=0)).to(tl.float32)
+    return tl.where(tl.arange(0, TOKENS)[:, None, None, None] == 0, first, second)
 
 
 @triton.jit

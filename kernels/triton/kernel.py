@@ -311,7 +311,3 @@ def _aligned(gate: PackedMatrix, up: PackedMatrix, down: PackedMatrix, section: 
         if address % 16:
             raise ValueError(f"work holds address {address:#x}, expected multiples of 16")
     return addresses
-
-
-def _round_up(size: int) -> int:
-    return -(-size // 256) * 256

@@ -22,7 +22,7 @@ Every sum is taken in one order that depends on the shape alone, never on where 
 import triton
 import triton.language as tl
 
-from vllm_dymoe.kernels.triton.float_rows import float_rows
+from vllm_dymoe.kernels.triton.float_rows import float_rows, load_x
 from vllm_dymoe.kernels.triton.section import (
     TAG_BITS,
     load_bias,
@@ -117,7 +117,6 @@ def quantized_rows(
     scales_at = tl.multiple_of(scales_at + block * 64, 16) + (4 * word + byte + 32 * half)
     if ORDERED:
         order_at = (section + order_offset(ROWS, COLUMNS, GROUP, STORED, BIAS)).to(tl.pointer_type(tl.int16))
-    x_at = x + tl.where(tl.arange(0, TOKENS) == 0, 0, apart)[:, None, None, None]
     sums = tl.zeros([TOKENS, 2, 4, THREADS], tl.float32)
 
     last = tl.minimum((split + 1) * SHARE, STRIPS)
@@ -135,9 +134,11 @@ def quantized_rows(
         ones = total
         for step in tl.static_range(STRIP // 4):
             if ORDERED:
-                some_x = _load_by(order_at + column + 4 * step, x_at, valid & (column + 4 * step < COLUMNS), EVEN)
+                some_x = _load_by(
+                    order_at + column + 4 * step, x, apart, valid & (column + 4 * step < COLUMNS), TOKENS, EVEN
+                )
             else:
-                some_x = _load(x_at + column + 4 * step, valid & (column + 4 * step < COLUMNS), EVEN).to(tl.float32)
+                some_x = load_x(x + column + 4 * step, apart, valid & (column + 4 * step < COLUMNS), TOKENS, EVEN)
             total += some_x
             ones += some_x
             if BITS == 8:
@@ -160,9 +161,9 @@ def quantized_rows(
                 products += some_x * _factors(codes, 0x018000 << nibble, one)
                 beyond = column + SPAN + 4 * step
                 if ORDERED:
-                    some_x = _load_by(order_at + beyond, x_at, valid & (beyond < COLUMNS), EVEN)
+                    some_x = _load_by(order_at + beyond, x, apart, valid & (beyond < COLUMNS), TOKENS, EVEN)
                 else:
-                    some_x = _load(x_at + beyond, valid & (beyond < COLUMNS), EVEN).to(tl.float32)
+                    some_x = load_x(x + beyond, apart, valid & (beyond < COLUMNS), TOKENS, EVEN)
                 total += some_x
                 # Its codes lie two bits higher in the mantissa, so a quarter of it brings them to the same sum.
                 some_x *= 0.25
@@ -199,9 +200,9 @@ def _load(pointers, mask, ALL: tl.constexpr):
 
 
 @triton.jit
-def _load_by(order_at, x_at, mask, ALL: tl.constexpr):
-    """The float32 inputs that some stored columns multiply."""
-    return _load(x_at + _load(order_at, mask, ALL).to(tl.int32), mask, ALL).to(tl.float32)
+def _load_by(order_at, x, apart, mask, TOKENS: tl.constexpr, ALL: tl.constexpr):
+    """The float32 inputs [TOKENS, 1, 1, THREADS] that some stored columns multiply."""
+    return load_x(x + _load(order_at, mask, ALL).to(tl.int32), apart, mask, TOKENS, ALL)
 
 
 @triton.jit

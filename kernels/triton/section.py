@@ -62,31 +62,29 @@ def strip_columns(bits, nested, group):
     return min(group, 128 if bits == 2 and nested != 4 else 64)
 
 
-@triton.jit
-def weight_bytes(ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
+@triton.constexpr_function
+def weight_bytes(rows, columns, group, tag):
     """Bytes of a section in front of its scales: a multiple of 256."""
-    if BITS == 16:
-        return (2 * ROWS * COLUMNS + 255) // 256 * 256
-    return (ROWS + 63) // 64 * 64 * padded_columns(COLUMNS, GROUP, BITS) * code_bits(BITS) // 8
+    if tag == 16:
+        return -(-2 * rows * columns // 256) * 256
+    return -(-rows // 64) * 64 * padded_columns(columns, group, tag) * code_bits(tag) // 8
 
 
-@triton.jit
-def bias_offset(ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
+@triton.constexpr_function
+def bias_offset(rows, columns, group, tag):
     """Byte of a section where its bias begins, or where it ends without one."""
-    if BITS == 16:
-        return (2 * ROWS * COLUMNS + 255) // 256 * 256
-    padded: tl.constexpr = (ROWS + 63) // 64 * 64 * padded_columns(COLUMNS, GROUP, BITS)
-    scales: tl.constexpr = padded // group_size(BITS, GROUP) * scale_bytes(BITS)
-    return padded * code_bits(BITS) // 8 + (scales + 255) // 256 * 256 + factor_bytes(BITS)
+    if tag == 16:
+        return weight_bytes(rows, columns, group, tag)
+    padded = -(-rows // 64) * 64 * padded_columns(columns, group, tag)
+    scales = padded // group_size(tag, group) * scale_bytes(tag)
+    return padded * code_bits(tag) // 8 + -(-scales // 256) * 256 + factor_bytes(tag)
 
 
-@triton.jit
-def order_offset(
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, BIAS: tl.constexpr
-):
+@triton.constexpr_function
+def order_offset(rows, columns, group, tag, bias):
     """Byte of a quantized section where the order of its columns begins, or where it ends without one."""
-    bias_bytes: tl.constexpr = ((ROWS + 63) // 64 * 128 + 255) // 256 * 256 if BIAS else 0
-    return bias_offset(ROWS, COLUMNS, GROUP, BITS) + bias_bytes
+    bias_bytes = -(-(-(-rows // 64) * 128) // 256) * 256 if bias else 0
+    return bias_offset(rows, columns, group, tag) + bias_bytes
 
 
 @triton.jit

@@ -98,7 +98,7 @@ def test_every_kernel_agrees_with_the_reference(
         got = out.view(tokens, len(kinds), hidden)[rows, i]
         assert not rows or relative_error(got, want) < TOLERANCE[dtype], kinds[i]
         others = [t for t in range(tokens) if t not in rows]
-        assert bool(out.view(tokens, len(kinds), hidden)[others, i].isnan().all()), "rows of nobody were written"
+        assert bool(out.view(tokens, len(kinds), hidden)[others, i].isnan().all()), "rows of no pair were written"
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -329,7 +329,7 @@ WEIGHTS = torch.tensor([[0.5, 0.3, 0.2], [0.4, 0.4, 0.2], [0.6, 0.3, 0.1]])
 
 
 def absent_outputs(skipped):
-    """Ones, with poison where nobody computed."""
+    """Ones, with poison where nothing was computed."""
     out = torch.ones(9, 8).bfloat16()
     out[(IDS < 0).flatten() | torch.isin(IDS, torch.tensor(skipped)).flatten()] = float("nan")
     return out

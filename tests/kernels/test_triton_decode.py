@@ -173,7 +173,7 @@ def test_experts_are_added_in_ascending_order():
 
 
 def test_nothing_is_summed_before_the_last_expert_has_come():
-    """Whoever sums too early writes something: what is not there yet is not NaN, unlike the output."""
+    """A sum taken too early writes something: what is not there yet is not NaN, unlike the output."""
     experts = Experts(ExpertShape(64, 64, 32, BFLOAT16), [4, 2])
     x, work, scratch = random_x(1, 64, BFLOAT16), work_list([[(0, 0)], [(0, 1)]], 2), make_scratch(held=0.0)
     table, tile = experts.table(), DecodeTile(4, 1)

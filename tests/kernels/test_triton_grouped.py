@@ -73,7 +73,7 @@ def test_any_tile_agrees_with_the_reference(
         want = experts.reference(expert, x[rows], activation)
         assert not rows or relative_error(got[rows], want) < TOLERANCE[dtype], bits[expert]
         others = [t for t in range(tokens) if t not in rows]
-        assert bool(got[others].isnan().all()), "rows of nobody were written"
+        assert bool(got[others].isnan().all()), "rows of no pair were written"
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="compute-sanitizer looks for the same on a GPU")

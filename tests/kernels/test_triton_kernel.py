@@ -91,7 +91,7 @@ def test_any_mix_agrees_with_the_reference(
         want = expert_reference(x[rows].cpu(), expert.gate, expert.up, expert.down, activation)
         assert not rows or relative_error(out[rows, i], want) < TOLERANCE[dtype], bits[i]
         others = [t for t in range(tokens) if t not in rows]
-        assert bool(out[others, i].isnan().all()), "rows of nobody were written"
+        assert bool(out[others, i].isnan().all()), "rows of no pair were written"
 
 
 @pytest.mark.parametrize("tokens", [1, 20])

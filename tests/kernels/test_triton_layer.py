@@ -21,7 +21,7 @@ BITS = (4, 2, 16, 4, 8, 2, 4, 2)
 WAYS = [
     [[0, 1, 2, 3, 4, 5, 6, 7]],
     [[7], [6], [5], [4], [3], [2], [1], [0]],
-    [[1, 6], [4, 0, 7, 2], [3, 5]],  # with neighbours that were computed before, and whose slots are somebody else's
+    [[1, 6], [4, 0, 7, 2], [3, 5]],  # with neighbours that were computed before, and whose slots hold others
 ]
 
 
@@ -71,7 +71,7 @@ def test_however_experts_are_grouped_into_launches_their_bits_are_those_of_one_c
                 decision.place(item(expert), Expert(*views))
             kernel.compute([item(expert) for expert in experts])
             for section in itertools.chain(*slots.values()):
-                section.fill_(0xFF)  # NaN: the slot is somebody else's from now on
+                section.fill_(0xFF)  # NaN: the slot holds another expert from now on
             kept += slots.values()
         assert torch.equal(out.view(torch.int16), want.view(torch.int16)), way
     assert not kernel._semaphores.any()
@@ -91,7 +91,7 @@ def test_skipped_experts_are_not_described():
 
 
 def test_projections_of_a_described_layer_are_received_before_they_are_launched(monkeypatch):
-    """What the device is told of an expert's place it is told before anybody waits for the expert."""
+    """The device learns the place of an expert before the expert is waited for."""
     x, packed, rows, pairs = described_layer()
     kernel, events = make_kernel(), []
     kernel.launch = lambda *arguments, start=None: start or arguments[-1](2)

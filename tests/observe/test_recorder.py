@@ -121,7 +121,7 @@ def test_steps_that_are_not_whole_are_left_out(tmp_path):
     recorder.begin()
     for layer in range(3):
         recorder.record(layer, *choices(4, layer))
-    recorder.end([Span(0, 3, 4)], torch.arange(4))  # somebody's token
+    recorder.end([Span(0, 3, 4)], torch.arange(4))  # a request's token
     for layer in range(3):
         recorder.record(layer, *choices(4, layer))  # no step: vLLM warms up
     recorder.end([Span(0, 4, 4)], torch.arange(4))

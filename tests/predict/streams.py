@@ -2,7 +2,7 @@
 
 
 class RecordedStream:
-    """A stream on which nothing happens before somebody waits for it, and what was asked of it."""
+    """A stream on which nothing happens before it is waited for, and what was asked of it."""
 
     def __init__(self):
         self.copies, self.shared, self.waits, self.pending = [], [], 0, {}

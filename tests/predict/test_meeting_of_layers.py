@@ -86,7 +86,7 @@ def test_on_a_side_stream_it_says_the_same_of_what_the_layer_was_given(phase, p,
         assert stream.waits == layer
         assert predictor.predict(layer) == expected[layer]
     assert any(expected)
-    assert bool(stream.copies) == (p == 1), "what is kept for later layers is nobody else's, and copied once"
+    assert bool(stream.copies) == (p == 1), "what is kept for later layers is a copy, and copied once"
 
 
 def test_what_was_begun_for_a_step_before_is_forgotten():

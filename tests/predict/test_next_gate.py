@@ -74,7 +74,7 @@ def test_on_a_side_stream_it_says_the_same_of_what_the_layer_was_given(phase):
     assert predictor.answers_later
     assert not NextGate(gates, top_k=2).answers_later
     predictor.observe(Routing(1, 9, x, NO_IDS, NO_IDS, phase))
-    assert not stream.copies, "nobody has said yet that he wants to know"
+    assert not stream.copies, "no answer has been asked for yet"
     predictor.begin(1)
     x.fill_(torch.nan)  # the next layer's
     assert stream.waits == 0

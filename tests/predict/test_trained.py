@@ -108,7 +108,7 @@ def test_on_a_stream_it_is_asked_for_before_it_is_waited_for():
     assert predictor.answers_later
     ids, x = TRACE.experts[5:6, 0].int(), TRACE.router_inputs[5:6, 0]
     predictor.observe(Routing(0, 9, x, ids, WEIGHTS, Phase.DECODE))
-    assert not stream.copies, "nobody has said yet that he wants to know"
+    assert not stream.copies, "no answer has been asked for yet"
     predictor.begin(0)
     assert (len(stream.pending), stream.waits) == (1, 0)
     assert len(predictor.predict(0)) == SIZES.top_k

@@ -114,8 +114,8 @@ def test_who_is_in_stays_within_the_slack():
 
 
 def test_free_places_go_to_the_hottest_and_nobody_who_was_never_used():
-    score, nobody = np.array([[0.0, 3, 0, 1]]), np.zeros((1, 4), bool)
-    assert [swap.up for swap in swaps(steady(score), nobody, np.array([3]), Rule(1, 9, 0))] == [1, 3]
+    score, none = np.array([[0.0, 3, 0, 1]]), np.zeros((1, 4), bool)
+    assert [swap.up for swap in swaps(steady(score), none, np.array([3]), Rule(1, 9, 0))] == [1, 3]
 
 
 @pytest.mark.parametrize(("places", "expected"), [(0, [0, 0]), (3, [2, 1]), (8, [4, 4])])

@@ -103,7 +103,7 @@ class FaultyStore(RecordedStore):
 
 
 class IdleDelivery(CpuDelivery):
-    """As a disk or a link: whoever moves bytes takes no core."""
+    """As a disk or a link: moving bytes takes no core."""
 
     occupies_cores = False
 
@@ -198,7 +198,7 @@ def execute(program, kind, turns, history):
         Output of each step; None for one that failed.
     """
     store = FaultyStore(STORES[program.nested], history, turns, program.faults)
-    # Nobody can go on only if a read hangs: then time passes.
+    # No thread can go on only if a read hangs: then time passes.
     engine = make_engine(kind, store, history, turns, 1.0 if program.faults else None, program)
     compute = COMPUTATION if kind in DEVICES else None
     runtime = make_runtime(

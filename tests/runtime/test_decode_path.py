@@ -163,7 +163,7 @@ def test_who_decides_is_checked(memory_store, tmp_path):
     with pytest.raises(ConfigError, match=ON_INPUT):
         MoERuntime(memory_store, options, CPU, obstacle=ON_INPUT)
     said = device_decides(Options(), Exact(), "cuda", readable=True, obstacle=ON_INPUT)
-    assert said == (False, ON_INPUT), "where nobody asked for the device the host takes over, and says why"
+    assert said == (False, ON_INPUT), "where the device was not asked for the host takes over, and says why"
     with pytest.raises(ConfigError, match="host_store"):
         make_runtime(SimpleNamespace(experts=memory_store.experts), decisions="device")
     for decisions in ("auto", "host"):

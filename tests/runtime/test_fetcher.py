@@ -20,7 +20,7 @@ def test_a_layer_fills_its_share_while_a_copy_that_was_given_up_still_moves():
     again = fetcher.start(0, 0, Tier.HI, Reason.DEMAND, kept=True)
     passing = fetcher.start(0, 2, Tier.HI, Reason.DEMAND)
     assert again is not None, "the table says that the layer has room"
-    assert passing is not None, "of two slots that are nobody's share one is written by what hangs"
+    assert passing is not None, "of two slots in no layer's share one is written by what hangs"
     assert fetcher.start(0, 3, Tier.HI, Reason.DEMAND) is None
     ahead.check(again, passing)
 

@@ -57,7 +57,7 @@ class OnDevice(torch.Tensor):
 
 
 class Stream:
-    """The predictions' stream: what it has computed is on the host once somebody has waited for it."""
+    """The predictions' stream: what it has computed is on the host once it has been waited for."""
 
     def copy_inputs(self, inputs):
         return [tensor.clone() for tensor in inputs]

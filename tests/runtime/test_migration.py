@@ -166,7 +166,7 @@ def found(nested, kind, seeds=range(12)):
 
 
 def unordered(self, move):
-    """Publish what nobody has waited for."""
+    """Publish what was not waited for."""
 
     def complete(self, fetch):
         fetch.complete = True

@@ -72,8 +72,8 @@ def test_the_smallest_budget_serves_and_one_byte_less_is_refused(memory_store):
 
 
 def test_skipped_experts_move_nothing_and_add_nothing(memory_store):
-    everyone = frozenset(range(6))
-    runtime = make_runtime(memory_store, system=ByNumber(skipped=everyone))
+    every = frozenset(range(6))
+    runtime = make_runtime(memory_store, system=ByNumber(skipped=every))
     outputs = run(runtime, STEPS)
     assert all(bool((out == 0).all()) for out in outputs)
     assert runtime.stats().transfers["demand"] == 0
@@ -88,8 +88,8 @@ def test_another_ranks_experts_add_nothing(memory_store):
     whole = forward(runtime, 0, x, weights, ids).float()
     # Three roundings to bf16 (8 bits) instead of one.
     torch.testing.assert_close(both, whole, rtol=2e-2, atol=2e-2 * whole.abs().max().item())
-    nobody = forward(runtime, 0, x, weights, torch.full_like(ids, -1))
-    assert bool((nobody == 0).all())
+    none = forward(runtime, 0, x, weights, torch.full_like(ids, -1))
+    assert bool((none == 0).all())
 
 
 def test_no_tokens_are_no_work(memory_store):
@@ -148,7 +148,7 @@ def test_a_device_without_room_is_refused_with_the_options_that_matter(memory_st
 
 
 def test_slots_are_really_there_from_the_start():
-    """Nobody else can take the memory later: every page of the arena has been written."""
+    """No other process can take the memory later: every page of the arena has been written."""
     from vllm_dymoe.residency.slots import SlotPool
 
     fmt = make_experts(hidden=1024, intermediate=1024).formats[4]

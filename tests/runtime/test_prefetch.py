@@ -303,7 +303,7 @@ def test_another_tier_than_the_one_that_was_fetched_is_not_used():
 def test_cores_that_copy_have_no_idle_link():
     ahead = make_ahead()
     ahead.engine.occupies_cores = True
-    assert ahead.prefetcher.look_ahead(0, Phase.DECODE, Slow(None)) is None, "nobody has to predict anything"
+    assert ahead.prefetcher.look_ahead(0, Phase.DECODE, Slow(None)) is None, "nothing has to be predicted"
 
 
 class Slow(Predictor):

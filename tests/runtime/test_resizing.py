@@ -1,4 +1,4 @@
-"""Memory when the budget changes: what a smaller one leaves is everybody's, and a larger one is asked for first."""
+"""Memory when the budget changes: what a smaller one leaves can be allocated, and a larger one is asked for first."""
 
 import re
 from types import SimpleNamespace
@@ -66,7 +66,7 @@ class Device:
     """Memory of a device that others use as well.
 
     Attributes:
-        free: bytes that nobody has.
+        free: bytes that are not allocated.
         computing: bytes that computation takes of these.
         pools: that are there.
     """

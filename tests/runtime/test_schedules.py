@@ -226,7 +226,7 @@ def the_first_copy_waits_for_nothing_but_what_was_there_before_the_slots(monkeyp
 
 
 def slots_are_freed_while_guesses_are_on_their_way(monkeypatch):
-    """Nobody waits for a read that was given up; the runtime takes its slot for free."""
+    """A read that was given up is not waited for; the runtime takes its slot for free."""
 
     def clear(self):
         self._candidates.clear()

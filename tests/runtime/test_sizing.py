@@ -95,7 +95,7 @@ def test_staging_grows_with_the_slots_and_starves_nobody(slots, staging):
     assert slots < 3 or staging * 8 <= slots or staging == 2, "more than an eighth is taken from what layers keep"
     assert minimum_budget(experts, options, exact, WORKSPACE) == WORKSPACE + experts.formats[4].nbytes
     alone = plan_slots(experts, options, Exact(look_ahead=0), nbytes, WORKSPACE)
-    assert alone.staging == {Tier.HI: min(2, slots)}, "nobody has a use for more"
+    assert alone.staging == {Tier.HI: min(2, slots)}, "more would have no use"
     two = plan_slots(experts, options, ByNumber(staging=2), nbytes, WORKSPACE)
     assert two.staging == {Tier.HI: min(2, slots)}
 

@@ -224,7 +224,7 @@ class Ahead:
 @pytest.mark.parametrize("slices", [{"hi": True}, {"lo": False, "hi": True}, {"lo": True, "hi": False}, {"lo": True}])
 @pytest.mark.parametrize("budget", ["60%", "minimum"])
 def test_slices_that_were_fetched_ahead_come_in_any_order(slices, budget):
-    """A base may have given way to demand, or arrive last; who has half of what it needs waits for nobody."""
+    """A base may have given way to demand, or arrive last; an expert with half of what it needs waits for no other."""
     runtime = make_runtime()
     runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
     Ahead(runtime, 3, **slices)

@@ -1,4 +1,4 @@
-"""A timeline says what happened: every transfer, wait and expert, when it was, and nothing when nobody asks."""
+"""A timeline says what happened: every transfer, wait and expert, when it was, and nothing without being asked."""
 
 import pytest
 import torch

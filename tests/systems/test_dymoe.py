@@ -45,8 +45,8 @@ def test_prefill_takes_the_experts_of_heavy_hitters():
     weights = [[0.9, 0.1]] * 5
     heavy = prompt_of([1] * 5, [0, 0, 0, 1, 1])
     assert high(system.precision.select(routing(7, ids, weights, heavy))) == {2, 3}, "not those with the most tokens"
-    everyone = prompt_of([1] * 5, [1] * 5)
-    assert high(system.precision.select(routing(7, ids, weights, everyone))) == {0, 1}, (
+    every = prompt_of([1] * 5, [1] * 5)
+    assert high(system.precision.select(routing(7, ids, weights, every))) == {0, 1}, (
         "nothing known of attention: the load"
     )
 

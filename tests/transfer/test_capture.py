@@ -25,7 +25,7 @@ KINDS = ("pinned", "staged", "disk")
 
 
 class Disk(RecordedStore):
-    """Never in the page cache: whoever may not wait hands over to a thread."""
+    """Never in the page cache: a caller that may not wait hands over to a thread."""
 
     def read_into(self, key, destination, projections=range(3), *, wait=True):
         if not wait:

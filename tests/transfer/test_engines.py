@@ -116,7 +116,7 @@ def test_bytes_count_for_the_reason_that_moved_them(memory_store):
     ticket = engine.submit(key, slot, Reason.PREFETCH, projections=2)
     assert becomes(lambda: ticket.state is State.RESTING)
     assert torch.equal(slot[: gate + up], memory_store.blob(key)[: gate + up])
-    assert bool((slot[gate + up :] == 0xEE).all()), "nobody asked for the third"
+    assert bool((slot[gate + up :] == 0xEE).all()), "the third was not asked for"
     assert engine.stats.bytes_moved[Reason.PREFETCH] == gate + up
     engine.wait(ticket, projections=2)
     engine.wait(ticket)
@@ -157,7 +157,7 @@ def test_on_a_device_a_prefetched_projection_is_issued_when_the_copies_before_it
     engine = TransferEngine(PinnedDelivery(memory_store, Streams(History(), lambda: None, lambda: True)), 1, eager=True)
     slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(2)]
     demand = engine.submit(BlobKey(0, 0, 4), slots[0], Reason.DEMAND)
-    assert demand.state is State.DONE, "enqueued by whoever asks"
+    assert demand.state is State.DONE, "enqueued by the call"
     assert ended(engine.submit(BlobKey(0, 1, 4), slots[1], Reason.PREFETCH))
     copies = [entry for entry in log if entry[0] != "ended"]
     assert [stream for stream, _ in copies] == ["urgent", "background", "background", "background"]
@@ -169,7 +169,7 @@ def test_on_a_device_a_prefetched_projection_is_issued_when_the_copies_before_it
 
 
 def test_transfers_under_way_do_not_share_a_staging_buffer(harness, memory_store):
-    """More transfers than buffers, and nobody looks before the last one is enqueued."""
+    """More transfers than buffers, and none is looked at before the last one is enqueued."""
     keys = [BlobKey(layer, expert, 4) for layer in range(2) for expert in range(6)]
     slots = [harness.slot(memory_store.blob(key).numel()) for key in keys]
     for key, slot in zip(keys, slots, strict=True):

@@ -18,7 +18,7 @@ STORE = make_store(make_experts())
 NBYTES = STORE.experts.formats[4].nbytes
 SECONDS = 0.03  # for one blob
 LATE = 0.02
-PATIENCE = 30  # seconds; a machine that does other things may wake somebody late often, but nobody early ever
+PATIENCE = 30  # seconds; a machine that does other things may wake a thread late often, but never early
 
 
 def punctual(attempt):

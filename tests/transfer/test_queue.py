@@ -77,7 +77,7 @@ def test_a_waiter_begins_what_nobody_has_and_waits_for_what_runs():
     assert queue.wait(ticket, 3, 0, begin=True).projections == range(2, 3)
     assert not queue.cancel(ticket)
     assert queue.failed(ticket, Piece(Reason.DEMAND, range(2, 3)), OSError()) is None
-    assert ticket.state is State.CANCELLED, "nobody wants it any more"
+    assert ticket.state is State.CANCELLED, "it is not wanted any more"
 
 
 def test_an_eager_queue_gives_demand_to_whoever_submits():

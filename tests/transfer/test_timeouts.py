@@ -1,4 +1,4 @@
-"""Reads that do not end: whoever waits gives up, the slot stays taken, and no thread is lost."""
+"""Reads that do not end: a waiter gives up, the slot stays taken, and no thread is lost."""
 
 import threading
 import time
@@ -115,7 +115,7 @@ def test_the_thread_of_a_piece_that_does_not_end_is_replaced_by_its_like(seed):
         engine.wait(engine.submit(KEYS[0], slot(), Reason.DEMAND))
     hanging.clear()
     ahead = engine.submit(KEYS[1], slot(), Reason.PREFETCH)
-    assert threads.block(lambda: ahead.ended, limit=True), "nobody serves the queue any more"
+    assert threads.block(lambda: ahead.ended, limit=True), "the queue is not served any more"
     engine.close()
 
 
@@ -175,7 +175,7 @@ def test_without_a_limit_it_is_waited_for():
     st.integers(0, 2),
 )
 def test_every_ticket_ends_and_every_slot_comes_back(faults, wanted, threads):
-    """Random faults at random reads: what arrives is right, what fails is told, and in the end nobody writes."""
+    """Random faults at random reads: what arrives is right, what fails is told, and in the end nothing is written."""
     disk = Disk(faults)
     engine = engine_over(disk, threads, timeout=0.02)
     tickets = [engine.submit(key, slot(), reason) for key, reason in wanted]

@@ -65,7 +65,7 @@ def _check_files(record: Recorder, stack: Stack, steps: list[Tensor], want: list
 def _check_timing(
     record: Recorder, stack: Stack, store: HostStore, steps: list[Tensor], want: list[Seen], hi: int, lo: int
 ) -> None:
-    """Whoever forgets to wait is right as long as the other side is quick."""
+    """A wait that is missing shows only where the other side is slow."""
     busy = torch.zeros(BUSY_BYTES, dtype=torch.uint8).pin_memory()
     target = torch.empty(BUSY_BYTES, dtype=torch.uint8, device=DEVICE)
     side = torch.cuda.Stream()

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from tests.kernels.on_the_host import OnTheHost
+from vllm_dymoe.runtime.device_memory import CudaMemory
 
 
 class Event:
@@ -201,6 +202,7 @@ def put_in_place() -> OnTheHost:
     for name, value in CARD.items():
         setattr(torch.cuda, name, value)
     torch.Tensor.record_stream = lambda tensor, stream: None
+    CudaMemory.shares_addresses = lambda memory: True
     _captured_launches()
     mode = OnTheHost()
     mode.__enter__()

@@ -162,6 +162,10 @@ def test_who_decides_is_checked(memory_store, tmp_path):
     options = Options(group_size=32, decisions="device")
     with pytest.raises(ConfigError, match=ON_INPUT):
         MoERuntime(memory_store, options, CPU, obstacle=ON_INPUT)
+    parts = Parts(CPU)
+    parts.device_memory = SimpleNamespace(shares_addresses=lambda: False)
+    with pytest.raises(ConfigError, match="other addresses for page-locked host memory"):
+        MoERuntime(memory_store, options, CPU, parts=parts)
     said = device_decides(Options(), Exact(), "cuda", readable=True, obstacle=ON_INPUT)
     assert said == (False, ON_INPUT), "where the device was not asked for the host takes over, and says why"
     with pytest.raises(ConfigError, match="host_store"):

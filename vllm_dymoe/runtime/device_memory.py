@@ -7,6 +7,8 @@ import torch
 
 from vllm_dymoe.host_memory import available_host_memory
 
+_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91  # of cuda.h's CUdevice_attribute
+
 
 class DeviceMemory(Protocol):
     """Memory of one device."""
@@ -17,6 +19,10 @@ class DeviceMemory(Protocol):
 
     def computation(self) -> int:
         """Bytes that a step has taken at its peak, beyond what is held between steps, as far as one has run."""
+        ...
+
+    def shares_addresses(self) -> bool:
+        """Whether the device reads page-locked host memory at the address that the host has for it."""
         ...
 
 
@@ -34,6 +40,10 @@ class HostMemory:
     def computation(self) -> int:
         """Nothing: what a step takes is little beside the machine's memory."""
         return 0
+
+    def shares_addresses(self) -> bool:
+        """It is the host's memory."""
+        return True
 
 
 class CudaMemory:
@@ -58,6 +68,17 @@ class CudaMemory:
     def computation(self) -> int:
         """Torch's highest use so far beyond the present one; vLLM counts on it for activations."""
         return torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
+
+    def shares_addresses(self) -> bool:
+        """What the driver says of memory that ``cudaHostRegister`` locked; no if it says nothing."""
+        answer, device = ctypes.c_int(0), torch.cuda.device(self._device).idx
+        try:
+            failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(
+                ctypes.byref(answer), _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, device
+            )
+        except (OSError, AttributeError):
+            return False
+        return not failed and bool(answer.value)
 
 
 def make_device_memory(device: torch.device) -> DeviceMemory:

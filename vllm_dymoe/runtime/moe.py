@@ -159,6 +159,8 @@ class MoERuntime:
         self.engine = engine or make_engine(store, device, _READERS, largest, timeout, options.link_gbps)
         obstacle = DRAFTED if self.experts.draft_layers else obstacle
         readable = isinstance(store, ReadableStore)
+        if readable and not obstacle and not parts.device_memory.shares_addresses():
+            obstacle = "this device has other addresses for page-locked host memory than the host"
         decides, why_not = device_decides(options, system, device.type, readable=readable, obstacle=obstacle)
         decoding = None
         if decides:

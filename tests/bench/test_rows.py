@@ -45,6 +45,15 @@ def test_only_what_serves_one_precision_has_to_answer_alike(system, fixed):
     assert (found == full) is fixed
 
 
+def test_dense_layers_of_fewer_bits_are_another_precision_with_a_full_load_of_its_own():
+    found = cases("exact", '{"label": "packed", "system": "exact", "dense": 8}', budgets=("25%",))
+    assert len({case.fixed_precision for case in found}) == 2
+    assert [case.subject.label for case in found if case.budget == "100%"] == [
+        "full load, 4 bits",
+        "full load, 4 bits, dense 8",
+    ]
+
+
 @pytest.mark.parametrize("system", ["nothing", "{", '{"system": "exact", "expert_budget": 1}', '{"lo": 3}'])
 def test_systems_that_cannot_be_served_are_refused_before_anything_starts(system):
     with pytest.raises(ConfigError):

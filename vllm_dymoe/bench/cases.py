@@ -83,7 +83,7 @@ class Case:
         tiers = SYSTEMS[options.system](**options.system_options).precision.tiers
         if tiers != SYSTEMS["exact"]().precision.tiers:
             return None
-        packed = [options.hi, options.group_size, options.quantizer]
+        packed = [options.hi, options.group_size, options.quantizer, options.dense]
         return digest([self.model, packed, self.batch, asdict(self.workload), dict(self.engine)])
 
 
@@ -108,9 +108,12 @@ def grid(
 
 def full_load(options: Mapping[str, Any]) -> Subject:
     """The same precision with every expert on the device."""
-    kept = {name: options[name] for name in ("hi", "group_size", "quantizer") if name in options}
-    bits = Options.model_validate(options).hi
-    return Subject(f"full load, {bits} bits", {**kept, "system": "exact", "system_options": {"look_ahead": 0}})
+    kept = {name: options[name] for name in ("hi", "group_size", "quantizer", "dense") if name in options}
+    asked = Options.model_validate(options)
+    dense = f", dense {asked.dense}" if "dense" in kept else ""
+    return Subject(
+        f"full load, {asked.hi} bits{dense}", {**kept, "system": "exact", "system_options": {"look_ahead": 0}}
+    )
 
 
 def groups(cases: Iterable[Case]) -> Iterator[list[Case]]:

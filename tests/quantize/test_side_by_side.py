@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Pieces of work on all cores: told in order, on one core each, and no more than there is room for."""
-=======
-"""Pieces of work on all cores: in the order asked for, on one core each, and no more than there is room for."""
->>>>>>> 47dc307 (Tests speak of what happens)
 
 import os
 import threading

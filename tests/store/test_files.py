@@ -67,11 +67,7 @@ def test_a_shard_that_shrinks_while_it_is_open_is_an_error_and_no_crash(store):
 
 
 def test_a_pipeline_stage_opens_its_own_layers_only(store, memory_store):
-<<<<<<< HEAD
     os.remove(store.folder / file_name(1))  # the other stage's
-=======
-    os.remove(store.folder / file_name(1))  # the other stage's: it is not asked for
->>>>>>> 47dc307 (Tests speak of what happens)
     stage = FileStore(store.folder, (2,))
     assert stage.experts.layers == (2,)
     for expert in range(stage.experts.num_experts):

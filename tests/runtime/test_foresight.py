@@ -224,3 +224,20 @@ def test_the_rest_of_a_budget_is_remembered_when_a_predictor_comes():
         runtime.resize("many")
     runtime.set_predictor(Names(200))
     assert runtime.budget.limit == runtime.kernel.workspace_bytes + 200 + int(0.5 * STORE.experts.nbytes(4))
+
+
+@pytest.mark.parametrize("budget", ["100%", "50%"])
+def test_hits_of_a_layer_are_counted_when_its_predictor_hears_of_it(budget):
+    """FIRM-MoE Eq. 11 counts what the layer found on the device, not what the layer before it did."""
+    heard = []
+
+    class Hears(Names):
+        def observe(self, routing):
+            counts = runtime.serving.counts
+            heard.append(counts.hits + counts.misses)
+
+    runtime = with_budget(STORE, budget, predictor=Hears())
+    x, weights, ids = random_step(0, 1, STORE.experts)
+    for _ in range(3):  # all of them are there from the second time on
+        forward(runtime, 0, x, weights, ids)
+    assert heard == [number * ids.numel() for number in (1, 2, 3)]

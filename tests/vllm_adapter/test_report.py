@@ -116,5 +116,6 @@ def test_what_decides_in_decode_is_said(memory_store):
     )
     assert "decode is decided by the host; " in describe(host)
     assert "decode is decided by the device (" in describe(device)
+    assert "nothing fetched ahead (ahead_in_graph is 0): prefetch is for prompts" in describe(device)
     host.host_decides_because = "of a test"
     assert "decode is decided by the host, because of a test; " in describe(host)

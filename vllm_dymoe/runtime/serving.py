@@ -156,6 +156,7 @@ class Serving:
                 step.acquire(wanted, places.T.tolist())
                 step.run(partial(self._begin, routing, x, out, activation), look_ahead)
             else:
+                self.counts.hits += len(wanted)
                 if self.prefetcher is not None:
                     self.prefetcher.claim(routing.layer, {})
                 if look_ahead is not None:
@@ -211,7 +212,6 @@ class Serving:
             counts.reuses += held is not tier
             slots += parts
             decision.place(item, memory.packed(parts))
-        counts.hits += len(wanted)
         return slots
 
     def _look_ahead(self, routing: Routing) -> None:

@@ -64,6 +64,8 @@ def _decisions(runtime: MoERuntime) -> str:
         more = f", up to {ahead} projections of the next layer fetched ahead"
     elif ahead:
         more = ", nothing fetched ahead (it needs a predictor, and low versions that do not lie inside the high ones)"
+    elif foresight is not None:
+        more = ", nothing fetched ahead (ahead_in_graph is 0): prefetch is for prompts and larger steps"
     return f"the device ({runtime.decode.kernel.name}), in steps of up to {DECODE_ROWS} tokens{more}"
 
 

@@ -91,7 +91,8 @@ class Trained:
     Attributes:
         model: of the epoch with the lowest held-out loss.
         epochs: that were run.
-        metrics: hit rates on the held-out requests, of the model and, to compare, of popularity and affinity alone.
+        metrics: hit rates on the held-out requests, of the model and, to compare, of popularity and affinity alone, and
+            of the next layer's gate where the trace has what it says.
         tokens: that were trained on, and that were held out.
         requests: likewise.
     """
@@ -160,6 +161,8 @@ def train(
         ),
         "popularity": _hit_rates(unseen, lambda layer: states.popularity[layer].expand(unseen.num_tokens, -1)),
     }
+    if (gate := unseen.next_gate) is not None:
+        metrics["next gate"] = _hit_rates(unseen, lambda layer: chosen(gate[:, layer - 1], trace.header.num_experts))
     requests = len(seen.request.unique()), len(unseen.request.unique())
     return Trained(model, epochs, metrics, (seen.num_tokens, unseen.num_tokens), requests)
 

@@ -1,5 +1,6 @@
 """``vllm-dymoe train``: from a trace to a file, and the sentences for traces that will not do."""
 
+from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -45,6 +46,17 @@ def test_the_trace_decides_what_can_be_seen(inputs, architecture, tmp_path):
     assert result.exit_code == 0, result.output
     assert load_predictor(out)[0].architecture["name"] == architecture
     assert f"Trained {architecture} in" in result.output
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_predictor_that_is_worth_less_than_the_next_gate_is_said_to_be(right, tmp_path):
+    made, path = made_up(), tmp_path / "trace.safetensors"
+    said = made.experts[:, 1:] if right else (made.experts[:, 1:].int() + 1) % SIZES.num_experts
+    replace(made, next_gate=said.to(made.experts.dtype)).save(path)
+    result = invoke(path, "--out", tmp_path / "predictor", "--architecture", "linear", "--epochs", 1)
+    card, _ = load_predictor(tmp_path / "predictor")
+    assert (card.metrics["next gate"]["accuracy"] == 1.0) is right
+    assert ("foresees more: serve without a predictor" in result.output) is right
 
 
 @pytest.mark.parametrize(

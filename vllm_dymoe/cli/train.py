@@ -44,6 +44,9 @@ def run(path: Path, out: Path, architecture: str, recipe: Recipe, device: str) -
         f"of {requests} requests; {held_out} tokens of {apart} others were held out. "
         f"On a GPU it takes {size(network.nbytes // 2)}, on a CPU {size(network.nbytes)}.\nTo serve with it:"
     )
+    accuracy = {name: rates["accuracy"] for name, rates in trained.metrics.items()}
+    if accuracy["trained"] < accuracy.get("next gate", 0.0):
+        typer.echo("The next layer's gate, which needs no training, foresees more: serve without a predictor.")
     option = f'{{"dymoe": {{"predictor": "{out}"}}}}'
     typer.echo(f"vllm serve ... --additional-config '{option}'")
 

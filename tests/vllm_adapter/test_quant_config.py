@@ -1,5 +1,6 @@
 """What a quantized checkpoint fixes: options, refusals, and the methods of dense layers."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,14 @@ def reader(group_size=128):
 def options(folder, dymoe, quantization=AWQ):
     config = configure(dymoe, model=with_quantization_config(folder, quantization))
     return read_options(config, None, config.quant_config.reader)
+
+
+@pytest.mark.parametrize(("quantization", "held"), [(None, False), (AWQ, True)])
+def test_a_worker_process_reads_the_experts_as_the_engine_does(quantization, held):
+    """vLLM pickles the configuration for its workers; what is unpickled is equal, and not the same object."""
+    config = DymoeConfig({}) if quantization is None else DymoeConfig.from_config(quantization)
+    sent = pickle.loads(pickle.dumps(config))
+    assert (sent.reader.held, sent.reader.code) == (held, config.reader.code)
 
 
 def test_bits_and_groups_are_the_checkpoints(tmp_path):

@@ -1,6 +1,7 @@
 """Configurations as published checkpoints have them: which numbers of the experts each of them means."""
 
 import json
+import pickle
 
 import pytest
 
@@ -70,6 +71,8 @@ CONFIGS = {
 def test_the_numbers_of_experts(config, codebook, group_size):
     reader = make_reader(config)
     assert (reader.code, reader.group_size) == (codebook or STEPS[4], group_size)
+    sent = pickle.loads(pickle.dumps(reader))  # as vLLM does for every worker process
+    assert (sent.code, sent.parts, sent.held) == (reader.code, reader.parts, True)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Reader:
     @property
     def held(self) -> bool:
         """Whether another tool has quantized the experts."""
-        return self.code is not PLAIN
+        return self.code != PLAIN
 
     @property
     def known_parts(self) -> tuple[str, ...]:

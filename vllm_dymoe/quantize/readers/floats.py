@@ -6,6 +6,7 @@ needed.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from vllm_dymoe.residency.code import FP8, MXFP4, NVFP4
 _FP8_SCALE_DTYPES = (*SCALE_DTYPES, torch.float8_e8m0fnu)
 _EXPONENT_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 _MX_GROUP, _NV_GROUP = 32, 16
+_GPT_OSS_PARTS = ("blocks", "scales")
 _INPUT_SCALE = {"input_scale": ignore}
 
 
@@ -43,43 +45,20 @@ def fp8(method: str, scale: str = "weight_scale", block: Any = None, **fields: A
     """
     width = None if block is None else choose_group_size(method, block[1])
     cut = None if block is None or width is None else (int(block[0]), width)
-
-    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
-        scales = parts[scale]
-        if cut is not None and scales.dim() == 4:
-            scales = scales[:, 0, :, 0]
-        return _read_fp8(parts["weight"], scale, scales, rows, columns, cut)
-
     kind = {"checks": _INPUT_SCALE, "scale_dtypes": NUMBERS}
-    return Reader(method, FP8, width, ("weight", scale), read, **{**kind, **fields})
+    return Reader(method, FP8, width, ("weight", scale), partial(_make_fp8, scale, cut), **{**kind, **fields})
 
 
 def mxfp8(method: str, **fields: Any) -> Reader:
     """E4m3 ``weight``, and ``weight_scale`` uint8 [rows, columns / 32], 2^(byte - 127)."""
-
-    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
-        scales = parts["weight_scale"]
-        check_part("weight_scale", scales, _EXPONENT_DTYPES, rows, count_groups(columns, _MX_GROUP))
-        exponents = scales.contiguous().view(torch.float8_e8m0fnu)
-        return _read_fp8(parts["weight"], "weight_scale", exponents, rows, columns, (1, _MX_GROUP))
-
     kind = {"checks": _INPUT_SCALE, "scale_dtypes": EXPONENTS}
-    return Reader(method, FP8, _MX_GROUP, ("weight", "weight_scale"), read, **{**kind, **fields})
+    return Reader(method, FP8, _MX_GROUP, ("weight", "weight_scale"), _make_mxfp8, **{**kind, **fields})
 
 
 def mxfp4(method: str, parts: tuple[str, str] = ("weight", "weight_scale"), **fields: Any) -> Reader:
     """Codes int8 or uint8 [rows, columns / 2], and exponents uint8 or e8m0 [rows, columns / 32], 2^(byte - 127)."""
-
-    def read(tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
-        (codes, exponents), (packed, scales) = parts, (tensors[part] for part in parts)
-        check_part(codes, packed, (torch.uint8, torch.int8), rows, -(-columns // 2))
-        check_part(exponents, scales, _EXPONENT_DTYPES, rows, count_groups(columns, _MX_GROUP))
-        scales = scales.contiguous().view(torch.float8_e8m0fnu)
-        unpacked = unpack_pairs(packed.view(torch.uint8))[:, :columns]
-        return check_floats(Held(MXFP4, unpacked, scales, torch.arange(rows), blocks(columns, _MX_GROUP)))
-
     kind = {"scale_dtypes": EXPONENTS}
-    return Reader(method, MXFP4, _MX_GROUP, parts, read, **{**kind, **fields})
+    return Reader(method, MXFP4, _MX_GROUP, parts, partial(_make_mxfp4, parts), **{**kind, **fields})
 
 
 def gpt_oss() -> Reader:
@@ -88,18 +67,7 @@ def gpt_oss() -> Reader:
     ``blocks`` uint8 [rows, columns / 32, 16] and ``scales`` uint8 [rows, columns / 32] (openai/gpt-oss,
     gpt_oss/torch/weights.py; transformers' ``convert_moe_packed_tensors``).
     """
-    flat = mxfp4("mxfp4", ("blocks", "scales"), ranks_take_groups=True)
-
-    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
-        if columns % _MX_GROUP:
-            raise ValueError(f"blocks cannot hold {columns} inputs, which is no multiple of {_MX_GROUP}.")
-        packed = parts["blocks"]
-        if packed.dim() == 3:
-            check_part("blocks", packed, (torch.uint8,), rows, columns // _MX_GROUP, _MX_GROUP // 2)
-            packed = packed.reshape(rows, -1)
-        return flat.make({**parts, "blocks": packed}, rows, columns)
-
-    return replace(flat, make=read)
+    return replace(mxfp4("mxfp4", _GPT_OSS_PARTS, ranks_take_groups=True), make=_make_gpt_oss)
 
 
 def nvfp4(method: str, parts: tuple[str, str, str], *, divides: bool, **fields: Any) -> Reader:
@@ -108,25 +76,17 @@ def nvfp4(method: str, parts: tuple[str, str, str], *, divides: bool, **fields: 
     ModelOpt multiplies the scales with its number (qtensor/nvfp4_tensor.py), compressed-tensors divides them by its
     own (compressors/nvfp4/base.py).
     """
-
-    def read(tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
-        packed, scales, number = (tensors[part] for part in parts)
-        check_part(parts[0], packed, (torch.uint8,), rows, -(-columns // 2))
-        check_part(parts[1], scales, (torch.float8_e4m3fn,), rows, count_groups(columns, _NV_GROUP))
-        if number.numel() != 1:
-            raise ValueError(f"{parts[2]} has shape {list(number.shape)}, expected one number.")
-        factor = float(number.float())
-        both = (1.0, factor) if divides else (factor, 1.0)
-        codes = unpack_pairs(packed)[:, :columns]
-        return check_floats(Held(NVFP4, codes, scales, torch.arange(rows), blocks(columns, _NV_GROUP), both))
-
     kind = {"checks": _INPUT_SCALE, "scale_dtypes": ("F8_E4M3",)}
-    return Reader(method, NVFP4, _NV_GROUP, parts, read, **{**kind, **fields})
+    return Reader(method, NVFP4, _NV_GROUP, parts, partial(_make_nvfp4, parts, divides), **{**kind, **fields})
 
 
-def _read_fp8(
-    weight: Tensor, name: str, scales: Tensor, rows: int, columns: int, block: tuple[int, int] | None
-) -> Held:
+# Module-level functions, since vLLM pickles a configuration with its reader for every worker process.
+
+
+def _make_fp8(name: str, block: tuple[int, int] | None, parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
+    weight, scales = parts["weight"], parts[name]
+    if block is not None and scales.dim() == 4:
+        scales = scales[:, 0, :, 0]
     check_part("weight", weight, (torch.float8_e4m3fn,), rows, columns)
     if block is None:
         by_row = scales.numel() == rows and scales.dim() > 0 and rows > 1
@@ -135,3 +95,43 @@ def _read_fp8(
     check_part(name, scales, _FP8_SCALE_DTYPES, -(-rows // block[0]), -(-columns // block[1]))
     codes = weight.view(torch.uint8)
     return check_floats(Held(FP8, codes, scales.float(), blocks(rows, block[0]), blocks(columns, block[1])))
+
+
+def _make_mxfp8(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
+    scales = parts["weight_scale"]
+    check_part("weight_scale", scales, _EXPONENT_DTYPES, rows, count_groups(columns, _MX_GROUP))
+    exponents = scales.contiguous().view(torch.float8_e8m0fnu)
+    return _make_fp8("weight_scale", (1, _MX_GROUP), {**parts, "weight_scale": exponents}, rows, columns)
+
+
+def _make_mxfp4(parts: tuple[str, str], tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
+    (codes, exponents), (packed, scales) = parts, (tensors[part] for part in parts)
+    check_part(codes, packed, (torch.uint8, torch.int8), rows, -(-columns // 2))
+    check_part(exponents, scales, _EXPONENT_DTYPES, rows, count_groups(columns, _MX_GROUP))
+    scales = scales.contiguous().view(torch.float8_e8m0fnu)
+    unpacked = unpack_pairs(packed.view(torch.uint8))[:, :columns]
+    return check_floats(Held(MXFP4, unpacked, scales, torch.arange(rows), blocks(columns, _MX_GROUP)))
+
+
+def _make_gpt_oss(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
+    if columns % _MX_GROUP:
+        raise ValueError(f"blocks cannot hold {columns} inputs, which is no multiple of {_MX_GROUP}.")
+    packed = parts["blocks"]
+    if packed.dim() == 3:
+        check_part("blocks", packed, (torch.uint8,), rows, columns // _MX_GROUP, _MX_GROUP // 2)
+        packed = packed.reshape(rows, -1)
+    return _make_mxfp4(_GPT_OSS_PARTS, {**parts, "blocks": packed}, rows, columns)
+
+
+def _make_nvfp4(
+    parts: tuple[str, str, str], divides: bool, tensors: Mapping[str, Tensor], rows: int, columns: int
+) -> Held:
+    packed, scales, number = (tensors[part] for part in parts)
+    check_part(parts[0], packed, (torch.uint8,), rows, -(-columns // 2))
+    check_part(parts[1], scales, (torch.float8_e4m3fn,), rows, count_groups(columns, _NV_GROUP))
+    if number.numel() != 1:
+        raise ValueError(f"{parts[2]} has shape {list(number.shape)}, expected one number.")
+    factor = float(number.float())
+    both = (1.0, factor) if divides else (factor, 1.0)
+    codes = unpack_pairs(packed)[:, :columns]
+    return check_floats(Held(NVFP4, codes, scales, torch.arange(rows), blocks(columns, _NV_GROUP), both))

@@ -1,6 +1,7 @@
 """Integers in 32-bit words with a scale and a zero point for each group: AWQ, GPTQ and compressed-tensors."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from vllm_dymoe.quantize.held import Held, blocks, integers
 from vllm_dymoe.quantize.readers.base import (
     SCALE_DTYPES,
-    Check,
     Reader,
     check_part,
     choose_bits,
@@ -46,22 +46,24 @@ def awq(config: Mapping[str, Any]) -> Reader:
         )
     bits = choose_bits("awq", config.get("bits", config.get("w_bit")), (4,))
     group_size = choose_group_size("awq", config.get("group_size", config.get("q_group_size")))
+    make = partial(_make_awq, group_size)
+    return Reader("awq", STEPS[bits], group_size, ("qweight", "qzeros", "scales"), make, asymmetric=True)
 
-    def in_order(words: Tensor) -> Tensor:
-        numbers = unpack_words(words, bits)
-        return numbers.view(-1, 8)[:, _AWQ_PLACE].reshape(numbers.shape).t()
 
-    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
-        if rows % 8:
-            raise ValueError(f"qweight cannot hold {rows} outputs, which is no multiple of 8.")
-        groups = count_groups(columns, group_size)
-        check_part("qweight", parts["qweight"], (torch.int32,), columns, rows // 8)
-        check_part("qzeros", parts["qzeros"], (torch.int32,), groups, rows // 8)
-        check_part("scales", parts["scales"], SCALE_DTYPES, groups, rows)
-        codes, zero_points = in_order(parts["qweight"]), in_order(parts["qzeros"])
-        return integers(bits, codes, parts["scales"].t(), zero_points, blocks(columns, group_size))
+def _make_awq(group_size: int | None, parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
+    if rows % 8:
+        raise ValueError(f"qweight cannot hold {rows} outputs, which is no multiple of 8.")
+    groups = count_groups(columns, group_size)
+    check_part("qweight", parts["qweight"], (torch.int32,), columns, rows // 8)
+    check_part("qzeros", parts["qzeros"], (torch.int32,), groups, rows // 8)
+    check_part("scales", parts["scales"], SCALE_DTYPES, groups, rows)
+    codes, zero_points = _in_awq_order(parts["qweight"]), _in_awq_order(parts["qzeros"])
+    return integers(4, codes, parts["scales"].t(), zero_points, blocks(columns, group_size))
 
-    return Reader("awq", STEPS[bits], group_size, ("qweight", "qzeros", "scales"), read, asymmetric=True)
+
+def _in_awq_order(words: Tensor) -> Tensor:
+    numbers = unpack_words(words, 4)
+    return numbers.view(-1, 8)[:, _AWQ_PLACE].reshape(numbers.shape).t()
 
 
 def gptq(config: Mapping[str, Any]) -> Reader:
@@ -79,35 +81,33 @@ def gptq(config: Mapping[str, Any]) -> Reader:
     asymmetric = not config.get("sym", True)
     # With one group for all columns their order has no effect, and static groups are made of neighbours.
     act_order = bool(config.get("desc_act")) and group_size is not None and not config.get("static_groups")
-    each = _WORD_BITS // bits
-
-    def zero_points(words: Tensor) -> Tensor:
-        stored = unpack_words(words, bits)
-        highest, middle = 2**bits - 1, 2 ** (bits - 1)
-        if asymmetric:
-            return (stored + _ZERO_POINT_OFFSETS[version]) & highest
-        # Not all tools agree on the version where it has no effect.
-        if not bool(((stored == middle) | (stored == middle - 1)).all()):
-            raise ValueError(f"qzeros has zero points other than {middle}, although config.json says sym true.")
-        return torch.full_like(stored, middle)
-
-    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
-        if rows % each or columns % each:
-            raise ValueError(f"qweight cannot hold {rows} x {columns} codes, which are no multiples of {each}.")
-        groups = count_groups(columns, group_size)
-        check_part("qweight", parts["qweight"], (torch.int32,), columns // each, rows)
-        check_part("qzeros", parts["qzeros"], (torch.int32,), groups, rows // each)
-        check_part("scales", parts["scales"], SCALE_DTYPES, groups, rows)
-        codes, zeros = unpack_words(parts["qweight"].t(), bits), zero_points(parts["qzeros"]).t()
-        order = (
-            _scattered("g_idx", parts, (torch.int32,), columns, groups) if act_order else blocks(columns, group_size)
-        )
-        return integers(bits, codes, parts["scales"].t(), zeros, order)
-
+    make = partial(_make_gptq, bits, group_size, _ZERO_POINT_OFFSETS[version] if asymmetric else None)
     tensors = ("qweight", "qzeros", "scales")
-    check = _check_neighbours(group_size, "config.json says desc_act false or static_groups true")
+    check = partial(_check_neighbours, group_size, "config.json says desc_act false or static_groups true")
     parts, checks = ((*tensors, "g_idx"), {}) if act_order else (tensors, {"g_idx": check})
-    return Reader("gptq", STEPS[bits], group_size, parts, read, checks, asymmetric, act_order)
+    return Reader("gptq", STEPS[bits], group_size, parts, make, checks, asymmetric, act_order)
+
+
+def _make_gptq(
+    bits: int, group_size: int | None, offset: int | None, parts: Mapping[str, Tensor], rows: int, columns: int
+) -> Held:
+    """Zero points are their stored values plus ``offset``; None says that they are all the middle code."""
+    each = _WORD_BITS // bits
+    if rows % each or columns % each:
+        raise ValueError(f"qweight cannot hold {rows} x {columns} codes, which are no multiples of {each}.")
+    groups = count_groups(columns, group_size)
+    check_part("qweight", parts["qweight"], (torch.int32,), columns // each, rows)
+    check_part("qzeros", parts["qzeros"], (torch.int32,), groups, rows // each)
+    check_part("scales", parts["scales"], SCALE_DTYPES, groups, rows)
+    zeros, middle = unpack_words(parts["qzeros"], bits), 2 ** (bits - 1)
+    if offset is not None:
+        zeros = (zeros + offset) & (2**bits - 1)
+    elif bool(((zeros == middle) | (zeros == middle - 1)).all()):
+        zeros = torch.full_like(zeros, middle)  # not all tools agree on the version where it has no effect
+    else:
+        raise ValueError(f"qzeros has zero points other than {middle}, although config.json says sym true.")
+    order = _order("g_idx", parts, (torch.int32,), columns, group_size)
+    return integers(bits, unpack_words(parts["qweight"].t(), bits), parts["scales"].t(), zeros.t(), order)
 
 
 def _gptq_version(config: Mapping[str, Any]) -> str:
@@ -146,40 +146,35 @@ def pack_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
     group_size = choose_group_size(method, weights.get("group_size") if strategy == "group" else None)
     asymmetric = not weights.get("symmetric", True)
     act_order = weights.get("actorder") in ("group", "dynamic") and group_size is not None  # two names of the same
-    each = _WORD_BITS // bits
-
-    def read(parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
-        groups = count_groups(columns, group_size)
-        check_part("weight_packed", parts["weight_packed"], (torch.int32,), rows, -(-columns // each))
-        check_part("weight_scale", parts["weight_scale"], SCALE_DTYPES, rows, groups)
-        codes = unpack_words(parts["weight_packed"], bits)[:, :columns]
-        zero_points = torch.full((rows, groups), 2 ** (bits - 1), dtype=torch.uint8)
-        if asymmetric:
-            words = parts["weight_zero_point"]
-            check_part("weight_zero_point", words, (torch.int32,), -(-rows // each), groups)
-            zero_points = unpack_words(words.t(), bits).t()[:rows]
-        order = blocks(columns, group_size)
-        if act_order:
-            order = _scattered("weight_g_idx", parts, (torch.int32, torch.int64), columns, groups)
-        return integers(bits, codes, parts["weight_scale"], zero_points, order)
-
-    def check_shape(part: str, tensor: Tensor, rows: int, columns: int) -> None:
-        if tensor.tolist() != [rows, columns]:
-            raise ValueError(f"{part} is {tensor.tolist()}, expected {[rows, columns]}.")
-
     zeros, order = ("weight_zero_point",) if asymmetric else (), ("weight_g_idx",) if act_order else ()
-    check_order = _check_neighbours(group_size, "config.json has no such actorder")
-    checks = {"weight_shape": check_shape} | ({} if act_order else {"weight_g_idx": check_order})
+    check_order = partial(_check_neighbours, group_size, "config.json has no such actorder")
+    checks = {"weight_shape": _check_shape} | ({} if act_order else {"weight_g_idx": check_order})
+    make = partial(_make_packed, bits, group_size)
     parts = ("weight_packed", "weight_scale", *zeros, *order)
-    return Reader(method, STEPS[bits], group_size, parts, read, checks, asymmetric, act_order)
+    return Reader(method, STEPS[bits], group_size, parts, make, checks, asymmetric, act_order)
 
 
-def _check_neighbours(group_size: int | None, said: str) -> Check:
-    def check(part: str, tensor: Tensor, rows: int, columns: int) -> None:
-        if not torch.equal(tensor.long(), blocks(columns, group_size)):
-            raise ValueError(f"{part} says that its columns were reordered, although {said}.")
+def _make_packed(bits: int, group_size: int | None, parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
+    each, groups = _WORD_BITS // bits, count_groups(columns, group_size)
+    check_part("weight_packed", parts["weight_packed"], (torch.int32,), rows, -(-columns // each))
+    check_part("weight_scale", parts["weight_scale"], SCALE_DTYPES, rows, groups)
+    codes = unpack_words(parts["weight_packed"], bits)[:, :columns]
+    zero_points = torch.full((rows, groups), 2 ** (bits - 1), dtype=torch.uint8)
+    if (words := parts.get("weight_zero_point")) is not None:
+        check_part("weight_zero_point", words, (torch.int32,), -(-rows // each), groups)
+        zero_points = unpack_words(words.t(), bits).t()[:rows]
+    order = _order("weight_g_idx", parts, (torch.int32, torch.int64), columns, group_size)
+    return integers(bits, codes, parts["weight_scale"], zero_points, order)
 
-    return check
+
+def _check_shape(part: str, tensor: Tensor, rows: int, columns: int) -> None:
+    if tensor.tolist() != [rows, columns]:
+        raise ValueError(f"{part} is {tensor.tolist()}, expected {[rows, columns]}.")
+
+
+def _check_neighbours(group_size: int | None, said: str, part: str, tensor: Tensor, rows: int, columns: int) -> None:
+    if not torch.equal(tensor.long(), blocks(columns, group_size)):
+        raise ValueError(f"{part} says that its columns were reordered, although {said}.")
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
@@ -192,11 +187,14 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     return ((octets.unsqueeze(2) >> shifts) & (2**bits - 1)).view(words.shape[0], -1)
 
 
-def _scattered(
-    part: str, parts: Mapping[str, Tensor], dtypes: tuple[torch.dtype, ...], columns: int, groups: int
+def _order(
+    part: str, parts: Mapping[str, Tensor], dtypes: tuple[torch.dtype, ...], columns: int, group_size: int | None
 ) -> Tensor:
+    """The group of each column: of neighbours, unless a tensor says it."""
+    if part not in parts:
+        return blocks(columns, group_size)
     check_part(part, parts[part], dtypes, columns)
-    named = parts[part].long()
+    named, groups = parts[part].long(), count_groups(columns, group_size)
     if bool(((named < 0) | (named >= groups)).any()):
         raise ValueError(f"{part} names groups that do not exist: there are {groups}.")
     return named

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -149,7 +150,7 @@ def test_two_ranks_publish_in_the_same_step_and_answer_like_one_with_their_map(t
     assert [rank["misses"] for rank in stats] == [0, 0]
     with engine(dymoe=TWO | {"expert_budget": "100%"}) as llm:
         runtime, high = runtime_of(llm), held == HIGH
-        runtime._popularity = high.astype(float)
+        runtime._spending = replace(runtime._spending, popularity=high.astype(float))
         least, fine = runtime.minimum_budget, runtime.experts.formats[4].nbytes
         runtime.resize(least + (int(high.sum()) - 1) * fine)
         runtime.serving.migration = None

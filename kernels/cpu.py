@@ -100,7 +100,7 @@ class CpuKernel:
             first = min(item[-2] for item in part)
             held = floats * (max(item[-2] + item[-1] for item in part) - first)
             small = behind + held <= len(self._floats)
-            activations = self._floats[behind:] if small else torch.empty(held)
+            activations = self._floats[behind:] if small else torch.empty(held, dtype=torch.float32)
             fields = array("q", itertools.chain.from_iterable(part))
             layer.items, (layer.item, _) = len(part), fields.buffer_info()
             layer.activations = activations.data_ptr() - 4 * floats * first  # positions count from the step's first one
@@ -115,7 +115,7 @@ class CpuKernel:
         layer, (x, decision, out, activation) = self._layer, self._step
         tokens, rows, pairs = x.shape[0], decision.rows, decision.pairs
         small = floats * tokens <= len(self._floats)
-        self._inputs = self._floats if small else torch.empty(floats * tokens)
+        self._inputs = self._floats if small else torch.empty(floats * tokens, dtype=torch.float32)
         native.set_activation(layer, activation)
         layer.tokens, layer.hidden, layer.inter = tokens, x.shape[1], self._forms.intermediate
         layer.dtype, layer.width = x.dtype is torch.float16, self._forms.width

@@ -44,7 +44,7 @@ class Linear:
 
     def _multiply(self, x: Tensor, out: Tensor) -> None:
         fmt, tokens, x = self._packed.format, len(x), x.contiguous()
-        inputs, numbers = torch.empty(tokens * self._row), torch.arange(tokens)
+        inputs, numbers = torch.empty(tokens * self._row, dtype=torch.float32), torch.arange(tokens)
         layer = native.Layer()
         layer.tokens = layer.positions = layer.out_rows = tokens
         layer.hidden, layer.width, layer.dtype = fmt.columns, self._width, x.dtype is torch.float16

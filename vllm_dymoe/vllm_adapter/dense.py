@@ -69,12 +69,17 @@ def pack(layer: Any, options: Options) -> None:
     weight: torch.Tensor = layer.weight.data
     rows, columns = weight.shape
     fmt = MatrixFormat(rows, columns, code_of(options.dense), options.group_size, weight.dtype)
-    layer.packed = map_bytes(fmt.nbytes)
     quantizer = QUANTIZERS["rtn" if options.quantizer == "gptq" else options.quantizer]
-    quantize_matrix(weight, fmt, quantizer, layer.packed)
+    quantize_matrix(weight, fmt, quantizer, map_packed(layer, fmt))
+
+
+def map_packed(layer: Any, fmt: MatrixFormat) -> torch.Tensor:
+    """Give a layer ``packed``, uint8, that :func:`multiply` reads; for the caller to write."""
+    layer.packed = map_bytes(fmt.nbytes)
     layer.linear = Linear(fmt.view(layer.packed))
     layer.packed_rows = fmt.rows
     _LINEARS[layer.packed.data_ptr()] = layer.linear
+    return layer.packed
 
 
 def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -21,6 +21,7 @@ from vllm_dymoe.quantize.readers.configurations import EXPERT_DTYPE, describe_mo
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.vllm_adapter.dense import check_dense, packed_method
+from vllm_dymoe.vllm_adapter.dense_kernels import register_kernels
 from vllm_dymoe.vllm_adapter.loading import Loading
 from vllm_dymoe.vllm_adapter.running import Running
 
@@ -219,6 +220,8 @@ def _read_dense(config: Mapping[str, Any]) -> tuple[QuantizationConfig, str | No
     vLLM 0.32 and newer refuse checkpoints whose columns are ordered before they look which layers are quantized. Where
     only experts are, that order does not concern vLLM, which gets the configuration without it.
     """
+    if current_platform.is_cpu():
+        register_kernels()
     make = get_quantization_config(_name_in_vllm(config)).from_config
     try:
         return make(dict(config)), None

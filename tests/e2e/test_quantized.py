@@ -1,7 +1,7 @@
 """Checkpoints that are quantized already, through the real engine.
 
-The bytes of the high tier are the checkpoint's, the dense layers' numbers are, too, and the answers are those of vLLM with
-the dequantized weights.
+The bytes of the high tier are the checkpoint's, so are the dense layers' numbers, and the answers are those of vLLM
+with the dequantized weights.
 """
 
 import pytest

@@ -48,9 +48,10 @@ def _group_size(columns: int, shared: int) -> int | None:
 
 def _take(layer: Any, held: Held, dtype: torch.dtype, shared: int, *names: str, zeros: bool = False) -> None:
     """Pack a layer, and give back what its parameters held; MLA reads those of kv_b_proj by itself."""
-    size = _group_size(held.shape[1], shared)
+    rows, columns = held.shape
+    size = _group_size(columns, shared)
     assert size is not None, "can_implement has refused it"
-    fmt = MatrixFormat(*held.shape, held.code, size, dtype, integer_zeros=zeros)
+    fmt = MatrixFormat(rows, columns, held.code, size, dtype, integer_zeros=zeros)
     held.pack(fmt, map_packed(layer, fmt))
     if getattr(layer, "prefix", "").endswith("kv_b_proj"):
         return

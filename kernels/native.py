@@ -120,8 +120,8 @@ def load(isa: str | None = None) -> Library | None:
     Args:
         isa: the largest of ISAS that may be used; None for what torch uses.
     """
-    built = sorted(Path(__file__).parent.glob("_cpu*.so"))
-    return Library(built[0], isa or torch.backends.cpu.get_cpu_capability()) if built else None
+    built = Path(__file__).parent / "_cpu.so"
+    return Library(built, isa or torch.backends.cpu.get_cpu_capability()) if built.exists() else None
 
 
 def _openmp() -> int | None:

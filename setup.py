@@ -1,0 +1,24 @@
+"""What pyproject.toml cannot say: the native library knows nothing of Python, so that one wheel serves every version."""
+
+import os
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+
+class AnyPython(bdist_wheel):
+    """A wheel for the platform, and for every Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+class PlainLibrary(build_ext):
+    """A library whose name has no version of Python in it."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{fullname.replace('.', os.sep)}.so"
+
+
+setup(cmdclass={"bdist_wheel": AnyPython, "build_ext": PlainLibrary})

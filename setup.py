@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the native library knows nothing of Python, so that one wheel serves every version."""
+"""What pyproject.toml cannot say: the native library knows nothing of Python, so one wheel serves every version."""
 
 import os
 

@@ -6,7 +6,6 @@ Run by test_gpu_command.py, with Triton's interpreter. A fault to plant can be n
 import os
 import sys
 import warnings
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,33 +36,11 @@ from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape  # noqa: E402
 from vllm_dymoe.runtime import moe  # noqa: E402
 from vllm_dymoe.runtime.decode_plain import PlainDecode  # noqa: E402
 
-
-class Inline:
-    """A pool of this process, where the host is in place of the card."""
-
-    def __init__(self, *arguments):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *arguments):
-        pass
-
-    def submit(self, function, *arguments):
-        future = Future()
-        future.set_result(function(*arguments))
-        return future
-
-    def map(self, function, *arguments):
-        return map(function, *arguments)
-
-
 gpu.PARTS = {name: replace(part, limit=10 * part.limit) for name, part in gpu.PARTS.items()}
 sanitizer.LIMIT = 1000
 gpu.README = Path(os.environ.get("GPU_README", gpu.README))
 processes.PROGRAM = [sys.executable, __file__]
-kernels.ProcessPoolExecutor = kernel_speeds.ProcessPoolExecutor = Inline
+kernels.ProcessPoolExecutor = kernel_speeds.ProcessPoolExecutor = host_card.Inline
 measure.SIDE = 32
 measure.seconds.__defaults__ = (0.0,)
 correctness.REPEATS = 1

@@ -7,6 +7,7 @@ into the same addresses, whatever has become of the tensors. What a capture refu
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,7 @@ CARD = {
     "max_memory_allocated": lambda *device: 0,
     "empty_cache": lambda: None,
     "device": nullcontext,
+    "set_device": lambda device: None,
     "current_stream": lambda *device: Stream(),
     "current_device": lambda: 0,
     "cudart": lambda: _RUNTIME,
@@ -195,6 +197,27 @@ CARD = {
     "_sleep": lambda cycles: None,
 }
 """What torch.cuda has, by name."""
+
+
+class Inline:
+    """A pool of this process, where the host is in place of the card."""
+
+    def __init__(self, *arguments):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *arguments):
+        pass
+
+    def submit(self, function, *arguments):
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+    def map(self, function, *arguments):
+        return map(function, *arguments)
 
 
 def put_in_place() -> OnTheHost:

@@ -96,6 +96,20 @@ def test_every_layer_is_measured_where_that_is_asked_for(tmp_path):
     assert names == [*kernels, "kernels, two experts of Mixtral-8x7B fetched through from the host"]
 
 
+@pytest.mark.parametrize(("part", "speeds"), [("speeds", 30), ("layers", 51)])
+def test_every_line_of_the_measurements_runs_at_its_true_size(tmp_path, part, speeds):
+    """Sizes at which a down projection is split in four, which the small ones above do not have."""
+    pytest.importorskip("triton")
+    found = tmp_path / "found.jsonl"
+    command = [sys.executable, str(Path(__file__).with_name("gpu_at_true_sizes.py")), part, str(found)]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr == ""
+    entries = [json.loads(line) for line in found.read_text().splitlines()]
+    assert [entry["wrong"] for entry in entries if entry["kind"] == "check" and entry["wrong"]] == []
+    assert sum(entry["kind"] == "speed" for entry in entries) == speeds
+
+
 @pytest.mark.parametrize(
     ("planted", "part", "check"),
     [

@@ -1,0 +1,85 @@
+"""The measurements of `make gpu` and `make bench-gpu` at their true sizes, with launches and copies that do nothing.
+
+    python tests/kernels/gpu_at_true_sizes.py speeds|layers FILE
+
+The host is in place of the card, memory is mapped and not written, and what is left is the host's own work: FILE gets
+what the part found, and the times of "runtime, ..." are the host's for a layer. Numbers of the device mean nothing.
+"""
+
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks" / "gpu"), str(ROOT)]
+
+import torch  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from tests.kernels import host_card  # noqa: E402
+
+torch.set_num_threads(1)
+MODE = host_card.put_in_place()
+
+import kernel_speeds  # noqa: E402
+import measure  # noqa: E402
+from parts import layers, speeds, stack  # noqa: E402
+from record import Recorder  # noqa: E402
+
+from vllm_dymoe.store import MemoryStore  # noqa: E402
+from vllm_dymoe.store.page_lock import CudaPageLock  # noqa: E402
+
+LARGE = 1 << 16
+"""Elements of a tensor whose contents are left as they are."""
+HOST: list[float] = []
+"""Seconds of the host for each layer since the last measurement."""
+
+
+class OfTheHost(Recorder):
+    """Gives the host's time for a layer in place of the whole step's."""
+
+    def speed(self, name, unit, measured, bound, share, remark=""):
+        super().speed(name, unit, 1e6 * median(HOST) if HOST else measured, bound, share, remark)
+        HOST.clear()
+
+
+def unless_large(method):
+    return lambda tensor, *rest, **named: tensor if tensor.numel() > LARGE else method(tensor, *rest, **named)
+
+
+def timed(method):
+    def call(*arguments):
+        begin = time.perf_counter()
+        try:
+            return method(*arguments)
+        finally:
+            HOST.append(time.perf_counter() - begin)
+
+    return call
+
+
+def runtime(*arguments, **named):
+    made = MAKE(*arguments, **named)
+    made.serving.forward = timed(made.serving.forward)
+    return made
+
+
+torch.cuda.mem_get_info = lambda *device: (64 << 30, 80 << 30)
+JITFunction.run = lambda *arguments, **named: None
+for name in ("normal_", "uniform_", "mul_", "copy_"):
+    setattr(torch.Tensor, name, unless_large(getattr(torch.Tensor, name)))
+torch.randint = lambda low, high, size, dtype=torch.int64, **rest: torch.empty(size, dtype=dtype)
+torch.mm = lambda a, b: a
+kernel_speeds.ProcessPoolExecutor = host_card.Inline
+measure.seconds.__defaults__ = (0.0,)
+speeds.pinned_store = lambda model, bits: MemoryStore(model.at(bits), CudaPageLock(stack.DEVICE))
+layers.TOKENS = layers.TOKENS[::3]
+speeds.STEPS, speeds.WARM = {phase: (tokens, 4) for phase, (tokens, _) in speeds.STEPS.items()}, 8
+speeds.same_bits = lambda one, other: True
+MAKE, stack.Stack.runtime = stack.Stack.runtime, runtime
+
+if __name__ == "__main__":
+    recorder = OfTheHost(Path(sys.argv[2]))
+    {"speeds": speeds, "layers": layers}[sys.argv[1]].run(recorder)
+    recorder.end()

@@ -116,11 +116,11 @@ DEVICE = Device("d", 24 * 2**30, bandwidth=8e11, compute=8e13, link=2e10, layer_
 QWEN = shape_of(QWEN3_30B, "config.json")
 
 
-def predicted(options, budget, routings, device=DEVICE):
+def predicted(options, budget, routings, device=DEVICE, prompt=512):
     settled = resolve_options(options, environment={})
     experts = QWEN.packed(tuple(settled.stored_bits))
     limit = limit_in_bytes(ExpertBudget.parse(budget), experts, settled, workspace_bytes(experts, "cuda"), 0)
-    return predict(options, limit, 1.0, QWEN, device, routings, 512)
+    return predict(options, limit, 1.0, QWEN, device, routings, prompt, 2048)
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +148,23 @@ def test_a_guess_hides_at_most_the_computation_before_it(skewed):
     assert hidden < 0.76 * computing < 0.75 * cache.moved / slow.link
     assert endless.tpot - 48 > 0.25 * cache.moved / DEVICE.link * 0.9
     assert predicted({}, "100%", skewed).tpot < cache.tpot
+
+
+def test_a_gpu_decides_narrow_steps_and_the_host_the_others(skewed):
+    gpu = replace(DEVICE, layer_seconds=1e-3, miss=1e-4, decides=True)
+    alone, host = (predicted(options, "25%", skewed, gpu) for options in ({}, {"decisions": "host"}))
+    assert alone.moved == host.moved
+    assert 48 * 0.9e-3 < host.tpot - alone.tpot < 48 * (1e-3 + 8 * 1e-4)
+    assert alone.tpot > (2 * QWEN.token_weights) / gpu.bandwidth + alone.moved / gpu.link, "nothing is fetched ahead"
+    ahead = predicted({"system_options": {"ahead_in_graph": 3}}, "25%", skewed, gpu)
+    assert ahead.tpot < alone.tpot
+    wide = made_up(ModelIdentity("m", "f", 48, 128, 8, 2048), 17)
+    assert predicted({}, "100%", wide, gpu).tpot > 48e-3 > predicted({}, "100%", skewed, gpu).tpot
+
+
+def test_every_chunk_of_a_prompt_reads_the_experts_again(skewed):
+    one, four = (predicted({}, "25%", skewed, prompt=tokens).ttft for tokens in (2048, 8192))
+    assert four == pytest.approx(4 * one, rel=0.01)
 
 
 def test_every_choice_fits_beside_the_rest(skewed):

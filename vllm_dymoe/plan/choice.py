@@ -2,15 +2,16 @@
 
 With every expert resident a step takes what was measured so, or
 
-    t = (bytes of weights / bandwidth of memory) + layers * (the host's time for a layer)
+    t = (bytes of weights / bandwidth of memory) + layers * (time of a layer beside its products)
 
-Each miss adds its bytes / the link, and what it costs the host, where a run has measured that. What was named ahead may
-travel while the layer before computes: of the link's time for a layer, the smaller of
+which is the host's, or that of small kernels where a GPU decides. Each miss adds its bytes / the link, and what it
+costs beside them. What was named ahead may travel while the layer before computes: of the link's time for a layer, the
+smaller of
 
     accuracy * (its misses)        and        utilisation * (a layer's computation)
 
-is hidden, since a wrong guess takes the link from a right one (FIRM-MoE 7, 8). A prompt streams what is not there while
-it computes, so that it takes the longer of the two, and one expert more (DuoServe-MoE 5.2).
+is hidden, since a wrong guess takes the link from a right one (FIRM-MoE 7, 8). Each chunk of a prompt streams what is
+not there while it computes, so that it takes the longer of the two, and one expert more (DuoServe-MoE 5.2).
 """
 
 import json
@@ -23,8 +24,10 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.plan.device import Device
 from vllm_dymoe.plan.model import ITEM, ModelShape
 from vllm_dymoe.plan.replay import Routings, replay
+from vllm_dymoe.residency.format import EVERY_PROJECTION
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.runtime.device_share import StepShape, automatic_share
 from vllm_dymoe.runtime.sizing import (
     limit_in_bytes,
@@ -87,8 +90,9 @@ def predict(
     device: Device,
     routings: Routings,
     prompt: int,
+    chunk: int,
 ) -> Choice:
-    """What options do on a device, for a batch as the routings have it and a prompt of so many tokens."""
+    """What options do on a device, for a batch as the routings have it, and a prompt of so many tokens in chunks."""
     options = resolve_options(given, environment={})
     system, experts = make_system(options), shape.packed(tuple(options.stored_bits), options.group_size)
     formats, workspace, layers = experts.formats, workspace_bytes(experts, "cuda"), shape.moe_layers
@@ -105,22 +109,27 @@ def predict(
     layer_moved = sum(demand.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
     needed = sum(demand.active.values())
 
+    alone = system.residency.on_device and options.decisions != "host" and routings.batch <= DECODE_ROWS
+    deciding = device.in_a_graph() if alone else device
     step = device.step.get((options.hi, routings.batch))
     if step is None:
         bits = {tier: tier_bits(options, tier) for tier in demand.active}
         read = sum(count * formats[bits[tier]].whole_nbytes for tier, count in demand.active.items() if bits[tier])
-        step = (shape.token_weights * ITEM + layers * read) / device.bandwidth + layers * device.layer_seconds
+        step = (shape.token_weights * ITEM + layers * read) / device.bandwidth + layers * deciding.layer_seconds
     right, waiting = _foresight(system, routings), layer_moved / device.link
+    if alone and device.decides and system.foresight is not None:
+        right *= system.foresight.projections_in_graph / len(EVERY_PROJECTION)
     hidden = min(right * waiting, right * step / shape.layers)
 
-    active, streamed = routings.distinct(prompt), 0.0
+    chunks = -(-prompt // chunk)
+    active, streamed = routings.distinct(prompt // chunks), 0.0
     high = 1.0 if schedule is None else schedule.realised(layers, max(1, round(active)))
     for tier, share in ((Tier.HI, high), (Tier.LO, 1.0 if nested else 1 - high)):
         if share > 0 and tier in slots.slots:
             there = sum(slots.quotas[tier]) / layers / shape.experts
             streamed += layers * share * active * max(0.0, 1 - there) * slot_bytes[tier]
     blob = formats[options.hi].whole_nbytes
-    computing = _prompt_seconds(options.hi, blob, active, shape, device, routings.batch, prompt)
+    computing = _prompt_seconds(options.hi, blob, active, shape, device, routings.batch, prompt / chunks)
     tiers = f"{options.hi}/{options.lo}" if options.system == "dymoe" else f"{options.hi}"
     return Choice(
         given, limit, part, tiers,
@@ -128,8 +137,8 @@ def predict(
         agreement=_agreement(tiers, options),
         hit_rate=1 - demand.misses / needed if needed else 1.0,
         moved=layers * layer_moved,
-        tpot=step + layers * (waiting - hidden + demand.misses * device.miss),
-        ttft=max(computing, streamed / device.link) + (blob / device.link if streamed else 0.0),
+        tpot=step + layers * (waiting - hidden + demand.misses * deciding.miss),
+        ttft=chunks * max(computing, streamed / device.link) + (blob / device.link if streamed else 0.0),
     )  # fmt: skip
 
 
@@ -150,7 +159,7 @@ def _foresight(system: System, routings: Routings) -> float:
 
 
 def _prompt_seconds(
-    bits: int, blob: int, active: float, shape: ModelShape, device: Device, batch: int, prompt: int
+    bits: int, blob: int, active: float, shape: ModelShape, device: Device, batch: int, prompt: float
 ) -> float:
     if (bits, batch) in device.prompt:
         return device.prompt[bits, batch] * prompt
@@ -189,7 +198,7 @@ def choices(shape: ModelShape, device: Device, routings: Routings, serving: Serv
         parts = {min(limit, int(part * room)): part for part in reversed(_PARTS)}
         for nbytes, part in sorted(parts.items()):
             if nbytes >= least:
-                yield predict(given, nbytes, part, shape, device, routings, prompt)
+                yield predict(given, nbytes, part, shape, device, routings, prompt, serving.max_num_batched_tokens)
 
 
 def shown(rows: Sequence[Choice], systems: Sequence[str]) -> list[Choice]:

@@ -33,10 +33,13 @@ _SHEETS: dict[str, tuple[float, float, float, float]] = {
     "h200": (141, 4800e9, 989e12, _PCIE5),
 }
 
-_MEMORY_SHARE = 0.8  # of the bandwidth, at a few tokens
+_MEMORY_SHARE = 0.75  # of the bandwidth, in kernels of 5 to 15 us
 _COMPUTE_SHARE = 0.5  # of the operations, in a prompt
 _LINK_SHARE = 0.85  # of the link, behind its protocol
-_LAYER_SECONDS = 300e-6  # of the host, which decides every layer; by count of its work
+# Of the host, which decides prompts and wide steps: tests/kernels/gpu_at_true_sizes.py measures both.
+_LAYER_SECONDS, _MISS_SECONDS = 600e-6, 50e-6
+# Of a device that decides, in a graph: nine small kernels between the products, and `decide` for each miss; by count.
+_GRAPH_SECONDS, _GRAPH_MISS_SECONDS = 20e-6, 1e-6
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,11 @@ class Device:
         bandwidth: bytes per second that kernels read.
         compute: operations per second.
         link: bytes per second from the host.
-        layer_seconds: of the host, for each layer with experts.
+        layer_seconds: for each layer with experts, of the host that decides it.
         step: seconds of a decode step with every expert resident, by bit-width and batch, where that was measured.
         prompt: seconds for each token of a prompt, likewise.
         miss: seconds of the host for each miss, beside the time of its bytes.
+        decides: decode steps of few rows are graphs, in which the device decides.
     """
 
     name: str
@@ -64,6 +68,11 @@ class Device:
     step: Mapping[tuple[int, int], float] = field(default_factory=dict)
     prompt: Mapping[tuple[int, int], float] = field(default_factory=dict)
     miss: float = 0.0
+    decides: bool = False
+
+    def in_a_graph(self) -> "Device":
+        """The same for steps that it decides by itself."""
+        return replace(self, layer_seconds=_GRAPH_SECONDS, miss=_GRAPH_MISS_SECONDS) if self.decides else self
 
 
 def find_device(name: str, link: str | None) -> Device:
@@ -76,8 +85,9 @@ def find_device(name: str, link: str | None) -> Device:
     if (key := _key(name)) in _SHEETS:
         memory, bandwidth, compute, sheet = _SHEETS[key]
         device = Device(
-            name, int(memory * 2**30), bandwidth * _MEMORY_SHARE, compute * _COMPUTE_SHARE, sheet * _LINK_SHARE
-        )
+            name, int(memory * 2**30), bandwidth * _MEMORY_SHARE, compute * _COMPUTE_SHARE, sheet * _LINK_SHARE,
+            miss=_MISS_SECONDS, decides=True,
+        )  # fmt: skip
     elif rows.is_file():
         device = measured_device(read_rows(rows), name)
     else:

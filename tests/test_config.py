@@ -59,7 +59,7 @@ def test_impossible_budgets_are_refused(text):
         ({}, {"DYMOE_SYSTEM": "best"}, 'DYMOE_SYSTEM: system "best" does not exist'),
         ({"system": "firm", "system_options": {"p": 1}}, {}, "dymoe.system_options: .*p: extra inputs are"),
         ({}, {"DYMOE_SYSTEM_OPTIONS": '{"k": 1}'}, "DYMOE_SYSTEM_OPTIONS: .*; it has look_ahead"),
-        ({"system": "dymoe", "system_options": {"retention": 0}}, {}, "would skip every expert"),
+        ({"system": "dymoe", "lo": 0, "system_options": {"retention": 0}}, {}, "would skip every expert"),
         ({"predictor": "a", "system": "on-demand"}, {}, "dymoe.predictor: .*has no use for a predictor; leave it out"),
         ({"trace": {"limit": "1GiB"}}, {}, "dymoe.trace.folder = .*: field required"),
         ({"system": ["firm"]}, {}, "system = .*input should be a valid string"),

@@ -79,7 +79,7 @@ class Options(BaseModel):
     hi: Literal[16, 8, 4, 2] = 4
     """Bits per weight of the high tier."""
     lo: Literal[8, 4, 2, 0] = 0
-    """Bits per weight of the low tier; 0 stores no second version, so that a low expert is skipped."""
+    """Bits per weight of the low tier; 0 stores no second version, so that a low expert is skipped. With dymoe 2."""
     group_size: Literal[32, 64, 128] = 64
     """Weights that share one scale and zero, along the input dimension."""
     quantizer: Literal["rtn", "hqq", "gptq"] = "rtn"

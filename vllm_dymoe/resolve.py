@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.store import STORE_VERSION
-from vllm_dymoe.systems import SystemOptionError, make_system
+from vllm_dymoe.systems import SYSTEMS, SystemOptionError, make_system
 
 ENVIRONMENT_PREFIX = "DYMOE_"
 # Keys of a checkpoint's quantization_config that describe the checkpoint, not an option.
@@ -58,6 +58,9 @@ def resolve_options(
     written = {option: f"quantization_config.{option} (config.json)" for option in stored}
     written |= {option: ENVIRONMENT_PREFIX + option.upper() for option in variables}
     written |= {option: _ADDITIONAL + option for option in additional or ()}
+    system_name = values.get("system")
+    if "lo" not in values and isinstance(system_name, str) and system_name in SYSTEMS and values.get("hi") != 2:
+        values["lo"] = SYSTEMS[system_name].default_lo
     try:
         options = Options(**values)
         system = make_system(options)

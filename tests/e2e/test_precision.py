@@ -187,7 +187,7 @@ def test_chunks_and_a_cached_prefix_are_judged_as_the_whole_prompt(llm):
     def first_layers(ids, most):
         """What the first layer's router said in each step of a prompt."""
         scheduler.max_num_scheduled_tokens = most
-        runtime.serving.system = WatchedSystem(Dymoe(heavy_share=1.0))
+        runtime.serving.system = WatchedSystem(Dymoe())
         answer(llm, [{"prompt_token_ids": ids}], max_tokens=1, logprobs=None)
         return [routing for routing, _ in runtime.system.seen if routing.layer == 0]
 

@@ -1,4 +1,4 @@
-"""A prompt that vLLM reads in chunks, or behind a cached prefix, is judged as one that it reads at once."""
+"""A prompt that vLLM reads in chunks is judged as one that it reads at once."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,6 @@ from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.importance import step_importance
 from vllm_dymoe.vllm_adapter import step as step_module
-from vllm_dymoe.vllm_adapter.chunks import Chunks
 from vllm_dymoe.vllm_adapter.step import PromptTap, RunningStep
 
 LAYERS, EXPERTS, TOP_K, LENGTH = 3, 16, 4, 33
@@ -91,22 +90,11 @@ def test_a_last_chunk_of_one_token_is_a_prompt(rank):
         assert all(load[expert] <= worst_high for expert, tier in tiers.items() if tier is Tier.LO)
 
 
-def test_a_cached_prefix_counts_as_its_share_of_a_prompt_that_began_alike(rank):
-    read_in_chunks(rank, "a", 16, LENGTH)
-    chunks = rank.tap.chunks
-    chunks.begin_step(scheduled(finished=["a"]))
-    new = [prompt("b", [*range(20), *range(100, 120)], computed=16)]
-    chunks.begin_step(scheduled(0, 13, new=new))
-    reading = chunks.take(29, 13)
-    uses = rank.ids[1].flatten().bincount(minlength=EXPERTS)
-    assert torch.allclose(reading.load[1, 0], uses.double() * 16 / LENGTH)
-
-
-def test_a_prefix_that_was_not_read_and_a_prompt_that_begins_anew_say_nothing(rank):
+def test_a_cached_prefix_and_a_prompt_that_begins_anew_say_nothing(rank):
     read_in_chunks(rank, "a", 16)
     (first, *_) = rank.run([(0, 16)], reading=["a"], computed={"a": 0})  # after a preemption, say
     assert first.prompt.before is None
-    rank.tap.chunks.begin_step(scheduled(0, 13, new=[prompt("b", [7, *range(30)], computed=16)], finished=["a"]))
+    rank.tap.chunks.begin_step(scheduled(0, 13, new=[prompt("b", range(30), computed=16)], finished=["a"]))
     assert rank.tap.chunks.take(29, 13).load is None
 
 
@@ -121,9 +109,6 @@ def test_requests_are_told_apart_by_where_they_are(rank):
     assert chunks.take(41, 1) is None
 
 
-def test_what_will_not_be_asked_for_is_not_counted(monkeypatch):
-    rank = Rank(monkeypatch, caches=False)
+def test_what_will_not_be_asked_for_is_not_counted(rank):
     rank.run([(0, LENGTH)], new=[prompt("a", range(LENGTH))])
-    chunks = rank.tap.chunks
-    assert chunks._reading["a"].load is None
-    assert Chunks(caches=True).asks(chunks._reading["a"])
+    assert rank.tap.chunks._reading["a"].load is None

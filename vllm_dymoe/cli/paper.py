@@ -16,6 +16,7 @@ from safetensors import safe_open
 from vllm_dymoe.bench.cases import Subject
 from vllm_dymoe.bench.papers import PAPERS
 from vllm_dymoe.bench.papers.duoserve import RECIPE
+from vllm_dymoe.bench.papers.dymoe import HEAVY_SHARE
 from vllm_dymoe.bench.papers.tables import TRAINED, At, Quality, Recorded, as_markdown, cases_of, fill, lines
 from vllm_dymoe.bench.prompts import by_turns
 from vllm_dymoe.bench.quality import available, score
@@ -110,7 +111,8 @@ class Paper:
             command += ["--out", folder, "--inputs", "--engine", json.dumps(dict(bench.engine))]
             command += ["--max-tokens", max(bench.workload.max_tokens, _RECORDED_TOKENS)]
             # Every expert stays high, and heavy hitters are recorded as well.
-            command += ["--options", '{"system": "dymoe", "system_options": {"retention": 1}}']
+            recorded = {"system": "dymoe", "lo": 0, "system_options": {"retention": 1, "heavy_share": HEAVY_SHARE}}
+            command += ["--options", json.dumps(recorded)]
             run_logged(list(map(str, command)), bench.out / "logs" / "trace.log", "recording the trace", {})
         sizes = {"layers": bench.shape.moe_layers, "experts": bench.shape.experts, "top-k": bench.shape.top_k}
         return Recorded(Trace.load(folder), gates_of(Path(bench.model)), sizes)

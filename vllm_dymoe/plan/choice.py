@@ -47,7 +47,6 @@ CANDIDATES: tuple[Mapping[str, Any], ...] = (
     {"system": "exact", "hi": 8},
     {"system": "exact", "hi": 4},
     {"system": "dymoe", "hi": 4, "lo": 2},
-    {"system": "dymoe", "hi": 4},
     {"system": "firm", "hi": 4},
     {"system": "duoserve", "hi": 4},
     {"system": "on-demand", "hi": 4},

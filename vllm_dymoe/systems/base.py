@@ -175,6 +175,8 @@ class System(BaseModel):
     """The budget if the user sets none; None for an automatic one."""
     default_host_store: ClassVar[Literal["file", "pinned"] | None] = None
     """Where packed experts live if the user does not say; None for what there is room for."""
+    default_lo: ClassVar[int] = 0
+    """Bits of the low tier if the user does not say."""
     precision_parameters: ClassVar[tuple[str, ...]] = ()
     """Parameters that decide precision, and can change while the model is served."""
 

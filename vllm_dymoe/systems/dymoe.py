@@ -95,12 +95,13 @@ class Dymoe(Exact):
 
     name: ClassVar[str] = "dymoe"
     summary: ClassVar[str] = "DyMoE: experts that matter to the step at `hi`, the others at `lo`"
+    default_lo: ClassVar[int] = 2
     precision_parameters: ClassVar[tuple[str, ...]] = ("retention", "heavy_share", "rounding", "skipped_weights")
 
     retention: float = Field(default=0.75, ge=0, le=1)
     """r: the average share of a layer's active experts that stay high; at 0 all are low, at 1 all are high."""
-    heavy_share: float = Field(default=0.2, gt=0, le=1)
-    """Share of a prompt's tokens that count as heavy hitters."""
+    heavy_share: float = Field(default=1, gt=0, le=1)
+    """Share of a prompt's tokens that count, those that attention dwells on (the paper's heavy hitters); 1 is all."""
     rounding: Literal["up", "nearest"] = "up"
     """Of the number of high experts: up as Eq. 5 has it, or to the nearest."""
     skipped_weights: Literal["keep", "renormalize"] = "keep"

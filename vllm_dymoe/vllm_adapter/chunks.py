@@ -1,33 +1,28 @@
-"""What the earlier parts of a prompt have said of experts: the chunks before this one, and a cached prefix.
+"""What the earlier chunks of a prompt have said of experts.
 
-DyMoE judges experts by a whole prompt (Eq. 2). vLLM reads a long one in chunks, of which the last may be one token, and
-does not read what it has cached. So the loads of chunks are added up while a prompt is read, and those of prompts that
-were read are kept, for others that begin alike: of a cached prefix the load is its share of such a prompt's.
+DyMoE judges experts by a whole prompt (Eq. 2). vLLM reads a long one in chunks, of which the last may be one token, so
+their loads are added up. Of what vLLM has cached, and does not read, nothing is known.
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_PROMPTS_KEPT = 32  # each 16 bytes for every expert of the model: 96 KiB for Qwen3-30B-A3B
-
 
 @dataclass(eq=False)
 class Reading:
-    """A prompt that is read, or was.
+    """A prompt that is read.
 
     Attributes:
-        tokens: None where it has embeddings instead.
+        length: its tokens.
         read: how many tokens the running step will have read, or found in vLLM's cache.
         load: float64 [layers, 2, experts], of these tokens: heavy hitters that used an expert, and the sum of routing
             weights; None where nothing is known.
     """
 
-    tokens: Sequence[int] | None
     length: int
     read: int = 0
     load: Tensor | None = None
@@ -40,12 +35,10 @@ class Reading:
 
 
 class Chunks:
-    """The prompts of a rank's requests, while they are read and, if vLLM caches their beginnings, some time longer."""
+    """The prompts of a rank's requests, while they are read."""
 
-    def __init__(self, *, caches: bool = True) -> None:
-        self._caches = caches
+    def __init__(self) -> None:
         self._reading: dict[str, Reading] = {}
-        self._read: deque[Reading] = deque(maxlen=_PROMPTS_KEPT)
         self._scheduled: dict[tuple[int, int], list[Reading]] = {}
 
     def begin_step(self, scheduler_output: Any) -> None:
@@ -53,10 +46,10 @@ class Chunks:
         self._scheduled = {}
         ended = [name for name, reading in self._reading.items() if reading.read >= reading.length]
         for name in (*scheduler_output.finished_req_ids, *ended):
-            self._end(name)
+            self._reading.pop(name, None)
         for new in scheduler_output.scheduled_new_reqs:
             tokens = new.prompt_token_ids
-            self._reading[new.req_id] = Reading(tokens, len(new.prompt_embeds if tokens is None else tokens))
+            self._reading[new.req_id] = Reading(len(new.prompt_embeds if tokens is None else tokens))
             self._schedule(new.req_id, new.num_computed_tokens, scheduler_output.num_scheduled_tokens)
         cached = scheduler_output.scheduled_cached_reqs
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
@@ -77,34 +70,17 @@ class Chunks:
         return found.pop(0) if found else None
 
     def asks(self, reading: Reading) -> bool:
-        """Whether what the running step says of a prompt can be of use later."""
-        return reading.read < reading.length or (self._caches and reading.tokens is not None)
+        """Whether a later step reads more of a prompt."""
+        return reading.read < reading.length
 
     def _schedule(self, name: str, computed: int, counts: Mapping[str, int]) -> None:
         reading, count = self._reading.get(name), counts.get(name, 0)
         if reading is None or not count:
             return
         if reading.read != computed:  # behind a cached prefix, or begun anew
-            reading.load = self._of_prefix(reading.tokens, computed)
+            reading.load = None
         reading.read = computed + count
         self._scheduled.setdefault((reading.read, count), []).append(reading)
-
-    def _end(self, name: str) -> None:
-        reading = self._reading.pop(name, None)
-        if reading is not None and reading.load is not None and reading.tokens is not None:
-            reading.tokens, reading.length = reading.tokens[: reading.read], reading.read
-            self._read.append(reading)
-
-    def _of_prefix(self, tokens: Sequence[int] | None, count: int) -> Tensor | None:
-        """The load of the shortest known prompt that begins with these tokens, scaled to their number."""
-        if tokens is None or not count:
-            return None
-        prefix = list(tokens[:count])
-        alike = [known for known in self._read if known.tokens is not None and list(known.tokens[:count]) == prefix]
-        nearest = min(alike, key=lambda known: known.length, default=None)
-        if nearest is None or nearest.load is None:
-            return None
-        return nearest.load * (count / nearest.length)
 
 
 def load_of(ids: Tensor, weights: Tensor, heavy: Tensor, experts: int) -> Tensor:

@@ -141,10 +141,7 @@ class Loading:
         speculative, step = config.speculative_config, RunningStep()
         drafted = speculative.num_speculative_tokens if speculative else 0
         failures = make_step_failures(step)
-        caches = bool(self._vllm_config.cache_config.enable_prefix_caching)
-        self.running = Running(
-            runtime, step, failures, self._foresight, observation, self._routed_model, drafted, caches=caches
-        )
+        self.running = Running(runtime, step, failures, self._foresight, observation, self._routed_model, drafted)
 
     def _extend(self, running: Running, draft: ModelStore) -> None:
         """Add a draft's layers behind the model's; the slots are shared out again among all of them."""

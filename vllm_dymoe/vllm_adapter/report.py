@@ -90,6 +90,11 @@ def warnings(runtime: MoERuntime) -> list[str]:
             "because the cores that would copy them are computing; it works where they come from a disk, on a GPU, and "
             "with link_gbps."
         )
+    if options.lo == 0 and Tier.LO in runtime.system.precision.tiers:
+        found.append(
+            "lo is 0, so experts that matter less are skipped, which loses about ten times as much on a prompt as 2 "
+            "bits do; set lo to 2."
+        )
     found += runtime.system.precision.warnings(len(experts.layers) - experts.draft_layers, experts.top_k)
     for tier in plan.slots if runtime.system.residency.keeps and runtime.system.residency.migrating is None else ():
         every_base = runtime.memory.nested and tier is Tier.LO

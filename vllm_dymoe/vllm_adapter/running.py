@@ -71,8 +71,6 @@ class Running:
         observation: Observation,
         model: Callable[[Path | None], RoutedModel],
         drafted: int = 0,
-        *,
-        caches: bool = True,
     ) -> None:
         self.runtime = runtime
         self.step = step
@@ -82,7 +80,7 @@ class Running:
         self.prompts: PromptTap | None = None
         if runtime.system.precision.heavy_hitters is not None:
             recorded = runtime.options.trace is not None
-            self.prompts = PromptTap(lambda: self.runtime.system, step, drafted, caches=caches, recorded=recorded)
+            self.prompts = PromptTap(lambda: self.runtime.system, step, drafted, recorded=recorded)
         self._model = model
         self._decode: DecodeSteps | None = None
         if runtime.decode is not None:

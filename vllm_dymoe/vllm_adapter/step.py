@@ -111,7 +111,6 @@ class PromptTap:
         system: the one in force, asked anew in every step.
         step: the running one.
         drafted: tokens that speculative decoding adds to a request's one; a longer query is a prompt's.
-        caches: vLLM may find the beginning of a prompt in its cache.
         recorded: a trace has them, so that they are marked where every expert gets the same tier, too.
 
     Attributes:
@@ -124,22 +123,22 @@ class PromptTap:
         step: RunningStep,
         drafted: int = 0,
         *,
-        caches: bool = True,
         recorded: bool = False,
     ) -> None:
         self._system = system
         self._step = step
         self._recorded = recorded
-        self.chunks = Chunks(caches=caches)
+        self.chunks = Chunks()
         self._longest_decode = 1 + drafted
 
     def attend(self, layer: Any, query: torch.Tensor, key: torch.Tensor | None) -> None:
         """See the queries [rows, heads, dim] and keys [rows, kv_heads, dim] that an attention layer is about to use.
 
-        Like all of vLLM's rows they may have padding behind the step's tokens, which is left out here.
+        Nothing is asked where every token counts. Like all of vLLM's rows they may have padding behind the step's
+        tokens, which is left out here.
         """
         share = self._share
-        prompts = self.running() if share is not None else None
+        prompts = self.running() if share is not None and share < 1 else None
         if share is None or prompts is None or not prompts.spans or key is None or key.shape[0] != query.shape[0]:
             return
         masses = [

@@ -8,14 +8,15 @@ from vllm_dymoe.bench.papers.routers import heavy_hitters, similarity
 from vllm_dymoe.bench.papers.tables import TPOT, TTFT, At, Line, PaperTable, Quality, Speed, line
 
 _TASKS = {"MMLU": "mmlu", "CMMLU": "cmmlu", "GSM8K": "gsm8k"}
+HEAVY_SHARE = 0.2  # of a prompt's tokens; the paper names none
 _C_EVAL = {"C-Eval": "ceval-valid"}
 _PLACES = {"16 GB": "25%", "24 GB": "50%"}
 _HERE = "here with " + " and ".join(f"{share} of the experts for {memory}" for memory, share in _PLACES.items())
 _COLUMNS = {f"{memory} {name}": (At(share), show) for memory, share in _PLACES.items() for name, show in
             (("TTFT s", TTFT), ("TPOT s", TPOT))}  # fmt: skip
 # Rounded up, 63 of 64 choices of Mixtral's decode stay high at r = 0.75, and rows 4 to 6 could not differ from 2 and 3.
-_NEAREST = {"rounding": "nearest"}
-_DYMOE: dict[str, Any] = {"system": "dymoe", "system_options": _NEAREST}
+_NEAREST = {"rounding": "nearest", "heavy_share": HEAVY_SHARE}
+_DYMOE: dict[str, Any] = {"system": "dymoe", "lo": 0, "system_options": _NEAREST}
 
 # The paper does not name the precision of the first three rows; it is that of the others' high tier here, so that rows
 # differ in one thing at a time.
@@ -66,8 +67,9 @@ def tables(moe_layers: int) -> Iterator[PaperTable]:
         for label, (options, numbers) in _ABLATION.items()
     ])  # fmt: skip
     yield PaperTable("Figure 3", "which experts are kept; the paper has C-Eval", tuple(_C_EVAL), [
-        line(label, Quality({"hi": 4, "system": "chosen", "system_options": {
-            "retention": 0.75, "by_importance": by_importance, "by_depth": by_depth}}, _C_EVAL))
+        line(label, Quality({"hi": 4, "lo": 0, "system": "chosen", "system_options": {
+            "retention": 0.75, "heavy_share": HEAVY_SHARE, "by_importance": by_importance, "by_depth": by_depth,
+        }}, _C_EVAL))
         for label, (by_importance, by_depth) in _CHOICES.items()
     ])  # fmt: skip
     yield PaperTable("Figure 4", "where the heavy hitters of prompts go, beside all of their tokens", (
@@ -97,5 +99,5 @@ def _of_both_models(label: str, options: Mapping[str, Any], both: Any) -> Iterat
 
 def _dymoe(tiers: str, retention: float) -> dict[str, Any]:
     # Every expert fits on the device here, so that reuse would compute all of them high.
-    chosen = {"retention": retention, "reuse_high": False}
+    chosen = {"retention": retention, "heavy_share": HEAVY_SHARE, "reuse_high": False}
     return {"hi": 4, "lo": int(tiers[2:]), "system": "dymoe", "system_options": chosen}

@@ -286,6 +286,25 @@ def test_copies_that_fail_or_hang_for_ever_cost_their_moves_and_no_step_waits(ne
     runtime.engine.close()
 
 
+@pytest.mark.parametrize(("hotness", "high", "low"), [("squared_gates", (4, 5), 0), ("uses", (0, 4), 5)])
+def test_the_hottest_are_those_that_weigh_most_or_that_are_used_most(hotness, high, low):
+    """Expert 0 has a tenth of every token, 4 and 5 the rest of half of them, 4 of one more."""
+    store = make_store(make_experts(layers=1, num_experts=EXPERTS, nested=True))
+    runtime = dynaexq(store, 2, plain_engine(store, CPU, 0, largest_blob=0), hotness=hotness)
+    ids = torch.tensor([[0, 4], [5, 0], [0, 4], [5, 0], [0, 4]])
+    weights = torch.where(ids == 0, 0.1, 0.9)
+    x, _, _ = random_step(0, 5, store.experts)
+    for _ in range(8):
+        runtime.serving.begin_step(Phase.DECODE)
+        forward(runtime, 0, x, weights, ids.int())
+        for fetch in list(runtime.serving.migration.flying):
+            runtime.engine.wait(fetch.ticket)
+    tiers = runtime.memory.table.tier[0]
+    assert all(tiers[expert] == HIGH for expert in high)
+    assert tiers[low] == LOW
+    runtime.engine.close()
+
+
 def test_no_more_moves_than_in_flight_and_the_link_rests_between_them():
     store = make_store(make_experts(layers=3, num_experts=EXPERTS, nested=True))
     now = [0.0]

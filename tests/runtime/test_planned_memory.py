@@ -15,6 +15,7 @@ from tests.runtime.test_migration import AT_ONCE, frozen_output
 from tests.runtime.two_ranks import on_two_ranks
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.residency.hotness import GATE_UNIT, squared_gates
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.runtime import MoERuntime
@@ -81,14 +82,16 @@ def test_rows_that_the_device_does_not_hear_of_are_found(nested):
 def test_choices_are_counted_where_they_are_made_and_read_once():
     runtime = planned_runtime(True, window_s=1e9)
     runtime.memory.device_side.table.recording.fill_(1)
-    counts, expected = DecodeCounts(runtime.memory.device_side.table), np.zeros((2, LAYERS, 6), np.int64)
-    for _, held, (layer, (_, _, ids)) in serve(runtime, 5, lambda number: 4):
+    counts, expected = DecodeCounts(runtime.memory.device_side.table), np.zeros((3, LAYERS, 6), np.int64)
+    for _, held, (layer, (_, weights, ids)) in serve(runtime, 5, lambda number: 4):
         np.add.at(expected, (held[layer][ids] - LOW, layer, ids), 1)
+        np.add.at(expected[2, layer], ids, squared_gates(weights))
         if layer == LAYERS - 1:
             assert counts.add(4) == 4 * 2 * LAYERS
     counts.ask()
     assert counts.ready()
-    assert all(map(np.array_equal, counts.take(), expected))
+    assert np.array_equal(counts.take(), expected)
+    assert expected[2].any()
     counts.ask()
     assert not np.any(counts.take())
     runtime.engine.close()
@@ -118,9 +121,13 @@ def test_experts_of_other_ranks_and_rows_of_padding_are_not_counted():
     runtime = planned_runtime(True)
     table, counts = runtime.memory.device_side.table, DecodeCounts(runtime.memory.device_side.table)
     table.ring_ids[0, :, :3] = torch.tensor([[0, -1], [5, 0], [4, 4]], dtype=torch.int32)
+    table.ring_weights[0, :, :3] = torch.tensor([[0.25, 0.75], [0.5, 1.5], [9, 9]])
     counts.add(2)
     counts.ask()
-    assert sum(counts.take()).tolist() == [[2, 0, 0, 0, 0, 1]] * LAYERS
+    low, high, gates = counts.take()
+    assert (low + high).tolist() == [[2, 0, 0, 0, 0, 1]] * LAYERS
+    squares = [0.25**2 + 0.75**2, 0, 0, 0, 0, 0.25**2]  # weights count as shares of their token's
+    assert gates.tolist() == [[square * GATE_UNIT for square in squares]] * LAYERS
     runtime.engine.close()
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from vllm_dymoe.observe.trace import Trace
+from vllm_dymoe.residency.hotness import squared_gates
 
 
 def load(trace: Trace, which: torch.Tensor | None = None) -> torch.Tensor:
@@ -12,6 +13,14 @@ def load(trace: Trace, which: torch.Tensor | None = None) -> torch.Tensor:
     index = trace.experts.long() + experts * torch.arange(layers)[:, None]
     index = index if which is None else index[which]
     return index.flatten().bincount(minlength=layers * experts).view(layers, experts).double()
+
+
+def gate_load(trace: Trace) -> torch.Tensor:
+    """The sum of each expert's squared gates: float64 [layers, experts]; see :func:`~.hotness.squared_gates`."""
+    layers, experts = trace.header.num_layers, trace.header.num_experts
+    index = (trace.experts.long() + experts * torch.arange(layers)[:, None]).flatten()
+    sums = torch.zeros(layers * experts, dtype=torch.int64)
+    return sums.index_add_(0, index, squared_gates(trace.weights).flatten()).view(layers, experts).double()
 
 
 def popularity(trace: Trace) -> torch.Tensor:

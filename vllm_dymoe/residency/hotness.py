@@ -1,7 +1,9 @@
 """Which experts are hot over long stretches of traffic, and which of them are to be high (DynaExq 3.5). Pure functions.
 
 Hotness is an exponential average over windows of time. It counts in even shares: an expert that gets what all would get
-if routers had no favourites has hotness 1, whatever the model's size and however many tokens a window had.
+if routers had no favourites has hotness 1, whatever the model's size and however many tokens a window had. What an
+expert gets is its uses (the paper), or the squares of its shares of tokens' routing weights: the error that a low
+version adds to an output grows with that share, and so its square with the square.
 
 Three things keep sets from oscillating. A *margin*: an expert that comes in is hotter by more than that than one that
 goes. A *slack*: a high expert stays as long as it is among the n + slack hottest. And *two windows*: a swap needs that
@@ -14,6 +16,9 @@ from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+
+GATE_UNIT = 1 << 20
 
 
 class Swap(NamedTuple):
@@ -79,6 +84,21 @@ class Hotness:
             last=np.where(seen, shares, self.last),
             before=np.where(seen, before, self.before),
         )
+
+
+def squared_gates(weights: Tensor) -> Tensor:
+    """Of each choice, the square of its share of its token's routing weights in units of 1 / GATE_UNIT.
+
+    Whole numbers, since the order of additions must not decide on which rank an expert is hot.
+
+    Args:
+        weights: [..., top_k].
+
+    Returns:
+        int64, of the same shape.
+    """
+    share = weights.float() / weights.float().sum(-1, keepdim=True).clamp(min=1e-9)
+    return (share * share * GATE_UNIT).long()
 
 
 def even_shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_dymoe.residency.decision import Grouped
+from vllm_dymoe.residency.hotness import squared_gates
 
 
 class Phase(Enum):
@@ -73,6 +74,14 @@ class Routing:
     def host_weights(self) -> NDArray[np.float32]:
         """``weights`` on the host."""
         return self.weights.cpu().numpy()
+
+    @cached_property
+    def squared_gates(self) -> NDArray[np.int64]:
+        """Of each expert of this rank, up to the last that occurs: sums of :func:`~.hotness.squared_gates`."""
+        gates = squared_gates(torch.from_numpy(self.host_weights)).flatten()
+        places = torch.from_numpy(self.host_ids).flatten()
+        sums = gates.new_zeros(2 + int(places.max()))  # other ranks' experts fall into the first place
+        return sums.index_add_(0, places.clamp(min=-1) + 1, gates).numpy()[1:]
 
     @cached_property
     def grouped(self) -> Grouped:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from vllm_dymoe.residency.decode_rule import PROJECTIONS
 from vllm_dymoe.residency.format import BlobKey
+from vllm_dymoe.residency.hotness import squared_gates
 from vllm_dymoe.residency.rule import HIGH, LOW
 from vllm_dymoe.residency.slots import SlotPool
 from vllm_dymoe.residency.table import CODES, Counter, Table, set_pools, set_precision
@@ -141,10 +142,11 @@ class DecodeCounts:
         self._table = table
         self._bins = table.layers * table.experts + 1  # the last one for experts of other ranks
         device = table.tier.device
-        self._uses = torch.zeros(2 * self._bins, dtype=torch.int64, device=device)
+        # Choices of low versions, of high ones, and squared gates of both.
+        self._uses = torch.zeros(3 * self._bins, dtype=torch.int64, device=device)
         self._first = (torch.arange(table.layers, device=device) * table.experts).view(-1, 1, 1)
         pinned = device.type == "cuda"
-        self._there = torch.zeros(2 * self._bins, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self._there = torch.zeros(3 * self._bins, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._event = torch.cuda.Event() if pinned else None
 
     def add(self, tokens: int) -> int:
@@ -154,6 +156,8 @@ class DecodeCounts:
         high = self._table.tier.flatten()[place.clamp(max=self._bins - 2)] == HIGH
         index = (place + self._bins * high).flatten()
         self._uses.scatter_add_(0, index, torch.ones_like(index))
+        gates = squared_gates(self._table.ring_weights[0, :, :tokens])
+        self._uses.scatter_add_(0, (place + 2 * self._bins).flatten(), gates.flatten())
         return index.numel()
 
     def ask(self) -> None:
@@ -167,8 +171,7 @@ class DecodeCounts:
         """Whether what was asked for is there."""
         return self._event is None or self._event.query()
 
-    def take(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What low and high versions served until ``ask``: choices, int64 [layers, experts]."""
-        low, high = self._there.numpy().copy().reshape(2, self._bins)[:, :-1]
-        shape = self._table.layers, self._table.experts
-        return low.reshape(shape), high.reshape(shape)
+    def take(self) -> NDArray[np.int64]:
+        """Until ``ask``: int64 [3, layers, experts], choices of low and of high versions, and squared gates."""
+        counts = self._there.numpy().copy().reshape(3, self._bins)[:, :-1]
+        return counts.reshape(3, self._table.layers, self._table.experts)

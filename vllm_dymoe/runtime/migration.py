@@ -101,11 +101,11 @@ class Migration:
         self._memory, self._fetcher, self._engine, self._migrating = memory, fetcher, fetcher.engine, migrating
         self._agree, self._clock, self._decoded = agree, clock, decoded
         self._stats = MigrationStats()
-        self._chosen: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []
+        self._chosen: list[tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
         shape = memory.table.tier.shape
         self._places = memory.table.shares[:, HIGH]
-        self._counts = np.zeros(shape, np.int64)
-        self._seen, self._least = 0, migrating.window_uses * self._counts.size
+        self._counts = np.zeros((2, *shape), np.int64)  # uses, and squared gates
+        self._seen, self._least = 0, migrating.window_uses * self._counts[0].size
         start = np.zeros(shape) if popularity is None else popularity
         self.hotness = Hotness(start, start, start)
         self._planned: deque[Swap] = deque()
@@ -119,26 +119,29 @@ class Migration:
 
     # -- in a step --------------------------------------------------------------------------------
 
-    def count(self, layer: int, experts: NDArray[np.int64], uses: NDArray[np.int64]) -> None:
+    def count(self, layer: int, experts: NDArray[np.int64], uses: NDArray[np.int64], gates: NDArray[np.int64]) -> None:
         """What a layer's router chose in a step of requests.
 
         Args:
             layer: position among the MoE layers.
             experts: int64 [n], each once.
             uses: int64 [n], tokens that chose each.
+            gates: int64 [n], sums of :func:`~.hotness.squared_gates`.
         """
-        self._chosen.append((layer, experts, uses))
+        self._chosen.append((layer, experts, uses, gates))
 
     def _count(self) -> None:
         """Enter what was chosen since rows last changed, of all layers at once: one by one would cost a step 1 %."""
         if not self._chosen:
             return
-        layers, experts, uses = zip(*self._chosen, strict=True)
+        layers, experts, *numbers = zip(*self._chosen, strict=True)
         self._chosen.clear()
-        each = self._counts.shape[1]
+        each = self._counts.shape[2]
         places = np.concatenate([layer * each + row for layer, row in zip(layers, experts, strict=True)])
-        counts = np.bincount(places, np.concatenate(uses), self._counts.size).astype(np.int64).reshape(-1, each)
-        self._counts += counts
+        size = self._counts[0].size
+        found = [np.bincount(places, np.concatenate(of), size).astype(np.int64).reshape(-1, each) for of in numbers]
+        self._counts += found
+        counts = found[0]
         total = int(counts.sum())
         high = int(counts[self._memory.table.tier == HIGH].sum())
         self._seen += total
@@ -275,11 +278,11 @@ class Migration:
         self.stats.moves["outdated"] += len(self._planned)
         rule = self._migrating.rule
         if self._decoded is not None:
-            low, high = self._decoded.take()
-            self._counts += low + high
+            low, high, gates = self._decoded.take()
+            self._counts += (low + high, gates)
             self.stats.choices[Tier.LO] += int(low.sum())
             self.stats.choices[Tier.HI] += int(high.sum())
-        self.hotness = self.hotness.after(self._counts, rule)
+        self.hotness = self.hotness.after(self._counts[int(self._migrating.by_gates)], rule)
         self._counts.fill(0)
         self._seen, self._began, self._busy, self._closing = 0, now, 0.0, False
         held = self._memory.table.tier == HIGH

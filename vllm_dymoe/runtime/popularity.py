@@ -1,4 +1,4 @@
-"""Which experts a recorded trace names as popular, for a system that begins with these."""
+"""Which experts a recorded trace names as hot, for a system that begins with these."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,5 +33,5 @@ def read_popularity(experts: ModelExperts, system: System) -> NDArray[np.float64
             "ranks share the experts of a layer."
         )
     found = np.zeros((len(experts.layers), experts.num_experts))
-    found[:own] = even_shares(statistics.load(trace).numpy())
+    found[:own] = even_shares((statistics.gate_load if migrating.by_gates else statistics.load)(trace).numpy())
     return found

@@ -193,7 +193,7 @@ class Serving:
             self.fetcher.collect()
         if self.migration is not None:
             uses = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
-            self.migration.count(layer, active, uses)
+            self.migration.count(layer, active, uses, routing.squared_gates[active])
         return wanted, tiers.keys() - wanted.keys(), self.memory.table.begin_step(layer, active, codes)
 
     def _begin(

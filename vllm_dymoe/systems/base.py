@@ -99,6 +99,7 @@ class Migrating:
         window_uses: mean uses of an expert by then; with fewer the window goes on.
         in_flight: moves at the same time.
         link_share: share of the time that the link may work for moves.
+        by_gates: an expert is as hot as its squared gates add up to; else as its uses.
         worth: what a high expert is worth in each layer beside the others; empty if that is not known.
         trace: whose most popular experts are high at start.
         streams: a budget that cannot hold every expert is served by fetching.
@@ -109,6 +110,7 @@ class Migrating:
     window_uses: float
     in_flight: int
     link_share: float
+    by_gates: bool
     worth: tuple[float, ...]
     trace: Path | None
     streams: bool

@@ -6,7 +6,7 @@ Nothing is fetched when a router asks. What is high follows windows of traffic, 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,9 @@ class DynaExq(System):
     name: ClassVar[str] = "dynaexq"
     summary: ClassVar[str] = "DynaExq: every expert there, the hottest at `hi`, the others at `lo`, and no waiting"
 
+    hotness: Literal["squared_gates", "uses"] = "squared_gates"
+    """What makes an expert hot: the squares of its shares of tokens' routing weights, which the error of a low version
+    follows, or its uses, as the paper has it."""
     alpha: float = Field(default=0.5, gt=0, le=1)
     """Weight of the last window in an expert's hotness."""
     window_s: NonNegativeFloat = 2
@@ -72,6 +75,7 @@ class DynaExq(System):
             window_uses=self.window_uses,
             in_flight=self.in_flight,
             link_share=self.link_share,
+            by_gates=self.hotness == "squared_gates",
             worth=self.layer_worth,
             trace=self.popularity,
             streams=self.stream_cold,

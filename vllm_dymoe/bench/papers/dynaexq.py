@@ -24,7 +24,7 @@ _SIZES = ("layers", "experts", "top-k")
 _MODELS = {"Qwen3-30B": (48, 128, 8), "Qwen3-80B": (48, 512, 10), "Phi-MoE": (32, 16, 2)}
 _TASKS = {"MMLU-Pro": "mmlu_pro", "GPQA": "gpqa_diamond_zeroshot", "GSM8K": "gsm8k", "HumanEval": "humaneval"}
 _BUDGET = "50%"  # of all experts at 16 bits: the low versions take half of it, high ones the rest
-_DYNAEXQ: Mapping[str, Any] = {"hi": 16, "lo": 4, "system": "dynaexq"}
+_DYNAEXQ: Mapping[str, Any] = {"hi": 16, "lo": 4, "system": "dynaexq", "system_options": {"hotness": "uses"}}
 _QUALITY: Mapping[str, tuple[Mapping[str, Any], tuple[float, ...]]] = {
     "FP16": ({"hi": 16}, (73.37, 54.55, 90.45, 84.76)),
     "Int4": ({"hi": 4}, (72.84, 53.54, 89.39, 84.15)),

@@ -90,6 +90,8 @@ class Options(BaseModel):
     """Device memory for experts, on each rank: "auto", bytes ("4GiB"), a share of all ("25%"), "top-k" or "layer"."""
     host_store: Literal["auto", "file", "pinned"] = "auto"
     """Where the packed experts live: safetensors shards on disk, page-locked host memory, or what there is room for."""
+    misses: Literal["fetch", "compute"] = "fetch"
+    """Experts without a slot are fetched, or computed where they lie in a CPU's memory; free slots are filled first."""
     decisions: Literal["auto", "host", "device"] = "auto"
     """What decides in decode which experts are kept and fetched: the device, inside of a CUDA graph, or the host."""
     store_dir: Path | None = None
@@ -135,6 +137,13 @@ class Options(BaseModel):
                 f"lo is {self.lo} bits but must be below hi, which is {self.hi}; "
                 "set lo to 0 to store one version of each expert only"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_misses(self) -> Self:
+        if self.misses == "compute" and (self.host_store == "file" or self.link_gbps is not None):
+            what = "files" if self.host_store == "file" else "an emulated link"
+            raise ValueError(f'misses is "compute", which needs experts in memory, and not behind {what}')
         return self
 
     @property

@@ -16,6 +16,7 @@ from vllm_dymoe.config import ConfigError
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.reference import expert_reference
 from vllm_dymoe.residency.format import EVERY_PROJECTION
+from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import TransferError
 
@@ -40,16 +41,44 @@ def test_the_output_is_the_weighted_sum_of_the_experts(memory_store):
     assert (got.double() - want).norm() / want.norm() < 1e-2
 
 
-@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize(("threads", "misses"), [(0, "fetch"), (2, "fetch"), (0, "compute")])
 @pytest.mark.parametrize("system", [None, ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))])
-def test_no_budget_changes_a_bit(memory_store, system, threads):
+def test_no_budget_changes_a_bit(memory_store, system, threads, misses):
     want = run(with_budget(memory_store, "100%", system, threads=threads), STEPS)
     for budget in BUDGETS[1:]:
-        runtime = with_budget(memory_store, budget, system, threads=threads)
+        runtime = with_budget(memory_store, budget, system, threads=threads, misses=misses)
         got = run(runtime, STEPS)
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), budget
         assert runtime.budget.peak <= runtime.budget.limit
         runtime.engine.close()
+
+
+@pytest.mark.parametrize("budget", ["25%", "minimum"])
+@pytest.mark.parametrize("nested", [True, False])
+def test_what_is_computed_in_memory_moves_nothing_once_slots_are_full(nested, budget):
+    store = make_store(make_experts(layers=2, nested=nested))
+    system = ByNumber(low=frozenset({0, 3}))
+    runtime = with_budget(store, budget, system, misses="compute")
+    run(runtime, STEPS)
+    runtime.reset_stats()
+    before = runtime.memory.table.tier.copy()
+    got, stats = run(runtime, STEPS), runtime.stats()
+    assert stats.there == stats.misses > 0
+    assert sum(stats.transfers.values()) == stats.evictions == 0
+    assert (runtime.memory.table.tier == before).all()
+    want = run(with_budget(store, budget, system), STEPS * 2)[len(STEPS) :]
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    runtime.check_integrity()
+
+
+def test_misses_are_computed_beside_no_other_device_and_not_from_files(memory_store, tmp_path):
+    for wrong in ({"host_store": "file"}, {"link_gbps": 1.0}):
+        with pytest.raises(ConfigError, match="experts in memory"):
+            resolve_options({"misses": "compute", **wrong}, environment={})
+    assert resolve_options({"misses": "compute"}, environment={}).host_store == "pinned"
+    hidden = SimpleNamespace(**{name: getattr(memory_store, name) for name in ("experts", "description", "read_into")})
+    with pytest.raises(ConfigError, match='misses = "compute" is impossible'):
+        make_runtime(hidden, misses="compute")
 
 
 def test_full_residency_fetches_every_expert_once(memory_store):

@@ -36,7 +36,7 @@ def begin(monkeypatch):
 
 
 def make_tap(drafted=0, recorded=False, **options):
-    system = Dymoe(**options)
+    system = Dymoe(**{"heavy_share": 0.2} | options)
     return PromptTap(lambda: system, STEP, drafted, recorded=recorded)
 
 
@@ -129,6 +129,16 @@ def test_where_every_expert_gets_the_same_tier_only_a_trace_has_heavy_hitters(be
     tap = make_tap(retention=retention)
     tap.attend(LAYER, *queries_and_keys(40))
     assert tap.tokens(40, CPU) is None
+
+
+def test_where_every_token_counts_attention_is_not_asked(begin, monkeypatch):
+    begin([40])
+    monkeypatch.setattr(step_module, "attention_mass", None)
+    tap = make_tap(heavy_share=1)
+    tap.attend(LAYER, *queries_and_keys(40))
+    found = tap.tokens(40, CPU)
+    assert found.heavy.all()
+    assert found.rows.all()
 
 
 def test_ranks_add_up_what_their_heads_see(begin, monkeypatch):

@@ -20,8 +20,9 @@ from vllm_dymoe.residency.constants import AGING, USE
 NOWHERE, LOW, HIGH = 0, 1, 2
 """In which version an expert is held, or wanted."""
 
-HIT, PASS, FREE = -3, -2, -1
-"""A slice is there; comes for this step alone; takes a slot that its layer has left. From 0 on: takes that expert's."""
+THERE, HIT, PASS, FREE = -4, -3, -2, -1
+"""An expert is computed where it lies in host memory (`Serving` says so, not the rule); a slice has a slot; comes for
+this step alone; takes a slot that its layer has left. From 0 on: takes that expert's."""
 
 Ints = NDArray[np.int64]
 

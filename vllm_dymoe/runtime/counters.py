@@ -13,7 +13,8 @@ class ResidencyCounts:
     Attributes:
         planned: experts that the system gave each tier.
         hits: experts that were needed and there.
-        misses: experts that were needed and had to be fetched, or were on their way.
+        misses: experts that were needed and had to be fetched, or were on their way, or were computed in host memory.
+        there: misses that were computed in host memory.
         promotions: misses of a high version where the low one was there.
         reuses: hits that used a high version where a low one would have done.
         evictions: experts that made room for others.
@@ -22,6 +23,7 @@ class ResidencyCounts:
     planned: Counter[Tier] = field(default_factory=Counter)
     hits: int = 0
     misses: int = 0
+    there: int = 0
     promotions: int = 0
     reuses: int = 0
     evictions: int = 0

@@ -37,6 +37,8 @@ def device_decides(
 def _obstacle(options: Options, system: System, readable: bool) -> str:
     if not system.residency.on_device:
         return f'what the system "{system.name}" chooses with its options needs the host'
+    if options.misses == "compute":
+        return "the host computes misses"
     if not readable:
         return 'the device cannot read experts from files by itself (host_store "pinned" puts them into memory)'
     if options.trace is not None and options.trace.inputs:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_dymoe.residency.budget import BudgetTracker
-from vllm_dymoe.residency.format import Expert
+from vllm_dymoe.residency.format import BlobKey, Expert
 from vllm_dymoe.residency.rule import HIGH
 from vllm_dymoe.residency.slots import Slot
 from vllm_dymoe.residency.table import CODES, Table, check_integrity, set_pools
@@ -63,7 +63,8 @@ class ExpertMemory:
     def __init__(
         self, store: HostStore, device: torch.device, device_memory: DeviceMemory, writer: Writer = Writer.HOST
     ) -> None:
-        self.experts, self.writer = store.experts, writer
+        self.experts, self.writer, self._store = store.experts, writer, store
+        self._there: dict[tuple[int, int, Tier], Expert] = {}
         self.pools = SlotPools(device, device_memory, lends=writer is not Writer.DEVICE)
         self.bits: dict[Tier, int] = {}
         self.streaming = False
@@ -81,6 +82,7 @@ class ExpertMemory:
         Raises:
             ConfigError: the device has no memory for them.
         """
+        self._there.clear()
         self.plan, self.bits = plan, {tier: bits[tier] for tier in plan.slots}
         self.budget = BudgetTracker(plan.limit)
         if plan.workspace_bytes:
@@ -134,6 +136,18 @@ class ExpertMemory:
         if fine.joined is None or fine.joined[0] is not slots[0]:
             fine.joined = slots[0], self.pools[Tier.HI].format.view(fine.blob, base)
         return fine.joined[1]
+
+    def there(self, layer: int, expert: int, tier: Tier) -> Expert:
+        """An expert where it lies in the host store, for a device that reads it there."""
+        key = layer, expert, tier
+        if key not in self._there:
+            assert isinstance(self._store, ReadableStore)
+            view: Expert | None = None
+            for bits in (self.bits[part] for part in self.parts[tier]):
+                view = self.experts.formats[bits].view(self._store.blob(BlobKey(layer, expert, bits)), view)
+            assert view is not None
+            self._there[key] = view
+        return self._there[key]
 
     @property
     def keeps_guesses(self) -> bool:

@@ -161,6 +161,11 @@ class MoERuntime:
         readable = isinstance(store, ReadableStore)
         if readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "this device has other addresses for page-locked host memory than the host"
+        if options.misses == "compute" and not (readable and device.type == "cpu"):
+            raise ConfigError(
+                'vllm-dymoe: misses = "compute" is impossible here, because nothing computes in host memory beside a '
+                f"{device.type} device yet; leave the option out."
+            )
         decides, why_not = device_decides(options, system, device.type, readable=readable, obstacle=obstacle)
         decoding = None
         if decides:
@@ -281,6 +286,7 @@ class MoERuntime:
 
     def _serve_with(self, options: Options, system: System) -> None:
         self.options = options
+        self.serving.computes_there = options.misses == "compute"
         self.serving.system, self.serving.bits = system, {tier: tier_bits(options, tier) for tier in Tier}
         side = self.memory.device_side
         if side is not None:

@@ -18,7 +18,7 @@ from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.predict import Measured, PredictionStats
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.routing import Phase, Routing
-from vllm_dymoe.residency.rule import HIT, Ints
+from vllm_dymoe.residency.rule import FREE, HIT, PASS, THERE, Ints
 from vllm_dymoe.residency.slots import Slot
 from vllm_dymoe.residency.table import CODES
 from vllm_dymoe.residency.tier import Tier
@@ -46,6 +46,7 @@ class Serving:
     Attributes:
         system: chooses tiers.
         bits: of each tier, 0 for one that is skipped.
+        computes_there: experts without a slot are computed in host memory.
         fetcher: gives slots to what is fetched.
         prefetcher: fetches ahead; None without a predictor.
         migration: moves versions between steps; None where steps fetch what they need.
@@ -55,6 +56,7 @@ class Serving:
 
     system: System
     bits: Mapping[Tier, int]
+    computes_there: bool
     fetcher: Fetcher
     prefetcher: Prefetcher | None = None
     migration: Migration | None = None
@@ -149,20 +151,24 @@ class Serving:
             look_ahead = None
             if self.predictor is not None and routing.layer < routing.num_layers:  # a draft's layers are not foreseen
                 look_ahead = partial(self._look_ahead, routing)
-            if timeline is not None or not (places == HIT).all():  # a timeline shows computation piece by piece
+            there = (places == THERE).any()
+            if not there and (timeline is not None or not (places == HIT).all()):  # a timeline shows every piece
                 in_turn = self.engine.occupies_cores or not self.system.residency.overlaps
                 kernel, counts = self.kernel, self.counts
                 step = LayerStep(routing.layer, self.fetcher, self.prefetcher, kernel, counts, in_turn=in_turn)
                 step.acquire(wanted, places.T.tolist())
                 step.run(partial(self._begin, routing, x, out, activation), look_ahead)
             else:
-                self.counts.hits += len(wanted)
+                missed = int((places == THERE).any(0).sum())
+                self.counts.hits += len(wanted) - missed
+                self.counts.misses += missed
+                self.counts.there += missed
                 if self.prefetcher is not None:
                     self.prefetcher.claim(routing.layer, {})
                 if look_ahead is not None:
                     look_ahead()
                 decision = self._begin(routing, x, out, activation, list(wanted))
-                slots = self._place_residents(routing.layer, wanted, decision)
+                slots = self._place(routing.layer, wanted, places, decision)
                 if wanted:
                     self.kernel.compute(range(len(wanted)))
                 if self.kernel.asynchronous:
@@ -194,7 +200,12 @@ class Serving:
         if self.migration is not None:
             uses = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
             self.migration.count(layer, active, uses, routing.squared_gates[active])
-        return wanted, tiers.keys() - wanted.keys(), self.memory.table.begin_step(layer, active, codes)
+        places = self.memory.table.begin_step(layer, active, codes)
+        if self.computes_there:  # what has no slot costs no copy, but free slots are filled
+            lacks = (places != HIT) & (places != FREE)
+            lacks |= (places != HIT) & lacks[0]  # a fine slice is kept with its base only
+            places[lacks] = PASS if (places[~lacks] == FREE).any() else THERE
+        return wanted, tiers.keys() - wanted.keys(), places
 
     def _begin(
         self, routing: Routing, x: torch.Tensor, out: torch.Tensor, activation: Activation, order: Sequence[int]
@@ -203,11 +214,14 @@ class Serving:
         self.kernel.begin(x, decision, out, activation)
         return decision
 
-    def _place_residents(self, layer: int, wanted: Mapping[int, Tier], decision: Decision) -> list[Slot]:
-        """Where all experts are there; returns their slots."""
+    def _place(self, layer: int, wanted: Mapping[int, Tier], places: Ints, decision: Decision) -> list[Slot]:
+        """Where no expert is fetched; returns the slots that are read."""
         memory, counts = self.memory, self.counts
         slots: list[Slot] = []
         for item, (expert, tier) in enumerate(wanted.items()):
+            if (places[:, item] == THERE).any():
+                decision.place(item, memory.there(layer, expert, tier))
+                continue
             held, parts = memory.resident(layer, expert, tier)
             counts.reuses += held is not tier
             slots += parts

@@ -32,7 +32,8 @@ class RuntimeStats:
 
     planned: dict[str, int] = field(metadata=_count("Experts that the system gave each tier.", "tier"))
     hits: int = field(metadata=_count("Experts that a layer needed and found on the device."))
-    misses: int = field(metadata=_count("Experts that a layer needed and had to fetch."))
+    misses: int = field(metadata=_count("Experts that a layer needed and did not find on the device."))
+    there: int = field(metadata=_count("Misses that were computed where they lie in host memory."))
     promotions: int = field(metadata=_count("Misses that replaced a low version by a high one."))
     reuses: int = field(metadata=_count("Hits that used a high version where a low one would have done."))
     evictions: int = field(metadata=_count("Experts that made room for others."))
@@ -72,6 +73,7 @@ class RuntimeStats:
             planned={tier.value: counts.planned[tier] for tier in Tier},
             hits=counts.hits,
             misses=counts.misses,
+            there=counts.there,
             hit_rate=counts.hit_rate,
             promotions=counts.promotions,
             reuses=counts.reuses,

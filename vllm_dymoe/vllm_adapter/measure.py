@@ -30,9 +30,9 @@ Request = tuple[list[int], int]
 """Token numbers of a prompt, and tokens of its answer."""
 
 _COUNTED = (
-    "hits", "misses", "promotions", "reuses", "evictions", "exposed_wait_seconds", "prediction_seconds", "planned",
-    "bytes_moved", "transfers", "prefetches", "predictions", "budget_bytes", "peak_expert_bytes", "predictor_bytes",
-    "resident_experts",
+    "hits", "misses", "there", "promotions", "reuses", "evictions", "exposed_wait_seconds", "prediction_seconds",
+    "planned", "bytes_moved", "transfers", "prefetches", "predictions", "budget_bytes", "peak_expert_bytes",
+    "predictor_bytes", "resident_experts",
 )  # fmt: skip
 
 

@@ -26,7 +26,10 @@ from readme import markdown, put  # noqa: E402
 from vllm_dymoe.bench.rows import ROWS, append_row, is_full_load, read_rows  # noqa: E402
 
 BUDGETS = ("top-k", "25%", "50%", "100%")
-DENSE = {"label": "dense layers at 8 bits", "system": "exact", "dense": 8}
+OTHERS = (
+    {"label": "misses computed in memory", "system": "exact", "misses": "compute"},
+    {"label": "the same, dense layers at 8 bits", "system": "exact", "misses": "compute", "dense": 8},
+)
 LABELS = {"vllm": "vLLM, all in memory", "accelerate": "accelerate, layers on disk"}
 QUALITY = HERE.parent / "quality" / "results.json"
 
@@ -34,7 +37,7 @@ QUALITY = HERE.parent / "quality" / "results.json"
 def bench(folder: Path, out: Path, *options: str) -> None:
     """One run of the command; rows that `out` has are not measured again."""
     command = [Path(sys.executable).with_name("vllm-dymoe"), "bench", folder, "--out", out]
-    command += ["--system", "exact", "--system", json.dumps(DENSE)]
+    command += [part for system in ("exact", *map(json.dumps, OTHERS)) for part in ("--system", system)]
     command += ["--prompts", "random:32", "--max-tokens", "24", "--engine", '{"max_model_len": 256}']
     command += [part for budget in BUDGETS for part in ("--budget", budget)]
     environment = os.environ | {"DYMOE_STORE_DIR": str(folder.parent / "stores")}
@@ -79,10 +82,11 @@ def table(rows: Sequence[dict[str, Any]], everything: int) -> str:
         if row["batch"] > 1 or is_full_load(row):
             continue
         measured, ours, dense = row["measured"], row["options"] is not None, "dense" in (row["options"] or {})
+        label = "" if row["label"] == "exact" else f", {row['label']}"
         together = batch.get((row["label"], row["budget"]))
         held = measured["decode"]["peak_expert_bytes"] if ours else everything if row["label"] == "vllm" else 0
         lines.append([
-            f"dymoe, {row['budget']}" + f", {DENSE['label']}" * dense if ours else LABELS[row["label"]],
+            f"dymoe, {row['budget']}{label}" if ours else LABELS[row["label"]],
             f"{held / 1e9:.3g}" if held else "",
             f"{measured['ttft_ms']['median']:.0f}",
             f"{measured['tpot_ms']['median']:.1f}", "" if together is None else f"{together:.1f}",

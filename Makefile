@@ -13,7 +13,7 @@ PYTEST := $(ONE_THREAD) $(HELD) $(BIN)/python -m pytest
 FAST := $(PYTEST) -m "not engine" -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast engine native check lint format docs models gpu bench-budget bench-gpu bench-papers bench-quality kernels-table clean
+.PHONY: help setup demo test fast engine native arm check lint format docs models gpu bench-budget bench-gpu bench-papers bench-quality kernels-table clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,11 @@ engine: setup ## only the tests that start one
 
 native: setup ## only the tests that this processor's own instructions can change
 	$(PYTEST) tests/kernels/test_kernels.py tests/kernels/test_codebook.py tests/runtime tests/e2e/test_models.py -n $(JOBS) --dist loadfile
+
+arm: setup ## the native library compiles for ARM and with clang, too
+	@$(BIN)/python -m pip install --quiet ziglang
+	@mkdir -p build
+	$(BIN)/python -m ziglang c++ -target aarch64-linux-gnu.2.28 -O3 -std=c++17 -shared -fPIC -fno-math-errno kernels/cpu/experts.cpp -o build/_cpu-aarch64.so
 
 # mypy and import-linter look for vllm_dymoe.kernels inside vllm_dymoe, but its sources lie beside it
 # (pyproject.toml, package-dir): they get a tree of links that looks like the installed package.

@@ -161,3 +161,27 @@ def test_a_tuner_changes_how_many_meet():
         group.setting = Setting(5, 3)
     named = step(predictor, [x.clone() for x in inputs])
     assert {candidate.expert for candidate in named[3]} == want[1]
+
+
+def test_a_long_prompt_is_asked_about_by_some_of_its_tokens():
+    """The inputs of six layers of 8,192 tokens would be 400 MB beside the budget for Mixtral."""
+    gates, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
+    inputs = random_inputs(LAYERS, 4000, HIDDEN)
+    predictor, some = MeetingOfLayers(gates, 3, 2), MeetingOfLayers(gates, 3, 2)
+    named = step(predictor, [x.clone() for x in inputs], Phase.PREFILL)
+    assert named == step(some, [x[::8].clone() for x in inputs], Phase.PREFILL)
+    assert sum(x.numel() for x in predictor._inputs) <= 2 * 512 * HIDDEN
+    assert all(x.untyped_storage().nbytes() == 4 * x.numel() for x in predictor._inputs), "nothing larger is held"
+
+
+def test_other_slots_begin_the_search_again():
+    tuner = Heop(LAYERS, Setting(3, 2), Setting(6, 4), update_every=1, rounds=1)
+    predictor = MeetingOfLayers([Gate(lambda x: x)] * LAYERS, 3, 2, tuner)
+    for layer in range(LAYERS):
+        tuner.record(layer, unused=1, missed=0, hits=0)
+    tuner.end_step()
+    assert tuner.settled
+    predictor.slots_changed()
+    tuner.record(0, unused=1, missed=0, hits=0)
+    assert not any(group.fixed or group.costs for group in tuner._groups)
+    assert tuner.restarts == 0

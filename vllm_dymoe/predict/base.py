@@ -77,6 +77,9 @@ class Predictor(ABC):
     def begin(self, layer: int) -> None:  # noqa: B027
         """Compute on the side stream what ``predict`` will be asked for."""
 
+    def slots_changed(self) -> None:  # noqa: B027
+        """What layers find on the device is another cache's from now on."""
+
     @abstractmethod
     def predict(self, layer: int) -> Sequence[Candidate]:
         """Experts that layers after ``layer`` will want, the most useful first; empty if there is nothing to say.

@@ -26,6 +26,9 @@ from vllm_dymoe.predict.side_stream import Answer, Inline
 from vllm_dymoe.predict.tuner import Heop
 from vllm_dymoe.residency.routing import Phase, Routing
 
+_MOST_ROWS = 512
+"""Tokens of a step that are asked about, evenly spaced: inputs of all of a prompt's would take hundreds of MB."""
+
 
 @dataclass(frozen=True)
 class Votes:
@@ -78,7 +81,7 @@ class MeetingOfLayers(Predictor):
 
     def observe(self, routing: Routing) -> None:
         """Keep this layer's input for the layers that come, and tell the tuner how its own prediction was."""
-        layer, x = routing.layer, routing.x
+        layer, x = routing.layer, routing.x[:: -(-len(routing.x) // _MOST_ROWS)]
         if layer <= self._layer:
             self._inputs.clear()
             self._named = None
@@ -87,6 +90,10 @@ class MeetingOfLayers(Predictor):
         self._inputs.append(x.clone() if self._inputs.maxlen != 1 else x)
         if self._tuner is not None:
             self._report(layer, routing.counts)
+
+    def slots_changed(self) -> None:
+        if self._tuner is not None:
+            self._tuner.restart()
 
     def begin(self, layer: int) -> None:
         following = layer + 1

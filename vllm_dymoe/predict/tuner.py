@@ -155,6 +155,11 @@ class Heop:
             if group.recent.count == self._update_every:
                 self._update(group)
 
+    def restart(self) -> None:
+        """Begin to climb again, from where groups are: hits are those of another cache from now on."""
+        for group in self._groups:
+            _begin_again(group)
+
     def _update(self, group: _Group) -> None:
         average = group.costs.setdefault(group.setting, _Average())
         best_before = min((cost.mean for cost in group.costs.values() if cost.count), default=math.inf)
@@ -206,8 +211,12 @@ class Heop:
         group.above = max(0.0, group.above + drift - 0.5)
         group.below = max(0.0, group.below - drift - 0.5)
         if max(group.above, group.below) > self._shift:
-            group.costs, group.recent = {}, _Average()
-            group.rounds = group.stale = 0
-            group.above = group.below = 0.0
-            group.fixed = False
+            _begin_again(group)
             group.restarts += 1
+
+
+def _begin_again(group: _Group) -> None:
+    group.costs, group.recent = {}, _Average()
+    group.rounds = group.stale = group.step_layers = 0
+    group.above = group.below = group.step_cost = 0.0
+    group.fixed = False

@@ -82,6 +82,7 @@ class Serving:
         overlaps = self.system.residency.overlaps and self.system.residency.migrating is None
         self.fetcher, self.prefetcher, self.migration = Fetcher(self.memory, self.engine, overlaps=overlaps), None, None
         if self.predictor is not None:
+            self.predictor.predictor.slots_changed()
             experts = self.memory.experts
             layers = len(experts.layers) - experts.draft_layers
             self.prefetcher = Prefetcher(self.fetcher, layers, self.system, self.prefetch_stats)

@@ -40,7 +40,7 @@ def test_texts_of_several_files_are_read(model, asked, tmp_path):
     assert result.exit_code == 0, result.output + result.stderr
     options = {"tokens": 500, "length": 2048, "hi": 16, "expert_budget": "auto"}
     assert asked == [(model, ["one text\nof two lines", "first", "second"], out, options)]
-    assert f"--quantizer gptq --calibration {out}" in result.stdout
+    assert f"-o OUT --calibration {out}" in result.stdout
     assert "2 layers for 500 tokens" in result.stdout
 
 

@@ -61,7 +61,7 @@ def test_experts_are_what_gptq_makes_of_them_and_rare_ones_what_hqq_does(tmp_pat
 def test_errors_and_rare_experts_are_reported(made, tmp_path):
     model, calibration, *_ = made
     out = tmp_path / "out"
-    options = ("--hi", 4, "--lo", 2, "--quantizer", "gptq", "--calibration", calibration)
+    options = ("--hi", 4, "--lo", 2, "--calibration", calibration)
     said = quantized(model, out, *options)
     assert f"2 of {2 * EXPERTS} experts saw too few tokens in the calibration (fewer than {HIDDEN})" in said
     assert f"layer 2: {RARE}" in said

@@ -94,9 +94,9 @@ def quantize(
         typer.Option(help="Weights that share one scale and zero: 64, or what a quantized checkpoint has."),
     ] = None,
     quantizer: Annotated[
-        Literal["rtn", "hqq", "gptq"],
-        typer.Option(help="Round to nearest; HQQ, slower, better at 2 bits; or GPTQ, the best, with --calibration."),
-    ] = "rtn",
+        Literal["rtn", "hqq", "gptq"] | None,
+        typer.Option(help="GPTQ with --calibration, the best; without round to nearest, or HQQ, better at 2 bits."),
+    ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="Folder that `vllm-dymoe calibrate` wrote for MODEL; for gptq.")
     ] = None,
@@ -142,7 +142,7 @@ def calibrate(
         str, typer.Option(help='Device memory for experts, as the option: "auto", "4GiB" or "25%".')
     ] = "auto",
 ) -> None:
-    """Let a model read texts in vLLM and record what its experts see, for `quantize --quantizer gptq`."""
+    """Let a model read texts in vLLM and record what its experts see, for `quantize --calibration`."""
     from vllm_dymoe.cli.calibrate import run
 
     run(model, texts, out, tokens=tokens, length=length, hi=int(hi), expert_budget=expert_budget)

@@ -35,7 +35,7 @@ def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, 
         "are recorded. To use them:",
         soft_wrap=True,
     )
-    command = f"vllm-dymoe quantize {model} -o OUT --quantizer gptq --calibration {out}"
+    command = f"vllm-dymoe quantize {model} -o OUT --calibration {out}"
     console.print(command, soft_wrap=True, markup=False)
 
 

@@ -27,7 +27,7 @@ def run(
     hi: int,
     lo: int,
     group_size: int | None,
-    quantizer: str,
+    quantizer: str | None,
     calibration: Path | None,
     dtype: str,
     tensor_parallel_size: int,
@@ -39,6 +39,7 @@ def run(
             f"--tensor-parallel-size {tensor_parallel_size} is not supported yet: a checkpoint holds the experts of "
             "one rank; serve the original with --quantization dymoe, which cuts the experts while it loads."
         )
+    quantizer = quantizer or ("rtn" if calibration is None else "gptq")
     given = {"hi": hi, "lo": lo, "group_size": group_size or Options().group_size, "quantizer": quantizer}
     try:
         options = Options.model_validate(given)
@@ -50,7 +51,7 @@ def run(
         )
     if quantizer != "gptq" and calibration is not None:
         raise ConfigError(
-            f"--quantizer {quantizer} does not use a --calibration; say --quantizer gptq, or leave it out."
+            f"--quantizer {quantizer} does not use a --calibration; leave one of the two out."
         )
     recorded = None if calibration is None else Calibration(calibration)
     checkpoint = Checkpoint.open(model)

@@ -194,7 +194,7 @@ def read_options(
     if checkpoint is None and options.quantizer == "gptq":
         raise ConfigError(
             'vllm-dymoe: quantizer "gptq" needs a calibration, which there is none of while a model loads; write a '
-            "checkpoint with `vllm-dymoe quantize --quantizer gptq --calibration FOLDER` and serve that."
+            "checkpoint with `vllm-dymoe quantize --calibration FOLDER` and serve that."
         )
     for option in ("hi", "lo", "group_size", "quantizer"):
         stored, wanted = (checkpoint or {}).get(option), getattr(options, option)

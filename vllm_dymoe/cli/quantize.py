@@ -50,9 +50,7 @@ def run(
             "gptq needs --calibration, a folder that `vllm-dymoe calibrate MODEL --texts FILE --out FOLDER` writes."
         )
     if quantizer != "gptq" and calibration is not None:
-        raise ConfigError(
-            f"--quantizer {quantizer} does not use a --calibration; leave one of the two out."
-        )
+        raise ConfigError(f"--quantizer {quantizer} does not use a --calibration; leave one of the two out.")
     recorded = None if calibration is None else Calibration(calibration)
     checkpoint = Checkpoint.open(model)
     reader = checkpoint.reader

@@ -1,7 +1,8 @@
 """What a budget has become: the plan, the slots, and the table that says which experts are in them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ class ExpertMemory:
         bits: of what the slots of each tier hold.
         nested: whether slots of the low tier hold bases, and those of the high one fine slices.
         parts: pools that an expert of a tier needs a slot of.
+        in_store: an expert where it lies in host memory, by layer, number, and the bits of its slices.
         device_side: what steps without the host go by; None where there are none.
         streaming: the host's copy of rows that the device writes holds: the last step was the host's.
     """
@@ -63,8 +65,7 @@ class ExpertMemory:
     def __init__(
         self, store: HostStore, device: torch.device, device_memory: DeviceMemory, writer: Writer = Writer.HOST
     ) -> None:
-        self.experts, self.writer, self._store = store.experts, writer, store
-        self._there: dict[tuple[int, int, Tier], Expert] = {}
+        self.experts, self.writer, self.in_store = store.experts, writer, _views(store)
         self.pools = SlotPools(device, device_memory, lends=writer is not Writer.DEVICE)
         self.bits: dict[Tier, int] = {}
         self.streaming = False
@@ -82,7 +83,6 @@ class ExpertMemory:
         Raises:
             ConfigError: the device has no memory for them.
         """
-        self._there.clear()
         self.plan, self.bits = plan, {tier: bits[tier] for tier in plan.slots}
         self.budget = BudgetTracker(plan.limit)
         if plan.workspace_bytes:
@@ -136,18 +136,6 @@ class ExpertMemory:
         if fine.joined is None or fine.joined[0] is not slots[0]:
             fine.joined = slots[0], self.pools[Tier.HI].format.view(fine.blob, base)
         return fine.joined[1]
-
-    def there(self, layer: int, expert: int, tier: Tier) -> Expert:
-        """An expert where it lies in the host store, for a device that reads it there."""
-        key = layer, expert, tier
-        if key not in self._there:
-            assert isinstance(self._store, ReadableStore)
-            view: Expert | None = None
-            for bits in (self.bits[part] for part in self.parts[tier]):
-                view = self.experts.formats[bits].view(self._store.blob(BlobKey(layer, expert, bits)), view)
-            assert view is not None
-            self._there[key] = view
-        return self._there[key]
 
     @property
     def keeps_guesses(self) -> bool:
@@ -241,6 +229,21 @@ class ExpertMemory:
             self.device_side.table.forget_ahead()  # the host had the slots of guesses
             self.device_side.table.copy_rows(self.table)  # what the host's steps have used
         return before
+
+
+def _views(store: HostStore) -> Callable[[int, int, tuple[int, ...]], Expert]:
+    """Experts of a store in memory where they lie, by layer, number, and bits of the slices that they are made of."""
+
+    @cache
+    def view(layer: int, expert: int, bits: tuple[int, ...]) -> Expert:
+        assert isinstance(store, ReadableStore)
+        found: Expert | None = None
+        for width in bits:
+            found = store.experts.formats[width].view(store.blob(BlobKey(layer, expert, width)), found)
+        assert found is not None
+        return found
+
+    return view
 
 
 def check_memory(memory: ExpertMemory, in_flight: Iterable[tuple[Tier, Slot, bool]]) -> None:

@@ -221,7 +221,8 @@ class Serving:
         slots: list[Slot] = []
         for item, (expert, tier) in enumerate(wanted.items()):
             if (places[:, item] == THERE).any():
-                decision.place(item, memory.there(layer, expert, tier))
+                bits = tuple(memory.bits[part] for part in memory.parts[tier])
+                decision.place(item, memory.in_store(layer, expert, bits))
                 continue
             held, parts = memory.resident(layer, expert, tier)
             counts.reuses += held is not tier

@@ -336,7 +336,7 @@ def absent_outputs(skipped):
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
-def test_combine_ignores_what_nobody_computed(ids):
+def test_combine_ignores_what_was_not_computed(ids):
     got = combine(absent_outputs([2, 3]), WEIGHTS, IDS.to(ids), {2, 3})
     torch.testing.assert_close(got[:, 0].float(), torch.tensor([0.8, 0.4, 0.0]).bfloat16().float())
     got = combine(absent_outputs([9]), WEIGHTS, IDS.to(ids))

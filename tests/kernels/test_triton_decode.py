@@ -294,7 +294,7 @@ def test_each_byte_is_read_once(bits, monkeypatch):
         assert (counts[offset : offset + fmt.weight_bytes] == 1).all()
 
 
-def test_bytes_of_nobody_arrive_too():
+def test_bytes_that_no_row_reads_arrive_too():
     """Random bytes as a blob: whatever lies in padding is copied like everything else."""
     for bits in (16, 8, 4, 2):
         shape = ExpertShape(70, 67, 32, BFLOAT16, True)

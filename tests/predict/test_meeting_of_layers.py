@@ -130,7 +130,7 @@ def test_the_tuner_hears_of_every_layer_that_was_foreseen():
     assert tuner.steps == 1
 
 
-def test_a_layer_that_nobody_asked_about_teaches_the_tuner_nothing():
+def test_a_layer_that_was_not_asked_about_teaches_the_tuner_nothing():
     tuner = Told()
     predictor = MeetingOfLayers([Gate(lambda x: x)] * 4, 2, 1, tuner)
     for layer in range(4):

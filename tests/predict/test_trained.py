@@ -94,7 +94,7 @@ def test_before_a_step_the_first_layers_most_popular_are_named():
         step(predictor, slice(9, 10))
 
 
-def test_an_answer_that_nobody_asked_for_is_not_the_next_steps():
+def test_an_answer_that_was_not_asked_for_is_not_the_next_steps():
     predictor = TrainedPredictor(fold(MODELS["linear"]), SIZES.top_k)
     ids, x = TRACE.experts[5:6, 0].int(), TRACE.router_inputs[5:6, 0]
     predictor.observe(Routing(0, 9, x, ids, WEIGHTS, Phase.DECODE))

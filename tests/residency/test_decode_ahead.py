@@ -107,7 +107,7 @@ def test_a_version_that_the_step_does_not_want_is_of_no_use():
     assert decision.addresses[0, 0, 0] == source(0, 5, LOW)
 
 
-def test_who_has_been_fetched_ahead_leaves_staging_slots_to_others():
+def test_what_was_fetched_ahead_leaves_staging_slots_to_others():
     table = make_table({LOW: [0, 0], HIGH: [0, 0]}, system=EXACT, staging=3, most_ahead=3)
     foresee(table, 0, *guess(5))
     ids, weights = torch.tensor([[5, 6]] * 3), torch.full((3, 2), 0.5)

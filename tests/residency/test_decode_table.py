@@ -209,7 +209,7 @@ def test_a_step_without_rows_changes_nothing():
     assert not any(values.any() for values in (decision.count, decision.work[:-1], decision.computed))
 
 
-def test_padding_is_nobodys():
+def test_padding_changes_nothing():
     ids, weights = random_step(3)
     table, same = (make_table({LOW: [2, 2], HIGH: [3, 3]}) for _ in range(2))
     padded, exact = decide(table, 0, ids, weights, real=2), decide(same, 0, ids[:2], weights[:2])

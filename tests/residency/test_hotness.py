@@ -106,14 +106,14 @@ def test_the_first_window_counts_for_itself_and_windows_count_alike_whatever_the
         assert first.after(np.array([[0, 4, 0, 0]]) * size, rule).score.tolist() == [[3, 1, 0, 0]]
 
 
-def test_who_is_in_stays_within_the_slack():
+def test_high_experts_stay_within_the_slack():
     score = np.array([[5.0, 4, 3, 2, 1]])
     high = np.array([[True, False, True, False, False]])
     assert [swap[1:] for swap in swaps(steady(score), high, np.array([2]), Rule(1, 0.1, 0))] == [(0, 1, 2)]
     assert swaps(steady(score), high, np.array([2]), Rule(1, 0.1, 1)) == []
 
 
-def test_free_places_go_to_the_hottest_and_nobody_who_was_never_used():
+def test_free_places_go_to_the_hottest_and_to_no_unused_expert():
     score, none = np.array([[0.0, 3, 0, 1]]), np.zeros((1, 4), bool)
     assert [swap.up for swap in swaps(steady(score), none, np.array([3]), Rule(1, 9, 0))] == [1, 3]
 

@@ -82,7 +82,7 @@ def test_a_fine_slice_needs_its_base():
 # -- slots ----------------------------------------------------------------------------------------
 
 
-def test_what_layers_were_promised_is_lent_to_nobody():
+def test_what_layers_were_promised_is_not_lent():
     pool = SlotPool(FORMAT, 5, CPU, promised=3)
     first, second = pool.take(kept=False), pool.take(kept=False)
     assert pool.take(kept=False) is None, "the layers' own slots are not to be taken"

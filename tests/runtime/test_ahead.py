@@ -117,7 +117,7 @@ def test_another_predictor_ends_it_because_graphs_hold_the_first_one():
         assert runtime.stats().bytes_moved["prefetch"] == moved
 
 
-def test_rows_of_nobody_fetch_nothing():
+def test_padding_rows_fetch_nothing():
     runtime = decided_runtime(STORE, "25%", Exact(ahead_in_graph=6), predictor=NextGate(gates(), TOP_K))
     runtime.decode.warm_up(Activation.SILU)
     whole_step(lambda *layer: decode(runtime, *layer, rows=0), 1, 3)

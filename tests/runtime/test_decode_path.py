@@ -81,7 +81,7 @@ def test_rows_that_fill_up_a_batch_are_zeros_and_change_nothing(memory_store):
         )
 
 
-def test_nobodys_rows_change_nothing(memory_store):
+def test_padding_rows_change_nothing(memory_store):
     runtime = decided_runtime(memory_store, "50%")
     before = runtime.stats()
     runtime.decode.warm_up(Activation.SILU)
@@ -148,7 +148,7 @@ def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, chan
     assert [tensor.data_ptr() for tensor in vars(runtime.memory.device_side.table).values()] == addresses
 
 
-def test_who_decides_is_checked(memory_store, tmp_path):
+def test_what_decides_is_checked(memory_store, tmp_path):
     for system, options, problem in (
         ("firm", {}, "needs the host"),
         ("dymoe", {"system_options": {"skipped_weights": "renormalize"}, "lo": 0}, "needs the host"),

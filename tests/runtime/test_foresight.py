@@ -47,7 +47,7 @@ class Adversary(Predictor):
 
 
 @pytest.mark.parametrize("budget", ["25%", "50%"])
-def test_whoever_names_only_what_is_not_wanted_changes_neither_values_nor_the_cache_nor_demand(budget):
+def test_naming_only_what_is_not_wanted_changes_neither_values_nor_the_cache_nor_demand(budget):
     def served(predictor):
         runtime = with_budget(STORE, budget, ByNumber(staging=3), predictor=predictor, link_gbps=LINK)
         kept = []
@@ -178,7 +178,7 @@ def test_a_runtime_that_foresaw_nothing_begins_to():
     runtime.engine.close()
 
 
-def test_nobody_counts_what_was_computed_to_warm_up():
+def test_what_was_computed_to_warm_up_is_not_counted():
     """As vLLM does, with thousands of tokens that are all alike."""
     x, weights = torch.randn(512, STORE.experts.formats[4].hidden).bfloat16(), torch.full((512, 2), 0.5)
 

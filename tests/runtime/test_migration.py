@@ -465,7 +465,7 @@ def test_with_stream_cold_a_smaller_budget_waits_and_says_so():
     assert runtime.stats().bytes_moved["demand"] > 0
 
 
-def test_a_trace_says_who_is_high_at_first_and_where(tmp_path):
+def test_a_trace_says_which_experts_are_high_at_first_and_where(tmp_path):
     trace = synthetic_trace(ModelIdentity("model", "", LAYERS, EXPERTS, 2, 64), requests=3, prompt=8, decode=8)
     trace.experts[:, 0] = torch.tensor([0, 1])  # a layer in which two places get everything
     trace.save(tmp_path / "trace.safetensors")
@@ -482,7 +482,7 @@ def test_a_trace_says_who_is_high_at_first_and_where(tmp_path):
         dynaexq(make_store(make_experts(nested=True)), 5, popularity=tmp_path / "trace.safetensors")
 
 
-def test_who_cannot_be_read_at_start_is_named():
+def test_an_expert_that_cannot_be_read_at_start_is_named():
     store = Obstinate(STORES[True])
     store.how = "fail"
     with pytest.raises(ConfigError, match=r"not every expert can be brought to the device.*on fire"):
@@ -502,7 +502,7 @@ def test_rows_name_complete_bytes():
         runtime.engine.close()
 
 
-def test_a_transfer_that_nobody_wants_holds_nobody_else_up():
+def test_a_transfer_that_is_not_wanted_holds_no_other_up():
     store = Obstinate(STORES[True])
     engine = TransferEngine(CpuDelivery(store), 1)
     store.how = "hang"

@@ -174,7 +174,7 @@ def test_without_overlap_nothing_moves_while_anything_computes(asynchronous):
     assert engine.fences[-1] > 0
 
 
-def test_without_overlap_a_slot_that_nobody_has_read_waits_as_well():
+def test_without_overlap_a_slot_that_was_never_read_waits_as_well():
     runtime, engine = make({}, resident=[0, 1])
     without_overlap(runtime)
     step(runtime, [0, 1])

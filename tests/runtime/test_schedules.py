@@ -129,7 +129,7 @@ def computation_does_not_wait(monkeypatch):
     monkeypatch.setattr(RecordedStreams, "computation_waits", lambda self, event: None)
 
 
-def nobody_remembers_the_last_reader(monkeypatch):
+def the_last_reader_is_not_remembered(monkeypatch):
     release = Fetcher.release
     monkeypatch.setattr(Fetcher, "release", lambda self, fetch, last_read: release(self, fetch, None))
 
@@ -257,7 +257,7 @@ PASSS = ("pinned", "staged")
 FAULTS = [
     (only_the_first_expert_of_a_launch_is_waited_for, PASSS),
     (computation_does_not_wait, PASSS),
-    (nobody_remembers_the_last_reader, PASSS),
+    (the_last_reader_is_not_remembered, PASSS),
     (published_before_completion, ("disk", "link", *PASSS)),
     (a_projection_is_read_before_it_is_waited_for, ("link", *PASSS)),
     (a_running_transfer_is_cancelled_and_its_slot_freed, ("disk", "link", *PASSS)),

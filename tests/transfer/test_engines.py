@@ -200,7 +200,7 @@ def test_the_recording_finds_a_missing_fence(memory_store, fence):
     assert (harness.history.races == []) == fence
 
 
-def test_settling_means_nobody_writes_the_slot_any_more(harness, memory_store):
+def test_settling_means_that_no_write_to_the_slot_is_left(harness, memory_store):
     key = BlobKey(0, 2, 4)
     slot = harness.slot(blob(memory_store, key).numel())
     ticket = harness.engine.submit(key, slot, Reason.DEMAND)
@@ -231,7 +231,7 @@ class FaultyStore:
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_a_failed_read_is_told_to_whoever_waits(memory_store, threads):
+def test_a_failed_read_is_told_to_the_waiting_thread(memory_store, threads):
     engine = TransferEngine(CpuDelivery(FaultyStore(memory_store, broken=1)), threads)
     slot = torch.empty_like(memory_store.blob(BlobKey(0, 1, 4)))
     bad = engine.submit(BlobKey(0, 1, 4), slot, Reason.DEMAND)
@@ -243,7 +243,7 @@ def test_a_failed_read_is_told_to_whoever_waits(memory_store, threads):
     engine.close()
 
 
-def test_where_reads_take_cores_no_thread_competes_with_whoever_waits(memory_store):
+def test_where_reads_take_cores_no_thread_competes_with_the_waiting_one(memory_store):
     store = FaultyStore(memory_store, broken=-1)
     engine = TransferEngine(CpuDelivery(store), threads=1)
     slots = [torch.empty_like(memory_store.blob(BlobKey(0, 0, 4))) for _ in range(2)]
@@ -258,7 +258,7 @@ def test_where_reads_take_cores_no_thread_competes_with_whoever_waits(memory_sto
 
 
 @pytest.mark.parametrize("threads", [0, 1])
-def test_what_has_arrived_is_remembered_by_nobody(memory_store, threads):
+def test_what_has_arrived_is_not_remembered(memory_store, threads):
     """The engine of a server that runs for months holds no ticket of last week."""
     engine = TransferEngine(CpuDelivery(memory_store), threads, timeout=10)
     slot = torch.empty_like(memory_store.blob(BlobKey(0, 0, 4)))
@@ -304,7 +304,7 @@ def test_closing_ends_every_thread_and_cancels_what_waits(memory_store):
         engine.submit(BlobKey(0, 0, 4), slots[0], Reason.DEMAND)
 
 
-def test_asynchronous_copies_are_timed_by_the_device_and_only_while_somebody_asks(memory_store):
+def test_asynchronous_copies_are_timed_by_the_device_and_only_when_asked_for(memory_store):
     class Streams(RecordedStreams):
         def begun(self, event):
             return "begun" if self.timed else None

@@ -71,7 +71,7 @@ def test_projections_arrive_one_after_the_other():
     punctual(attempt)
 
 
-def test_the_link_goes_on_while_nobody_waits_and_takes_no_core():
+def test_the_link_goes_on_without_a_waiting_thread_and_takes_no_core():
     engine = link()
     assert not engine.occupies_cores
     before, begin = time.process_time(), time.perf_counter()
@@ -112,7 +112,7 @@ def test_the_link_begins_when_it_is_free_whenever_its_thread_comes():
     assert link._free == pytest.approx(ready + 3), "a second for each blob, all of them past"
 
 
-def test_whoever_waits_leaves_the_link_to_its_thread():
+def test_a_waiting_thread_leaves_the_link_to_the_links_thread():
     """Two who move bytes would change the order of what is in demand."""
     engine, threads = link(seconds=0.001), set()
     deliver = engine._delivery.deliver

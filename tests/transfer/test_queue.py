@@ -48,7 +48,7 @@ def test_what_is_demanded_halfway_goes_on_at_the_borders_of_its_pieces():
     assert take_all(queue) == [(ticket, [1]), (ticket, [2])]
 
 
-def test_background_begins_only_while_no_demand_runs_and_nobody_has_paused():
+def test_background_begins_only_while_no_demand_runs_and_nothing_is_paused():
     queue = make_queue()
     submit(queue, Reason.PREFETCH)
     demand, _ = submit(queue, Reason.DEMAND)
@@ -65,7 +65,7 @@ def test_background_begins_only_while_no_demand_runs_and_nobody_has_paused():
     assert queue._due()
 
 
-def test_a_waiter_begins_what_nobody_has_and_waits_for_what_runs():
+def test_a_waiter_begins_what_has_not_begun_and_waits_for_what_runs():
     queue = make_queue()
     ticket, _ = submit(queue, Reason.DEMAND, at_once=2)
     piece = queue.wait(ticket, 1, 0, begin=True)
@@ -80,7 +80,7 @@ def test_a_waiter_begins_what_nobody_has_and_waits_for_what_runs():
     assert ticket.state is State.CANCELLED, "it is not wanted any more"
 
 
-def test_an_eager_queue_gives_demand_to_whoever_submits():
+def test_an_eager_queue_gives_demand_to_the_submitting_thread():
     queue = make_queue(eager=True)
     ticket, piece = submit(queue, Reason.DEMAND, at_once=2)
     following = queue.arrived(ticket, piece, 1, None)

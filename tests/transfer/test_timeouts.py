@@ -119,7 +119,7 @@ def test_the_thread_of_a_piece_that_does_not_end_is_replaced_by_its_like(seed):
     engine.close()
 
 
-def test_what_is_in_memory_is_read_by_whoever_waits():
+def test_what_is_in_memory_is_read_by_the_waiting_thread():
     disk = Disk({0: "warm"})
     engine = engine_over(disk)
     for key in KEYS[:2]:
@@ -129,7 +129,7 @@ def test_what_is_in_memory_is_read_by_whoever_waits():
     engine.close()
 
 
-def test_a_transfer_that_nobody_could_begin_in_time_gives_its_slot_back_at_once():
+def test_a_transfer_that_could_not_begin_in_time_gives_its_slot_back_at_once():
     disk = Disk({0: "hang"})
     engine = engine_over(disk, threads=1)
     running = engine.submit(KEYS[0], slot(), Reason.PREFETCH)

@@ -194,7 +194,7 @@ def test_padding_is_told_from_the_experts_of_other_ranks(check, settings, paddin
     assert experts == set(range(16)), "a trace has the experts of all ranks"
 
 
-def test_what_nobody_computes_in_a_warm_up_is_not_the_last_experts(tmp_path):
+def test_what_a_warm_up_leaves_out_is_not_the_last_experts(tmp_path):
     """While vLLM captures graphs every row is padding, and there is no step that could say so."""
     runtime = with_budget(STORE, "50%")
     rank = recording_rank(tmp_path, runtime, len(HALF))

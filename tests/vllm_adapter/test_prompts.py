@@ -90,7 +90,7 @@ def test_a_sliding_window_limits_what_is_seen(begin):
 
 
 @pytest.mark.parametrize("padding", [(0, 0), (34, 0)], ids=["no requests", "a request"])
-def test_rows_of_padding_are_nobodys(begin, padding):
+def test_rows_of_padding_are_no_prompts(begin, padding):
     """Attention has them, in requests without tokens or in one that is longer than any drafted answer."""
     query, key = queries_and_keys(64)
     query[30:] = key[30:] = torch.nan

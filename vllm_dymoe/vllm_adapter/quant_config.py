@@ -21,7 +21,6 @@ from vllm_dymoe.quantize.readers.configurations import EXPERT_DTYPE, describe_mo
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.vllm_adapter.dense import check_dense, packed_method
-from vllm_dymoe.vllm_adapter.dense_kernels import register_kernels
 from vllm_dymoe.vllm_adapter.loading import Loading
 from vllm_dymoe.vllm_adapter.running import Running
 
@@ -221,7 +220,10 @@ def _read_dense(config: Mapping[str, Any]) -> tuple[QuantizationConfig, str | No
     only experts are, that order does not concern vLLM, which gets the configuration without it.
     """
     if current_platform.is_cpu():
-        register_kernels()
+        with contextlib.suppress(ImportError):  # older vLLMs have no such register: there its own kernels run
+            from vllm_dymoe.vllm_adapter.dense_kernels import register_kernels
+
+            register_kernels()
     make = get_quantization_config(_name_in_vllm(config)).from_config
     try:
         return make(dict(config)), None

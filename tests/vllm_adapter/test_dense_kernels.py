@@ -11,6 +11,7 @@ from vllm.distributed import (
     init_distributed_environment,
 )
 from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 
 from tests.quantize.readers import float_packing
@@ -103,6 +104,17 @@ def test_floats(kind, name):
     if name == "kv_b_proj":  # MLA reads what it holds
         read = get_and_maybe_dequant_weights(layer, torch.bfloat16)
         torch.testing.assert_close(read.float(), matrix.dequantize(), rtol=2**-7, atol=2**-8)
+
+
+def test_a_model_without_the_plugin_keeps_vllms_kernels():
+    matrix = random_prequantized(ROWS, COLUMNS, 64)
+    tensors, settings = awq(matrix), AWQ | {"group_size": 64}
+    register_kernels()
+    with set_current_vllm_config(configure(quantization=None)):
+        plain = get_quantization_config("awq").from_config(settings)
+        layer = ColumnParallelLinear(COLUMNS, ROWS, bias=False, quant_config=plain, prefix="o_proj")
+    assert type(layer.quant_method.kernel).__name__ != "IntegerKernel"
+    assert tensors.keys() <= dict(layer.named_parameters()).keys()
 
 
 def test_vllms_choice_has_them_once(monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import vllm.model_executor.kernels.linear as registry
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
@@ -40,6 +41,12 @@ def register_kernels() -> None:
             known.insert(len(known) if torch.cpu._is_amx_tile_supported() else 0, globals()[kernel])
 
 
+def _asked_for() -> bool:
+    """Whether the model that is made is served with this plugin: another one of this process keeps vLLM's kernels."""
+    config = get_current_vllm_config().quant_config
+    return config is not None and config.get_name() == "dymoe"
+
+
 def _group_size(columns: int, shared: int) -> int | None:
     """The longest that a format has of columns of which so many share a scale; None if there is none."""
     fitting = [size for size in GROUP_SIZES if shared >= columns or shared % size == 0]
@@ -69,6 +76,8 @@ class IntegerKernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        if not _asked_for():
+            return False, "the model is not served with dymoe"
         if c.weight_type not in _BITS:
             return False, f"{c.weight_type} is not of 8 or 4 bits"
         columns = c.partition_weight_shape[0]
@@ -108,7 +117,8 @@ class _Fp8:
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        return config.out_dtype in (torch.bfloat16, torch.float16), "neither bfloat16 nor float16"
+        fits = config.out_dtype in (torch.bfloat16, torch.float16)
+        return fits and _asked_for(), "neither bfloat16 nor float16, or the model is not served with dymoe"
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
         """x [..., columns] -> [..., rows]."""

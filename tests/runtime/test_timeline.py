@@ -6,6 +6,7 @@ import torch
 from tests.runtime.steps import ByNumber, run, with_budget
 from tests.runtime.test_prefetch import Guesses
 from tests.small_model import make_experts, make_store
+from vllm_dymoe.predict import Predictor
 from vllm_dymoe.runtime import start_timeline, stop_timeline
 
 STORE = make_store(make_experts(layers=4))
@@ -87,11 +88,12 @@ def test_recording_changes_no_bit_and_ends(recording):
 
 
 def test_what_failed_is_in_it_too():
-    class Broken:
-        nbytes = 0
-
+    class Broken(Predictor):
         def observe(self, *arguments):
             raise RuntimeError("broken")
+
+        def predict(self, layer):
+            return []
 
     runtime = with_budget(STORE, "50%", predictor=Broken())
     start_timeline(runtime)

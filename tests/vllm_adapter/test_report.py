@@ -6,6 +6,7 @@ import torch
 from tests.small_model import make_experts, make_store
 from vllm_dymoe import __version__
 from vllm_dymoe.config import Options
+from vllm_dymoe.predict import Predictor
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter.report import describe, warnings
@@ -103,8 +104,11 @@ def test_prefetch_is_announced(store, options, said):
 
 
 def test_a_predictor_is_announced_with_its_file_and_what_it_takes(store):
-    class Weighty:
+    class Weighty(Predictor):
         nbytes = 2048
+
+        def predict(self, layer):
+            return []
 
     line = describe(MoERuntime(store, chosen(predictor="a/file", expert_budget="50%"), CPU, predictor=Weighty()))
     assert "; prefetch trained, by a/file (2.0 KiB of the budget); hi" in line

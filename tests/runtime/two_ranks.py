@@ -23,8 +23,9 @@ def on_two_ranks(run):
     def start(rank):
         try:
             found[rank] = run(rank, lambda numbers: agree(rank, numbers))
-        finally:
-            barrier.abort()
+        except BaseException:
+            barrier.abort()  # the other one need not wait any longer
+            raise
 
     threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -233,7 +233,7 @@ class Bench:
     def _pack(self, name: str, bits: tuple[int, ...]) -> HostStore:
         experts, quantizer = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16), QUANTIZERS[name]
         folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
-        writer = StoreWriter(folder / "store", Manifest(experts, quantizer.name, "measured"))
+        writer = StoreWriter(folder / "store", Manifest(experts, name, "measured"))
         packer = ExpertPacker(experts, quantizer, writer)
         for layer in range(len(self.checkpoint.layers)):
             for expert in range(self.checkpoint.config.num_experts):

@@ -32,11 +32,12 @@ def uniform(bits: int, quantizer: str = "rtn") -> Variant:
     return Variant(f"{bits}", {"hi": bits}, quantizer)
 
 
-def dymoe(retention: float, lo: int, quantizer: str = "rtn", rounding: str = "up", **options: Any) -> Variant:
+def dymoe(retention: float, lo: int, quantizer: str = "rtn", high_by: str = "threshold", **options: Any) -> Variant:
     """DyMoE at 4/lo bits."""
-    parameters = {"retention": retention, "rounding": rounding, **options}
+    parameters = {"retention": retention, "high_by": high_by, **options}
+    chosen = {"threshold": "", "depth": ", Eq. 4", "equal": ", equal"}[high_by]
     return Variant(
-        f"4/{lo}, r = {retention:g}" + (", nearest" if rounding == "nearest" else ""),
+        f"4/{lo}, r = {retention:g}{chosen}",
         {"hi": 4, "lo": lo, "system": "dymoe", "system_options": parameters},
         quantizer,
     )
@@ -81,12 +82,11 @@ class Measurement:
                 yield {"bits": bits, "quantizer": quantizer, **self.read(uniform(bits, quantizer))}
 
     def tiers(self) -> Iterator[dict[str, Any]]:
-        """The paper's Table 2, in both phases; what becomes of the weights of skipped experts, and of rounding."""
-        rows = [uniform(4), uniform(2), *(dymoe(r, 2) for r in RETENTIONS), dymoe(0.75, 2, rounding="nearest")]
-        rows += [dymoe(0.75, 2, quantizer) for quantizer in QUANTIZERS if quantizer != "rtn"]
-        for rule in ("renormalize", "keep"):
-            rows += [dymoe(r, 0, skipped_weights=rule) for r in RETENTIONS]
-            rows += [dymoe(0.75, 0, rounding="nearest", skipped_weights=rule)]
+        """The paper's Table 2, in both phases; ways to choose, and what becomes of skipped experts' weights."""
+        rows = [uniform(4), uniform(2), *(dymoe(r, 2) for r in RETENTIONS)]
+        rows += [dymoe(r, 2, high_by=way) for r in (0.75, 0.5) for way in ("depth", "equal")]
+        rows += [dymoe(r, 2, "gptq") for r in (0.75, 0.5)]
+        rows += [dymoe(0.75, 0, skipped_weights=rule) for rule in ("renormalize", "keep")]
         for row in rows:
             rule = row.options.get("system_options", {}).get("skipped_weights", "")
             for decode in (False, True):
@@ -96,9 +96,9 @@ class Measurement:
 
     def budgets(self) -> Iterator[dict[str, Any]]:
         """Quality against bytes moved, decoding one request under budgets that are the same in bytes for all."""
-        rows = [uniform(4), uniform(2), dymoe(0.75, 2), dymoe(0.75, 2, rounding="nearest")]
-        rows += [*map(nested, rows[2:]), nested(dymoe(0.5, 2)), dymoe(0.75, 0), dymoe(0.75, 0, rounding="nearest")]
-        rows += [uniform(4, "gptq"), nested(dymoe(0.75, 2, "gptq", "nearest"))]
+        rows = [uniform(4), uniform(2), dymoe(0.75, 2), *(nested(dymoe(r, 2)) for r in (0.75, 0.5, 0.4))]
+        rows += [nested(dymoe(r, 2, high_by="depth")) for r in (0.75, 0.5)]
+        rows += [dymoe(0.75, 0), uniform(4, "gptq"), nested(dymoe(0.5, 2, "gptq"))]
         for share in BUDGETS:
             for row in rows:
                 place = {"budget": share, "experts": row.name, "quantizer": row.quantizer.removeprefix("nested ")}

@@ -29,8 +29,8 @@ _PROGRAMS = 16
 _WORDS = tl.constexpr(2048)  # int32, of a program at a time: 16 bytes four times for each thread
 
 _OF_TABLE = (
-    "tier", "reuse_high", "critical", "bits", "offsets", "pool", "slot_bytes", "source", "ahead", "most_ahead",
-    "staged", "staged_for", "counters",
+    "tier", "reuse_high", "critical", "threshold", "bits", "offsets", "pool", "slot_bytes", "source", "ahead",
+    "most_ahead", "staged", "staged_for", "counters",
 )  # fmt: skip
 
 
@@ -106,6 +106,7 @@ def name_ahead_kernel(
     tier,
     reuse_high,
     critical,
+    threshold,
     bits,
     offsets,
     pool,
@@ -141,7 +142,9 @@ def name_ahead_kernel(
     half = layer % 2
     sizes, sums = count_pairs(ids, scores, scratch + 3 * WIDTH, tl.load(rows) * GUESSES, expert, EXPERTS, WIDTH, CHUNK)
     active = sizes > 0
-    wanted = tiers_of(active, sums, critical + layer * (EXPERTS + 1), scratch + 2 * WIDTH, expert, WIDTH, CHUNK)
+    wanted = tiers_of(
+        active, sums, threshold, critical + layer * (EXPERTS + 1), scratch + 2 * WIDTH, expert, WIDTH, CHUNK
+    )
     width = tl.where(wanted == 2, tl.load(bits + 2), tl.load(bits + 1))
     held = tl.load(tier + layer * EXPERTS + expert, mask=expert < EXPERTS, other=0).to(tl.int32)
     hit = tl.where(tl.load(reuse_high) != 0, held >= wanted, held == wanted)

@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.residency.checks import check_tensor
 from vllm_dymoe.residency.constants import AGING, POSITIONS_AT_ONCE, USE, WEIGHT_UNIT, check_experts, experts_width
+from vllm_dymoe.residency.threshold import GAIN, MOST
 
 # Of a chunk of pairs times experts: 16 for each thread, and twice as many registers where they are int64.
 ELEMENTS_AT_ONCE = 2048
@@ -27,12 +28,14 @@ _AGING = tl.constexpr(AGING)
 _AT_ONCE = tl.constexpr(POSITIONS_AT_ONCE)
 _NONE = tl.constexpr((1 << 63) - 1)
 _STEP_BITS = tl.constexpr(40)
+_GAIN = tl.constexpr(GAIN)
+_MOST = tl.constexpr(MOST)
 _UNIT = tl.constexpr(float(WEIGHT_UNIT))
 _USE = tl.constexpr(USE)
 
 _OF_TABLE = (
     "tier", "slot", "heat", "used_at", "step", "shares", "first_slot", "staging", "staged", "staged_for", "critical",
-    "bits", "offsets", "pool", "slot_bytes", "source", "reuse_high", "counters", "recording", "ring_ids",
+    "threshold", "bits", "offsets", "pool", "slot_bytes", "source", "reuse_high", "counters", "recording", "ring_ids",
     "ring_weights", "ring_rows",
 )  # fmt: skip
 _OF_DECISION = (
@@ -126,6 +129,7 @@ def decide_kernel(
     staged,
     staged_for,
     critical,
+    threshold,
     bits,
     offsets,
     pool,
@@ -191,7 +195,9 @@ def decide_kernel(
 
     sizes, sums = count_pairs(ids, weights, ranks, real * TOP_K, expert, EXPERTS, WIDTH, CHUNK)
     active = sizes > 0
-    wanted = tiers_of(active, sums, critical + layer * (EXPERTS + 1), item_scratch + 2 * WIDTH, expert, WIDTH, CHUNK)
+    wanted = tiers_of(
+        active, sums, threshold, critical + layer * (EXPERTS + 1), item_scratch + 2 * WIDTH, expert, WIDTH, CHUNK
+    )
     width = tl.where(wanted == 2, tl.load(bits + 2), tl.load(bits + 1))
     uses = active & (width != 0)
 
@@ -247,6 +253,7 @@ def decide_kernel(
     tl.debug_barrier()  # where warps hold the same experts, none may load what another has stored
     if real > 0:
         tl.store(step + layer, number)
+        _follow(threshold, number_of(wanted == 2), number_of(active))
         tl.store(heat + row, warmth, mask=known)
         tl.store(used_at + row, last_use, mask=known)
         tl.store(tier + row, now.to(tl.int8), mask=known)
@@ -499,12 +506,21 @@ def count_pairs(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH
 
 
 @triton.jit
-def tiers_of(active, sums, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """int32 [WIDTH]: 2 for the most important, as many as are critical, of equal ones the first; 1 for other active."""
+def tiers_of(active, sums, threshold, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """int32 [WIDTH]: 2 for the most important, 1 for other active.
+
+    These are the ones above the threshold; without one as many as are critical, of equal ones the first.
+    """
     number = number_of(active)
     high = tl.load(critical + number)
     wanted = tl.where(active, 2, 0)
-    if high < number:
+    if tl.load(threshold + 1) >= 0:
+        parts = tl.where(active, sums >> 20, 0)
+        is_above = (parts * number << 16) > (tl.load(threshold) >> 16) * tl.sum(parts, 0)
+        most = tl.max(tl.where(active, sums, -1), 0)
+        first = tl.min(tl.where(active & (sums == most), expert, WIDTH), 0)
+        wanted = tl.where(active & (is_above | (expert == first)), 2, tl.where(active, 1, 0))
+    elif high < number:
         importance = tl.where(active, sums.to(tl.float32), -float("inf"))
         at = scratch.to(tl.pointer_type(tl.float32))
         tl.store(at + expert, importance)
@@ -518,6 +534,15 @@ def tiers_of(active, sums, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK
             rank += tl.sum(before.to(tl.int32), 0)
         wanted = tl.where(active & (rank >= high), 1, wanted)
     return wanted
+
+
+@triton.jit
+def _follow(threshold, high, active):
+    """Move it after a layer, as ``residency.threshold.follow`` does."""
+    retention = tl.load(threshold + 1)
+    if (retention >= 0) & (active > 0):
+        error = (high << 16) // tl.maximum(active, 1) - retention
+        tl.store(threshold, tl.minimum(tl.maximum(tl.load(threshold) + (error << _GAIN), 0), _MOST))
 
 
 @triton.jit

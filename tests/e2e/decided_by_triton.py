@@ -21,7 +21,7 @@ OPTIONS = {
     "host_store": "pinned",
     "decisions": "device",
     "system": "dymoe",
-    "system_options": {"retention": 0.5, "reuse_high": False},
+    "system_options": {"retention": 0.5, "high_by": "depth", "reuse_high": False},
 }
 SETTINGS = {"max_num_batched_tokens": 128, "max_num_seqs": 4}
 TOKENS = 4

@@ -35,7 +35,7 @@ def llm(folder):
         "hi": 4,
         "lo": 2,
         "system": "dymoe",
-        "system_options": {"retention": 0.5, "heavy_share": 0.2},
+        "system_options": {"retention": 0.5, "high_by": "depth", "heavy_share": 0.2},
         "expert_budget": "50%",
         "trace": str(folder),
     }

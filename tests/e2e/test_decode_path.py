@@ -19,7 +19,7 @@ OPTIONS = {
     "host_store": "pinned",
     "system": "dymoe",
     # Residency must not be precision, or budgets could not be compared.
-    "system_options": {"retention": 0.5, "reuse_high": False},
+    "system_options": {"retention": 0.5, "high_by": "depth", "reuse_high": False},
 }
 DEVICE = OPTIONS | {"decisions": "device"}
 TOKENS = 6

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 BUDGETS = ("100%", "25%", "minimum")
 # Of which retention 1 is the system "exact"; in both engines, so that a lower one can be compared between them.
-WATCHED = {"retention": 1, "heavy_share": 0.2, "look_ahead": 0}
+WATCHED = {"retention": 1, "high_by": "depth", "heavy_share": 0.2, "look_ahead": 0}
 EXACT = {"hi": 16, "lo": 2, "system": "dymoe", "system_options": WATCHED}
 
 

@@ -1,7 +1,6 @@
 """The system `dymoe` through the real engine: what it decides, what it moves, and changes while requests are served."""
 
 import contextlib
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,7 +10,6 @@ from vllm import SamplingParams
 
 from tests.e2e.architectures import ARCHITECTURES
 from tests.e2e.engines import (
-    MODEL,
     WatchedSystem,
     answer,
     answers_at_budgets,
@@ -25,18 +23,15 @@ from tests.e2e.engines import (
 )
 from tests.e2e.padding import check_padding
 from vllm_dymoe.residency.format import BlobKey
-from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.base import Precision
-from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
-from vllm_dymoe.systems.importance import step_importance
 from vllm_dymoe.systems.schedule import Schedule
 
 pytestmark = pytest.mark.engine
 
 LAYERS, TOP_K = 8, 4
-WATCHED = {"retention": 0.75, "heavy_share": 0.2}
+WATCHED = {"retention": 0.75, "high_by": "depth", "heavy_share": 0.2}
 DYMOE = {"hi": 4, "lo": 2, "system": "dymoe", "system_options": WATCHED, "expert_budget": "50%"}
 
 
@@ -52,7 +47,7 @@ def llm(engine_of_all):
     engine_of_all.reset_prefix_cache()
     yield engine_of_all
     resize(engine_of_all, "50%")
-    change(engine_of_all, hi=4, lo=2, retention=0.75, heavy_share=0.2)
+    change(engine_of_all, hi=4, lo=2, retention=0.75, high_by="depth", heavy_share=0.2)
 
 
 def change(llm, **changes):
@@ -171,45 +166,6 @@ def test_retention_1_is_exact_and_what_is_refused_changes_nothing(llm):
     assert same_bits(ours, theirs)
 
 
-def hits_of(routing, experts):
-    """Of each expert, how many tokens of the prompt use it: with every token a heavy hitter, no attention decides."""
-    return {
-        e: hits for e, (hits, _) in step_importance(routing.ids, routing.weights, experts, routing.prompt).load.items()
-    }
-
-
-def test_chunks_are_judged_as_the_whole_prompt_and_a_cached_prefix_says_nothing(llm):
-    chunk, length = 96, 3 * 96 + 1
-    runtime, scheduler = runtime_of(llm), llm.llm_engine.engine_core.engine_core.scheduler
-    experts, top_k = runtime.experts.num_experts, runtime.experts.top_k
-    text = "\n".join(entry["prompt"] for entry in json.loads((MODEL / "prompts.json").read_text()))
-    tokens = llm.get_tokenizer().encode(text)[:length]
-
-    def first_layers(ids, most):
-        """What the first layer's router said in each step of a prompt."""
-        scheduler.max_num_scheduled_tokens = most
-        runtime.serving.system = WatchedSystem(Dymoe())
-        answer(llm, [{"prompt_token_ids": ids}], max_tokens=1, logprobs=None)
-        return [routing for routing, _ in runtime.system.seen if routing.layer == 0]
-
-    (whole,) = first_layers(tokens, 512)
-    assert llm.reset_prefix_cache()
-    chunks = first_layers(tokens, chunk)
-    assert [len(routing.ids) for routing in chunks] == [chunk] * 3 + [1]
-    assert all(routing.phase is Phase.PREFILL and not routing.prompt.mixed for routing in chunks)
-    assert chunks[0].prompt.before is None
-    last, everything = hits_of(chunks[-1], experts), hits_of(whole, experts)
-    assert len(last) == top_k
-    assert all(abs(count - everything[expert]) <= 2 for expert, count in last.items()), "but for near ties"
-
-    assert llm.reset_prefix_cache()
-    first_layers(tokens, 512)
-    (behind,) = first_layers([*tokens[:-8], *tokens[:24]], 512)
-    cached = length - 8 + 24 - len(behind.ids)
-    assert cached > 0, "nothing was cached"
-    assert behind.prompt.before is None
-
-
 @dataclass(frozen=True)
 class ByWeightPrecision(Precision):
     """High for an expert that is some token's first choice, low for the others; every fifth step skips the last one."""
@@ -308,7 +264,12 @@ def test_mixed_tiers_read_complete_bytes_and_keep_one_version(llm):
 
 def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):
     """MLA hands over none: every token of a prompt counts. The last test: its engine ends what both share of vLLM."""
-    options = {"hi": 4, "lo": 2, "system": "dymoe", "system_options": {"retention": 0.5, "reuse_high": False}}
+    options = {
+        "hi": 4,
+        "lo": 2,
+        "system": "dymoe",
+        "system_options": {"retention": 0.5, "high_by": "depth", "reuse_high": False},
+    }
     model, texts = ARCHITECTURES["deepseek-v2"].save(tmp_path / "mla"), [list(range(5, 35)), list(range(90, 101))]
     with small_engine(model, options) as llm:
         runtime = runtime_of(llm)

@@ -35,13 +35,14 @@ share = st.integers(0, EXPERTS)
     share,
     share,
     st.sampled_from([0.0, 0.3, 0.75, 1.0]),
+    st.sampled_from(["threshold", "depth"]),
     st.booleans(),
     st.booleans(),
     st.sampled_from([3, 7, 20]),
     st.sampled_from([1, 4, 24]),
 )
-def test_any_guesses_and_steps(steps, low, high, retention, reuse_high, skip_low, staging, most_ahead):
-    system = Dymoe(retention=retention, reuse_high=reuse_high)
+def test_any_guesses_and_steps(steps, low, high, retention, high_by, reuse_high, skip_low, staging, most_ahead):
+    system = Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high)
     shares = {LOW: [low] * LAYERS, HIGH: [high] * LAYERS}
     twins = Twins(shares, system=system, skip_low=skip_low, staging=staging, most_ahead=most_ahead)
     for foreseen, layer, tokens, seed in steps:

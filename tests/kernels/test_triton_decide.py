@@ -26,13 +26,14 @@ shares = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
     shares,
     shares,
     st.sampled_from([0.0, 0.3, 0.75, 1.0]),
+    st.sampled_from(["threshold", "depth"]),
     st.booleans(),
     st.booleans(),
     st.integers(0, 2),
     st.booleans(),
 )
-def test_any_steps(steps, low, high, retention, reuse_high, skip_low, staging, nested):
-    system = Dymoe(retention=retention, reuse_high=reuse_high)
+def test_any_steps(steps, low, high, retention, high_by, reuse_high, skip_low, staging, nested):
+    system = Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high)
     twins = Twins({LOW: low, HIGH: high}, system=system, skip_low=skip_low, staging=staging, nested=nested)
     for layer, tokens, seed in steps:
         ids, weights = random_step(seed, tokens)
@@ -65,11 +66,13 @@ def test_precision_shares_and_records_change_between_steps(nested):
     """They are values: no launch is made in another way."""
     twins = Twins({LOW: [3, 3], HIGH: [3, 3]}, nested=nested)
     for number, (low, high, retention) in enumerate([(3, 3, 0.5), (6, 0, 0.5), (1, 2, 0.9), (3, 3, 0.0)]):
-        critical = torch.from_numpy(Dymoe(retention=retention).precision.critical_counts(LAYERS, EXPERTS))
+        precision = Dymoe(retention=retention, high_by="threshold" if number % 2 else "depth").precision
+        critical = torch.from_numpy(precision.critical_counts(LAYERS, EXPERTS))
         for table in (twins.plain, twins.table):
             pools = {code: (int(table.pool[code]), int(table.slot_bytes[code]), 12) for code in (LOW, HIGH)}
             set_pools(table, pools, {LOW: [low] * LAYERS, HIGH: [high] * LAYERS})
             table.critical.copy_(critical)
+            table.threshold.copy_(torch.from_numpy(precision.threshold()))
             table.recording.fill_(number % 2)
         for seed in range(5):
             twins.step(seed % LAYERS, *random_step(10 * number + seed, 2))

@@ -100,12 +100,15 @@ share = st.integers(0, EXPERTS)
     st.lists(share, min_size=LAYERS, max_size=LAYERS),
     st.lists(share, min_size=LAYERS, max_size=LAYERS),
     st.sampled_from([0.0, 0.3, 0.75, 1.0]),
+    st.sampled_from(["threshold", "depth"]),
     st.booleans(),
     st.booleans(),
     st.booleans(),
 )
-def test_any_steps_give_the_rows_that_the_host_keeps(steps, low, high, retention, reuse_high, skip_low, nested):
-    shares, system = {LOW: low, HIGH: high}, Dymoe(retention=retention, reuse_high=reuse_high)
+def test_any_steps_give_the_rows_that_the_host_keeps(
+    steps, low, high, retention, high_by, reuse_high, skip_low, nested
+):
+    shares, system = {LOW: low, HIGH: high}, Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high)
     table = make_table(shares, system=system, skip_low=skip_low, nested=nested)
     host = Host(shares, system, skip_low, nested)
     for layer, tokens, seed in steps:

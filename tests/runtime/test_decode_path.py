@@ -19,7 +19,7 @@ from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
 
 ON_INPUT = "the router's weights multiply what experts read"
-MIXED = Dymoe(retention=0.5, reuse_high=False)
+MIXED = Dymoe(retention=0.5, high_by="depth", reuse_high=False)
 SYSTEMS = {"exact": (Exact(), 2), "tiers": (MIXED, 2), "skips": (MIXED, 0), "low": (Dymoe(retention=0), 2)}
 
 
@@ -37,6 +37,20 @@ def test_no_budget_and_no_path_changes_a_bit(memory_store, nested_store, system,
     runtime = decided_runtime(store, budget, system, lo=lo)
     assert equal(run_decided(runtime, STEPS), want)
     assert runtime.budget.peak <= runtime.budget.limit
+
+
+def test_a_device_and_the_host_move_one_threshold_alike(memory_store):
+    """Each has its own: they agree as long as both have decided the same steps."""
+    steps = [(number, layer, 1 + number % 3) for number in range(40) for layer in range(2)]
+    host, device = (Dymoe(retention=0.5, reuse_high=False) for _ in range(2))
+    want = run(make_runtime(memory_store, "100%", host), steps)
+    runtime = decided_runtime(memory_store, "50%", device)
+    begun = runtime.memory.device_side.table.threshold.clone()
+    assert equal(run_decided(runtime, steps), want)
+    settled = runtime.memory.device_side.table.threshold
+    assert settled.tolist() == host.precision.thresholds[1].tolist() != begun.tolist()
+    runtime.resize("25%")
+    assert runtime.memory.device_side.table.threshold.tolist() == settled.tolist(), "it stays where it has settled"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,7 +150,9 @@ def test_bytes_are_counted_at_the_precision_that_they_had(memory_store):
 @pytest.mark.parametrize("change", ["budget", "retention"])
 def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, change):
     """A captured graph goes on reading where it has read."""
-    runtime = decided_runtime(memory_store, "50%", "dymoe", system_options={"retention": 0.5, "reuse_high": False})
+    runtime = decided_runtime(
+        memory_store, "50%", "dymoe", system_options={"retention": 0.5, "high_by": "depth", "reuse_high": False}
+    )
     path, addresses = runtime.decode, [tensor.data_ptr() for tensor in vars(runtime.memory.device_side.table).values()]
     for value in (0.25, 0.75, 0.5):
         if change == "budget":
@@ -199,7 +215,7 @@ def test_what_the_device_decides_by_is_a_part_of_the_budget(memory_store):
 
 
 def test_a_precision_that_needs_the_host_is_refused_while_serving(memory_store):
-    runtime = decided_runtime(memory_store, "50%", "dymoe", lo=0, system_options={"retention": 0.5})
+    runtime = decided_runtime(memory_store, "50%", "dymoe", lo=0, system_options={"retention": 0.5, "high_by": "depth"})
     with pytest.raises(ConfigError, match="decisions"):
         runtime.set_precision(skipped_weights="renormalize")
     run_decided(runtime, STEPS[:3])

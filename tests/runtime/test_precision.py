@@ -106,7 +106,7 @@ class Replayed(System):
 
 @pytest.mark.parametrize("budget", ["45%", "60%"])
 def test_the_three_rules_of_the_cache_through_the_system(budget):
-    runtime = make_runtime(budget=budget)
+    runtime = make_runtime(budget=budget, high_by="depth")
     recorded = Recorded(runtime)
     run(runtime)
     stats = runtime.stats()
@@ -177,7 +177,7 @@ def test_skipped_experts_move_nothing():
 @pytest.mark.parametrize("rule", ["keep", "renormalize"])
 def test_what_skipping_leaves_is_the_sum_over_the_others(rule):
     """Against runs with the others alone, whose weights are set by hand."""
-    runtime = make_runtime(0.6, "100%", lo=0, skipped_weights=rule)
+    runtime = make_runtime(0.6, "100%", lo=0, high_by="depth", skipped_weights=rule)
     recorded = Recorded(runtime)
     x, weights, ids = random_step(5, 9)
     got = forward(runtime, 2, x, weights, ids)
@@ -307,7 +307,7 @@ def test_memory_that_is_gone_in_between_leaves_the_old_precision(monkeypatch):
         ({"hi": 2}, "lo is 2 bits but must be below hi, which is 2"),
         ({"hi": 0}, "hi cannot become 0 bits"),
         ({"lo": 0, "retention": 0}, 'system "dymoe" as it is set would skip every expert with lo = 0'),
-        ({"system": "exact"}, "system cannot change while the model is served; hi, lo, retention, heavy_share"),
+        ({"system": "exact"}, "system cannot change while the model is served; hi, lo, retention, high_by"),
         ({"reuse_high": False}, "reuse_high cannot change while the model is served"),
         ({"skipped_weights": "half"}, "the precision stays as it was: "),
     ],

@@ -179,7 +179,12 @@ def test_experts_are_fetched_ahead_in_the_tier_that_their_layer_will_want(lo, ne
     """Of two that are named for the last of four layers t is one; where no low version is stored nothing is fetched."""
     store = make_store(make_experts(layers=4, nested=nested))
     runtime = with_budget(
-        store, "50%", Dymoe(retention=0.75), lo=lo, predictor=Guesses(1), link_gbps=FORMAT.nbytes / 1e-3 / 1e9
+        store,
+        "50%",
+        Dymoe(retention=0.75, high_by="depth"),
+        lo=lo,
+        predictor=Guesses(1),
+        link_gbps=FORMAT.nbytes / 1e-3 / 1e9,
     )
     runtime.serving.prefetcher.offer(2, candidates(0, 1, layer=3))
     runtime.serving.prefetcher.fill()

@@ -35,7 +35,8 @@ def make_table(
     table = Table.allocate(LAYERS, experts, rows=tokens, top_k=top_k, depth=depth, device="cpu", nested=nested)
     formats = (NESTED if nested else FORMATS) | ({LOW: None} if skip_low else {})
     system = system or Dymoe(retention=0.5)
-    set_precision(table, formats, system.precision.critical_counts(LAYERS, experts))
+    precision = system.precision
+    set_precision(table, formats, precision.critical_counts(LAYERS, experts), precision.threshold())
     pools = {code: (POOL[code], 1 << 12, sum(shares[code]) + staging) for code in (LOW, HIGH)}
     set_pools(table, pools, shares, foreseen=-(-most_ahead // 3))
     table.most_ahead.fill_(most_ahead)

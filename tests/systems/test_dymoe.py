@@ -32,7 +32,7 @@ def prompt_of(rows, heavy):
 
 
 def test_decode_takes_the_largest_routing_weights():
-    system = Dymoe(retention=0.75)
+    system = Dymoe(retention=0.75, high_by="depth")
     step = routing(7, [[9, 4, 2, 6]], [[0.1, 0.4, 0.3, 0.2]])  # r(7) = 0.5: two of four
     assert system.precision.select(step) == {2: Tier.HI, 4: Tier.HI, 6: Tier.LO, 9: Tier.LO}
     first = routing(0, [[9, 4, 2, 6]], [[0.1, 0.4, 0.3, 0.2]])
@@ -40,7 +40,7 @@ def test_decode_takes_the_largest_routing_weights():
 
 
 def test_prefill_takes_the_experts_of_heavy_hitters():
-    system = Dymoe(retention=0.75)
+    system = Dymoe(retention=0.75, high_by="depth")
     ids = [[0, 1], [0, 1], [0, 1], [2, 3], [2, 3]]
     weights = [[0.9, 0.1]] * 5
     heavy = prompt_of([1] * 5, [0, 0, 0, 1, 1])
@@ -52,7 +52,7 @@ def test_prefill_takes_the_experts_of_heavy_hitters():
 
 
 def test_a_mixed_step_is_high_where_either_phase_wants_it():
-    system = Dymoe(retention=0.75)
+    system = Dymoe(retention=0.75, high_by="depth")
     ids = [[0, 1], [0, 1], [2, 3], [3, 4]]
     weights = [[0.9, 0.1], [0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]
     # The first three rows are a prompt whose heavy hitter is row 2; the last is decoded. Each phase keeps half.
@@ -75,7 +75,7 @@ def test_the_rule_of_mixed_steps_written_out(layer, tokens, seed, retention, of_
     rows = torch.tensor(of_prompt[:tokens])
     heavy = rows & (torch.rand(tokens, generator=generator) < 0.4)
     prompt = PromptTokens(rows, heavy, not bool(rows.all())) if rows.any() else None
-    plan = Dymoe(retention=retention).precision.select(routing(layer, ids, weights, prompt))
+    plan = Dymoe(retention=retention, high_by="depth").precision.select(routing(layer, ids, weights, prompt))
     schedule, wanted = Schedule(retention), set()
     if rows.any():
         every = PromptTokens(rows[rows], heavy[rows], False)
@@ -90,7 +90,7 @@ def test_the_rule_of_mixed_steps_written_out(layer, tokens, seed, retention, of_
 
 def test_several_requests_that_decode_are_one_batch():
     """Eq. 5 over the experts of all, by the sum of their weights: bytes stay at r however many requests there are."""
-    system = Dymoe(retention=0.75)
+    system = Dymoe(retention=0.75, high_by="depth")
     step = routing(7, [[0, 1], [2, 1], [3, 1]], [[0.9, 0.1], [0.55, 0.45], [0.6, 0.4]])
     assert high(system.precision.select(step)) == {0, 1}, "expert 1 has 0.95 in all"
 
@@ -109,7 +109,7 @@ def test_retention_1_is_exact_and_0_is_uniform_low():
 
 def test_experts_of_a_coming_layer_are_foreseen_in_the_tiers_that_it_will_want():
     """t of the layer that is to come, not of the one that is running, and not all of them high."""
-    system = Dymoe(retention=0.75)
+    system = Dymoe(retention=0.75, high_by="depth")
     named = [9, 4, 2, 6]  # the best first
     assert system.precision.tiers_ahead(7, LAYERS, named) == {9: Tier.HI, 4: Tier.HI, 2: Tier.LO, 6: Tier.LO}
     assert high(system.precision.tiers_ahead(4, LAYERS, named)) == {9, 4, 2}
@@ -124,18 +124,57 @@ def test_experts_of_a_coming_layer_are_foreseen_in_the_tiers_that_it_will_want()
         ({"retention": 0.75}, 32, 2, "low"),  # Mixtral: 63 of 64 choices high
         ({"retention": 0.75, "rounding": "nearest"}, 32, 2, None),
         ({"retention": 0.75}, 48, 8, None),
-        ({"retention": 0.1, "rounding": "nearest"}, 8, 1, "high"),
+        ({"retention": 0.1, "rounding": "nearest"}, 8, 1, "low"),
         ({"retention": 1}, 32, 2, None),
         ({"retention": 0}, 32, 2, None),
     ],
 )
 def test_rounding_that_makes_a_tier_idle_is_a_warning(options, layers, top_k, idle):
-    found = Dymoe(**options).precision.warnings(layers, top_k)
+    found = Dymoe(high_by="depth", **options).precision.warnings(layers, top_k)
     assert [sentence.partition(" tier")[0].rpartition(" ")[2] for sentence in found] == ([idle] if idle else [])
 
 
+def test_one_threshold_settles_where_retention_is_met_and_leaves_no_layer_without_a_high_expert():
+    """Layers whose routers are sure get fewer high experts than others: the share is met over all of them."""
+    generator, system, counts = torch.Generator().manual_seed(0), Dymoe(retention=0.5), []
+    for _ in range(200):
+        for layer, spread in enumerate([0.2, 0.5, 1, 1, 2, 2, 3, 4]):
+            weights = torch.softmax(torch.randn(1, 8, generator=generator) * spread, 1)
+            ids = torch.randperm(32, generator=generator)[:8].unsqueeze(0)
+            plan = system.precision.select(routing(layer, ids, weights))
+            largest = int(ids[0, weights.argmax()])
+            assert plan[largest] is Tier.HI
+            counts.append(len(high(plan)))
+    layers = torch.tensor(counts[-800:]).view(-1, LAYERS).float().mean(0) / 8
+    assert layers.mean() == pytest.approx(0.5, abs=0.02)
+    assert layers[0] > 0.7 > 0.35 > layers[-1]
+
+
+def test_prompts_and_decoded_tokens_have_a_threshold_each():
+    """A long prompt beside it cannot cost a request that decodes its precision, nor move what it is measured by."""
+    system, alone = Dymoe(retention=0.5), Dymoe(retention=0.5)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        ids = torch.stack([torch.randperm(16, generator=generator)[:4] for _ in range(9)])
+        weights = torch.softmax(torch.randn(9, 4, generator=generator), 1)
+        mixed = system.precision.select(routing(3, ids, weights, prompt_of([1] * 8 + [0], [1] * 8 + [0])))
+        decoded = high(alone.precision.select(routing(3, ids[8:], weights[8:])))
+        assert decoded <= high(mixed)
+    assert [int(of[0]) for of in system.precision.thresholds][1] == int(alone.precision.thresholds[1][0])
+    assert int(system.precision.thresholds[0][0]) != int(system.precision.thresholds[1][0])
+
+
+def test_a_batch_counts_on_the_scale_of_one_token():
+    """Twice the same tokens give the same experts: shares are of all weights, times the active experts."""
+    ids, weights = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    one = Dymoe(retention=0.5).precision.select(routing(0, ids, weights))
+    many = Dymoe(retention=0.5).precision.select(routing(0, ids.repeat(16, 1), weights.repeat(16, 1)))
+    assert one == many
+    assert high(one) == {0, 1}
+
+
 def test_shares_are_what_a_token_gets():
-    shares = Dymoe(retention=0.75).precision.shares(LAYERS, 4)
+    shares = Dymoe(retention=0.75, high_by="depth").precision.shares(LAYERS, 4)
     assert shares[Tier.HI] == [1, 1, 1, 1, 0.75, 0.75, 0.75, 0.5]
     assert shares[Tier.LO] == [0, 0, 0, 0, 0.25, 0.25, 0.25, 0.5]
 
@@ -146,7 +185,7 @@ def test_shares_are_what_a_token_gets():
         ({"retention": 1.5}, r"retention: input should be less than or equal to 1"),
         (
             {"retension": 0.5},
-            r"retension: extra inputs are not permitted\); it has look_ahead, ahead_in_graph, retention, heavy",
+            r"retension: extra inputs are not permitted\); it has look_ahead, ahead_in_graph, retention, high",
         ),
         ({"heavy_share": 0}, r"heavy_share: input should be greater than 0"),
         ({"rounding": "down"}, r"rounding: input should be 'up' or 'nearest'"),

@@ -32,13 +32,15 @@ def high_experts(system):
 
 @pytest.mark.parametrize("retention", [0.9, 0.75, 0.5])
 def test_every_choice_has_as_many_high_experts(retention):
-    options = {"retention": retention, "rounding": "nearest"}
+    options, choices = {"retention": retention, "rounding": "nearest"}, {True: "depth", False: "equal"}
     found = {
-        (by_importance, by_depth): high_experts(Chosen(by_importance=by_importance, by_depth=by_depth, **options))
+        (by_importance, by_depth): high_experts(
+            Chosen(by_importance=by_importance, high_by=choices[by_depth], **options)
+        )
         for by_importance in (True, False)
         for by_depth in (True, False)
     }
-    assert found[True, True] == high_experts(Dymoe(**options))
+    assert found[True, True] == high_experts(Dymoe(high_by="depth", **options))
     counts = {choice: [len(high) for high in layers] for choice, layers in found.items()}
     assert counts[True, False] == counts[False, False] == [round(retention * ACTIVE)] * LAYERS
     assert counts[True, True] == counts[False, True]

@@ -58,7 +58,12 @@ def test_settings_that_work_badly_are_a_warning(store, slots, options, said):
 
 
 def test_a_systems_own_warnings_are_said(store):
-    options = {"system": "dymoe", "system_options": {"retention": 0.9}, "expert_budget": "100%", "link_gbps": 1.0}
+    options = {
+        "system": "dymoe",
+        "system_options": {"retention": 0.9, "high_by": "depth"},
+        "expert_budget": "100%",
+        "link_gbps": 1.0,
+    }
     runtime = MoERuntime(store, chosen(**options), CPU)
     assert any("leaves the low tier" in sentence for sentence in warnings(runtime))
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -17,7 +17,6 @@ from vllm_dymoe.systems import SYSTEMS, System
 from vllm_dymoe.systems.base import Foresight, Precision
 from vllm_dymoe.systems.dymoe import CriticalHigh, Dymoe
 from vllm_dymoe.systems.exact import Exact
-from vllm_dymoe.systems.schedule import Schedule
 
 
 class Compared(Exact):
@@ -52,16 +51,8 @@ class Compared(Exact):
         if self.ahead == "next gate" or model.predictor is not None:
             return self._predictor(model)
         return MeetingOfLayers(
-            model.gates, self.k or model.top_k, self.p, hits=model.hits, side_stream=make_side_stream(model.device)
+            model.gates, self.k or model.top_k, self.p, held=model.held, side_stream=make_side_stream(model.device)
         )
-
-
-@dataclass(frozen=True)
-class EqualSchedule(Schedule):
-    """The same share of critical experts at every depth, in place of Eq. 4."""
-
-    def ratio(self, layer: int, num_layers: int) -> float:
-        return self.retention
 
 
 @dataclass(frozen=True)
@@ -76,23 +67,18 @@ class RandomHigh(CriticalHigh):
 
 
 class Chosen(Dymoe):
-    """DyMoE with one or both of its ideas taken out (its Figure 3)."""
+    """DyMoE without its idea of what matters (its Figure 3)."""
 
     name: ClassVar[str] = "chosen"
     summary: ClassVar[str] = "DyMoE with other choices, for measurements"
 
     by_importance: bool = True
     """Which experts are critical; else a fixed sequence of random numbers says."""
-    by_depth: bool = True
-    """How many of a layer are, by Eq. 4; else as many in every layer."""
 
     @cached_property
     def precision(self) -> CriticalHigh:
-        """DyMoE's, with less of it."""
-        precision = super().precision
-        if not self.by_depth:
-            precision = replace(precision, schedule=EqualSchedule(self.retention, self.rounding))
-        return precision if self.by_importance else RandomHigh(**vars(precision))
+        """DyMoE's, or a random one."""
+        return super().precision if self.by_importance else RandomHigh(**vars(super().precision))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from statistics import fmean
 from typing import Any
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
@@ -38,7 +39,7 @@ from vllm_dymoe.runtime.sizing import (
     workspace_bytes,
 )  # fmt: skip
 from vllm_dymoe.systems import System, make_system
-from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.systems.dymoe import CriticalHigh
 
 GOOD_ENOUGH = 0.95
 """Of the likeliest tokens, those that have to be the ones of 16 bits for options to be recommended."""
@@ -100,11 +101,10 @@ def predict(
         tier: formats[bits].nbytes for tier, bits in slot_bits(experts, options, system.precision.tiers).items()
     }
     nested = Tier.HI in slots.slots and any(fmt.nested for fmt in formats.values())
-    schedule = system.precision.schedule if isinstance(system, Dymoe) else None
-    depth = routings.header.num_layers
-    critical = None if schedule is None else lambda layer, active: schedule.critical(layer, depth, active)
+    precision = system.precision
+    choose = precision.chooser(routings.header.num_layers) if isinstance(precision, CriticalHigh) else None
     kept = slots.quotas if system.residency.keeps else {}
-    demand = replay(routings, kept, critical, low=options.lo > 0, nested=nested)
+    demand = replay(routings, kept, choose, low=options.lo > 0, nested=nested)
     layer_moved = sum(demand.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
     needed = sum(demand.active.values())
 
@@ -122,7 +122,8 @@ def predict(
 
     chunks = -(-prompt // chunk)
     active, streamed = routings.distinct(prompt // chunks), 0.0
-    high = 1.0 if schedule is None else schedule.realised(layers, max(1, round(active)))
+    shares = {Tier.HI: [1.0]} if choose is None else precision.shares(layers, max(1, round(active)))
+    high = fmean(shares.get(Tier.HI, [0.0]))
     for tier, share in ((Tier.HI, high), (Tier.LO, 1.0 if nested else 1 - high)):
         if share > 0 and tier in slots.slots:
             there = sum(slots.quotas[tier]) / layers / shape.experts

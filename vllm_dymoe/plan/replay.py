@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from vllm_dymoe.observe.statistics import next_gate_accuracy, popularity
 from vllm_dymoe.observe.synthetic import synthetic_trace
 from vllm_dymoe.observe.trace import Trace
+from vllm_dymoe.residency.decode_rule import sum_weights
 from vllm_dymoe.residency.identity import ModelIdentity
-from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE
+from vllm_dymoe.residency.rule import HIGH, HIT, LOW, NOWHERE, Ints
 from vllm_dymoe.residency.table import CODES, Table, set_pools
 from vllm_dymoe.residency.tier import Tier
 
@@ -79,16 +80,16 @@ def made_up(header: ModelIdentity, batch: int) -> Routings:
     return Routings(trace, batch)
 
 
-def _uses(experts: NDArray[np.int64], weights: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Distinct experts of a step [tokens, top_k], ascending, and the sum of each one's weights."""
-    uses, inverse = np.unique(experts.astype(np.int64), return_inverse=True)
-    return uses, np.bincount(inverse.ravel(), weights.ravel(), len(uses)).astype(np.float64)
+def _uses(experts: NDArray[np.int64], weights: NDArray[np.float32]) -> tuple[Ints, Ints]:
+    """Distinct experts of a step [tokens, top_k], ascending, and the sum of each one's weights in 1 / WEIGHT_UNIT."""
+    uses = np.unique(experts.astype(np.int64))
+    return uses, sum_weights(int(uses[-1]) + 1, experts.ravel().astype(np.int64), weights.ravel())[uses]
 
 
 def replay(
     routings: Routings,
     quotas: Mapping[Tier, Sequence[int]],
-    critical: Callable[[int, int], int] | None,
+    choose: Callable[[int, Ints], NDArray[np.bool_]] | None,
     low: bool,
     nested: bool = False,
 ) -> LayerDemand:
@@ -97,7 +98,7 @@ def replay(
     Args:
         routings: what is asked for.
         quotas: experts of each tier that each layer of the model may keep.
-        critical: (layer, active experts) to how many of them are high, the most important first; all of them if None.
+        choose: (layer, sums of the active experts' weights) to which of them are high; all of them if None.
         low: whether the others have a version, or are skipped.
         nested: whether the low version lies inside the high one; quotas are then of fine slices and of bases.
     """
@@ -109,10 +110,10 @@ def replay(
         shares = {CODES[tier]: [of[round(depth * (len(of) - 1))] if of else 0]
                   for tier in (Tier.LO, Tier.HI) for of in [quotas.get(tier)]}  # fmt: skip
         set_pools(table, {code: (0, 0, share[0]) for code, share in shares.items()}, shares)
-        for step, (uses, importance) in enumerate(steps, start=1):
+        for step, (uses, sums) in enumerate(steps, start=1):
             wanted = np.full(len(uses), HIGH, np.int8)
-            if critical is not None:
-                wanted[np.argsort(-importance, kind="stable")[critical(layer, len(uses)) :]] = LOW if low else NOWHERE
+            if choose is not None:
+                wanted[~choose(layer, sums)] = LOW if low else NOWHERE
             uses, codes = uses[wanted != NOWHERE], wanted[wanted != NOWHERE]
             places = table.begin_step(0, uses, codes)
             table.keep(0, uses, codes, places)

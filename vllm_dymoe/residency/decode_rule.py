@@ -13,6 +13,7 @@ from vllm_dymoe.residency.constants import POSITIONS_AT_ONCE, WEIGHT_UNIT, Fate
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.rule import HIGH, HIT, LOW, PASS, Ints
 from vllm_dymoe.residency.table import Counter, Table
+from vllm_dymoe.residency.threshold import above, follow
 
 PROJECTIONS = 3
 
@@ -42,6 +43,8 @@ def decide_plain(table: Table, layer: int, ids: Tensor, weights: Tensor, rows: T
     sizes = np.bincount(chosen[chosen >= 0], minlength=host.experts)
     active = sizes.nonzero()[0]
     wanted = choose_tiers(host, layer, active, sum_weights(host.experts, chosen, weights[:real].numpy().reshape(-1)))
+    if host.threshold[1] >= 0:
+        follow(host.threshold, int((wanted == HIGH).sum()), len(active))
     skipped = host.bits[wanted] == 0
     counted = {Counter.STEPS: 1, Counter.WANTED_HIGH: wanted == HIGH, Counter.WANTED_LOW: wanted == LOW}
     active, wanted = active[~skipped], wanted[~skipped]
@@ -87,10 +90,13 @@ def sum_weights(experts: int, chosen: Ints, weights: NDArray[np.float32]) -> Int
 
 
 def choose_tiers(table: Table, layer: int, active: Ints, sums: Ints) -> NDArray[np.int8]:
-    """High for the most important experts, as many as are critical (Eq. 3 and 5); of equal ones the first.
+    """High for experts above the threshold; without one the most important, as many as are critical (Eq. 3 and 5).
 
-    Sums are compared as float32: what host code that sums in float64 and rounds finds, too.
+    Of equally important ones the first is. Sums are compared as float32: what host code that sums in float64 and
+    rounds finds, too.
     """
+    if table.threshold[1] >= 0:
+        return np.where(above(table.threshold, sums[active]), HIGH, LOW).astype(np.int8)
     importance = sums[active].astype(np.float32)
     wanted = np.full(len(active), LOW, np.int8)
     wanted[np.argsort(-importance, kind="stable")[: table.critical[layer, len(active)]]] = HIGH

@@ -28,14 +28,11 @@ class PromptTokens:
         rows: bool [tokens], of a prompt that is being read; the others are being decoded.
         heavy: bool [tokens], heavy hitters among them; all of them where attention is not known.
         mixed: some tokens of the step are no prompt's.
-        before: float64 [2, experts], what the prompts' earlier parts say of the layer's experts: how many heavy hitters
-            used each, and the sum of their tokens' routing weights. None where the step has all of its prompts.
     """
 
     rows: Tensor
     heavy: Tensor
     mixed: bool
-    before: Tensor | None = None
 
 
 @dataclass(eq=False)

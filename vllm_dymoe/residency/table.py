@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from vllm_dymoe.residency.format import Format
 from vllm_dymoe.residency.rule import FREE, HIGH, LOW, NOWHERE, Ints, coldest, decide, record_uses
+from vllm_dymoe.residency.threshold import NO_THRESHOLD
 from vllm_dymoe.residency.tier import Tier
 
 CODES = {Tier.SKIP: NOWHERE, Tier.LO: LOW, Tier.HI: HIGH}
@@ -98,6 +99,8 @@ class Table:
     """Which layers these are, -1 for none."""
     critical: Any = _column("layers", "counts", dtype="int32")
     """How many of a step's active experts are high, by their number, 0 to that of a layer's experts."""
+    threshold: Any = _column(2)
+    """Above which an expert is high, see :mod:`~.threshold`; then ``critical`` is not asked."""
     bits: Any = _column(3, dtype="int32")
     """Tags of the tiers' codes; 0 for one that is skipped."""
     offsets: Any = _column(3, 3)
@@ -146,6 +149,7 @@ class Table:
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in column.metadata["shape"])
             columns[column.name] = np.full(shape, column.metadata["fill"], column.metadata["dtype"])
         columns["critical"][:] = np.arange(experts + 1)
+        columns["threshold"][:] = NO_THRESHOLD
         if device is not None:
             return cls(**{name: torch.from_numpy(values).to(device) for name, values in columns.items()})
         return cls(**columns)
@@ -301,13 +305,19 @@ def check_integrity(table: Table, *, ranges: bool = False) -> None:
             assert len(np.unique(guessed)) == len(guessed), "two guesses lie in one slot"
 
 
-def set_precision(table: Table, formats: Mapping[int, Format | None], critical: NDArray[np.int32]) -> None:
+def set_precision(
+    table: Table,
+    formats: Mapping[int, Format | None],
+    critical: NDArray[np.int32],
+    threshold: NDArray[np.int64] | tuple[int, int] = NO_THRESHOLD,
+) -> None:
     """What tiers mean in steps of the device, and how many experts of a step are high.
 
     Args:
         table: of the device.
         formats: by LOW and HIGH, those in use; None for one that is skipped.
         critical: int32 [layers, experts + 1], by the number of active experts.
+        threshold: int64 [2]; one that is in use for the same retention stays where it has settled.
 
     Raises:
         ValueError: the low version was to lie inside the high one and does not, or the other way round.
@@ -326,6 +336,8 @@ def set_precision(table: Table, formats: Mapping[int, Format | None], critical: 
     table.bits.copy_(bits)
     table.offsets.copy_(offsets)
     table.critical.copy_(torch.from_numpy(critical))
+    if int(table.threshold[1]) != int(threshold[1]):
+        table.threshold.copy_(torch.tensor([int(number) for number in threshold]))
 
 
 def set_pools(

@@ -89,7 +89,9 @@ class DeviceSide:
         """
         table, experts = self.table, self._store.experts
         formats = {CODES[tier]: experts.formats.get(bits[tier]) for tier in (Tier.HI, Tier.LO)}
-        set_precision(table, formats, system.precision.critical_counts(table.layers, table.experts))
+        precision = system.precision
+        critical = precision.critical_counts(table.layers, table.experts)
+        set_precision(table, formats, critical, precision.threshold())
         table.reuse_high.fill_(system.precision.reuses_high)
         sources = tuple((code, fmt.bits) for code, fmt in formats.items() if fmt is not None)
         if table.nested:

@@ -19,6 +19,8 @@ from vllm_dymoe.predict import Predictor, RoutedModel
 from vllm_dymoe.residency.format import EVERY_PROJECTION, ModelExperts
 from vllm_dymoe.residency.hotness import Rule
 from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.rule import Ints
+from vllm_dymoe.residency.threshold import NO_THRESHOLD
 from vllm_dymoe.residency.tier import Tier
 
 # Two slots keep a link busy within a layer: one is computed while the other fills. From a layer's last transfer to the
@@ -73,6 +75,10 @@ class Precision:
         """Where devices decide: how many experts of a decode step are high, int32 [num_layers, experts + 1], by layer
         and number of active experts. The most important by :func:`~.importance.step_importance` are."""
         return np.tile(np.arange(experts + 1, dtype=np.int32), (num_layers, 1))
+
+    def threshold(self) -> Ints:
+        """Where devices decide: above which experts are high, int64 [2]; see :mod:`~vllm_dymoe.residency.threshold`."""
+        return np.array(NO_THRESHOLD, np.int64)
 
     def tiers_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Tier]:
         """In which tier a coming layer will want experts.

@@ -2,11 +2,11 @@
 
 A step may hold tokens of several prompts and of several requests that decode. Each phase decides with its own measure:
 the prompts' tokens by heavy hitters, the decoded ones by routing weights, each over the experts that its own tokens use
-and each with Eq. 5. An expert is high if either phase wants it so; a long prompt beside it cannot cost a request that
-decodes its precision. Within a phase requests are one batch: their heavy hitters and their weights add up.
+and each with a threshold, or Eq. 5. An expert is high if either phase wants it so; a long prompt beside it cannot cost
+a request that decodes its precision. Within a phase requests are one batch: their heavy hitters and weights add up.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.rule import Ints
+from vllm_dymoe.residency.threshold import above, follow, threshold_for
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.base import Precision, Residency
 from vllm_dymoe.systems.exact import Exact
-from vllm_dymoe.systems.importance import gate_importance, most_important, step_importance
+from vllm_dymoe.systems.importance import gate_importance, most_important, step_importance, weight_sums
 from vllm_dymoe.systems.schedule import Schedule
 
 _IDLE = 0.25  # of what retention says: less than that is an idle tier
@@ -27,66 +29,101 @@ _IDLE = 0.25  # of what retention says: less than that is an idle tier
 
 @dataclass(frozen=True)
 class CriticalHigh(Precision):
-    """High for as many as the schedule says, the most important first; low for the others.
+    """High for the experts above one threshold, or for as many as a schedule says; low for the others.
 
     Attributes:
         schedule: how many experts are critical, by depth (Eqs. 4 and 5).
+        thresholds: of prompts' tokens and of the others, int64 [2] each, which move with every layer; empty where the
+            schedule decides.
     """
 
     schedule: Schedule = field(default_factory=lambda: Schedule(0.75))
+    thresholds: tuple[Ints, ...] = field(default=(), compare=False)
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
-        """Of ``top_k`` active experts: what rounding makes of r(l)."""
-        high = [self.schedule.critical(layer, num_layers, top_k) / top_k for layer in range(num_layers)]
+        """Of ``top_k`` active experts: retention, or what rounding makes of r(l)."""
+        high = [self._critical(layer, num_layers, top_k) / top_k for layer in range(num_layers)]
+        if self.thresholds:
+            high = [max(self.schedule.retention, 1 / top_k)] * num_layers
         shares = {Tier.HI: high, Tier.LO: [1 - share for share in high]}
         return {tier: shares[tier] for tier in self.tiers}
 
     def select(self, routing: Routing) -> Mapping[int, Tier]:
-        active = len(routing.active)
-        if self._critical(routing, active) == active:  # and so is every part of them
-            return dict.fromkeys(routing.active, Tier.HI)
+        if len(self.tiers) == 1:
+            return dict.fromkeys(routing.active, *self.tiers)
         high = self.critical(routing)
         return {expert: Tier.HI if expert in high else Tier.LO for expert in routing.active}
 
     def critical(self, routing: Routing) -> set[int]:
         """The most important experts of a step (4.2)."""
-        prompt = routing.prompt
+        prompt, high = routing.prompt, set()
+        experts = 1 + max(routing.active, default=0)
+        if self.thresholds:
+            phases = weight_sums(routing.ids, routing.weights, experts, prompt)
+            for threshold, (used, sums) in zip(self.thresholds, phases, strict=True):
+                those = above(threshold, sums)
+                follow(threshold, int(those.sum()), len(used))
+                high.update(used[those].tolist())
+            return high
         if prompt is None and len(routing.ids) == 1:  # decode of one request
             importance = gate_importance(routing.host_ids, routing.host_weights)
-            return most_important(importance, self._critical(routing, len(routing.active)))
-        load, gate = step_importance(routing.ids, routing.weights, 1 + max(routing.active, default=0), prompt)
-        high = most_important(load, self._critical(routing, len(load)))
-        return high | most_important(gate, self._critical(routing, len(gate)))
+            return most_important(importance, self._critical_of(routing, len(routing.active)))
+        load, gate = step_importance(routing.ids, routing.weights, experts, prompt)
+        high = most_important(load, self._critical_of(routing, len(load)))
+        return high | most_important(gate, self._critical_of(routing, len(gate)))
+
+    def chooser(self, num_layers: int) -> Callable[[int, Ints], NDArray[np.bool_]]:
+        """For replays of decode: which experts of a layer are high, by their sums, with a threshold of its own."""
+        threshold = threshold_for(self.schedule.retention)
+
+        def choose(layer: int, sums: Ints) -> NDArray[np.bool_]:
+            if self.thresholds:
+                high = above(threshold, sums)
+                follow(threshold, int(high.sum()), len(sums))
+            else:
+                high = np.zeros(len(sums), bool)
+                high[np.argsort(-sums, kind="stable")[: self._critical(layer, num_layers, len(sums))]] = True
+            return high
+
+        return choose
 
     def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
         """Eq. 5 for every layer and number of active experts."""
-        critical = self.schedule.critical
-        counts = [[critical(layer, num_layers, n) for n in range(experts + 1)] for layer in range(num_layers)]
+        counts = [[self._critical(layer, num_layers, n) for n in range(experts + 1)] for layer in range(num_layers)]
         return np.array(counts, np.int32)
 
+    def threshold(self) -> Ints:
+        return threshold_for(self.schedule.retention) if self.thresholds else super().threshold()
+
     def tiers_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Tier]:
-        """High for as many as the coming layer's t says (Eqs. 5, 7 and 8), the others low."""
-        high = set(named[: self.schedule.critical(layer, num_layers, len(named))])
+        """High for as many as the coming layer's t says (Eqs. 5, 7 and 8), or retention; the others low."""
+        if self.thresholds:
+            count = max(1, round(self.schedule.retention * len(named)))
+        else:
+            count = self._critical(layer, num_layers, len(named))
+        high = set(named[:count])
         return {expert: Tier.HI if expert in high else Tier.LO for expert in named}
 
     def warnings(self, num_layers: int, top_k: int) -> Sequence[str]:
         """Where rounding leaves one of two tiers, in decode, less than a quarter of what retention says."""
-        schedule, found = self.schedule, []
+        schedule, found = self.schedule, list[str]()
         realised = schedule.realised(num_layers, top_k)
         for name, wanted, share in (
             ("low", 1 - schedule.retention, 1 - realised),
             ("high", schedule.retention, realised),
         ):
-            if share < _IDLE * wanted:
-                other = "nearest" if schedule.rounding == "up" else "up"
+            if share < _IDLE * wanted and not self.thresholds:
                 found.append(
                     f'rounding "{schedule.rounding}" leaves the {name} tier {share:.1%} of a token\'s experts where '
-                    f"retention {schedule.retention:g} says {wanted:.0%}, so it is idle in decode; set rounding to "
-                    f'"{other}" in system_options, or change retention.'
+                    f"retention {schedule.retention:g} says {wanted:.0%}, so it is idle in decode; set high_by to "
+                    '"threshold" in system_options, or change retention.'
                 )
         return found
 
-    def _critical(self, routing: Routing, active: int) -> int:
+    def _critical(self, layer: int, num_layers: int, active: int) -> int:
+        return self.schedule.critical(layer, num_layers, active)
+
+    def _critical_of(self, routing: Routing, active: int) -> int:
         return self.schedule.critical(routing.layer, routing.num_layers, active)
 
 
@@ -96,14 +133,24 @@ class Dymoe(Exact):
     name: ClassVar[str] = "dymoe"
     summary: ClassVar[str] = "DyMoE: experts that matter to the step at `hi`, the others at `lo`"
     default_lo: ClassVar[int] = 2
-    precision_parameters: ClassVar[tuple[str, ...]] = ("retention", "heavy_share", "rounding", "skipped_weights")
+    precision_parameters: ClassVar[tuple[str, ...]] = (
+        "retention",
+        "high_by",
+        "heavy_share",
+        "rounding",
+        "skipped_weights",
+    )
 
     retention: float = Field(default=0.75, ge=0, le=1)
     """r: the average share of a layer's active experts that stay high; at 0 all are low, at 1 all are high."""
+    high_by: Literal["threshold", "depth", "equal"] = "threshold"
+    """What makes an expert high: its share of the routing weights is above one threshold for all layers, which moves
+    until retention is met; or it is among the largest of its layer, fewer the deeper it lies (Eq. 4), or equally many
+    everywhere."""
     heavy_share: float = Field(default=1, gt=0, le=1)
     """Share of a prompt's tokens that count, those that attention dwells on (the paper's heavy hitters); 1 is all."""
     rounding: Literal["up", "nearest"] = "up"
-    """Of the number of high experts: up as Eq. 5 has it, or to the nearest."""
+    """Of the number of high experts where no threshold decides: up as Eq. 5 has it, or to the nearest."""
     skipped_weights: Literal["keep", "renormalize"] = "keep"
     """Routing weights of experts that are skipped: lost, or handed to the token's other experts."""
     reuse_high: bool = True
@@ -111,13 +158,15 @@ class Dymoe(Exact):
 
     @cached_property
     def precision(self) -> CriticalHigh:
-        """Both tiers, or only one at the two ends of the scale."""
+        """Both tiers, or only one at the two ends of the scale, where there is nothing to choose."""
+        by_threshold = self.high_by == "threshold" and 0 < self.retention < 1
         return CriticalHigh(
             frozenset(tier for tier, used in ((Tier.HI, self.retention > 0), (Tier.LO, self.retention < 1)) if used),
             heavy_hitters=self.heavy_share,
             reuses_high=self.reuse_high,
             renormalizes=self.skipped_weights == "renormalize",
-            schedule=Schedule(self.retention, self.rounding),
+            schedule=Schedule(self.retention, self.rounding, self.high_by != "equal"),
+            thresholds=(threshold_for(self.retention), threshold_for(self.retention)) if by_threshold else (),
         )
 
     @cached_property

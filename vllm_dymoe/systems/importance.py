@@ -10,7 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_dymoe.residency.constants import WEIGHT_UNIT
 from vllm_dymoe.residency.routing import PromptTokens
+from vllm_dymoe.residency.rule import Ints
 
 # Attention scores held at a time, in float32: 4 MiB.
 _SCORES_AT_ONCE = 1 << 20
@@ -35,7 +37,7 @@ class StepImportance(NamedTuple):
 
     Attributes:
         load: Eq. 2: for each expert that tokens of prompts use how many heavy hitters do, and, since many have the same
-            number, these tokens' routing weights' sum, both with what the prompts' earlier parts said of these experts.
+            number, these tokens' routing weights' sum.
         gate: Eq. 3: for each expert that other tokens use the sum of their routing weights.
     """
 
@@ -69,15 +71,38 @@ def step_importance(
     places = (expert_ids.flatten().long() + 1).clamp_min_(0)  # other ranks' experts fall into the first place
     sums = values.new_zeros(len(columns), experts + 1)
     sums.index_add_(1, places, torch.stack(columns).view(len(columns), -1))
-    if prompt is not None and prompt.before is not None:
-        known = prompt.before[:, :experts]
-        sums[1:3, 1 : 1 + known.shape[1]] += known
     found = list(enumerate(zip(*sums.float()[:, 1:].tolist(), strict=True)))
     if prompt is None:
         return StepImportance({}, {expert: total for expert, (count, total) in found if count})
     load = {expert: (hits, total) for expert, (count, hits, total, *_) in found if count}
     gate = {expert: total for expert, (*_, count, total) in found if count} if prompt.mixed else {}
     return StepImportance(load, gate)
+
+
+def weight_sums(
+    expert_ids: Tensor, weights: Tensor, experts: int, prompt: PromptTokens | None = None
+) -> list[tuple[Ints, Ints]]:
+    """What a threshold goes by, in whole numbers: no order of additions decides.
+
+    Args:
+        expert_ids: [tokens, top_k] int, negative where another rank has the expert.
+        weights: [tokens, top_k] float32.
+        experts: more than the largest number in ``expert_ids``.
+        prompt: which tokens are prompts'; None for no token.
+
+    Returns:
+        For the tokens of prompts and for the others, the experts that they use, ascending, and the sum of each one's
+        routing weights in 1 / WEIGHT_UNIT; in prompts those of heavy hitters alone.
+    """
+    units = (weights.float() * float(WEIGHT_UNIT)).long()
+    none = torch.zeros(len(units), 1, dtype=torch.bool, device=units.device)
+    of_prompt, heavy = (none, none) if prompt is None else (prompt.rows[:, None], prompt.heavy[:, None])
+    rows = (of_prompt, of_prompt & heavy, ~of_prompt)
+    columns = torch.stack([rows[0].expand_as(units), units * rows[1], rows[2].expand_as(units), units * rows[2]])
+    places = (expert_ids.flatten().long() + 1).clamp_min_(0)
+    sums = units.new_zeros(len(columns), experts + 1).index_add_(1, places, columns.view(len(columns), -1))
+    found = sums[:, 1:].cpu().numpy()
+    return [(used.nonzero()[0], total[used > 0]) for used, total in (found[:2], found[2:])]
 
 
 def most_important(importance: Mapping[int, float] | Mapping[int, tuple[float, float]], count: int) -> set[int]:

@@ -28,7 +28,8 @@ class Schedule:
     Attributes:
         retention: r, the average of r(l) over the layers, 0 to 1.
         rounding: "up" is Eq. 5's ceiling, with which the share of critical experts is above r where few are active;
-            "nearest" stays around r.
+            "nearest" stays around r. Of two tiers at least one expert is high: a layer without any costs the most.
+        depth: Eq. 4; else every layer has r.
 
     Raises:
         ValueError: retention is outside of 0 to 1.
@@ -36,6 +37,7 @@ class Schedule:
 
     retention: float
     rounding: Rounding = "up"
+    depth: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.retention <= 1:
@@ -43,7 +45,7 @@ class Schedule:
 
     def ratio(self, layer: int, num_layers: int) -> float:
         """r(l), Eq. 4: the share of critical experts at a depth. A single layer has r itself."""
-        if num_layers == 1:
+        if num_layers == 1 or not self.depth:
             return self.retention
         depth = min(1.0, layer / (num_layers - 1))  # a draft's layers lie behind the last
         curve = (math.cos(math.pi * depth) + 1) / 2
@@ -63,4 +65,4 @@ class Schedule:
 def _critical(schedule: Schedule, layer: int, num_layers: int, active: int) -> int:
     exact = schedule.ratio(layer, num_layers) * active
     rounded = math.ceil(exact - _EPSILON) if schedule.rounding == "up" else math.floor(exact + 0.5 + _EPSILON)
-    return min(active, max(0, rounded))
+    return min(active, max(schedule.retention > 0, rounded))

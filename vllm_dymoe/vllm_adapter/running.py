@@ -121,7 +121,7 @@ class Running:
             x, weights, ids = x[:tokens], weights[:tokens], ids[:tokens]
         here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
         draft = layer.position >= self._num_layers
-        prompt = None if self.prompts is None or draft else self.prompts.tokens(tokens, x.device, layer.position)
+        prompt = None if self.prompts is None or draft else self.prompts.tokens(tokens, x.device)
         everywhere = None if here is ids else ids
         routing = Routing(layer.position, self._num_layers, x, here, weights, step.phase, prompt, everywhere)
         routing.weights_on_input = layer.weights_on_input
@@ -132,8 +132,6 @@ class Running:
             elif self.failures.sentence is None:
                 for observer in () if draft else self.observation.observers:
                     observer.see(routing)
-                if self.prompts is not None:
-                    self.prompts.remember(routing, runtime.experts.num_experts)
                 out = runtime.serving.forward(routing, layer.activation)
             else:  # the step has failed already
                 out = torch.zeros_like(x)
@@ -150,8 +148,6 @@ class Running:
         """A step of executors begins; false if it has no tokens and only ends some requests."""
         for observer in self.observation.observers:
             observer.begin_step(scheduler_output)
-        if self.prompts is not None:
-            self.prompts.chunks.begin_step(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens == 0:
             return False
         self.step.begin(scheduler_output)

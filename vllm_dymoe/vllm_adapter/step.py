@@ -8,9 +8,9 @@ Which tokens of a prompt attention dwells on (DyMoE Eq. 1) is read off queries a
 return no scores. They are handed both outside of any compiled graph: there the last queries of each prompt are asked
 once more, for their scores alone. What they say holds until the next attention layer, so each MoE layer has the heavy
 hitters of the attention before it. Only keys of the running step are there. In a chunked prefill, and behind a cached
-prefix, attention is therefore compared among the tokens of the chunk; what these say of experts adds up over the chunks
-(``chunks``). Where no attention layer hands over queries and keys (MLA), every token counts as a heavy hitter, and an
-expert's importance is its number of tokens: its load, which the paper finds to follow its heavy hitters closely (3.3).
+prefix, attention is therefore compared among the tokens of the chunk, and these alone decide. Where no attention layer
+hands over queries and keys (MLA), every token counts as a heavy hitter, and an expert's importance is its load, which
+the paper finds to follow its heavy hitters closely (3.3).
 """
 
 import itertools
@@ -22,10 +22,9 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 
-from vllm_dymoe.residency.routing import Phase, PromptTokens, Routing
+from vllm_dymoe.residency.routing import Phase, PromptTokens
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.importance import attention_mass, mark_heavy_hitters
-from vllm_dymoe.vllm_adapter.chunks import Chunks, Reading, load_of
 
 _KEY = "vllm_dymoe.prompts"
 WINDOW = 32
@@ -93,13 +92,11 @@ class _Prompts:
 
     Attributes:
         spans: rows of each prompt.
-        readings: the prompt of each, if it is a request's that has not answered yet.
         heavy: bool [tokens], as the last attention layer left it; None before the first.
         rows: bool [tokens], the spans as a mask; None before the first MoE layer.
     """
 
     spans: list[tuple[int, int]]
-    readings: list[Reading | None]
     heavy: torch.Tensor | None = None
     rows: torch.Tensor | None = None
 
@@ -112,9 +109,6 @@ class PromptTap:
         step: the running one.
         drafted: tokens that speculative decoding adds to a request's one; a longer query is a prompt's.
         recorded: a trace has them, so that they are marked where every expert gets the same tier, too.
-
-    Attributes:
-        chunks: the requests whose prompts are read: of these any query is a prompt's.
     """
 
     def __init__(
@@ -128,7 +122,6 @@ class PromptTap:
         self._system = system
         self._step = step
         self._recorded = recorded
-        self.chunks = Chunks()
         self._longest_decode = 1 + drafted
 
     def attend(self, layer: Any, query: torch.Tensor, key: torch.Tensor | None) -> None:
@@ -152,8 +145,8 @@ class PromptTap:
         for (first, last), mass in zip(prompts.spans, masses, strict=True):
             mark_heavy_hitters(mass, share, prompts.heavy[first:last])
 
-    def tokens(self, count: int, device: torch.device, layer: int = 0) -> PromptTokens | None:
-        """The prompts among the tokens of a MoE layer, by its position.
+    def tokens(self, count: int, device: torch.device) -> PromptTokens | None:
+        """The prompts among the tokens of a MoE layer.
 
         None if there are none, or the system does not ask, or the layer computes only some of the step's tokens.
         """
@@ -165,26 +158,8 @@ class PromptTap:
             for first, last in prompts.spans:
                 prompts.rows[first:last] = True
         heavy = prompts.rows if prompts.heavy is None else prompts.heavy
-        known = [reading.load[layer] for reading in prompts.readings if reading and reading.load is not None]
-        before = torch.stack(known).sum(0) if known else None
         mixed = sum(last - first for first, last in prompts.spans) < count
-        return PromptTokens(prompts.rows, heavy, mixed, before)
-
-    def remember(self, routing: Routing, experts: int) -> None:
-        """Count what a layer's router chose for prompts, of which a step or a request may read more.
-
-        Args:
-            routing: of the layer.
-            experts: of the rank.
-        """
-        prompts = self.running() if routing.prompt is not None else None
-        if prompts is None or routing.prompt is None:
-            return
-        for (first, last), reading in zip(prompts.spans, prompts.readings, strict=True):
-            if reading is not None and self.chunks.asks(reading):
-                rows = slice(first, last)
-                load = load_of(routing.ids[rows], routing.weights[rows], routing.prompt.heavy[rows], experts)
-                reading.add(routing.layer, routing.num_layers, load)
+        return PromptTokens(prompts.rows, heavy, mixed)
 
     @property
     def _share(self) -> float | None:
@@ -203,19 +178,15 @@ class PromptTap:
         return prompts
 
     def _find(self, attention: Any) -> _Prompts:
-        found = _Prompts([], [])
+        found = _Prompts([])
         metadata = _described(attention)
         if metadata is None:
             return found
         tokens = self._step.tokens
         places = [min(place, tokens) for place in metadata.query_start_loc.tolist()]  # requests too may be padding
-        lengths = getattr(metadata, "seq_lens", None)
-        ends = lengths.tolist() if lengths is not None and self.chunks.any else []
-        for (first, last), end in itertools.zip_longest(itertools.pairwise(places), ends[: len(places) - 1]):
-            reading = self.chunks.take(end, last - first) if last > first and end is not None else None
-            if reading is not None or last - first > self._longest_decode:
+        for first, last in itertools.pairwise(places):
+            if last - first > self._longest_decode:
                 found.spans.append((first, last))
-                found.readings.append(reading)
         return found
 
 

@@ -15,7 +15,7 @@ _HERE = "here with " + " and ".join(f"{share} of the experts for {memory}" for m
 _COLUMNS = {f"{memory} {name}": (At(share), show) for memory, share in _PLACES.items() for name, show in
             (("TTFT s", TTFT), ("TPOT s", TPOT))}  # fmt: skip
 # Rounded up, 63 of 64 choices of Mixtral's decode stay high at r = 0.75, and rows 4 to 6 could not differ from 2 and 3.
-_NEAREST = {"rounding": "nearest", "heavy_share": HEAVY_SHARE}
+_NEAREST = {"high_by": "depth", "rounding": "nearest", "heavy_share": HEAVY_SHARE}
 _DYMOE: dict[str, Any] = {"system": "dymoe", "lo": 0, "system_options": _NEAREST}
 
 # The paper does not name the precision of the first three rows; it is that of the others' high tier here, so that rows
@@ -44,7 +44,11 @@ _DYNAMIC = {
     ("4/2", 0.9): ((0.6821, 0.5053, 0.6475), (0.7704, 0.8015, 0.9052)),
     ("4/2", 1.0): ((0.6795, 0.5044, 0.6467), (0.7705, 0.8044, 0.8908)),
 }
-_CHOICES = {"random": (False, False), "token-based, equal": (True, False), "token-based, depth-based": (True, True)}
+_CHOICES = {
+    "random": (False, "equal"),
+    "token-based, equal": (True, "equal"),
+    "token-based, depth-based": (True, "depth"),
+}
 _SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     "Accelerate": {"system": "on-demand", "system_options": {"overlap": False}},
     "DyMoE (4/2)": _DYMOE | {"lo": 2},
@@ -68,9 +72,9 @@ def tables(moe_layers: int) -> Iterator[PaperTable]:
     ])  # fmt: skip
     yield PaperTable("Figure 3", "which experts are kept; the paper has C-Eval", tuple(_C_EVAL), [
         line(label, Quality({"hi": 4, "lo": 0, "system": "chosen", "system_options": {
-            "retention": 0.75, "heavy_share": HEAVY_SHARE, "by_importance": by_importance, "by_depth": by_depth,
+            "retention": 0.75, "heavy_share": HEAVY_SHARE, "by_importance": by_importance, "high_by": high_by,
         }}, _C_EVAL))
-        for label, (by_importance, by_depth) in _CHOICES.items()
+        for label, (by_importance, high_by) in _CHOICES.items()
     ])  # fmt: skip
     yield PaperTable("Figure 4", "where the heavy hitters of prompts go, beside all of their tokens", (
         "of all tokens, to the busiest quarter %", "of heavy hitters %", "correlation of the loads"), [
@@ -99,5 +103,5 @@ def _of_both_models(label: str, options: Mapping[str, Any], both: Any) -> Iterat
 
 def _dymoe(tiers: str, retention: float) -> dict[str, Any]:
     # Every expert fits on the device here, so that reuse would compute all of them high.
-    chosen = {"retention": retention, "heavy_share": HEAVY_SHARE, "reuse_high": False}
+    chosen = {"retention": retention, "high_by": "depth", "heavy_share": HEAVY_SHARE, "reuse_high": False}
     return {"hi": 4, "lo": int(tiers[2:]), "system": "dymoe", "system_options": chosen}

@@ -14,7 +14,7 @@ threshold. A union is the weight 1 and the threshold 1.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,7 +51,7 @@ class MeetingOfLayers(Predictor):
         k: K of Eq. 5.
         p: P of Eqs. 5 and 6.
         tuner: chooses K and P while serving; they stay as they are if None.
-        hits: how many experts layers have found on the device so far, for the tuner.
+        held: which experts of a layer are on the device, for the tuner: what is there costs no transfer.
         side_stream: where the gate is asked.
         votes: of the layers; None where all of them have to agree (Eq. 6).
     """
@@ -62,7 +62,7 @@ class MeetingOfLayers(Predictor):
         k: int,
         p: int,
         tuner: Heop | None = None,
-        hits: Callable[[], int] = lambda: 0,
+        held: Callable[[int], Set[int]] = lambda layer: frozenset(),
         side_stream: Inline | None = None,
         votes: Votes | None = None,
     ) -> None:
@@ -71,8 +71,8 @@ class MeetingOfLayers(Predictor):
         self._votes = votes
         self._setting = (k, p)
         self._tuner = tuner
-        self._hits = hits
-        self._hits_before = 0
+        self._held = held
+        self._there: Set[int] = frozenset()
         self._inputs: deque[torch.Tensor] = deque(maxlen=tuner.largest_p if tuner else p)
         self._layer = -1
         self._phase = Phase.DECODE
@@ -124,19 +124,19 @@ class MeetingOfLayers(Predictor):
         gate = self._gates[following]
         candidates = [Candidate(following, here, score) for expert, score in ranked if (here := gate.here(expert)) >= 0]
         self._named = frozenset(candidate.expert for candidate in candidates)
+        self._there = self._held(following) if self._tuner else frozenset()
         return candidates
 
     def _report(self, layer: int, chosen: Mapping[int, int]) -> None:
         """Tell the tuner about this layer of a decode step, and when the step ends."""
         assert self._tuner is not None
-        hits = self._hits()
-        found, self._hits_before = max(0, hits - self._hits_before), hits
         named, self._named = self._named, None
         if self._phase is not Phase.DECODE:
             return
         if named is not None:
-            missed = len(chosen.keys() - named)
-            self._tuner.record(layer, unused=len(named - chosen.keys()), missed=missed, hits=found)
+            unused, missed = named - chosen.keys() - self._there, chosen.keys() - named
+            hits = len(chosen.keys() & self._there)
+            self._tuner.record(layer, unused=len(unused), missed=len(missed), hits=hits)
         if layer == len(self._gates) - 1:
             self._tuner.end_step()
 

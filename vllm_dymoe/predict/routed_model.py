@@ -1,6 +1,6 @@
 """What a predictor may know of the model that it is made for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ class RoutedModel:
         num_experts: experts of a layer on this rank.
         top_k: experts per token.
         gates: of every layer, in order; empty where they are not known.
-        hits: how many experts layers have found on the device so far.
+        held: which experts of a layer are on the device.
         hidden: model width.
         fingerprint: of the weights, which a trained predictor must have been trained for.
         device: where predictions are computed.
@@ -32,7 +32,7 @@ class RoutedModel:
     num_experts: int
     top_k: int
     gates: Sequence[Gate] = ()
-    hits: Callable[[], int] = lambda: 0
+    held: Callable[[int], Set[int]] = lambda layer: frozenset()
     hidden: int = 0
     fingerprint: str = ""
     device: torch.device = _CPU

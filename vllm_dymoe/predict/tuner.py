@@ -4,11 +4,11 @@ Each group of layers (shallow, middle, deep) has its own K and P and its own cos
 
     L = alpha * n_unused + beta * (n_miss - n_hit)                                        (Eq. 11)
 
-where n_unused experts were named and not wanted, n_miss were wanted and not named, and n_hit were on the device when
-they were wanted. Every ``update_every`` steps either K or P moves by one. After ``patience`` moves without a new best
-the search goes back to the best and turns: to the other direction first, then to the other number. (The algorithm as
-printed turns both at once and does not go back; then K could only ever move in the direction in which it began.) After
-``rounds`` moves the group keeps the pair of the lowest average cost.
+where n_unused experts were prefetched (named and not on the device) and not wanted, n_miss were wanted and not named,
+and n_hit were wanted and on the device before. Every ``update_every`` steps either K or P moves by one. After
+``patience`` moves without a new best the search goes back to the best and turns: to the other direction first, then to
+the other number. (The algorithm as printed turns both at once and does not go back; then K could only ever move in the
+direction in which it began.) After ``rounds`` moves the group keeps the pair of the lowest average cost.
 
 The paper stops there. Here a group begins again when its workload has shifted: once fixed it measures the mean and
 deviation of its cost, and two cumulative sums (Page's CUSUM, one for each direction) add up how far, in deviations,

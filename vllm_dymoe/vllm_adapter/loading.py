@@ -1,7 +1,7 @@
 """The MoE layers of one rank while vLLM loads them, and then running."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -190,15 +190,15 @@ class Loading:
     def _routed_model(self, predictor: Path | None) -> RoutedModel:
         experts = self.experts
 
-        def hits() -> int:
+        def held(layer: int) -> Set[int]:
             assert self.running is not None
-            return self.running.runtime.serving.counts.hits
+            return frozenset(self.running.runtime.memory.table.tier[layer].nonzero()[0].tolist())
 
         return RoutedModel(
             len(experts.layers),
             experts.num_experts,
             experts.top_k,
-            hits=hits,
+            held=held,
             hidden=self._model.layers[0].hidden,
             fingerprint="" if predictor is None else self._model.model_fingerprint,
             device=torch.device(self._vllm_config.device_config.device),

@@ -36,6 +36,7 @@ from tests.support.recorded_device import record_reads
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.observe.synthetic import synthetic_trace
 from vllm_dymoe.residency.format import BlobKey
+from vllm_dymoe.residency.hotness import Swap
 from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.residency.rule import HIGH, LOW
@@ -328,6 +329,26 @@ def test_no_more_moves_than_in_flight_and_the_link_rests_between_them():
     now[0] = 8.1
     migration.turn()
     assert len(migration._flying) == 2
+
+
+@pytest.mark.parametrize(("nested", "begun"), [(True, 6), (False, 2)])
+def test_nested_versions_move_as_fast_as_the_link_has_time(nested, begun):
+    """They need no slots of their own; a turn is a step, and two in each would take a large model hundreds."""
+    store, now = make_store(make_experts(layers=3, num_experts=16, nested=nested)), [0.0]
+    runtime = dynaexq(store, 24, plain_engine(store, CPU, 0, largest_blob=0), in_flight=2, link_share=0.25)
+    migration = runtime.serving.migration
+    migration._clock, migration._began = lambda: now[0], 0.0
+    migration._migrating = DynaExq(**(AT_ONCE | {"window_s": 1e9, "link_share": 0.25})).residency.migrating
+    migration._busy, migration._moved = 1.0, (10, 5.0)  # half a second of the link for each
+    cold = [expert for expert in range(16) if runtime.memory.table.tier[0, expert] != HIGH]
+    high = [expert for expert in range(16) if expert not in cold]
+    swaps = [Swap(1.0, layer, up, down) for layer in range(3) for up, down in zip(cold, high, strict=False)]
+    migration._planned.extend(swaps)
+    assert len(swaps) > 6
+    now[0] = 16.0  # a quarter of it is 4, one of which is spent: 3 are left for 6 moves
+    migration.turn()
+    assert len(migration._flying) == begun
+    runtime.engine.close()
 
 
 def test_warm_up_counts_nothing_and_idleness_ends_no_window():

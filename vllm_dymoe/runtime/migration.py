@@ -33,6 +33,7 @@ Agree = Callable[[Sequence[int]], Sequence[int]]
 FAILED, UNDER_WAY, ARRIVED = 0, 1, 2
 """What a rank says of a move: the least of all holds for each."""
 OUTCOMES = ("published", "failed", "late", "refused", "outdated")
+_MOST_IN_FLIGHT = 64  # moves without slots of their own, however idle the link
 _LOADING = 8  # transfers that are on their way at once before the first request
 _LOOK = 16  # turns from one look at the clocks of several ranks to the next: each costs a message of all
 
@@ -111,6 +112,7 @@ class Migration:
         self._planned: deque[Swap] = deque()
         self._flying: list[_Move] = []
         self._began, self._busy = clock(), 0.0
+        self._moved = 0, 0.0  # since the start, and the link's seconds for them
         self._turns, self._look = 0, 1 if agree is list else _LOOK
         self._closing = False
         _bring_all(fetcher, hottest(start, self._places))
@@ -194,9 +196,7 @@ class Migration:
             over = self._decoded.ready()
         else:
             over = looks and now - self._began >= self._migrating.window_seconds
-        working = self._busy + sum(fetch.ticket.link_seconds(now) for fetch in self.flying)
-        idle = working <= self._migrating.link_share * (now - self._began)
-        over_, free, *states = self._agree([over, idle, *map(self._state, self._flying)])
+        over_, limit, *states = self._agree([over, self._limit(now), *map(self._state, self._flying)])
         for move, state in zip(list(self._flying), states, strict=True):
             if state == ARRIVED:
                 self._publish(move)
@@ -207,7 +207,7 @@ class Migration:
             self._closing = True
         elif over_:
             self._end_window(now)
-        while free and self._planned and len(self._flying) < self._migrating.in_flight:
+        while self._planned and len(self._flying) < limit:
             swap = self._planned.popleft()
             self._flying.append(_Move(swap, self._begin(swap), self.stats.windows))
 
@@ -216,6 +216,20 @@ class Migration:
         self._planned.clear()
         for move in list(self._flying):
             self._give_up(move, "outdated")
+
+    def _limit(self, now: float) -> int:
+        """How many moves may be on their way; no new one before the link has rested for those that were.
+
+        Where one needs no slot of its own they are as many as the link has time for: a turn comes once in a step, and
+        two moves in each would take a large model hundreds of steps to follow its traffic.
+        """
+        share = self._migrating.link_share * (now - self._began)
+        if self._busy + sum(fetch.ticket.link_seconds(now) for fetch in self.flying) > share:
+            return 0
+        most, (moved, seconds) = self._migrating.in_flight, self._moved
+        if self._memory.nested and seconds > 0:
+            most = max(most, min(_MOST_IN_FLIGHT, int((share - self._busy) * moved / seconds)))
+        return most
 
     def _state(self, move: _Move) -> int:
         if not move.fetches or any(f.ticket.state in (State.FAILED, State.CANCELLED) for f in move.fetches):
@@ -268,6 +282,8 @@ class Migration:
         self.stats.moves[outcome] += 1
         spent = sum(fetch.ticket.link_seconds(time.perf_counter()) for fetch in move.fetches)
         self._busy += spent
+        if outcome == "published":
+            self._moved = self._moved[0] + 1, self._moved[1] + spent
         self.stats.link_seconds += spent
 
     def _end_window(self, now: float) -> None:

@@ -103,7 +103,7 @@ class Migrating:
         rule: which experts are to be high.
         window_seconds: after which the rule is applied again.
         window_uses: mean uses of an expert by then; with fewer the window goes on.
-        in_flight: moves at the same time.
+        in_flight: moves at the same time; more where they need no slots of their own.
         link_share: share of the time that the link may work for moves.
         by_gates: an expert is as hot as its squared gates add up to; else as its uses.
         worth: what a high expert is worth in each layer beside the others; empty if that is not known.

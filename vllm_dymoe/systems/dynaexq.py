@@ -51,7 +51,7 @@ class DynaExq(System):
     slack: NonNegativeInt = 1
     """Ranks below its layer's places that a high expert may fall to before it goes."""
     in_flight: PositiveInt = 2
-    """Experts that are moved at the same time."""
+    """Experts that are moved at the same time; more, within link_share, where versions are nested and need no slots."""
     link_share: float = Field(default=0.25, gt=0, le=1)
     """Share of the time that the link may work for moves."""
     layer_worth: tuple[PositiveFloat, ...] = ()

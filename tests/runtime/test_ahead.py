@@ -16,7 +16,7 @@ from vllm_dymoe.systems.exact import Exact
 LAYERS = 4
 STORE = make_store(make_experts(layers=LAYERS, num_experts=16))
 HIDDEN, EXPERTS, TOP_K = STORE.experts.formats[4].hidden, STORE.experts.num_experts, STORE.experts.top_k
-MIXED = {"retention": 0.5, "reuse_high": False}
+MIXED = {"retention": 0.5, "high_by": "depth", "reuse_high": False}
 
 
 def gates():

@@ -33,7 +33,6 @@ Agree = Callable[[Sequence[int]], Sequence[int]]
 FAILED, UNDER_WAY, ARRIVED = 0, 1, 2
 """What a rank says of a move: the least of all holds for each."""
 OUTCOMES = ("published", "failed", "late", "refused", "outdated")
-_MOST_IN_FLIGHT = 64  # moves without slots of their own, however idle the link
 _LOADING = 8  # transfers that are on their way at once before the first request
 _LOOK = 16  # turns from one look at the clocks of several ranks to the next: each costs a message of all
 
@@ -196,7 +195,11 @@ class Migration:
             over = self._decoded.ready()
         else:
             over = looks and now - self._began >= self._migrating.window_seconds
-        over_, limit, *states = self._agree([over, self._limit(now), *map(self._state, self._flying)])
+        share = self._migrating.link_share * (now - self._began)
+        working = self._busy + sum(fetch.ticket.link_seconds(now) for fetch in self.flying)
+        each = self._moved[1] / self._moved[0] if self._memory.nested and self._moved[0] else 0.0
+        most = 0 if working > share else self._migrating.at_once(share - self._busy, each)
+        over_, limit, *states = self._agree([over, most, *map(self._state, self._flying)])
         for move, state in zip(list(self._flying), states, strict=True):
             if state == ARRIVED:
                 self._publish(move)
@@ -216,20 +219,6 @@ class Migration:
         self._planned.clear()
         for move in list(self._flying):
             self._give_up(move, "outdated")
-
-    def _limit(self, now: float) -> int:
-        """How many moves may be on their way; no new one before the link has rested for those that were.
-
-        Where one needs no slot of its own they are as many as the link has time for: a turn comes once in a step, and
-        two moves in each would take a large model hundreds of steps to follow its traffic.
-        """
-        share = self._migrating.link_share * (now - self._began)
-        if self._busy + sum(fetch.ticket.link_seconds(now) for fetch in self.flying) > share:
-            return 0
-        most, (moved, seconds) = self._migrating.in_flight, self._moved
-        if self._memory.nested and seconds > 0:
-            most = max(most, min(_MOST_IN_FLIGHT, int((share - self._busy) * moved / seconds)))
-        return most
 
     def _state(self, move: _Move) -> int:
         if not move.fetches or any(f.ticket.state in (State.FAILED, State.CANCELLED) for f in move.fetches):

@@ -29,6 +29,7 @@ from vllm_dymoe.residency.tier import Tier
 # call: two slots are 127 calls for a layer of Qwen3-30B-A3B, 16 are 18. An eighth of the slots, or a 64th of many, is
 # so little that layers hardly feel what they cannot keep.
 FEWEST_STAGING = 2
+_MOST_IN_FLIGHT = 64  # moves without slots of their own, however idle the link
 _USUAL_STAGING, _MOST_STAGING = 4, 16
 
 
@@ -120,6 +121,18 @@ class Migrating:
     worth: tuple[float, ...]
     trace: Path | None
     streams: bool
+
+    def at_once(self, seconds: float, each: float) -> int:
+        """How many moves may be on their way while the link has so many seconds for them.
+
+        Where one needs no slot of its own they are as many as there is time for: moves begin between steps, and two in
+        each would take a large model hundreds of steps to follow its traffic.
+
+        Args:
+            seconds: of the link.
+            each: what one takes; 0 where it needs slots, or none has arrived yet.
+        """
+        return max(self.in_flight, min(_MOST_IN_FLIGHT, int(seconds / each))) if each else self.in_flight
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,18 @@ def test_a_workload_that_became_easier_is_a_shift_too():
     assert heop.restarts >= 1
 
 
+def test_texts_that_differ_start_few_searches():
+    """Within a text steps are alike: 100 texts of 80 steps, as the shipped model's costs are spread."""
+    heop, chance = make(rounds=20), random.Random(3)
+    for _ in range(100):
+        easier = chance.gauss(0, 0.5)
+        for _ in range(80):
+            for layers in GROUPS:
+                heop.record(layers[0], unused=10 + easier + chance.gauss(0, 1.0), missed=0, hits=0)
+            heop.end_step()
+    assert 0 < heop.restarts <= 12, "four for each group; 40 where a search asks for no more than the one before"
+
+
 def test_one_strange_step_is_no_shift():
     heop = make(rounds=5)
     workload = Workload(((4, 3),) * 3)

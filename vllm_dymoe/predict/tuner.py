@@ -13,7 +13,8 @@ direction in which it began.) After ``rounds`` moves the group keeps the pair of
 The paper stops there. Here a group begins again when its workload has shifted: once fixed it measures the mean and
 deviation of its cost, and two cumulative sums (Page's CUSUM, one for each direction) add up how far, in deviations,
 later steps lie above or below. Half a deviation counts for nothing, and no step for more than five, so that it takes
-many to make a shift: a sum above ``shift``.
+many to make a shift: a sum above ``shift``. Steps of one text are alike, and the next text is another: with each new
+search a group measures twice as long and asks for twice the drift, or every text would begin one.
 """
 
 import math
@@ -86,7 +87,7 @@ class Heop:
         update_every: decode steps between two moves (N_update).
         patience: moves without a new best before the search turns (Pat).
         rounds: moves before the best is kept.
-        shift: how much drift, in deviations of a step's cost, starts the search again.
+        shift: how much drift, in deviations of a step's cost, starts the search again for the first time.
         seed: of the first direction.
     """
 
@@ -202,7 +203,7 @@ class Heop:
 
     def _watch(self, group: _Group, cost: float) -> None:
         reference = group.recent
-        if reference.count < 5 * self._update_every:
+        if reference.count < 5 * self._update_every << group.restarts:
             reference.add(cost)
             return
         # Costs are multiples of alpha and beta: a deviation far below them would make a shift of every change.
@@ -210,7 +211,7 @@ class Heop:
         drift = max(-5.0, min(5.0, (cost - reference.mean) / deviation))
         group.above = max(0.0, group.above + drift - 0.5)
         group.below = max(0.0, group.below - drift - 0.5)
-        if max(group.above, group.below) > self._shift:
+        if max(group.above, group.below) > self._shift * 2**group.restarts:
             _begin_again(group)
             group.restarts += 1
 

@@ -83,10 +83,23 @@ def test_wrong_options_are_refused(monkeypatch):
 
 
 def test_depth_needs_all_layers_in_one_process():
-    message = refusal({"system": "dymoe"}, pipeline_parallel_size=2)
+    by_depth = {"system": "dymoe", "system_options": {"high_by": "depth"}}
+    message = refusal(by_depth, pipeline_parallel_size=2)
     assert "leave --pipeline-parallel-size 2 out" in message
-    configure({"system": "exact"}, pipeline_parallel_size=2)
-    configure({"system": "dymoe"})
+    configure({"system": "dymoe"}, pipeline_parallel_size=2)
+    configure(by_depth)
+
+
+def test_what_cannot_meet_at_the_experts_of_several_engines_is_refused(tmp_path):
+    both = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    configure(**both)
+    for sentence, dymoe, settings in (
+        ("add --enable-expert-parallel", None, both | {"enable_expert_parallel": False}),
+        ("not through deepep_low_latency", None, both | {"all2all_backend": "deepep_low_latency"}),
+        ("leave --pipeline-parallel-size out", None, both | {"pipeline_parallel_size": 2}),
+        ("leave trace out", {"trace": {"folder": str(tmp_path)}}, both),
+    ):
+        assert sentence in refusal(dymoe, **settings)
 
 
 @pytest.mark.parametrize(("budget", "bits"), [(1000, 4), ("0.001%", 4), ("20 KiB", 16)])

@@ -52,7 +52,6 @@ def draft(experts, model="another", method="mtp"):
     [
         # vLLM itself refuses it without CUDA.
         ({"enable_eplb": True}, "expert-parallel load balancing"),
-        ({"data_parallel_size": 2}, "data parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"use_ubatching": True}, "micro-batches that run at the same time"),
         (
@@ -77,7 +76,6 @@ def test_nothing_else_is_refused(drafts):
 
 
 def test_what_vllm_configures_itself_is_refused_and_accepted():
-    assert "data parallelism is not supported" in refusal(data_parallel_size=2)
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     assert configure(speculative_config=speculation).speculative_config.method == "ngram"
     speculation = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}

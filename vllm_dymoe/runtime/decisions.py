@@ -9,6 +9,8 @@ from vllm_dymoe.systems import System
 
 DRAFTED = "a draft with experts proposes the model's tokens"
 """What is in the way then: its layers run several times in a step, and lie behind those that a system knows."""
+MET = "the tokens of data-parallel engines meet at the experts"
+"""What is in the way then: which rows are tokens only each engine knows, and a graph would have to be told."""
 
 
 def device_decides(

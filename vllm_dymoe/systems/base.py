@@ -49,6 +49,11 @@ class Precision:
     reuses_high: bool = True
     renormalizes: bool = False
 
+    @property
+    def by_depth(self) -> bool:
+        """Whether the tiers of a layer follow from how deep it lies in the whole model."""
+        return False
+
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
         """What share of a layer's active experts gets each tier when one token is decoded, for every layer."""
         return {Tier.HI: [1.0] * num_layers}

@@ -40,6 +40,10 @@ class CriticalHigh(Precision):
     schedule: Schedule = field(default_factory=lambda: Schedule(0.75))
     thresholds: tuple[Ints, ...] = field(default=(), compare=False)
 
+    @property
+    def by_depth(self) -> bool:
+        return self.schedule.depth and not self.thresholds and len(self.tiers) > 1
+
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
         """Of ``top_k`` active experts: retention, or what rounding makes of r(l)."""
         high = [self._critical(layer, num_layers, top_k) / top_k for layer in range(num_layers)]

@@ -5,12 +5,13 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 
 from vllm_dymoe.quantize.checkpoint import group_experts
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.quantize.tensor_names import read_name
 from vllm_dymoe.quantize.tensors import check_files, weight_files
+from vllm_dymoe.runtime.decisions import DRAFTED, MET
 from vllm_dymoe.store import MANIFEST, Manifest, StoreError
 
 
@@ -63,6 +64,18 @@ def drafted_by_experts(config: VllmConfig) -> bool:
     draft = getattr(config.speculative_config, "draft_model_config", None)
     # Methods without a draft model, such as ngram, have the target's own config there.
     return draft is not None and draft is not config.model_config and bool(draft.get_num_experts())
+
+
+def host_needed(config: VllmConfig) -> str:
+    """Why the host has to decide about experts in every step, as far as vLLM's configuration says; empty otherwise."""
+    if drafted_by_experts(config):
+        return DRAFTED
+    return MET if config.parallel_config.data_parallel_size > 1 else ""
+
+
+def ranks_of_machine(parallel: ParallelConfig) -> int:
+    """Ranks that share this machine's memory, those of all its engines."""
+    return int(parallel.local_world_size * max(1, parallel.data_parallel_size_local))
 
 
 def _snapshot(vllm_config: VllmConfig, **choice: Any) -> Path:

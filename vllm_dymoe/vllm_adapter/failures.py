@@ -41,17 +41,19 @@ class StepFailures:
     Args:
         store: a torch.distributed.Store that all ranks share; None for a single rank.
         collects: whether this rank's output is the one that vLLM collects.
+        shared: other engines compute the same steps with these experts, and have to find the sentence, too.
 
     Attributes:
         on_failure: called with the number of a step that failed on any rank, when its output is complete.
     """
 
-    def __init__(self, step: RunningStep, store: Any = None, *, collects: bool = True) -> None:
+    def __init__(self, step: RunningStep, store: Any = None, *, collects: bool = True, shared: bool = False) -> None:
         self.sentence: str | None = None
         self.on_failure: Callable[[int], None] = lambda step: None
         self._step = step
         self._store = store
         self._collects = collects
+        self._shared = shared
 
     @property
     def alone(self) -> bool:
@@ -88,7 +90,8 @@ class StepFailures:
         if self._store is None or not self._store.check([_key(step)]):
             return None
         sentence: str = self._store.get(_key(step)).decode()
-        self._store.delete_key(_key(step))
+        if not self._shared:
+            self._store.delete_key(_key(step))
         return sentence
 
 
@@ -106,12 +109,13 @@ class _Checked(AsyncModelRunnerOutput):
 def make_step_failures(step: RunningStep) -> StepFailures:
     """For this worker, after vLLM has set up its process groups."""
     from torch.distributed import distributed_c10d
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+    from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group, get_world_group
 
     if get_world_group().world_size == 1:
         return StepFailures(step)
     collects = get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
-    return StepFailures(step, distributed_c10d._get_default_store(), collects=collects)
+    shared = get_dp_group().world_size > 1
+    return StepFailures(step, distributed_c10d._get_default_store(), collects=collects, shared=shared)
 
 
 def _key(step: int) -> str:

@@ -23,7 +23,7 @@ from vllm_dymoe.runtime.sizing import workspace_bytes
 from vllm_dymoe.store import HostStore
 from vllm_dymoe.store.memory import join
 from vllm_dymoe.systems import make_system
-from vllm_dymoe.vllm_adapter.checkpoint import drafted_by_experts
+from vllm_dymoe.vllm_adapter.checkpoint import host_needed
 from vllm_dymoe.vllm_adapter.failures import make_step_failures
 from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.graphs import leave_layers_out
@@ -158,8 +158,8 @@ class Loading:
     @property
     def _obstacle(self) -> str:
         """Why the host has to decide in decode; empty if the model gives no reason."""
-        if drafted_by_experts(self._vllm_config):
-            return DRAFTED
+        if reason := host_needed(self._vllm_config):
+            return reason
         on_input = any(layer.weights_on_input for layer in self._model.layers)
         return "the router's weights multiply what experts read" if on_input else ""
 
@@ -170,6 +170,8 @@ class Loading:
         parallel = self._vllm_config.parallel_config
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         rank = f"rank {parallel.rank} of {ranks}" if ranks > 1 else ""
+        if parallel.data_parallel_size > 1:
+            rank = f"engine {parallel.data_parallel_rank} of {parallel.data_parallel_size} {rank}".rstrip()
         announce(runtime, rank, time.perf_counter() - self._begin, source, place)
 
     def _runtime(

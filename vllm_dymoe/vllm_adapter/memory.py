@@ -11,6 +11,7 @@ from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.runtime.device_memory import CudaMemory
 from vllm_dymoe.runtime.device_share import StepShape, automatic_share
+from vllm_dymoe.vllm_adapter.checkpoint import ranks_of_machine
 
 # On a CPU the "device" is the machine's memory, which other processes use too.
 _SHARE_OF_FREE_HOST_MEMORY = 0.5
@@ -28,7 +29,7 @@ def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: Mod
     """
     if device.type == "cpu":
         cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 4) * 2**30)
-        ranks = vllm_config.parallel_config.world_size
+        ranks = ranks_of_machine(vllm_config.parallel_config)
         return int(max(0, available_host_memory() // ranks - cache) * _SHARE_OF_FREE_HOST_MEMORY)
     free, cache_config, model = CudaMemory(device).available(), vllm_config.cache_config, vllm_config.model_config
     kv_cache = cache_config.kv_cache_memory_bytes
@@ -61,7 +62,7 @@ def step_shape(vllm_config: VllmConfig, experts: ModelExperts) -> StepShape:
     sizes = (compilation.cudagraph_capture_sizes or []) if graphs else []
     heads = model.get_num_attention_heads(parallel) + 2 * model.get_num_kv_heads(parallel)
     return StepShape(
-        tokens=scheduler.max_num_batched_tokens,
+        tokens=scheduler.max_num_batched_tokens * parallel.data_parallel_size,  # all of them meet at the experts
         sequences=scheduler.max_num_seqs,
         hidden=model.get_hidden_size(),
         attention=heads * model.get_head_size(),

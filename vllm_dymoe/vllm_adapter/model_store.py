@@ -42,7 +42,7 @@ from vllm_dymoe.store import (
 from vllm_dymoe.store.memory import HostPlace, choose_host_place
 from vllm_dymoe.store.page_lock import CudaPageLock
 from vllm_dymoe.store.writer import StoreWriter
-from vllm_dymoe.vllm_adapter.checkpoint import local_folder
+from vllm_dymoe.vllm_adapter.checkpoint import local_folder, ranks_of_machine
 from vllm_dymoe.vllm_adapter.report import logger
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
@@ -252,7 +252,7 @@ class ModelStore:
 
     def _open(self) -> None:
         config, experts = self._vllm_config, self.experts
-        device, ranks = config.device_config.device_type, config.parallel_config.local_world_size
+        device, ranks = config.device_config.device_type, ranks_of_machine(config.parallel_config)
         self.place = choose_host_place(self._options.host_store, device, experts, self._host_memory, ranks)
         if self._checkpoint is None or self.dummy:
             existing = cached_store(self._folder, self._manifest)  # of an earlier start

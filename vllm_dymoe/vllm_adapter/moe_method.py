@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture, is_breakable_cudagraph_enabled
 from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -45,6 +46,11 @@ class DymoeMoEMethod(FusedMoEMethodBase):
     def __init__(self, moe: FusedMoEConfig, loading: Loading) -> None:
         super().__init__(moe)
         self.loading = loading
+
+    @property
+    def supports_internal_mk(self) -> bool:
+        """Data-parallel ranks exchange their rows behind this seam, where it is known which of them are tokens."""
+        return True
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
         """None: vLLM's own kernels never see our weights."""
@@ -99,7 +105,9 @@ class DymoeMoEMethod(FusedMoEMethodBase):
                 weights_on_input=weights_on_input,
             )
         )
-        self.layer = RankLayer(layer.layer_name, position, activation, None, weights_on_input)
+        part = get_tensor_model_parallel_rank() if parallel.is_sequence_parallel else None
+        meets = parallel.dp_size > 1
+        self.layer = RankLayer(layer.layer_name, position, activation, None, weights_on_input, meets, part)
         sink, sizes = self.loading.layer_store(position), (hidden_size, intermediate_size_per_partition)
         self._loader = ExpertLoader(layer, sink, *sizes, self.loading.reader)
         self._loader.register(layer, params_dtype, bias=self.moe.has_bias)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_dymoe.vllm_adapter import failures, prepare
+from vllm_dymoe.vllm_adapter import data_parallel, failures, prepare
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
 from vllm_dymoe.vllm_adapter.running import Running
 
@@ -115,6 +115,30 @@ def _sample_tokens(original: Original, self: Any, grammar_output: Any) -> Any:
     """Here a step ends, and its failure has to leave the worker with its output."""
     output, rank = original(self, grammar_output), _rank(self.vllm_config.quant_config)
     return output if rank is None else rank.end_step(output)
+
+
+@_replaces(_WORKER, "execute_dummy_batch", "a step for ranks without requests, as execute_model has one")
+def _execute_dummy_batch(original: Original, self: Any) -> Any:
+    """A data-parallel rank without requests computes other ranks' tokens with its experts, which is no warm-up."""
+    rank = _rank(self.vllm_config.quant_config)
+    with contextlib.nullcontext() if rank is None else rank.idle_step():
+        return original(self)
+
+
+_CPU = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator"
+_COLLECTIVE = "this collective in CpuCommunicator"
+
+
+@_replaces(_CPU, "all_gatherv", _COLLECTIVE)
+def _all_gatherv(original: Original, self: Any, input_: Any, dim: int = 0, sizes: Any = None) -> Any:
+    """vLLM's expert parallelism over data-parallel ranks gathers rows, and its communicator of CPUs cannot."""
+    return data_parallel.gather_rows(self, input_, sizes)
+
+
+@_replaces(_CPU, "reduce_scatterv", _COLLECTIVE)
+def _reduce_scatterv(original: Original, self: Any, input_: Any, dim: int = 0, sizes: Any = None) -> Any:
+    """As ``all_gatherv``, on the way back."""
+    return data_parallel.add_rows(self, input_, sizes)
 
 
 @_replaces(_WORKER, "determine_available_memory", _CAPTURE_HOOK)

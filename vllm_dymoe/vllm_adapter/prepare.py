@@ -15,12 +15,18 @@ from vllm_dymoe.predict.checkpoint import PredictorError, read_card
 from vllm_dymoe.quantize.readers.base import PLAIN_READER, format_fields
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.residency.format import Format, ModelExperts, stored_formats
-from vllm_dymoe.runtime.decisions import DRAFTED, device_decides, without_device
+from vllm_dymoe.runtime.decisions import device_decides, without_device
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.store.memory import choose_host_place
 from vllm_dymoe.systems import make_system
-from vllm_dymoe.vllm_adapter.checkpoint import check_checkpoint, check_ranks, drafted_by_experts
+from vllm_dymoe.vllm_adapter.checkpoint import (
+    check_checkpoint,
+    check_ranks,
+    drafted_by_experts,
+    host_needed,
+    ranks_of_machine,
+)
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs
 from vllm_dymoe.vllm_adapter.quant_config import expert_width, read_options
 from vllm_dymoe.vllm_adapter.report import logger
@@ -50,6 +56,7 @@ def prepare(config: VllmConfig) -> None:
             )
         if ours is not None and config.load_config.load_format != "dummy":
             check_ranks(Path(config.model_config.model), config.parallel_config.tensor_parallel_size)
+        _refuse_data_parallel(config, options)
         _refuse_pipeline(config, options)
         experts = experts_of(config, options)
         if experts is not None:
@@ -100,7 +107,7 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
         return None
     text, experts = model.hf_text_config, model.get_num_experts()
     if parallel.enable_expert_parallel:
-        experts = -(-experts // parallel.tensor_parallel_size)
+        experts = -(-experts // (parallel.tensor_parallel_size * parallel.data_parallel_size))
     # Latent experts read fewer numbers than the model is wide (Nemotron-H, Kimi-K3).
     narrow = (getattr(text, name, None) for name in ("moe_latent_size", "routed_expert_hidden_size"))
     hidden = next((size for size in narrow if size), model.get_hidden_size())
@@ -136,14 +143,36 @@ def _refuse_model(config: VllmConfig) -> None:
         )
 
 
+def _refuse_data_parallel(config: VllmConfig, options: Options) -> None:
+    """Refuse what cannot be where the tokens of several engines meet at the same experts."""
+    parallel = config.parallel_config
+    if parallel.data_parallel_size == 1:
+        return
+    refused = {
+        "without expert parallelism would cut every expert into parts for all replicas; add --enable-expert-parallel, "
+        "so that each has experts of its own, or start one server for each replica": (
+            not parallel.enable_expert_parallel
+        ),
+        f"exchanges tokens through allgather and reduce-scatter, and not through {parallel.all2all_backend}; leave "
+        "--all2all-backend out": parallel.all2all_backend != "allgather_reducescatter",
+        "does not go with stages of a pipeline; leave --pipeline-parallel-size out": parallel.pipeline_parallel_size
+        > 1,
+        "does not go with drafts that have experts; leave --speculative-config out": drafted_by_experts(config),
+        "mixes the tokens of several engines, and a trace is of one; leave trace out": options.trace is not None,
+    }
+    for sentence, is_on in refused.items():
+        if is_on:
+            raise ConfigError(f"vllm-dymoe: data parallelism {sentence}.")
+
+
 def _refuse_pipeline(config: VllmConfig, options: Options) -> None:
     """Refuse what needs all layers where no process has them."""
     stages = config.parallel_config.pipeline_parallel_size
     instead = f"leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
-    if stages > 1 and make_system(options).precision.heavy_hitters is not None:
+    if stages > 1 and make_system(options).precision.by_depth:
         raise ConfigError(
-            f'vllm-dymoe: system "{options.system}" goes by the depth of a layer, which a stage of a pipeline does not '
-            f"know; {instead}"
+            f'vllm-dymoe: high_by "depth" goes by how deep a layer lies, which a stage of a pipeline does not know; '
+            f'set it to "threshold" in system_options, or {instead}'
         )
     if stages > 1 and options.trace is not None:
         raise ConfigError(
@@ -161,7 +190,7 @@ def _check_memory(config: VllmConfig, experts: ModelExperts, options: Options) -
         plan_slots(experts, options, make_system(options), limit, workspace)
     if options.host_store == "pinned":
         surely = replace(experts, layers=experts.layers[: _layers_with_experts(config, len(experts.layers))])
-        ranks = config.parallel_config.local_world_size
+        ranks = ranks_of_machine(config.parallel_config)
         choose_host_place(options.host_store, device_type, surely, available_host_memory(), ranks)
 
 
@@ -182,9 +211,9 @@ def _device_decides(config: VllmConfig, experts: ModelExperts | None, options: O
         options = without_device(options)
     device_type, pinned = current_platform.device_type, options.host_store == "pinned"
     if options.host_store == "auto" and experts is not None:
-        ranks = config.parallel_config.local_world_size
+        ranks = ranks_of_machine(config.parallel_config)
         pinned = choose_host_place("auto", device_type, experts, available_host_memory(), ranks).pinned
-    obstacle = DRAFTED if drafted_by_experts(config) else ""
+    obstacle = host_needed(config)
     return device_decides(options, make_system(options), device_type, readable=pinned, obstacle=obstacle)[0]
 
 
@@ -209,8 +238,6 @@ def refuse_unsupported_features(config: VllmConfig) -> None:
         "for instance q_proj k_proj v_proj o_proj.": _lora_may_reach_experts(config.lora_config),
         "expert-parallel load balancing is not supported, because every rank has a store of its own experts; leave "
         "--enable-eplb out.": parallel.enable_eplb,
-        "data parallelism is not supported; leave --data-parallel-size out, and start one server for each "
-        "replica.": parallel.data_parallel_size > 1,
         "prefill context parallelism is not supported, because a rank cannot tell which tokens of a step are its own; "
         "leave --prefill-context-parallel-size out.": parallel.prefill_context_parallel_size > 1,
         "micro-batches that run at the same time are not supported, because layers have to come one after the other; "

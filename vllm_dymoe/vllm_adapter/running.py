@@ -4,7 +4,8 @@ Where the device decides, steps in which every request decodes need no host: a c
 nothing here runs in them but what stands around the model, and that is all they may rely on.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from vllm_dymoe.predict import RoutedModel
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.transfer import TransferError
+from vllm_dymoe.vllm_adapter.data_parallel import Gathered, own_tokens
 from vllm_dymoe.vllm_adapter.decode_steps import DecodeSteps
 from vllm_dymoe.vllm_adapter.failures import StepFailures
 from vllm_dymoe.vllm_adapter.gates import Foresight
@@ -36,6 +38,8 @@ class RankLayer:
         expert_map: int [experts of all ranks + 1], this rank's number of each, -1 for another rank's, and at the end -1
             for rows whose expert is -1; None where the rank has all experts.
         weights_on_input: the router's weights multiply what experts read, and not what they give.
+        meets: tokens of all data-parallel ranks meet at this rank's experts.
+        part: which part of the step's rows a rank of tensor parallelism has; None where each has all of them.
     """
 
     name: str
@@ -43,6 +47,8 @@ class RankLayer:
     activation: Activation
     expert_map: torch.Tensor | None
     weights_on_input: bool = False
+    meets: bool = False
+    part: int | None = None
 
 
 class Running:
@@ -117,16 +123,25 @@ class Running:
             return path.forward(layer.position, x, weights, here, layer.activation)
         if capturing:
             raise refused_capture(layer.name)
-        if tokens < rows:
+        phase, gathered = step.phase, None
+        if layer.meets:
+            part = layer.part
+            own = tokens if part is None or step.warming_up else own_tokens(step.tokens, rows, part)
+            gathered = Gathered(x, weights, ids, own, phase, sequence_parallel=part is not None)
+            x, weights, ids, phase = gathered.x, gathered.weights, gathered.ids, gathered.phase
+        elif tokens < rows:
             x, weights, ids = x[:tokens], weights[:tokens], ids[:tokens]
         here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
         draft = layer.position >= self._num_layers
-        prompt = None if self.prompts is None or draft else self.prompts.tokens(tokens, x.device)
+        prompts = None if draft or gathered is not None else self.prompts
+        prompt = None if prompts is None else prompts.tokens(tokens, x.device)
         everywhere = None if here is ids else ids
-        routing = Routing(layer.position, self._num_layers, x, here, weights, step.phase, prompt, everywhere)
+        routing = Routing(layer.position, self._num_layers, x, here, weights, phase, prompt, everywhere)
         routing.weights_on_input = layer.weights_on_input
         try:
-            if step.warming_up:
+            if not len(x):  # an engine without requests beside others that have none either
+                out = torch.zeros_like(x)
+            elif step.warming_up:
                 with runtime.serving.unobserved():
                     out = runtime.serving.forward(routing, layer.activation)
             elif self.failures.sentence is None:
@@ -138,6 +153,8 @@ class Running:
         except TransferError as error:
             self._failed(error)
             out = torch.zeros_like(x)
+        if gathered is not None:
+            return gathered.combine(out)
         if tokens == rows:
             return out
         filled_up = out.new_zeros(rows, out.shape[1])
@@ -155,6 +172,16 @@ class Running:
         if self._decode is not None:
             self._decode.begin()
         return True
+
+    @contextlib.contextmanager
+    def idle_step(self) -> Iterator[None]:
+        """This rank has no requests and computes a dummy batch: its experts serve the tokens of other ranks."""
+        self.step.begin_idle()
+        self.runtime.serving.begin_step(self.step.phase)
+        try:
+            yield
+        finally:
+            self.failures.finish(None)
 
     def end_model(self, runner: Any, scheduler_output: Any, output: Any) -> Any:
         """The model of a step has run; returns its output, declared failed if the step is."""

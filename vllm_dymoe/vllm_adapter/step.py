@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_dymoe.residency.routing import Phase, PromptTokens
 from vllm_dymoe.systems import System
@@ -76,6 +77,11 @@ class RunningStep:
         self.longest = max(scheduler_output.num_scheduled_tokens.values())
         self._scheduled = scheduler_output
         self.phase = Phase.PREFILL if prefill else Phase.DECODE
+
+    def begin_idle(self) -> None:
+        """A step begins in which only other data-parallel ranks have tokens; they count it, too."""
+        self.number += 1
+        self._scheduled = SchedulerOutput.make_empty()
 
     def end(self) -> None:
         """The step has computed everything."""

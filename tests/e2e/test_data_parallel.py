@@ -1,0 +1,150 @@
+"""Two engines whose tokens meet at each other's experts: data parallelism with expert parallelism on two cores."""
+
+import itertools
+import multiprocessing
+import os
+import socket
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from tests.e2e.engines import Answer, answer, check_logprobs_close, engine, prompts, runtime_of
+from vllm_dymoe.store import StoreError
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two engines need two cores"),
+]
+
+OPTIONS = {"hi": 16, "expert_budget": "25%", "system_options": {"look_ahead": 0}}
+TOKENS = 12
+
+
+def resize(worker, budget):
+    runtime = worker.vllm_config.quant_config.loaded_model().runtime
+    runtime.resize(budget)
+    runtime.reset_stats()
+
+
+def break_disk(worker, broken):
+    """Let every read of this engine's experts fail, or none any more."""
+    store = worker.vllm_config.quant_config.loaded_model().runtime.store
+
+    def fail(*arguments, **settings):
+        raise StoreError("the disk is on fire")
+
+    if broken:
+        store.read_into = fail
+    else:
+        del store.read_into
+
+
+def describe(worker):
+    runtime = worker.vllm_config.quant_config.loaded_model().runtime
+    return runtime.experts.num_experts, runtime.store.description
+
+
+def serve(rank, port, folder):
+    """What one of two engines answers: to prompts of its own, without any, and when an expert cannot be read."""
+    from vllm import SamplingParams
+
+    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": "2"}
+    os.environ |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    os.environ["DYMOE_STORE_DIR"] = str(folder / "stores")
+    sampling, result = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=5), {}
+    with engine(dymoe=OPTIONS, enable_expert_parallel=True, max_num_batched_tokens=128) as llm:
+        core, asked = llm.llm_engine, itertools.count()
+
+        def together(texts):
+            """Completions of this engine's prompts, once neither engine has a request any more."""
+            names = [str(next(asked)) for _ in texts]
+            for name, text in zip(names, texts, strict=True):
+                core.add_request(name, text, sampling)
+            finished = {}
+            while core.has_unfinished_requests():
+                finished |= {output.request_id: output.outputs[0] for output in core.step() if output.finished}
+            llm.collective_rpc("dymoe_check_integrity")
+            return [finished[name] for name in names]
+
+        def answers(texts):
+            return [
+                Answer(list(c.token_ids), [{t: e.logprob for t, e in place.items()} for place in c.logprobs or []])
+                for c in together(texts)
+            ]
+
+        result["experts"] = llm.collective_rpc(describe)[0]
+        own = prompts()[:5] if rank == 0 else prompts()[5:7]
+        for budget in ("100%", "25%"):
+            llm.collective_rpc(resize, args=(budget,))
+            result["both", budget] = answers(own)
+            llm.collective_rpc("dymoe_reset_stats")
+            result["first alone", budget] = answers(prompts()[:1] if rank == 0 else [])
+            (stats,) = llm.collective_rpc("dymoe_stats")
+            result["uses", budget] = stats["hits"] + stats["misses"]
+        llm.collective_rpc(resize, args=("25%",))
+        if rank == 1:
+            llm.collective_rpc(break_disk, args=(True,))
+        result["failed"] = [
+            (c.finish_reason, c.stop_reason) for c in together(prompts()[7:9] if rank == 0 else prompts()[9:10])
+        ]
+        if rank == 1:
+            llm.collective_rpc(break_disk, args=(False,))
+        result["after"] = answers(own)
+    return result
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data-parallel")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = [pool.submit(serve, rank, port, folder) for rank in (0, 1)]
+        try:
+            return [one.result(400) for one in running]
+        except BaseException:
+            print(*((folder / f"log-{rank}").read_text()[-6000:] for rank in (0, 1)), sep="\n----\n")
+            raise
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Of one engine with all experts."""
+    with engine(dymoe=OPTIONS | {"expert_budget": "100%"}) as llm:
+        runtime = runtime_of(llm)
+        texts = answer(llm, prompts()[:7], max_tokens=TOKENS)
+        runtime.reset_stats()
+        answer(llm, prompts()[:1], max_tokens=TOKENS)
+        stats = runtime.stats()
+        return texts, stats.hits + stats.misses
+
+
+def test_each_engine_has_half_of_the_experts_and_answers_as_one_with_all(engines, alone):
+    texts, _ = alone
+    assert [result["experts"][0] for result in engines] == [16, 16]
+    assert engines[0]["experts"][1] != engines[1]["experts"][1]
+    check_logprobs_close(texts, engines[0]["both", "100%"] + engines[1]["both", "100%"])
+
+
+def test_the_budget_changes_no_bit_and_tokens_that_fill_up_are_no_uses(engines, alone):
+    for result in engines:
+        for which in ("both", "first alone"):
+            assert result[which, "100%"] == result[which, "25%"]
+    assert engines[1]["first alone", "25%"] == []
+    for budget in ("100%", "25%"):
+        assert sum(result["uses", budget] for result in engines) == alone[1]
+        assert all(result["uses", budget] > 0 for result in engines)
+
+
+def test_an_expert_that_one_engine_cannot_read_fails_the_requests_of_both(engines):
+    for number, result in enumerate(engines):
+        assert len(result["failed"]) == 2 - number
+        for reason, sentence in result["failed"]:
+            assert reason == "error"
+            assert "the disk is on fire" in sentence
+        assert result["after"] == result["both", "25%"]

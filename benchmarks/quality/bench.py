@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,10 @@ from vllm import LLM, SamplingParams
 
 import vllm_dymoe
 from vllm_dymoe.config import Options
-from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.error_tally import ErrorTally
-from vllm_dymoe.quantize.gptq import LOW_WEIGHT, quantize_gptq
-from vllm_dymoe.quantize.packer import ExpertPacker, pack_projection
-from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts, Projection
+from vllm_dymoe.quantize.packer import pack
+from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter
@@ -47,17 +44,11 @@ SCORE = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokeniz
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute the experts.
+    """One way to compute the experts."""
 
-    Attributes:
-        name: in the tables.
-        options: of the plugin, but for the budget.
-        quantizer: made the bytes; see `Bench.store`.
-    """
-
-    name: str
-    options: dict[str, Any]
-    quantizer: str = "rtn"
+    name: str  # in the tables
+    options: dict[str, Any]  # of the plugin, but for the budget
+    quantizer: str = "rtn"  # made the bytes; see `Bench.store`
 
 
 class SeveralStores:
@@ -220,26 +211,22 @@ class Bench:
 
     def _make(self, words: list[str]) -> HostStore:
         match words:
-            case ["nested", "gptq"]:
-                return self._pack_calibrated((4, 2), LOW_WEIGHT)
             case ["nested", quantizer]:
                 return self._pack(quantizer, (4, 2))
             case ["gptq"]:
-                return SeveralStores(
-                    {16: self.store("rtn")} | {bits: self._pack_calibrated((bits,), 0.0) for bits in (8, 4, 2)}
-                )
+                calibrated = {bits: self._pack("gptq", (bits,)) for bits in (8, 4, 2)}
+                return SeveralStores({16: self.store("rtn")} | calibrated)
         return self._pack(words[0], WIDTHS)
 
     def _pack(self, name: str, bits: tuple[int, ...]) -> HostStore:
-        experts, quantizer = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16), QUANTIZERS[name]
+        calibration = self._calibration if name == "gptq" else None
+        experts = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16)
         folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
         writer = StoreWriter(folder / "store", Manifest(experts, name, "measured"))
-        packer = ExpertPacker(experts, quantizer, writer)
-        for layer in range(len(self.checkpoint.layers)):
-            for expert in range(self.checkpoint.config.num_experts):
-                for projection, (weight, _) in self.checkpoint.expert(layer, expert).items():
-                    packer.put(layer, expert, projection, weight)
-        return packer.finish()
+        errors = pack(self.checkpoint, experts, name, writer, calibration)
+        if any(errors.fallbacks):
+            raise SystemExit("some experts are too rare in the calibration; nothing reported")
+        return writer.finish(errors)
 
     @cached_property
     def _calibration(self) -> Calibration:
@@ -248,20 +235,3 @@ class Bench:
         self._serve(self.store("rtn"), Options(hi=16, group_size=GROUP_SIZE, expert_budget="100%"))
         vllm_dymoe.calibrate(self._llm, self._unread, folder / "calibration", length=WINDOW)
         return Calibration(folder / "calibration")
-
-    def _pack_calibrated(self, bits: tuple[int, ...], low_weight: float) -> HostStore:
-        """GPTQ at one width, or for two readings."""
-        experts = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16)
-        folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
-        writer, errors = StoreWriter(folder / "store", Manifest(experts, "gptq", "measured")), ErrorTally(experts)
-        for layer in range(len(experts.layers)):
-            if self._calibration.rare(layer):
-                raise SystemExit(f"experts of layer {layer} are too rare in the calibration; nothing reported")
-            for expert in range(experts.num_experts):
-                matrices = self.checkpoint.expert(layer, expert)
-                outer, inner = self._calibration.curvatures(layer, expert, matrices)
-                for projection, matrix in matrices.items():
-                    curvature = inner if projection is Projection.DOWN else outer
-                    quantizer = partial(quantize_gptq, curvature=curvature, low_weight=low_weight)
-                    pack_projection(experts, (layer, expert, projection), matrix, quantizer, writer, errors)
-        return writer.finish(errors.record())

@@ -8,21 +8,14 @@ import torch
 
 @dataclass
 class Scores:
-    """What was predicted for every token of the texts.
-
-    Attributes:
-        logprobs: for each text float32 [tokens - 1, vocabulary], of what follows each token but the last.
-        moved: bytes of experts that came to the device.
-        hit_rate: of experts that were needed, those that were there.
-        steps: of the engine.
-        planned: experts that the policy gave each tier.
-    """
+    """What was predicted for every token of the texts."""
 
     logprobs: list[torch.Tensor] = field(default_factory=list)
-    moved: int = 0
-    hit_rate: float = 0.0
-    steps: int = 0
-    planned: dict[str, int] = field(default_factory=dict)
+    """For each text float32 [tokens - 1, vocabulary], of what follows each token but the last."""
+    moved: int = 0  # bytes of experts that came to the device
+    hit_rate: float = 0.0  # of experts that were needed, those that were there
+    steps: int = 0  # of the engine
+    planned: dict[str, int] = field(default_factory=dict)  # experts that the policy gave each tier
 
 
 def losses(scores: Scores, reference: Scores, texts: list[list[int]]) -> dict[str, float]:

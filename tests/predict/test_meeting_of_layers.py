@@ -1,15 +1,12 @@
 from collections import Counter
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.predict.gates import random_gates, random_inputs
-from tests.predict.streams import RecordedStream
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
-from vllm_dymoe.predict.side_stream import OnStream
 from vllm_dymoe.predict.tuner import Heop, Setting
 from vllm_dymoe.residency.routing import Phase, Routing
 
@@ -66,39 +63,6 @@ def test_with_one_layer_it_is_the_next_gate():
             predictor.observe(Routing(0, 9, x, torch.zeros(4, 3, dtype=torch.int32), torch.ones(4, 3), phase))
             answers.append(predictor.predict(0))
         assert answers[0] == answers[1]
-
-
-@pytest.mark.parametrize("phase", Phase)
-@pytest.mark.parametrize(("p", "tokens"), [(1, 1), (3, 1), (1, 4), (3, 4)])
-def test_on_a_side_stream_it_says_the_same_of_what_the_layer_was_given(phase, p, tokens):
-    gates, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
-    inputs = random_inputs(LAYERS, tokens, HIDDEN)
-    inputs += 2 * inputs.mean(0)
-    expected = step(MeetingOfLayers(gates, 5, p), [x.clone() for x in inputs], phase)
-    stream = RecordedStream()
-    predictor = MeetingOfLayers(gates, 5, p, side_stream=OnStream(stream))
-    assert predictor.answers_later
-    assert not MeetingOfLayers(gates, 5, p).answers_later
-    for layer, x in enumerate(inputs):
-        predictor.observe(Routing(layer, 9, x, NO_IDS, NO_IDS, phase))
-        predictor.begin(layer)
-        x.fill_(torch.nan)  # the next layer's
-        assert stream.waits == layer
-        assert predictor.predict(layer) == expected[layer]
-    assert any(expected)
-    assert bool(stream.copies) == (p == 1), "what is kept for later layers is a copy, and copied once"
-
-
-def test_what_was_begun_for_a_step_before_is_forgotten():
-    gates, _ = random_gates(3, EXPERTS, HIDDEN)
-    first, second = random_inputs(2, 1, HIDDEN)
-    predictor = MeetingOfLayers(gates, 4, 2, side_stream=OnStream(RecordedStream()))
-    fresh = MeetingOfLayers(gates, 4, 2)
-    predictor.observe(Routing(0, 9, first, NO_IDS, NO_IDS, Phase.DECODE))
-    predictor.begin(0)
-    for asked in (predictor, fresh):
-        asked.observe(Routing(0, 9, second, NO_IDS, NO_IDS, Phase.DECODE))
-    assert predictor.predict(0) == fresh.predict(0)
 
 
 class Told:

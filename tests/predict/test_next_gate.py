@@ -6,10 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.predict.gates import random_gates, random_inputs
-from tests.predict.streams import RecordedStream
 from vllm_dymoe.predict import Gate
 from vllm_dymoe.predict.next_gate import NextGate
-from vllm_dymoe.predict.side_stream import OnStream
 from vllm_dymoe.residency.routing import Phase, Routing
 
 NO_IDS = torch.zeros(0, 0, dtype=torch.int32)
@@ -62,33 +60,6 @@ def test_decode_looks_as_many_layers_ahead_as_it_is_asked_to():
         expected = [(later, expert) for later in coming for expert in best_of(weights[later], x[0], 2)]
         assert [(candidate.layer, candidate.expert) for candidate in candidates] == expected
     assert {candidate.layer for candidate in ask(predictor, 0, x, Phase.PREFILL)} == {1}
-
-
-@pytest.mark.parametrize("phase", Phase)
-def test_on_a_side_stream_it_says_the_same_of_what_the_layer_was_given(phase):
-    gates, _ = random_gates(4, 8, 5)
-    x = random_inputs(1, 3, 5)[0]
-    expected = ask(NextGate(gates, top_k=2, layers=2), 1, x, phase)
-    stream = RecordedStream()
-    predictor = NextGate(gates, top_k=2, layers=2, side_stream=OnStream(stream))
-    assert predictor.answers_later
-    assert not NextGate(gates, top_k=2).answers_later
-    predictor.observe(Routing(1, 9, x, NO_IDS, NO_IDS, phase))
-    assert not stream.copies, "no answer has been asked for yet"
-    predictor.begin(1)
-    x.fill_(torch.nan)  # the next layer's
-    assert stream.waits == 0
-    assert predictor.predict(1) == expected
-    assert predictor.predict(1) == [], "it is said once"
-
-
-def test_what_was_begun_for_a_step_before_is_forgotten():
-    gates, _ = random_gates(3, 8, 5)
-    first, second = random_inputs(2, 1, 5)
-    predictor = NextGate(gates, top_k=2, side_stream=OnStream(RecordedStream()))
-    predictor.observe(Routing(0, 9, first, NO_IDS, NO_IDS, Phase.DECODE))
-    predictor.begin(0)
-    assert ask(predictor, 1, second, Phase.DECODE) == ask(NextGate(gates, top_k=2), 1, second, Phase.DECODE)
 
 
 def test_experts_of_other_ranks_are_not_named():

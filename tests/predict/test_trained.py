@@ -92,25 +92,3 @@ def test_before_a_step_the_first_layers_most_popular_are_named():
         order = network.popularity[0].argsort(descending=True).tolist()
         assert [candidate.expert for candidate in predictor.predict(-1)] == order
         step(predictor, slice(9, 10))
-
-
-def test_an_answer_that_was_not_asked_for_is_not_the_next_steps():
-    predictor = TrainedPredictor(fold(MODELS["linear"]), SIZES.top_k)
-    ids, x = TRACE.experts[5:6, 0].int(), TRACE.router_inputs[5:6, 0]
-    predictor.observe(Routing(0, 9, x, ids, WEIGHTS, Phase.DECODE))
-    predictor.observe(Routing(0, 9, x, ids, WEIGHTS, Phase.PREFILL))
-    assert len(predictor.predict(0)) > SIZES.top_k
-
-
-def test_on_a_stream_it_is_asked_for_before_it_is_waited_for():
-    stream = RecordedStream()
-    predictor = TrainedPredictor(fold(MODELS["linear"]), SIZES.top_k, OnStream(stream))
-    assert predictor.answers_later
-    ids, x = TRACE.experts[5:6, 0].int(), TRACE.router_inputs[5:6, 0]
-    predictor.observe(Routing(0, 9, x, ids, WEIGHTS, Phase.DECODE))
-    assert not stream.copies, "no answer has been asked for yet"
-    predictor.begin(0)
-    assert (len(stream.pending), stream.waits) == (1, 0)
-    assert len(predictor.predict(0)) == SIZES.top_k
-    assert (len(stream.pending), stream.waits) == (0, 1)
-    assert not TrainedPredictor(fold(MODELS["linear"]), SIZES.top_k).answers_later

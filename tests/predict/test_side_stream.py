@@ -1,0 +1,60 @@
+"""On a stream of the device predictors say what they say inline, of what the layer was given, and once."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.predict.gates import random_gates, random_inputs
+from tests.predict.streams import RecordedStream
+from tests.predict.test_on_device import EXPERTS, HIDDEN, LAYERS, TOP_K, random_network
+from vllm_dymoe.predict import TrainedPredictor
+from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
+from vllm_dymoe.predict.next_gate import NextGate
+from vllm_dymoe.predict.side_stream import Inline, OnStream
+from vllm_dymoe.residency.routing import Phase, Routing
+
+GATES, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
+PREDICTORS = {
+    "gate": lambda stream: NextGate(GATES, TOP_K, layers=2, side_stream=stream),
+    "meeting of one": lambda stream: MeetingOfLayers(GATES, 5, 1, side_stream=stream),
+    "meeting of three": lambda stream: MeetingOfLayers(GATES, 5, 3, side_stream=stream),
+    "network": lambda stream: TrainedPredictor(random_network(2), TOP_K, stream),
+}
+
+
+def observe(predictor, layer, seed, tokens, phase):
+    """A layer's routing; what it was given, which belongs to others once the next one runs."""
+    x = random_inputs(1, tokens, HIDDEN, 10 * seed + layer)[0] + 2 * random_inputs(1, tokens, HIDDEN, seed)[0]
+    ids = torch.randint(0, EXPERTS, (tokens, TOP_K), generator=torch.Generator().manual_seed(10 * seed + layer))
+    predictor.observe(Routing(layer, LAYERS, x, ids, torch.ones(tokens, TOP_K), phase))
+    return x, ids
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(
+    "phases", [[Phase.DECODE] * 3, [Phase.PREFILL] * 3, [Phase.DECODE, Phase.PREFILL] * 2], ids=str
+)
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_a_side_stream_changes_no_answer(name, phases, tokens):
+    """Also behind a step that ended in its first layer, whose answer was begun and never read."""
+    stream, named = RecordedStream(), []
+    inline, later = PREDICTORS[name](Inline()), PREDICTORS[name](OnStream(stream))
+    assert (inline.answers_later, later.answers_later) == (False, True)
+    for seed, (broken, phase) in enumerate(pairwise(phases)):
+        observe(later, 0, 100 + seed, tokens, broken)
+        later.begin(0)
+        for layer in range(LAYERS):
+            observe(inline, layer, seed, tokens, phase)
+            waits, copies = stream.waits, len(stream.copies)
+            given = observe(later, layer, seed, tokens, phase)
+            assert len(stream.copies) == copies, "no answer has been asked for yet"
+            later.begin(layer)
+            for tensor in given:
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+            assert stream.waits == waits
+            named.append(inline.predict(layer))
+            assert later.predict(layer) == named[-1]
+            if name == "gate":
+                assert later.predict(layer) == [], "it is said once"
+    assert any(named)

@@ -25,38 +25,23 @@ class TrainingError(ValueError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How it is trained.
+    """How it is trained."""
 
-    Attributes:
-        epochs: at most.
-        patience: epochs without a better held-out loss before it ends.
-        batch: tokens.
-        learning_rate: of AdamW, where it begins; it falls to zero as a cosine.
-        held_out: share of the requests.
-        seed: of the split, the first weights, and the order of tokens.
-    """
-
-    epochs: int = 20
-    patience: int = 3
-    batch: int = 256
-    learning_rate: float = 3e-3
-    held_out: float = 0.1
-    seed: int = 0
+    epochs: int = 20  # at most
+    patience: int = 3  # epochs without a better held-out loss before it ends
+    batch: int = 256  # tokens
+    learning_rate: float = 3e-3  # of AdamW, where it begins; it falls to zero as a cosine
+    held_out: float = 0.1  # share of the requests
+    seed: int = 0  # of the split, the first weights, and the order of tokens
 
 
 @dataclass(frozen=True)
 class HitRates:
-    """How right named experts are, over tokens and layers; with as many named as chosen.
+    """How right named experts are, over tokens and layers; with as many named as chosen."""
 
-    Attributes:
-        all_k: share where all of a token's experts were named (Table 3, "Top-2").
-        at_least_one: share where one of them was (Table 3).
-        accuracy: share of the chosen experts that were named (FIRM-MoE Eq. 7).
-    """
-
-    all_k: float
-    at_least_one: float
-    accuracy: float
+    all_k: float  # share where all of a token's experts were named (Table 3, "Top-2")
+    at_least_one: float  # share where one of them was (Table 3)
+    accuracy: float  # share of the chosen experts that were named (FIRM-MoE Eq. 7).
 
     @classmethod
     def of(cls, scores: torch.Tensor, experts: torch.Tensor) -> "HitRates":
@@ -69,39 +54,25 @@ class HitRates:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one pass over the data has brought.
+    """What one pass over the data has brought."""
 
-    Attributes:
-        number: from 1.
-        loss: on what was trained on.
-        held_out_loss: on the held-out requests.
-        best: whether the latter is the lowest so far.
-    """
-
-    number: int
-    loss: float
-    held_out_loss: float
-    best: bool
+    number: int  # from 1
+    loss: float  # on what was trained on
+    held_out_loss: float  # on the held-out requests
+    best: bool  # whether the latter is the lowest so far
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The outcome.
+    """The outcome."""
 
-    Attributes:
-        model: of the epoch with the lowest held-out loss.
-        epochs: that were run.
-        metrics: hit rates on the held-out requests, of the model and, to compare, of popularity and affinity alone, and
-            of the next layer's gate where the trace has what it says.
-        tokens: that were trained on, and that were held out.
-        requests: likewise.
-    """
-
-    model: ExpertMLP
-    epochs: int
+    model: ExpertMLP  # of the epoch with the lowest held-out loss
+    epochs: int  # that were run
     metrics: Mapping[str, Mapping[str, float]]
-    tokens: tuple[int, int]
-    requests: tuple[int, int]
+    """Hit rates on the held-out requests, of the model and, to compare, of popularity and affinity alone, and of the
+    next layer's gate where the trace has what it says."""
+    tokens: tuple[int, int]  # that were trained on, and that were held out
+    requests: tuple[int, int]  # likewise
 
 
 def split_by_request(trace: Trace, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

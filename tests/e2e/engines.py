@@ -151,7 +151,7 @@ def answers_at_budgets(llm: Any, budgets: Iterable[str], ask: Callable[[], Any])
         runtime.check_integrity()
         slots = sum(pool.count * pool.format.nbytes for pool in runtime.memory.pools.values())
         assert slots + runtime.kernel.workspace_bytes <= runtime.budget.limit
-        assert runtime.budget.peak <= runtime.budget.limit
+        assert runtime.budget.reserved <= runtime.budget.limit
         if want is None:
             want, want_layers = got, layers
         assert got == want, budget

@@ -29,27 +29,17 @@ class Subject:
 
 @dataclass(frozen=True)
 class Workload:
-    """What every case is asked.
+    """What every case is asked."""
 
-    Attributes:
-        prompts: digest of the set.
-        name: of the set.
-        random: whether it is random tokens.
-        requests: answers that are measured for each case.
-        warm_up: answers before them that are not.
-        max_tokens: of each answer.
-        temperature: 0 is greedy; otherwise each request has a seed of its own.
-        prompt_tokens: of each prompt, cut from all of them behind one another; None leaves prompts as they are.
-    """
-
-    prompts: str
-    name: str
-    random: bool
-    requests: int
-    warm_up: int
-    max_tokens: int
-    temperature: float = 0.0
+    prompts: str  # digest of the set
+    name: str  # of the set
+    random: bool  # whether it is random tokens
+    requests: int  # answers that are measured for each case
+    warm_up: int  # answers before them that are not
+    max_tokens: int  # of each answer
+    temperature: float = 0.0  # 0 is greedy; otherwise each request has a seed of its own
     prompt_tokens: int | None = None
+    """Of each prompt, cut from all of them behind one another; None leaves prompts as they are."""
 
 
 @dataclass(frozen=True)

@@ -35,19 +35,13 @@ Job = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """How something else is measured.
+    """How something else is measured."""
 
-    Attributes:
-        module: the program that answers a job.
-        missing: why it cannot run here, in a sentence; None if it can.
-        engine: from the share of experts that may stay on the device, and the bytes of all, to arguments of vLLM's LLM.
-        takes_budgets: whether that share means anything to it.
-    """
-
-    module: str = _HERE
-    missing: Callable[[], str | None] = lambda: None
+    module: str = _HERE  # the program that answers a job
+    missing: Callable[[], str | None] = lambda: None  # why it cannot run here, in a sentence; None if it can
     engine: Callable[[float, int], Mapping[str, Any]] = lambda share, expert_bytes: {}
-    takes_budgets: bool = False
+    """From the share of experts that may stay on the device, and the bytes of all, to arguments of vLLM's LLM."""
+    takes_budgets: bool = False  # whether that share means anything to it
 
 
 def _needs_cuda(name: str) -> str | None:

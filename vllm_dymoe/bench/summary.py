@@ -14,29 +14,18 @@ QUANTILES = 20
 
 @dataclass
 class Answers:
-    """What requests that arrived together cost.
+    """What requests that arrived together cost."""
 
-    Attributes:
-        first: seconds from their arrival to each one's first token.
-        between: seconds from each later token's predecessor to it.
-        seconds: from arrival to the last token of all.
-        prefill_seconds: until every request had its first token.
-        prompt_tokens: of each request.
-        lengths: tokens of each answer.
-        outputs: a digest of each answer's tokens.
-        prefill: what the plugin counted until every request had its first token; empty for peers.
-        decode: what it counted behind that.
-    """
-
-    first: list[float] = field(default_factory=list)
-    between: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    prompt_tokens: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)  # seconds from their arrival to each one's first token
+    between: list[float] = field(default_factory=list)  # seconds from each later token's predecessor to it
+    seconds: float = 0.0  # from arrival to the last token of all
+    prefill_seconds: float = 0.0  # until every request had its first token
+    prompt_tokens: list[int] = field(default_factory=list)  # of each request
+    lengths: list[int] = field(default_factory=list)  # tokens of each answer
+    outputs: list[str] = field(default_factory=list)  # a digest of each answer's tokens
     prefill: dict[str, Any] = field(default_factory=dict)
-    decode: dict[str, Any] = field(default_factory=dict)
+    """What the plugin counted until every request had its first token; empty for peers."""
+    decode: dict[str, Any] = field(default_factory=dict)  # what it counted behind that
 
 
 def distribution(seconds: Sequence[float]) -> dict[str, Any]:

@@ -17,19 +17,13 @@ _FIRST_OF_BYTES = "resident MB"  # columns from here on are a table of their own
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a share is taken of.
+    """What a share is taken of."""
 
-    Attributes:
-        link: bytes per second that the link reaches, where it is not emulated.
-        memory: bytes per second that device memory reaches.
-        token_bytes: bytes that a token has to read at a bit-width and batch, if the model is known.
-        expert_bytes: of one expert at a bit-width.
-    """
-
-    link: float | None = None
-    memory: float | None = None
+    link: float | None = None  # bytes per second that the link reaches, where it is not emulated
+    memory: float | None = None  # bytes per second that device memory reaches
     token_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    expert_bytes: Mapping[int, int] = field(default_factory=dict)
+    """Bytes that a token has to read at a bit-width and batch, if the model is known."""
+    expert_bytes: Mapping[int, int] = field(default_factory=dict)  # of one expert at a bit-width
 
 
 def bits_of(row: Row) -> int:

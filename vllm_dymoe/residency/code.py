@@ -15,30 +15,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Code:
-    """How bits become numbers.
+    """How bits become numbers."""
 
-    Attributes:
-        name: as users and files write it.
-        bits: of a code.
-        tag: one bit that stands for the code in kernels' tables: the number of bits, or one that no width is.
-        stored_bits: bits of each code that a section holds; half of them for the fine slice of a nested version.
-        upper_of: bits of the codes whose upper halves these are, 0 for whole codes. Scale and zero are those of the
-            whole code, which is taken to be in the middle of those with this half.
-        group_size: neighbouring columns of a row that share a scale; None where the matrix decides.
-        scale_dtype: of a published float's scale; None for steps of a grid, whose scales and zeros have the matrix's.
-        has_factor: whether a matrix has a factor of its own beside its scales.
-        dtype: of a published float of 8 bits.
-    """
-
-    name: str
-    bits: int
-    tag: int
-    stored_bits: int
+    name: str  # as users and files write it
+    bits: int  # of a code
+    tag: int  # one bit that stands for the code in kernels' tables: the number of bits, or one that no width is
+    stored_bits: int  # bits of each code that a section holds; half of them for the fine slice of a nested version
     upper_of: int = 0
-    group_size: int | None = None
+    """Bits of the codes whose upper halves these are, 0 for whole codes. Scale and zero are those of the whole code,
+    which is taken to be in the middle of those with this half."""
+    group_size: int | None = None  # neighbouring columns of a row that share a scale; None where the matrix decides
     scale_dtype: torch.dtype | None = None
-    has_factor: bool = False
-    dtype: torch.dtype = torch.uint8
+    """Of a published float's scale; None for steps of a grid, whose scales and zeros have the matrix's."""
+    has_factor: bool = False  # whether a matrix has a factor of its own beside its scales
+    dtype: torch.dtype = torch.uint8  # of a published float of 8 bits
 
     @property
     def nested(self) -> bool:

@@ -15,19 +15,12 @@ _NONE = torch.empty(0, dtype=torch.int32)
 
 
 class Grouped(NamedTuple):
-    """The (token, expert) pairs of a step by expert.
+    """The (token, expert) pairs of a step by expert."""
 
-    Attributes:
-        experts: that any token chose, ascending.
-        bounds: first position of each expert, and behind them the number of positions.
-        rows: int64 [positions], rows of the layer's input, ascending within an expert.
-        pairs: int64 [positions], rows of the unweighted output, token * top_k + k.
-    """
-
-    experts: list[int]
-    bounds: list[int]
-    rows: Tensor
-    pairs: Tensor
+    experts: list[int]  # that any token chose, ascending
+    bounds: list[int]  # first position of each expert, and behind them the number of positions
+    rows: Tensor  # int64 [positions], rows of the layer's input, ascending within an expert
+    pairs: Tensor  # int64 [positions], rows of the unweighted output, token * top_k + k
 
 
 @dataclass(eq=False)
@@ -37,42 +30,27 @@ class Decision:
     Rows behind the last item are empty: expert and slot -1, everything else 0. On a device one decision serves all
     layers, which are decided and computed in turn, and its items are ascending. The host fills in only `experts`,
     `rows` and `pairs`, int64, `views` and `bounds`.
-
-    Attributes:
-        experts: int32 [items].
-        work: int32 [items + 1, 3], the item's own number, first and last + 1 of its positions. The last row, (-1, 0,
-            tokens), asks for zeros where a token has no pair that is computed.
-        rows: int32 [positions], row of the input of each (token, expert) pair, by item.
-        pairs: int32 [positions], row of the output, token * top_k + k; ascending within an item.
-        count: int32 [1], number of items.
-        tiers: int32 [items], the version that is computed.
-        slots: int32 [slices, items], of the tier's pool, or of the slice's: where the bytes are, or come to; -1 if they
-            come to none, or the slice is not computed.
-        fate: int32 [slices, items], a Fate each; HIT where the slice is not computed.
-        bits: int32 [items, 3], tags of the codes of gate, up and down.
-        addresses: int64 [slices, items, 3], where their bytes are read; 0 where a slice is not computed.
-        destinations: int64 [slices, items, 3], where they are stored as well; 0 for nowhere.
-        computed: int32 [tokens, top_k], 1 for the pairs that some item has.
-        scratch: int32, for the program.
-        views: each item's bytes, None until they have a place.
-        bounds: as in Grouped, by item.
     """
 
-    experts: Tensor
+    experts: Tensor  # int32 [items]
     work: Tensor
-    rows: Tensor
-    pairs: Tensor
-    count: Tensor = _NONE
-    tiers: Tensor = _NONE
+    """int32 [items + 1, 3], the item's own number, first and last + 1 of its positions. The last row, (-1, 0, tokens),
+    asks for zeros where a token has no pair that is computed."""
+    rows: Tensor  # int32 [positions], row of the input of each (token, expert) pair, by item
+    pairs: Tensor  # int32 [positions], row of the output, token * top_k + k; ascending within an item
+    count: Tensor = _NONE  # int32 [1], number of items
+    tiers: Tensor = _NONE  # int32 [items], the version that is computed
     slots: Tensor = _NONE
-    fate: Tensor = _NONE
-    bits: Tensor = _NONE
-    addresses: Tensor = _NONE
-    destinations: Tensor = _NONE
-    computed: Tensor = _NONE
-    scratch: Tensor = _NONE
-    views: list[Expert | None] = field(default_factory=list)
-    bounds: list[int] = field(default_factory=list)
+    """int32 [slices, items], of the tier's pool, or of the slice's: where the bytes are, or come to; -1 if they come to
+    none, or the slice is not computed."""
+    fate: Tensor = _NONE  # int32 [slices, items], a Fate each; HIT where the slice is not computed
+    bits: Tensor = _NONE  # int32 [items, 3], tags of the codes of gate, up and down
+    addresses: Tensor = _NONE  # int64 [slices, items, 3], where their bytes are read; 0 where a slice is not computed
+    destinations: Tensor = _NONE  # int64 [slices, items, 3], where they are stored as well; 0 for nowhere
+    computed: Tensor = _NONE  # int32 [tokens, top_k], 1 for the pairs that some item has
+    scratch: Tensor = _NONE  # int32, for the program
+    views: list[Expert | None] = field(default_factory=list)  # each item's bytes, None until they have a place
+    bounds: list[int] = field(default_factory=list)  # as in Grouped, by item
 
     @classmethod
     def allocate(cls, tokens: int, top_k: int, experts: int, device: torch.device | str, *, slices: int = 1) -> Self:

@@ -51,29 +51,17 @@ class Expert(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """How one version of an expert is packed.
+    """How one version of an expert is packed."""
 
-    Attributes:
-        hidden: model width H; gate and up are [I, H], down is [H, I].
-        intermediate: expert width I on this rank.
-        code: how bits become numbers; a nested one for the fine slice, beside `base`.
-        group_size: weights that share one scale and zero; a code with groups of its own ignores it.
-        dtype: of the scales, and of the weights at 16 bits; bfloat16 or float16.
-        bias: whether every projection has one.
-        integer_zeros: whether zeros count steps of their scale, see :class:`MatrixFormat`.
-        act_order: whether columns are stored in another order than that of the inputs, see there.
-        has_gate: whether there is one; otherwise it has no rows, and its section no bytes.
-    """
-
-    hidden: int
-    intermediate: int
-    code: Code
-    group_size: int
-    dtype: torch.dtype
-    bias: bool = False
-    integer_zeros: bool = False
-    act_order: bool = False
-    has_gate: bool = True
+    hidden: int  # model width H; gate and up are [I, H], down is [H, I]
+    intermediate: int  # expert width I on this rank
+    code: Code  # how bits become numbers; a nested one for the fine slice, beside `base`
+    group_size: int  # weights that share one scale and zero; a code with groups of its own ignores it
+    dtype: torch.dtype  # of the scales, and of the weights at 16 bits; bfloat16 or float16
+    bias: bool = False  # whether every projection has one
+    integer_zeros: bool = False  # whether zeros count steps of their scale, see :class:`MatrixFormat`
+    act_order: bool = False  # whether columns are stored in another order than that of the inputs, see there
+    has_gate: bool = True  # whether there is one; otherwise it has no rows, and its section no bytes
 
     @property
     def bits(self) -> int:
@@ -146,21 +134,14 @@ class Format:
 
 @dataclass(frozen=True)
 class ModelExperts:
-    """The experts of one model on one rank: what the store holds and slots take.
+    """The experts of one model on one rank: what the store holds and slots take."""
 
-    Attributes:
-        layers: index of each MoE layer in the model, ascending; dense layers are absent.
-        num_experts: experts per layer on this rank.
-        top_k: experts that one token uses in one layer.
-        formats: one per stored bit-width.
-        draft_layers: how many of the layers, the last ones, are those of a draft that proposes the model's tokens.
-    """
-
-    layers: tuple[int, ...]
-    num_experts: int
-    top_k: int
-    formats: Mapping[int, Format]
+    layers: tuple[int, ...]  # index of each MoE layer in the model, ascending; dense layers are absent
+    num_experts: int  # experts per layer on this rank
+    top_k: int  # experts that one token uses in one layer
+    formats: Mapping[int, Format]  # one per stored bit-width
     draft_layers: int = 0
+    """How many of the layers, the last ones, are those of a draft that proposes the model's tokens."""
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -191,21 +172,13 @@ class ModelExperts:
 
 
 class SlicePlace(NamedTuple):
-    """Where a slice lies among the blobs of a layer.
+    """Where a slice lies among the blobs of a layer."""
 
-    Attributes:
-        bits: of the blobs.
-        stride: bytes from one to the next.
-        start: first byte of the slice in its blob.
-        number: of the slice in its blob.
-        slices: of a blob.
-    """
-
-    bits: int
-    stride: int
-    start: int
-    number: int
-    slices: int
+    bits: int  # of the blobs
+    stride: int  # bytes from one to the next
+    start: int  # first byte of the slice in its blob
+    number: int  # of the slice in its blob
+    slices: int  # of a blob
 
 
 def stored_formats(bits: Sequence[int], make: Callable[[int], Format]) -> dict[int, Format]:

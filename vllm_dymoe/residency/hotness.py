@@ -22,49 +22,30 @@ GATE_UNIT = 1 << 20
 
 
 class Swap(NamedTuple):
-    """One move of a plan.
+    """One move of a plan."""
 
-    Attributes:
-        gain: by how much the expert that comes in is hotter.
-        layer: of both.
-        up: the expert that becomes high.
-        down: the one that becomes low; None if the layer has a place that is free.
-    """
-
-    gain: float
-    layer: int
-    up: int
-    down: int | None
+    gain: float  # by how much the expert that comes in is hotter
+    layer: int  # of both
+    up: int  # the expert that becomes high
+    down: int | None  # the one that becomes low; None if the layer has a place that is free
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How hotness is averaged and sets are chosen.
+    """How hotness is averaged and sets are chosen."""
 
-    Attributes:
-        alpha: weight of the last window, above 0 and up to 1.
-        margin: in even shares.
-        slack: in ranks.
-    """
-
-    alpha: float
-    margin: float
-    slack: int
+    alpha: float  # weight of the last window, above 0 and up to 1
+    margin: float  # in even shares
+    slack: int  # in ranks
 
 
 @dataclass(frozen=True)
 class Hotness:
-    """What is known at the end of a window; float64 [layers, experts], in even shares.
+    """What is known at the end of a window; float64 [layers, experts], in even shares."""
 
-    Attributes:
-        score: the average over windows.
-        last: of the last window alone.
-        before: of the window before it.
-    """
-
-    score: NDArray[np.float64]
-    last: NDArray[np.float64]
-    before: NDArray[np.float64]
+    score: NDArray[np.float64]  # the average over windows
+    last: NDArray[np.float64]  # of the last window alone
+    before: NDArray[np.float64]  # of the window before it
 
     @classmethod
     def of(cls, counts: NDArray[np.int64]) -> Self:

@@ -5,20 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """A model, as far as its routers go.
+    """A model, as far as its routers go."""
 
-    Attributes:
-        model: its name or folder, as it was served.
-        fingerprint: of its weights, the same for a 16-bit checkpoint and for what ``vllm-dymoe quantize`` makes of it.
-        num_layers: MoE layers.
-        num_experts: experts of a layer, on all ranks.
-        top_k: experts for each token.
-        hidden: model width.
-    """
-
-    model: str
+    model: str  # its name or folder, as it was served
     fingerprint: str
-    num_layers: int
-    num_experts: int
-    top_k: int
-    hidden: int
+    """Of its weights, the same for a 16-bit checkpoint and for what ``vllm-dymoe quantize`` makes of it."""
+    num_layers: int  # MoE layers
+    num_experts: int  # experts of a layer, on all ranks
+    top_k: int  # experts for each token
+    hidden: int  # model width

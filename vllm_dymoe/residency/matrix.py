@@ -34,34 +34,27 @@ _MOST_ACT_ORDER_COLUMNS = 32768  # places are 16-bit numbers
 class MatrixFormat:
     """How one logical weight is packed.
 
-    Attributes:
-        rows: outputs N of the projection; 0, and no bytes, for the gate of experts that have none.
-        columns: inputs K.
-        code: how bits become numbers. Of a nested one the section holds the lower halves of codes only; everything else
-            is in a section of `base`.
-        group_size: neighbouring columns of one row that share a scale; without meaning at 16 bits.
-        dtype: of scales and zeros, of the bias, and of the weights at 16 bits; bfloat16 or float16.
-        bias: whether a bias for each row lies behind the weights.
-        integer_zeros: whether zeros count steps of their scale: weight = (code - midpoint + zero) * scale. What other
-            tools quantized has integer zero points, whose product with the scale `dtype` could not hold exactly.
-        act_order: whether columns are stored in another order than that of the inputs, which lies behind the bias. GPTQ
-            quantizes columns in the order of their activations (desc_act), and its groups lie scattered over a row;
-            columns are stored so that groups are neighbours again.
-
     Raises:
         ValueError: a size or group size that the code does not have, integer zeros or an order of columns with a code
             that is no grid, or an order of more than 32768 columns.
         TypeError: another dtype.
     """
 
-    rows: int
-    columns: int
+    rows: int  # outputs N of the projection; 0, and no bytes, for the gate of experts that have none
+    columns: int  # inputs K
     code: Code
-    group_size: int
-    dtype: torch.dtype
-    bias: bool = False
+    """How bits become numbers. Of a nested one the section holds the lower halves of codes only; everything else is in
+    a section of `base`."""
+    group_size: int  # neighbouring columns of one row that share a scale; without meaning at 16 bits
+    dtype: torch.dtype  # of scales and zeros, of the bias, and of the weights at 16 bits; bfloat16 or float16
+    bias: bool = False  # whether a bias for each row lies behind the weights
     integer_zeros: bool = False
+    """Whether zeros count steps of their scale: weight = (code - midpoint + zero) * scale. What other tools quantized
+    has integer zero points, whose product with the scale `dtype` could not hold exactly."""
     act_order: bool = False
+    """Whether columns are stored in another order than that of the inputs, which lies behind the bias. GPTQ quantizes
+    columns in the order of their activations (desc_act), and its groups lie scattered over a row; columns are stored so
+    that groups are neighbours again."""
 
     def __post_init__(self) -> None:
         if self.rows < 0 or self.columns < 1:
@@ -198,29 +191,23 @@ class MatrixFormat:
 
 @dataclass(frozen=True, eq=False)
 class PackedMatrix:
-    """Zero-copy views into one section.
+    """Zero-copy views into one section."""
 
-    Attributes:
-        format: what the bytes mean.
-        weight: uint8 [blocks, columns, 32] at 4 bits, [blocks, columns / 2, 32] at 2, [blocks, 2, columns, 32] at 8
-            (columns padded to whole groups); `dtype` [rows, columns] at 16.
-        scales_zeros: `dtype` [groups, padded_rows, 2], scale then zero; None at 16 bits and for published floats.
-        bias: `dtype` [rows]; None where the format has none.
-        order: int16 [columns], the input that each stored column multiplies; None where that is its own place.
-        scales: of published floats, in their code's dtype [blocks, groups, 64]; None for others.
-        factor: float32 [2], what all scales are multiplied with and then divided by; None where the code has none.
-            Published tools do either of both, and a reciprocal would not be exact.
-        fine: the lower halves of codes whose upper halves are in weight, and of its shape; None if it has whole codes.
-    """
-
-    format: MatrixFormat
+    format: MatrixFormat  # what the bytes mean
     weight: Tensor
+    """uint8 [blocks, columns, 32] at 4 bits, [blocks, columns / 2, 32] at 2, [blocks, 2, columns, 32] at 8 (columns
+    padded to whole groups); `dtype` [rows, columns] at 16."""
     scales_zeros: Tensor | None
-    bias: Tensor | None = None
+    """`dtype` [groups, padded_rows, 2], scale then zero; None at 16 bits and for published floats."""
+    bias: Tensor | None = None  # `dtype` [rows]; None where the format has none
     order: Tensor | None = None
-    scales: Tensor | None = None
+    """int16 [columns], the input that each stored column multiplies; None where that is its own place."""
+    scales: Tensor | None = None  # of published floats, in their code's dtype [blocks, groups, 64]; None for others
     factor: Tensor | None = None
+    """float32 [2], what all scales are multiplied with and then divided by; None where the code has none. Published
+    tools do either of both, and a reciprocal would not be exact."""
     fine: Tensor | None = None
+    """The lower halves of codes whose upper halves are in weight, and of its shape; None if it has whole codes."""
 
     @cached_property
     def addresses(self) -> tuple[int, int, int, int, int]:

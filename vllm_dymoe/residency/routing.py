@@ -22,45 +22,30 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Which tokens of a step belong to prompts, and which of these matter most.
+    """Which tokens of a step belong to prompts, and which of these matter most."""
 
-    Attributes:
-        rows: bool [tokens], of a prompt that is being read; the others are being decoded.
-        heavy: bool [tokens], heavy hitters among them; all of them where attention is not known.
-        mixed: some tokens of the step are no prompt's.
-    """
-
-    rows: Tensor
-    heavy: Tensor
-    mixed: bool
+    rows: Tensor  # bool [tokens], of a prompt that is being read; the others are being decoded
+    heavy: Tensor  # bool [tokens], heavy hitters among them; all of them where attention is not known
+    mixed: bool  # some tokens of the step are no prompt's
 
 
 @dataclass(eq=False)
 class Routing:
-    """One layer's routing in one step. Made once, where vLLM enters the layer, and handed to everyone.
+    """One layer's routing in one step. Made once, where vLLM enters the layer, and handed to everyone."""
 
-    Attributes:
-        layer: position of the MoE layer among the model's MoE layers, from 0; a step begins where it does not grow.
-        num_layers: how many MoE layers the model has.
-        x: [tokens, hidden] bfloat16 or float16, the router's input. Another layer may overwrite it: copy what is to be
-            kept.
-        ids: [tokens, top_k] int, experts of this rank; negative where another rank has the expert.
-        weights: [tokens, top_k] float32 routing weights.
-        phase: of the whole step.
-        prompt: which tokens are prompts'; None in a step that only decodes, or where no system needs it.
-        global_ids: [tokens, top_k] int, as the router numbers experts; None where a rank has all of them, as ``ids``.
-        weights_on_input: weights multiply what experts read, and not what they give (Llama 4, Laguna).
-    """
-
-    layer: int
-    num_layers: int
+    layer: int  # position of the MoE layer among the model's MoE layers, from 0; a step begins where it does not grow
+    num_layers: int  # how many MoE layers the model has
     x: Tensor
-    ids: Tensor
-    weights: Tensor
-    phase: Phase = Phase.DECODE
+    """[tokens, hidden] bfloat16 or float16, the router's input. Another layer may overwrite it: copy what is to be
+    kept."""
+    ids: Tensor  # [tokens, top_k] int, experts of this rank; negative where another rank has the expert
+    weights: Tensor  # [tokens, top_k] float32 routing weights
+    phase: Phase = Phase.DECODE  # of the whole step
     prompt: PromptTokens | None = None
+    """Which tokens are prompts'; None in a step that only decodes, or where no system needs it."""
     global_ids: Tensor | None = None
-    weights_on_input: bool = False
+    """[tokens, top_k] int, as the router numbers experts; None where a rank has all of them, as ``ids``."""
+    weights_on_input: bool = False  # weights multiply what experts read, and not what they give (Llama 4, Laguna)
 
     @cached_property
     def host_ids(self) -> NDArray[np.int64]:

@@ -11,22 +11,17 @@ from vllm_dymoe.residency.format import Expert, Format
 
 @dataclass(eq=False)
 class Slot:
-    """One blob-sized piece of device memory.
+    """One blob-sized piece of device memory."""
 
-    Attributes:
-        index: position in its pool.
-        blob: uint8 [format.nbytes].
-        expert: the blob seen as packed matrices; views, made once. None for a fine slice, which is nothing by itself.
-        joined: the base slot that a fine slice was last seen with, and what they are together.
-        last_read: fence of the last computation that reads the slot, for which the next copy into it waits. None where
-            computation is synchronous.
-    """
-
-    index: int
-    blob: torch.Tensor
+    index: int  # position in its pool
+    blob: torch.Tensor  # uint8 [format.nbytes]
     expert: Expert | None
+    """The blob seen as packed matrices; views, made once. None for a fine slice, which is nothing by itself."""
     last_read: Any = None
+    """Fence of the last computation that reads the slot, for which the next copy into it waits. None where computation
+    is synchronous."""
     joined: "tuple[Slot, Expert] | None" = None
+    """The base slot that a fine slice was last seen with, and what they are together."""
 
 
 @dataclass
@@ -34,18 +29,12 @@ class SlotPool:
     """Slots of one format in one allocation: most promised to layers, the others for whatever comes and goes.
 
     A slot that is promised is never lent: a layer that does not use all of its share finds it free when it does.
-
-    Attributes:
-        format: what one slot holds.
-        count: number of slots.
-        device: where they lie.
-        promised: slots that layers may keep and do not use yet.
     """
 
-    format: Format
-    count: int
-    device: torch.device
-    promised: int = 0
+    format: Format  # what one slot holds
+    count: int  # number of slots
+    device: torch.device  # where they lie
+    promised: int = 0  # slots that layers may keep and do not use yet
     slots: list[Slot] = field(init=False, repr=False)
     _arena: torch.Tensor = field(init=False, repr=False)
     _free: list[Slot] = field(init=False, repr=False)

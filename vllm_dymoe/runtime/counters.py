@@ -8,25 +8,16 @@ from vllm_dymoe.residency.tier import Tier
 
 @dataclass
 class ResidencyCounts:
-    """Counts over layers and steps; a hit needs no transfer, a miss needs one.
+    """Counts over layers and steps; a hit needs no transfer, a miss needs one."""
 
-    Attributes:
-        planned: experts that the system gave each tier.
-        hits: experts that were needed and there.
-        misses: experts that were needed and had to be fetched, or were on their way, or were computed in host memory.
-        there: misses that were computed in host memory.
-        promotions: misses of a high version where the low one was there.
-        reuses: hits that used a high version where a low one would have done.
-        evictions: experts that made room for others.
-    """
-
-    planned: Counter[Tier] = field(default_factory=Counter)
-    hits: int = 0
+    planned: Counter[Tier] = field(default_factory=Counter)  # experts that the system gave each tier
+    hits: int = 0  # experts that were needed and there
     misses: int = 0
-    there: int = 0
-    promotions: int = 0
-    reuses: int = 0
-    evictions: int = 0
+    """Experts that were needed and had to be fetched, or were on their way, or were computed in host memory."""
+    there: int = 0  # misses that were computed in host memory
+    promotions: int = 0  # misses of a high version where the low one was there
+    reuses: int = 0  # hits that used a high version where a low one would have done
+    evictions: int = 0  # experts that made room for others
 
     @property
     def hit_rate(self) -> float:
@@ -36,19 +27,12 @@ class ResidencyCounts:
 
 @dataclass
 class PrefetchStats:
-    """What became of guesses.
+    """What became of guesses."""
 
-    Attributes:
-        useful: needed, and there in time as far as they were asked for.
-        late: needed while they were on their way.
-        wasted: not needed, after bytes had moved.
-        cancelled: not needed, or given up for demand, before any byte moved.
-    """
-
-    useful: int = 0
-    late: int = 0
-    wasted: int = 0
-    cancelled: int = 0
+    useful: int = 0  # needed, and there in time as far as they were asked for
+    late: int = 0  # needed while they were on their way
+    wasted: int = 0  # not needed, after bytes had moved
+    cancelled: int = 0  # not needed, or given up for demand, before any byte moved
 
     def reset(self) -> None:
         """Count from zero."""

@@ -1,7 +1,6 @@
 """How much memory the experts' device has left, and giving back what is held without use."""
 
 import ctypes
-from typing import Protocol
 
 import torch
 
@@ -10,27 +9,11 @@ from vllm_dymoe.host_memory import available_host_memory
 _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91  # of cuda.h's CUdevice_attribute
 
 
-class DeviceMemory(Protocol):
-    """Memory of one device."""
+class DeviceMemory:
+    """Memory of one device: here of a CPU, where slots are in host memory."""
 
     def available(self) -> int:
         """Bytes that any process can allocate now; what this process holds without use has been given back."""
-        ...
-
-    def computation(self) -> int:
-        """Bytes that a step has taken at its peak, beyond what is held between steps, as far as one has run."""
-        ...
-
-    def shares_addresses(self) -> bool:
-        """Whether the device reads page-locked host memory at the address that the host has for it."""
-        ...
-
-
-class HostMemory:
-    """Of a CPU, where slots are in host memory."""
-
-    def available(self) -> int:
-        """What the machine, or the container, has left."""
         # Small blocks that were freed stay in the C library's heap otherwise; not every C library has the call.
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -38,15 +21,15 @@ class HostMemory:
         return available_host_memory()
 
     def computation(self) -> int:
-        """Nothing: what a step takes is little beside the machine's memory."""
+        """Bytes that a step has taken at its peak, beyond what is held between steps: little beside a host's memory."""
         return 0
 
     def shares_addresses(self) -> bool:
-        """It is the host's memory."""
+        """Whether the device reads page-locked host memory at the address that the host has for it."""
         return True
 
 
-class CudaMemory:
+class CudaMemory(DeviceMemory):
     """Of a CUDA device.
 
     Args:
@@ -83,4 +66,4 @@ class CudaMemory:
 
 def make_device_memory(device: torch.device) -> DeviceMemory:
     """The memory of a device."""
-    return CudaMemory(device) if device.type == "cuda" else HostMemory()
+    return CudaMemory(device) if device.type == "cuda" else DeviceMemory()

@@ -22,31 +22,18 @@ _GRAPH = 128 << 10
 
 @dataclass(frozen=True)
 class StepShape:
-    """What the size of activations follows from, on one rank.
+    """What the size of activations follows from, on one rank."""
 
-    Attributes:
-        tokens: of the largest step.
-        sequences: requests whose next token is sampled at once.
-        hidden: model width.
-        attention: width of queries, keys and values together.
-        intermediate: expert width.
-        top_k: experts per token.
-        vocabulary: logits per request.
-        itemsize: bytes of an activation.
-        graph_tokens: of the largest captured step; 0 without graphs.
-        graphs: how many are captured.
-    """
-
-    tokens: int
-    sequences: int
-    hidden: int
-    attention: int
-    intermediate: int
-    top_k: int
-    vocabulary: int
-    itemsize: int = 2
-    graph_tokens: int = 0
-    graphs: int = 0
+    tokens: int  # of the largest step
+    sequences: int  # requests whose next token is sampled at once
+    hidden: int  # model width
+    attention: int  # width of queries, keys and values together
+    intermediate: int  # expert width
+    top_k: int  # experts per token
+    vocabulary: int  # logits per request
+    itemsize: int = 2  # bytes of an activation
+    graph_tokens: int = 0  # of the largest captured step; 0 without graphs
+    graphs: int = 0  # how many are captured
 
     @property
     def nbytes(self) -> int:

@@ -20,25 +20,15 @@ _ALL = len(EVERY_PROJECTION)
 
 @dataclass(eq=False, slots=True)
 class Fetch:
-    """An expert on its way into a slot, which is its own until it is kept or released.
+    """An expert on its way into a slot, which is its own until it is kept or released."""
 
-    Attributes:
-        layer: of the expert.
-        expert: its number on this rank.
-        tier: version that comes.
-        slot: where to.
-        kept: the layer keeps it; otherwise it goes when it has been used.
-        ticket: of the transfer.
-        complete: the bytes are there.
-    """
-
-    layer: int
-    expert: int
-    tier: Tier
-    slot: Slot
-    kept: bool
-    ticket: Ticket
-    complete: bool = False
+    layer: int  # of the expert
+    expert: int  # its number on this rank
+    tier: Tier  # version that comes
+    slot: Slot  # where to
+    kept: bool  # the layer keeps it; otherwise it goes when it has been used
+    ticket: Ticket  # of the transfer
+    complete: bool = False  # the bytes are there
 
 
 class Fetcher:

@@ -275,4 +275,4 @@ def check_memory(memory: ExpertMemory, in_flight: Iterable[tuple[Tier, Slot, boo
         pool.check_integrity(named + [index for index, _ in filling])
         promised = sum(memory.plan.quotas[tier]) - len(named) - sum(kept for _, kept in filling)
         assert pool.promised == promised, f"{pool.promised} slots are promised, expected {promised}"
-    assert memory.budget.peak <= memory.budget.limit
+    assert memory.budget.reserved <= memory.budget.limit

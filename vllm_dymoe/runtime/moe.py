@@ -80,19 +80,12 @@ class Parts:
 
 @dataclass(frozen=True)
 class _Spending:
-    """What a plan of slots follows from, beside options and system.
+    """What a plan of slots follows from, beside options and system."""
 
-    Attributes:
-        experts: of the rank.
-        filled: slots for every expert are filled at start.
-        popularity: float64 [layers, experts], of a system that asks for it.
-        automatic: bytes to use if the budget is automatic.
-    """
-
-    experts: ModelExperts
-    filled: bool
-    popularity: NDArray[np.float64] | None
-    automatic: int
+    experts: ModelExperts  # of the rank
+    filled: bool  # slots for every expert are filled at start
+    popularity: NDArray[np.float64] | None  # float64 [layers, experts], of a system that asks for it
+    automatic: int  # bytes to use if the budget is automatic
 
     def plan(self, budget: ExpertBudget | int, options: Options, system: System, beside: int) -> SlotPlan:
         """Of a budget, or a limit in bytes, of which ``beside`` bytes are no slots.

@@ -21,19 +21,12 @@ _LARGEST_WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 32 << 20}
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """How a budget is spent.
+    """How a budget is spent."""
 
-    Attributes:
-        limit: the hard budget in bytes, on this rank.
-        workspace_bytes: the part that the kernel's scratch and the predictor take.
-        slots: number of slots of each tier in use.
-        quotas: experts of each tier that each layer may keep; the table's ``shares``.
-    """
-
-    limit: int
-    workspace_bytes: int
-    slots: Mapping[Tier, int]
-    quotas: Mapping[Tier, Sequence[int]]
+    limit: int  # the hard budget in bytes, on this rank
+    workspace_bytes: int  # the part that the kernel's scratch and the predictor take
+    slots: Mapping[Tier, int]  # number of slots of each tier in use
+    quotas: Mapping[Tier, Sequence[int]]  # experts of each tier that each layer may keep; the table's ``shares``
 
     @property
     def staging(self) -> Mapping[Tier, int]:

@@ -83,7 +83,7 @@ class RuntimeStats:
             failed_transfers=transfer.failed,
             exposed_wait_seconds=transfer.exposed_wait_seconds,
             budget_bytes=memory.budget.limit,
-            peak_expert_bytes=memory.budget.peak,
+            peak_expert_bytes=memory.budget.reserved,
             prefetches={name: getattr(prefetch, name) for name in ("useful", "late", "wasted", "cancelled")},
             prefetch_interval=serving.prefetcher.intervals if serving.prefetcher else {},
             predictions=asdict(predictor.stats if predictor else PredictionStats()),

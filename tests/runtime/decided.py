@@ -4,16 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from tests.runtime.steps import CPU, forward, make_runtime, random_step
+from tests.runtime.steps import forward, make_runtime, random_step
 from tests.small_model import make_experts
 from tests.support.memory_writer import MemoryWriter
-from vllm_dymoe.config import Options
 from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.residency.code import CODEBOOKS
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 
 KINDS = ("mxfp4", "nvfp4", "fp8", "without a gate")
@@ -34,13 +32,7 @@ def store_of(kind, **sizes):
 
 def decided_runtime(store, budget="50%", system=None, **options):
     """As ``make_runtime``, with steps that need no host; the system is one, or its name."""
-    if isinstance(system, str):
-        options = Options(
-            group_size=32, system=system, decisions="device", **({"hi": 4, "lo": 2, "expert_budget": "100%"} | options)
-        )
-        runtime = MoERuntime(store, options, CPU)
-    else:
-        runtime = make_runtime(store, "100%", system, decisions="device", **options)
+    runtime = make_runtime(store, "100%", system, decisions="device", **options)
     runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
     return runtime
 

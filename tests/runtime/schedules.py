@@ -30,35 +30,22 @@ MIXED = {"low": frozenset({0, 3}), "skipped": frozenset({5})}
 
 @dataclass(frozen=True)
 class Program:
-    """What a runtime is asked to do.
+    """What a runtime is asked to do."""
 
-    Attributes:
-        steps: (seed, layer, tokens) of each layer's step.
-        budget: share of the experts that have a slot; 0 for the smallest budget.
-        staging: staging slots.
-        mixed: whether experts have different tiers.
-        nested: whether the low version lies inside the high one.
-        guesses: candidates after each step, by its number.
-        projections: that are fetched ahead.
-        captures: whether a graph is captured after each step, with transfers paused from the first to the last.
-        pieces: whether a demand transfer of a device is two copies, of gate and up and of down.
-        faults: what happens to a read, by its number: "fail" or "hang".
-        resizes: share of the experts that has a slot from a step on, by the step's number.
-        ahead: projections that steps without the host fetch ahead.
-    """
-
-    steps: tuple[tuple[int, int, int], ...]
-    budget: float = 0.5
-    staging: int = 2
-    mixed: bool = False
-    nested: bool = False
-    guesses: tuple[tuple[tuple[int, int], ...], ...] = ()
-    projections: int = 3
-    pieces: bool = True
+    steps: tuple[tuple[int, int, int], ...]  # (seed, layer, tokens) of each layer's step
+    budget: float = 0.5  # share of the experts that have a slot; 0 for the smallest budget
+    staging: int = 2  # staging slots
+    mixed: bool = False  # whether experts have different tiers
+    nested: bool = False  # whether the low version lies inside the high one
+    guesses: tuple[tuple[tuple[int, int], ...], ...] = ()  # candidates after each step, by its number
+    projections: int = 3  # that are fetched ahead
+    pieces: bool = True  # whether a demand transfer of a device is two copies, of gate and up and of down
     captures: bool = False
-    faults: dict[int, str] = field(default_factory=dict)
+    """Whether a graph is captured after each step, with transfers paused from the first to the last."""
+    faults: dict[int, str] = field(default_factory=dict)  # what happens to a read, by its number: "fail" or "hang"
     resizes: dict[int, float] = field(default_factory=dict)
-    ahead: int = 0
+    """Share of the experts that has a slot from a step on, by the step's number."""
+    ahead: int = 0  # projections that steps without the host fetch ahead
 
 
 class Guesses(Predictor):

@@ -58,7 +58,9 @@ class ByNumber(Exact):
 def make_runtime(
     store, budget="100%", system=None, lo=2, predictor=None, engine=None, parts=None, threads=None, hi=4, **options
 ):
-    """A runtime; with threads that many read ahead."""
+    """A runtime of a system, or of one by its name; with threads that many read ahead."""
+    if isinstance(system, str):
+        options, system = options | {"system": system}, None
     options = Options(hi=hi, lo=lo, group_size=32, expert_budget=budget, **options)
     if threads is not None:
         engine = make_engine(store, CPU, threads, largest_blob=0)
@@ -85,14 +87,18 @@ def forward(runtime, layer, x, weights, ids, activation=Activation.SILU, **told)
     return runtime.serving.forward(Routing(layer, len(runtime.experts.layers), x, ids, weights, **told), activation)
 
 
-def run(runtime, steps, activation=Activation.SILU):
+def run(runtime, steps, activation=Activation.SILU, **told):
     """Run (seed, layer, tokens) and return the outputs."""
     outputs = [
-        forward(runtime, layer, *random_step(seed, tokens, runtime.experts), activation)
+        forward(runtime, layer, *random_step(seed, tokens, runtime.experts), activation, **told)
         for seed, layer, tokens in steps
     ]
     runtime.check_integrity()
     return outputs
+
+
+def equal(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def kept_by(runtime):

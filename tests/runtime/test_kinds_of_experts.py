@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.runtime.steps import BUDGETS, STEPS, ByNumber, make_runtime, random_step, with_budget
+from tests.runtime.steps import BUDGETS, STEPS, ByNumber, equal, make_runtime, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
-from tests.store.stores import damage, write
+from tests.store.stores import damage, read, write
 from vllm_dymoe.kernels import Activation, Curve, expert_reference
 from vllm_dymoe.residency.format import BlobKey, ModelExperts, Projection
 from vllm_dymoe.residency.routing import Routing
@@ -35,36 +35,26 @@ def reference(store, routing, activation):
     return want
 
 
-def read(store, key):
-    blob = torch.empty(store.experts.formats[key.bits].nbytes, dtype=torch.uint8)
-    store.read_into(key, blob)
-    return blob
-
-
-def outputs(runtime, activation, steps=STEPS, **told):
-    found = []
-    for seed, layer, tokens in steps:
-        x, weights, ids = random_step(seed, tokens, runtime.experts)
-        found.append(runtime.serving.forward(Routing(layer, 2, x, ids, weights, **told), activation))
-    runtime.check_integrity()
-    return found
-
-
 @pytest.mark.parametrize(
     ("activation", "told"),
-    [(RELU2, {}), (Activation.SILU, {"weights_on_input": True}), (Activation(Curve.SWIGLU, limit=0.5), {})],
-    ids=["without a gate", "weights on the input", "clamped"],
+    [
+        (Activation.SILU, {}),
+        (RELU2, {}),
+        (Activation.SILU, {"weights_on_input": True}),
+        (Activation(Curve.SWIGLU, limit=0.5), {}),
+    ],
+    ids=["usual", "without a gate", "weights on the input", "clamped"],
 )
 def test_no_budget_changes_a_bit_and_the_sum_is_right(activation, told):
     experts = make_experts()
     store = make_store(experts if activation.has_gate else without_gate(experts))
-    want = outputs(with_budget(store, "100%"), activation, **told)
+    want = run(with_budget(store, "100%"), STEPS, activation, **told)
     for budget in BUDGETS[1:]:
         runtime = with_budget(store, budget, ByNumber(low=frozenset({0, 3})) if budget == "50%" else None)
-        got = outputs(runtime, activation, **told)
+        got = run(runtime, STEPS, activation, **told)
         if budget == "50%":  # another precision
             continue
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), budget
+        assert equal(want, got), budget
     for (seed, layer, tokens), got in zip(STEPS, want, strict=True):
         x, weights, ids = random_step(seed, tokens, experts)
         right = reference(store, Routing(layer, 2, x, ids, weights, **told), activation)
@@ -94,7 +84,7 @@ def test_a_drafts_layers_lie_behind_the_models_and_change_none_of_its_bits(tmp_p
     """Draft layers of the same index as the model's get numbers of their own; experts stay whose they were."""
     model, draft = make_experts(), make_experts(layers=1)
     parts = [write(tmp_path / name, e) for name, e in (("model", model), ("draft", draft))] if in_files else None
-    alone = outputs(make_runtime(make_store(model)), Activation.SILU)
+    alone = run(make_runtime(make_store(model)), STEPS)
     store = join(*(parts or (make_store(model), different(draft))))
     assert (store.experts.layers, store.experts.draft_layers) == ((1, 2, 4), 1)
     runtime = with_budget(store, "30%")
@@ -107,7 +97,7 @@ def test_a_drafts_layers_lie_behind_the_models_and_change_none_of_its_bits(tmp_p
         right = reference(store, drafted, Activation.SILU)
         assert (got.double() - right).norm() / right.norm() < 1e-2
     runtime.check_integrity()
-    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    assert equal(alone, together)
     runtime.close()
 
 
@@ -135,7 +125,7 @@ def test_a_runtime_makes_room_for_one_with_more_layers():
     first.close(keep_store=True)
     store = first.store
     assert not held.pools
-    assert outputs(make_runtime(store), Activation.SILU)
+    assert run(make_runtime(store), STEPS)
 
 
 def test_projections_without_a_gate():

@@ -510,19 +510,6 @@ def test_an_expert_that_cannot_be_read_at_start_is_named():
         dynaexq(store)
 
 
-def test_rows_name_complete_bytes():
-    for nested in (True, False):
-        runtime = dynaexq(STORES[nested])
-        list(serve(runtime, random_steps(4) * 2))
-        memory, table = runtime.memory, runtime.memory.table
-        for layer, expert in np.ndindex(table.tier.shape):
-            held = Tier.HI if table.tier[layer, expert] == HIGH else Tier.LO
-            for part, slot in zip(memory.parts[held], memory.resident(layer, expert, held)[1], strict=True):
-                assert torch.equal(slot.blob, STORES[nested].blob(BlobKey(layer, expert, memory.bits[part])))
-        assert set(np.unique(table.tier)) == {LOW, HIGH}
-        runtime.engine.close()
-
-
 def test_a_transfer_that_is_not_wanted_holds_no_other_up():
     store = Obstinate(STORES[True])
     engine = TransferEngine(CpuDelivery(store), 1)

@@ -1,6 +1,5 @@
 """In which order a layer's experts are fetched and computed, on an engine whose arrivals the test decides."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ from tests.runtime.steps import ByNumber, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.predict import Candidate, Predictor
-from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.runtime.fetcher import Fetcher
 from vllm_dymoe.systems.base import Residency
@@ -291,11 +289,3 @@ def test_a_prompts_first_layer_is_fetched_ahead_of_it(system, phase, log):
     guesses = runtime.stats().prefetches
     assert guesses["useful"] + guesses["late"] == bool(log)
     runtime.check_integrity()
-
-
-def test_the_bytes_of_a_step_are_right():
-    want = step(make({}, resident=[])[0], [0, 1, 2, 3, 4, 5])
-    for arrives, asynchronous in itertools.product(({}, {2: 1, 3: 2, 4: 2, 5: 4}), (False, True)):
-        runtime, _ = make(arrives, resident=[0, 1], asynchronous=asynchronous)
-        assert torch.equal(step(runtime, [0, 1, 2, 3, 4, 5]), want)
-    assert STORE.blob(BlobKey(0, 0, 4)).numel() == FORMAT.nbytes

@@ -13,7 +13,7 @@ from vllm_dymoe.config import ConfigError, ExpertBudget
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.residency.slots import SlotPool
 from vllm_dymoe.runtime import device_memory
-from vllm_dymoe.runtime.device_memory import CudaMemory, HostMemory, make_device_memory
+from vllm_dymoe.runtime.device_memory import CudaMemory, DeviceMemory, make_device_memory
 from vllm_dymoe.store import Manifest, MemoryStore
 from vllm_dymoe.store.writer import StoreWriter
 
@@ -182,5 +182,5 @@ def test_without_a_driver_that_answers_no_address_is_shared(monkeypatch):
 
 
 def test_each_device_has_its_memory():
-    assert isinstance(make_device_memory(CPU), HostMemory)
+    assert isinstance(make_device_memory(CPU), DeviceMemory)
     assert isinstance(make_device_memory(torch.device("cuda")), CudaMemory)

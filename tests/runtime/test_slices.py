@@ -7,18 +7,16 @@ import pytest
 import torch
 from pydantic import Field
 
-from tests.runtime.steps import forward
+from tests.runtime import steps
+from tests.runtime.steps import equal, forward
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.config import Options
 from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE
 from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.base import Precision
-from vllm_dymoe.transfer import Reason, TransferError, make_engine
+from vllm_dymoe.transfer import Reason, TransferError
 
-CPU = torch.device("cpu")
 LAYERS, EXPERTS, TOP_K = 2, 8, 4
 HI, LO, SKIP = Tier.HI, Tier.LO, Tier.SKIP
 
@@ -54,10 +52,8 @@ class Planned(System):
 
 
 def make_runtime(bits=(4, 2), budget="50%", store=None, high=1.0, **options):
-    store = store or STORES[bits]
-    chosen = Options(hi=bits[0], lo=bits[1], group_size=32, expert_budget=budget, **options)
-    system = None if "system" in options else Planned(high=high)
-    return MoERuntime(store, chosen, CPU, system=system, engine=make_engine(store, CPU, 0, largest_blob=0))
+    system = options.pop("system", None) or Planned(high=high)
+    return steps.make_runtime(store or STORES[bits], budget, system, hi=bits[0], lo=bits[1], threads=0, **options)
 
 
 def step(runtime, layer=0, **plan):
@@ -146,8 +142,7 @@ def test_no_budget_changes_a_bit(bits, retention):
             outputs[-1].append(forward(runtime, number % LAYERS, x, weights, ids.int()))
             runtime.check_integrity()
         assert runtime.stats().peak_expert_bytes <= runtime.stats().budget_bytes
-    for other in outputs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(outputs[0], other, strict=True))
+    assert all(equal(outputs[0], other) for other in outputs[1:])
 
 
 def test_a_slice_that_cannot_be_read_costs_no_slot(monkeypatch):

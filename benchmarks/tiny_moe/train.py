@@ -27,6 +27,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 from transformers import AutoTokenizer, GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 END, PAD, VOCABULARY = "<|endoftext|>", "<|pad|>", 3072
 DOMAINS = {"docs": 0.45, "code": 0.40, "arithmetic": 0.15}
@@ -155,20 +156,6 @@ def prepare(work: Path, package: Path) -> dict[str, numpy.ndarray]:
     return dict(numpy.load(kept))
 
 
-def balance_loss(router_logits: tuple[torch.Tensor, ...], active: int) -> torch.Tensor:
-    """Load-balancing loss of the Switch Transformer, by layer, so that no layer's collapse hides behind another's.
-
-    router_logits: one [tokens, experts] for each layer.
-    """
-    losses = []
-    for logits in router_logits:
-        probabilities = logits.float().softmax(-1)
-        chosen = probabilities.topk(active, dim=-1).indices
-        load = functional.one_hot(chosen, logits.shape[-1]).sum(1).float().mean(0) / active
-        losses.append(logits.shape[-1] * (load * probabilities.mean(0)).sum())
-    return torch.stack(losses).mean()
-
-
 def new_model(package: Path) -> Qwen3MoeForCausalLM:
     """The shipped architecture: about 15M parameters, of which 12.6M are experts and 3.6M work on a token."""
     tokenizer = AutoTokenizer.from_pretrained(package)
@@ -214,7 +201,10 @@ def train(arguments: argparse.Namespace) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=arguments.bf16):
             output = model(rows[:, :-1], output_router_logits=True, use_cache=False)
         loss = functional.cross_entropy(output.logits.flatten(0, 1).float(), rows[:, 1:].flatten())
-        (loss + 0.01 * balance_loss(output.router_logits, model.config.num_experts_per_tok)).backward()
+        # Layer by layer, so that no layer's collapse hides behind another's; it grows with a token's experts.
+        sizes = model.config.num_experts, model.config.num_experts_per_tok
+        uneven = torch.stack([load_balancing_loss_func((logits,), *sizes) for logits in output.router_logits]).mean()
+        (loss + 0.01 * uneven / sizes[1]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -30,21 +30,13 @@ class Curve(Enum):
 
 @dataclass(frozen=True)
 class Activation:
-    """A curve and its numbers.
+    """A curve and its numbers."""
 
-    Attributes:
-        curve: see there.
-        limit: L; infinite for none.
-        alpha: a.
-        beta: b.
-        has_gate: whether experts have a gate projection. Without one up is the gate, and multiplies nothing.
-    """
-
-    curve: Curve
-    limit: float = float("inf")
-    alpha: float = 1.0
-    beta: float = 0.0
-    has_gate: bool = True
+    curve: Curve  # see there
+    limit: float = float("inf")  # L; infinite for none
+    alpha: float = 1.0  # a
+    beta: float = 0.0  # b
+    has_gate: bool = True  # whether experts have a gate projection. Without one up is the gate, and multiplies nothing.
 
     SILU: ClassVar["Activation"]
     GELU: ClassVar["Activation"]

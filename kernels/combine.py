@@ -18,21 +18,13 @@ _CHUNK_OF_A_LOOP = 32768
 
 
 class Pairs(NamedTuple):
-    """What is to be summed, checked.
+    """What is to be summed, checked."""
 
-    Attributes:
-        out: [tokens * top_k, hidden] bfloat16 or float16.
-        weights: float32 [tokens, top_k].
-        expert_ids: int [tokens, top_k], or None.
-        skipped: int32 [any], 1 for experts that were skipped; those behind its end were not.
-        renormalize: whether a token's other experts take over the weights of its skipped ones.
-    """
-
-    out: Tensor
-    weights: Tensor
-    expert_ids: Tensor | None
-    skipped: Tensor | None
-    renormalize: bool
+    out: Tensor  # [tokens * top_k, hidden] bfloat16 or float16
+    weights: Tensor  # float32 [tokens, top_k]
+    expert_ids: Tensor | None  # int [tokens, top_k], or None
+    skipped: Tensor | None  # int32 [any], 1 for experts that were skipped; those behind its end were not
+    renormalize: bool  # whether a token's other experts take over the weights of its skipped ones
 
 
 def combine(

@@ -23,17 +23,12 @@ _COLD = 4  # one of so many steps fills the cache and is not counted
 
 @dataclass(frozen=True)
 class LayerDemand:
-    """What one layer of one step needs, on average.
+    """What one layer of one step needs, on average."""
 
-    Attributes:
-        active: experts in each tier.
-        missing: what has to be moved for them: versions, or fine slices and bases where one lies inside the other.
-        misses: experts for which something has to be moved.
-    """
-
-    active: Mapping[Tier, float]
+    active: Mapping[Tier, float]  # experts in each tier
     missing: Mapping[Tier, float]
-    misses: float = 0.0
+    """What has to be moved for them: versions, or fine slices and bases where one lies inside the other."""
+    misses: float = 0.0  # experts for which something has to be moved
 
 
 class Routings:

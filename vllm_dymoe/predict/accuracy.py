@@ -19,17 +19,11 @@ from vllm_dymoe.residency.routing import Routing
 
 @dataclass
 class PredictionStats:
-    """Sums over layers and steps.
+    """Sums over layers and steps."""
 
-    Attributes:
-        named: experts that were named for a coming layer.
-        wanted: experts that routers chose in layers for which the predictor was asked.
-        right: experts that are in both.
-    """
-
-    named: int = 0
-    wanted: int = 0
-    right: int = 0
+    named: int = 0  # experts that were named for a coming layer
+    wanted: int = 0  # experts that routers chose in layers for which the predictor was asked
+    right: int = 0  # experts that are in both
 
     @property
     def accuracy(self) -> float:

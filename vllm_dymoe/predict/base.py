@@ -12,17 +12,11 @@ from vllm_dymoe.residency.routing import Routing
 
 
 class Candidate(NamedTuple):
-    """An expert that a coming layer will probably want.
+    """An expert that a coming layer will probably want."""
 
-    Attributes:
-        layer: position of its layer among the model's MoE layers, later than the one that was observed.
-        expert: its number on this rank.
-        score: larger is likelier; comparable within one answer, and for one layer, only.
-    """
-
-    layer: int
-    expert: int
-    score: float
+    layer: int  # position of its layer among the model's MoE layers, later than the one that was observed
+    expert: int  # its number on this rank
+    score: float  # larger is likelier; comparable within one answer, and for one layer, only
 
 
 class OnDevice(Protocol):

@@ -24,25 +24,15 @@ class PredictorError(ValueError):
 
 @dataclass(frozen=True)
 class PredictorCard:
-    """What a predictor is, and what it is worth.
+    """What a predictor is, and what it is worth."""
 
-    Attributes:
-        header: the model that it is for, its fingerprint and sizes.
-        architecture: name and numbers of the network.
-        trace: what it was trained on: path, tokens, requests.
-        metrics: hit rates on requests that were held out.
-        seed: of the training.
-        version: of vllm-dymoe that trained it.
-        format: of the file.
-    """
-
-    header: ModelIdentity
-    architecture: Mapping[str, Any] = field(default_factory=dict)
-    trace: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    seed: int = 0
-    version: str = ""
-    format: int = PREDICTOR_FORMAT
+    header: ModelIdentity  # the model that it is for, its fingerprint and sizes
+    architecture: Mapping[str, Any] = field(default_factory=dict)  # name and numbers of the network
+    trace: Mapping[str, Any] = field(default_factory=dict)  # what it was trained on: path, tokens, requests
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # hit rates on requests that were held out
+    seed: int = 0  # of the training
+    version: str = ""  # of vllm-dymoe that trained it
+    format: int = PREDICTOR_FORMAT  # of the file
 
     def check(self, path: Path, here: ModelIdentity) -> None:
         """Refuse it for another model than its own.

@@ -33,23 +33,14 @@ PAPER_WIDTHS = (2048, 1024, 512, 256, 128, 64)
 
 @dataclass(frozen=True)
 class Architecture:
-    """What kind of network it is.
+    """What kind of network it is."""
 
-    Attributes:
-        widths: of the hidden layers; none for a linear model.
-        history: how many of the layers before it a layer is told of; 0 for all of them.
-        shared: one network for all layers, in place of one for each.
-        named: whether a shared network is told which layer it is for, beside what popularity says.
-        router_input: whether it sees the router's input of the layer before.
-        dropout: share of hidden values that training leaves out.
-    """
-
-    widths: tuple[int, ...] = PAPER_WIDTHS
-    history: int = 0
-    shared: bool = False
-    router_input: bool = False
-    dropout: float = 0.1
-    named: bool = True
+    widths: tuple[int, ...] = PAPER_WIDTHS  # of the hidden layers; none for a linear model
+    history: int = 0  # how many of the layers before it a layer is told of; 0 for all of them
+    shared: bool = False  # one network for all layers, in place of one for each
+    router_input: bool = False  # whether it sees the router's input of the layer before
+    dropout: float = 0.1  # share of hidden values that training leaves out
+    named: bool = True  # whether a shared network is told which layer it is for, beside what popularity says
 
 
 ARCHITECTURES = {

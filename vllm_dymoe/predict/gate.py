@@ -9,23 +9,18 @@ import torch
 
 @dataclass(frozen=True)
 class Gate:
-    """What makes a router prefer one expert to another.
-
-    Attributes:
-        logits: the gate itself, [tokens, hidden] -> [tokens, experts]; experts of all ranks.
-        scoring: from logits to scores.
-        correction: float32 [experts], added to the scores for choosing only (DeepSeek-V3, GLM-4, Ernie-4.5).
-        groups: groups of experts, of which only ``top_groups`` are chosen from; 0 for no groups (DeepSeek-V2, -V3).
-        top_groups: see ``groups``.
-        local: this rank's number of each expert, negative for another rank's; None where the rank has all of them.
-    """
+    """What makes a router prefer one expert to another."""
 
     logits: Callable[[torch.Tensor], torch.Tensor]
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """The gate itself, [tokens, hidden] -> [tokens, experts]; experts of all ranks."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # from logits to scores
     correction: torch.Tensor | None = None
+    """float32 [experts], added to the scores for choosing only (DeepSeek-V3, GLM-4, Ernie-4.5)."""
     groups: int = 0
-    top_groups: int = 0
+    """Groups of experts, of which only ``top_groups`` are chosen from; 0 for no groups (DeepSeek-V2, -V3)."""
+    top_groups: int = 0  # see ``groups``
     local: Sequence[int] | None = None
+    """This rank's number of each expert, negative for another rank's; None where the rank has all of them."""
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
         """What the router would choose by: [tokens, hidden] -> float32 [tokens, experts].

@@ -32,15 +32,10 @@ _MOST_ROWS = 512
 
 @dataclass(frozen=True)
 class Votes:
-    """How layers vote where they need not all agree.
+    """How layers vote where they need not all agree."""
 
-    Attributes:
-        weights: of layers, that of the nearest one first; layers further away have the last one's.
-        threshold: votes that an expert needs.
-    """
-
-    weights: tuple[float, ...]
-    threshold: float
+    weights: tuple[float, ...]  # of layers, that of the nearest one first; layers further away have the last one's
+    threshold: float  # votes that an expert needs
 
 
 class MeetingOfLayers(Predictor):

@@ -20,24 +20,18 @@ class Held:
     """Codes and scales as a checkpoint has them, whose numbers are taken as they are.
 
     Integers are (code - zero point) * scale, published floats level[code] * (scale * multiplier / divisor).
-
-    Attributes:
-        codes: uint8 [rows, columns].
-        scales: [groups of rows, groups of columns], in the checkpoint's dtype, or that of the published float.
-        row_groups: int64 [rows], the row of scales of each.
-        column_groups: int64 [columns], the column of scales of each. Groups are neighbours unless columns were
-            quantized in the order of their activations (GPTQ's desc_act, compressed-tensors' actorder "group").
-        factor: multiplier and divisor of all scales, float32 numbers.
-        zero_points: of integers, uint8 and of the scales' shape; the middle code everywhere if they are symmetric.
     """
 
     code: Code
-    codes: Tensor
-    scales: Tensor
-    row_groups: Tensor
+    codes: Tensor  # uint8 [rows, columns]
+    scales: Tensor  # [groups of rows, groups of columns], in the checkpoint's dtype, or that of the published float
+    row_groups: Tensor  # int64 [rows], the row of scales of each
     column_groups: Tensor
-    factor: tuple[float, float] = (1.0, 1.0)
+    """int64 [columns], the column of scales of each. Groups are neighbours unless columns were quantized in the order
+    of their activations (GPTQ's desc_act, compressed-tensors' actorder "group")."""
+    factor: tuple[float, float] = (1.0, 1.0)  # multiplier and divisor of all scales, float32 numbers
     zero_points: Tensor | None = None
+    """Of integers, uint8 and of the scales' shape; the middle code everywhere if they are symmetric."""
 
     @property
     def bits(self) -> int:

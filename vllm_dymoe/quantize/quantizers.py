@@ -20,17 +20,11 @@ _TINY = 1e-30
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """A quantized matrix before packing: weight = (code - 2**(bits - 1)) * scale + zero, or as upper halves are read.
+    """A quantized matrix before packing: weight = (code - 2**(bits - 1)) * scale + zero, or as halves are read."""
 
-    Attributes:
-        codes: uint8 [rows, columns].
-        scales: the format's dtype [rows, groups], not negative.
-        zeros: the format's dtype [rows, groups].
-    """
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor
+    codes: Tensor  # uint8 [rows, columns]
+    scales: Tensor  # the format's dtype [rows, groups], not negative
+    zeros: Tensor  # the format's dtype [rows, groups]
 
 
 Quantizer = Callable[[Tensor, MatrixFormat], Codes]

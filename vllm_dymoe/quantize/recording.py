@@ -40,22 +40,18 @@ class Recording:
 
     Attributes:
         model, texts: fingerprints of the checkpoint and of the tokens.
-        parts: tokens in each part.
-        layers: index of each MoE layer in the model.
-        num_experts: in each layer, over all ranks.
-        dtype: of the inputs, ``"bfloat16"`` or ``"float16"``.
-        activation: of each layer, by the name of :class:`~vllm_dymoe.kernels.Activation`; one name stands for all.
     """
 
     model: str
     texts: str
-    parts: tuple[int, ...]
-    layers: tuple[int, ...]
-    num_experts: int
+    parts: tuple[int, ...]  # tokens in each part
+    layers: tuple[int, ...]  # index of each MoE layer in the model
+    num_experts: int  # in each layer, over all ranks
     top_k: int
     hidden_size: int
-    dtype: str
+    dtype: str  # of the inputs, ``"bfloat16"`` or ``"float16"``
     activation: str | tuple[str, ...]
+    """Of each layer, by the name of :class:`~vllm_dymoe.kernels.Activation`; one name stands for all."""
 
     @property
     def nbytes(self) -> int:

@@ -31,21 +31,13 @@ _STACK_PARTS = {"scale_inv": "weight_scale_inv", "scale": "weight_scale"}  # bes
 
 @dataclass(frozen=True)
 class ExpertName:
-    """What the name of a tensor says of an expert.
+    """What the name of a tensor says of an expert."""
 
-    Attributes:
-        layers: the list of layers that it is in, ``model.layers``.
-        layer: index of the layer in the model.
-        expert: which one; None for a stack of all the layer's experts.
-        projections: what its rows are; none if the rest of the name is not known.
-        part: "weight", "bias", or what else the name ends with ("qweight" in quantized checkpoints).
-    """
-
-    layers: str
-    layer: int
-    expert: int | None
-    projections: tuple[Projection, ...]
-    part: str
+    layers: str  # the list of layers that it is in, ``model.layers``
+    layer: int  # index of the layer in the model
+    expert: int | None  # which one; None for a stack of all the layer's experts
+    projections: tuple[Projection, ...]  # what its rows are; none if the rest of the name is not known
+    part: str  # "weight", "bias", or what else the name ends with ("qweight" in quantized checkpoints)
 
 
 def read_name(name: str) -> ExpertName | None:

@@ -33,16 +33,12 @@ def gate_importance(expert_ids: NDArray[np.int64], weights: NDArray[np.float32])
 
 
 class StepImportance(NamedTuple):
-    """How much experts matter to the tokens of a step.
-
-    Attributes:
-        load: Eq. 2: for each expert that tokens of prompts use how many heavy hitters do, and, since many have the same
-            number, these tokens' routing weights' sum.
-        gate: Eq. 3: for each expert that other tokens use the sum of their routing weights.
-    """
+    """How much experts matter to the tokens of a step."""
 
     load: Mapping[int, tuple[float, float]]
-    gate: Mapping[int, float]
+    """Eq. 2: for each expert that tokens of prompts use how many heavy hitters do, and, since many have the same
+    number, these tokens' routing weights' sum."""
+    gate: Mapping[int, float]  # Eq. 3: for each expert that other tokens use the sum of their routing weights.
 
 
 def step_importance(

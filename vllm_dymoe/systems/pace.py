@@ -23,15 +23,10 @@ _LARGEST_INTERVAL = 64
 
 @dataclass
 class Pace:
-    """Decides which predictions are asked for, and records what became of them.
+    """Decides which predictions are asked for, and records what became of them."""
 
-    Attributes:
-        paid: guesses have to pay for what they cost; otherwise every prediction is asked for.
-        interval: one prediction of so many is asked for.
-    """
-
-    paid: bool = True
-    interval: int = 1
+    paid: bool = True  # guesses have to pay for what they cost; otherwise every prediction is asked for
+    interval: int = 1  # one prediction of so many is asked for
     _predictions: int = 0
     _answers: int = 0  # since the last verdict, as all below
     _judged: int = 0

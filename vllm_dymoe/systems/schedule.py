@@ -25,19 +25,15 @@ class Schedule:
     experts of the layer in its place every expert of a decode step would be critical as soon as r(l) * M reaches top-k:
     at the paper's r = 0.75 that is every layer of Mixtral and of Qwen3-30B-A3B, and nothing would ever be low.
 
-    Attributes:
-        retention: r, the average of r(l) over the layers, 0 to 1.
-        rounding: "up" is Eq. 5's ceiling, with which the share of critical experts is above r where few are active;
-            "nearest" stays around r. Of two tiers at least one expert is high: a layer without any costs the most.
-        depth: Eq. 4; else every layer has r.
-
     Raises:
         ValueError: retention is outside of 0 to 1.
     """
 
-    retention: float
+    retention: float  # r, the average of r(l) over the layers, 0 to 1
     rounding: Rounding = "up"
-    depth: bool = True
+    """With "up" it is Eq. 5's ceiling, and the share of critical experts above r where few are active; "nearest" stays
+    around r. Of two tiers at least one expert is high: a layer without any costs the most."""
+    depth: bool = True  # Eq. 4; else every layer has r.
 
     def __post_init__(self) -> None:
         if not 0 <= self.retention <= 1:

@@ -52,44 +52,27 @@ class Ticket:
     """A transfer of one blob into one slot, in up to three pieces.
 
     Between two pieces a ticket is pending again, so that whatever is more urgent goes first.
-
-    Attributes:
-        key: which blob.
-        destination: uint8 [nbytes], the slot.
-        reason: its priority.
-        after: event behind the slot's last reader; the copy waits for it.
-        wanted: projections that are asked for, from the first; 0 once it is cancelled.
-        demanded_at_once: projections that a piece holds when the ticket is in demand; 1 otherwise.
-        order: its place among tickets of the same reason.
-        ready: when it last began to wait for the link, in seconds of ``time.perf_counter``.
-        state: changes under the queue's lock, like the attributes below.
-        arrived: projections that are there, as far as the host knows.
-        fences: events behind the copies, where the device copies asynchronously, each with its first projection.
-        followed: how many of the fences computation is ordered behind.
-        error: what went wrong, if it failed.
-        handed_over: the piece that runs was left to a thread by a waiter, because a disk has to be waited for.
-        orphaned: it was running when its waiters gave up.
-        began: when the piece that runs began to move, in seconds of ``time.perf_counter``.
-        moved_seconds: time that the pieces before it took.
     """
 
-    key: BlobKey
-    destination: torch.Tensor
-    reason: Reason
-    after: Any = None
-    wanted: int = ALL
-    demanded_at_once: int = ALL
-    order: int = 0
-    ready: float = 0.0
-    state: State = State.PENDING
-    arrived: int = 0
+    key: BlobKey  # which blob
+    destination: torch.Tensor  # uint8 [nbytes], the slot
+    reason: Reason  # its priority
+    after: Any = None  # event behind the slot's last reader; the copy waits for it
+    wanted: int = ALL  # projections that are asked for, from the first; 0 once it is cancelled
+    demanded_at_once: int = ALL  # projections that a piece holds when the ticket is in demand; 1 otherwise
+    order: int = 0  # its place among tickets of the same reason
+    ready: float = 0.0  # when it last began to wait for the link, in seconds of ``time.perf_counter``
+    state: State = State.PENDING  # changes under the queue's lock, like the attributes below
+    arrived: int = 0  # projections that are there, as far as the host knows
     fences: list[tuple[int, Any]] = field(default_factory=list)
-    followed: int = 0
-    error: BaseException | None = None
+    """Events behind the copies, where the device copies asynchronously, each with its first projection."""
+    followed: int = 0  # how many of the fences computation is ordered behind
+    error: BaseException | None = None  # what went wrong, if it failed
     handed_over: bool = False
-    orphaned: bool = False
-    began: float = 0.0
-    moved_seconds: float = 0.0
+    """The piece that runs was left to a thread by a waiter, because a disk has to be waited for."""
+    orphaned: bool = False  # it was running when its waiters gave up
+    began: float = 0.0  # when the piece that runs began to move, in seconds of ``time.perf_counter``
+    moved_seconds: float = 0.0  # time that the pieces before it took
 
     def link_seconds(self, now: float) -> float:
         """How long the link has worked for this transfer until ``now``."""
@@ -107,16 +90,11 @@ class Ticket:
 
 @dataclass
 class TransferStats:
-    """What was moved, and how long the host waited for it.
-
-    Attributes:
-        bytes_moved: bytes that arrived, by reason.
-        transfers: whole blobs that arrived, by the reason they had in the end.
-        failed: reads that failed, and transfers that were given up.
-        exposed_wait_seconds: host time spent in ``wait``.
-    """
+    """What was moved, and how long the host waited for it."""
 
     bytes_moved: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    """Bytes that arrived, by reason."""
     transfers: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
-    failed: int = 0
-    exposed_wait_seconds: float = 0.0
+    """Whole blobs that arrived, by the reason they had in the end."""
+    failed: int = 0  # reads that failed, and transfers that were given up
+    exposed_wait_seconds: float = 0.0  # host time spent in ``wait``

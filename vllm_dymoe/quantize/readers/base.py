@@ -34,32 +34,24 @@ def ignore(part: str, tensor: Tensor, rows: int, columns: int) -> None:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads the experts of one checkpoint.
+    """Reads the experts of one checkpoint."""
 
-    Attributes:
-        method: ``quant_method`` in its config.json; empty where nothing is quantized.
-        group_size: columns that share a scale and a zero point; None for all columns of a row.
-        parts: ends of the names of the tensors of which ``make`` makes one matrix.
-        checks: by the ends of their names, tensors that may come beside them and must agree with the rest.
-        asymmetric: zero points may be another code than the middle one.
-        act_order: columns may have been quantized in the order of their activations, so that groups lie scattered.
-        ranks_take_groups: vLLM gives tensor-parallel ranks whole groups of the down projection's inputs, and the last
-            rank what is left.
-        scale_dtypes: what the second part may be, as safetensors names dtypes; none where anything is possible.
-        spellings: other ends of names in some checkpoints, which vLLM's models rename, and what they mean.
-    """
-
-    method: str
+    method: str  # ``quant_method`` in its config.json; empty where nothing is quantized
     code: Code
-    group_size: int | None
-    parts: tuple[str, ...]
+    group_size: int | None  # columns that share a scale and a zero point; None for all columns of a row
+    parts: tuple[str, ...]  # ends of the names of the tensors of which ``make`` makes one matrix
     make: Make
     checks: Mapping[str, Check] = field(default_factory=dict)
-    asymmetric: bool = False
+    """By the ends of their names, tensors that may come beside them and must agree with the rest."""
+    asymmetric: bool = False  # zero points may be another code than the middle one
     act_order: bool = False
+    """Columns may have been quantized in the order of their activations, so that groups lie scattered."""
     ranks_take_groups: bool = False
+    """vLLM gives tensor-parallel ranks whole groups of the down projection's inputs, and the last rank what is left."""
     scale_dtypes: tuple[str, ...] = ()
+    """What the second part may be, as safetensors names dtypes; none where anything is possible."""
     spellings: Mapping[str, str] = field(default_factory=dict)
+    """Other ends of names in some checkpoints, which vLLM's models rename, and what they mean."""
 
     def read(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
         """One whole matrix, after the tensors beside it have been checked; ValueError begins with a tensor's end."""

@@ -1,6 +1,6 @@
 """Experts by themselves, without a runtime: what a kernel computes of some, and where a launch finds them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,21 +16,19 @@ from vllm_dymoe.residency.matrix import PackedMatrix
 
 
 class ExpertWork(NamedTuple):
-    """One expert's share of one layer's step.
+    """One expert's share of one layer's step."""
 
-    Attributes:
-        gate: [intermediate, hidden], or [0, hidden] for none.
-        up: [intermediate, hidden].
-        down: [hidden, intermediate].
-        tokens: int64 [n], rows of x that are routed to the expert.
-        pairs: int64 [n], rows of out to write, token * top_k + k.
-    """
+    gate: PackedMatrix  # [intermediate, hidden], or [0, hidden] for none
+    up: PackedMatrix  # [intermediate, hidden]
+    down: PackedMatrix  # [hidden, intermediate]
+    tokens: Tensor  # int64 [n], rows of x that are routed to the expert
+    pairs: Tensor  # int64 [n], rows of out to write, token * top_k + k
 
-    gate: PackedMatrix
-    up: PackedMatrix
-    down: PackedMatrix
-    tokens: Tensor
-    pairs: Tensor
+
+def work_of_ids(experts: Mapping[int, Expert], ids: Tensor) -> list[ExpertWork]:
+    """Of each expert that occurs in ids, int [tokens, top_k] where the experts are."""
+    pairs = ids.flatten().argsort(stable=True).split(ids.flatten().bincount().tolist())
+    return [ExpertWork(*experts[expert], rows // ids.shape[1], rows) for expert, rows in enumerate(pairs) if len(rows)]
 
 
 def compute_experts(

@@ -31,41 +31,39 @@ _PACKAGE = ("numpy", "pydantic", "psutil", "safetensors", "xxhash")
 
 @dataclass(frozen=True)
 class Part:
-    """One of the parts.
+    """One of the parts: a function of a module that is called with a recorder."""
 
-    Attributes:
-        question: that it answers.
-        limit: seconds.
-        needs: modules beside torch and triton.
-    """
-
-    question: str
-    limit: float
-    needs: tuple[str, ...] = ()
+    question: str  # that it answers
+    limit: float  # seconds
+    needs: tuple[str, ...] = ()  # modules beside torch and triton
+    program: str = ""  # module.function; run of the module in parts/ that has its name if empty
 
 
-MACHINE = "machine"
+MACHINE, SHORT = "machine", "short"
 PARTS = {
     MACHINE: Part("What is this machine?", 60),
     "kernels": Part("Do the kernels agree with float64?", 240),
     "runtime": Part("Does a budget, a store, prefetch or timing change a bit?", 180, _PACKAGE),
     "graphs": Part("Do replayed graphs compute what eager launches compute?", 90, _PACKAGE),
     "sanitizer": Part("Does compute-sanitizer find anything?", 240, _PACKAGE),
+    SHORT: Part("", 0, _PACKAGE, "parts.sanitizer.short"),  # what the sanitizer looks at
     "engine": Part("Does vLLM answer the same with graphs and without, at 100 and 25 %?", 420, _PACKAGE),
     "speeds": Part("How far from the hardware's bound?", 300, _PACKAGE),
-    "layers": Part("How far are the kernels from the bound, for every layer, tier and batch?", 3600),
+    "layers": Part(
+        "How far are the kernels from the bound, for every layer, tier and batch?", 3600, program="kernel_speeds.run"
+    ),
 }
 """In the order in which they run."""
 SPEEDS = "speeds", "layers"
 """Those that run only if nothing was wrong."""
-DEFAULT = [name for name in PARTS if name not in (MACHINE, "layers")]
+NAMES = [name for name in PARTS if name not in (MACHINE, SHORT)]
+DEFAULT = [name for name in NAMES if name != "layers"]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Check, measure, report; 0 only if everything that was checked is right."""
     parser = argparse.ArgumentParser(prog="gpu", description=__doc__)
-    names = [name for name in PARTS if name != MACHINE]
-    parser.add_argument("--parts", nargs="+", choices=names, default=DEFAULT, metavar="PART", help=", ".join(names))
+    parser.add_argument("--parts", nargs="+", choices=NAMES, default=DEFAULT, metavar="PART", help=", ".join(NAMES))
     parser.add_argument("--output", type=Path, default=HERE, help="folder of the JSON file")
     parser.add_argument("--no-readme", action="store_true", help="leave the README's table as it is")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -93,7 +91,8 @@ def _child(name: str, result: Path, deadline: float) -> int:
     faulthandler.dump_traceback_later(max(deadline - time.time() - 1, 0.1))  # before this process is ended
     record = Recorder(result)
     try:
-        importlib.import_module(f"parts.{name}").run(record)
+        module, _, function = (PARTS[name].program or f"parts.{name}.run").rpartition(".")
+        getattr(importlib.import_module(module), function)(record)
     except PartEndedError:
         return 1
     record.end()

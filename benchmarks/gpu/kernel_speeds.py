@@ -10,14 +10,15 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from experts import ExpertWork, compute_experts, table_of_blobs
-from layers import LAYERS, TIERS, Layer, Machine, expert_bytes, route, work_of
-from measure import DTYPE, copies, graphed, measure_machine, random_expert, seconds, shape_of, work_for
+from capture import captured
+from experts import compute_experts, table_of_blobs, work_of_ids
+from layers import DTYPE, GROUP, LAYERS, TIERS, TOKENS, Layer, Machine, format_of, route, work_of
 from record import Recorder
 
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
+    ExpertShape,
     Scratch,
     TritonKernel,
     WorkList,
@@ -25,6 +26,16 @@ from vllm_dymoe.kernels.triton import (
     decode_down,
     decode_gate_up,
 )
+from vllm_dymoe.residency.format import Expert
+
+SIDE = 8192
+"""Of the matrices whose product gives the dense rate."""
+
+
+def run(record: Recorder, tiers: Sequence[str] = tuple(TIERS)) -> None:
+    """Every layer shape, tier and number of tokens: `make bench-gpu`."""
+    with record.check("the kernels' speeds could be measured"):
+        measure(record, LAYERS, tiers, TOKENS)
 
 
 def measure(record: Recorder, layers: Sequence[Layer], tiers: Sequence[str], tokens: Sequence[int]) -> Machine:
@@ -42,81 +53,119 @@ def measure(record: Recorder, layers: Sequence[Layer], tiers: Sequence[str], tok
     for layer, name in chosen:
         for count in tokens:
             _measure_layer(record, machine, layer, name, count)
-    _measure_fetch(record, machine)
+    # Missing experts computed and cached in one pass, beside a copy from pinned memory.
+    layer = LAYERS[0]
+    bound, time = 2 * format_of(layer, 4).nbytes / machine.host_bytes_per_second, seconds(fetching_step(layer))
+    name = f"kernels, two experts of {layer.model} fetched through from the host"
+    record.speed(name, "us", time * 1e6, bound * 1e6, bound / time)
     return machine
+
+
+def seconds(function: Callable[[], object], least: float = 0.2) -> float:
+    """Of one call, from CUDA events around as many as take `least` seconds, after a warm-up."""
+    function()
+    torch.cuda.synchronize()
+    calls = 1
+    while True:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            function()
+        end.record()
+        torch.cuda.synchronize()
+        total = begin.elapsed_time(end) / 1e3
+        if total >= least:
+            return total / calls
+        calls = max(calls + 1, min(100 * calls, int(1.2 * calls * least / max(total, 1e-6))))
+
+
+def measure_machine() -> Machine:
+    """Bandwidth of a copy, rate of a product, bandwidth from pinned memory."""
+    size = min(1 << 30, torch.cuda.mem_get_info()[0] // 8)
+    source, target = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    copy = 2 * size / seconds(lambda: target.copy_(source))
+    host = torch.zeros(min(size, 256 << 20), dtype=torch.uint8).pin_memory()
+    link = host.numel() / seconds(lambda: target[: host.numel()].copy_(host, non_blocking=True))
+    a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=DTYPE) for _ in range(2))
+    product = 2 * SIDE**3 / seconds(lambda: torch.mm(a, b))
+    return Machine(torch.cuda.get_device_name(), copy, product, link)
+
+
+def random_expert(layer: Layer, bits: int) -> Expert:
+    """Random bytes with scales of about the size that models have."""
+    fmt = format_of(layer, bits)
+    expert = fmt.view(torch.randint(0, 256, (fmt.nbytes,), dtype=torch.uint8, device="cuda"))
+    for packed in expert:
+        size = packed.format.columns**-0.5
+        if packed.scales_zeros is None:
+            packed.weight.normal_(std=size)
+        else:
+            packed.scales_zeros[..., 0].uniform_(size, 2 * size).mul_(4 / (1 << bits))
+            packed.scales_zeros[..., 1].normal_(std=size / 4)
+    return expert
 
 
 def compile_layer(layer: Layer, tiers: str) -> None:
     """Compile every kernel of a layer; the first launch does."""
-    bits = TIERS[tiers]
-    expert = random_expert(layer, bits[0])
-    x = torch.zeros(1, layer.hidden, device="cuda", dtype=DTYPE)
-    row = torch.zeros(1, dtype=torch.int64, device="cuda")
-    kernel = TritonKernel("cuda", 64 << 20, [shape_of(layer).formats(width)[0] for width in bits])
-    compute_experts(kernel, x, [ExpertWork(*expert, row, row)], x.clone(), Activation.SILU)
+    x, ids = torch.zeros(1, layer.hidden, device="cuda", dtype=DTYPE), torch.zeros(1, 1, dtype=torch.int64)
+    work = work_of_ids({0: random_expert(layer, TIERS[tiers][0])}, ids.to("cuda"))
+    compute_experts(_kernel(layer, tiers, 64 << 20), x, work, x.clone(), Activation.SILU)
     torch.cuda.synchronize()
 
 
+def _kernel(layer: Layer, tiers: str, workspace_bytes: int) -> TritonKernel:
+    return TritonKernel("cuda", workspace_bytes, [format_of(layer, bits).matrices[1] for bits in TIERS[tiers]])
+
+
 def _measure_layer(record: Recorder, machine: Machine, layer: Layer, tiers: str, count: int) -> None:
-    bits = TIERS[tiers]
-    routing = route(layer, count)
+    bits, routing = TIERS[tiers], route(layer, count)
     work = work_of(layer, routing, bits)
     # Hidden activations of all tokens at once, as far as memory goes: this times kernels, not workspaces.
     pairs = count * layer.top_k
-    workspace_bytes = (1 << 20) + min(4 << 30, 8 * pairs * layer.intermediate + (64 << 20))
-    kernel = TritonKernel("cuda", workspace_bytes, [shape_of(layer).formats(width)[0] for width in bits])
+    kernel = _kernel(layer, tiers, (1 << 20) + min(4 << 30, 8 * pairs * layer.intermediate + (64 << 20)))
     x = torch.randn(count, layer.hidden, device="cuda", dtype=DTYPE)
     out = torch.empty(pairs, layer.hidden, device="cuda", dtype=DTYPE)
-    active = {expert for row in routing for expert in row}
-    steps = []
-    sets = []
-    for _ in range(copies(work.weight_bytes)):
+    ids = torch.tensor(routing, device="cuda")
+    # So many sets of experts that none is in the second-level cache when its turn comes.
+    cache, free = torch.cuda.get_device_properties(0).L2_cache_size, torch.cuda.mem_get_info()[0]
+    copies = max(1, min(4 * cache // work.weight_bytes + 2, free // 2 // work.weight_bytes, 64))
+    steps, sets = [], []
+    for _ in range(copies):
+        active = sorted({expert for row in routing for expert in row})
         experts = {expert: random_expert(layer, bits[expert % len(bits)]) for expert in active}
-        sets.append(work_for(experts, routing))
+        sets.append(work_of_ids(experts, ids))  # whose bytes have to stay
         compute_experts(kernel, x, sets[-1], out, Activation.SILU)
         steps.append(kernel.step)
 
-    def again(step: Any) -> None:
-        kernel.step = step
-        kernel.compute(range(len(active)))
+    def all_of_them() -> None:
+        for kernel.step in steps:
+            kernel.compute(range(len(sets[0])))
 
-    time = seconds(graphed([lambda step=step: again(step) for step in steps])) / len(steps)
-    bound = work.seconds(machine)
+    time, bound = seconds(captured(all_of_them).replay) / copies, work.seconds(machine)
     moved = work.weight_bytes + work.other_bytes
     remark = f"{moved / time / 1e9:.0f} GB/s, {work.flops / time / 1e12:.1f} TFLOP/s"
     name = f"kernels, {layer.model}, {tiers} bits, {count} tokens"
     record.speed(name, "us", time * 1e6, bound * 1e6, bound / time, remark)
 
 
-def _measure_fetch(record: Recorder, machine: Machine) -> None:
-    """Missing experts computed and cached in one pass, beside a copy from pinned memory."""
-    layer = LAYERS[0]
-    size = expert_bytes(layer, 4)
-    step = fetching_step(layer)
-    bound, time = 2 * size / machine.host_bytes_per_second, seconds(step)
-    name = f"kernels, two experts of {layer.model} fetched through from the host"
-    record.speed(name, "us", time * 1e6, bound * 1e6, bound / time)
-
-
 def fetching_step(layer: Layer) -> Callable[[], None]:
     """Compute one token with two experts of 4 bits that lie in pinned memory, and write them into slots."""
-    size, shape = expert_bytes(layer, 4), shape_of(layer)
+    size, shape = format_of(layer, 4).nbytes, ExpertShape(layer.hidden, layer.intermediate, GROUP, DTYPE)
     blobs = [torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
     slots = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
     starts, targets = ([blob.data_ptr() for blob in some] for some in (blobs, slots))
     table = table_of_blobs(shape, starts, [4, 4], "cuda", targets)
     items = torch.tensor([[0, 0, 1], [1, 1, 2]], dtype=torch.int32, device="cuda")
     work = WorkList(items, torch.zeros(2, dtype=torch.int64, device="cuda"), torch.arange(2, device="cuda"))
-    x = torch.randn(1, layer.hidden, device="cuda", dtype=DTYPE)
-    hidden = torch.empty(2, layer.intermediate, device="cuda", dtype=DTYPE)
-    out = torch.empty(2, layer.hidden, device="cuda", dtype=DTYPE)
+    x, hidden, out = (
+        torch.randn(rows, columns, device="cuda", dtype=DTYPE)
+        for rows, columns in ((1, layer.hidden), (2, layer.intermediate), (2, layer.hidden))
+    )
     major, minor = torch.cuda.get_device_capability()
     tiles = choose_tiles(10 * major + minor, layer.hidden, layer.intermediate)
     scratch = scratch_for(layer, 2, tiles.gate_up, tiles.down)
 
-    def step() -> None:
-        assert blobs
-        assert slots  # the table has their addresses only
+    def step(held: Any = (blobs, slots)) -> None:  # of which the table has the addresses only
         decode_gate_up(x, hidden, table, work, Activation.SILU, tiles.gate_up, scratch)
         decode_down(hidden, out, table, work, tiles.down, scratch)
 

@@ -11,7 +11,7 @@ from vllm_dymoe.residency.format import Format
 TOKENS = (1, 4, 16, 64, 512, 4096)
 TIERS: dict[str, tuple[int, ...]] = {"16": (16,), "8": (8,), "4": (4,), "2": (2,), "4/2": (4, 2)}
 """Bits of the experts, in turn."""
-GROUP = 64
+DTYPE, GROUP = torch.bfloat16, 64
 
 
 @dataclass(frozen=True)
@@ -36,34 +36,21 @@ LAYERS = (
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured of the card before anything else.
+    """What was measured of the card before anything else."""
 
-    Attributes:
-        name: of the card.
-        copy_bytes_per_second: read and written bytes of a large copy on the device.
-        flops_per_second: of a large dense bf16 product.
-        host_bytes_per_second: of a large copy from pinned host memory.
-    """
-
-    name: str
-    copy_bytes_per_second: float
-    flops_per_second: float
-    host_bytes_per_second: float
+    name: str  # of the card
+    copy_bytes_per_second: float  # read and written bytes of a large copy on the device
+    flops_per_second: float  # of a large dense bf16 product
+    host_bytes_per_second: float  # of a large copy from pinned host memory
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one step of a layer has to move and to compute.
+    """What one step of a layer has to move and to compute."""
 
-    Attributes:
-        weight_bytes: of all active experts, read once.
-        other_bytes: inputs, inner activations (written and read) and outputs.
-        flops: two for each weight and token.
-    """
-
-    weight_bytes: int
-    other_bytes: int
-    flops: int
+    weight_bytes: int  # of all active experts, read once
+    other_bytes: int  # inputs, inner activations (written and read) and outputs
+    flops: int  # two for each weight and token
 
     def seconds(self, machine: Machine) -> float:
         """The bound: whichever of moving and computing takes longer."""
@@ -77,15 +64,15 @@ def route(layer: Layer, tokens: int, seed: int = 0) -> list[list[int]]:
     return [sorted(generator.sample(range(layer.experts), layer.top_k)) for _ in range(tokens)]
 
 
-def expert_bytes(layer: Layer, bits: int) -> int:
-    """Bytes of one packed expert."""
-    return Format(layer.hidden, layer.intermediate, code_of(bits), GROUP, torch.bfloat16).nbytes
+def format_of(layer: Layer, bits: int) -> Format:
+    """Of a packed expert."""
+    return Format(layer.hidden, layer.intermediate, code_of(bits), GROUP, DTYPE)
 
 
 def work_of(layer: Layer, routing: list[list[int]], bits: tuple[int, ...]) -> Work:
     """The work of a step; expert e has bits[e % len(bits)]."""
     active = {expert for row in routing for expert in row}
     pairs = sum(len(row) for row in routing)
-    weights = sum(expert_bytes(layer, bits[expert % len(bits)]) for expert in active)
+    weights = sum(format_of(layer, bits[expert % len(bits)]).nbytes for expert in active)
     others = 2 * len(routing) * layer.hidden + pairs * (4 * layer.intermediate + 2 * layer.hidden)
     return Work(weights, others, 6 * pairs * layer.hidden * layer.intermediate)

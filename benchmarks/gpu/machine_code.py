@@ -17,23 +17,14 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made.
+    """What the compiler made."""
 
-    Attributes:
-        registers: for each thread.
-        spill_bytes: of each thread's local memory.
-        shared_bytes: of a program.
-        tensor_cores: mma, wgmma or tcgen05 if the PTX has such instructions, else "".
-        barriers_in_loops: barriers inside the longest innermost loop: with none, its threads exchange nothing.
-        instructions: of that loop.
-    """
-
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    tensor_cores: str
-    barriers_in_loops: int
-    instructions: int
+    registers: int  # for each thread
+    spill_bytes: int  # of each thread's local memory
+    shared_bytes: int  # of a program
+    tensor_cores: str  # mma, wgmma or tcgen05 if the PTX has such instructions, else ""
+    barriers_in_loops: int  # barriers inside the longest innermost loop: with none, its threads exchange nothing
+    instructions: int  # of that loop
 
 
 def compile_variant(variant: Variant) -> Report:

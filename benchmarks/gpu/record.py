@@ -48,16 +48,7 @@ class Recorder:
             self._write("check", name=name, wrong=wrong, seconds=round(time.perf_counter() - begin, 2))
 
     def speed(self, name: str, unit: str, measured: float, bound: float, share: float, remark: str = "") -> None:
-        """A measurement beside its bound.
-
-        Args:
-            name: what was measured.
-            unit: of both.
-            measured: the value.
-            bound: what the hardware allows.
-            share: of what the hardware allows, 0 to 1.
-            remark: anything else.
-        """
+        """A measurement beside what the hardware allows, both in a unit, and its share of that, 0 to 1."""
         self._write("speed", name=name, unit=unit, measured=measured, bound=bound, share=share, remark=remark)
 
     def say(self, sentence: str) -> None:
@@ -76,26 +67,15 @@ class Recorder:
 
 @dataclass
 class Found:
-    """What is known of a part.
+    """What is known of a part."""
 
-    Attributes:
-        checks: name, wrong (sentences) and seconds of each.
-        speeds: name, unit, measured, bound, share and remark of each.
-        sentences: for the report.
-        facts: for the JSON file.
-        under_way: the check that began and has not ended.
-        complete: whether the part came to its end.
-        failure: why it did not, as a sentence.
-        seconds: that it took.
-    """
-
-    checks: list[dict[str, Any]] = field(default_factory=list)
-    speeds: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[dict[str, Any]] = field(default_factory=list)  # name, wrong (sentences) and seconds of each
+    speeds: list[dict[str, Any]] = field(default_factory=list)  # as in Recorder.speed
     sentences: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    under_way: str | None = None
+    under_way: str | None = None  # the check that began and has not ended
     complete: bool = False
-    failure: str | None = None
+    failure: str | None = None  # why it is not, as a sentence
     seconds: float = 0.0
 
     def add(self, line: str) -> dict[str, Any]:

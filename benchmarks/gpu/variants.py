@@ -15,7 +15,7 @@ Codes of 4/2 and 8/4 are two sections, as they are stored.
 import ast
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
@@ -31,7 +31,6 @@ from vllm_dymoe.kernels.triton import (
     ExpertShape,
     ExpertTable,
     Scratch,
-    Tiles,
     Weighting,
     WorkList,
     ahead,
@@ -80,27 +79,16 @@ _MODULES = {
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One kernel to compile.
+    """One kernel to compile."""
 
-    Attributes:
-        architecture: such as 90.
-        kernel: gate_up, down, grouped_gate_up, grouped_down, combine, place, decide, name_ahead or fetch_ahead.
-        shape: hidden x intermediate; of combine, hidden; of what decides, experts.
-        tiers: bit-widths of a launch, if it reads experts.
-        note: what is special about it.
-        types: of its tensors, by argument.
-        constants: its compile-time arguments.
-        options: num_warps and what else the compiler is told.
-    """
-
-    architecture: int
-    kernel: str
-    shape: str
-    tiers: str
-    note: str
-    types: dict[str, str]
-    constants: dict[str, Any]
-    options: dict[str, int]
+    architecture: int  # such as 90
+    kernel: str  # gate_up, down, grouped_gate_up, grouped_down, combine, place, decide, name_ahead or fetch_ahead
+    shape: str  # hidden x intermediate; of combine, hidden; of what decides, experts
+    tiers: str  # bit-widths of a launch, if it reads experts
+    note: str  # what is special about it
+    types: dict[str, str]  # of its tensors, by argument
+    constants: dict[str, Any]  # its compile-time arguments
+    options: dict[str, int]  # num_warps and what else the compiler is told
 
     @property
     def code(self) -> Any:
@@ -124,14 +112,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """Experts and a way of launching them.
-
-    Attributes:
-        weighted: whether decode sums a token's experts.
-        index: dtype of rows and pairs.
-        steps: bit-widths whose zeros count steps.
-        ordered: bit-widths whose columns have an order.
-    """
+    """Experts and a way of launching them."""
 
     note: str = ""
     sizes: tuple[int, int] = SMALL
@@ -141,10 +122,10 @@ class Case:
     group: int = 64
     activation: Activation = Activation.SILU
     fetch: bool = False
-    weighted: bool = False
-    index: torch.dtype = torch.int64
-    steps: tuple[int, ...] = ()
-    ordered: tuple[int, ...] = ()
+    weighted: bool = False  # whether decode sums a token's experts
+    index: torch.dtype = torch.int64  # dtype of rows and pairs
+    steps: tuple[int, ...] = ()  # bit-widths whose zeros count steps
+    ordered: tuple[int, ...] = ()  # bit-widths whose columns have an order
 
     @property
     def shape(self) -> ExpertShape:
@@ -195,9 +176,15 @@ _SUMS = (
     (2880, 4, torch.float16, True),
     (1001, 22, torch.bfloat16, True),
 )
-
 # Experts and top_k: gpt-oss-20b's, Qwen3-30B-A3B's, and the most there are.
 _ROUTERS = ((32, 4), (128, 8), (512, 22))
+_GROUPED = "grouped_gate_up", "grouped_down"
+_LAUNCHES = {
+    "gate_up": decode_gate_up,
+    "down": decode_down,
+    "grouped_gate_up": grouped_gate_up,
+    "grouped_down": grouped_down,
+}
 
 
 def all_variants() -> Iterator[Variant]:
@@ -209,9 +196,8 @@ def all_variants() -> Iterator[Variant]:
 def essential_variants() -> Iterator[Variant]:
     """Those that every change of a kernel compiles: on the H100's architecture every kernel, and every kind of experts
     with no option, grouped on the largest tile; on both ends' what the device decides."""
-    kernels = ("gate_up", "down", "grouped_gate_up", "grouped_down")
     for variant in variants(90):
-        if variant.kernel not in kernels or variant.note in ("", "m 128", "device"):
+        if variant.kernel not in _LAUNCHES or variant.note in ("", "m 128", "device"):
             yield variant
     for architecture in (ARCHITECTURES[0], ARCHITECTURES[-1]):
         yield from (variant for variant in variants(architecture) if variant.note == "device")
@@ -224,151 +210,84 @@ def variants(architecture: int) -> Iterator[Variant]:
     options = _BOTH_CLASSES if every else ()
     alone, together = [replace(case, bits=(4,)) for case in options], _INTEGERS if every else ()
     for case in [*mixes, *alone, *together, *_FLOATS, *_DEVICE, *_DEVICE_AT_ONCE]:
-        yield from (_gate_up(architecture, case), _down(architecture, case))
+        yield from (_experts(architecture, kernel, case) for kernel in ("gate_up", "down"))
     for case in mixes:
-        tiles = range(len(_tiles(architecture, case).grouped_down)) if every else (-1,)
-        for number in tiles:
-            yield _grouped_gate_up(architecture, case, number)
-            yield _grouped_down(architecture, case, number)
+        tiles = range(len(choose_tiles(architecture, *case.sizes).grouped_down)) if every else (-1,)
+        yield from (_experts(architecture, kernel, case, number) for number in tiles for kernel in _GROUPED)
     for case in [*options, *together, *_AT_ONCE, *_FLOATS]:
-        yield from (_grouped_gate_up(architecture, case), _grouped_down(architecture, case))
+        yield from (_experts(architecture, kernel, case) for kernel in _GROUPED)
     for case in _GATE if every else ():
-        yield _gate_up(architecture, replace(case, bits=(4,)))
-        yield _grouped_gate_up(architecture, case)
-    for hidden, top_k, dtype, absent in _SUMS:
-        yield _combine(architecture, hidden, top_k, dtype, absent)
-    yield _place(architecture)
-    for experts, top_k in _ROUTERS:
-        yield from (_decide(architecture, experts, top_k, nested) for nested in (False, True))
-        yield _name_ahead(architecture, experts, top_k)
-    yield _fetch_ahead(architecture)
+        yield _experts(architecture, "gate_up", replace(case, bits=(4,)))
+        yield _experts(architecture, "grouped_gate_up", case)
+    yield from _others(architecture)
 
 
-def _gate_up(architecture: int, case: Case) -> Variant:
-    x, hidden, table, work, scratch = _arguments(case)
-    note = _Note(architecture, "gate_up", case)
-    tile = _tiles(architecture, case).gate_up
-    decode_gate_up(x, hidden, table, work, case.activation, tile, scratch, start=note)
-    return note.variant
-
-
-def _down(architecture: int, case: Case) -> Variant:
-    x, hidden, table, work, scratch = _arguments(case)
-    note = _Note(architecture, "down", case)
-    weighting = None
-    if case.weighted:
-        weighting = Weighting(torch.empty(1, 8), torch.empty(1, 8, dtype=torch.int32))
-    tile = _tiles(architecture, case).down
-    decode_down(hidden, x, table, work, tile, scratch, weighting, start=note)
-    return note.variant
-
-
-def _grouped_gate_up(architecture: int, case: Case, number: int = -1) -> Variant:
-    x, hidden, table, work, _ = _arguments(case)
-    tile = _tiles(architecture, case).grouped_gate_up[number]
-    note = _Note(architecture, "grouped_gate_up", case, f"m {tile.block_m}")
-    grouped_gate_up(x, hidden, table, work, case.activation, tile, start=note)
-    return note.variant
-
-
-def _grouped_down(architecture: int, case: Case, number: int = -1) -> Variant:
-    x, hidden, table, work, _ = _arguments(case)
-    tile = _tiles(architecture, case).grouped_down[number]
-    note = _Note(architecture, "grouped_down", case, f"m {tile.block_m}")
-    grouped_down(hidden, x, table, work, tile, start=note)
-    return note.variant
-
-
-def _combine(architecture: int, hidden: int, top_k: int, dtype: torch.dtype, absent: bool) -> Variant:
-    name = str(dtype).removeprefix("torch.") + ", absent and skipped, renormalized" * absent
-    note = _Note(architecture, "combine", None, f"top {top_k}, {name}", str(hidden))
-    ids = torch.empty(1, top_k, dtype=torch.int32)
-    out, into = torch.empty(top_k, hidden, dtype=dtype), torch.empty(1, hidden, dtype=dtype)
-    some = (ids, ids[0], True) if absent else (None, None, False)
-    combine.combine_on_gpu(Pairs(out, torch.empty(1, top_k), *some), into, start=note)
-    return note.variant
-
-
-def _place(architecture: int) -> Variant:
-    note = _Note(architecture, "place", None)
-    table = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
-    place.place_experts(*table, [place.Place(0, (0, 0, 0), (4, 4, 4))], start=note)
-    return note.variant
-
-
-def _decide(architecture: int, experts: int, top_k: int, nested: bool) -> Variant:
-    note = _Note(architecture, "decide", None, f"top {top_k}" + ", nested" * nested, f"{experts} experts")
-    table = Table.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu", nested=nested)
-    decision = Decision.allocate(1, top_k, experts, "cpu", slices=1 + nested)
-    ids, weights = torch.zeros(1, top_k, dtype=torch.int32), torch.zeros(1, top_k)
-    decide.decide(vars(table), 0, ids, weights, ids[0, :1], decision.tensors, start=note)
-    return note.variant
-
-
-def _name_ahead(architecture: int, experts: int, top_k: int) -> Variant:
-    note = _Note(architecture, "name_ahead", None, f"top {top_k}", f"{experts} experts")
-    table = Table.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu")
-    ids, scores = torch.zeros(1, top_k, dtype=torch.int64), torch.zeros(1, top_k)
-    rows = torch.zeros(1, dtype=torch.int32)
-    ahead.name_ahead(vars(table), 0, ids, scores, rows, vars(Copies.allocate(1, top_k, experts, "cpu")), start=note)
-    return note.variant
-
-
-def _fetch_ahead(architecture: int) -> Variant:
-    note = _Note(architecture, "fetch_ahead", None)
-    ahead.fetch_ahead(vars(Copies.allocate(1, 1, 1, "cpu")), start=note)
-    return note.variant
-
-
-def _tiles(architecture: int, case: Case) -> Tiles:
-    return choose_tiles(architecture, *case.sizes)
-
-
-def _arguments(case: Case) -> tuple[Tensor, Tensor, ExpertTable, WorkList, Scratch]:
+def _experts(architecture: int, kernel: str, case: Case, number: int = -1) -> Variant:
     """One token of one expert, at no address, with indices as the runtime has them."""
-    hidden, intermediate = case.sizes
-    addresses = torch.zeros(1, 3, dtype=torch.int64)
-    bits = torch.zeros(1, 3, dtype=torch.int32)
-    destinations, fine = addresses if case.fetch else None, addresses if case.shape.nested else None
-    fine_destinations = destinations if case.shape.nested else None
-    table = ExpertTable(
-        case.shape, frozenset(case.bits), addresses, bits, destinations, fine=fine, fine_destinations=fine_destinations
-    )
+    grouped, tile = kernel in _GROUPED, getattr(choose_tiles(architecture, *case.sizes), kernel)
+    tile = tile[number] if grouped else tile
+    addresses, bits = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
+    fetched = addresses if case.fetch else None
+    fine = (addresses, fetched) if case.shape.nested else (None, None)
+    table = ExpertTable(case.shape, frozenset(case.bits), addresses, bits, fetched, *fine)
     index = torch.zeros(1, dtype=case.index)
-    work = WorkList(torch.zeros(1, 3, dtype=torch.int32), index, index)
-    scratch = Scratch(torch.empty(1 << 20), torch.empty(1 << 10, dtype=torch.int32))
-    x, states = (torch.empty(1, size, dtype=case.dtype) for size in (hidden, intermediate))
-    return x, states, table, work, scratch
+    x, states = (torch.empty(1, size, dtype=case.dtype) for size in case.sizes)
+    gate = kernel.endswith("gate_up")
+    arguments: list[Any] = [*((x, states) if gate else (states, x)), table, WorkList(bits, index, index)]
+    arguments += [case.activation, tile] if gate else [tile]
+    if not grouped:
+        arguments.append(Scratch(torch.empty(1 << 20), torch.empty(1 << 10, dtype=torch.int32)))
+    if kernel == "down" and case.weighted:
+        arguments.append(Weighting(torch.empty(1, 8), torch.empty(1, 8, dtype=torch.int32)))
+    notes = case.note, f"m {tile.block_m}" if grouped else ""
+    shape, tiers = "x".join(map(str, case.sizes)), "/".join(WHOLE[tag].name for tag in case.bits)
+    return _noted((architecture, kernel, shape, tiers, ", ".join(filter(None, notes))), _LAUNCHES[kernel], *arguments)
 
 
-class _Note:
-    """Takes a kernel's launch and keeps it as a variant."""
+def _others(architecture: int) -> Iterator[Variant]:
+    """The weighted sum, and what places experts, decides a step and fetches ahead."""
+    for hidden, top_k, dtype, absent in _SUMS:
+        name = str(dtype).removeprefix("torch.") + ", absent and skipped, renormalized" * absent
+        ids = torch.empty(1, top_k, dtype=torch.int32)
+        out, into = torch.empty(top_k, hidden, dtype=dtype), torch.empty(1, hidden, dtype=dtype)
+        pairs = Pairs(out, torch.empty(1, top_k), *((ids, ids[0], True) if absent else (None, None, False)))
+        key = architecture, "combine", str(hidden), "", f"top {top_k}, {name}"
+        yield _noted(key, combine.combine_on_gpu, pairs, into)
+    table = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
+    one = place.Place(0, (0, 0, 0), (4, 4, 4))
+    yield _noted((architecture, "place", "", "", ""), place.place_experts, *table, [one])
+    for experts, top_k in _ROUTERS:
+        ids, scores, rows = torch.zeros(1, top_k, dtype=torch.int32), torch.zeros(1, top_k), torch.zeros(1).int()
+        key = architecture, "decide", f"{experts} experts", "", f"top {top_k}"
+        tables = [
+            Table.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu", nested=nested)
+            for nested in (False, True)
+        ]
+        for nested, columns in enumerate(tables):
+            decision = Decision.allocate(1, top_k, experts, "cpu", slices=1 + nested).tensors
+            described = *key[:4], key[4] + ", nested" * nested
+            yield _noted(described, decide.decide, vars(columns), 0, ids, scores, rows, decision)
+        key, copies = (architecture, "name_ahead", *key[2:]), Copies.allocate(1, top_k, experts, "cpu")
+        yield _noted(key, ahead.name_ahead, vars(tables[0]), 0, ids.long(), scores, rows, vars(copies))
+    key = architecture, "fetch_ahead", "", "", ""
+    yield _noted(key, ahead.fetch_ahead, vars(Copies.allocate(1, 1, 1, "cpu")))
 
-    variant: Variant
 
-    def __init__(self, architecture: int, kernel: str, case: Case | None, detail: str = "", shape: str = "") -> None:
-        note, tiers = detail, ""
-        if case is not None:
-            note = ", ".join(part for part in (case.note, detail) if part)
-            shape, tiers = (
-                "x".join(map(str, case.sizes)),
-                "/".join(WHOLE[bits].name for bits in case.bits),
-            )
-        self._key = architecture, kernel, shape, tiers, note
+def _noted(key: tuple[int, str, str, str, str], launch: Callable[..., None], *arguments: Any) -> Variant:
+    """What a launch would compile."""
+    found = []
 
-    def __call__(
-        self,
-        code: Any,
-        grid: tuple[int, ...],
-        tensors: Sequence[Tensor | int],
-        constants: dict[str, Any],
-        options: dict[str, int],
+    def note(
+        code: Any, grid: Any, tensors: Sequence[Tensor | int], constants: dict[str, Any], options: dict[str, int]
     ) -> None:
         types = {
             parameter.name: parameter.annotation_type or "i64" if isinstance(tensor, int) else _TYPES[tensor.dtype]
             for parameter, tensor in zip(code.params, tensors, strict=False)
         }
-        self.variant = Variant(*self._key, types, constants, options)
+        found.append(Variant(*key, types, constants, options))
+
+    launch(*arguments, start=note)
+    return found[-1]
 
 
 @cache

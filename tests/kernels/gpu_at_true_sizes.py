@@ -23,8 +23,7 @@ torch.set_num_threads(1)
 MODE = host_card.put_in_place()
 
 import kernel_speeds  # noqa: E402
-import measure  # noqa: E402
-from parts import layers, speeds, stack  # noqa: E402
+from parts import speeds, stack  # noqa: E402
 from record import Recorder  # noqa: E402
 
 from vllm_dymoe.store import MemoryStore  # noqa: E402
@@ -72,14 +71,14 @@ for name in ("normal_", "uniform_", "mul_", "copy_"):
 torch.randint = lambda low, high, size, dtype=torch.int64, **rest: torch.empty(size, dtype=dtype)
 torch.mm = lambda a, b: a
 kernel_speeds.ProcessPoolExecutor = host_card.Inline
-measure.seconds.__defaults__ = (0.0,)
+kernel_speeds.seconds.__defaults__ = (0.0,)
 speeds.pinned_store = lambda model, bits: MemoryStore(model.at(bits), CudaPageLock(stack.DEVICE))
-layers.TOKENS = layers.TOKENS[::3]
+kernel_speeds.TOKENS = kernel_speeds.TOKENS[::3]
 speeds.STEPS, speeds.WARM = {phase: (tokens, 4) for phase, (tokens, _) in speeds.STEPS.items()}, 8
 speeds.same_bits = lambda one, other: True
 MAKE, stack.Stack.runtime = stack.Stack.runtime, runtime
 
 if __name__ == "__main__":
     recorder = OfTheHost(Path(sys.argv[2]))
-    {"speeds": speeds, "layers": layers}[sys.argv[1]].run(recorder)
+    {"speeds": speeds, "layers": kernel_speeds}[sys.argv[1]].run(recorder)
     recorder.end()

@@ -21,14 +21,11 @@ warnings.simplefilter("ignore")  # NumPy's about random experts, one for each la
 sys.modules["vllm"] = None  # tests/e2e has the part that needs it
 MODE = host_card.put_in_place()
 
-import correctness  # noqa: E402
 import gpu  # noqa: E402
 import kernel_speeds  # noqa: E402
 import layers  # noqa: E402
-import measure  # noqa: E402
 import processes  # noqa: E402
-from parts import graphs, kernels, runtime, sanitizer, short, speeds  # noqa: E402
-from parts import layers as all_layers  # noqa: E402
+from parts import graphs, kernels, runtime, sanitizer, speeds  # noqa: E402
 from parts.stack import Model  # noqa: E402
 
 from vllm_dymoe.kernels import Activation, make_kernel  # noqa: E402
@@ -41,26 +38,26 @@ sanitizer.LIMIT = 1000
 gpu.README = Path(os.environ.get("GPU_README", gpu.README))
 processes.PROGRAM = [sys.executable, __file__]
 kernels.ProcessPoolExecutor = kernel_speeds.ProcessPoolExecutor = host_card.Inline
-measure.SIDE = 32
-measure.seconds.__defaults__ = (0.0,)
-correctness.REPEATS = 1
-correctness.BITS, correctness.COUNTS, correctness.DECODED = (4,), (1, 20), (66, 40)
-correctness.FORWARD_CASES = [(ExpertShape(66, 40, 32, torch.bfloat16, True), Activation.SILU)]
-correctness.DECODE_CASES = [(torch.float16, DecodeTile(4, 2))]
+kernel_speeds.SIDE = 32
+kernel_speeds.seconds.__defaults__ = (0.0,)
+kernels.REPEATS = 1
+kernels.BITS, kernels.COUNTS, kernels.DECODED = (4,), (1, 20), (66, 40)
+kernels.FORWARD_CASES = [(ExpertShape(66, 40, 32, torch.bfloat16, True), Activation.SILU)]
+kernels.DECODE_CASES = [(torch.float16, DecodeTile(4, 2))]
 kernel_speeds.LAYERS = (layers.Layer("Mixtral-8x7B", 64, 64, 3, 2),)
 runtime.MODEL = Model(layers=2, experts=6, top_k=2, hidden=72, intermediate=40, group=32)
 graphs.MODEL = replace(runtime.MODEL, layers=6, experts=4, hidden=64, intermediate=32)
-short.MODEL = replace(graphs.MODEL, layers=2, experts=2, top_k=1)
+sanitizer.MODEL = replace(graphs.MODEL, layers=2, experts=2, top_k=1)
 runtime.TOKENS, runtime.BUSY_BYTES = (1, 2, 20), 1 << 10
 graphs.LAUNCHED, graphs.CHANGES, graphs.STEPS, graphs.BATCH = (1, 20), 1, 3, 2
-short.TOKENS = (1, 10)
+sanitizer.TOKENS = (1, 10)
 if "short" not in sys.argv:  # a launch in the interpreter takes a second: one part shows that the runtime launches them
     moe.make_kernel = lambda device, *arguments: make_kernel("cpu", *arguments)
     PlainDecode.forward = host_card.as_launches(PlainDecode.forward)
     PlainDecode.name_ahead = staticmethod(host_card.as_launches(PlainDecode.name_ahead))
     PlainDecode.fetch_ahead = host_card.as_launches(PlainDecode.fetch_ahead)
 speeds.KERNEL_LAYERS, speeds.KERNEL_TOKENS = kernel_speeds.LAYERS, (1,)
-all_layers.LAYERS, all_layers.TOKENS, all_layers.TIERS = kernel_speeds.LAYERS, (1, 9), {"4": (4,)}
+kernel_speeds.TOKENS, kernel_speeds.run.__defaults__ = (1, 9), (("4",),)
 speeds.MODEL = Model(layers=2, experts=8, top_k=2, hidden=64, intermediate=64)
 speeds.WARM, speeds.STEPS = 1, {"decode": (1, 3), "prefill": (20, 2)}
 

@@ -1,8 +1,8 @@
 """A decode step of a stack that the device decides, as one graph."""
 
-from collections.abc import Callable
 from typing import Any
 
+from capture import captured
 from torch import Tensor
 
 from parts.stack import Seen, Stack, normalized
@@ -24,17 +24,16 @@ class DecidedSteps:
         stack: gates.
         runtime: whose device decides.
         tokens: of a step.
-        capture: makes a graph of a function that only launches.
     """
 
-    def __init__(self, stack: Stack, runtime: MoERuntime, tokens: int, capture: Callable[..., Any]) -> None:
+    def __init__(self, stack: Stack, runtime: MoERuntime, tokens: int) -> None:
         assert runtime.decode is not None
         self._stack, self._runtime, self._path = stack, runtime, runtime.decode
         self._x = stack.inputs(tokens, 0)
         self._seen: list[Seen] = []
         runtime.serving.enter_decode()
         self._path.tell(0)  # the step before a capture, and on a host the capture itself, change nothing
-        self._graph = capture(self._launch, None)
+        self._graph = captured(self._launch)
         self._path.tell(tokens)
 
     def step(self, x: Tensor) -> list[Seen]:

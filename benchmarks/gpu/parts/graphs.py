@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from experts import ExpertWork, compute_experts
+from capture import captured
+from experts import compute_experts, work_of_ids
 from record import Recorder
 from torch import Tensor
 
@@ -50,25 +51,20 @@ def fixed_launch(formats: list[Format], x: Tensor, out: Tensor, ids: Tensor) -> 
 
     The first is good as long as the second lives: it has the slots' addresses only.
     """
-    generator = torch.Generator().manual_seed(3)
-    work = []
+    generator, slots = torch.Generator().manual_seed(3), {}
     for expert, fmt in enumerate(formats):
         blob = torch.empty(fmt.nbytes, dtype=torch.uint8)
         for matrix, section in zip(fmt.matrices, fmt.sections, strict=True):
             fill_randomly(matrix, blob[section], generator)
-        slot = fmt.view(blob.to(DEVICE))
-        pairs = (ids.flatten() == expert).nonzero().flatten()
-        work.append(ExpertWork(*slot, (pairs // ids.shape[1]).to(DEVICE), pairs.to(DEVICE)))
+        slots[expert] = fmt.view(blob.to(DEVICE))
+    work = work_of_ids(slots, ids)
     kernel = TritonKernel(DEVICE, formats=[matrix for fmt in formats for matrix in fmt.matrices])
-    compute_experts(kernel, x, work, out, Activation.SILU)  # compiles
-
-    def launch() -> None:
-        kernel.compute(range(len(work)))
 
     def eager() -> None:
         compute_experts(kernel, x, work, out, Activation.SILU)
 
-    return launch, eager
+    eager()  # compiles
+    return lambda: kernel.compute(range(len(work))), eager
 
 
 def _check_launches(tokens: int) -> list[str]:
@@ -78,8 +74,8 @@ def _check_launches(tokens: int) -> list[str]:
     formats = MODEL.at(BITS).formats
     _, ids = stack.route(0, x)
     slots = [formats[BITS[expert % len(BITS)]] for expert in range(MODEL.experts)]
-    launch, eager = fixed_launch(slots, x, out, ids.cpu().long())
-    graph = captured(launch, None)
+    launch, eager = fixed_launch(slots, x, out, ids)
+    graph = captured(launch)
     wrong = []
     for seed in range(1, 1 + CHANGES):
         x.copy_(stack.inputs(tokens, seed))
@@ -98,7 +94,7 @@ def _check_launches(tokens: int) -> list[str]:
 def _check_decided(store: HostStore, budget: str, ahead: int) -> list[str]:
     stack = Stack(MODEL, exact=True)
     host, device = stack.runtime(store, BITS[0]), runtime_of(stack, store, BITS[0], budget, ahead)
-    replayed, wrong = DecidedSteps(stack, device, BATCH, captured), []
+    replayed, wrong = DecidedSteps(stack, device, BATCH), []
     for seed in range(STEPS):
         x = stack.inputs(BATCH, seed)
         for got, want in zip(replayed.step(x), stack.step(host, x), strict=True):
@@ -149,7 +145,9 @@ class Pieces:
         for number in range(MODEL.layers + 1):
             inputs = handed
             box: list[tuple[Tensor, ...]] = []
-            self._graphs.append(captured(lambda n=number, i=inputs, b=box: b.append(self._piece(n, *i)), pool, False))
+            self._graphs.append(
+                captured(lambda n=number, i=inputs, b=box: b.append(self._piece(n, *i)), pool, warm=False)
+            )
             handed = box[-1]
             self._held.append(handed)
             self._graphs[-1].replay()  # so that the operator behind it is called with what it would be called with
@@ -197,23 +195,3 @@ def _check_pieces(store: HostStore, budget: str, prefetch: str) -> list[str]:
         pieces.runtime.check_integrity()
         pieces.runtime.engine.close()
     return wrong
-
-
-def captured(function: Callable[[], Any], pool: Any, warm: bool = True) -> Any:
-    """A graph of what a function launches, captured as vLLM does: any thread that disturbs it fails it.
-
-    Args:
-        function: launches only.
-        pool: of memory, shared by graphs that are replayed in order; None for one of its own.
-        warm: launch it once before, on the stream of the capture.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    if warm:
-        with torch.cuda.stream(stream):
-            function()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="global"):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph

@@ -1,11 +1,51 @@
-"""Every variant of the kernels against float64."""
+"""Every variant of the kernels compared with float64 on the CPU."""
 
+import itertools
 import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from correctness import DECODE_CASES, FORWARD_CASES, check_decode, check_forward
+import torch
+from experts import ExpertWork, compute_experts, table_of_blobs
 from record import Recorder
+
+from vllm_dymoe.kernels import Activation, expert_reference, pack
+from vllm_dymoe.kernels.triton import (
+    DecodeTile,
+    ExpertShape,
+    ExpertTable,
+    Scratch,
+    TritonKernel,
+    Weighting,
+    WorkList,
+    decode_down,
+    decode_gate_up,
+)
+from vllm_dymoe.residency.matrix import PackedMatrix
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+BITS = (16, 8, 4, 2)
+DEVICE = "cuda"
+COUNTS = (1, 2, 3, 40, 200)
+"""Tokens of experts in one call: decoded ones, and every class of grouped ones."""
+DECODED = 1100, 500
+"""Hidden and intermediate size."""
+REPEATS = 100
+
+FORWARD_CASES = (
+    (ExpertShape(300, 203, 64, torch.bfloat16), Activation.SILU),
+    (ExpertShape(512, 384, 32, torch.float16, bias=True), Activation.SWIGLU_OAI),
+    (ExpertShape(512, 384, 128, torch.bfloat16, bias=True), Activation.GELU),
+    (ExpertShape(300, 203, 64, torch.float16), Activation.GELU_TANH),
+    (ExpertShape(300, 203, 64, torch.float16, integer_zeros=frozenset((4,))), Activation.SILU),
+    (ExpertShape(512, 384, 32, torch.bfloat16, integer_zeros=frozenset((8, 2))), Activation.SILU),
+    (ExpertShape(300, 203, 64, torch.bfloat16, bias=True, act_order=frozenset((8, 4))), Activation.SILU),
+)
+DECODE_CASES = (
+    (torch.bfloat16, DecodeTile(4, 1)),
+    (torch.bfloat16, DecodeTile(8, 4)),
+    (torch.float16, DecodeTile(4, 2)),
+)
 
 
 def run(record: Recorder) -> None:
@@ -15,3 +55,113 @@ def run(record: Recorder) -> None:
         found = [pool.submit(check_forward, case) for case in FORWARD_CASES]
         found += [pool.submit(check_decode, case) for case in DECODE_CASES]
         wrong += [sentence for part in found for sentence in part.result()]
+
+
+def make_expert(shape: ExpertShape, bits: int, seed: int) -> tuple[list[PackedMatrix], torch.Tensor]:
+    """Random matrices on the CPU, and their blob."""
+    generator = torch.Generator().manual_seed(seed)
+    matrices, sections = [], []
+    for fmt in shape.formats(bits):
+        section = torch.zeros(fmt.nbytes, dtype=torch.uint8)
+        packed = fmt.view(section)
+        size = fmt.columns**-0.5
+        if fmt.quantized:
+            codes = torch.randint(0, 1 << bits, (fmt.rows, fmt.columns), generator=generator, dtype=torch.uint8)
+            scales = (torch.rand(fmt.rows, fmt.groups, generator=generator) + 0.5) * size * 4 / (1 << bits)
+            zeros = torch.randn(fmt.rows, fmt.groups, generator=generator) * size / 4
+            if fmt.integer_zeros:
+                zeros = torch.randint(-fmt.code.midpoint, fmt.code.midpoint + 1, zeros.shape, generator=generator)
+            order = torch.randperm(fmt.columns, generator=generator) if fmt.act_order else None
+            pack(fmt, codes, scales.to(fmt.dtype), zeros.to(fmt.dtype), section, order)
+        else:
+            packed.weight.copy_(torch.randn(fmt.rows, fmt.columns, generator=generator) * size)
+        if packed.bias is not None:
+            packed.bias.copy_(torch.randn(fmt.rows, generator=generator))
+        matrices.append(packed)
+        sections.append(section)
+    return matrices, torch.cat(sections)
+
+
+def check_forward(case: tuple[ExpertShape, Activation]) -> list[str]:
+    """TritonKernel.forward with every tier and class of tokens in one call; what is wrong, as sentences."""
+    shape, activation = case
+    dtype, hidden = shape.dtype, shape.hidden
+    wrong = []
+    kernel = TritonKernel(DEVICE, formats=[shape.formats(bits)[0] for bits in BITS])
+    tokens, experts = max(COUNTS), len(BITS) * len(COUNTS)
+    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(shape.group_size)).to(dtype)
+    work, references = [], []
+    for expert, (bits, count) in enumerate(itertools.product(BITS, COUNTS)):
+        matrices, blob = make_expert(shape, bits, expert)
+        blob = blob.to(DEVICE)
+        views, start = [], 0
+        for packed in matrices:
+            views.append(packed.format.view(blob[start : start + packed.format.nbytes]))
+            start += packed.format.nbytes
+        rows = torch.arange(count)
+        work.append(ExpertWork(*views, rows.to(DEVICE), (rows * experts + expert).to(DEVICE)))
+        references.append((rows, expert_reference(x[:count], *matrices, activation)))
+    out = torch.full((tokens * experts, hidden), float("nan"), dtype=dtype, device=DEVICE)
+    compute_experts(kernel, x.to(DEVICE), work, out, activation)
+    got = out.view(tokens, experts, hidden).cpu().double()
+    for expert, (rows, want) in enumerate(references):
+        error = float((got[rows, expert] - want).norm() / want.norm())
+        if not error < TOLERANCE[dtype]:
+            wrong.append(f"forward {shape} {activation} expert {expert}: relative error {error:.2g}")
+    again = torch.full_like(out, float("nan"))
+    for part in work:  # one at a time: the same bits
+        compute_experts(kernel, x.to(DEVICE), [part], again, activation)
+    if not torch.equal(out.view(torch.int16), again.view(torch.int16)):
+        wrong.append(f"forward {shape}: experts one at a time give other bits than together")
+    return wrong
+
+
+def check_decode(case: tuple[torch.dtype, DecodeTile]) -> list[str]:
+    """The weighted sum, split, in one launch, many times the same; and fetching through from pinned memory."""
+    dtype, tile = case
+    wrong = []
+    hidden_size, intermediate = DECODED
+    shape = ExpertShape(hidden_size, intermediate, 64, dtype, True)
+    experts, count = [make_expert(shape, bits, i) for i, bits in enumerate(BITS)], len(BITS)
+    blobs = [blob.to(DEVICE) for _, blob in experts]
+    table = table_of_blobs(shape, [blob.data_ptr() for blob in blobs], BITS, DEVICE)
+    x = torch.randn(3, hidden_size, generator=torch.Generator().manual_seed(tile.split)).to(dtype)
+    items = torch.tensor([[e, 3 * e + a, 3 * e + b] for e in range(count) for a, b in ((0, 2), (2, 3))])
+    rows = torch.arange(3).repeat(count)
+    pairs = torch.cat([torch.arange(3) * count + e for e in range(count)])
+    work = WorkList(items.int().to(DEVICE), rows.to(DEVICE), pairs.to(DEVICE))
+    weights = torch.rand(3, count)
+    weighting = Weighting(weights.to(DEVICE), torch.ones(3, count, dtype=torch.int32, device=DEVICE))
+    scratch = Scratch(
+        torch.full((1 << 20,), float("nan"), device=DEVICE), torch.zeros(1 << 12, dtype=torch.int32, device=DEVICE)
+    )
+
+    def run(table: ExpertTable = table, work: WorkList = work) -> torch.Tensor:
+        hidden = torch.full((3 * count, intermediate), float("nan"), dtype=x.dtype, device=DEVICE)
+        out = torch.full((3, hidden_size), float("nan"), dtype=x.dtype, device=DEVICE)
+        decode_gate_up(x.to(DEVICE), hidden, table, work, Activation.SILU, tile, scratch)
+        decode_down(hidden, out, table, work, tile, scratch, weighting)
+        return out
+
+    out = run()
+    want = sum(weights[:, e : e + 1] * expert_reference(x, *experts[e][0], Activation.SILU) for e in range(count))
+    error = float((out.cpu().double() - want).norm() / want.norm())
+    name = f"decode {dtype} {tile}"
+    if not error < TOLERANCE[dtype]:
+        wrong.append(f"{name}: relative error {error:.2g}")
+    if not all(torch.equal(run(), out) for _ in range(REPEATS)):
+        wrong.append(f"{name}: the same launch gives different bits")
+    if scratch.semaphores.any():
+        wrong.append(f"{name}: semaphores are left above zero")
+    pinned = [blob.pin_memory() for _, blob in experts]
+    slots = [torch.full_like(blob, 0xEE) for blob in blobs]
+    items = torch.tensor([[e, 3 * e, 3 * e + 3] for e in range(count)])
+    whole = WorkList(items.int().to(DEVICE), work.rows, work.pairs)
+    targets = [slot.data_ptr() for slot in slots]
+    through = table_of_blobs(shape, [blob.data_ptr() for blob in pinned], BITS, DEVICE, targets)
+    fetched = run(table=through, work=whole)
+    if not all(torch.equal(slot, blob) for slot, blob in zip(slots, blobs, strict=True)):
+        wrong.append(f"{name}: a slot does not hold the source's bytes")
+    if not torch.equal(fetched, run(table=table_of_blobs(shape, targets, BITS, DEVICE), work=whole)):
+        wrong.append(f"{name}: fetching through gives other bits than a launch from the slot")
+    return wrong

@@ -9,13 +9,32 @@ import time
 from pathlib import Path
 
 import processes
+import torch
 from record import Found, Recorder
+
+from parts.stack import Model, Stack, pinned_store
 
 TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}
 """Tools and their options: torch asks the driver for functions that it may not have, which is no error of ours."""
 LIMIT = 100.0
 """Seconds for each tool, which makes a program 10 to 100 times as slow."""
 _FOUND_SOMETHING = 86
+MODEL = Model(layers=2, experts=4, top_k=2, hidden=136, intermediate=72, group=32)
+TOKENS = (1, 40, 2)
+
+
+def short(record: Recorder) -> None:
+    """Both tiers, decode and grouped launches, transfers into slots in use again and again: what a sanitizer sees."""
+    with record.check("a few steps at the smallest budget") as wrong:
+        store, stack = pinned_store(MODEL, (4, 2)), Stack(MODEL, exact=True)
+        runtime = stack.runtime(store, 4, 2, "minimum", "next-gate")
+        for seed, tokens in enumerate(TOKENS):
+            out = stack.step(runtime, stack.inputs(tokens, seed))[-1].out
+            if not out.isfinite().all():
+                wrong.append(f"{tokens} tokens: something is no number")
+        torch.cuda.synchronize()
+        runtime.check_integrity()
+        runtime.close()
 
 
 def find() -> str | None:

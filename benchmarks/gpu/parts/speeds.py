@@ -9,7 +9,6 @@ from layers import LAYERS, Layer, Machine, work_of
 from record import Recorder
 
 from parts.decided import DecidedSteps, runtime_of
-from parts.graphs import captured
 from parts.stack import Model, Stack, pinned_store, same_bits
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore
@@ -75,7 +74,7 @@ def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack
             name = f"decode decided on the device, {budget}, {ahead} projections ahead"
             with record.check(f"{name}, could be measured"):
                 runtime = runtime_of(stack, store, BITS, budget, ahead)
-                replayed = DecidedSteps(stack, runtime, 1, captured)
+                replayed = DecidedSteps(stack, runtime, 1)
                 for seed in range(WARM):
                     replayed.step(stack.inputs(1, steps + seed))
                 inputs = [stack.inputs(1, seed) for seed in range(steps)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,16 +41,7 @@ FORESIGHT: Mapping[str, System] = {
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes.
-
-    Attributes:
-        layers: MoE layers, all alike.
-        experts: of a layer.
-        top_k: experts of a token.
-        hidden: model width.
-        intermediate: expert width.
-        group: weights that share a scale.
-    """
+    """Sizes of MoE layers that are all alike."""
 
     layers: int
     experts: int
@@ -67,14 +58,11 @@ class Model:
 
 @dataclass(frozen=True)
 class NumberPrecision(Precision):
-    """Every third expert is low.
-
-    Attributes:
-        before: called with each plan, which is after the host has read a layer's routing and before any transfer or
-            launch for it.
-    """
+    """Every third expert is low."""
 
     before: Callable[[], None] = lambda: None
+    """Called with each plan, which is after the host has read a layer's routing and before any transfer or launch for
+    it."""
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
         """Two to one."""
@@ -114,23 +102,14 @@ def file_store(model: Model, bits: Sequence[int], folder: Path, seed: int = 0) -
     return store
 
 
-@dataclass(frozen=True)
-class Seen:
-    """One layer of one step.
-
-    Attributes:
-        layer: which.
-        x: [tokens, hidden], its input.
-        weights: float32 [tokens, top_k].
-        ids: int32 [tokens, top_k].
-        out: [tokens, hidden].
-    """
+class Seen(NamedTuple):
+    """One layer of one step."""
 
     layer: int
-    x: Tensor
-    weights: Tensor
-    ids: Tensor
-    out: Tensor
+    x: Tensor  # [tokens, hidden]
+    weights: Tensor  # [tokens, top_k] float32
+    ids: Tensor  # [tokens, top_k] int32
+    out: Tensor  # [tokens, hidden]
 
 
 class Stack:
@@ -168,10 +147,8 @@ class Stack:
         routed = RoutedModel(m.layers, m.experts, m.top_k, gates, hidden=m.hidden, device=DEVICE)
         chosen = Options(hi=hi, lo=lo, group_size=m.group, expert_budget="100%", **({"decisions": "host"} | options))
         foresight = FORESIGHT[prefetch]
-        engine = None
-        if threads is not None:
-            largest = max(fmt.nbytes for fmt in store.experts.formats.values())
-            engine = make_engine(store, DEVICE, threads, largest)
+        largest = max(fmt.nbytes for fmt in store.experts.formats.values())
+        engine = None if threads is None else make_engine(store, DEVICE, threads, largest)
         if system is None:
             system = ByNumber(look_ahead=foresight.foresight is not None) if lo else foresight
         predictor = foresight.foresight and foresight.foresight.make(routed)
@@ -205,13 +182,7 @@ class Stack:
         return seen
 
     def reference(self, store: HostStore, seen: Seen, bits: Mapping[int, int]) -> Tensor:
-        """What a layer should have computed, in float64 on the host.
-
-        Args:
-            store: of the experts.
-            seen: inputs.
-            bits: of each expert.
-        """
+        """What a layer should have computed, in float64 on the host, with experts of these bits."""
         x, weights, ids = seen.x.cpu(), seen.weights.cpu().double(), seen.ids.cpu()
         total = torch.zeros(x.shape, dtype=torch.float64)
         for expert in ids.unique().tolist():

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.gpu.experts import ExpertWork
 from vllm_dymoe.kernels import Activation, Curve, pack, pack_floats, pack_nested, unpack
-from vllm_dymoe.residency.code import MXFP4, NESTED, PLAIN, STEPS, UPPER_HALVES, Code, code_of
+from vllm_dymoe.residency.code import CODEBOOKS, MXFP4, NESTED, PLAIN, STEPS, UPPER_HALVES, Code, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 
 ACTIVATIONS = (
@@ -100,8 +100,9 @@ KINDS = {
     "4 in two": NESTED[4],
     "half of 8": UPPER_HALVES[8],
     "half of 4": UPPER_HALVES[4],
+    **CODEBOOKS,
 }
-"""Every code that is no published float."""
+"""Every code."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,10 @@ def random_expert(
     act_order=False,
     gate=True,
 ) -> Expert:
-    """An expert of [hidden] -> [intermediate] -> [hidden], of a code or so many bits; at 16 without an order."""
+    """An expert of [hidden] -> [intermediate] -> [hidden], of a code or so many bits; an order is of integers only."""
     code = code if isinstance(code, Code) else code_of(code)
-    rest = code, code.group_size or group_size, dtype, bias, steps, act_order and code.bits < 16
+    act_order = act_order and code.bits < 16 and not code.floats
+    rest = code, code.group_size or group_size, dtype, bias, steps, act_order
     wide, narrow = MatrixFormat(intermediate, hidden, *rest), MatrixFormat(hidden, intermediate, *rest)
     first = wide if gate else replace(wide, rows=0)
     return Expert(random_packed(first, seed), random_packed(wide, seed + 1), random_packed(narrow, seed + 2))

@@ -6,9 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.gpu.experts import compute_experts
-from tests.kernels.matrices import random_expert, random_packed
-from vllm_dymoe.kernels import Activation, CpuKernel, dequantize, expert_reference, pack_floats, unpack
+from tests.kernels.matrices import random_packed
+from vllm_dymoe.kernels import dequantize, pack_floats, unpack
 from vllm_dymoe.kernels.torch_experts import linear
 from vllm_dymoe.residency.code import CODEBOOKS, FP8, MXFP4, NVFP4
 from vllm_dymoe.residency.matrix import MatrixFormat
@@ -80,20 +79,6 @@ def test_torch_multiplies_with_these_weights(book, dtype, rows, columns):
     want = F.linear(x.double(), dequantize(packed, torch.float64), packed.bias.double())
     unit = torch.finfo(dtype).eps * want.abs().amax()  # one rounding of the result; sums in float32 are far below
     assert (linear(x, packed).double() - want).abs().max() <= unit
-
-
-@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.name)
-@pytest.mark.parametrize("tokens", [1, 3, 70])
-@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 96), (256, 512)])
-def test_the_cpu_kernel_computes_experts(book, tokens, hidden, intermediate):
-    expert = random_expert(hidden, intermediate, book, 64, bias=True)
-    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
-    out = torch.full((tokens, hidden), torch.nan, dtype=torch.bfloat16)
-    rows = list(range(tokens))
-    compute_experts(CpuKernel(), x, [expert.work(rows, rows)], out, Activation.SWIGLU_OAI)
-    want = expert_reference(x, expert.gate, expert.up, expert.down, Activation.SWIGLU_OAI)
-    # Activations are rounded to bfloat16 twice on the way, and products add up.
-    assert (out.double() - want).norm() <= 2**-7 * want.norm()
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,6 @@ def measure(
     """Rows of all cases, in their order; those that ``folder`` has are not measured again.
 
     Args:
-        cases: all of one workload.
-        prompts: that they ask.
-        folder: for rows and logs.
         expert_bytes: of all experts at 16 bits, for peers that are told how many bytes to offload.
         progress: called with rows that are done, rows in all, and what comes next.
 

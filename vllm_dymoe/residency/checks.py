@@ -15,11 +15,8 @@ def check_tensor(
     """Check one argument.
 
     Args:
-        name: of the argument, for the message.
-        tensor: its value.
         shape: expected sizes; None where any will do.
         dtype: expected dtype; None where any will do.
-        contiguous: whether it must be contiguous.
 
     Raises:
         TypeError: not a tensor, or of another dtype.

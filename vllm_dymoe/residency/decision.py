@@ -81,8 +81,6 @@ class Decision:
         """The host's: some of a step's experts, in the order in which they will be computed.
 
         Args:
-            grouped: the step's pairs.
-            order: experts.
             row_for_each_pair: the input has a row for each pair, and not for each token.
         """
         rows, pairs, bounds = grouped.pairs if row_for_each_pair else grouped.rows, grouped.pairs, grouped.bounds

@@ -122,7 +122,6 @@ class Format:
         """See a slice (uint8 [nbytes], contiguous) as packed matrices, without copying.
 
         Args:
-            blob: the bytes.
             base: the base slice, if this format is nested.
         """
         gate, up, down = (
@@ -185,7 +184,6 @@ def stored_formats(bits: Sequence[int], make: Callable[[int], Format]) -> dict[i
     """The formats of a store, the high tier first: one inside the other where one has half the bits of the other.
 
     Args:
-        bits: of the tiers.
         make: a version of its own at some bits. A version inside another one has everything else in common with it.
     """
     formats = {width: make(width) for width in bits}
@@ -205,7 +203,6 @@ def nests(bits: Sequence[int], code: Code | None) -> bool:
     """Whether the low one of two tiers lies inside the high one.
 
     Args:
-        bits: of the tiers.
         code: of the high one: the upper half of a float is no float of its own.
     """
     return not (code and code.floats) and set(bits) in ({4, 2}, {8, 4})

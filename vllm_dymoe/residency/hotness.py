@@ -119,10 +119,8 @@ def swaps(hotness: Hotness, high: NDArray[np.bool_], places: NDArray[np.int64], 
     """The moves from the sets that are high to those that are to be, what is worth most first.
 
     Args:
-        hotness: at the end of a window.
         high: bool [layers, experts], at most as many of a layer as it has places.
         places: int64 [layers], high experts that each layer can have.
-        rule: see there.
     """
     found: list[Swap] = []
     for layer in range(len(high)):

@@ -134,11 +134,8 @@ class Table:
         """A table that names nothing, keeps nothing and wants every expert high.
 
         Args:
-            layers: of the model.
-            experts: of each layer.
             nested: whether the low version lies inside the high one.
             rows: that a step of the device may have at most.
-            top_k: experts of a row.
             depth: steps that the ring holds.
             device: that writes it; None for the host.
         """
@@ -240,8 +237,6 @@ class Table:
         """Empty a row, or leave an expert its base alone. Returns the tier and index of each slot that it named.
 
         Args:
-            layer: of the expert.
-            expert: its number.
             fine: give up the fine slice, and nothing else.
         """
         code = int(self.tier[layer, expert])
@@ -279,7 +274,6 @@ def check_integrity(table: Table, *, ranges: bool = False) -> None:
     """No layer keeps more than its share, no slot is named twice, and what was fetched ahead lies apart.
 
     Args:
-        table: on the host.
         ranges: whether every slot is to be of its layer's own range.
 
     Raises:

@@ -19,8 +19,6 @@ def device_decides(
     """Whether the device decides, and why not, if it was to.
 
     Args:
-        options: validated options.
-        system: that they name.
         device_type: "cuda", or "cpu", where the device is only played.
         readable: the device can read the host store by itself.
         obstacle: why the model needs the host, if it does.

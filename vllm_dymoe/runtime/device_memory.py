@@ -30,11 +30,7 @@ class DeviceMemory:
 
 
 class CudaMemory(DeviceMemory):
-    """Of a CUDA device.
-
-    Args:
-        device: where the slots are.
-    """
+    """Of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -53,9 +53,7 @@ def automatic_share(
     Args:
         free: that vLLM may use of the device, once the dense weights are loaded.
         kv_cache: of one request of ``max_model_len`` tokens, or what the user has set aside.
-        activations: see :class:`StepShape`.
         least: the smallest budget that can serve.
-        max_model_len: in tokens.
         fixed: whether that length is to be served; otherwise vLLM shortens it to what fits.
 
     Raises:

@@ -30,7 +30,6 @@ class DeviceSide:
 
     Args:
         store: of the experts; the device can read it.
-        device: that decides.
 
     Attributes:
         table: of tensors.
@@ -83,7 +82,6 @@ class DeviceSide:
         """What the device goes by in the steps from now on.
 
         Args:
-            system: chooses tiers.
             bits: of each tier, 0 for one that is skipped.
             of_slices: what the slots of each tier hold.
         """
@@ -108,10 +106,8 @@ class DeviceSide:
         """Add what the device has counted since the last time; waits for it.
 
         Args:
-            counts: of experts.
             transfers: of blobs and bytes. An expert that is read through for more than two tokens at once is read again
                 for each two of them; that is one transfer here, and so is one that came in part ahead.
-            guesses: that were fetched ahead.
         """
         values = self.table.counters.sum(0).tolist()
         self.table.counters.zero_()

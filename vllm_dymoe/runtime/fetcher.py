@@ -35,8 +35,6 @@ class Fetcher:
     """Moves one rank's experts.
 
     Args:
-        memory: has the slots.
-        engine: moves bytes.
         overlaps: a copy waits for the slot's last reader alone; otherwise for everything that computes.
 
     Attributes:
@@ -53,10 +51,6 @@ class Fetcher:
         """Begin to bring an expert into a free slot; None if there is none for it now.
 
         Args:
-            layer: of the expert.
-            expert: its number on this rank.
-            tier: version to bring.
-            reason: the transfer's priority.
             kept: into a slot that its layer was promised; otherwise into one for what comes and goes.
             projections: how many are brought before the rest is demanded.
         """
@@ -90,7 +84,6 @@ class Fetcher:
         """An expert has been used: its slot is free unless it is kept.
 
         Args:
-            fetch: complete.
             last_read: fence of the computation that reads the slot, for the next copy into it.
         """
         if last_read is not None:

@@ -39,9 +39,6 @@ class ExpertMemory:
 
     Args:
         store: of the experts; one that the device can read, unless the host is the writer.
-        device: where slots are.
-        device_memory: says what the device has left.
-        writer: of rows.
 
     Attributes:
         plan: how the budget is spent.
@@ -146,8 +143,6 @@ class ExpertMemory:
         """A free slot for a layer, or None; its bytes are whatever was there before.
 
         Args:
-            layer: that wants it.
-            tier: of the pool.
             kept: out of what the layer was promised; otherwise out of what comes and goes.
         """
         if not kept or self.keeps_guesses:
@@ -175,8 +170,6 @@ class ExpertMemory:
         """Free an expert's slots, which the next copy may write once their last reader has ended; False if it has none.
 
         Args:
-            layer: of the expert.
-            expert: its number.
             part: the pool that needs a slot. Where it is that of fine slices the expert keeps its base.
         """
         freed = self.table.remove(layer, expert, fine=self.nested and part is Tier.HI)

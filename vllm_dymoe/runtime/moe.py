@@ -47,11 +47,7 @@ _READERS = 1  # threads that read the host store ahead of the computation
 
 
 class Parts:
-    """What a runtime is made of on a device.
-
-    Args:
-        device: where slots are and computation happens.
-    """
+    """What a runtime is made of on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.device_memory = device, make_device_memory(device)
@@ -104,9 +100,6 @@ class MoERuntime:
     """Every MoE layer of one model on one rank.
 
     Args:
-        store: the experts' packed bytes.
-        options: validated options.
-        device: where slots are and computation happens.
         automatic_budget: bytes to use if ``options.expert_budget`` is automatic.
         system: in place of the one that the options name.
         engine: in place of the one that fits the device.

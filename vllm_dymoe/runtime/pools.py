@@ -17,8 +17,6 @@ class SlotPools(dict[Tier, SlotPool]):
     """Slots by tier, the high one first.
 
     Args:
-        device: where they are.
-        device_memory: says what the device has left.
         lends: whether the host hands out the slots that layers keep; otherwise the device decides about these.
     """
 

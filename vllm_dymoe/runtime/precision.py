@@ -15,7 +15,6 @@ def changed_precision(options: Options, stored: Collection[int], changes: Mappin
     """The options with another pair of tiers, or another parameter of the system.
 
     Args:
-        options: in force.
         stored: bit-widths that the host store holds.
         changes: ``hi``, ``lo`` and those parameters of the system that decide precision, by name.
 

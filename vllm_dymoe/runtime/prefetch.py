@@ -31,11 +31,8 @@ class Prefetcher:
     """Turns candidates into transfers.
 
     Args:
-        fetcher: brings experts.
-        num_layers: of the model.
         system: in which tier, how much of an expert, and how often is fetched ahead. A step that wants another tier has
             no use for what was fetched, unless one lies inside the other.
-        stats: counts to go on with.
         clock: seconds, as ``time.perf_counter``.
     """
 

@@ -106,10 +106,7 @@ def plan_slots(
     one.
 
     Args:
-        experts: of this rank.
-        options: validated options.
         system: whose tiers need slots, and what it keeps.
-        limit: the budget in bytes.
         workspace_bytes: what the kernel and the predictor take of it.
         shares: for each tier, what share of a layer's active experts is wanted in it; equal ones if None.
         filled: slots for every expert are filled at start, and others not before a device decides: the host streams.

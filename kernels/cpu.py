@@ -79,14 +79,18 @@ class CpuKernel:
             return
         forms, bounds, views = self._forms, decision.bounds, decision.views
         width, listed = forms.width, list[Item]()
+        wanted = x.shape[1], x.dtype, activation.has_gate
         for item in items:
             gate, up, down = views[item]  # type: ignore[misc]
-            form = forms.number(gate.format, up.format, down.format, x, activation)
+            known = forms.known.get(id(up.format))
+            if known is None or known[1] != wanted or known[2] is not gate.format or known[4] is not down.format:
+                known = forms.learn(gate.format, up.format, down.format, x, activation)
             first = bounds[item]
-            a, b, c = gate.addresses, up.addresses, down.addresses
-            listed.append((a[0], b[0], c[0], a[4], b[4], c[4], form, first, bounds[item + 1] - first))
+            (a, _, _, _, d), (b, _, _, _, e), (c, _, _, _, f) = gate.addresses, up.addresses, down.addresses
+            listed.append((a, b, c, d, e, f, known[0], first, bounds[item + 1] - first))
         if not listed:
             return
+        forms.intermediate = up.format.rows
         layer, library = self._layer, self._library
         floats = library.row_floats(forms.width)
         if self._inputs is None or forms.width != width:
@@ -119,6 +123,7 @@ class CpuKernel:
         native.set_activation(layer, activation)
         layer.tokens, layer.hidden, layer.inter = tokens, x.shape[1], self._forms.intermediate
         layer.dtype, layer.width = x.dtype is torch.float16, self._forms.width
+        layer.digits = 2
         layer.threads = min(torch.get_num_threads(), 1 + x.numel() // (1 << 14))
         layer.positions, layer.out_rows = len(rows), len(out)
         layer.x, layer.out = x.data_ptr(), out.data_ptr()
@@ -139,32 +144,30 @@ class _Forms:
     def __init__(self) -> None:
         self._matrices = (native.Matrix * 0)()
         # By identity: hashing a format costs more than computing an expert.
-        self._known: dict[int, tuple[int, MatrixFormat, MatrixFormat, MatrixFormat]] = {}
+        self.known: dict[int, tuple[int, tuple[int, torch.dtype, bool], MatrixFormat, MatrixFormat, MatrixFormat]] = {}
 
     @property
     def address(self) -> int:
         """Of the matrices, three for each form."""
         return ctypes.addressof(self._matrices)
 
-    def number(
+    def learn(
         self, gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, x: Tensor, activation: Activation
-    ) -> int:
-        """Which form an expert has.
+    ) -> tuple[int, tuple[int, torch.dtype, bool], MatrixFormat, MatrixFormat, MatrixFormat]:
+        """A form's number, what it was checked against, and its formats.
 
         Raises:
             TypeError: packed for another dtype than x.
             ValueError: projections that do not fit x or one another.
         """
         check_formats(gate, up, down, x, activation)
-        self.intermediate = up.rows
-        known = self._known.get(id(up))
-        if known is None or known[1] is not gate or known[3] is not down:
-            known = self._known[id(up)] = (len(self._matrices) // 3, gate, up, down)
-            described = [native.matrix(format) for format in (gate, up, down)]
-            self._matrices = (native.Matrix * (len(self._matrices) + 3))(*self._matrices, *described)
-            columns = max(format.padded_columns for format in (gate, up, down))
-            self.width = max(self.width, -(-max(columns, up.rows) // 256) * 256)
-        return known[0]
+        described = [native.matrix(format) for format in (gate, up, down)]
+        number = len(self._matrices) // 3
+        self._matrices = (native.Matrix * (3 * number + 3))(*self._matrices, *described)
+        columns = max(format.padded_columns for format in (gate, up, down))
+        self.width = max(self.width, -(-max(columns, up.rows) // 256) * 256)
+        known = self.known[id(up)] = number, (x.shape[1], x.dtype, activation.has_gate), gate, up, down
+        return known
 
 
 def _there(count: int) -> None:

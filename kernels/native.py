@@ -46,7 +46,7 @@ class Layer(Structure):
     _fields_ = (
         *_integers("tokens items positions out_rows hidden inter dtype"),
         *_integers("x out item matrices rows pairs inputs activations"),
-        *_integers("width phase has_gate curve"),
+        *_integers("width phase has_gate curve digits"),
         *_doubles("limit alpha beta"),
         *_integers("threads next"),
     )

@@ -10,7 +10,8 @@ constexpr int VECTORS = BLOCK / W;    // of floats in one column of a block
 constexpr int UNIT = 32;              // activations that share a power of two
 constexpr int CHUNK = 64;             // columns that are unpacked at a time, where many tokens share them
 constexpr int BATCH = 32;             // tokens that share what is unpacked
-constexpr i64 AHEAD = 3072;            // bytes that are prefetched ahead
+// Bytes that are prefetched ahead. Without them AVX2 loses a fifth (EPYC 9004), with 3072 AVX-512 a tenth.
+constexpr i64 AHEAD = 768;
 constexpr int SCALES_AHEAD = 2;       // groups whose scales are
 
 INLINE F load(const float* p) { return *(const Unaligned*)p; }
@@ -87,41 +88,56 @@ INLINE void narrow(const float* from, uint16_t* to, i64 count, i64 dtype) {
 
 struct Row {               // one token's activations, padded with zeros
     float* x;
-    int8_t *low, *high;    // digits: x = scale * (256 * high + low)
-    float *scale, *sum;    // of each UNIT; scaled sum of each 16
+    int8_t *low, *high;    // digits: x = scale * (256 * high + low); STEP of them COPIES times, as the products want them
+    float *scale, *sum;    // of each UNIT; scaled sums of each 16, then of each 32, then of each 64
+    i64 width;
     INLINE Row() {}
     INLINE Row(float* memory, i64 width)
-        : x(memory), low((int8_t*)(memory + width)), high(low + width), scale((float*)(high + width)), sum(scale + width / UNIT) {}
-    static i64 floats(i64 width) { return width + width / 2 + width / UNIT + width / 16; }
+        : x(memory), low((int8_t*)(memory + width)), high(low + 2 * width), scale((float*)(high + 2 * width)), sum(scale + width / UNIT), width(width) {}
+    static i64 floats(i64 width) { return width + width + width / UNIT + 7 * width / 64; }
 
-    INLINE void digits(i64 column) const {  // of UNIT columns, from x
-        const float* v = x + column;
-        float largest = 0;
-        bool finite = true;
-        for (int i = 0; i < UNIT; i++) {
-            float size = fabsf(v[i]);
-            largest = size > largest ? size : largest;
-            finite &= size < INFINITY;
+    INLINE void integers(i64 column, i64 digits) const {  // of BLOCK columns, from x
+        for (i64 c = column; c < column + BLOCK; c += UNIT) {
+            const float* v = x + c;
+            float largest = 0;
+            bool finite = true;
+            for (int i = 0; i < UNIT; i++) {
+                float size = fabsf(v[i]);
+                largest = size > largest ? size : largest;
+                finite &= size < INFINITY;
+            }
+            float factor = largest / 127, inverse = largest > 1e-30f ? 127 / largest : 0;
+            if (digits == 2) {
+                int power = 0;
+                if (largest > 0) frexpf(largest, &power);
+                if (power < -100) power = -100;
+                if (ldexpf(largest, 15 - power) > 32639.0f) power++;  // whose high digit would not fit
+                inverse = ldexpf(1.0f, 15 - power), factor = ldexpf(1.0f, power - 15);
+            }
+            if (!finite) factor = NAN;
+            int sums[2] = {0, 0};
+            for (int i = 0; i < UNIT; i++) {
+                int q = finite ? (int)(v[i] * inverse + 0x1.8p23f - 0x1.8p23f) : 0, digit = (int8_t)q;
+                sums[i / 16] += q;
+                const i64 place = COPIES * ((c + i) & -STEP) + i % STEP;
+                for (int copy = 0; copy < COPIES; copy++) {
+                    low[place + STEP * copy] = (int8_t)digit;
+                    high[place + STEP * copy] = (int8_t)((q - digit) >> 8);
+                }
+            }
+            scale[c / UNIT] = factor;
+            sum[c / 16] = factor * sums[0];
+            sum[c / 16 + 1] = factor * sums[1];
+            sum[width / 16 + c / 32] = factor * (sums[0] + sums[1]);
         }
-        int power = 0;
-        if (largest > 0) frexpf(largest, &power);
-        if (power < -100) power = -100;
-        if (ldexpf(largest, 15 - power) > 32639.0f) power++;  // whose high digit would not fit
-        const float inverse = ldexpf(1.0f, 15 - power), factor = finite ? ldexpf(1.0f, power - 15) : NAN;
-        int sums[2] = {0, 0};
-        for (int i = 0; i < UNIT; i++) {
-            int q = finite ? (int)(v[i] * inverse + 0x1.8p23f - 0x1.8p23f) : 0, digit = (int8_t)q;
-            sums[i / 16] += q;
-            low[column + i] = (int8_t)digit;
-            high[column + i] = (int8_t)((q - digit) >> 8);
-        }
-        scale[column / UNIT] = factor;
-        sum[column / 16] = factor * sums[0];
-        sum[column / 16 + 1] = factor * sums[1];
+        const float* halves = sum + width / 16 + column / 32;
+        sum[width / 16 + width / 32 + column / 64] = halves[0] + halves[1];
     }
-    INLINE float group_sum(i64 begin, i64 columns) const {
+    INLINE float group_sum(uint64_t begin, uint64_t columns) const {
+        if (columns == 16) return sum[begin / 16];
+        if (columns == 32) return sum[width / 16 + begin / 32];
         float total = 0;
-        for (i64 c = begin; c < begin + columns; c += 16) total += sum[c / 16];
+        for (uint64_t c = begin; c < begin + columns; c += 64) total += sum[width / 16 + width / 32 + c / 64];
         return total;
     }
 };
@@ -135,51 +151,59 @@ struct Codes {             // where the codes of a block begin
 enum Kind { FOUR, LEVELS, TWO, TWO_AND_TWO, EIGHT };
 constexpr bool in_planes(Kind kind) { return kind == EIGHT && !WHOLE_BYTES; }  // high and low halves are multiplied apart
 
-// STEP columns of a block as bytes, row by row: QS registers in the order of `wide` below.
-template <Kind kind> INLINE void codes(Codes at, i64 column, i64 fold, Q out[QS]) {
-    if constexpr (kind == FOUR || kind == LEVELS || in_planes(kind)) {
-        split<kind == LEVELS, 0>(at.high + 32 * column, 0, out);
+// STEP columns of a block, as bytes in registers Q from `first` on, R of them.
+template <Kind kind, int R> INLINE void codes(Codes at, i64 column, i64 fold, int first, Q* out) {
+    if constexpr (kind == FOUR || in_planes(kind)) {
+        split<15, false, R>(packed(at.high + 32 * column), first, out);
+    } else if constexpr (kind == LEVELS) {
+        split<15, true, R>(packed(at.high + 32 * column), first, out);
     } else if constexpr (kind == EIGHT) {
-        Q fine[QS];
-        split<false, 0>(at.high + 32 * column, 0, out);
-        split<false, 0>(at.low + 32 * column, 0, fine);
-        for (int i = 0; i < QS; i++) out[i] = out[i] << 4 | fine[i];
-    } else {
-        const i64 half = fold / 2, second = (column & half) != 0;  // fold is a power of two
-        const i64 place = 16 * (column & -fold) + 32 * (column & (half - 1));
-        split<false, 2>(at.high + place, 2 * (int)second, out);
-        if constexpr (kind == TWO_AND_TWO) {
-            Q fine[QS];
-            split<false, 2>(at.low + place, 2 * (int)second, fine);
-            for (int i = 0; i < QS; i++) out[i] = out[i] << 2 | fine[i];
-        }
+        whole_bytes<R>(packed(at.high + 32 * column), packed(at.low + 32 * column), first, out);
+    } else {  // byte j of a fold has columns j and j + fold / 2; fold is a power of two
+        const i64 half = fold / 2, place = 16 * (column & -fold) + 32 * (column & (half - 1));
+        const int second = (column & half) != 0;
+        if constexpr (kind == TWO) split<3, false, R>(shifted(packed(at.high + place), 2 * second), first, out);
+        else split<15, false, R>(merged(packed(at.high + place), packed(at.low + place), second), first, out);
     }
 }
 
-// Scale and offset of a group for the rows of a vector: weight = number * scale + offset.
-INLINE void scale_of(const Matrix& m, const uint8_t* section, i64 block, i64 group, int number, F* scale, F* offset) {
+struct Scales { alignas(64) float scale[BLOCK], offset[BLOCK]; };  // by vector: weight = number * scale + offset
+
+// As `steps`: zeros count steps of their scale.
+template <bool HALF, bool STEPS> INLINE void pairs_of(const int* pairs, F step, F center, Scales& to) {
+    unroll<VECTORS>([&](auto v) LAMBDA {
+        const I pair = ints_of(pairs, v);
+        const F s = HALF ? widen(pair & 0xffff, FLOAT16) : as_float(pair << 16);
+        const F z = HALF ? widen((pair >> 16) & 0xffff, FLOAT16) : as_float(pair & (int)0xffff0000);
+        store(to.offset + W * v, STEPS ? (z - center) * s : z - center * s);
+        store(to.scale + W * v, s * step);
+    });
+}
+static __attribute__((noinline)) void scales_of(const Matrix& m, const uint8_t* section, i64 block, i64 group, Scales& to) {
     const i64 at = (block * (m.padded_columns / m.group) + group) * BLOCK;
     const uint8_t* scales = section + m.scales;
     const F step = all((float)m.step), center = all((float)m.center);
     if (m.scale == SCALE_AND_ZERO) {
-        I pair = ints_of((const int*)scales + group * m.padded_rows + BLOCK * block, number);
-        const i64 dtype = m.zeros & 2 ? FLOAT16 : BFLOAT16;
-        F s = widen(pair & 0xffff, dtype), z = widen((pair >> 16) & 0xffff, dtype);
-        *offset = m.zeros & 1 ? (z - center) * s : z - center * s;
-        *scale = s * step;
-        return;
+        const int* pairs = (const int*)scales + group * m.padded_rows + BLOCK * block;
+        if (m.zeros == 0) return pairs_of<false, false>(pairs, step, center, to);
+        if (m.zeros == 1) return pairs_of<false, true>(pairs, step, center, to);
+        if (m.zeros == 2) return pairs_of<true, false>(pairs, step, center, to);
+        return pairs_of<true, true>(pairs, step, center, to);
     }
-    F s;
-    if (m.scale == E8M0) {
-        I power = bytes_of(scales + at, number);  // 2^(power - 127), of which the smallest is a denormal float
-        s = choose(power == 0, all(0x1p-127f), as_float(power << 23));
-    } else if (m.scale == SCALE_E4M3) {
-        s = e4m3(bytes_of(scales + at, number));
-    } else {
-        s = as_float(ints_of((const int*)scales + at, number));
+    const i64 kind = m.scale;
+    for (int v = 0; v < VECTORS; v++) {
+        F s;
+        if (kind == E8M0) {
+            I power = bytes_of(scales + at, v);  // 2^(power - 127), of which the smallest is a denormal float
+            s = choose(power == 0, all(0x1p-127f), as_float(power << 23));
+        } else if (kind == SCALE_E4M3) {
+            s = e4m3(bytes_of(scales + at, v));
+        } else {
+            s = as_float(ints_of((const int*)scales + at, v));
+        }
+        store(to.scale + W * v, s * step);
+        store(to.offset + W * v, -center * (s * step));
     }
-    *scale = s * step;
-    *offset = -center * *scale;
 }
 
 // A group's scales lie far from those of the next one, so that no processor finds them by itself.
@@ -196,118 +220,82 @@ INLINE void prefetch_scales(const Matrix& m, const uint8_t* section, i64 block, 
 
 // ---- a block of 64 rows times some tokens ------------------------------------------------------------------------------
 
-// total [n, 64] += scale * sums + offset * the group's sum, for each row; the last thing that happens to a group.
-INLINE void end_group(const Matrix& m, const uint8_t* section, i64 block, i64 group, const Row* x, i64 n, const float* sums, float* total) {
-    float of_group[BATCH];
-    for (i64 t = 0; t < n; t++) of_group[t] = m.code == E4M3 ? 0 : x[t].group_sum(group * m.group, m.group);
-    for (int v = 0; v < VECTORS; v++) {
-        F scale, offset;
-        scale_of(m, section, block, group, v, &scale, &offset);
-        for (i64 t = 0; t < n; t++) {
-            F sum = load(total + BLOCK * t + W * v);
-            sum += scale * load(sums + BLOCK * t + W * v);
-            sum += offset * all(of_group[t]);
-            store(total + BLOCK * t + W * v, sum);
-        }
-    }
-}
-
-// sums [N, 64] += scale * the exact sums over `columns` columns of codes times activations, unit by unit.
-template <bool LEVEL, int N, int R, bool PLANES, class Fetch, class Low>
-INLINE void add_columns(const Fetch& high_plane, const Low& low_plane, const Row* x, i64 begin, i64 columns, float* sums) {
-    for (i64 column = begin; column < begin + columns; column += UNIT) {
-        const i64 width = columns < UNIT ? columns : UNIT;
-        const int8_t *low[N], *high[N];
-        for (int t = 0; t < N; t++) low[t] = x[t].low, high[t] = x[t].high;
-        for (int r0 = 0; r0 < QS; r0 += R) {
-            I wide[N][PER_Q * R], fine[N][PER_Q * R];
-            exact_sums<LEVEL, N, R>(high_plane, low, high, column, width, r0, wide);
-            if constexpr (PLANES) exact_sums<LEVEL, N, R>(low_plane, low, high, column, width, r0, fine);
-            for (int t = 0; t < N; t++) {
-                const F scale = all(x[t].scale[column / UNIT]);
-                for (int v = 0; v < PER_Q * R; v++) {
-                    float* to = sums + BLOCK * t + W * (PER_Q * r0 + v);
-                    const I sum = PLANES ? (wide[t][v] << 4) + fine[t][v] : wide[t][v];
-                    store(to, load(to) + to_float(sum) * scale);
-                }
-            }
-        }
-    }
+// total [N][V] += scale * sums + offset * of_group, the group's sum, for vectors from `first` on; a group's last step.
+template <int N, int V> INLINE void end_group(const Scales& scales, const float* of_group, int first, F (*sums)[V], float* total) {
+    unroll<N * V>([&](auto i) LAMBDA {
+        constexpr int t = i / V, v = i % V;
+        float* to = total + BLOCK * t + W * (first + v);
+        F sum = load(to);
+        sum += load(scales.scale + W * (first + v)) * sums[t][v];
+        sum += load(scales.offset + W * (first + v)) * all(of_group[t]);
+        store(to, sum);
+    });
 }
 
 template <Kind kind> INLINE void prefetch_codes(Codes at, i64 column) {
     constexpr int bytes_of_column = kind == TWO || kind == TWO_AND_TWO ? 16 : 32;
+    const i64 from = bytes_of_column * column + AHEAD;
     for (int i = 0; i < STEP * bytes_of_column; i += 64) {
-        __builtin_prefetch(at.high + bytes_of_column * column + AHEAD + i);
-        if (kind == TWO_AND_TWO || kind == EIGHT) __builtin_prefetch(at.low + bytes_of_column * column + AHEAD + i);
+        __builtin_prefetch(at.high + from + i);
+        if (kind == TWO_AND_TWO || kind == EIGHT) __builtin_prefetch(at.low + from + i);
     }
 }
 
-// Codes of 8 bits are 16 times the high plane plus the low one, put together as exact sums of a unit.
-template <Kind kind, int N>
-INLINE void few(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, float* total) {
-    alignas(64) float sums[N * BLOCK];
-    constexpr bool planes = in_planes(kind);
-    for (int i = 0; i < N * BLOCK; i++) total[i] = 0;
+// N tokens, R registers of rows at a time; codes are unpacked where they are multiplied. Codes of 8 bits in planes are 16
+// times the high plane plus the low one, put together as exact sums of a unit.
+template <Kind kind, int N, int R, int DIGITS, int WIDTH>
+static void strip(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, float* out) {
+    constexpr int V = PER_Q * R;
+    alignas(64) float total[N * BLOCK] = {};
     for (int group = 0; group < SCALES_AHEAD; group++) prefetch_scales(m, section, block, group);
-    for (i64 group = 0; group < m.padded_columns / m.group; group++) {
+    const i64 groups = m.padded_columns / m.group;
+    for (i64 group = 0; group < groups; group++) {
         prefetch_scales(m, section, block, group + SCALES_AHEAD);
-        for (int i = 0; i < N * BLOCK; i++) sums[i] = 0;
-        auto high = [&](i64 column, int, Q* out) {
-            prefetch_codes<kind>(at, column);
-            codes<kind>(at, column, m.fold, out);
-        };
-        auto low = [&](i64 column, int, Q* out) { codes<kind>({at.low, nullptr}, column, m.fold, out); };
-        add_columns<kind == LEVELS, N, QS, planes>(high, low, x, group * m.group, m.group, sums);
-        end_group(m, section, block, group, x, N, sums, total);
-    }
-}
-
-template <Kind kind>
-INLINE void many(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, float* total) {
-    alignas(64) Q tiles[1 + in_planes(kind)][CHUNK / STEP * QS];
-    alignas(64) float sums[BATCH * BLOCK];
-    constexpr bool planes = in_planes(kind);
-    memset(total, 0, n * BLOCK * sizeof(float));
-    for (int group = 0; group < SCALES_AHEAD; group++) prefetch_scales(m, section, block, group);
-    for (i64 group = 0; group < m.padded_columns / m.group; group++) {
         const i64 begin = group * m.group, end = begin + m.group;
-        prefetch_scales(m, section, block, group + SCALES_AHEAD);
-        memset(sums, 0, n * BLOCK * sizeof(float));
-        for (i64 from = begin; from < end; from += CHUNK) {
-            const i64 columns = end - from < CHUNK ? end - from : CHUNK;
-            for (i64 c = 0; c < columns; c += STEP) {
-                prefetch_codes<kind>(at, from + c);
-                codes<kind>(at, from + c, m.fold, tiles[0] + c / STEP * QS);
-                if (planes) codes<kind>({at.low, nullptr}, from + c, m.fold, tiles[planes] + c / STEP * QS);
+        Scales scales;
+        scales_of(m, section, block, group, scales);
+        float of_group[N];
+        for (int t = 0; t < N; t++) of_group[t] = x[t].group_sum(begin, m.group);
+        unroll<QS / R>([&](auto part) LAMBDA {
+            constexpr int first = decltype(part)::value * R;
+            F sums[N][V];
+            unroll<N * V>([&](auto i) LAMBDA { sums[i / V][i % V] = F{}; });
+            asm volatile("" ::: "memory");  // or GCC keeps totals in the registers that a group's sums need
+            for (i64 column = begin; column < end; column += WIDTH) {
+                I wide[N][V];
+                exact_sums<WIDTH, kind == LEVELS ? 8 : 16, N, R, DIGITS>([&](i64 c, Q* q) LAMBDA {
+                    if (first == 0) prefetch_codes<kind>(at, c);
+                    codes<kind, R>(at, c, m.fold, first, q);
+                }, x, column, wide);
+                if constexpr (in_planes(kind)) {
+                    I fine[N][V];
+                    exact_sums<WIDTH, 16, N, R, DIGITS>([&](i64 c, Q* q) LAMBDA { codes<kind, R>({at.low, nullptr}, c, m.fold, first, q); }, x, column, fine);
+                    unroll<N * V>([&](auto i) LAMBDA { wide[i / V][i % V] = (wide[i / V][i % V] << 4) + fine[i / V][i % V]; });
+                }
+                unroll<N>([&](auto t) LAMBDA {
+                    const F scale = all(x[t].scale[uint64_t(column) / UNIT]);
+                    unroll<V>([&](auto v) LAMBDA { sums[t][v] += to_float(wide[t][v]) * scale; });
+                });
             }
-            auto fetch = [&](i64 column, int r, Q* out) {
-                const Q* at_column = tiles[0] + uint64_t(column - from) / STEP * QS + r;
-                for (int i = 0; i < TILE_REGISTERS; i++) out[i] = at_column[i];
-            };
-            auto low = [&](i64 column, int r, Q* out) {
-                const Q* at_column = tiles[planes] + uint64_t(column - from) / STEP * QS + r;
-                for (int i = 0; i < TILE_REGISTERS; i++) out[i] = at_column[i];
-            };
-            i64 t = 0;
-            auto add = [&](auto number) {
-                constexpr int N = decltype(number)::value;
-                for (; t + N <= n; t += N)
-                    add_columns<kind == LEVELS, N, TILE_REGISTERS, planes>(fetch, low, x + t, from, columns, sums + BLOCK * t);
-            };
-            add(std::integral_constant<int, TILE_TOKENS>());
-            add(std::integral_constant<int, 1>());
-        }
-        end_group(m, section, block, group, x, n, sums, total);
+            end_group<N, V>(scales, of_group, PER_Q * first, sums, total);
+        });
     }
+    for (int t = 0; t < N; t++) for (int v = 0; v < VECTORS; v++) store_rows(out + BLOCK * t, v, load(total + BLOCK * t + W * v));
 }
 
+template <Kind kind, int DIGITS, int WIDTH>
+static void strips(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, float* out) {
+    for (; n >= MOST_TOKENS; n -= MOST_TOKENS, x += MOST_TOKENS, out += MOST_TOKENS * BLOCK)
+        strip<kind, MOST_TOKENS, ROWS_OF_MOST, DIGITS, WIDTH>(m, section, at, block, x, out);
+    if constexpr (MOST_TOKENS > 2 && DIGITS == 2)
+        for (; n >= 2; n -= 2, x += 2, out += 2 * BLOCK) strip<kind, 2, ROWS_OF_MOST, DIGITS, WIDTH>(m, section, at, block, x, out);
+    for (; n > 0; n--, x++, out += BLOCK) strip<kind, 1, QS, DIGITS, WIDTH>(m, section, at, block, x, out);
+}
 template <Kind kind>
-static void quantized(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, float* total) {
-    if (n == 1) few<kind, 1>(m, section, at, block, x, total);
-    else if (n == 2 && FEW >= 2) few<kind, 2>(m, section, at, block, x, total);
-    else many<kind>(m, section, at, block, x, n, total);
-    reorder(total, n);
+static void quantized(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, i64 digits, float* out) {
+    if constexpr (kind == LEVELS)
+        if (m.group < UNIT) return (digits == 2 ? strips<kind, 2, 16> : strips<kind, 1, 16>)(m, section, at, block, x, n, out);
+    (digits == 2 ? strips<kind, 2, UNIT> : strips<kind, 1, UNIT>)(m, section, at, block, x, n, out);
 }
 
 // FP8: codes become float32 before they are multiplied.
@@ -329,9 +317,9 @@ template <int N> INLINE void multiply(const float* tile, i64 columns, const Row*
     for (int t = 0; t < N; t++) for (int v = 0; v < V; v++) store(sums + BLOCK * t + W * (v0 + v), sum[t][v]);
 }
 
-static void floats(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, float* total) {
+static void floats(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, float* out) {
     constexpr i64 COLUMNS = 16;
-    alignas(64) float tile[COLUMNS * BLOCK], sums[BATCH * BLOCK];
+    alignas(64) float tile[COLUMNS * BLOCK], sums[BATCH * BLOCK], total[BATCH * BLOCK];
     memset(total, 0, n * BLOCK * sizeof(float));
     for (i64 group = 0; group < m.padded_columns / m.group; group++) {
         const i64 end = (group + 1) * m.group;
@@ -340,11 +328,8 @@ static void floats(const Matrix& m, const uint8_t* section, Codes at, i64 block,
             for (i64 c = 0; c < COLUMNS; c++) {
                 __builtin_prefetch(at.high + 32 * (from + c) + AHEAD);
                 __builtin_prefetch(at.low + 32 * (from + c) + AHEAD);
-                for (int v = 0; v < VECTORS / 2; v++) {
-                    I above = bytes_of(at.high + 32 * (from + c), v), below = bytes_of(at.low + 32 * (from + c), v);
-                    store(tile + BLOCK * c + W * v, e4m3((above & 15) << 4 | (below & 15)));
-                    store(tile + BLOCK * c + W * (v + VECTORS / 2), e4m3((above & 0xf0) | below >> 4));
-                }
+                for (int v = 0; v < VECTORS; v++)
+                    store(tile + BLOCK * c + W * v, e4m3(nibbles_of(at.high + 32 * (from + c), v) << 4 | nibbles_of(at.low + 32 * (from + c), v)));
             }
             for (int v0 = 0; v0 < VECTORS; v0 += TILE_VECTORS) {
                 i64 t = 0;
@@ -352,9 +337,16 @@ static void floats(const Matrix& m, const uint8_t* section, Codes at, i64 block,
                 for (; t < n; t++) multiply<1>(tile, COLUMNS, x + t, from, sums + BLOCK * t, v0);
             }
         }
-        end_group(m, section, block, group, x, n, sums, total);
+        const float nothing = 0;  // levels have no offset
+        Scales scales;
+        scales_of(m, section, block, group, scales);
+        for (i64 t = 0; t < n; t++) {
+            F of_rows[1][VECTORS];
+            for (int v = 0; v < VECTORS; v++) of_rows[0][v] = load(sums + BLOCK * t + W * v);
+            end_group<1, VECTORS>(scales, &nothing, 0, of_rows, total + BLOCK * t);
+        }
     }
-    reorder(total, n);
+    for (i64 t = 0; t < n; t++) for (int v = 0; v < VECTORS; v++) store_rows(out + BLOCK * t, v, load(total + BLOCK * t + W * v));
 }
 
 // 16 bits: rows [rows, columns] as they are; a sum is W partial sums over the columns, added in order.
@@ -399,18 +391,18 @@ static void plain(const Matrix& m, const uint8_t* section, i64 block, const Row*
 }
 
 // out [n, 64] = x [n, columns] times rows 64 * block and so on of a matrix, plus the bias; n is at most BATCH.
-static void product(const Matrix& m, const Item& item, int which, i64 block, const Row* x, i64 n, i64 dtype, float* out) {
+static void product(const Matrix& m, const Item& item, int which, i64 block, const Row* x, i64 n, i64 dtype, i64 digits, float* out) {
     const uint8_t *section = (const uint8_t*)item.sections[which], *fine = (const uint8_t*)item.fine[which];
     const i64 plane = BLOCK / 2 * m.padded_columns * block, half = plane / 2;
     const Codes planes = m.nested ? Codes{section + plane, fine + plane}
                                   : Codes{section + 2 * plane, section + 2 * plane + BLOCK / 2 * m.padded_columns};
     if (m.code == PLAIN) plain(m, section, block, x, n, dtype, out);
     else if (m.code == E4M3) floats(m, section, planes, block, x, n, out);
-    else if (m.code == E2M1) quantized<LEVELS>(m, section, {section + plane, nullptr}, block, x, n, out);
-    else if (m.bits == 8) quantized<EIGHT>(m, section, planes, block, x, n, out);
-    else if (m.bits == 2) quantized<TWO>(m, section, {section + half, nullptr}, block, x, n, out);
-    else if (m.nested) quantized<TWO_AND_TWO>(m, section, {section + half, fine + half}, block, x, n, out);
-    else quantized<FOUR>(m, section, {section + plane, nullptr}, block, x, n, out);
+    else if (m.code == E2M1) quantized<LEVELS>(m, section, {section + plane, nullptr}, block, x, n, digits, out);
+    else if (m.bits == 8) quantized<EIGHT>(m, section, planes, block, x, n, digits, out);
+    else if (m.bits == 2) quantized<TWO>(m, section, {section + half, nullptr}, block, x, n, digits, out);
+    else if (m.nested) quantized<TWO_AND_TWO>(m, section, {section + half, fine + half}, block, x, n, digits, out);
+    else quantized<FOUR>(m, section, {section + plane, nullptr}, block, x, n, digits, out);
     if (m.factor >= 0) {
         const float *pair = (const float*)(section + m.factor), factor = pair[0] / pair[1];
         for (i64 i = 0; i < n * BLOCK; i++) out[i] *= factor;
@@ -425,14 +417,14 @@ static void product(const Matrix& m, const Item& item, int which, i64 block, con
 // ---- a layer -----------------------------------------------------------------------------------------------------------
 
 // The rows that a matrix reads: where they are, or gathered into `memory` in the order of its columns.
-INLINE void in_order(const Matrix& m, const uint8_t* section, Row* rows, i64 n, float* memory, i64 width) {
+INLINE void in_order(const Matrix& m, const uint8_t* section, Row* rows, i64 n, float* memory, i64 width, i64 digits) {
     if (m.order < 0) return;
     const uint16_t* order = (const uint16_t*)(section + m.order);
     for (i64 t = 0; t < n; t++) {
         Row to(memory + t * Row::floats(width), width);
         for (i64 c = 0; c < m.columns; c++) to.x[c] = rows[t].x[order[c]];
-        for (i64 c = m.columns; c < m.padded_columns; c++) to.x[c] = 0;
-        for (i64 c = 0; c < m.padded_columns; c += UNIT) to.digits(c);
+        for (i64 c = m.columns; c < width; c++) to.x[c] = 0;
+        for (i64 c = 0; c < m.padded_columns; c += BLOCK) to.integers(c, digits);
         rows[t] = to;
     }
 }
@@ -444,7 +436,7 @@ static void read_inputs(const Layer& k, i64 token) {
     for (; c + W <= k.hidden; c += W) store(row.x + c, halves(x + c, k.dtype));
     for (; c < k.hidden; c++) row.x[c] = half_to_float(x[c], k.dtype);
     for (; c < k.width; c++) row.x[c] = 0;
-    for (c = 0; c < k.width; c += UNIT) row.digits(c);
+    for (c = 0; c < k.width; c += BLOCK) row.integers(c, k.digits);
 }
 
 static void gate_up(const Layer& k, const Item& item, i64 block, float* memory) {
@@ -456,8 +448,8 @@ static void gate_up(const Layer& k, const Item& item, i64 block, float* memory) 
         for (int which = k.has_gate ? 0 : 1; which < 2; which++) {
             Row rows[BATCH];
             for (i64 t = 0; t < n; t++) rows[t] = Row(k.inputs + k.rows[item.first + from + t] * size, k.width);
-            in_order(matrices[which], (const uint8_t*)item.sections[which], rows, n, memory, k.width);
-            product(matrices[which], item, which, block, rows, n, k.dtype, which ? u : g);
+            in_order(matrices[which], (const uint8_t*)item.sections[which], rows, n, memory, k.width, k.digits);
+            product(matrices[which], item, which, block, rows, n, k.dtype, k.digits, which ? u : g);
         }
         const i64 begin = BLOCK * block, rest = k.inter - begin < BLOCK ? k.inter - begin : BLOCK;
         const i64 end = begin + BLOCK >= k.inter ? k.width : begin + BLOCK;  // the last block clears what pads the row
@@ -468,7 +460,7 @@ static void gate_up(const Layer& k, const Item& item, i64 block, float* memory) 
                 store(to.x + begin + r, k.has_gate ? activate(k, load(g + BLOCK * t + r), up) : activate(k, up, all(1.0f)));
             }
             for (i64 c = begin + rest; c < end; c++) to.x[c] = 0;
-            for (i64 c = begin; c < end; c += UNIT) to.digits(c);
+            for (i64 c = begin; c < end; c += BLOCK) to.integers(c, k.digits);
         }
     }
 }
@@ -481,8 +473,8 @@ static void down(const Layer& k, const Item& item, i64 block, float* memory) {
         const i64 n = item.count - from < BATCH ? item.count - from : BATCH;
         Row rows[BATCH];
         for (i64 t = 0; t < n; t++) rows[t] = Row(k.activations + (item.first + from + t) * Row::floats(k.width), k.width);
-        in_order(m, (const uint8_t*)item.sections[2], rows, n, memory, k.width);
-        product(m, item, 2, block, rows, n, k.dtype, sums);
+        in_order(m, (const uint8_t*)item.sections[2], rows, n, memory, k.width, k.digits);
+        product(m, item, 2, block, rows, n, k.dtype, k.digits, sums);
         for (i64 t = 0; t < n; t++)
             narrow(sums + BLOCK * t, k.out + k.pairs[item.first + from + t] * k.hidden + BLOCK * block, rows_left, k.dtype);
     }

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <initializer_list>
 #include <type_traits>
+#include <utility>
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -54,16 +55,21 @@ static INLINE uint16_t to_float16(uint32_t bits) {
 // 2 * level + 12 of e2m1's codes (OCP Microscaling Formats 1.0, 5.3.3): what is multiplied has no sign.
 static const uint8_t TWICE_E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// Each instruction set has vectors of W floats (F) and integers (I), and what multiplies codes with activations:
-// registers Q of bytes, QS of them for STEP columns of a block; `split`, which cuts STEP columns of packed bytes into the
-// codes of rows 0-31 and 32-63; `exact_sums` of codes times digits; and the order of rows in these sums, which `ints_of`,
-// `bytes_of` and `reorder` know.
+// Each instruction set has vectors of W floats (F) and integers (I), and what multiplies codes with activations: registers
+// Q of bytes, QS of them for STEP columns of a block; `split`, which cuts STEP columns of packed bytes into them, and
+// `exact_sums` of codes times digits, whose vectors have the rows that `row_of` says. Loops over registers are unrolled by
+// `unroll`, before the compiler decides what lies in memory.
+#define LAMBDA __attribute__((always_inline))
 #define VECTORS_OF(width)                                                                                   \
     constexpr int W = width;                                                                                \
     typedef float F __attribute__((vector_size(4 * width)));                                                \
     typedef int I __attribute__((vector_size(4 * width)));                                                  \
     typedef float Unaligned __attribute__((vector_size(4 * width), aligned(4), may_alias));                 \
-    typedef int UnalignedInts __attribute__((vector_size(4 * width), aligned(4), may_alias));
+    typedef int UnalignedInts __attribute__((vector_size(4 * width), aligned(4), may_alias));               \
+    template <class Body, int... i> INLINE void unroll_over(Body body, std::integer_sequence<int, i...>) {  \
+        (body(std::integral_constant<int, i>()), ...);                                                      \
+    }                                                                                                       \
+    template <int count, class Body> INLINE void unroll(Body body) { unroll_over(body, std::make_integer_sequence<int, count>()); }
 
 #if defined(__x86_64__)
 #pragma GCC push_options

@@ -40,6 +40,7 @@ struct Layer {
     float *inputs, *activations;  // rows of `dymoe_row_floats(width)`: of each token, and of each position
     i64 width;             // columns of such a row, a multiple of 256 that no matrix exceeds
     i64 phase, has_gate, curve;
+    i64 digits;            // of 8 bits that activations have, 2 or 1
     double limit, alpha, beta;
     i64 threads, next;     // the next piece of work
 };

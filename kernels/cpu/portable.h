@@ -6,30 +6,39 @@ VECTORS_OF(4)
 #define APART(v) asm("" : "+w"(v))
 #endif
 typedef I Q;
-constexpr int QS = 16, STEP = 1, PER_Q = 1, FEW = 1, TILE_TOKENS = 2, TILE_REGISTERS = 4, TILE_VECTORS = 2;
-constexpr bool WHOLE_BYTES = false;  // products of 8 by 8 bits do not fit 16
+constexpr int QS = 16, STEP = 1, COPIES = 1, PER_Q = 1, MOST_TOKENS = 1, ROWS_OF_MOST = 16, TILE_VECTORS = 2;
+constexpr bool WHOLE_BYTES = true;
 
 INLINE I load_words(const uint16_t* p) { return I{p[0], p[1], p[2], p[3]}; }
-INLINE I bytes_at(const uint8_t* p) { return I{p[0], p[1], p[2], p[3]}; }
-INLINE I bytes_of(const uint8_t* p, int v) { return bytes_at(p + W * v); }
+INLINE int row_of(int v) { return W * v; }
+INLINE I bytes_of(const uint8_t* p, int v) { return I{p[W * v], p[W * v + 1], p[W * v + 2], p[W * v + 3]}; }
+INLINE I nibbles_of(const uint8_t* p, int v) { return (bytes_of(p, v % 8) >> (v < 8 ? 0 : 4)) & 15; }
 INLINE I ints_of(const int* p, int v) { return *(const UnalignedInts*)(p + W * v); }
-INLINE void reorder(float*, int64_t) {}
+INLINE void store_rows(float* out, int v, F of_rows) { *(Unaligned*)(out + W * v) = of_rows; }
 
-template <bool LEVEL, int BITS> INLINE void split(const uint8_t* p, int shift, Q out[QS]) {
-    for (int i = 0; i < 8; i++) {
-        out[i] = bytes_at(p + W * i) >> shift & (BITS == 2 ? 3 : 15);
-        out[8 + i] = bytes_at(p + W * i) >> (4 + shift) & (BITS == 2 ? 3 : 15);
+struct Packed { const uint8_t *high, *low; int shift; };
+INLINE Packed packed(const uint8_t* p) { return {p, nullptr, 0}; }
+INLINE Packed shifted(Packed p, int bits) { return {p.high, nullptr, bits}; }
+INLINE Packed merged(Packed high, Packed low, int second) { return {high.high, low.high, 2 * second}; }
+template <int MASK, bool LEVEL, int R> INLINE void split(Packed p, int first, Q* out) {
+    for (int i = 0; i < R; i++) {
+        const int v = first + i;
+        if (p.low) out[i] = (nibbles_of(p.high, v) >> p.shift & 3) << 2 | (nibbles_of(p.low, v) >> p.shift & 3);
+        else out[i] = nibbles_of(p.high, v) >> p.shift & MASK;
+        if (LEVEL) for (int j = 0; j < W; j++) out[i][j] = TWICE_E2M1[out[i][j]];
     }
-    if (LEVEL) for (int i = 0; i < QS; i++) for (int j = 0; j < W; j++) out[i][j] = TWICE_E2M1[out[i][j]];
+}
+template <int R> INLINE void whole_bytes(Packed high, Packed low, int first, Q* out) {
+    for (int i = 0; i < R; i++) out[i] = nibbles_of(high.high, first + i) << 4 | nibbles_of(low.high, first + i);
 }
 
-// wide[t] = sums over `width` columns of the codes in R registers from r0 on times (256 * high + low) of token t.
-template <bool LEVEL, int N, int R, class Fetch>
-INLINE void exact_sums(const Fetch& fetch, const int8_t* const* low, const int8_t* const* high, int64_t column, int64_t width, int r0, I (*wide)[R]) {
+// wide[t] = sums over WIDTH columns of the codes in R registers times (256 * high + low) of token t.
+template <int WIDTH, int SPAN, int N, int R, int DIGITS, class Fetch, class Row>
+INLINE void exact_sums(Fetch fetch, const Row* x, int64_t column, I (*wide)[R]) {
     for (int t = 0; t < N; t++) for (int r = 0; r < R; r++) wide[t][r] = I{};
-    for (int64_t c = column; c < column + width; c++) {
-        Q q[QS];
-        fetch(c, r0, q);
-        for (int t = 0; t < N; t++) for (int r = 0; r < R; r++) wide[t][r] += q[r] * (I{} + (256 * high[t][c] + low[t][c]));
+    for (int64_t c = column; c < column + WIDTH; c++) {
+        Q q[R];
+        fetch(c, q);
+        for (int t = 0; t < N; t++) for (int r = 0; r < R; r++) wide[t][r] += q[r] * (I{} + ((DIGITS == 2 ? 256 * x[t].high[c] : 0) + x[t].low[c]));
     }
 }

@@ -18,6 +18,7 @@ from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.transfer import TransferError
 from vllm_dymoe.vllm_adapter.failures import StepFailures
+from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
 from vllm_dymoe.vllm_adapter.observers import Observer
 from vllm_dymoe.vllm_adapter.patches import apply_patches
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
@@ -228,3 +229,25 @@ def test_observers_hear_of_steps_what_the_runtime_is_given_and_nothing_of_warm_u
     _, _, routing, later, _, _ = runtime.log
     assert (first.heard, second.heard) == ([routing], [routing, later])
     assert (len(routing.x), routing.phase, routing.global_ids) == (3, Phase.PREFILL, None)
+
+
+@pytest.mark.parametrize("padding", [-1, 3], ids=["to no expert", "as tokens"])
+def test_rows_of_padding_are_not_seen_and_told_from_experts_of_other_ranks(padding):
+    """vLLM 0.32 routes them to expert -1, and before that they may have any expert."""
+    method = DymoeMoEMethod.__new__(DymoeMoEMethod)
+    method.layer, method._loader = LAYER, SimpleNamespace(check_complete=lambda: None)
+    method.loading = SimpleNamespace(layer_loaded=lambda position, layer: None)
+    method.process_weights_after_loading(SimpleNamespace(expert_map=torch.tensor([-1, 0, -1, 1], dtype=torch.int32)))
+    runtime = Runtime()
+    rank = rank_of(runtime)
+    x, ids = torch.ones(8, 4), torch.full((8, 2), padding, dtype=torch.int32)
+    rank.forward(method.layer, x, torch.ones(8, 2), torch.full_like(ids, -1))
+    assert (runtime.log[1].ids == -1).all(), "a warm-up's padding is the last expert's"
+    rank.begin_step(scheduled(2, 1))
+    ids[:3] = torch.tensor([[0, 1], [1, 2], [3, 0]])
+    out = rank.forward(method.layer, x, torch.ones(8, 2), ids)
+    assert out.sum(1).tolist() == [4.0] * 3 + [0.0] * 5, "padding is computed"
+    routing = runtime.log[2]
+    assert routing.ids.tolist() == [[-1, 0], [0, -1], [1, -1]]
+    assert torch.equal(routing.global_ids, ids[:3])
+    assert len(routing.x) == len(routing.weights) == 3

@@ -1,6 +1,5 @@
 """``vllm-dymoe quantize`` and ``inspect`` on checkpoints that other tools have quantized."""
 
-import functools
 import json
 
 import pytest
@@ -8,27 +7,12 @@ import torch
 
 from tests.cli import checkpoints
 from tests.cli.checkpoints import MOE_LAYERS, NAMES, command, make_model, quantized, refused, sections
-from tests.quantize.readers import float_packing, packing
+from tests.quantize.readers.float_packing import CONFIGS
+from tests.quantize.readers.kinds import INTEGERS, config_of, dtype_of, parts_of, random_matrix, tensors_of
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.tensors import read_tensors
 from vllm_dymoe.residency.format import Projection
 from vllm_dymoe.store import FileStore
-
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
-GROUP = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
-INTEGERS = {
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, packing.awq),
-    "gptq": (GPTQ, packing.gptq),
-    "gptq in order of activations": (GPTQ | {"desc_act": True}, packing.gptq),
-    "compressed-tensors": (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": GROUP}},
-        },
-        functools.partial(packing.compressed_tensors, symmetric=False),
-    ),
-}
 
 
 def name_of(place):
@@ -38,22 +22,15 @@ def name_of(place):
 
 def make(folder, kind):
     """A model with a tensor for each part of each projection, and its matrices by place."""
-    integers = kind in INTEGERS
-    model = make_model(folder, dtype=torch.float16 if integers else torch.bfloat16)
-    config, pack = INTEGERS[kind] if integers else (float_packing.CONFIGS[kind], None)
-    model.config["quantization_config"] = dict(config)
-    matrices = {}
-    for number, (place, weight) in enumerate(model.experts.items()):
-        del model.tensors[f"{name_of(place)}.weight"]
-        if integers:
-            shuffled = "order" in kind
-            made = packing.random_prequantized(*weight.shape, 32, seed=number, shuffled=shuffled)
-            parts = pack(made)
-        else:
-            made = float_packing.random_floats(kind, *weight.shape, seed=number)
-            parts = float_packing.parts(kind, made)
-        matrices[place] = made
-        model.tensors |= {f"{name_of(place)}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    model = make_model(folder, dtype=dtype_of(kind))
+    model.config["quantization_config"] = config_of(kind)
+    matrices = {
+        place: random_matrix(kind, *weight.shape, seed=number)
+        for number, (place, weight) in enumerate(model.experts.items())
+    }
+    named = {f"{name_of(place)}.weight": matrix for place, matrix in matrices.items()}
+    dense = {name: tensor for name, tensor in model.tensors.items() if name not in named}
+    model.tensors = dense | tensors_of(kind, named)
     return model, matrices
 
 
@@ -67,8 +44,7 @@ def stacked(folder, kind):
     for position, layer in enumerate(MOE_LAYERS):
         for stem, projections in stems:
             packed = [
-                [float_packing.parts(kind, matrices[position, expert, of]) for of in projections]
-                for expert in range(experts)
+                [parts_of(kind, matrices[position, expert, of]) for of in projections] for expert in range(experts)
             ]
             for part in packed[0][0]:
                 rows = [torch.stack([each[part] for each in one], 1).flatten(0, 1) for one in packed]
@@ -76,11 +52,11 @@ def stacked(folder, kind):
     return model, matrices
 
 
-@pytest.mark.parametrize("method", INTEGERS)
-def test_integers_are_taken_as_they_are_and_the_low_tier_is_their_upper_halves(tmp_path, method):
-    model, matrices = make(tmp_path / "model", method)
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_integers_are_taken_as_they_are_and_the_low_tier_is_their_upper_halves(tmp_path, kind):
+    model, matrices = make(tmp_path / "model", kind)
     model.save(shards=3)  # tensors of one matrix lie in several files
-    out, name, ordered = tmp_path / "out", method.partition(" in ")[0], "order" in method
+    out, name, ordered = tmp_path / "out", kind.removesuffix("-ordered"), kind == "gptq-ordered"
     said = quantized(model, out, "--lo", 2)
     assert f"{name} checkpoint, 4 bits as they are, 2 bits inside the 4" in said
     store = FileStore(out)
@@ -92,16 +68,17 @@ def test_integers_are_taken_as_they_are_and_the_low_tier_is_their_upper_halves(t
         assert torch.equal(unpack(upper), matrix.codes >> 2)
         packed = high.view(fine, upper)
         assert torch.equal(unpack(packed), matrix.codes)
-        assert torch.equal(dequantize(packed, torch.float16), matrix.weights())
+        assert torch.equal(dequantize(packed, dtype_of(kind)), matrix.dequantize())
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["hi"], config["lo"], config["group_size"]) == ("dymoe", 4, 2, 32)
-    assert config["dense"] == INTEGERS[method][0]
-    assert (config["zeros_in_steps"], config["ordered"]) == ([4, 2], [4, 2] if ordered else [])
+    assert config["dense"] == config_of(kind)
+    assert config["zeros_in_steps"] == ([4, 2] if kind == "awq" else [])
+    assert config["ordered"] == ([4, 2] if ordered else [])
     dense = read_tensors(out)
     assert sorted(name for name in dense if "4bit" not in name and "2bit" not in name) == sorted(model.dense)
     quantized(model, out, "--hi", 16, "--overwrite")
     for place, matrix, section in sections(out, 16):
-        assert torch.equal(matrix.view(section.clone()).weight, matrices[place].weights())
+        assert torch.equal(matrix.view(section.clone()).weight, matrices[place].dequantize())
     report = json.loads(command("inspect", model.folder, "--json").stdout)
     assert report["kind"] == f"MoE checkpoint, experts quantized with {name} at 4 bits"
     assert (report["ordered"], report["group_size"]) == ([4] if ordered else [], 32)
@@ -110,7 +87,7 @@ def test_integers_are_taken_as_they_are_and_the_low_tier_is_their_upper_halves(t
     assert report["expert_bytes"] == sum(tensor.nbytes for name, tensor in model.tensors.items() if ".experts." in name)
 
 
-@pytest.mark.parametrize("kind", float_packing.CONFIGS)
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_floats_are_taken_as_they_are(tmp_path, kind, monkeypatch):
     if kind == "mxfp4":
         monkeypatch.setattr(checkpoints, "INTERMEDIATE", 64)  # blocks of 32 hold no other

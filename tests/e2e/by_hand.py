@@ -9,7 +9,6 @@ docs` makes the table of docs/models.md.
 """
 
 import contextlib
-import functools
 import json
 import sys
 import tempfile
@@ -34,8 +33,9 @@ from tests.e2e.engines import (
     same_bits,
     small_engine,
 )
-from tests.e2e.quantized import KINDS, check_store, write_floats, write_quantized
+from tests.e2e.quantized import check_store, write
 from tests.quantize.readers.float_packing import CONFIGS
+from tests.quantize.readers.kinds import INTEGERS
 
 RECORD = Path(__file__).parent / "models.json"
 LENGTHS = (5, 33, 12)
@@ -177,7 +177,7 @@ FLOATS = (
     *(f"glm-4-moe:{kind}" for kind in ("fp8-blocks", "nvfp4-modelopt")),
     *(f"deepseek-v3:{kind}" for kind in ("fp8-blocks", "nvfp4-modelopt")),
     *(f"mixtral:{kind}" for kind in ("fp8-compressed-tensors", "nvfp4-modelopt")),
-    *(f"qwen3-moe:{kind}" for kind in KINDS),
+    *(f"qwen3-moe:{kind}" for kind in INTEGERS),
     *(f"llama-4:{kind}" for kind in ("fp8-compressed-tensors", "nvfp4-compressed-tensors")),
 )
 
@@ -202,8 +202,7 @@ def check(name: str, kind: str, folder: Path) -> dict[str, str]:
     experts = None
     try:
         if kind:
-            write = functools.partial(write_quantized, dense=kind != "gptq-ordered") if kind in KINDS else write_floats
-            experts = write(architecture, kind, folder)
+            experts = write(architecture, kind, folder, dense=kind in INTEGERS and kind != "gptq-ordered")
         else:
             architecture.save(folder / "plain")
     except Exception as error:

@@ -11,139 +11,50 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.architectures import Architecture
-from tests.quantize.readers import float_packing, packing
+from tests.quantize.readers.kinds import INTEGERS, config_of, dtype_of, parts_of, random_matrix, tensors_of
 from vllm_dymoe.kernels import dequantize, unpack
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.residency.format import BlobKey, Projection
 
-_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
-# How each kind of checkpoint is made: its quantization_config, how a matrix is packed, and what is random about it.
-KINDS = {
-    "awq": (
-        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
-        packing.awq,
-        {"dtype": torch.float16},
-    ),
-    "gptq": (
-        _GPTQ,
-        packing.gptq,
-        {"dtype": torch.float16, "symmetric": True},
-    ),
-    "auto-round": (
-        _GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"},
-        packing.gptq,
-        {"dtype": torch.float16, "symmetric": True},
-    ),
-    # Columns quantized in the order of their activations: vLLM 0.32 runs no dense layers that are quantized so.
-    "gptq-ordered": (
-        _GPTQ | {"desc_act": True},
-        packing.gptq,
-        {"dtype": torch.float16, "symmetric": True, "shuffled": True},
-    ),
-    "compressed-tensors": (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "ignore": ["lm_head", "re:.*gate$"],
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {
-                        "num_bits": 4,
-                        "type": "int",
-                        "strategy": "group",
-                        "group_size": 32,
-                        "symmetric": True,
-                    },
-                }
-            },
-        },
-        packing.compressed_tensors,
-        {"dtype": torch.bfloat16, "symmetric": True},
-    ),
-}
 
-
-def write_quantized(architecture: Architecture, kind: str, folder: Path, *, dense: bool) -> dict:
-    """Write folder/quantized and folder/plain, with the same weights.
-
-    Args:
-        architecture: of the model.
-        kind: a name of KINDS.
-        folder: where to.
-        dense: quantize the attention's layers too.
+def write(architecture: Architecture, kind: str, folder: Path, *, dense: bool = False) -> dict:
+    """Write folder/quantized, experts of a kind, and folder/plain with the same weights at 16 bits.
 
     Returns:
-        The experts' matrices, by the name of their 16-bit weight.
+        The experts' matrices by the names of their 16-bit weights; with ``dense`` attention is quantized, too.
     """
-    config, pack, settings = KINDS[kind]
     architecture.save(folder / "plain")
-    tensors = load_file(folder / "plain" / "model.safetensors")
     plain, quantized, experts = {}, {}, {}
-    for number, (name, tensor) in enumerate(tensors.items()):
-        is_expert = ".experts." in name
+    for number, (name, tensor) in enumerate(load_file(folder / "plain" / "model.safetensors").items()):
+        is_expert = ".experts." in name and not name.endswith("bias")
         if not is_expert and not (dense and "self_attn" in name and name.endswith("proj.weight")):
-            plain[name] = quantized[name] = tensor.to(settings["dtype"])
+            plain[name] = quantized[name] = tensor.to(dtype_of(kind)) if kind in INTEGERS else tensor
             continue
-        rows, columns = tensor.shape
-        matrix = packing.random_prequantized(rows, columns, 32, seed=number, **settings)
-        plain[name] = matrix.weights()
-        stem = name.removesuffix(".weight")
-        quantized |= {f"{stem}.{part}": packed.contiguous() for part, packed in pack(matrix).items()}
-        if is_expert:
-            experts[name] = matrix
-    described = json.loads((folder / "plain" / "config.json").read_text())
-    described["dtype"] = str(settings["dtype"]).removeprefix("torch.")
-    save(folder / "plain", described, plain)
-    save(folder / "quantized", described | {"quantization_config": config}, quantized)
-    return experts
-
-
-def write_floats(architecture: Architecture, kind: str, folder: Path) -> dict:
-    """The same as write_quantized for a kind of published floats; dense layers have 16 bits."""
-    architecture.save(folder / "plain")
-    plain = load_file(folder / "plain" / "model.safetensors")
-    quantized, experts = dict(plain), {}
-    for number, (name, tensor) in enumerate(plain.items()):
-        if ".experts." not in name or name.endswith("bias"):
-            continue
-        stem = name.removesuffix(".weight")
-        if tensor.dim() == 3 and kind == "mxfp4":  # gpt-oss: transposed, but not when they are quantized
-            stack = [
-                float_packing.random_floats(kind, *one.t().shape, seed=100 * number + e) for e, one in enumerate(tensor)
-            ]
+        if tensor.dim() == 2:
+            made = {name: random_matrix(kind, *tensor.shape, seed=number)}
+            plain[name] = made[name].dequantize().to(dtype_of(kind))
+        elif kind == "mxfp4":  # gpt-oss: transposed, but not when they are quantized
+            stack = [random_matrix(kind, *one.t().shape, seed=100 * number + e) for e, one in enumerate(tensor)]
             plain[name] = torch.stack([matrix.dequantize().t() for matrix in stack]).bfloat16()
-            packed = [float_packing.parts(kind, matrix) for matrix in stack]
-            made = {f"{stem}_{part}": torch.stack([each[part] for each in packed]) for part in packed[0]}
+            packed = [parts_of(kind, matrix) for matrix in stack]
+            quantized |= {f"{name}_{part}": torch.stack([each[part] for each in packed]) for part in packed[0]}
             experts[name] = stack
-        elif tensor.dim() == 3:
-            separate = _separate(stem, kind, tensor, 100 * number)
-            plain[name] = _transposed_stack(separate, len(tensor))
-            made = _packed(kind, separate)
-            experts |= separate
+            continue
         else:
-            experts[name] = float_packing.random_floats(kind, *tensor.shape, seed=number)
-            plain[name] = experts[name].dequantize().bfloat16()
-            made = _packed(kind, {name: experts[name]})
-        del quantized[name]
-        quantized |= made
+            made = _separate(name, kind, tensor, 100 * number)
+            plain[name] = _transposed_stack(made, len(tensor))
+        quantized |= tensors_of(kind, made)
+        experts |= made if is_expert else {}
     described = json.loads((folder / "plain" / "config.json").read_text())
-    config, left = dict(float_packing.CONFIGS[kind]), dense_modules(plain)
+    described["dtype"] = str(dtype_of(kind)).removeprefix("torch.")
+    config, left = config_of(kind), dense_modules(plain)
     if isinstance(config.get("quantization"), dict):  # ModelOpt's older form
         config["quantization"] = config["quantization"] | {"exclude_modules": left, "kv_cache_quant_algo": None}
-    config |= {"modules_to_not_convert": left, "ignore": left, "exclude": left}
+    if kind not in INTEGERS:
+        config |= {"modules_to_not_convert": left, "ignore": left, "exclude": left}
     save(folder / "plain", described, plain)
     save(folder / "quantized", described | {"quantization_config": config}, quantized)
     return experts
-
-
-def _packed(kind: str, matrices: dict) -> dict[str, torch.Tensor]:
-    """The tensors of matrices by the names of their 16-bit weights."""
-    return {
-        f"{name.removesuffix('.weight')}.{part}": tensor
-        for name, matrix in matrices.items()
-        for part, tensor in float_packing.parts(kind, matrix).items()
-    }
 
 
 def _separate(stem: str, kind: str, stack: torch.Tensor, seed: int) -> dict:
@@ -152,7 +63,7 @@ def _separate(stem: str, kind: str, stack: torch.Tensor, seed: int) -> dict:
     projections = ("gate_proj", "up_proj") if "gate_up" in joined else ("down_proj",)
     experts, columns, rows = stack.shape
     return {
-        f"{place}.{expert}.{projection}.weight": float_packing.random_floats(
+        f"{place}.{expert}.{projection}.weight": random_matrix(
             kind, rows // len(projections), columns, seed + 2 * expert + number
         )
         for expert in range(experts)
@@ -234,7 +145,7 @@ def check_store(store: Any, experts: dict) -> None:
         base = read(replace(key, bits=bits // 2), fmt.base) if fmt.nested else None
         packed = read(key, fmt, base)[projection]
         assert torch.equal(unpack(packed), matrix.codes), (layer, expert, projection)
-        want = matrix.weights() if hasattr(matrix, "weights") else matrix.dequantize()
+        want = matrix.dequantize()
         assert torch.equal(dequantize(packed, want.dtype), want), (layer, expert, projection)
         count += 1
     assert count == len(fmt.matrices) * len(store.experts.layers) * store.experts.num_experts

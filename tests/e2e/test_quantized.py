@@ -19,7 +19,8 @@ from tests.e2e.engines import (
     small_engine,
 )
 from tests.e2e.make_checkpoints import FOLDER
-from tests.e2e.quantized import KINDS, check_store, dequantize_checkpoint, write_floats, write_quantized
+from tests.e2e.quantized import check_store, dequantize_checkpoint, write
+from tests.quantize.readers.kinds import INTEGERS
 from vllm_dymoe.config import Options
 from vllm_dymoe.kernels import native
 from vllm_dymoe.quantize.checkpoint import Checkpoint
@@ -50,16 +51,14 @@ def dense_methods(worker):
 
 @pytest.mark.parametrize(("kind", "model"), CHECKPOINTS)
 def test_a_quantized_checkpoint_is_served_with_its_own_numbers(tmp_path, kind, model):
-    integers = kind in KINDS
+    integers = kind in INTEGERS
     if integers and native.load() is None and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         pytest.skip("without our native library vLLM has no quantized dense layers on processors without AVX-512")
     if kind == "exported":
         experts = dequantize_checkpoint(FOLDER / model, tmp_path)
         (tmp_path / "quantized").symlink_to(FOLDER / model)
-    elif integers:
-        experts = write_quantized(ARCHITECTURES[model], kind, tmp_path, dense=True)
     else:
-        experts = write_floats(ARCHITECTURES[model], kind, tmp_path)
+        experts = write(ARCHITECTURES[model], kind, tmp_path, dense=integers)
     with small_engine(tmp_path / "plain") as llm:
         want = answers(llm)
     with small_engine(tmp_path / "quantized", {"lo": 2, "expert_budget": "50%"}) as llm:
@@ -81,7 +80,7 @@ def test_a_quantized_checkpoint_is_served_with_its_own_numbers(tmp_path, kind, m
 
 def test_experts_in_the_order_of_their_activations_are_served_beside_dense_layers_of_16_bits(tmp_path):
     """Beside transformers with the dequantized weights, in float32 and over the same tokens."""
-    experts = write_quantized(ARCHITECTURES["qwen3-moe"], "gptq-ordered", tmp_path, dense=False)
+    experts = write(ARCHITECTURES["qwen3-moe"], "gptq-ordered", tmp_path)
     with small_engine(tmp_path / "quantized", {"lo": 2, "expert_budget": "50%"}) as llm:
         got, runtime = answers(llm), runtime_of(llm)
         runtime.check_integrity()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.quantize.readers.float_packing import CONFIGS, parts, random_floats
+from tests.quantize.readers.kinds import config_of, parts_of, random_matrix, tensors_of
 from tests.vllm_adapter.test_prepare import configure, refusal, with_quantization_config
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -28,20 +28,18 @@ def experts(kind):
     tensors = {"model.layers.8.mlp.experts.0.up_proj.weight": torch.zeros(64, 64, dtype=torch.bfloat16)}
     for layer in range(2):
         if kind == "mxfp4":  # gpt-oss: all experts of a layer in a tensor
-            made = parts(kind, random_floats(kind, 64, 64))
+            made = parts_of(kind, random_matrix(kind, 64, 64))
             for name in ("gate_up_proj", "down_proj"):
                 place = f"model.layers.{layer}.mlp.experts.{name}"
                 tensors |= {f"{place}_{part}": tensor.expand(2, *tensor.shape) for part, tensor in made.items()}
             continue
-        for expert in range(2):
-            for projection in PROJECTIONS:
-                made = parts(kind, random_floats(kind, 64, 64)).items()
-                tensors |= {f"{stem(layer, expert, projection)}.{part}": tensor for part, tensor in made}
+        stems = (stem(layer, expert, projection) for expert in range(2) for projection in PROJECTIONS)
+        tensors |= tensors_of(kind, {name: random_matrix(kind, 64, 64) for name in stems})
     return tensors
 
 
 def write(folder, kind, tensors, says=None):
-    with_quantization_config(folder, CONFIGS[says or kind])
+    with_quantization_config(folder, config_of(says or kind))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
 
@@ -106,7 +104,7 @@ def in_the_cache(cache, checkpoint):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_downloaded_is_checked_too(tmp_path, kind):
-    reader = make_reader(CONFIGS[kind])
+    reader = make_reader(config_of(kind))
     tensors = experts(kind)
     (tmp_path / "model").mkdir()
     path = write(tmp_path / "model", kind, tensors) / "model.safetensors"
@@ -125,7 +123,7 @@ def test_what_is_not_downloaded_yet_is_left_to_vllm(tmp_path):
     write(tmp_path / "model", "fp8-blocks", experts("fp8-blocks"))
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    reader = make_reader(CONFIGS["fp8-blocks"])
+    reader = make_reader(config_of("fp8-blocks"))
     config = in_the_cache(tmp_path / "cache", tmp_path / "model")
     check_checkpoint(config, reader)
     config.model_config.model = "someone/another-model"

@@ -90,7 +90,7 @@ def test_integers(kind):
     config, pack, bits, group_size, settings = INTEGERS[kind]
     matrix = random_prequantized(ROWS, COLUMNS, group_size, bits=bits, **settings)
     layer = load_layer(config, pack(matrix), torch.float16)
-    check(layer, matrix.weights(), torch.float16)
+    check(layer, matrix.dequantize(), torch.float16)
     assert sum(p.numel() for n, p in layer.named_parameters() if "shape" not in n and n != "g_idx") == 0
 
 

@@ -236,7 +236,7 @@ def test_every_quantized_expert_arrives_once_and_cut_as_codes(parallel):
         source = MODEL[layer.first + expert, projection]
         cut = (slice(None), mine) if projection is Projection.DOWN else (mine, slice(None))
         assert torch.equal(matrix.codes, source.codes[cut])
-        assert torch.equal(matrix.dequantize(), source.weights()[cut])
+        assert torch.equal(matrix.dequantize(), source.dequantize()[cut])
 
 
 def test_nothing_is_read_where_the_store_is_complete():

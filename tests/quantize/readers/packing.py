@@ -22,7 +22,7 @@ class Prequantized:
     scales: torch.Tensor  # [rows, groups]
     column_groups: torch.Tensor  # [columns]
 
-    def weights(self):
+    def dequantize(self):
         """(code - zero point) * scale, in the scales' dtype."""
         steps = self.codes.int() - self.zero_points.int()[:, self.column_groups]
         return steps.to(self.scales.dtype) * self.scales[:, self.column_groups]

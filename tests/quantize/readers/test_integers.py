@@ -90,8 +90,8 @@ def test_every_variant_of_gptq_gives_its_codes_back(bits, version, symmetric, de
     config = GPTQ | {"bits": bits, "sym": symmetric, "desc_act": desc_act, "group_size": group_size}
     found = read(config | {"checkpoint_format": version}, gptq(matrix, version=version), 32, 256)
     assert torch.equal(found.column_groups, matrix.column_groups)
-    assert torch.equal(found.dequantize(), matrix.weights())
-    check_held(found, config, matrix.weights())
+    assert torch.equal(found.dequantize(), matrix.dequantize())
+    check_held(found, config, matrix.dequantize())
 
 
 @pytest.mark.parametrize("said", [False, True])
@@ -99,7 +99,7 @@ def test_desc_act_with_static_groups_is_held_exactly(said):
     """g_idx then has neighbours in one group, although desc_act is true; a checkpoint that says so needs no order."""
     matrix, config = random_prequantized(32, 256, 64), GPTQ | {"static_groups": said}
     assert make_reader(config).act_order != said
-    check_held(read(config, gptq(matrix), 32, 256), config, matrix.weights())
+    check_held(read(config, gptq(matrix), 32, 256), config, matrix.dequantize())
 
 
 def decompressed(tensors, weights):
@@ -118,9 +118,9 @@ def test_columns_in_another_order_are_read_and_not_mixed_up(order):
     weights = GROUP4 | {"actorder": order}
     tensors = compressed_tensors(matrix) | {"weight_g_idx": matrix.column_groups.int()}
     found = read(compressed(weights), tensors, 32, 128)
-    assert torch.equal(found.dequantize(), matrix.weights())
+    assert torch.equal(found.dequantize(), matrix.dequantize())
     assert torch.equal(found.dequantize(), decompressed(tensors, weights))
-    check_held(found, compressed(weights), matrix.weights(), 32)
+    check_held(found, compressed(weights), matrix.dequantize(), 32)
     with pytest.raises(ValueError, match="weight_g_idx says that its columns were reordered"):
         read(compressed(GROUP4 | {"actorder": "weight"}), tensors, 32, 128)
 
@@ -130,7 +130,7 @@ def test_auto_rounds_integers_lie_as_the_named_tool_packs_them(layout):
     matrix = random_prequantized(64, 128, 32, dtype=torch.float16, symmetric=True)
     tensors = (awq if layout and layout.endswith("awq") else gptq)(matrix)
     found = read(ROUND | ({} if layout is None else {"packing_format": layout}), tensors, 64, 128)
-    assert torch.equal(found.dequantize(), matrix.weights())
+    assert torch.equal(found.dequantize(), matrix.dequantize())
 
 
 def test_layers_that_are_left_out_or_no_experts_are_no_other_format():

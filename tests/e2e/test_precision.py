@@ -36,18 +36,19 @@ DYMOE = {"hi": 4, "lo": 2, "system": "dymoe", "system_options": WATCHED, "expert
 
 
 @pytest.fixture(scope="module")
-def engine_of_all():
+def llm():
     with engine(dymoe=DYMOE, enable_prefix_caching=True) as llm:
         yield llm
 
 
-@pytest.fixture
-def llm(engine_of_all):
-    """The engine with nothing in its prefix cache; afterwards as it was at start."""
-    engine_of_all.reset_prefix_cache()
-    yield engine_of_all
-    resize(engine_of_all, "50%")
-    change(engine_of_all, hi=4, lo=2, retention=0.75, high_by="depth", heavy_share=0.2)
+@pytest.fixture(autouse=True)
+def _as_at_start(request):
+    """Nothing in the prefix cache, and precision and budget of the start."""
+    if "llm" in request.fixturenames:
+        llm = request.getfixturevalue("llm")
+        llm.reset_prefix_cache()
+        resize(llm, "50%")
+        change(llm, hi=4, lo=2, **WATCHED)
 
 
 def change(llm, **changes):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.instead import Instead
@@ -78,6 +79,17 @@ def in_own_process(function: Callable[..., Any], *arguments: Any, timeout: float
     """What ``function`` returns, for engines that leave something behind over which vLLM's next engine stumbles."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result(timeout)
+
+
+CORES = sorted(os.sched_getaffinity(0))[:2]
+needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two ranks need two cores")
+
+
+def prepare_two_ranks(log: Path) -> None:
+    """In a process of its own: a core for each rank, and everything that is said goes to a file."""
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, CORES))
 
 
 def runtime_of(llm: Any) -> Any:

@@ -1,6 +1,5 @@
 """Versions that move under a real engine: nothing waits, even for copies that never end."""
 
-import os
 import threading
 import time
 from dataclasses import replace
@@ -14,6 +13,8 @@ from tests.e2e.engines import (
     engine,
     equal_share,
     in_own_process,
+    needs_two_cores,
+    prepare_two_ranks,
     prompts,
     runtime_of,
 )
@@ -128,9 +129,7 @@ def watched(worker):
 
 def serve_two_ranks(log):
     """The maps of two ranks while versions move, and answers with the one at the end."""
-    for stream in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
+    prepare_two_ranks(log)
     options = TWO | {"expert_budget": "75%", "system_options": FOLLOWING}
     with engine(dymoe=options, distributed_executor_backend="mp", tensor_parallel_size=2) as llm:
         llm.collective_rpc(watch)
@@ -141,7 +140,7 @@ def serve_two_ranks(log):
         return maps, answers, llm.collective_rpc("dymoe_stats")
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+@needs_two_cores
 def test_two_ranks_publish_in_the_same_step_and_answer_like_one_with_their_map(tmp_path):
     maps, answers, stats = in_own_process(serve_two_ranks, tmp_path / "log")
     (one, held), (other, _) = maps

@@ -1,19 +1,14 @@
 """Faults of the store under a real engine: the requests of the step fail with one sentence, the next ones are right."""
 
 import contextlib
-import json
 import os
-import re
 import threading
 import time
 
-import httpx
-import openai
 import pytest
 from vllm import SamplingParams
 
-from tests.e2e.engines import MODEL, answer, engine, prompts, runtime_of
-from tests.e2e.test_server import Server
+from tests.e2e.engines import CORES, answer, engine, needs_two_cores, prompts, runtime_of
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.store.files import file_name
@@ -21,7 +16,6 @@ from vllm_dymoe.store.files import file_name
 pytestmark = pytest.mark.engine
 
 LAYERS = 8
-LONG = " ".join(prompts())[:1200]  # more tokens than one step takes
 
 
 class FaultyReads:
@@ -134,6 +128,7 @@ def test_a_fault_in_any_layer_fails_the_requests_of_its_step(llm, want, reads, p
             assert not step(llm, 3)
         if phase == "mixed":
             start(llm, [1])
+        runtime_of(llm).memory.clear()
         reads.arm(layer, nth=1 + layer % 3)
         done = finish_with_fault(llm, reads)
         assert len(done) == 2
@@ -152,40 +147,6 @@ def finish_with_fault(llm, reads):
     return list(done.values())
 
 
-def test_only_the_requests_of_the_step_fail(llm, want, reads):
-    """Nine requests for eight places: the ninth was not in the step and is answered."""
-    start(llm, [2, 3, 4, 5], n=2, temperature=1.0)
-    start(llm, [0])
-    reads.arm(3)
-    done = step(llm)
-    reads.disarm()
-    done = list(done.values()) + finish(llm)
-    failed = [output for output in done if output.outputs[0].finish_reason == "error"]
-    answered = [output for output in done if output.outputs[0].finish_reason != "error"]
-    check_failed(failed, "on fire")
-    assert failed
-    assert answered
-    assert len(done) == 5
-    zero = [output for output in answered if output.prompt == prompts()[0] or output.request_id.endswith("-0")]
-    assert [list(output.outputs[0].token_ids) for output in zero] == [want[0]] * len(zero)
-    check_well(llm, want)
-
-
-def test_a_prompt_that_fails_in_its_second_chunk_leaves_nothing_in_the_prefix_cache(llm, want, reads):
-    before = answer(llm, [LONG], max_tokens=12)[0].tokens
-    llm.reset_prefix_cache()
-    start(llm, [LONG])
-    assert not step(llm)
-    reads.arm(2)
-    (output,) = finish_with_fault(llm, reads)
-    check_failed([output], "layer 2 is on fire")
-    assert not output.outputs[0].token_ids
-    reads.disarm()
-    for _ in range(2):
-        assert answer(llm, [LONG], max_tokens=12)[0].tokens == before
-    check_well(llm, want)
-
-
 @contextlib.contextmanager
 def damaged(path, damage):
     """A shard that is damaged for a while, under the same inode."""
@@ -201,24 +162,6 @@ def damaged(path, damage):
 
 def cut(file, size):
     os.truncate(file.fileno(), size // 16)
-
-
-def flip(file, size):
-    file.seek(size // 16)
-    file.write(b"\x55" * (size - size // 16))
-
-
-@pytest.mark.parametrize(("damage", "sentence"), [(cut, "the file was truncated"), (flip, "is corrupted")])
-def test_a_file_that_is_damaged_while_the_engine_serves(llm, want, damage, sentence):
-    runtime = runtime_of(llm)
-    path = runtime.store.folder / file_name(4)
-    runtime.store._verified.clear()  # as if it had been damaged before its first reading
-    runtime.memory.clear()
-    with damaged(path, damage):
-        outputs = llm.generate(prompts()[:2], SamplingParams(max_tokens=4), use_tqdm=False)
-        check_failed(outputs, sentence)
-        check_failed(outputs, str(path))
-    check_well(llm, want)
 
 
 def wait_for_orphaned_reads(runtime):
@@ -257,60 +200,10 @@ def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot(llm, want, r
     runtime.resize("25%")
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """A compiled server over a 16-bit checkpoint's own store, and its folder; the budget keeps one expert at a time.
-
-    It is asked for prefetch, for which it looks at gates; nothing is fetched ahead where transfers take cores.
-    """
-    folder = tmp_path_factory.mktemp("stores")
-    options = {"hi": 4, "expert_budget": "2%", "store_dir": str(folder)}
-    arguments = ["--quantization", "dymoe", "--additional-config", json.dumps({"dymoe": options})]
-    server = Server(MODEL, folder / "log", *arguments, "--enable-prefix-caching", eager=False)
-    server.wait_until_ready()
-    (store,) = {path.parent for path in folder.rglob("dymoe_experts.json")}
-    yield server, store
-    server.stop()
-
-
-def test_a_server_answers_500_with_the_sentence_and_goes_on(served):
-    server, store = served
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    path = store / file_name(4)
-
-    def complete(**settings):
-        return client.completions.create(**({"model": "tiny", "prompt": prompts()[0], "temperature": 0} | settings))
-
-    def chat(**settings):
-        messages = [{"role": "user", "content": "Tom has 3 apples."}]
-        return client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0, **settings)
-
-    text, said = complete().choices[0].text, chat().choices[0].message.content
-    for number in range(2):
-        with damaged(path, cut):
-            for ask in (complete, chat):
-                with pytest.raises(openai.InternalServerError) as caught:
-                    ask(**({"n": 2, "temperature": 1.0} if number and ask is complete else {}))
-                assert caught.value.status_code == 500
-                # vLLM's servers keep paths to themselves; the log names the file.
-                assert re.search(r"vllm-dymoe: \S+ ends at byte .* the file was truncated", caught.value.message)
-            with pytest.raises(openai.APIError, match="the file was truncated"):
-                list(complete(stream=True))
-        assert complete().choices[0].text == text
-        assert chat().choices[0].message.content == said
-        httpx.post(f"{server.url}/collective_rpc", json={"method": "dymoe_check_integrity"}).raise_for_status()
-    log = server.log.read_text()
-    assert log.count(f"vllm-dymoe: {path} ends at byte") >= 6
-    assert "EngineDeadError" not in log
-    # What vLLM computes to compile a model is made of what was in the memory before: no gate is judged by that.
-    assert 'prefetch "next-gate" is off' not in log
-
-
+@needs_two_cores
 def test_another_ranks_fault_fails_the_step(monkeypatch, tmp_path):
     """Two ranks: only one's file is damaged, only rank 0's output is collected, and no rank waits for ever."""
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("two ranks need two cores")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2]))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES)))
     traces = tmp_path / "traces"
     options = {"hi": 4, "expert_budget": "2%", "store_dir": str(tmp_path), "trace": str(traces)}
     settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_prefix_caching": True}

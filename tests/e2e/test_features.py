@@ -24,6 +24,7 @@ from tests.e2e.engines import (
     runtime_of,
 )
 from tests.runtime.steps import forward
+from vllm_dymoe.kernels import native
 from vllm_dymoe.vllm_adapter.prepare import RELOADING
 
 pytestmark = pytest.mark.engine
@@ -197,6 +198,18 @@ def test_dummy_weights_need_no_checkpoint_and_no_time(tmp_path):
         runtime.check_integrity()
     assert all(torch.isfinite(output).all() and output.std() > 1e-3 for output in outputs)
     assert len({output.sum().item() for output in outputs}) == 8, "layers have the same experts"
+
+
+@pytest.mark.skipif(native.load() is None, reason="the native library was not built")
+def test_dense_layers_of_eight_bits_answer_like_those_of_sixteen_and_no_budget_changes_that(plain_answers):
+    with engine(dymoe=OPTIONS | {"dense": 8}, enforce_eager=False) as llm:
+        got = answer(llm, prompts()[:8], logprobs=None)
+        runtime_of(llm).resize("100%")
+        assert answer(llm, prompts()[:8], logprobs=None) == got
+        model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+        packed = sum(hasattr(module, "packed") for module in model.modules())
+        assert packed == 2 * 8 + 1, "attention's two of each layer, and the head"
+    assert equal_share(got, plain_answers[:8]) > 0.8
 
 
 def speculate(options):

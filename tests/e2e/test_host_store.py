@@ -5,7 +5,7 @@ import pytest
 from tests.e2e.engines import answer, engine, prompts, runtime_of
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.store import FileStore, MemoryStore
-from vllm_dymoe.vllm_adapter import model_store, report
+from vllm_dymoe.vllm_adapter import report
 from vllm_dymoe.vllm_adapter.memory import kv_cache_bytes
 
 pytestmark = pytest.mark.engine
@@ -47,17 +47,8 @@ def test_a_second_start_never_quantizes_again(tmp_path, monkeypatch):
     assert "host store: host memory (not page-locked" in line
     packed.clear()
 
-    # The same files serve where experts are read from the disk, and where the place is the plugin's to choose.
     again, kind, line = start(tmp_path, None, said)
     assert (again, kind) == (tokens, FileStore)
     assert packed == [], "quantized again"
     assert "host store: files in " in line
     assert "(auto: there is no CUDA device)" in line
-
-    # As on a GPU: there is room, and the disk is not looked at again.
-    choose = model_store.choose_host_place
-    monkeypatch.setattr(model_store, "choose_host_place", lambda asked, device, *rest: choose(asked, "cuda", *rest))
-    again, kind, line = start(tmp_path, "auto", said)
-    assert (again, kind) == (tokens, MemoryStore)
-    assert packed == [], "quantized again"
-    assert "of host memory are available, of which" in line

@@ -7,7 +7,6 @@ and their log-probabilities have to be equal. At 4 bits with groups of 32 the mo
 in the same groups whether they are cut or not: the weights are the same and only sums differ, as at 16 bits.
 """
 
-import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,8 @@ from tests.e2e.engines import (
     engine,
     equal_share,
     in_own_process,
+    needs_two_cores,
+    prepare_two_ranks,
     prompts,
     runtime_of,
 )
@@ -28,10 +29,7 @@ from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores"),
-]
+pytestmark = [pytest.mark.engine, needs_two_cores]
 
 OPTIONS = {"hi": 16, "lo": 4, "group_size": 32, "expert_budget": "100%"}
 BUDGETS = ("100%", "25%", "minimum")
@@ -77,9 +75,7 @@ def describe_rank(worker):
 
 def serve_two_ranks(log, settings):
     """What two ranks hold and, unless they are stages of a pipeline, what they answer at each bit-width and budget."""
-    for stream in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
+    prepare_two_ranks(log)
     result = {"answers": {}, "stats": {}}
     stages = "pipeline_parallel_size" in settings
     options = OPTIONS if stages else OPTIONS | {"trace": {"folder": f"{log}.traces", "inputs": True}}
@@ -184,18 +180,6 @@ def test_each_rank_has_a_store_of_its_own_part(parallel):
     else:
         assert [first["tensor_parallel"], second["tensor_parallel"]] == [[0, 1], [0, 1]]
         assert first["num_experts"] == second["num_experts"] == 16
-
-
-def test_a_tensor_parallel_layer_is_the_sum_of_its_ranks(parallel, one_rank):
-    kind, result = parallel
-    if kind == "expert":
-        pytest.skip("the ranks have other experts under the same local number")
-    first, second = (rank["outputs"] for rank in result["ranks"])
-    for whole, a, b in zip(one_rank["outputs"], first, second, strict=True):
-        # Three roundings to bf16 (2^-9 each) of numbers no larger than the parts.
-        parts = a.abs().max() + b.abs().max()
-        torch.testing.assert_close(a + b, whole, rtol=0, atol=float(parts) * 3 * 2**-9)
-        assert not torch.equal(a, whole), "one rank alone computed everything"
 
 
 def test_a_pipeline_stage_has_its_own_layers_and_nothing_else(pipeline, one_rank):

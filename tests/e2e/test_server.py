@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.engines import MODEL, prompts
+from tests.e2e.test_faults import cut, damaged
 from vllm_dymoe.store import Manifest
+from vllm_dymoe.store.files import file_name
 
 pytestmark = pytest.mark.engine
 
@@ -45,12 +48,11 @@ def checkpoint(tmp_path_factory):
 class Server:
     """A running `vllm serve`."""
 
-    def __init__(self, model, log, *arguments, eager=True):
+    def __init__(self, model, log, *arguments):
         self.log, self.port = log, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [BIN / "vllm", "serve", model, "--port", str(self.port), "--host", "127.0.0.1"]
-        command += ["--served-model-name", "tiny", "--max-model-len", "512", *arguments]
-        command += ["--enforce-eager"] if eager else []
+        command += ["--served-model-name", "tiny", "--max-model-len", "512", "--enforce-eager", *arguments]
         # As for any user: the engine core is a process of its own, whatever other tests asked of vLLM.
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
         environment |= {"VLLM_LOG_STATS_INTERVAL": "1", "VLLM_PLUGINS": "dymoe"}
@@ -141,6 +143,37 @@ def test_statistics_and_live_resizing(client, server):
     assert rpc(server, "dymoe_resize", "50%")[0]["slots"]["hi"] == 128
     assert complete(client, prompts()[1], max_tokens=24).choices[0].text == before
     rpc(server, "dymoe_check_integrity")
+
+
+def test_a_fault_is_an_error_500_with_its_sentence_and_the_server_goes_on(server, checkpoint):
+    client, path = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0), checkpoint / file_name(4)
+
+    def chat(client, prompt, **settings):
+        messages = [{"role": "user", "content": prompt}]
+        return client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=8, **({"temperature": 0} | settings)
+        )
+
+    def texts():
+        return complete(client, prompts()[0]).choices[0].text, chat(client, prompts()[0]).choices[0].message.content
+
+    rpc(server, "dymoe_resize", "2%")
+    want = texts()
+    for settings in ({}, {"n": 2, "temperature": 1.0}):
+        with damaged(path, cut):
+            for ask in (complete, chat):
+                with pytest.raises(openai.InternalServerError) as caught:
+                    ask(client, prompts()[0], **settings)
+                # vLLM's servers keep paths to themselves; the log names the file.
+                assert re.search(r"vllm-dymoe: \S+ ends at byte .* the file was truncated", caught.value.message)
+            with pytest.raises(openai.APIError, match="the file was truncated"):
+                list(complete(client, prompts()[0], stream=True))
+        assert texts() == want
+        rpc(server, "dymoe_check_integrity")
+    rpc(server, "dymoe_resize", "25%")
+    log = server.log.read_text()
+    assert log.count(f"vllm-dymoe: {path} ends at byte") >= 6
+    assert "EngineDeadError" not in log
 
 
 def planned(client, server):

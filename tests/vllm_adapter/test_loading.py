@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be served: the start ends with a sentence, and nothing half-written stays."""
+"""Layers while they load: what they share, and that a start that fails ends with a sentence and leaves nothing."""
 
 import os
 from dataclasses import replace
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.small_model import fill, make_experts, random_weight
-from vllm_dymoe.config import Options
+from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.residency.format import BlobKey, Projection
@@ -16,7 +17,7 @@ from vllm_dymoe.store import Manifest, StoreError
 from vllm_dymoe.store.memory import HostPlace
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.vllm_adapter.loading import Loading
-from vllm_dymoe.vllm_adapter.model_store import LayerSpec
+from vllm_dymoe.vllm_adapter.model_store import LayerSpec, layer_numbers
 
 EXPERTS = make_experts()
 SPEC = LayerSpec("layers.1.mlp.experts", 6, 2, 64, 32, torch.bfloat16, False, 0, 1, 0, 1)
@@ -60,6 +61,33 @@ def test_a_weight_that_is_missing_or_not_finite_ends_the_start_and_leaves_nothin
     with pytest.raises(StoreError, match=f"^vllm-dymoe: .*{sentence}"):
         model.layer_loaded(1, None)
     assert not os.listdir(tmp_path)
+
+
+def model_of(*layers):
+    model = Loading(CONFIG, Options(), None)
+    for number, changes in enumerate(layers, 1):
+        assert model.add_layer(replace(SPEC, name=f"layers.{number}.mlp.experts", **changes)) == number - 1
+    return model
+
+
+@pytest.mark.parametrize(
+    "other", [{"hidden": 128}, {"bias": True}, {"activation": Activation(Curve.RELU2, has_gate=False)}]
+)
+def test_layers_of_another_kind_of_experts_are_refused(other):
+    with pytest.raises(ConfigError, match=r"experts of layers\.3\.mlp\.experts are of another kind than those of"):
+        model_of({}, {}, other)
+
+
+def test_a_store_has_room_for_the_widest_layer_and_the_one_with_most_experts():
+    experts = model_of({"intermediate": 96}, {"num_experts": 12, "top_k": 1}, {"top_k": 4}).experts
+    assert experts.formats[4].intermediate == 96
+    assert (experts.layers, experts.num_experts, experts.top_k) == ((1, 2, 3), 12, 4)
+
+
+def test_layers_have_the_numbers_of_the_model_and_none_has_anothers():
+    assert layer_numbers(["model.layers.3.mlp.experts", "model.layers.5.mlp.experts"]) == (3, 5)
+    both = [f"layers.{number}.mlp.{kind}_experts" for number in (1, 2) for kind in ("text", "vision")]
+    assert layer_numbers(both) == (1, 4, 2, 5)
 
 
 @pytest.mark.parametrize(

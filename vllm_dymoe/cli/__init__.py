@@ -4,7 +4,6 @@ from vllm_dymoe.cli.app import app
 
 
 def main() -> None:
-    """Entry point of ``vllm-dymoe``."""
     app()
 
 

@@ -39,7 +39,6 @@ class Bench:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Sizes of the model."""
         return read_shape(self.model)
 
     def measure(self, cases: Sequence[Case]) -> list[Row]:

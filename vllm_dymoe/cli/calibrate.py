@@ -15,7 +15,6 @@ from vllm_dymoe.units import size
 
 
 def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, hi: int, expert_budget: str) -> None:
-    """Record a calibration of ``model`` in ``out``."""
     options = {"hi": hi, "expert_budget": expert_budget}
     resolve_options(options, environment={})
     Checkpoint.open(model)  # refuses what cannot be quantized before an engine starts

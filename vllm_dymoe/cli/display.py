@@ -34,9 +34,7 @@ def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None
 def count_progress(description: str = "", *, lines: bool = False) -> Iterator[Callable[..., None]]:
     """Yields what is called with how many are done, how many there are, and what is done now.
 
-    Args:
-        description: what is counted.
-        lines: whether to print what is done now where there is no terminal: it may take minutes.
+    With ``lines`` that is printed where there is no terminal: it may take minutes.
     """
     with _bar(MofNCompleteColumn()) as bar:
         task = bar.add_task(description, total=None)

@@ -142,7 +142,6 @@ def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
 
 
 def _verify(store: FileStore) -> None:
-    """Read every blob once; the store checks each section against its checksum."""
     experts = store.experts
     buffers = {bits: torch.empty(fmt.nbytes, dtype=torch.uint8) for bits, fmt in experts.formats.items()}
     with byte_progress(f"Verifying {escape(store.folder.name)}", experts.stored_nbytes) as advance:

@@ -37,11 +37,8 @@ class Paper:
     """Where a paper's rows get their numbers.
 
     Args:
-        bench: the model, and what it is asked.
         link: that is emulated; None for the machine's.
-        tasks: of lm-eval.
-        limit: questions of each.
-        include: folder of tasks that lm-eval does not know.
+        tasks: of lm-eval, with ``limit`` questions each; ``include`` is a folder of those that it does not know.
     """
 
     def __init__(
@@ -52,7 +49,6 @@ class Paper:
         self._rows: dict[str, Row] = {}
 
     def show(self, name: str) -> None:
-        """Measure what is missing of a paper's rows, and show its tables."""
         if name not in PAPERS:
             raise ConfigError(f"{name} is none of the papers: {', '.join(PAPERS)}.")
         bench = self._bench

@@ -23,7 +23,6 @@ def run(
     model: str, gpu: str, link: str | None, trace: Path | None, batch: int, prompt: int, serving: Serving,
     systems: Sequence[str],
 ) -> None:  # fmt: skip
-    """Print a plan."""
     planned = {candidate["system"] for candidate in CANDIDATES}
     if unknown := set(systems) - planned:
         raise ConfigError(f"{', '.join(sorted(unknown))}: a plan has the systems {', '.join(sorted(planned))}.")

@@ -33,7 +33,6 @@ def run(
     tensor_parallel_size: int,
     overwrite: bool,
 ) -> None:
-    """Convert ``model`` to ``out`` and say what it became."""
     if tensor_parallel_size > 1:
         raise ConfigError(
             f"--tensor-parallel-size {tensor_parallel_size} is not supported yet: a checkpoint holds the experts of "

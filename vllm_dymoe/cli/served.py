@@ -20,7 +20,6 @@ _COLUMNS = {
 
 
 def run(folder: Path) -> None:
-    """Print a line for each result file, by concurrency."""
     results = []
     for path in folder.rglob("*.json"):
         try:

@@ -54,7 +54,6 @@ def run(path: Path, out: Path, architecture: str, recipe: Recipe, device: str) -
 def write(
     trace: Trace, path: Path, out: Path, *, architecture: str, recipe: Recipe, device: str = "cpu"
 ) -> tuple[Trained, FoldedMLP]:
-    """Train on a trace that was read from ``path``, and write ``out``."""
     with count_progress(f"Training on {escape(path.name)}") as advance:
 
         def show(epoch: Epoch) -> None:

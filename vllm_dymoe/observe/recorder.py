@@ -54,14 +54,11 @@ class Recorder:
     """Writes the routing of every step into a folder, until that has the size it may have.
 
     Args:
-        folder: where to; created if need be.
-        header: the model of the routers.
         limit: bytes that the folder may have, with what is in it already.
         inputs: whether the routers' inputs are recorded too, and what the next layers' gates make of them.
         heavy: whether heavy hitters of prompts are.
         say: takes one sentence for the log.
         part_bytes: size of a part; smaller ones are written every ``interval`` seconds.
-        interval: in seconds.
 
     Raises:
         TraceError: the folder cannot be written to, or has traces of another kind.
@@ -117,7 +114,6 @@ class Recorder:
         """Copy what a layer's router chose.
 
         Args:
-            layer: its position among MoE layers.
             x: [tokens, hidden], the router's input.
             weights: [tokens, top_k] routing weights.
             ids: [tokens, top_k] int, experts counted over all ranks.
@@ -146,7 +142,6 @@ class Recorder:
         """The step ends; it counts if every layer was recorded once.
 
         Args:
-            spans: the requests of its tokens.
             position: int [tokens at least], on any device; it may be overwritten afterwards.
             number: of the step, for :meth:`forget`.
             next_gate: false if the gates turned out to be wrong: what they said is left out from now on.
@@ -177,7 +172,6 @@ class Recorder:
             self._pending_bytes = sum(step.nbytes for step in self._pending)
 
     def name(self, request: int, domain: str) -> None:
-        """Give a request a domain."""
         with self._changed:
             self._domain[request] = domain
 
@@ -194,7 +188,6 @@ class Recorder:
                     self._stop(f"the trace cannot be recorded any further: {error}")
 
     def close(self) -> None:
-        """Write what is left, and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -204,7 +197,6 @@ class Recorder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the folder's files."""
         return sum(entry.stat().st_size for entry in os.scandir(self.folder) if entry.is_file())
 
     def _write_parts(self) -> None:

@@ -235,15 +235,9 @@ def lines(
     drawn: Mapping[str, torch.Tensor], x_label: str, y_label: str, *, first: int = 0,
     single: torch.Tensor | None = None, mark: tuple[int, str] | None = None,
 ) -> str:  # fmt: skip
-    """Shares over whole numbers that begin with ``first``; what is by chance or even is dashed.
+    """Shares by name over whole numbers that begin with ``first``; what is by chance or even is dashed.
 
-    Args:
-        drawn: values by name.
-        x_label: of the horizontal axis.
-        y_label: of the vertical axis.
-        first: the first number.
-        single: [layers, numbers], faint lines behind the others.
-        mark: a number with a word for it.
+    ``single`` [layers, numbers] are faint lines behind them, and ``mark`` is a number with a word for it.
     """
     figure = new_figure(8, 3.2)
     axes = figure.subplots()

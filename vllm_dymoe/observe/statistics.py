@@ -45,7 +45,6 @@ def affinity(trace: Trace) -> torch.Tensor:
 
 
 def by_domain(trace: Trace) -> dict[str, Trace]:
-    """The tokens of each domain; of requests without one under an empty name."""
     if trace.domain is None:
         return {}
     names = sorted(set(trace.domain))

@@ -36,15 +36,12 @@ def synthetic_trace(
     """Requests of equal length that are served together: all prompts first, then a token of each in every step.
 
     Args:
-        header: sizes of the model.
-        requests: how many.
         prompt: tokens of each prompt.
         decode: tokens of each answer.
         skew: exponent of the popularity; 0 makes all experts equally popular.
         locality: probability that a choice is one of the token's before, 0 to 1.
         correlation: probability that a choice follows one of the layer's before; with ``locality`` at most 1.
         domains: how many; requests belong to them in turn.
-        seed: of everything random.
 
     Raises:
         TraceError: probabilities that are none.

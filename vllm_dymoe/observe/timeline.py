@@ -64,16 +64,6 @@ class Timeline:
         self._spans: list[tuple[Lane, str, str, Any, Any, dict[str, Any]]] = []
 
     def add(self, lane: Lane, name: str, kind: str, begin: Any, end: Any, **about: Any) -> None:
-        """Record a span, unless there are too many already.
-
-        Args:
-            lane: the row.
-            name: shown to the reader.
-            kind: category, which decides the colour.
-            begin: mark of the clock, or host time in seconds.
-            end: as ``begin``.
-            about: further values that the viewer shows.
-        """
         if len(self._spans) < _MOST_SPANS:
             self._spans.append((lane, name, kind, begin, end, about))
 

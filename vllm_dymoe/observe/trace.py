@@ -26,7 +26,6 @@ class TraceError(RuntimeError):
 
 
 def expert_dtype(num_experts: int) -> torch.dtype:
-    """The smallest dtype that holds an expert's number."""
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
@@ -105,12 +104,10 @@ class Trace:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, those that were computed twice twice."""
         return self.request.shape[0]
 
     @property
     def num_requests(self) -> int:
-        """Requests."""
         return int(self.request.max()) + 1 if self.num_tokens else 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -168,17 +165,12 @@ class Trace:
 def write_file(
     path: Path, header: ModelIdentity, tensors: Mapping[str, torch.Tensor], domain: Mapping[int, str], run: str = ""
 ) -> None:
-    """Write one file under another name, and rename it when it is complete.
+    """Write one file under another name, and rename it when it is complete; TraceError if it cannot be written.
 
     Args:
-        path: where to.
-        header: the model of the routers.
         tensors: named as in ``columns``.
         domain: names by request, of those that have one.
         run: files of the same run number their requests together.
-
-    Raises:
-        TraceError: it cannot be written.
     """
     metadata = {
         "kind": _KIND,
@@ -199,11 +191,7 @@ def write_file(
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[Any, Mapping[str, str], ModelIdentity]]:
-    """A file of a trace, its metadata and its model; whatever goes wrong inside is a sentence that names the file.
-
-    Raises:
-        TraceError: it is damaged or not a trace.
-    """
+    """A file of a trace, its metadata and its model; whatever goes wrong inside is a TraceError that names the file."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

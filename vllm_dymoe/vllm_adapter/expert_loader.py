@@ -53,7 +53,6 @@ class ExpertLoader:
         self._waiting: dict[tuple[int, Projection], dict[str, Tensor]] = {}
 
     def register(self, layer: Any, dtype: torch.dtype, *, bias: bool) -> None:
-        """Give the layer the parameters that vLLM's loaders look for, without elements."""
         kinds = ["weight", *(_STACKED_KINDS if self._stacked else self._reader.known_parts)]
         for kind in dict.fromkeys(kinds + ["bias"] * bias):
             for name in (f"w13_{kind}", f"w2_{kind}"):
@@ -70,7 +69,6 @@ class ExpertLoader:
         expert_id: int | None = None,
         return_success: bool = False,
     ) -> bool | None:
-        """Take one tensor, as RoutedExperts.weight_loader does."""
         stack: str = param.stack_name  # type: ignore[attr-defined]
         taken = True
         if expert_id is None:

@@ -86,7 +86,6 @@ class StepFailures:
         return _Checked(output, checked) if isinstance(output, AsyncModelRunnerOutput) else checked(output)
 
     def _taken(self, step: int) -> str | None:
-        """The sentence that a rank has left for a step, without waiting for one."""
         if self._store is None or not self._store.check([_key(step)]):
             return None
         sentence: str = self._store.get(_key(step)).decode()

@@ -56,7 +56,6 @@ class ModuleTree:
         return self._parents.get(module)
 
     def close(self) -> None:
-        """Take no more notes, and let go of the model."""
         self._end()
         self._parents.clear()
 
@@ -102,7 +101,6 @@ def find_gate(experts: Any, tree: ModuleTree) -> Gate:
 
 
 def _sizes(module: torch.nn.Module) -> tuple[Any, Any]:
-    """Input and output features of a linear layer, vLLM's or torch's."""
     return (
         getattr(module, "input_size", getattr(module, "in_features", None)),
         getattr(module, "output_size", getattr(module, "out_features", None)),

@@ -54,12 +54,10 @@ def leave_layers_out(config: VllmConfig, why: str) -> None:
 
 
 def is_captured(x: torch.Tensor) -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def refused_capture(layer_name: str) -> ConfigError:
-    """For a model that calls its experts, or captures graphs, in a way of its own."""
     return ConfigError(
         f"vllm-dymoe: vLLM captures {layer_name} in a CUDA graph, which would use the experts of its capture for "
         'ever; start with --compilation-config \'{"cudagraph_mode": "NONE"}\', and please report this model.'

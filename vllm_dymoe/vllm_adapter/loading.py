@@ -115,7 +115,6 @@ class Loading:
             self._extend(self.running, store.model)
 
     def _run(self, num_experts: int) -> None:
-        """Start the rank; ``num_experts`` is the count over all ranks."""
         options, config, spec, store = self.options, self._vllm_config, self._model.layers[0], self._model.store
         assert store is not None
         device = torch.device(config.device_config.device)

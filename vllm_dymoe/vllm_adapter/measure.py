@@ -37,7 +37,6 @@ _COUNTED = (
 
 
 def run(job: Mapping[str, Any]) -> None:
-    """Answer every case of a job."""
     make_known()
     llm = start(job)
     out = Path(job["out"])
@@ -53,7 +52,6 @@ def run(job: Mapping[str, Any]) -> None:
 
 
 def start(job: Mapping[str, Any]) -> LLM:
-    """The engine of a job; without options of the plugin it is vLLM's own."""
     options = job["options"]
     settings: dict[str, Any] = {
         "max_num_seqs": max(case["batch"] for case in job["cases"]),
@@ -184,7 +182,6 @@ def _counters(llm: LLM) -> list[dict[str, Any]]:
 
 
 def _difference(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks counted in between; sizes and shares are those of the end."""
     found = total([difference(new, old) for new, old in zip(after, before, strict=True)])
     return {name: found[name] for name in _COUNTED} | {"prefetch_interval": after[0]["prefetch_interval"]}
 

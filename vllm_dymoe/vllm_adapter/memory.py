@@ -55,7 +55,6 @@ def kv_cache_bytes(vllm_config: VllmConfig) -> int:
 
 
 def step_shape(vllm_config: VllmConfig, experts: ModelExperts) -> StepShape:
-    """What the largest step computes with."""
     model, parallel, scheduler = vllm_config.model_config, vllm_config.parallel_config, vllm_config.scheduler_config
     compilation = vllm_config.compilation_config
     graphs = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE) and not model.enforce_eager

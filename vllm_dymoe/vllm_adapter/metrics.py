@@ -43,7 +43,6 @@ class Metric:
         return f"{NAMESPACE}_{self.name}" + ("" if self.gauge else "_total")
 
     def values(self, answer: Answer) -> dict[tuple[str, ...], float]:
-        """The value in an answer, or one for each key of its label."""
         value = answer[self.field]
         return {(key,): amount for key, amount in value.items()} if isinstance(value, dict) else {(): value}
 
@@ -70,8 +69,6 @@ def difference(after: Answer, before: Answer) -> Answer:
 
 
 def total(answers: list[Answer]) -> Answer:
-    """The sum over all ranks."""
-
     def add(values: list[Any]) -> Any:
         if isinstance(values[0], dict):
             return {key: sum(value.get(key, 0) for value in values) for key in values[0]}
@@ -114,7 +111,6 @@ class Statistics:
 
 
 def _describe(counted: Answer, seconds: float, ranks: int) -> str | None:
-    """An interval in one line, sums over all ranks; None if no expert was needed."""
     needed, slots = counted["hits"] + counted["misses"], counted["slots"]
     if needed == 0:
         return None
@@ -170,8 +166,6 @@ _statistics: WeakKeyDictionary[Any, Statistics] = WeakKeyDictionary()
 
 @cache
 def _collectors(registry: CollectorRegistry) -> dict[Metric, Counter | Gauge]:
-    """Every metric, registered once however many engines a process has."""
-
     def collector(metric: Metric) -> Counter | Gauge:
         about = metric.name, metric.meaning, metric.labels, NAMESPACE
         if metric.gauge:

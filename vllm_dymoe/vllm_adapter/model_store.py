@@ -76,7 +76,6 @@ class LayerSpec:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What all layers of a model have in common."""
         plain = replace(self.activation, has_gate=True) == self.activation
         shared = self.rank, self.ranks, self.expert_rank, self.expert_ranks
         return self.hidden, self.dtype, self.bias, plain, shared
@@ -90,7 +89,6 @@ class LayerStore:
     layer: int
 
     def wants_experts(self) -> bool:
-        """Whether the checkpoint's experts are needed: not where a complete store exists."""
         return self.model.prepare() is not None
 
     def put(self, expert: int, projection: Projection, weight: Given) -> None:
@@ -172,7 +170,6 @@ class ModelStore:
 
     @property
     def experts(self) -> ModelExperts:
-        """The rank's experts, as the model's configuration describes them."""
         spec, reader, ours = self.layers[0], self._reader, self._checkpoint or {}
         width = max(layer.intermediate for layer in self.layers)
         formats = stored_formats(
@@ -187,7 +184,6 @@ class ModelStore:
         return ModelExperts(numbers, count, top_k, formats)
 
     def layer_loaded(self, layer: int) -> bool:
-        """Note that vLLM has loaded one more layer; True if it was the last one, so that the store is complete."""
         packer = self.prepare()
         self._loaded += 1
         complete = self._loaded == len(self.layers)
@@ -233,7 +229,6 @@ class ModelStore:
 
     @cached_property
     def _manifest(self) -> Manifest:
-        """Of the store that this rank would write."""
         options, spec, experts = self._options, self.layers[0], self.experts
         quantizer = quantizer_name(self._reader, options.stored_bits, options.quantizer)
         ranks = spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks

@@ -115,7 +115,6 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Complete the store when the last layer has been loaded."""
         local = layer.expert_map
         if local is not None:
             self.layer = replace(self.layer, expert_map=torch.cat((local, local.new_full((1,), -1))))
@@ -140,11 +139,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
 
 
 def supported_activation(layer: Any) -> Activation:
-    """The activation of a layer.
-
-    Raises:
-        ConfigError: it is one that no kernel of ours has.
-    """
+    """The activation of a layer; ConfigError for one that no kernel of ours has."""
     activation = activation_of(layer)
     if activation is None:
         raise ConfigError(
@@ -205,37 +200,31 @@ def entry_with_buffers(runner: Any) -> Callable[..., Any] | None:
             "vllm-dymoe: vLLM turned breakable CUDA graphs on after this process had loaded a model without them; "
             "start the engine in a process of its own, or set VLLM_USE_BREAKABLE_CUDAGRAPH=1 for both."
         )
-    return _routed if runner.shared_experts is None else _routed_and_shared
+    return ROUTED if runner.shared_experts is None else ROUTED_AND_SHARED
 
 
-def _routed(
-    hidden_states: torch.Tensor,
-    router_logits: torch.Tensor,
-    shared_experts_input: torch.Tensor | None,
-    input_ids: torch.Tensor | None,
-    layer_name: LayerNameType,
-    hidden_dim_unpadded: int,
-) -> torch.Tensor:
-    """As ``vllm::moe_forward``: hidden_states [tokens, hidden] -> [tokens, hidden]."""
-    arguments = (hidden_states, router_logits, shared_experts_input, input_ids)
-    out = _moe_forward_fake(*arguments, layer_name, hidden_dim_unpadded)  # vLLM's rule for the shape of the output
-    torch.ops.vllm_dymoe.moe_forward_into(*arguments, out, None, layer_name)
-    return out
+def _entry(*, shared: bool) -> Callable[..., Any]:
+    """In place of ``vllm::moe_forward``, or of ``vllm::moe_forward_shared``, which returns the shared output, too."""
+    allocate = _moe_forward_shared_fake if shared else _moe_forward_fake  # vLLM's rule for the shapes
+
+    def entry(
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        shared_experts_input: torch.Tensor | None,
+        input_ids: torch.Tensor | None,
+        layer_name: LayerNameType,
+        hidden_dim_unpadded: int,
+    ) -> Any:
+        arguments = (hidden_states, router_logits, shared_experts_input, input_ids)
+        made = allocate(*arguments, layer_name, hidden_dim_unpadded)
+        shared_out, out = made if shared else (None, made)
+        torch.ops.vllm_dymoe.moe_forward_into(*arguments, out, shared_out, layer_name)
+        return made
+
+    return entry
 
 
-def _routed_and_shared(
-    hidden_states: torch.Tensor,
-    router_logits: torch.Tensor,
-    shared_experts_input: torch.Tensor | None,
-    input_ids: torch.Tensor | None,
-    layer_name: LayerNameType,
-    hidden_dim_unpadded: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``vllm::moe_forward_shared``: the shared experts' output and the routed experts' output."""
-    arguments = (hidden_states, router_logits, shared_experts_input, input_ids)
-    shared_out, out = _moe_forward_shared_fake(*arguments, layer_name, hidden_dim_unpadded)
-    torch.ops.vllm_dymoe.moe_forward_into(*arguments, out, shared_out, layer_name)
-    return shared_out, out
+ROUTED, ROUTED_AND_SHARED = _entry(shared=False), _entry(shared=True)
 
 
 def _moe_forward_into(

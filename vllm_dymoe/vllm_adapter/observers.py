@@ -65,7 +65,6 @@ class Observation:
         self._calibration: CalibrationObserver | None = None
 
     def join(self, observer: Observer) -> None:
-        """Add an observer, from the next layer on."""
         self.observers = (*self.observers, observer)
 
     def leave(self, observer: Observer) -> None:
@@ -127,9 +126,7 @@ class _Request(NamedTuple):
 class TraceObserver(Observer):
     """Records a trace, and follows requests for it from their first step to their last.
 
-    Args:
-        recorder: takes the steps.
-        gates: of every layer, asked for in each step, to record what they make of the layers' inputs before theirs.
+    ``gates`` of every layer are asked for in each step, to record what they make of the layers' inputs before theirs.
     """
 
     def __init__(self, recorder: Recorder, gates: Callable[[], Sequence[Gate]] = tuple) -> None:

@@ -218,7 +218,6 @@ def _record_part(llm: LLM, pieces: list[list[int]], file: Path) -> None:
 
 
 def _ask(llm: LLM, method: str, *arguments: Any) -> None:
-    """Call a method of every worker that returns what went wrong, and raise it."""
     for problem in llm.collective_rpc(method, args=arguments):
         if problem is not None:
             raise CalibrationError(problem)

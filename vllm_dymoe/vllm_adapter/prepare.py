@@ -82,7 +82,6 @@ def refuse_idle_options(config: VllmConfig) -> None:
 
 
 def refuse_reloading(config: VllmConfig) -> None:
-    """Refuse new weights (ConfigError) for a model of ours that is served."""
     if config.model_config.quantization == "dymoe":
         raise ConfigError(RELOADING)
 

@@ -77,7 +77,6 @@ class DymoeConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "DymoeConfig":
-        """Read the quantization_config of a checkpoint, written by ``vllm-dymoe quantize`` or by another tool."""
         if config.get("quant_method") == "dymoe":
             return cls(dict(config), dense=config.get("dense"))
         with _as_config_error():

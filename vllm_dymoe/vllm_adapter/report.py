@@ -21,8 +21,6 @@ def announce(runtime: MoERuntime, rank: str, seconds: float, source: str = "", p
     """Say in one line what is active, and warn if the cache cannot work.
 
     Args:
-        rank: which of several ranks this is.
-        seconds: until the experts were ready.
         source: a sentence on a quantized checkpoint's numbers.
         place: why the host store is where it is, if that was not an option.
     """
@@ -32,7 +30,6 @@ def announce(runtime: MoERuntime, rank: str, seconds: float, source: str = "", p
 
 
 def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
-    """Model, system, prefetch, tiers, budget, slots and store in one line; a budget is each rank's own."""
     experts, options, plan = runtime.experts, runtime.options, runtime.plan
     parameters = ", ".join(f"{name} {value}" for name, value in options.system_options.items())
     tiers = []
@@ -55,7 +52,6 @@ def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
 
 
 def _decisions(runtime: MoERuntime) -> str:
-    """What decides in decode, and why it is the host."""
     if runtime.decode is None:
         return f"the host{f', because {runtime.host_decides_because}' if runtime.host_decides_because else ''}"
     foresight, more = runtime.system.foresight, ""
@@ -125,7 +121,6 @@ class Summary:
     ranks: tuple[RuntimeStats, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The summary as JSON-serialisable data."""
         return {"ranks": [{"rank": rank, **stats.to_dict()} for rank, stats in enumerate(self.ranks)]}
 
     def __str__(self) -> str:

@@ -55,14 +55,8 @@ class Running:
     """What vLLM's layers, worker and attention talk to on a rank that has loaded its model.
 
     Args:
-        runtime: of the rank.
-        step: the running one.
-        failures: of the running step.
-        foresight: what the runtime's predictor came from.
-        observation: hears what routers chose.
         model: what predictors may know, given the file of a trained one.
         drafted: tokens that speculative decoding adds to a request's one.
-        caches: vLLM may find the beginning of a prompt in its cache.
 
     Attributes:
         prompts: finds the prompts of a step; None for a system that does not ask.
@@ -78,11 +72,8 @@ class Running:
         model: Callable[[Path | None], RoutedModel],
         drafted: int = 0,
     ) -> None:
-        self.runtime = runtime
-        self.step = step
-        self.failures = failures
-        self.foresight = foresight
-        self.observation = observation
+        self.runtime, self.step, self.failures = runtime, step, failures
+        self.foresight, self.observation = foresight, observation
         self.prompts: PromptTap | None = None
         if runtime.system.precision.heavy_hitters is not None:
             recorded = runtime.options.trace is not None
@@ -103,13 +94,9 @@ class Running:
         nor learnt from. A layer that cannot be computed gives zeros and fails the step; see ``failures``.
 
         Args:
-            layer: which one.
-            x: [rows, hidden], the router's input.
+            x: [rows, hidden], the router's input; the result has the same shape.
             weights: float32 [rows, top_k].
             ids: int [rows, top_k], experts of all ranks.
-
-        Returns:
-            [rows, hidden].
 
         Raises:
             ConfigError: vLLM captures the layer in a CUDA graph.
@@ -162,7 +149,6 @@ class Running:
         return filled_up
 
     def begin_step(self, scheduler_output: Any) -> bool:
-        """A step of executors begins; false if it has no tokens and only ends some requests."""
         for observer in self.observation.observers:
             observer.begin_step(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens == 0:

@@ -84,7 +84,6 @@ class RunningStep:
         self._scheduled = SchedulerOutput.make_empty()
 
     def end(self) -> None:
-        """The step has computed everything."""
         self._scheduled, self.phase, self.longest = None, Phase.DECODE, 0
 
     def real(self, rows: int) -> int:
@@ -112,7 +111,6 @@ class PromptTap:
 
     Args:
         system: the one in force, asked anew in every step.
-        step: the running one.
         drafted: tokens that speculative decoding adds to a request's one; a longer query is a prompt's.
         recorded: a trace has them, so that they are marked where every expert gets the same tier, too.
     """
@@ -169,7 +167,6 @@ class PromptTap:
 
     @property
     def _share(self) -> float | None:
-        """Of heavy hitters; None where the system does not ask for them."""
         system = self._system()
         return system.precision.heavy_hitters if self._recorded or len(system.precision.tiers) > 1 else None
 

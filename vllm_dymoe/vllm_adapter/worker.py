@@ -29,7 +29,6 @@ class DymoeWorkerExtension:
         return _runtime(self).stats().to_dict()
 
     def dymoe_reset_stats(self) -> None:
-        """Count from zero."""
         _runtime(self).reset_stats()
 
     def dymoe_resize(self, expert_budget: str | int | float) -> dict[str, Any]:
@@ -75,7 +74,6 @@ class DymoeWorkerExtension:
         return {"file": None if path is None else str(path), "card": None if card is None else asdict(card)}
 
     def dymoe_start_timeline(self) -> None:
-        """Record what runs when, from the next step on."""
         start_timeline(_runtime(self))
 
     def dymoe_stop_timeline(self) -> list[dict[str, Any]]:
@@ -98,7 +96,6 @@ class DymoeWorkerExtension:
         return _problem(lambda: rank.observation.record(Path(path), tokens))
 
     def dymoe_record_end(self) -> str | None:
-        """Complete the part; returns what went wrong."""
         return _problem(_rank(self).observation.end_record)
 
     def dymoe_trace(self) -> dict[str, Any] | None:

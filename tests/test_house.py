@@ -1,7 +1,9 @@
 """The project as a package: its version, its imports, its wheel, and the rules that ``make check`` enforces."""
 
+import ast
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -91,6 +93,34 @@ def test_the_wheel_holds_every_module_and_little_else(wheel):
     assert sum(info.compress_size for info in wheel.infolist()) < 2**20
     (metadata,) = (wheel.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
     assert f"Version: {vllm_dymoe.__version__}" in metadata
+
+
+SOURCES = {
+    path: ast.parse(path.read_text())
+    for folder in ("vllm_dymoe", "kernels", "tests", "benchmarks", "tools")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+
+
+def test_classes_and_functions_stay_small():
+    """Sixteen methods, sixty lines; a Triton kernel is one function whatever it does."""
+    large = []
+    for path, module in SOURCES.items():
+        for node in ast.walk(module):
+            if isinstance(node, ast.ClassDef):
+                small = sum(isinstance(part, ast.FunctionDef) for part in node.body) <= 16
+            else:
+                small = not isinstance(node, ast.FunctionDef) or node.end_lineno - node.lineno < 60
+            if not small and "triton" not in path.parts:
+                large.append(f"{path.relative_to(ROOT)}: {node.name}")
+    assert large == []
+
+
+def test_things_are_no_people():
+    people = re.compile(r"\b((some|any|every|no)" + r"body|(any|every)" + r"one|who" + r"(m|ever))\b", re.IGNORECASE)
+    documents = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/LOG.md")]
+    documents += (ROOT / "docs").glob("*.md")
+    assert [str(path) for path in (*SOURCES, *documents) if people.search(path.read_text())] == []
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ class PromptTokens:
 
 @dataclass(eq=False)
 class Routing:
-    """One layer's routing in one step. Made once, where vLLM enters the layer, and handed to everyone."""
+    """One layer's routing in one step. Made once, where vLLM enters the layer."""
 
     layer: int  # position of the MoE layer among the model's MoE layers, from 0; a step begins where it does not grow
     num_layers: int  # how many MoE layers the model has

@@ -8,7 +8,7 @@ plain twin stands in for kernels. What a graph cannot hold ends the capture.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from tests.e2e.replays import platform_with_graphs
+from tests.e2e.replays import Replays, platform_with_graphs, seen, tensors
 from tests.support.no_host import NoHost
 from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.vllm_adapter import moe_method, running
@@ -39,28 +39,6 @@ class Launch:
         for kept, now in zip(self.results, tensors(self.function(*self.arguments, **self.options)), strict=True):
             if now.data_ptr() != kept.data_ptr():
                 kept.copy_(now)
-
-
-@dataclass
-class FullReplays:
-    """What was seen since the engine started.
-
-    Attributes:
-        replaying: whether steps are captured and replayed; until it is set they run as they are called.
-        captures: sizes of the steps that were captured.
-        replays: steps replayed.
-        moved: replayed steps that were called with a tensor at another address than in their capture.
-        capturing: the capture that runs.
-    """
-
-    replaying: bool = False
-    captures: list[int] = field(default_factory=list)
-    replays: int = 0
-    moved: int = 0
-    capturing: "Capture | None" = None
-
-
-seen = FullReplays()
 
 
 class Capture(NoHost):
@@ -118,12 +96,6 @@ class ReplayedStep:
         return outputs
 
 
-def tensors(results: Any) -> list[torch.Tensor]:
-    """Those among an operation's results."""
-    results = results if isinstance(results, tuple | list) else [results]
-    return [result for result in results if isinstance(result, torch.Tensor)]
-
-
 def as_launch(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A function that stands in for a kernel: a capture keeps the call, and looks at nothing in it."""
 
@@ -137,7 +109,7 @@ def as_launch(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def replayed_steps() -> Iterator[FullReplays]:
+def replayed_steps() -> Iterator[Replays]:
     """Engines that start in a ``with`` block capture whole decode steps; the counts of what they do."""
     seen.__init__()  # type: ignore[misc]
     load = CPUModelRunner.load_model

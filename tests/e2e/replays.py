@@ -7,7 +7,7 @@ kept alive, so that a fresh tensor never lies where one of them did, by luck.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -24,15 +24,17 @@ class Replays:
 
     Attributes:
         replaying: whether pieces are captured and replayed; until it is set they run as they are called.
-        captures: pieces captured, each batch size by itself.
+        captures: tokens of each piece that was captured, each batch size by itself.
         replays: pieces replayed.
         moved: replayed pieces that were called with a tensor at another address than in their capture.
+        capturing: the capture of a whole step that runs (``full_replays``), whose pieces are steps.
     """
 
     replaying: bool = False
-    captures: int = 0
+    captures: list[int] = field(default_factory=list)
     replays: int = 0
     moved: int = 0
+    capturing: Any = None
 
 
 seen = Replays()
@@ -55,7 +57,7 @@ class ReplayedPiece:
         if not seen.replaying or context is None or context.cudagraph_runtime_mode != self._mode:
             return self.runnable(*arguments)
         if context.batch_descriptor not in self._captures:
-            seen.captures += 1
+            seen.captures.append(context.batch_descriptor.num_tokens)
             outputs = self.runnable(*arguments)
             self._captures[context.batch_descriptor] = arguments, outputs
             return outputs
@@ -65,13 +67,15 @@ class ReplayedPiece:
             isinstance(now, torch.Tensor) and now.data_ptr() != then.data_ptr()
             for now, then in zip(arguments, captured, strict=True)
         )
-        for output, result in zip(_tensors(outputs), _tensors(self.runnable(*captured)), strict=True):
+        for output, result in zip(tensors(outputs), tensors(self.runnable(*captured)), strict=True):
             output.copy_(result)
         return outputs
 
 
-def _tensors(outputs: Any) -> list[torch.Tensor]:
-    return [outputs] if isinstance(outputs, torch.Tensor) else [out for out in outputs if isinstance(out, torch.Tensor)]
+def tensors(results: Any) -> list[torch.Tensor]:
+    """Those among what was returned."""
+    results = results if isinstance(results, tuple | list) else [results]
+    return [result for result in results if isinstance(result, torch.Tensor)]
 
 
 @contextlib.contextmanager

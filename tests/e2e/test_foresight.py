@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from vllm.model_executor.models import qwen3_moe
 
 import vllm_dymoe
-from tests.e2e.engines import MODEL, answer, engine, gates_compared, prompts, recorded_layers, runtime_of, same_bits
+from tests.e2e.engines import MODEL, answer, engine, prompts, recorded_layers, runtime_of, same_bits
 from vllm_dymoe.cli import app
 from vllm_dymoe.observe import statistics
 from vllm_dymoe.observe.trace import Trace
@@ -44,13 +44,6 @@ def answered(llm):
         answers = [answer(llm, [text], max_tokens=24)[0] for text in prompts()[:3]]
     runtime.check_integrity()
     return [a.tokens for a in answers], layers, runtime.stats()
-
-
-def test_gates_choose_what_vllm_chooses(firm):
-    with gates_compared(firm) as shares:
-        answer(firm, prompts()[:4], max_tokens=4)
-    assert len(shares) >= 4 * 8
-    assert min(shares) == 1
 
 
 def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(firm):

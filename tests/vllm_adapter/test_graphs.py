@@ -1,22 +1,17 @@
 """Which CUDA graphs run, and that a MoE layer between two of them reads and writes where they do."""
 
 import logging
-from types import SimpleNamespace
 
 import pytest
-import torch
 from vllm.config import CUDAGraphMode
 from vllm.config.compilation import CompilationConfig
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from tests.e2e.replays import platform_with_graphs
 from tests.vllm_adapter.test_prepare import configure
-from vllm_dymoe.config import ConfigError
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.vllm_adapter import graphs
 from vllm_dymoe.vllm_adapter.graphs import OPERATOR, leave_layers_out, settle_graphs
-from vllm_dymoe.vllm_adapter.running import Running
-from vllm_dymoe.vllm_adapter.step import RunningStep
 
 DEVICE = {"decisions": "device", "host_store": "pinned"}
 
@@ -187,16 +182,3 @@ def test_where_no_graph_can_be(monkeypatch, said):
     ours, _ = configured(monkeypatch, model_impl="transformers")
     assert ours.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
     assert "Transformers backend" in said[0][1]
-
-
-class Captured(list):
-    is_cuda = True
-
-
-def test_a_capture_of_a_layer_is_refused(monkeypatch):
-    """Before anything else happens: a layer that runs has a rank, and this one has none."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    layer = SimpleNamespace(name="model.layers.0.mlp.experts")
-    rank = SimpleNamespace(runtime=None, step=RunningStep(), _decode=None)
-    with pytest.raises(ConfigError, match=r"captures model\.layers\.0\.mlp\.experts in .*\"cudagraph_mode\": \"NONE\""):
-        Running.forward(rank, layer, Captured(), None, None)

@@ -137,7 +137,7 @@ def test_our_operator_between_pieces_writes_where_the_next_one_reads(shared):
             model = cut_at(operator, config, make_model(entry, shared=shared))
             right = run_steps(model, layer, torch.zeros(TOKENS, HIDDEN), shared=shared)
         assert right == [True, *[ours] * rest]
-        assert (seen.captures, seen.replays, seen.moved) == (2, 2 * rest, 0 if ours else rest)
+        assert (len(seen.captures), seen.replays, seen.moved) == (2, 2 * rest, 0 if ours else rest)
 
 
 def test_layers_without_graphs_keep_vllms_operator():

@@ -68,12 +68,6 @@ def with_quantization_config(folder, quantization_config):
     return folder
 
 
-def test_the_defaults_are_accepted():
-    config = configure()
-    assert config.model_config.quantization == "dymoe"
-    assert config.quant_config.get_name() == "dymoe"
-
-
 def test_wrong_options_are_refused(monkeypatch):
     assert 'expert_bugdet is not an option; did you mean "expert_budget"?' in refusal({"expert_bugdet": "25%"})
     assert "additional_config.dymoe must be an object of options" in refusal("25%")

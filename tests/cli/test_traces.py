@@ -9,8 +9,8 @@ import torch
 
 import vllm_dymoe
 from tests.cli.checkpoints import command, refused
-from vllm_dymoe.observe.report import page
 from vllm_dymoe.observe.synthetic import synthetic_trace
+from vllm_dymoe.observe.trace_page import page
 from vllm_dymoe.residency.identity import ModelIdentity
 
 HEADER = ModelIdentity("a <model> & more", "synthetic", num_layers=4, num_experts=16, top_k=2, hidden=8)

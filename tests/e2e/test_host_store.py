@@ -5,8 +5,8 @@ import pytest
 from tests.e2e.engines import answer, engine, prompts, runtime_of
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.store import FileStore, MemoryStore
-from vllm_dymoe.vllm_adapter import report
-from vllm_dymoe.vllm_adapter.memory import kv_cache_bytes
+from vllm_dymoe.vllm_adapter.announcements import logger
+from vllm_dymoe.vllm_adapter.automatic_budget import kv_cache_bytes
 
 pytestmark = pytest.mark.engine
 
@@ -34,7 +34,7 @@ def start(folder, host_store, said):
 
 def test_a_second_start_never_quantizes_again(tmp_path, monkeypatch):
     said, packed, put = [], [], ExpertPacker.put
-    monkeypatch.setattr(report.logger, "info", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(logger, "info", lambda text, *values: said.append(text % values))
 
     def counted(self, *what):
         packed.append(what[:3])

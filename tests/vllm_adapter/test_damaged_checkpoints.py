@@ -12,7 +12,7 @@ from tests.quantize.readers.kinds import config_of, parts_of, random_matrix, ten
 from tests.vllm_adapter.test_prepare import configure, refusal, with_quantization_config
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.tensors import CheckpointError
-from vllm_dymoe.vllm_adapter.checkpoint import check_checkpoint
+from vllm_dymoe.vllm_adapter.model_files import check_checkpoint
 
 KINDS = ["mxfp4", "mxfp4-compressed-tensors", "mxfp4-deepseek-v4", "mxfp8-modelopt", "nvfp4-modelopt"]
 KINDS += ["nvfp4-compressed-tensors", "fp8-blocks", "fp8-compressed-tensors"]

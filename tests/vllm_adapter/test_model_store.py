@@ -18,6 +18,7 @@ from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.memory import HostPlace
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.vllm_adapter import model_store
+from vllm_dymoe.vllm_adapter.announcements import logger
 from vllm_dymoe.vllm_adapter.model_store import (
     LayerSpec,
     _described,
@@ -26,7 +27,6 @@ from vllm_dymoe.vllm_adapter.model_store import (
     fingerprint,
     place_experts,
 )
-from vllm_dymoe.vllm_adapter.report import logger
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PINNED = HostPlace(True, "auto: there is room")

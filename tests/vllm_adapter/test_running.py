@@ -17,12 +17,12 @@ from vllm_dymoe.kernels import Activation
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.transfer import TransferError
+from vllm_dymoe.vllm_adapter.announcements import logger
 from vllm_dymoe.vllm_adapter.failures import StepFailures
 from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
 from vllm_dymoe.vllm_adapter.observers import Observer
 from vllm_dymoe.vllm_adapter.patches import apply_patches
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
-from vllm_dymoe.vllm_adapter.report import logger
 from vllm_dymoe.vllm_adapter.running import RankLayer
 from vllm_dymoe.vllm_adapter.step import RunningStep
 

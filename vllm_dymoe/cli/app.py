@@ -219,8 +219,8 @@ def report(
 ) -> None:
     """Show what a trace says as one page of pictures."""
     from vllm_dymoe.config import ConfigError
-    from vllm_dymoe.observe.report import page
     from vllm_dymoe.observe.trace import Trace
+    from vllm_dymoe.observe.trace_page import page
 
     text = page(Trace.load(trace))
     try:

@@ -12,8 +12,8 @@ from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
+from vllm_dymoe.vllm_adapter.announcements import logger
 from vllm_dymoe.vllm_adapter.observers import Observation, Observer
-from vllm_dymoe.vllm_adapter.report import logger
 from vllm_dymoe.vllm_adapter.step import RunningStep
 
 _MANY = 100  # decode steps of a large batch, after which it is no accident

@@ -19,7 +19,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_dymoe.vllm_adapter.report import logger
+from vllm_dymoe.vllm_adapter.announcements import logger
 from vllm_dymoe.vllm_adapter.step import RunningStep
 
 

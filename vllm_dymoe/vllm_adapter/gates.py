@@ -21,8 +21,8 @@ from vllm_dymoe.predict.checkpoint import PredictorCard, read_card
 from vllm_dymoe.predict.trained import TrainedPredictor
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.systems import make_system
+from vllm_dymoe.vllm_adapter.announcements import logger
 from vllm_dymoe.vllm_adapter.observers import Observation, Observer
-from vllm_dymoe.vllm_adapter.report import logger
 
 # Near ties count as equal within this share of a token's largest score; a wrong gate agrees by chance only, which for
 # 2 of 8 experts is a quarter. Two logits that bfloat16 rounds (by 2^-9 of their size) once for vLLM and once for us may

@@ -17,7 +17,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
-from vllm_dymoe.vllm_adapter.report import logger
+from vllm_dymoe.vllm_adapter.announcements import logger
 
 OPERATOR = "vllm_dymoe::moe_forward_into"
 

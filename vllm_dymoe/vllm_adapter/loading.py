@@ -23,14 +23,14 @@ from vllm_dymoe.runtime.sizing import workspace_bytes
 from vllm_dymoe.store import HostStore
 from vllm_dymoe.store.memory import join
 from vllm_dymoe.systems import make_system
-from vllm_dymoe.vllm_adapter.checkpoint import host_needed
+from vllm_dymoe.vllm_adapter.announcements import announce
+from vllm_dymoe.vllm_adapter.automatic_budget import automatic_budget
 from vllm_dymoe.vllm_adapter.failures import make_step_failures
 from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.graphs import leave_layers_out
-from vllm_dymoe.vllm_adapter.memory import automatic_budget
+from vllm_dymoe.vllm_adapter.model_files import host_needed
 from vllm_dymoe.vllm_adapter.model_store import LayerSpec, LayerStore, ModelStore
 from vllm_dymoe.vllm_adapter.observers import Observation, observe_trace
-from vllm_dymoe.vllm_adapter.report import announce
 from vllm_dymoe.vllm_adapter.running import Running
 from vllm_dymoe.vllm_adapter.step import RunningStep
 

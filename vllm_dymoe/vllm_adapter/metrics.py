@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from vllm_dymoe.runtime.stats import RuntimeStats
 from vllm_dymoe.units import size
-from vllm_dymoe.vllm_adapter.report import logger
+from vllm_dymoe.vllm_adapter.announcements import logger
 
 Answer = dict[str, Any]  # of dymoe_stats: a RuntimeStats as data
 NAMESPACE = "vllm_dymoe"

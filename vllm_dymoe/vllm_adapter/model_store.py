@@ -42,8 +42,8 @@ from vllm_dymoe.store import (
 from vllm_dymoe.store.memory import HostPlace, choose_host_place
 from vllm_dymoe.store.page_lock import CudaPageLock
 from vllm_dymoe.store.writer import StoreWriter
-from vllm_dymoe.vllm_adapter.checkpoint import local_folder, ranks_of_machine
-from vllm_dymoe.vllm_adapter.report import logger
+from vllm_dymoe.vllm_adapter.announcements import logger
+from vllm_dymoe.vllm_adapter.model_files import local_folder, ranks_of_machine
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 

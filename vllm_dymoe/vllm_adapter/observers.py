@@ -21,7 +21,7 @@ from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.units import size
-from vllm_dymoe.vllm_adapter.report import logger
+from vllm_dymoe.vllm_adapter.announcements import logger
 
 DOMAIN = "dymoe_domain"
 """Key of a request's extra arguments that gives it a domain."""

@@ -15,9 +15,9 @@ from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.model_config import read_config
 from vllm_dymoe.quantize.recording import MANIFEST, CalibrationError, Recording, check_space
 from vllm_dymoe.runtime.stats import RuntimeStats
-from vllm_dymoe.vllm_adapter.checkpoint import local_folder
+from vllm_dymoe.vllm_adapter.announcements import Summary
+from vllm_dymoe.vllm_adapter.model_files import local_folder
 from vllm_dymoe.vllm_adapter.observers import DOMAIN
-from vllm_dymoe.vllm_adapter.report import Summary
 
 PART_TOKENS = 8192  # what a run that is killed has to compute again
 

@@ -20,16 +20,16 @@ from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_byte
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.store.memory import choose_host_place
 from vllm_dymoe.systems import make_system
-from vllm_dymoe.vllm_adapter.checkpoint import (
+from vllm_dymoe.vllm_adapter.announcements import logger
+from vllm_dymoe.vllm_adapter.graphs import settle_graphs
+from vllm_dymoe.vllm_adapter.model_files import (
     check_checkpoint,
     check_ranks,
     drafted_by_experts,
     host_needed,
     ranks_of_machine,
 )
-from vllm_dymoe.vllm_adapter.graphs import settle_graphs
 from vllm_dymoe.vllm_adapter.quant_config import expert_width, read_options
-from vllm_dymoe.vllm_adapter.report import logger
 
 WORKER_EXTENSION = "vllm_dymoe.vllm_adapter.worker.DymoeWorkerExtension"
 RELOADING = (

@@ -17,13 +17,13 @@ from vllm_dymoe.predict import RoutedModel
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.transfer import TransferError
+from vllm_dymoe.vllm_adapter.announcements import logger
 from vllm_dymoe.vllm_adapter.data_parallel import Gathered, own_tokens
 from vllm_dymoe.vllm_adapter.decode_steps import DecodeSteps
 from vllm_dymoe.vllm_adapter.failures import StepFailures
 from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.graphs import is_captured, refused_capture
 from vllm_dymoe.vllm_adapter.observers import Observation
-from vllm_dymoe.vllm_adapter.report import logger
 from vllm_dymoe.vllm_adapter.step import PromptTap, RunningStep
 
 

@@ -12,8 +12,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from tests.small_model import make_experts
 from tests.vllm_adapter.test_prepare import configure
 from vllm_dymoe.config import ConfigError
-from vllm_dymoe.vllm_adapter import memory
-from vllm_dymoe.vllm_adapter.memory import automatic_budget, kv_cache_bytes, step_shape
+from vllm_dymoe.vllm_adapter import automatic_budget as module
+from vllm_dymoe.vllm_adapter.automatic_budget import automatic_budget, kv_cache_bytes, step_shape
 
 GIB = 2**30
 LAYERS, LENGTH = 48, 40960
@@ -65,7 +65,7 @@ def card(monkeypatch, gigabytes, dense=3 * GIB, context=GIB // 2):
     """A card on which the dense weights are loaded."""
     total = gigabytes * GIB
     free = total - dense - context
-    monkeypatch.setattr(memory, "CudaMemory", lambda device: SimpleNamespace(available=lambda: free))
+    monkeypatch.setattr(module, "CudaMemory", lambda device: SimpleNamespace(available=lambda: free))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, total))
     return free - int(0.08 * total)
 

@@ -11,7 +11,7 @@ from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.runtime.device_memory import CudaMemory
 from vllm_dymoe.runtime.device_share import StepShape, automatic_share
-from vllm_dymoe.vllm_adapter.checkpoint import ranks_of_machine
+from vllm_dymoe.vllm_adapter.model_files import ranks_of_machine
 
 # On a CPU the "device" is the machine's memory, which other processes use too.
 _SHARE_OF_FREE_HOST_MEMORY = 0.5

@@ -9,7 +9,7 @@ from vllm_dymoe.config import Options
 from vllm_dymoe.predict import Predictor
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.units import size
-from vllm_dymoe.vllm_adapter.report import describe, warnings
+from vllm_dymoe.vllm_adapter.announcements import describe, warnings
 
 LAYERS, EXPERTS, TOP_K, STAGING = 2, 6, 2, 2
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, ModelConfig
 from vllm.config.compilation import CompilationConfig
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
@@ -179,6 +179,7 @@ def test_where_no_graph_can_be(monkeypatch, said):
     assert settings.cudagraph_mode == CUDAGraphMode.NONE
     assert OPERATOR not in settings.splitting_ops
     assert said == []
-    ours, _ = configured(monkeypatch, model_impl="transformers")
+    monkeypatch.setattr(ModelConfig, "using_transformers_backend", lambda self: True)
+    ours, _ = configured(monkeypatch)
     assert ours.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
     assert "Transformers backend" in said[0][1]

@@ -44,7 +44,7 @@ def test_results_of_vllms_client_become_one_table(tmp_path):
                  "median_ttft_ms": 5, "p99_ttft_ms": 6, "median_tpot_ms": 7, "p99_tpot_ms": 8}  # fmt: skip
         (tmp_path / f"{concurrency}.json").write_text(json.dumps(found))
     result = command("served", tmp_path)
-    assert re.findall(r"│ +(\d+) │ +8 │ +([\d.]+) │", result.stdout) == [("1", "10.0"), ("4", "40.0"), ("16", "160.0")]
+    assert re.findall(r"│ +(\d+) +│ +8 │ +([\d.]+) │", result.stdout) == [("1", "10.0"), ("4", "40.0"), ("16", "160.0")]
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):

@@ -1,6 +1,6 @@
-"""Progress bars, on stderr if that is a terminal."""
+"""Tables, and progress bars, on stderr if that is a terminal."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -14,6 +14,17 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
+
+
+def print_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str | None]]) -> None:
+    """What a row is called stands at the left, its numbers at the right; without heads everything at the left."""
+    table = Table(title=title, title_justify="left", show_header=bool(heads))
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
 
 
 def _bar(*columns: ProgressColumn) -> Progress:

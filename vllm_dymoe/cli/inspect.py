@@ -1,16 +1,14 @@
 """``vllm-dymoe inspect``: what a store or a checkpoint holds, and which budgets can serve it."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from vllm_dymoe.cli.display import byte_progress
+from vllm_dymoe.cli.display import byte_progress, print_table
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.model_config import read_config
@@ -167,9 +165,9 @@ def _print(report: dict[str, Any]) -> None:
         "checksums": "all match" if report.get("verified") else None,
     }
     said = [fact for fact in facts.items() if fact[1] is not None]
-    _print_table(f"{escape(report['folder'])}: {report['kind']}", (), said)
+    print_table(f"{escape(report['folder'])}: {report['kind']}", (), said)
     versions = [(str(row["bits"]), size(row["expert_bytes"]), size(row["total_bytes"])) for row in report["versions"]]
-    _print_table("Experts" if packed else "Experts if quantized", ("bits", "an expert", "all experts"), versions)
+    print_table("Experts" if packed else "Experts if quantized", ("bits", "an expert", "all experts"), versions)
     if packed:
         _print_errors(report["errors"])
     rows = []
@@ -177,7 +175,7 @@ def _print(report: dict[str, Any]) -> None:
         kept = ", ".join(f"{count} {tier}" for tier, count in row["experts_kept_per_layer"].items())
         rows.append((" + ".join(row["tiers"]), row["expert_budget"], f"{row['bytes']} ({size(row['bytes'])})", kept))
     title = f"Budgets{'' if packed else f' at {Options().hi} bits'}, kernel workspace included"
-    _print_table(title, ("tiers in use", "expert_budget", "bytes", "kept per layer"), rows)
+    print_table(title, ("tiers in use", "expert_budget", "bytes", "kept per layer"), rows)
 
 
 def _print_errors(errors: list[dict[str, Any]] | None) -> None:
@@ -192,13 +190,4 @@ def _print_errors(errors: list[dict[str, Any]] | None) -> None:
         rows.append((str(row["layer"]), *found, *([", ".join(map(str, row["fallbacks"]))] if fell_back else [])))
     if kinds:
         heads = [f"{kind}s\n{bits} bits" for kind, bits in kinds] + ["not\ncalibrated"] * fell_back
-        _print_table("Relative errors", ("layer", *heads), rows)
-
-
-def _print_table(title: str, heads: tuple[str, ...], rows: Sequence[tuple[str | None, ...]]) -> None:
-    table = Table(title=title, title_justify="left", show_header=bool(heads))
-    for head in heads:
-        table.add_column(head, justify="right" if "bytes" in head or "expert" in head or "bits\n" in head else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+        print_table("Relative errors", ("layer", *heads), rows)

@@ -3,9 +3,7 @@
 import json
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from vllm_dymoe.cli.display import print_table
 from vllm_dymoe.config import ConfigError
 
 _COLUMNS = {
@@ -31,10 +29,8 @@ def run(folder: Path) -> None:
             ) from error
     if not results:
         raise ConfigError(f"{folder} has no result of `vllm bench serve --save-result`.")
-    table = Table(title=str(folder), title_justify="left")
-    for name in _COLUMNS:
-        table.add_column(name, justify="right")
+    rows = []
     for _, _, found in sorted(results, key=lambda result: result[0]):
         values = ((found.get(field), form) for field, form in _COLUMNS.values())
-        table.add_row(*("" if value is None else format(value, form) for value, form in values))
-    Console().print(table)
+        rows.append(["" if value is None else format(value, form) for value, form in values])
+    print_table(str(folder), list(_COLUMNS), rows)

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from vllm_dymoe import __version__
-from vllm_dymoe.cli.display import count_progress
+from vllm_dymoe.cli.display import count_progress, print_table
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict.checkpoint import PredictorCard, save_predictor
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
@@ -32,13 +30,12 @@ def run(path: Path, out: Path, architecture: str, recipe: Recipe, device: str) -
     if architecture == "auto":
         architecture = "linear" if trace.router_inputs is None else "linear+input"
     trained, network = write(trace, path, out, architecture=architecture, recipe=recipe, device=device)
-    table = Table("on held-out requests", title=escape(str(out)), title_justify="left")
-    for column in ("all experts", "at least one", "accuracy"):
-        table.add_column(column, justify="right")
-    for name, rates in trained.metrics.items():
-        table.add_row(name, *(f"{rates[key]:.1%}" for key in ("all_k", "at_least_one", "accuracy")))
+    rows = [
+        (name, *(f"{rates[key]:.1%}" for key in ("all_k", "at_least_one", "accuracy")))
+        for name, rates in trained.metrics.items()
+    ]
+    print_table(escape(str(out)), ("on held-out requests", "all experts", "at least one", "accuracy"), rows)
     (tokens, held_out), (requests, apart) = trained.tokens, trained.requests
-    Console().print(table)
     typer.echo(
         f"Trained {architecture} in {time.perf_counter() - begin:.1f} s and {trained.epochs} epochs on {tokens} tokens "
         f"of {requests} requests; {held_out} tokens of {apart} others were held out. "

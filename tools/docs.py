@@ -104,8 +104,6 @@ def models() -> str:
         said = f"{model} {(found.get('answers') or found['failed']).removesuffix(' of 3')}"
         if re.fullmatch(r"\d+ of \d+", found.get("alone", "")):
             said += f" (same files: {found['alone'].removesuffix(' of 3')})"
-        if found.get("bits", "the same") != "the same":
-            said += f" (30 %: {found['bits']})"
         by_format.setdefault(kind or "16 bits", []).append(said)
     return table(["format", "answers equal, of 3"], ([kind, ", ".join(said)] for kind, said in by_format.items()))
 

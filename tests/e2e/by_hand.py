@@ -26,11 +26,10 @@ from tests.e2e.architectures import ARCHITECTURES, Architecture
 from tests.e2e.engines import (
     VOCABULARY,
     answer,
+    answers_at_budgets,
     check_logprobs_close,
     random_prompts,
-    recorded_layers,
     runtime_of,
-    same_bits,
     small_engine,
 )
 from tests.e2e.quantized import check_store, write
@@ -214,21 +213,14 @@ def check(name: str, kind: str, folder: Path) -> dict[str, str]:
     alone, why = _of_vllm(served) if kind else (theirs, "")
     try:
         with small_engine(served, {} if kind else {"hi": 16}) as llm:
-            runtime, layers = runtime_of(llm), []
             if experts is not None:
-                check_store(runtime.store, experts)
-            for budget in ("100%", "30%"):
-                runtime.resize(budget)
-                with recorded_layers(runtime) as outputs:
-                    ours = answer(llm, random_prompts(LENGTHS), 12)
-                runtime.check_integrity()
-                layers.append(outputs)
+                check_store(runtime_of(llm).store, experts)
+            ours = answers_at_budgets(llm, ("100%", "30%"), lambda: answer(llm, random_prompts(LENGTHS), 12))
     except Exception as error:
         traceback.print_exc()
         return {"failed": f"refused or failed: {_line(error)}"}
     return {
         "answers": _compare(ours, theirs),
-        "bits": "the same" if same_bits(*layers) else "OTHERS",
         **({"alone": why if alone is None else _compare(ours, alone)} if kind else {}),
     }
 

@@ -52,33 +52,14 @@ _MOE: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-_MLA = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 64,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-    "num_key_value_heads": 4,
-}
 _DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse"]}
 _ATTENTION = {"layer_types": ["full_attention", "full_attention"]}
-_LINEAR = {
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}
 _GRANITE = {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
 MORE = {
     "exaone-moe": Architecture(
         "ExaoneMoeConfig",
         _MOE | _DENSE_FIRST | _ATTENTION | {"first_k_dense_replace": 1},
         written={"swiglu_limits": [0.0, 0.5]},
-    ),
-    "laguna": Architecture(
-        "LagunaConfig",
-        _MOE | _DENSE_FIRST | _ATTENTION | {"num_attention_heads_per_layer": [4, 4]},
     ),
     "lfm2-moe": Architecture(
         "Lfm2MoeConfig", _MOE | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}
@@ -94,24 +75,7 @@ MORE = {
         written={"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     ),
     "cohere2-moe": Architecture("Cohere2MoeConfig", _MOE | _ATTENTION | {"num_shared_experts": 0}),
-    "qwen3-next": Architecture("Qwen3NextConfig", _MOE | _LINEAR),
     "solar-open": Architecture("SolarOpenConfig", _MOE),
-    "glm-4-moe-lite": Architecture("Glm4MoeLiteConfig", _MOE | _MLA | _DENSE_FIRST),
-    "dots1": Architecture("Dots1Config", _MOE | _ATTENTION | {"first_k_dense_replace": 1}),
-    "hy-v3": Architecture("HYV3Config", _MOE | _DENSE_FIRST),
-    "longcat-flash": Architecture(
-        "LongcatFlashConfig",
-        _MLA
-        | {
-            "num_layers": 1,
-            "ffn_hidden_size": 192,
-            "moe_topk": 2,
-            "n_routed_experts": 8,
-            "zero_expert_num": 4,
-            "expert_ffn_hidden_size": 64,
-        },
-        written={"zero_expert_type": "identity"},
-    ),
     "granite-moe-hybrid": Architecture(
         "GraniteMoeHybridConfig",
         {
@@ -135,32 +99,8 @@ MORE = {
             "global_head_dim": 32,
         },
     ),
-    "axk1": Architecture("AXK1Config", _MOE | _MLA | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}),
-    "jamba": Architecture(
-        "JambaConfig",
-        _MOE
-        | {
-            "intermediate_size": 96,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 0,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "mamba_dt_rank": 8,
-        },
-    ),
     "hunyuan-moe": Architecture("HunYuanMoEV1Config", _MOE | {"intermediate_size": 96, "moe_topk": 2}),
     "flex-olmo": Architecture("FlexOlmoConfig", _MOE | {"intermediate_size": 96}),
-    "dbrx": Architecture(
-        "DbrxConfig",
-        {
-            "d_model": 128,
-            "n_heads": 4,
-            "n_layers": 2,
-            "max_seq_len": 512,
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-            "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
-        },
-    ),
 }
 
 

@@ -153,7 +153,7 @@ def test_on_a_cpu_it_is_half_of_what_the_machine_has(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
 
     def budget(ranks):
-        config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks))
+        config = SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=ranks, data_parallel_size_local=1))
         return automatic_budget(config, torch.device("cpu"), EXPERTS, LEAST)
 
     assert budget(1) == 4 * GIB

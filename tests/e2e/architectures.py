@@ -31,18 +31,12 @@ _COMMON = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to make one model.
+    """How to make one model."""
 
-    Attributes:
-        config: name of transformers' configuration class; the model class follows from it.
-        sizes: what differs from the common sizes.
-        written: what is changed in config.json afterwards, where transformers writes other words than the checkpoints
-            that people serve have.
-    """
-
-    config: str
-    sizes: dict[str, Any]
+    config: str  # name of transformers' configuration class; the model class follows from it
+    sizes: dict[str, Any]  # that differ from the common ones
     written: dict[str, Any] = field(default_factory=dict)
+    """What is changed in config.json afterwards, where transformers' words are not those of published checkpoints."""
 
     def save(self, folder: Path, *, fused: bool = False) -> Path:
         """Write a random bf16 checkpoint, the same weights every time.

@@ -20,21 +20,13 @@ from vllm.platforms.cpu import CpuPlatform
 
 @dataclass
 class Replays:
-    """What was seen since the engine started.
+    """What was seen since the engine started, of pieces or (``full_replays``) of whole steps."""
 
-    Attributes:
-        replaying: whether pieces are captured and replayed; until it is set they run as they are called.
-        captures: tokens of each piece that was captured, each batch size by itself.
-        replays: pieces replayed.
-        moved: replayed pieces that were called with a tensor at another address than in their capture.
-        capturing: the capture of a whole step that runs (``full_replays``), whose pieces are steps.
-    """
-
-    replaying: bool = False
-    captures: list[int] = field(default_factory=list)
+    replaying: bool = False  # whether they are captured and replayed; until it is set they run as they are called
+    captures: list[int] = field(default_factory=list)  # tokens of each capture
     replays: int = 0
-    moved: int = 0
-    capturing: Any = None
+    moved: int = 0  # replays that were called with a tensor at another address than in their capture
+    capturing: Any = None  # the capture of a step that runs
 
 
 seen = Replays()

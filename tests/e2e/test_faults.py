@@ -19,16 +19,11 @@ LAYERS = 8
 
 
 class FaultyReads:
-    """Breaks reads of a runtime's store; counts each read once, wherever it is done.
-
-    Attributes:
-        broken: how many reads were broken since the last ``arm``.
-        gate: a slow read waits for it.
-    """
+    """Breaks reads of a runtime's store; counts each read once, wherever it is done."""
 
     def __init__(self, store):
         self._read = store.read_into
-        self.gate = threading.Event()
+        self.gate = threading.Event()  # that a slow read waits for
         self.disarm()
 
     def arm(self, layer=None, nth=1, how="error"):

@@ -49,35 +49,23 @@ class Trace:
     """Tokens in the order in which they were computed.
 
     A token that was computed twice, after a preemption or because a drafted one before it was wrong, is there twice;
-    ``by_request`` keeps the last of them.
-
-    Attributes:
-        header: the model of the routers.
-        experts: [tokens, layers, top_k] uint8, int16 above 256 experts; best first.
-        weights: [tokens, layers, top_k] float16 routing weights.
-        request: [tokens] int32, a running number from 0.
-        position: [tokens] int32, in the request, its prompt included.
-        prefill: [tokens] bool, whether the token is one of the prompt.
-        router_inputs: [tokens, layers, hidden] float16; None if they were not recorded.
-        next_gate: [tokens, layers - 1, top_k], as ``experts``: what the next layer's gate makes of this layer's input;
-            None if it was not recorded.
-        heavy: [tokens, layers] bool, whether a prompt's token is a heavy hitter (DyMoE 4.2); None if not recorded.
-        domain: a name for each request, possibly empty; None if no request has one.
+    ``by_request`` keeps the last of them. What was not recorded is None.
 
     Raises:
         TraceError: the tensors do not fit each other or the header.
     """
 
-    header: ModelIdentity
-    experts: torch.Tensor
-    weights: torch.Tensor
-    request: torch.Tensor
-    position: torch.Tensor
-    prefill: torch.Tensor
-    router_inputs: torch.Tensor | None = None
+    header: ModelIdentity  # the model of the routers
+    experts: torch.Tensor  # [tokens, layers, top_k] uint8, int16 above 256 experts; best first
+    weights: torch.Tensor  # [tokens, layers, top_k] float16 routing weights
+    request: torch.Tensor  # [tokens] int32, a running number from 0
+    position: torch.Tensor  # [tokens] int32, in the request, its prompt included
+    prefill: torch.Tensor  # [tokens] bool, whether the token is one of the prompt
+    router_inputs: torch.Tensor | None = None  # [tokens, layers, hidden] float16
     next_gate: torch.Tensor | None = None
-    heavy: torch.Tensor | None = None
-    domain: tuple[str, ...] | None = None
+    """[tokens, layers - 1, top_k], as ``experts``: what the next layer's gate makes of this layer's input."""
+    heavy: torch.Tensor | None = None  # [tokens, layers] bool, heavy hitters of prompts (DyMoE 4.2)
+    domain: tuple[str, ...] | None = None  # a name for each request, possibly empty; None if no request has one
 
     def __post_init__(self) -> None:
         header, tensors = self.header, self.tensors()

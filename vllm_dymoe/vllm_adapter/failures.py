@@ -42,13 +42,11 @@ class StepFailures:
         store: a torch.distributed.Store that all ranks share; None for a single rank.
         collects: whether this rank's output is the one that vLLM collects.
         shared: other engines compute the same steps with these experts, and have to find the sentence, too.
-
-    Attributes:
-        on_failure: called with the number of a step that failed on any rank, when its output is complete.
     """
 
     def __init__(self, step: RunningStep, store: Any = None, *, collects: bool = True, shared: bool = False) -> None:
         self.sentence: str | None = None
+        # Called with the number of a step that failed on any rank, when its output is complete.
         self.on_failure: Callable[[int], None] = lambda step: None
         self._step = step
         self._store = store

@@ -127,12 +127,7 @@ def checked(gate: Gate, name: str, x: torch.Tensor, ids: torch.Tensor) -> Gate:
 
 
 class Foresight(Observer):
-    """Finds gates while the model loads, builds the predictor from them, and checks each when its layer first runs.
-
-    Attributes:
-        gates: of every layer, in order; empty where they are not needed, and once one chose otherwise than vLLM.
-        trained: file and card of the predictor that is in force, if one was trained.
-    """
+    """Finds gates while the model loads, builds the predictor from them, and checks each when its layer first runs."""
 
     needs_inputs = True
 
@@ -146,8 +141,8 @@ class Foresight(Observer):
         self._found: dict[int, tuple[str, Gate]] = {}
         self._unchecked: set[int] = set()
         self._turn_off: Callable[[], None] = lambda: None
-        self.gates: list[Gate] = []
-        self.trained: tuple[Path | None, PredictorCard | None] = (None, None)
+        self.gates: list[Gate] = []  # by layer; empty where not needed, and once one chose otherwise than vLLM
+        self.trained: tuple[Path | None, PredictorCard | None] = (None, None)  # file and card of what is in force
 
     def layer_loaded(self, position: int, routed_experts: Any) -> None:
         if self._tree is None:

@@ -43,9 +43,6 @@ class Loading:
 
     Args:
         checkpoint: quantization_config of the checkpoint, if it is ours.
-
-    Attributes:
-        running: the rank, once the last layer of the first model is loaded.
     """
 
     def __init__(
@@ -55,9 +52,8 @@ class Loading:
         checkpoint: Mapping[str, Any] | None,
         reader: Reader = PLAIN_READER,
     ) -> None:
-        self.options = options
-        self.reader = reader
-        self.running: Running | None = None
+        self.options, self.reader = options, reader
+        self.running: Running | None = None  # until the last layer of the first model is loaded
         self._vllm_config = vllm_config
         self._foresight = Foresight(options)
         # Before any rank of this machine fills its share.

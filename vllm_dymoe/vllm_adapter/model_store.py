@@ -50,29 +50,21 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What vLLM says of one MoE layer on this rank.
+    """What vLLM says of one MoE layer on this rank."""
 
-    Attributes:
-        name: prefix in the model, ``model.layers.3.mlp.experts``.
-        num_experts, intermediate: experts and their width on this rank.
-        bias: whether every projection has one.
-        rank, expert_rank: of tensor parallelism and of expert parallelism.
-        weights_on_input: the router's weights multiply what experts read, and not what they give.
-    """
-
-    name: str
-    num_experts: int
+    name: str  # prefix in the model, ``model.layers.3.mlp.experts``
+    num_experts: int  # on this rank
     top_k: int
     hidden: int
-    intermediate: int
+    intermediate: int  # width of an expert on this rank
     dtype: torch.dtype
-    bias: bool
-    rank: int
+    bias: bool  # of every projection
+    rank: int  # of tensor parallelism
     ranks: int
-    expert_rank: int
+    expert_rank: int  # of expert parallelism
     expert_ranks: int
     activation: Activation = Activation.SILU
-    weights_on_input: bool = False
+    weights_on_input: bool = False  # the router's weights multiply what experts read, and not what they give
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -122,10 +114,6 @@ class ModelStore:
     Args:
         checkpoint: quantization_config of the checkpoint, if it is ours.
         host_memory: bytes that all ranks of this machine can get.
-
-    Attributes:
-        place: where the experts live; None before the first weight came.
-        store: the experts, once the last layer is loaded.
     """
 
     def __init__(
@@ -137,8 +125,8 @@ class ModelStore:
         host_memory: int,
     ) -> None:
         self.layers: list[LayerSpec] = []
-        self.place: HostPlace | None = None
-        self.store: HostStore | None = None
+        self.place: HostPlace | None = None  # before the first weight came
+        self.store: HostStore | None = None  # before the last layer is loaded
         self._vllm_config, self._options, self._reader = vllm_config, options, reader
         self._checkpoint, self._host_memory = checkpoint, host_memory
         self._packed_for = ""  # fingerprint of the model that the checkpoint's own store was made from

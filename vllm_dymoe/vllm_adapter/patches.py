@@ -19,17 +19,11 @@ Original = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to vLLM.
+    """One change to vLLM."""
 
-    Attributes:
-        target: module or class, and attribute that is replaced.
-        removable: what upstream would have to offer.
-        replacement: called with the original in front of its arguments; its docstring says why.
-    """
-
-    target: tuple[str, str]
-    removable: str
-    replacement: Original
+    target: tuple[str, str]  # module or class, and attribute that is replaced
+    removable: str  # what upstream would have to offer
+    replacement: Original  # called with the original in front of its arguments; its docstring says why
 
     @property
     def why(self) -> str:

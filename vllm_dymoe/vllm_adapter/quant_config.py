@@ -35,9 +35,6 @@ class DymoeConfig(QuantizationConfig):
         reader: of the experts of a checkpoint that another tool has quantized; of 16 bits for all others.
         dense: that tool's quantization_config, by which vLLM runs the other layers; None where they have 16 bits.
 
-    Attributes:
-        loading: made in the process that holds the weights, when the first MoE layer is created.
-
     Raises:
         ConfigError: it is a variant that cannot be read, or whose dense layers this vLLM cannot run.
     """
@@ -55,7 +52,7 @@ class DymoeConfig(QuantizationConfig):
         super().__init__()
         self.checkpoint = checkpoint
         self.reader = reader
-        self.loading: Loading | None = None
+        self.loading: Loading | None = None  # until the first MoE layer is created, where the weights are
         self._options: Options | None = None
 
     def get_name(self) -> str:

@@ -29,26 +29,17 @@ from vllm_dymoe.vllm_adapter.step import PromptTap, RunningStep
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankLayer:
-    """One MoE layer.
+    """One MoE layer."""
 
-    Attributes:
-        name: as vLLM calls it.
-        position: among the model's MoE layers, from 0.
-        activation: of its experts.
-        expert_map: int [experts of all ranks + 1], this rank's number of each, -1 for another rank's, and at the end -1
-            for rows whose expert is -1; None where the rank has all experts.
-        weights_on_input: the router's weights multiply what experts read, and not what they give.
-        meets: tokens of all data-parallel ranks meet at this rank's experts.
-        part: which part of the step's rows a rank of tensor parallelism has; None where each has all of them.
-    """
-
-    name: str
-    position: int
+    name: str  # as vLLM calls it
+    position: int  # among the model's MoE layers, from 0
     activation: Activation
     expert_map: torch.Tensor | None
-    weights_on_input: bool = False
-    meets: bool = False
-    part: int | None = None
+    """int [experts of all ranks + 1], this rank's number of each, -1 for another rank's, and at the end -1 for rows
+    whose expert is -1; None where the rank has all experts."""
+    weights_on_input: bool = False  # the router's weights multiply what experts read, and not what they give
+    meets: bool = False  # tokens of all data-parallel ranks meet at this rank's experts
+    part: int | None = None  # which of the step's rows a rank of tensor parallelism has; None where each has all
 
 
 class Running:
@@ -57,9 +48,6 @@ class Running:
     Args:
         model: what predictors may know, given the file of a trained one.
         drafted: tokens that speculative decoding adds to a request's one.
-
-    Attributes:
-        prompts: finds the prompts of a step; None for a system that does not ask.
     """
 
     def __init__(
@@ -74,7 +62,7 @@ class Running:
     ) -> None:
         self.runtime, self.step, self.failures = runtime, step, failures
         self.foresight, self.observation = foresight, observation
-        self.prompts: PromptTap | None = None
+        self.prompts: PromptTap | None = None  # for a system that does not ask
         if runtime.system.precision.heavy_hitters is not None:
             recorded = runtime.options.trace is not None
             self.prompts = PromptTap(lambda: self.runtime.system, step, drafted, recorded=recorded)

@@ -33,18 +33,12 @@ WINDOW = 32
 
 
 class RunningStep:
-    """What one rank computes at the moment.
-
-    Attributes:
-        number: of the last step that began; all ranks see the same steps, so they count alike.
-        phase: of the step; decode while vLLM warms up.
-        longest: most tokens of one request in the step; 0 while vLLM warms up.
-    """
+    """What one rank computes at the moment."""
 
     def __init__(self) -> None:
-        self.number = 0
-        self.longest = 0
-        self.phase = Phase.DECODE
+        self.number = 0  # of the last step that began; all ranks see the same steps, so they count alike
+        self.longest = 0  # most tokens of one request in the step; 0 while vLLM warms up
+        self.phase = Phase.DECODE  # also while vLLM warms up
         self._scheduled: Any = None
 
     @property
@@ -93,17 +87,11 @@ class RunningStep:
 
 @dataclass
 class _Prompts:
-    """Those of one forward of the model.
+    """Those of one forward of the model."""
 
-    Attributes:
-        spans: rows of each prompt.
-        heavy: bool [tokens], as the last attention layer left it; None before the first.
-        rows: bool [tokens], the spans as a mask; None before the first MoE layer.
-    """
-
-    spans: list[tuple[int, int]]
-    heavy: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
+    spans: list[tuple[int, int]]  # rows of each prompt
+    heavy: torch.Tensor | None = None  # bool [tokens], as the last attention layer left it; None before the first
+    rows: torch.Tensor | None = None  # bool [tokens], the spans as a mask; None before the first MoE layer
 
 
 class PromptTap:

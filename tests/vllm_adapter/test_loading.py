@@ -96,7 +96,8 @@ def test_layers_have_the_numbers_of_the_model_and_none_has_anothers():
 )
 def test_models_whose_decode_steps_need_the_host(on_input, drafting, why):
     draft = None if drafting is None else SimpleNamespace(get_num_experts=lambda: drafting)
-    config = SimpleNamespace(model_config=object(), speculative_config=SimpleNamespace(draft_model_config=draft))
+    parallel, drafts = SimpleNamespace(data_parallel_size=1), SimpleNamespace(draft_model_config=draft)
+    config = SimpleNamespace(model_config=object(), speculative_config=drafts, parallel_config=parallel)
     model = Loading(config, Options(system="on-demand"), None)
     model.add_layer(SPEC)
     model.add_layer(replace(SPEC, name="layers.2.x", weights_on_input=on_input))

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from vllm_dymoe.bench.table import markdown
 from vllm_dymoe.config import ExpertBudget, Options
 from vllm_dymoe.predict.expert_mlp import ARCHITECTURES
 from vllm_dymoe.quantize.readers import METHODS
@@ -28,11 +29,9 @@ _LIMITS = {"ge": "from {}", "gt": "above {}", "le": "up to {}"}
 _BUDGETS = ("auto", "top-k", "layer")
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(head: list[str], rows: Iterable[Iterable[str]]) -> str:
     """A table in Markdown."""
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(cell.replace("\n", " ") for cell in line) + " |\n" for line in lines)
+    return markdown(head, ([cell.replace("\n", " ") for cell in row] for row in rows)) + "\n"
 
 
 def code(value: Any) -> str:

@@ -38,15 +38,12 @@ def make_experts(code: str, group: int) -> tuple[list[Expert], torch.Tensor]:
     arena = map_bytes(EXPERTS * fmt.whole_nbytes).view(EXPERTS, fmt.whole_nbytes)
     generator, experts = torch.Generator().manual_seed(0), []
     for blob in arena:
-        views, start = [], 0
-        for part in fmt.slices:
-            section = blob[start : start + part.nbytes]
+        expert = None
+        for part, section in zip(fmt.slices, blob.split([part.nbytes for part in fmt.slices]), strict=True):
             for matrix, place in zip(part.matrices, part.sections, strict=True):
                 fill_randomly(matrix, section[place], generator)
-            views.append(section)
-            start += part.nbytes
-        base = fmt.slices[0].view(views[0])
-        experts.append(fmt.view(views[1], base) if len(views) > 1 else base)
+            expert = part.view(section, expert)
+        experts.append(expert)
     return experts, arena
 
 

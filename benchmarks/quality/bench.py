@@ -8,8 +8,7 @@ runtime alone: the store that it reads, its options, its system. vLLM scores a t
 import math
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from vllm_dymoe.config import Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.packer import pack
-from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts
+from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter
@@ -49,32 +48,6 @@ class Variant:
     name: str  # in the tables
     options: dict[str, Any]  # of the plugin, but for the budget
     quantizer: str = "rtn"  # made the bytes; see `Bench.store`
-
-
-class SeveralStores:
-    """Stores of the same experts at different widths, as one.
-
-    Args:
-        by_bits: which holds which width.
-    """
-
-    description = "several stores"
-
-    def __init__(self, by_bits: Mapping[int, HostStore]) -> None:
-        self._by_bits = by_bits
-        formats = {bits: store.experts.formats[bits] for bits, store in by_bits.items()}
-        self.experts = replace(by_bits[16].experts, formats=formats)
-
-    def read_into(
-        self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
-    ) -> None:
-        """From the store that has the width."""
-        self._by_bits[key.bits].read_into(key, destination, projections, wait=wait)
-
-    def close(self) -> None:
-        """Close all of them."""
-        for store in self._by_bits.values():
-            store.close()
 
 
 class Bench:
@@ -206,17 +179,9 @@ class Bench:
             name: of the quantizer, for versions of every width beside each other; "nested NAME" is 2 bits inside of 4.
         """
         if name not in self._stores:
-            self._stores[name] = self._make(name.split())
+            *nested, quantizer = name.split()
+            self._stores[name] = self._pack(quantizer, (4, 2) if nested else WIDTHS)
         return self._stores[name]
-
-    def _make(self, words: list[str]) -> HostStore:
-        match words:
-            case ["nested", quantizer]:
-                return self._pack(quantizer, (4, 2))
-            case ["gptq"]:
-                calibrated = {bits: self._pack("gptq", (bits,)) for bits in (8, 4, 2)}
-                return SeveralStores({16: self.store("rtn")} | calibrated)
-        return self._pack(words[0], WIDTHS)
 
     def _pack(self, name: str, bits: tuple[int, ...]) -> HostStore:
         calibration = self._calibration if name == "gptq" else None

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.steps import ByNumber
 from tests.small_model import make_experts
+from tests.support.instead import Instead
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import minimum_budget, plan_slots
@@ -113,10 +114,10 @@ def test_firm_has_room_for_the_largest_k_within_a_quarter(slots, staging):
     assert sum(plan.quotas[Tier.HI]) == slots - staging
 
 
-def plan_with(nbytes, shares=None, staging=0):
-    return plan_slots(
-        EXPERTS, OPTIONS, ByNumber(low=frozenset({0}), staging=staging), WORKSPACE + nbytes, WORKSPACE, shares or SHARES
-    )
+def plan_with(nbytes, shares=SHARES, staging=0):
+    system = ByNumber(low=frozenset({0}), staging=staging)
+    wanted = Instead(system, precision=Instead(system.precision, all_shares=lambda experts: shares))
+    return plan_slots(EXPERTS, OPTIONS, wanted, WORKSPACE + nbytes, WORKSPACE)
 
 
 HIGH, LOW = EXPERTS.formats[4].nbytes, EXPERTS.formats[2].nbytes

@@ -96,7 +96,7 @@ def predict(
     options = resolve_options(given, environment={})
     system, experts = make_system(options), shape.packed(tuple(options.stored_bits), options.group_size)
     formats, workspace, layers = experts.formats, workspace_bytes(experts, "cuda"), shape.moe_layers
-    slots = plan_slots(experts, options, system, limit, workspace, system.precision.shares(layers, shape.top_k))
+    slots = plan_slots(experts, options, system, limit, workspace)
     slot_bytes = {
         tier: formats[bits].nbytes for tier, bits in slot_bits(experts, options, system.precision.tiers).items()
     }

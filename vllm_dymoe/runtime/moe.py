@@ -91,9 +91,8 @@ class _Spending:
         """
         if isinstance(budget, ExpertBudget):
             budget = limit_in_bytes(budget, self.experts, options, beside, self.automatic)
-        shares = system.precision.all_shares(self.experts)
-        extra: Any = {"filled": self.filled, "popularity": self.popularity}
-        return plan_slots(self.experts, options, system, budget, beside, shares, **extra)
+        spent = self.experts, options, system, budget, beside
+        return plan_slots(*spent, filled=self.filled, popularity=self.popularity)
 
 
 class MoERuntime:

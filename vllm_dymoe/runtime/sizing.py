@@ -94,7 +94,6 @@ def plan_slots(
     system: System,
     limit: int,
     workspace_bytes: int,
-    shares: Mapping[Tier, Sequence[float]] | None = None,
     *,
     filled: bool = False,
     popularity: NDArray[np.float64] | None = None,
@@ -108,7 +107,6 @@ def plan_slots(
     Args:
         system: whose tiers need slots, and what it keeps.
         workspace_bytes: what the kernel and the predictor take of it.
-        shares: for each tier, what share of a layer's active experts is wanted in it; equal ones if None.
         filled: slots for every expert are filled at start, and others not before a device decides: the host streams.
         popularity: float64 [layers, experts], of a system whose high set follows traffic; all alike if None.
 
@@ -122,7 +120,8 @@ def plan_slots(
     bits = slot_bits(experts, options, system.precision.tiers)
     layers = len(experts.layers)
     every_expert = layers * experts.num_experts
-    weights = {tier: shares[tier] if shares and tier in shares else [1.0] * layers for tier in bits}
+    shares = system.precision.all_shares(experts)
+    weights = {tier: shares.get(tier, [1.0] * layers) for tier in bits}
     sizes = {tier: experts.formats[bits[tier]].nbytes for tier in bits}
     if Tier.HI in bits and experts.formats[bits[Tier.HI]].nested:
         high = sum(weights[Tier.HI]) / layers if Tier.LO in system.precision.tiers and options.lo else 1.0

@@ -163,7 +163,7 @@ programs = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(programs, st.integers(0, 2**32), st.sampled_from((0.1, 0.5, 1.0)))
 def test_no_schedule_corrupts_a_slot(program, seed, restless):
     history = History()

@@ -134,7 +134,7 @@ steps = st.lists(
 faults = st.dictionaries(st.integers(0, 20), st.sampled_from(("fail", "hang")), max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.booleans(), st.sampled_from(KINDS), steps, faults, st.integers(1, 12), st.integers(0, 2**32))
 def test_no_schedule_corrupts_a_slot_and_the_map_alone_decides(nested, kind, steps, faults, high, seed):
     history = History()

@@ -165,7 +165,7 @@ class FailingStore:
         pass
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sets(st.integers(1, 60), max_size=12),
     st.sampled_from(BUDGETS),

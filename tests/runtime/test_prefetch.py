@@ -321,7 +321,7 @@ def test_a_guess_that_is_on_its_way_has_hidden_what_the_link_did_so_far():
     assert ticket.link_seconds(now=10.0) == 2.5
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_sequence_gives_every_slot_back(data):
     ahead = make_ahead(slots=data.draw(st.integers(1, 10)), staging=data.draw(st.integers(0, 4)))

@@ -57,7 +57,7 @@ def check(program, outputs, history):
         assert torch.equal(got, want) if got is not None else program.faults
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(programs, st.sampled_from(KINDS), st.integers(0, 2**32), st.sampled_from((0.1, 0.5, 1.0)))
 def test_no_schedule_corrupts_a_slot(program, kind, seed, restless):
     """Nor disturbs a capture. After a read that fails or does not end nothing is captured: it is the end of a start."""
@@ -77,7 +77,7 @@ class RealThreads(RecordedThreads):
             time.sleep(self._random.random() * 1e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(programs, st.sampled_from(KINDS), st.integers(0, 2**32))
 def test_no_schedule_corrupts_a_slot_on_real_threads(program, kind, seed):
     """The same programs with Python's own locks; reads that do not end take real seconds and are left out."""

@@ -53,6 +53,11 @@ def compute_experts(
     kernel.compute(items, receive)
 
 
+def section_of(packed: PackedMatrix) -> Tensor:
+    """The bytes that a packed matrix is a view of, from the first of its section to the last."""
+    return torch.empty(0, dtype=torch.uint8, device=packed.weight.device).set_(packed.weight.untyped_storage())
+
+
 def table_of_blobs(
     shape: ExpertShape,
     blobs: Sequence[int],

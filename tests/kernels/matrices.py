@@ -3,9 +3,11 @@
 from dataclasses import dataclass, replace
 
 import torch
+from hypothesis import assume
+from hypothesis import strategies as st
 
 from benchmarks.gpu.experts import ExpertWork
-from vllm_dymoe.kernels import Activation, Curve, pack, pack_floats, pack_nested, unpack
+from vllm_dymoe.kernels import Activation, Curve, expert_reference, pack, pack_floats, pack_nested, unpack
 from vllm_dymoe.residency.code import CODEBOOKS, MXFP4, NESTED, PLAIN, STEPS, UPPER_HALVES, Code, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 
@@ -70,6 +72,40 @@ def _pack_random_floats(format: MatrixFormat, size: float, section: torch.Tensor
     else:
         scales = scales * size / 100
     pack_floats(format, codes, scales, section, factor)
+
+
+SIZES = {
+    # In smaller ones a single rounding is the whole result: test_torch_experts.py has their matrices one at a time.
+    "hidden": st.integers(30, 150),
+    "intermediate": st.integers(30, 150),
+    "group_size": st.sampled_from([32, 64, 128, 256]),
+    "dtype": st.sampled_from([torch.bfloat16, torch.float16]),
+    "bias": st.booleans(),
+}
+MIXED = SIZES | {"activation": st.sampled_from(ACTIVATIONS), "seed": st.integers(0, 1000)}
+"""Sizes off every tile, and what differs between calls."""
+
+
+def check_mix(compute, work_of, x, experts, chosen, activation, tolerance):
+    """Experts that some tokens chose, and one with none, give what the reference does; other rows stay as they were.
+
+    Args:
+        compute: from work and a number of rows to [rows, hidden], NaN where nothing was written.
+        work_of: from an expert, rows and pairs to its work.
+        chosen: tokens of each expert.
+    """
+    tokens, count = len(x), len(experts)
+    work = [
+        work_of(e, rows, [t * count + i for t in rows]) for i, (e, rows) in enumerate(zip(experts, chosen, strict=True))
+    ]
+    out = compute([*work, work_of(experts[0], [], [])], tokens * count).view(tokens, count, -1).cpu()
+    for i, (expert, rows) in enumerate(zip(experts, chosen, strict=True)):
+        want = expert_reference(x[rows].cpu(), expert.gate, expert.up, expert.down, activation)
+        # A square of what random weights give may be more than the type has numbers for: not the kernel's doing.
+        assume(not rows or want.abs().max() < torch.finfo(x.dtype).max)
+        error = (out[rows, i].double() - want).norm() / want.norm()
+        assert not rows or error < tolerance, expert.up.format.code.name
+        assert bool(out[[t for t in range(tokens) if t not in rows], i].isnan().all()), "rows of no pair were written"
 
 
 def in_one_section(packed: PackedMatrix) -> PackedMatrix:

@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 
 from benchmarks.gpu.experts import section_offsets, table_of_blobs
 from tests.kernels.matrices import random_packed
-from vllm_dymoe.kernels import expert_reference
-from vllm_dymoe.kernels.triton import ExpertTable, WorkList
+from vllm_dymoe.kernels import Activation, expert_reference
+from vllm_dymoe.kernels.triton import (
+    DecodeTile,
+    ExpertTable,
+    GroupedTile,
+    Scratch,
+    WorkList,
+    decode_down,
+    decode_gate_up,
+    grouped_down,
+    grouped_gate_up,
+)
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
@@ -30,6 +40,34 @@ def random_x(tokens, columns, dtype, seed=0):
 
 def poisoned(*shape, dtype):
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+STRIP, TILE = DecodeTile(4, 2), GroupedTile(16, 64, 32, 4, 2)
+
+
+def make_scratch(floats=1 << 16, held=float("nan")):
+    partials = torch.full((floats,), held, device=DEVICE)
+    return Scratch(partials, torch.zeros(1 << 10, dtype=torch.int32, device=DEVICE))
+
+
+def decode(x, table, work, rows, tile=STRIP, activation=Activation.SILU, weighting=None):
+    """Both decode launches; what gate and up left, and the output."""
+    scratch = make_scratch()
+    hidden = poisoned(work.positions, table.shape.intermediate, dtype=x.dtype)
+    decode_gate_up(x, hidden, table, work, activation, tile, scratch)
+    out = poisoned(rows, table.shape.hidden, dtype=x.dtype)
+    decode_down(hidden, out, table, work, tile, scratch, weighting)
+    assert not scratch.semaphores.any(), "semaphores are left above zero"
+    return hidden, out
+
+
+def grouped(x, table, work, rows, tile=TILE, activation=Activation.SILU, place=lambda _: _):
+    """The same in grouped launches; `place` moves what they write to."""
+    hidden = place(poisoned(work.positions, table.shape.intermediate, dtype=x.dtype))
+    grouped_gate_up(x, hidden, table, work, activation, tile)
+    out = place(poisoned(rows, table.shape.hidden, dtype=x.dtype))
+    grouped_down(hidden, out, table, work, tile)
+    return hidden, out
 
 
 some_widths = st.sets(st.sampled_from([8, 4, 2])).map(frozenset)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.gpu.experts import ExpertWork, compute_experts
-from tests.kernels.matrices import ACTIVATIONS, KINDS, Expert, in_one_section, random_expert
+from tests.kernels.matrices import ACTIVATIONS, KINDS, MIXED, Expert, check_mix, in_one_section, random_expert
 from tests.operations import Operations
 from vllm_dymoe.kernels import Activation, CpuKernel, combine, expert_reference, make_kernel, native
 from vllm_dymoe.kernels.combine import Pairs, combine_with_torch
@@ -53,52 +53,22 @@ def compute(kernel, x, work, pairs, activation=Activation.SILU):
 @pytest.mark.parametrize("kernel", KERNELS)
 @settings(max_examples=25, deadline=None)
 @given(
+    **MIXED,
     kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4),
     tokens=st.sampled_from([1, 2, 7, 40, 130]),
-    # In smaller ones a single rounding is the whole result: test_torch_experts.py has their matrices one at a time.
-    hidden=st.integers(30, 150),
-    intermediate=st.integers(30, 150),
-    group_size=st.sampled_from([32, 64, 128]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
-    activation=st.sampled_from(ACTIVATIONS),
-    bias=st.booleans(),
     act_order=st.booleans(),
-    seed=st.integers(0, 1000),
 )
-def test_every_kernel_agrees_with_the_reference(
-    kernel, kinds, tokens, hidden, intermediate, group_size, dtype, activation, bias, act_order, seed
-):
-    """Any mix of bit-widths and of halves in one call, sizes off every tile, experts with no token at all."""
-    x = random_tokens(tokens, hidden, dtype, seed)
-    experts = [
-        random_expert(
-            hidden,
-            intermediate,
-            KINDS[kind],
-            group_size,
-            dtype,
-            seed + i,
-            bias=bias,
-            act_order=act_order,
-            gate=activation.has_gate,
-        )
-        for i, kind in enumerate(kinds)
-    ]
+def test_every_kernel_agrees_with_the_reference(kernel, kinds, tokens, activation, act_order, seed, **sizes):
+    """Any mix of codes in one call."""
+    made, dtype = KERNELS[kernel](), sizes["dtype"]
+    rest = sizes | {"act_order": act_order, "gate": activation.has_gate}
+    experts = [random_expert(code=KINDS[kind], seed=seed + i, **rest) for i, kind in enumerate(kinds)]
     chosen = [[t for t in range(tokens) if (t + i) % (i + 1) == 0] for i in range(len(kinds))]
-    work = [
-        e.work(rows, [t * len(kinds) + i for t in rows])
-        for i, (e, rows) in enumerate(zip(experts, chosen, strict=True))
-    ]
-    work.append(random_expert(hidden, intermediate, 4, group_size, dtype, gate=activation.has_gate).work([], []))
-    out = compute(KERNELS[kernel](), x, work, tokens * len(kinds), activation)
-    for i, (expert, rows) in enumerate(zip(experts, chosen, strict=True)):
-        want = expert_reference(x[rows], expert.gate, expert.up, expert.down, activation)
-        # A square of what random weights give may be more than the type has numbers for: not the kernel's doing.
-        assume(not rows or want.abs().max() < torch.finfo(dtype).max)
-        got = out.view(tokens, len(kinds), hidden)[rows, i]
-        assert not rows or relative_error(got, want) < TOLERANCE[dtype], kinds[i]
-        others = [t for t in range(tokens) if t not in rows]
-        assert bool(out.view(tokens, len(kinds), hidden)[others, i].isnan().all()), "rows of no pair were written"
+    x = random_tokens(tokens, sizes["hidden"], dtype, seed)
+    check_mix(
+        lambda work, rows: compute(made, x, work, rows, activation),
+        Expert.work, x, experts, chosen, activation, TOLERANCE[dtype],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu.experts import section_of
 from tests.kernels.matrices import random_packed
 from vllm_dymoe.kernels import combine, dequantize, torch_experts
 from vllm_dymoe.kernels.torch_experts import linear
@@ -55,17 +56,12 @@ def test_an_order_of_columns_only_moves_the_inputs(bits, columns, tokens):
     """Bit for bit what the stored columns make of inputs that lie in their order."""
     packed = random_packed(MatrixFormat(64, columns, code_of(bits), 32, torch.bfloat16, act_order=True))
     order, unordered = packed.order.long(), replace(packed.format, act_order=False)
-    neighbours = unordered.view(packed_section(packed)[: unordered.nbytes])
+    neighbours = unordered.view(section_of(packed)[: unordered.nbytes])
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
 
     assert torch.equal(dequantize(neighbours), dequantize(packed)[:, order])
     assert torch.equal(linear(x, packed), linear(x[:, order].contiguous(), neighbours))
     assert not torch.equal(linear(x, packed), linear(x, neighbours))
-
-
-def packed_section(packed):
-    """The bytes that a packed matrix is a view of."""
-    return torch.empty(0, dtype=torch.uint8).set_(packed.weight.untyped_storage())
 
 
 def test_combine_in_chunks_adds_the_same():

@@ -4,10 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from tests.kernels.sections import DEVICE, at_the_edge
+from tests.kernels.sections import DEVICE
 from tests.kernels.twins import Twins
 from tests.support.decode_steps import EXPERTS, LAYERS, TOKENS, TOP_K, make_table, random_step, rows
 from tests.support.no_host import HostInStepError, NoHost
@@ -18,39 +16,8 @@ from vllm_dymoe.predict.next_gate import GatesOnDevice
 from vllm_dymoe.predict.trained import NetworkOnDevice
 from vllm_dymoe.residency.decode_ahead import MOST_AHEAD, Copies
 from vllm_dymoe.residency.rule import HIGH, LOW
-from vllm_dymoe.residency.table import Counter, Table, check_integrity
+from vllm_dymoe.residency.table import Counter, Table
 from vllm_dymoe.runtime.ahead import Ahead, NoBranch
-from vllm_dymoe.systems.dymoe import Dymoe
-
-share = st.integers(0, EXPERTS)
-
-
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    st.lists(
-        st.tuples(st.booleans(), st.integers(0, LAYERS - 1), st.integers(1, TOKENS), st.integers(0, 1 << 30)),
-        min_size=1,
-        max_size=6,
-    ),
-    share,
-    share,
-    st.sampled_from([0.0, 0.3, 0.75, 1.0]),
-    st.sampled_from(["threshold", "depth"]),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([3, 7, 20]),
-    st.sampled_from([1, 4, 24]),
-)
-def test_any_guesses_and_steps(steps, low, high, retention, high_by, reuse_high, skip_low, staging, most_ahead):
-    system = Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high)
-    shares = {LOW: [low] * LAYERS, HIGH: [high] * LAYERS}
-    twins = Twins(shares, system=system, skip_low=skip_low, staging=staging, most_ahead=most_ahead)
-    for foreseen, layer, tokens, seed in steps:
-        ids, weights = random_step(seed, tokens)
-        if foreseen:
-            twins.foresee(layer, *random_step(seed // 2, tokens), real=seed % (tokens + 1))
-        twins.step(layer, ids, weights, real=seed % (tokens + 1))
-        check_integrity(twins.plain.on_host(), ranges=True)
 
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(512, 22, 3), (128, 8, 16)])
@@ -64,14 +31,6 @@ def test_sizes_of_models(experts, top_k, tokens):
         assert copies.spans[:, 2].count_nonzero() == MOST_AHEAD
         twins.step(1, ids, scores)
     assert twins.plain.counters[1, Counter.AHEAD_USED] > 0
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="compute-sanitizer looks for the same on a GPU")
-def test_nothing_beside_the_tensors_is_touched():
-    twins = Twins({LOW: [3, 0], HIGH: [0, 5]}, place=at_the_edge, staging=4, most_ahead=5)
-    for layer in range(LAYERS):
-        twins.foresee(layer, *random_step(layer))
-        twins.step(layer, *random_step(layer))
 
 
 def test_copies_are_of_so_many_bytes_and_of_no_more():

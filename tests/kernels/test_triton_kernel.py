@@ -7,8 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.gpu.experts import ExpertWork, compute_experts
-from tests.kernels.matrices import ACTIVATIONS, Expert, random_expert
+from benchmarks.gpu.experts import ExpertWork, compute_experts, section_of
+from tests.kernels.matrices import MIXED, Expert, check_mix, random_expert
 from tests.kernels.sections import DEVICE, TOLERANCE, relative_error, some_widths
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import TritonKernel
@@ -20,8 +20,7 @@ from vllm_dymoe.residency.matrix import PackedMatrix
 
 def on_device(packed):
     """The same bytes where the kernel runs."""
-    section = torch.tensor([], dtype=torch.uint8).set_(packed.weight.untyped_storage()).to(DEVICE)
-    return packed.format.view(section)
+    return packed.format.view(section_of(packed).to(DEVICE))
 
 
 def work_of(expert, tokens, pairs):
@@ -48,50 +47,23 @@ def random_x(tokens, hidden, dtype=torch.bfloat16, seed=0):
 
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
+    **MIXED,
     bits=st.lists(st.sampled_from([16, 8, 4, 2]), min_size=1, max_size=3),
     tokens=st.sampled_from([1, 2, 5, 20]),
-    hidden=st.integers(30, 140),
-    intermediate=st.integers(30, 140),
-    group_size=st.sampled_from([32, 64, 128, 256]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
-    activation=st.sampled_from(ACTIVATIONS),
-    bias=st.booleans(),
     steps=some_widths,
     act_order=some_widths,
-    seed=st.integers(0, 1000),
 )
-def test_any_mix_agrees_with_the_reference(
-    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, act_order, seed
-):
-    """Any mix of bit-widths and numbers of tokens in one call, sizes off every tile, an expert with no token."""
-    x = random_x(tokens, hidden, dtype, seed)
-    experts = [
-        random_expert(
-            hidden,
-            intermediate,
-            b,
-            group_size,
-            dtype,
-            seed + i,
-            bias=bias,
-            steps=b in steps,
-            act_order=b in act_order,
-            gate=activation.has_gate,
-        )
-        for i, b in enumerate(bits)
-    ]
+def test_any_mix_agrees_with_the_reference(bits, tokens, activation, steps, act_order, seed, **sizes):
+    """Any mix of bit-widths and numbers of tokens in one call."""
+    rest = sizes | {"gate": activation.has_gate}
+    flags = [{"steps": b in steps, "act_order": b in act_order} for b in bits]
+    experts = [random_expert(code=b, seed=seed + i, **rest, **flags[i]) for i, b in enumerate(bits)]
     chosen = [[t for t in range(tokens) if (t + i) % (3 * i + 1) == 0] for i in range(len(bits))]
-    count = len(bits)
-    work = [
-        work_of(e, rows, [t * count + i for t in rows]) for i, (e, rows) in enumerate(zip(experts, chosen, strict=True))
-    ]
-    work.append(work_of(experts[0], [], []))
-    out = compute(make_kernel(), x, work, tokens * count, activation).view(tokens, count, hidden)
-    for i, (expert, rows) in enumerate(zip(experts, chosen, strict=True)):
-        want = expert_reference(x[rows].cpu(), expert.gate, expert.up, expert.down, activation)
-        assert not rows or relative_error(out[rows, i], want) < TOLERANCE[dtype], bits[i]
-        others = [t for t in range(tokens) if t not in rows]
-        assert bool(out[others, i].isnan().all()), "rows of no pair were written"
+    x = random_x(tokens, sizes["hidden"], sizes["dtype"], seed)
+    check_mix(
+        lambda work, rows: compute(make_kernel(), x, work, rows, activation),
+        work_of, x, experts, chosen, activation, TOLERANCE[sizes["dtype"]],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens", [1, 20])

@@ -6,7 +6,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from benchmarks.gpu.experts import ExpertWork, compute_experts
+from benchmarks.gpu.experts import ExpertWork, compute_experts, section_of
 from tests.kernels.matrices import random_expert
 from tests.kernels.sections import DEVICE
 from tests.kernels.test_triton_kernel import make_kernel, on_device, random_x
@@ -34,10 +34,6 @@ def described_layer():
     pairs = [top_k * row + expert for expert, row in enumerate(rows)]
     packed = [tuple(on_device(matrix) for matrix in (e.gate, e.up, e.down)) for e in experts]
     return x, packed, rows, pairs
-
-
-def section_of(packed):
-    return torch.tensor([], dtype=torch.uint8, device=DEVICE).set_(packed.weight.untyped_storage())
 
 
 def decision_of(rows, pairs, order=None):

@@ -93,11 +93,8 @@ def check_forward(case: tuple[ExpertShape, Activation]) -> list[str]:
     work, references = [], []
     for expert, (bits, count) in enumerate(itertools.product(BITS, COUNTS)):
         matrices, blob = make_expert(shape, bits, expert)
-        blob = blob.to(DEVICE)
-        views, start = [], 0
-        for packed in matrices:
-            views.append(packed.format.view(blob[start : start + packed.format.nbytes]))
-            start += packed.format.nbytes
+        sections = blob.to(DEVICE).split([packed.format.nbytes for packed in matrices])
+        views = [packed.format.view(section) for packed, section in zip(matrices, sections, strict=True)]
         rows = torch.arange(count)
         work.append(ExpertWork(*views, rows.to(DEVICE), (rows * experts + expert).to(DEVICE)))
         references.append((rows, expert_reference(x[:count], *matrices, activation)))

@@ -1,54 +1,45 @@
-"""The decode launches by themselves: split sums, the router's weights, fetching through, device-side work lists."""
+"""The launches by themselves: tiles, split sums, the router's weights, and work lists made on the device."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.gpu.experts import section_offsets, table_of_blobs
-from tests.kernels.matrices import ACTIVATIONS
+from tests.kernels.matrices import MIXED
 from tests.kernels.sections import (
     DEVICE,
     TOLERANCE,
     Experts,
-    at_the_edge,
-    count_loads,
+    decode,
+    grouped,
+    make_scratch,
     poisoned,
     random_x,
     relative_error,
-    sections_at_the_edge,
     some_widths,
     work_list,
 )
-from vllm_dymoe.kernels import Activation
+from vllm_dymoe.kernels import Activation, dequantize
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
     ExpertShape,
+    GroupedTile,
     Scratch,
     Weighting,
     WorkList,
+    choose_tiles,
     decode_down,
     decode_gate_up,
+    grouped_down,
+    grouped_gate_up,
 )
+from vllm_dymoe.kernels.triton.schedule import schedule
 from vllm_dymoe.kernels.triton.start import run_kernel
+from vllm_dymoe.residency.code import CODEBOOKS, FP8, MXFP4, NVFP4
 
 BFLOAT16, SILU = torch.bfloat16, Activation.SILU
-
-
-def make_scratch(floats=1 << 16, held=float("nan")):
-    partials = torch.full((floats,), held, device=DEVICE)
-    return Scratch(partials, torch.zeros(1 << 10, dtype=torch.int32, device=DEVICE))
-
-
-def run(x, table, work, tile, activation=SILU, weighting=None, rows=None, scratch=None):
-    """Both launches; what gate and up left, and the output."""
-    scratch = scratch or make_scratch()
-    hidden = poisoned(work.positions, table.shape.intermediate, dtype=x.dtype)
-    decode_gate_up(x, hidden, table, work, activation, tile, scratch)
-    out = poisoned(rows, table.shape.hidden, dtype=x.dtype)
-    decode_down(hidden, out, table, work, tile, scratch, weighting)
-    assert not scratch.semaphores.any(), "semaphores are left above zero"
-    return hidden, out
+FLOATS = [book.tag for book in CODEBOOKS.values()]
+widths = st.sampled_from([16, 8, 4, 2, *FLOATS])
 
 
 def routing(tokens, top_k, experts, seed=0):
@@ -70,36 +61,79 @@ def weighted_reference(experts, ids, weights, x, activation, skipped=()):
     return want
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    bits=st.lists(st.sampled_from([16, 8, 4, 2]), min_size=3, max_size=3),
+    **MIXED | {"hidden": st.integers(40, 270)},
+    bits=st.lists(widths, min_size=3, max_size=3),
     tokens=st.sampled_from([1, 3]),
-    hidden=st.integers(40, 270),
-    intermediate=st.integers(40, 100),
-    group_size=st.sampled_from([32, 64, 128, 256]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
-    activation=st.sampled_from(ACTIVATIONS),
-    bias=st.booleans(),
     steps=some_widths,
     act_order=some_widths,
     tile=st.builds(DecodeTile, st.sampled_from([4, 8]), st.sampled_from([1, 2, 3])),
-    seed=st.integers(0, 1000),
 )
-def test_the_weighted_sum(
-    bits, tokens, hidden, intermediate, group_size, dtype, activation, bias, steps, act_order, tile, seed
-):
+def test_the_weighted_sum(bits, tokens, activation, steps, act_order, tile, seed, **sizes):
     """Any tiers in one launch, any number of parts; one expert of each token is left out."""
-    shape = ExpertShape(hidden, intermediate, group_size, dtype, bias, steps, act_order, activation.has_gate)
-    experts = Experts(shape, bits, seed)
+    shape = ExpertShape(**sizes, integer_zeros=steps, act_order=act_order, has_gate=activation.has_gate)
+    experts, hidden, dtype = Experts(shape, bits, seed), shape.hidden, shape.dtype
     x = random_x(tokens, hidden, dtype, seed)
     ids, weights, chosen = routing(tokens, 2, 3, seed)
     chosen[0] = []
     skipped = {(t, k) for t in range(tokens) for k in range(2) if ids[t][k] == 0}
     computed = torch.tensor([[int((t, k) not in skipped) for k in range(2)] for t in range(tokens)], dtype=torch.int32)
     weighting = Weighting(weights, computed.to(DEVICE))
-    _, out = run(x, experts.table(), work_list(chosen, 2), tile, activation, weighting, tokens)
+    _, out = decode(x, experts.table(), work_list(chosen, 2), tokens, tile, activation, weighting)
     want = weighted_reference(experts, ids, weights, x, activation, skipped)
     assert relative_error(out, want) < TOLERANCE[dtype]
+
+
+tiles = st.builds(
+    GroupedTile,
+    block_m=st.sampled_from([16, 32, 64, 128]),
+    block_n=st.sampled_from([64, 128]),
+    block_k=st.sampled_from([16, 32, 64]),
+    warps=st.just(4),
+    stages=st.just(2),
+)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    **MIXED,
+    bits=st.lists(widths, min_size=1, max_size=4),
+    tokens=st.sampled_from([1, 17, 70]),
+    steps=some_widths,
+    act_order=some_widths,
+    tile=tiles,
+)
+def test_any_tile_agrees_with_the_reference(bits, tokens, activation, steps, act_order, tile, seed, **sizes):
+    shape = ExpertShape(**sizes, integer_zeros=steps, act_order=act_order, has_gate=activation.has_gate)
+    experts, hidden, dtype = Experts(shape, bits, seed), shape.hidden, shape.dtype
+    x = random_x(tokens, hidden, dtype, seed)
+    count = len(bits)
+    chosen = [[(t, e) for t in range(tokens) if (t + e) % (e + 1) == 0] for e in range(count)]
+    work = work_list(chosen, count, tile.block_m)
+    _, out = grouped(x, experts.table(), work, tokens * count, tile, activation)
+    for expert, pairs in enumerate(chosen):
+        rows = [token for token, _ in pairs]
+        got = out.view(tokens, count, hidden)[:, expert]
+        want = experts.reference(expert, x[rows], activation)
+        assert not rows or relative_error(got[rows], want) < TOLERANCE[dtype], bits[expert]
+        others = [t for t in range(tokens) if t not in rows]
+        assert bool(got[others].isnan().all()), "rows of no pair were written"
+
+
+@pytest.mark.parametrize("book", [MXFP4, NVFP4, FP8], ids=lambda book: book.name)
+def test_every_code_is_its_level(book):
+    """A matrix that holds each code in each place of a word, times unit vectors: no sum hides a wrong one."""
+    shape = ExpertShape(64, 256, 32, torch.bfloat16)
+    experts = Experts(shape, [book.tag])
+    down = experts.matrices[0][2]
+    x = torch.eye(256).bfloat16().to(DEVICE)
+    work = work_list([[(t, 0) for t in range(256)]], 1, 16)
+    out = poisoned(256, 64, dtype=torch.bfloat16)
+    grouped_down(x, out, experts.table(), work, GroupedTile(16, 64, 64, 4, 2))
+    # MXFP4's weights are bfloat16 numbers. The others are rounded, and the interpreter may take the other neighbour.
+    tolerance = 0 if book is MXFP4 else 2**-7
+    assert torch.allclose(out.t().cpu(), dequantize(down, torch.bfloat16), rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -110,12 +144,12 @@ def test_what_other_tools_quantized_at_some_bits_and_not_at_others(steps, act_or
     """A checkpoint's integers beside a tier derived from them; from slots, and fetched on the way."""
     flags = frozenset(steps), frozenset(act_order)
     experts = Experts(ExpertShape(150, 60, 32, dtype, bias, *flags), [8, 4, 2, 16])
-    x, work, tile = random_x(1, 150, dtype), work_list([[(0, e)] for e in range(4)], 4), DecodeTile(4, 2)
-    _, out = run(x, experts.table(), work, tile, rows=4)
+    x, work = random_x(1, 150, dtype), work_list([[(0, e)] for e in range(4)], 4)
+    _, out = decode(x, experts.table(), work, 4)
     for expert in range(4):
         assert relative_error(out[expert], experts.reference(expert, x, SILU)[0]) < TOLERANCE[dtype]
     slots = [torch.zeros_like(blob) for blob in experts.blobs]
-    fetched = run(x, experts.table([slot.data_ptr() for slot in slots]), work, tile, rows=4)[1]
+    fetched = decode(x, experts.table([slot.data_ptr() for slot in slots]), work, 4)[1]
     assert torch.equal(fetched, out)
     assert all(torch.equal(slot, blob) for slot, blob in zip(slots, experts.blobs, strict=True))
 
@@ -130,7 +164,7 @@ def test_the_order_of_programs_changes_no_bit():
     results = []
     for items in (work.items, work.items.flip(0)):
         turned = WorkList(items.contiguous(), work.rows, work.pairs)
-        results.append(run(x, experts.table(), turned, DecodeTile(4, 2), SILU, weighting, 2)[1])
+        results.append(decode(x, experts.table(), turned, 2, weighting=weighting)[1])
     assert torch.equal(*results)
     assert not results[0].isnan().any()
 
@@ -168,7 +202,7 @@ def test_experts_are_added_in_ascending_order():
     weighting = Weighting(
         torch.tensor([[1, BIG, -BIG]], device=DEVICE), torch.ones(1, 3, dtype=torch.int32, device=DEVICE)
     )
-    _, out = run(random_x(1, 64, BFLOAT16), experts.table(), work, DecodeTile(4, 1), SILU, weighting, 1)
+    _, out = decode(random_x(1, 64, BFLOAT16), experts.table(), work, 1, DecodeTile(4, 1), weighting=weighting)
     assert not out.any()
 
 
@@ -205,122 +239,50 @@ def test_nothing_is_summed_before_the_last_part_has_come():
     assert bool(out.isnan().all())
 
 
-ORDERED = frozenset((8, 2))
+def test_positions_of_no_item_are_left_alone():
+    """Behind every item lie positions of others, or of none: they keep what they held."""
+    experts = Experts(ExpertShape(64, 64, 32, torch.bfloat16), [4, 2])
+    tile = GroupedTile(16, 64, 32, 4, 2)
+    items = torch.tensor([[0, 1, 3], [1, 4, 7]], dtype=torch.int32, device=DEVICE)
+    index = torch.arange(8, device=DEVICE)
+    work = WorkList(items, index, index)
+    x = random_x(8, 64, torch.bfloat16)
+    inner, out = (poisoned(8, 64, dtype=torch.bfloat16) for _ in range(2))
+    grouped_gate_up(x, inner, experts.table(), work, Activation.SILU, tile)
+    grouped_down(x, out, experts.table(), work, tile)
+    for result in (inner, out):
+        assert result.isnan().all(1).tolist() == [True, False, False, True, False, False, False, True]
+        assert not result[[1, 2, 4, 5, 6]].isnan().any()
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="compute-sanitizer looks for the same on a GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tile", "weighted"), [(DecodeTile(4, 2), False), (DecodeTile(4, 1), True)])
-def test_nothing_beside_the_tensors_is_touched(dtype, tile, weighted):
-    """Sizes off every tile, an odd number of tokens, and memory that ends behind each tensor and section."""
-    experts, copies = Experts(ExpertShape(100, 70, 32, dtype, True, act_order=ORDERED), [16, 8, 4, 2]), []
-    table = sections_at_the_edge(experts, copies)
-    x, work = at_the_edge(random_x(3, 100, dtype)), work_list([[(t, e) for t in range(3)] for e in range(4)], 4)
-    work = WorkList(*(at_the_edge(part) for part in (work.items, work.rows, work.pairs)))
-    # 2 tiles of 64 rows, for each of 12 positions and each part; gate and up have a sum each.
-    scratch = Scratch(at_the_edge(torch.full((12 * 512,), torch.nan)), at_the_edge(torch.zeros(24, dtype=torch.int32)))
-    hidden = at_the_edge(poisoned(12, 70, dtype=dtype))
-    decode_gate_up(x, hidden, table, work, SILU, tile, scratch)
-    weighting = None
-    if weighted:
-        weighting = Weighting(at_the_edge(torch.ones(3, 4)), at_the_edge(torch.ones(3, 4, dtype=torch.int32)))
-    out = at_the_edge(poisoned(3 if weighted else 12, 100, dtype=dtype))
-    decode_down(hidden, out, table, work, tile, scratch, weighting)
-    assert not out.isnan().any()
+@pytest.mark.parametrize("step", [2, 16])
+def test_a_schedule_made_on_the_device(step):
+    """The same positions as on the host, whatever the routing; negative experts are left out."""
+    ids = torch.tensor([[3, 1], [1, -1], [1, 0], [3, 1], [1, 3]], dtype=torch.int32, device=DEVICE)
+    work = schedule(ids, 5, step)
+    found = {}
+    for expert, first, last in work.items.tolist():
+        assert last - first <= step
+        for position in range(first, last):
+            found.setdefault(expert, []).append((int(work.rows[position]), int(work.pairs[position])))
+    assert found == {0: [(2, 5)], 1: [(0, 1), (1, 2), (2, 4), (3, 7), (4, 8)], 3: [(0, 0), (3, 6), (4, 9)]}
 
 
-def test_where_the_bytes_lie_changes_no_bit():
-    shape = ExpertShape(128, 64, 32, BFLOAT16, True)
-    experts = Experts(shape, [4, 2])
-    x = random_x(1, 128, BFLOAT16)
-    work = work_list([[(0, 0)], [(0, 1)]], 2)
-    want = run(x, experts.table(), work, DecodeTile(4, 1), rows=2)[1]
-    arena = torch.full((1 << 17,), 0xEE, dtype=torch.uint8, device=DEVICE)
-    for offset in (16, 4096 + 48):
-        places = [arena[offset + (i << 15) :][: blob.numel()].copy_(blob) for i, blob in enumerate(experts.blobs)]
-        table = table_of_blobs(shape, [place.data_ptr() for place in places], [4, 2], DEVICE)
-        assert torch.equal(run(x, table, work, DecodeTile(4, 1), rows=2)[1], want)
-
-
-@pytest.mark.parametrize(
-    ("hidden", "intermediate", "group_size", "tokens", "bias", "tile"),
-    [(300, 70, 32, 1, False, DecodeTile(4, 3)), (65, 64, 128, 3, True, DecodeTile(4, 1))],
-)
-def test_what_is_fetched_is_the_source_and_changes_no_bit(hidden, intermediate, group_size, tokens, bias, tile):
-    """Every byte of the blob arrives, padding included, none beside it, and the output is that of the slot."""
-    bits = [16, 8, 4, 2, 4]
-    experts = Experts(ExpertShape(hidden, intermediate, group_size, BFLOAT16, bias), bits)
-    x = random_x(tokens, hidden, BFLOAT16)
-    chosen = [[(t, e) for t in range(tokens)] for e in range(len(bits))]
-    slots = [torch.full((blob.numel() + 32,), 0xEE, dtype=torch.uint8, device=DEVICE) for blob in experts.blobs]
-    # The last one is on the device already.
-    targets = [slot.data_ptr() + 16 for slot in slots[:-1]] + [0]
-    assert all(address % 16 == 0 for address in targets)
-    whole = work_list(chosen, len(bits), step=tokens)
-    hidden_states, out = run(x, experts.table(targets), whole, tile, rows=tokens * len(bits))
-    for slot, blob in zip(slots[:-1], experts.blobs, strict=False):
-        assert torch.equal(slot[16:-16], blob)
-        assert bool((slot[:16] == 0xEE).all())
-        assert bool((slot[-16:] == 0xEE).all())
-    assert bool((slots[-1] == 0xEE).all())
-    starts = [slot.data_ptr() + 16 for slot in slots[:-1]] + [experts.blobs[-1].data_ptr()]
-    again = table_of_blobs(experts.shape, starts, bits, DEVICE)
-    slot_states, slot_out = run(x, again, whole, tile, rows=tokens * len(bits))
-    assert torch.equal(hidden_states, slot_states)
-    assert torch.equal(out, slot_out)
-    for expert in range(len(bits)):
-        want = experts.reference(expert, x, SILU)
-        assert relative_error(out.view(tokens, len(bits), -1)[:, expert], want) < TOLERANCE[BFLOAT16]
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="counts what the interpreter loads")
-@pytest.mark.parametrize("bits", [16, 8, 4, 2])
-def test_each_byte_is_read_once(bits, monkeypatch):
-    """Over the link: what is fetched is computed from the copy. And weights from memory, whatever their token.
-
-    Only an order of columns, here at 8 and 2 bits, is fetched by each block of 64 rows, of which there are two.
-    """
-    experts = Experts(ExpertShape(100, 70, 32, BFLOAT16, True, act_order=ORDERED), [bits])
-    x, work = random_x(2, 100, BFLOAT16), work_list([[(0, 0), (1, 0)]], 1)
-    slot = torch.zeros_like(experts.blobs[0])
-    counts = count_loads(monkeypatch, experts.blobs[0])
-    run(x, experts.table([slot.data_ptr()]), work, DecodeTile(4, 2), rows=2)
-    for fmt, offset in zip(experts.shape.formats(bits), section_offsets(experts.shape, bits), strict=True):
-        assert (counts[offset : offset + fmt.order_offset] == 1).all()
-        assert (counts[offset + fmt.order_offset : offset + fmt.nbytes] == 2).all()
-    counts[:] = 0
-    run(x, experts.table(), work, DecodeTile(4, 2), rows=2)
-    for fmt, offset in zip(experts.shape.formats(bits), section_offsets(experts.shape, bits), strict=True):
-        assert (counts[offset : offset + fmt.weight_bytes] == 1).all()
-
-
-def test_bytes_that_no_row_reads_arrive_too():
-    """Random bytes as a blob: whatever lies in padding is copied like everything else."""
-    for bits in (16, 8, 4, 2):
-        shape = ExpertShape(70, 67, 32, BFLOAT16, True)
-        experts = Experts(shape, [bits])
-        experts.blobs[0].random_(0, 60)  # no infinities among the scales
-        slot = torch.zeros_like(experts.blobs[0])
-        run(
-            random_x(1, 70, BFLOAT16),
-            experts.table([slot.data_ptr()]),
-            work_list([[(0, 0)]], 1),
-            DecodeTile(4, 1),
-            rows=1,
-        )
-        assert torch.equal(slot, experts.blobs[0])
-
-
-def test_empty_items_are_nothing():
-    """A list made on the device has room for more items than there are."""
-    experts = Experts(ExpertShape(64, 64, 32, BFLOAT16), [4])
-    x = random_x(1, 64, BFLOAT16)
-    work = work_list([[(0, 0)]], 1)
-    want = run(x, experts.table(), work, DecodeTile(4, 1), rows=1)[1]
-    items = torch.cat([work.items, torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)])
-    assert torch.equal(
-        run(x, experts.table(), WorkList(items, work.rows, work.pairs), DecodeTile(4, 1), rows=1)[1], want
-    )
+def test_a_schedule_drives_a_launch():
+    experts = Experts(ExpertShape(64, 64, 32, torch.bfloat16), [4, 2, 16])
+    x = random_x(4, 64, torch.bfloat16)
+    ids = torch.tensor([[0, 1], [2, 1], [-1, 0], [2, 0]], device=DEVICE)
+    tile = choose_tiles(90, 64, 64).grouped_down[0]
+    work = schedule(ids, 3, tile.block_m)
+    _, out = grouped(x, experts.table(), work, 8, tile)
+    for token, row in enumerate(ids.tolist()):
+        for k, expert in enumerate(row):
+            got = out[2 * token + k : 2 * token + k + 1]
+            if expert < 0:
+                assert bool(got.isnan().all())
+            else:
+                want = experts.reference(expert, x[token : token + 1], Activation.SILU)
+                assert relative_error(got, want) < TOLERANCE[torch.bfloat16]
 
 
 def never(*arguments):

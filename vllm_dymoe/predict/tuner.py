@@ -25,15 +25,10 @@ from typing import NamedTuple
 
 
 class Setting(NamedTuple):
-    """The two numbers of a meeting.
+    """The two numbers of a meeting."""
 
-    Attributes:
-        k: experts that each layer names.
-        p: layers that meet.
-    """
-
-    k: int
-    p: int
+    k: int  # experts that each layer names
+    p: int  # layers that meet
 
 
 @dataclass

@@ -24,15 +24,10 @@ MOST_AHEAD = 8
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """What is fetched ahead for one layer. The next layer's take their place once they are there.
+    """What is fetched ahead for one layer. The next layer's take their place once they are there."""
 
-    Attributes:
-        spans: int64 [MOST_AHEAD, 3], where bytes lie, where they go, and how many they are: 0 for none.
-        scratch: int32, for the program that names them while another one decides the layer before.
-    """
-
-    spans: Tensor
-    scratch: Tensor
+    spans: Tensor  # int64 [MOST_AHEAD, 3], where bytes lie, where they go, and how many they are: 0 for none
+    scratch: Tensor  # int32, for the program that names them while another one decides the layer before
 
     @classmethod
     def allocate(cls, tokens: int, guesses: int, experts: int, device: torch.device | str) -> Self:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from vllm_dymoe.observe import statistics
 from vllm_dymoe.observe.synthetic import MIXTRAL_8X7B, synthetic_trace
 from vllm_dymoe.observe.trace import TraceError
 from vllm_dymoe.residency.identity import ModelIdentity
@@ -12,8 +13,7 @@ SMALL = ModelIdentity("small", "synthetic", num_layers=6, num_experts=64, top_k=
 
 def measured(trace):
     """Shares of choices that the token before made too, and that follow from the layer before; loads by layer."""
-    experts = trace.experts.long()
-    reused, followed = [], []
+    experts, followed = trace.experts.long(), []
     pairs = torch.zeros(SMALL.num_layers - 1, 64, 64)
     half = experts[trace.request % 2 == 0]  # what follows what is learned here, and tried on the others
     for layer in range(SMALL.num_layers - 1):
@@ -24,11 +24,9 @@ def measured(trace):
         own = experts[rows]
         if trace.request[rows[0]] % 2 == 0:
             continue
-        reused.append((own[1:, :, :, None] == own[:-1, :, None, :]).any(-1).float().mean())
         expected = torch.stack([follow[layer][own[:, layer]] for layer in range(SMALL.num_layers - 1)], 1)
         followed.append((own[:, 1:, :, None] == expected[:, :, None, :]).any(-1).float().mean())
-    load = torch.stack([torch.bincount(experts[:, layer].flatten(), minlength=64) for layer in range(6)]).float()
-    return torch.stack(reused).mean().item(), torch.stack(followed).mean().item(), load / load.sum(1, keepdim=True)
+    return statistics.reuse(trace).mean().item(), torch.stack(followed).mean().item(), statistics.popularity(trace)
 
 
 @pytest.mark.parametrize(("locality", "correlation"), [(0.0, 0.0), (0.6, 0.0), (0.0, 0.6), (0.4, 0.4)])
@@ -70,7 +68,7 @@ def test_domains_prefer_different_experts():
     trace = synthetic_trace(SMALL, requests=8, prompt=0, decode=100, skew=1.5, locality=0, correlation=0.3, domains=2)
     assert trace.domain == ("domain 0", "domain 1") * 4
     domain = trace.request % 2
-    loads = [torch.bincount(trace.experts[domain == d][:, 3].flatten().long(), minlength=64).float() for d in (0, 1)]
+    loads = [statistics.load(trace.select(domain == d))[3] for d in (0, 1)]
     assert torch.nn.functional.cosine_similarity(*loads, dim=0) < 0.6
 
 

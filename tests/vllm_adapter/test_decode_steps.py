@@ -71,14 +71,12 @@ def test_which_steps_need_the_host(runtime):
         runtime.check_integrity()
 
 
-def test_large_batches_are_told_once_that_nothing_is_kept_for_them(runtime, monkeypatch):
-    said = []
-    monkeypatch.setattr(decode_steps.logger, "warning", lambda text, *values: said.append(text % values))
+def test_large_batches_are_told_once_that_nothing_is_kept_for_them(runtime, monkeypatch, warnings):
     monkeypatch.setattr(decode_steps, "_MANY", 2)
     large = rank_of(runtime)
     for count in range(4):
         run(large, count, DECODE_ROWS + 1)
-        assert [line.count('decisions "host"') for line in said] == [1] * (count > 0)
+        assert [line.count('decisions "host"') for line in warnings()] == [1] * (count > 0)
     run(large, 1, DECODE_ROWS)
 
 

@@ -1,7 +1,6 @@
 """Finding gates in blocks of many shapes, and seeing through one that is not the gate."""
 
 import gc
-import logging
 import weakref
 from types import SimpleNamespace
 
@@ -68,12 +67,6 @@ def tree():
     tree = ModuleTree()
     yield tree
     tree.close()
-
-
-@pytest.fixture
-def warnings(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
 def assert_found(tree, block, gate, dtype=torch.float32):

@@ -10,19 +10,9 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from tests.e2e.replays import platform_with_graphs
 from tests.vllm_adapter.test_prepare import configure
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
-from vllm_dymoe.vllm_adapter import graphs
 from vllm_dymoe.vllm_adapter.graphs import OPERATOR, leave_layers_out, settle_graphs
 
 DEVICE = {"decisions": "device", "host_store": "pinned"}
-
-
-@pytest.fixture
-def said(monkeypatch):
-    lines = []
-    monkeypatch.setattr(graphs.logger, "log", lambda level, text, *values: lines.append((level, text % values)))
-    monkeypatch.setattr(graphs.logger, "info", lambda text, *values: lines.append((logging.INFO, text % values)))
-    monkeypatch.setattr(graphs.logger, "warning", lambda text, *values: lines.append((logging.WARNING, text % values)))
-    return lines
 
 
 def configured(monkeypatch, *, breakable=False, dymoe=None, **settings):

@@ -1,7 +1,6 @@
 """Which packed experts belong to a rank, and where they live: those that are refused, and memory that cannot be had."""
 
 import dataclasses
-import logging
 import os
 
 import pytest
@@ -18,7 +17,6 @@ from vllm_dymoe.store.files import file_name
 from vllm_dymoe.store.memory import HostPlace
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.vllm_adapter import model_store
-from vllm_dymoe.vllm_adapter.announcements import logger
 from vllm_dymoe.vllm_adapter.model_store import (
     LayerSpec,
     _described,
@@ -82,13 +80,6 @@ def test_and_otherwise_files_serve_and_the_line_says_why(files, lock):
     assert not place.pinned
     assert place.reason.startswith(f"auto: the experts need {memory_bytes(files.experts)} bytes of page-locked")
     assert "CUDA error 2: out of memory" in place.reason
-
-
-@pytest.fixture
-def warnings(caplog, monkeypatch):
-    monkeypatch.setattr(logger, "propagate", True)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
 @pytest.mark.parametrize(

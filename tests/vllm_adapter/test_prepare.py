@@ -184,13 +184,11 @@ def test_phi_under_the_name_that_vllm_cannot_run_is_refused(tmp_path):
     assert f'write "PhiMoEForCausalLM" into architectures in the config.json of {tmp_path}' in message
 
 
-def test_the_worker_methods_are_added_unless_a_users_own_are_there(monkeypatch):
-    said = []
-    monkeypatch.setattr(prepare.logger, "info", lambda text, *values: said.append(text % values))
+def test_the_worker_methods_are_added_unless_a_users_own_are_there(said):
     for given in (None, WORKER_EXTENSION, "a.users.Extension"):
         config = configure(worker_extension_cls=given or "")
         assert config.parallel_config.worker_extension_cls == (given or WORKER_EXTENSION)
-        assert any(WORKER_EXTENSION in line for line in said) == (given == "a.users.Extension")
+        assert any(WORKER_EXTENSION in line for _, line in said) == (given == "a.users.Extension")
     assert resolve_obj_by_qualname(WORKER_EXTENSION) is DymoeWorkerExtension
 
 

@@ -85,7 +85,7 @@ CORES = sorted(os.sched_getaffinity(0))[:2]
 needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two ranks need two cores")
 
 
-def prepare_two_ranks(log: Path) -> None:
+def prepare_rank(log: Path) -> None:
     """In a process of its own: a core for each rank, and everything that is said goes to a file."""
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
@@ -106,6 +106,12 @@ class Answer:
     tokens: list[int]
     logprobs: list[dict[int, float]]
 
+    @classmethod
+    def of(cls, completion: Any) -> "Answer":
+        """What vLLM has completed."""
+        tops = [{t: entry.logprob for t, entry in position.items()} for position in completion.logprobs or []]
+        return cls(list(completion.token_ids), tops)
+
 
 def answer(llm: Any, texts: list[Any], max_tokens: int = 32, logprobs: int | None = 5) -> list[Answer]:
     """Greedy answers to prompts, given to the engine at once; texts, or {"prompt_token_ids": [...]} for each."""
@@ -115,12 +121,7 @@ def answer(llm: Any, texts: list[Any], max_tokens: int = 32, logprobs: int | Non
     sampling = SamplingParams(
         temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs, detokenize=words
     )
-    answers = []
-    for output in llm.generate(texts, sampling, use_tqdm=False):
-        completion = output.outputs[0]
-        tops = [{t: entry.logprob for t, entry in position.items()} for position in completion.logprobs or []]
-        answers.append(Answer(list(completion.token_ids), tops))
-    return answers
+    return [Answer.of(output.outputs[0]) for output in llm.generate(texts, sampling, use_tqdm=False)]
 
 
 @contextlib.contextmanager

@@ -3,18 +3,24 @@
 import itertools
 import multiprocessing
 import os
-import socket
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from tests.e2e.engines import Answer, answer, check_logprobs_close, engine, prompts, runtime_of
+from tests.e2e.engines import (
+    Answer,
+    answer,
+    check_logprobs_close,
+    engine,
+    needs_two_cores,
+    prepare_rank,
+    prompts,
+    runtime_of,
+)
+from tests.e2e.test_server import free_port
 from vllm_dymoe.store import StoreError
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two engines need two cores"),
-]
+pytestmark = [pytest.mark.engine, needs_two_cores]
 
 OPTIONS = {"hi": 16, "expert_budget": "25%", "system_options": {"look_ahead": 0}}
 TOKENS = 12
@@ -48,9 +54,7 @@ def serve(rank, port, folder):
     """What one of two engines answers: to prompts of its own, without any, and when an expert cannot be read."""
     from vllm import SamplingParams
 
-    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    prepare_rank(folder / f"log-{rank}")
     os.environ |= {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": "2"}
     os.environ |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -71,10 +75,7 @@ def serve(rank, port, folder):
             return [finished[name] for name in names]
 
         def answers(texts):
-            return [
-                Answer(list(c.token_ids), [{t: e.logprob for t, e in place.items()} for place in c.logprobs or []])
-                for c in together(texts)
-            ]
+            return list(map(Answer.of, together(texts)))
 
         result["experts"] = llm.collective_rpc(describe)[0]
         own = prompts()[:5] if rank == 0 else prompts()[5:7]
@@ -100,9 +101,7 @@ def serve(rank, port, folder):
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data-parallel")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = [pool.submit(serve, rank, port, folder) for rank in (0, 1)]
         try:

@@ -14,7 +14,7 @@ from tests.e2e.engines import (
     equal_share,
     in_own_process,
     needs_two_cores,
-    prepare_two_ranks,
+    prepare_rank,
     prompts,
     runtime_of,
 )
@@ -129,7 +129,7 @@ def watched(worker):
 
 def serve_two_ranks(log):
     """The maps of two ranks while versions move, and answers with the one at the end."""
-    prepare_two_ranks(log)
+    prepare_rank(log)
     options = TWO | {"expert_budget": "75%", "system_options": FOLLOWING}
     with engine(dymoe=options, distributed_executor_backend="mp", tensor_parallel_size=2) as llm:
         llm.collective_rpc(watch)

@@ -169,10 +169,7 @@ def test_an_aborted_request_leaves_the_others_as_they_are(plain, plain_answers):
         step += 1
         runtime_of(plain).check_integrity()
     assert sorted(finished) == list(range(1, 16, 2))
-    answers = [
-        Answer(list(c.token_ids), [{t: e.logprob for t, e in top.items()} for top in c.logprobs])
-        for c in (finished[number].outputs[0] for number in range(1, 16, 2))
-    ]
+    answers = [Answer.of(finished[number].outputs[0]) for number in range(1, 16, 2)]
     check_same_text(answers, plain_answers[1::2])
 
 

@@ -19,7 +19,7 @@ from tests.e2e.engines import (
     equal_share,
     in_own_process,
     needs_two_cores,
-    prepare_two_ranks,
+    prepare_rank,
     prompts,
     runtime_of,
 )
@@ -75,7 +75,7 @@ def describe_rank(worker):
 
 def serve_two_ranks(log, settings):
     """What two ranks hold and, unless they are stages of a pipeline, what they answer at each bit-width and budget."""
-    prepare_two_ranks(log)
+    prepare_rank(log)
     result = {"answers": {}, "stats": {}}
     stages = "pipeline_parallel_size" in settings
     options = OPTIONS if stages else OPTIONS | {"trace": {"folder": f"{log}.traces", "inputs": True}}

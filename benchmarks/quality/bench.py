@@ -5,9 +5,11 @@ runtime alone: the store that it reads, its options, its system. vLLM scores a t
 (``prompt_logprobs``), in one step or, where its scheduler may give a step one token only, as it would decode it.
 """
 
+import contextlib
 import math
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +20,10 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("DYMOE_STORE_DIR", tempfile.mkdtemp(prefix="dymoe-quality-"))
 
+import numpy as np
 import torch
 from losses import Scores
+from numpy.typing import NDArray
 from vllm import LLM, SamplingParams
 
 import vllm_dymoe
@@ -28,6 +32,7 @@ from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.packer import pack
 from vllm_dymoe.residency.format import ModelExperts
+from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore, Manifest
 from vllm_dymoe.store.writer import StoreWriter
@@ -98,13 +103,31 @@ class Bench:
         """Shapes and formats."""
         return self.checkpoint.model_experts(WIDTHS, GROUP_SIZE, torch.bfloat16)
 
+    @property
+    def runtime(self) -> MoERuntime:
+        """That serves."""
+        return self._model.runtime
+
+    @cached_property
+    def _held_out(self) -> dict[str, list[int]]:
+        """Token numbers of each domain."""
+        tokenizer, found = self._llm.get_tokenizer(), {}
+        for domain in DOMAINS:
+            documents = (MODEL / "heldout" / f"{domain}.txt").read_text().split(f"\n{END}\n")
+            found[domain] = [token for text in documents for token in [*tokenizer.encode(text.strip("\n")), 0]]
+        return found
+
+    @property
+    def domains(self) -> dict[str, list[list[int]]]:
+        """All of each domain, in texts of WINDOW tokens."""
+        starts = {domain: range(0, len(ids) - WINDOW + 1, WINDOW) for domain, ids in self._held_out.items()}
+        return {domain: [ids[at : at + WINDOW] for at in starts[domain]] for domain, ids in self._held_out.items()}
+
     def _texts(self, windows: int) -> tuple[list[list[int]], list[str]]:
         """Windows of each domain, and what lies between them, for calibration."""
         tokenizer = self._llm.get_tokenizer()
         found, between = [], []
-        for domain in DOMAINS:
-            documents = (MODEL / "heldout" / f"{domain}.txt").read_text().split(f"\n{END}\n")
-            ids = [token for text in documents for token in [*tokenizer.encode(text.strip("\n")), 0]]
+        for domain, ids in self._held_out.items():
             stride = (len(ids) - WINDOW) // windows
             assert stride > WINDOW, f"{domain} has {len(ids)} tokens, too few for {windows} windows of {WINDOW}"
             for start in range(0, windows * stride, stride):
@@ -125,7 +148,7 @@ class Bench:
         if share is None and chosen.get("system") == "dymoe":
             chosen["system_options"] = {"reuse_high": False, **chosen["system_options"]}
         options = Options(group_size=GROUP_SIZE, **chosen)
-        self._serve(self.store(variant.quantizer), options)
+        self.serve(variant.quantizer, options)
         self._scheduler.max_num_scheduled_tokens = 1 if decode else WINDOW + 8
         if share is not None:  # a cache that has been in use
             self._read(texts[-1][:64])
@@ -148,10 +171,38 @@ class Bench:
             nbytes += scores.planned["lo"] * formats[bits["lo"]].nbytes
         return nbytes / scores.steps
 
-    def _serve(self, store: HostStore, options: Options) -> None:
+    def serve(self, store: str, options: Options) -> None:
+        """With a store by its name."""
         before = self._model.runtime
-        self._model.runtime = MoERuntime(store, options, torch.device("cpu"))
+        self._model.runtime = MoERuntime(self.store(store), options, torch.device("cpu"))
+        self._scheduler.max_num_scheduled_tokens = WINDOW + 8
         before.engine.close()
+
+    def read(self, texts: list[list[int]]) -> Scores:
+        """One after the other, each in a step."""
+        return Scores([self._read(text) for text in texts])
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[NDArray[np.int64]]:
+        """Squared gates of what is read inside, int64 [layers, experts]."""
+        serving = self._model.runtime.serving
+        sums, forward = np.zeros((len(self.experts.layers), self.experts.num_experts), np.int64), serving.forward
+
+        def counting(routing: Routing, *arguments: Any) -> torch.Tensor:
+            gates = routing.squared_gates
+            sums[routing.layer, : len(gates)] += gates
+            return forward(routing, *arguments)
+
+        serving.forward = counting  # type: ignore[method-assign]
+        yield sums
+        del serving.forward
+
+    def nested_bytes(self, store: str, share: float) -> int:
+        """A budget in which every expert is low, and a share of them high."""
+        experts = self.store(store).experts
+        every = len(experts.layers) * experts.num_experts
+        nbytes = every * experts.formats[2].nbytes + int(share * every) * experts.formats[4].nbytes
+        return self._model.runtime.kernel.workspace_bytes + nbytes
 
     def _bytes(self, share: float) -> int:
         return self._model.runtime.kernel.workspace_bytes + int(share * self.experts.nbytes(4))
@@ -197,6 +248,6 @@ class Bench:
     def _calibration(self) -> Calibration:
         """What the experts read in texts that are not measured."""
         folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
-        self._serve(self.store("rtn"), Options(hi=16, group_size=GROUP_SIZE, expert_budget="100%"))
+        self.serve("rtn", Options(hi=16, group_size=GROUP_SIZE, expert_budget="100%"))
         vllm_dymoe.calibrate(self._llm, self._unread, folder / "calibration", length=WINDOW)
         return Calibration(folder / "calibration")

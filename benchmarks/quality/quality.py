@@ -19,6 +19,7 @@ import report
 import torch
 from bench import Bench, Variant
 from losses import Scores, losses
+from shifts import HIGH_SHARES, Shifts
 
 HERE = Path(__file__).resolve().parent
 RETENTIONS = (0.9, 0.75, 0.5)
@@ -54,10 +55,11 @@ class Measurement:
     Args:
         windows: texts of each domain that are read as prompts.
         decoded: tokens of each text, one for each domain, that are read one by one.
+        known: rows by section that are not measured again.
     """
 
-    def __init__(self, windows: int, decoded: int) -> None:
-        self.bench = Bench(windows, decoded)
+    def __init__(self, windows: int, decoded: int, known: dict[str, Any] | None = None) -> None:
+        self.bench, self._known = Bench(windows, decoded), known or {}
         self.texts = {False: self.bench.prompts, True: self.bench.decoded}
         self._reference: dict[bool, Scores] = {}
 
@@ -74,12 +76,16 @@ class Measurement:
             found["hit_rate"] = scores.hit_rate
         return found
 
+    def row(self, section: str, place: dict[str, Any], variant: Variant, **how: Any) -> dict[str, Any]:
+        """One row, as it was measured before if it was."""
+        return report.find(self._known.get(section, []), **place) or {**place, **self.read(variant, **how)}
+
     def uniform(self) -> Iterator[dict[str, Any]]:
         """The paper's Table 1: every expert at one width, by quantizer."""
-        yield {"bits": 16, "quantizer": "", **self.read(EXACT)}
+        yield self.row("uniform", {"bits": 16, "quantizer": ""}, EXACT)
         for bits in (8, 4, 2):
             for quantizer in QUANTIZERS:
-                yield {"bits": bits, "quantizer": quantizer, **self.read(uniform(bits, quantizer))}
+                yield self.row("uniform", {"bits": bits, "quantizer": quantizer}, uniform(bits, quantizer))
 
     def tiers(self) -> Iterator[dict[str, Any]]:
         """The paper's Table 2, in both phases; ways to choose, and what becomes of skipped experts' weights."""
@@ -92,20 +98,26 @@ class Measurement:
             for decode in (False, True):
                 phase = "decode" if decode else "prompt"
                 place = {"experts": row.name, "quantizer": row.quantizer, "skipped_weights": rule, "phase": phase}
-                yield {**place, **self.read(row, decode=decode)}
+                yield self.row("tiers", place, row, decode=decode)
 
     def budgets(self) -> Iterator[dict[str, Any]]:
         """Quality against bytes moved, decoding one request under budgets that are the same in bytes for all."""
         rows = [uniform(4), uniform(2), dymoe(0.75, 2), *(nested(dymoe(r, 2)) for r in (0.75, 0.5, 0.4))]
         rows += [nested(dymoe(r, 2, high_by="depth")) for r in (0.75, 0.5)]
-        rows += [dymoe(0.75, 0), uniform(4, "gptq"), nested(dymoe(0.5, 2, "gptq"))]
+        rows += [dymoe(0.75, 0), uniform(4, "gptq"), *(nested(dymoe(r, 2, "gptq")) for r in (0.5, 0.45, 0.4))]
         for share in BUDGETS:
             for row in rows:
                 place = {"budget": share, "experts": row.name, "quantizer": row.quantizer.removeprefix("nested ")}
-                yield {**place, **self.read(row, decode=True, share=share)}
+                yield self.row("budgets", place, row, decode=True, share=share)
+
+    def shifts(self) -> Iterator[dict[str, Any]]:
+        """DynaExq behind a shift of traffic."""
+        shifts = Shifts(self.bench)
+        for share in HIGH_SHARES:
+            yield from shifts.rows(share)
 
 
-SECTIONS = ("uniform", "tiers", "budgets")
+SECTIONS = ("uniform", "tiers", "budgets", "shifts")
 
 
 def main() -> None:
@@ -114,6 +126,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=3, help="texts of 512 tokens from each of three domains")
     parser.add_argument("--decoded", type=int, default=96, help="tokens of each domain that are read one by one")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--missing", action="store_true", help="only rows that results.json lacks")
     parser.add_argument("--out", type=Path, default=HERE, help="where results.json goes")
     arguments = parser.parse_args()
     try:
@@ -122,10 +135,11 @@ def main() -> None:
         parser.error("the working directory was removed, and oneMKL ends a process that has none; change to another")
     torch.set_num_threads(1)
     begin = time.perf_counter()
-    measurement = Measurement(arguments.windows, arguments.decoded)
     path = arguments.out / "results.json"
-    texts = {"prompt": sum(map(len, measurement.texts[False])), "decode": sum(map(len, measurement.texts[True]))}
     before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    known = before.get("sections", {}) if arguments.missing else {}
+    measurement = Measurement(arguments.windows, arguments.decoded, known)
+    texts = {"prompt": sum(map(len, measurement.texts[False])), "decode": sum(map(len, measurement.texts[True]))}
     if before.get("tokens") != texts:
         before = {"sections": {}, "seconds": {}}
     results: dict[str, Any] = {

@@ -78,7 +78,31 @@ def budgets(rows: list[Row]) -> tuple[list[str], Iterator[list[str]]]:
     return [*head, *LOST], lines()
 
 
-TABLES = {"uniform": uniform, "tiers": tiers, "budgets": budgets}
+def shifts(rows: list[Row]) -> tuple[list[str], Iterator[list[str]]]:
+    """KL of each domain, and how far dynaexq is from the oracle."""
+
+    def lines() -> Iterator[list[str]]:
+        for oracle in rows:
+            if oracle["experts"] != "oracle":
+                continue
+            place = {"high": oracle["high"], "domain": oracle["domain"]}
+            found = [find(rows, experts=name, **place) for name in ("oracle", "dynaexq", "as before")]
+            kl = [1000 * row["kl_nats"] if row else float("nan") for row in found]
+            cells = [f"{value:.2f}" for value in kl]
+            yield [f"{oracle['high']:.1%}", oracle["domain"], *cells, f"{kl[1] / kl[0] - 1:+.0%}"]
+
+    head = [
+        "experts that are high",
+        "traffic shifts to",
+        "oracle",
+        "dynaexq",
+        "the set of before",
+        "dynaexq, beside the oracle",
+    ]
+    return head, lines()
+
+
+TABLES = {"uniform": uniform, "tiers": tiers, "budgets": budgets, "shifts": shifts}
 
 
 def show(results: Row) -> None:

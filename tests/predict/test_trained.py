@@ -9,7 +9,7 @@ from vllm_dymoe.predict.expert_mlp import Architecture
 from vllm_dymoe.predict.folded import fold
 from vllm_dymoe.predict.side_stream import Inline, OnStream
 from vllm_dymoe.predict.trained import TrainedPredictor
-from vllm_dymoe.residency.routing import Phase, Routing
+from vllm_dymoe.residency.routing import Phase, PromptTokens, Routing
 from vllm_dymoe.training import Recipe, train
 
 TRACE = made_up(inputs=True)
@@ -22,13 +22,13 @@ MODELS = {name: train(TRACE, kind, Recipe(epochs=3, batch=64)).model for name, k
 WEIGHTS = torch.ones(1, SIZES.top_k)
 
 
-def step(predictor, tokens, phase=Phase.DECODE, spoil=False):
+def step(predictor, tokens, phase=Phase.DECODE, spoil=False, prompt=None):
     """Answers for one step of these tokens; ``spoil`` overwrites a layer's tensors when the next one runs."""
     answers = []
     for layer in range(SIZES.num_layers):
         ids = TRACE.experts[tokens, layer].int()
         x = TRACE.router_inputs[tokens, layer].bfloat16()
-        predictor.observe(Routing(layer, 9, x, ids, WEIGHTS, phase))
+        predictor.observe(Routing(layer, 9, x, ids, WEIGHTS, phase, prompt))
         if spoil and predictor.answers_later:
             predictor.begin(layer)
             ids.fill_(0), x.fill_(torch.nan)
@@ -65,6 +65,25 @@ def test_several_tokens_name_first_what_most_of_them_want():
         counts = wanted.bincount(minlength=SIZES.num_experts)
         assert [c.score for c in candidates] == sorted(counts[counts > 0].tolist(), reverse=True)
         assert all(counts[c.expert] == c.score for c in candidates)
+
+
+def test_rows_that_decode_beside_prompts_are_asked_about_and_the_popular_ones_follow():
+    network = fold(MODELS["seeing"])
+    predictor, alone, prompts = (TrainedPredictor(network, SIZES.top_k) for _ in range(3))
+    rows = torch.tensor([True] * 4 + [False] + [True] * 3)
+    told = PromptTokens(rows, rows, mixed=True)
+    own = step(alone, slice(24, 25))
+    favourites = step(prompts, slice(20, 28), Phase.PREFILL)
+    step(predictor, slice(20, 28), Phase.PREFILL)
+    for _ in range(2):  # another step has other rows
+        both = step(predictor, slice(20, 28), Phase.PREFILL, prompt=told)
+        for named, decoded, popular in zip(both[:-1], own[:-1], favourites[:-1], strict=True):
+            experts = [candidate.expert for candidate in named]
+            assert named[: SIZES.top_k] == decoded
+            assert len(set(experts)) == len(experts)
+            assert {candidate.expert for candidate in popular} <= set(experts)
+        rows, own = rows.flip(0), step(alone, slice(23, 24))
+        told = PromptTokens(rows, rows, mixed=True)
 
 
 def test_a_step_knows_nothing_of_the_step_before():

@@ -107,7 +107,7 @@ def test_ranks_whose_clocks_differ_close_a_window_with_the_same_counts():
         migration._look, migration._began, migration._clock = 1, 0, lambda: next(turns)
         hotness = []
         for _ in serve(runtime, 40, lambda number: 1 + number % 5):
-            hotness.append(migration.hotness.score.copy())
+            hotness.append(migration.hotness.copy())
         runtime.engine.close()
         return hotness
 

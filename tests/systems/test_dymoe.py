@@ -11,7 +11,7 @@ from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems import SystemOptionError, make_system
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
-from vllm_dymoe.systems.importance import most_important, step_importance
+from vllm_dymoe.systems.importance import importance
 from vllm_dymoe.systems.schedule import Schedule
 
 LAYERS = 8
@@ -77,13 +77,12 @@ def test_the_rule_of_mixed_steps_written_out(layer, tokens, seed, retention, of_
     prompt = PromptTokens(rows, heavy, not bool(rows.all())) if rows.any() else None
     plan = Dymoe(retention=retention, high_by="depth").precision.select(routing(layer, ids, weights, prompt))
     schedule, wanted = Schedule(retention), set()
-    if rows.any():
-        every = PromptTokens(rows[rows], heavy[rows], False)
-        load = step_importance(ids[rows], weights[rows], 10, every).load
-        wanted |= most_important(load, schedule.critical(layer, LAYERS, len(load)))
-    if not rows.all():
-        gate = step_importance(ids[~rows], weights[~rows], 10).gate
-        wanted |= most_important(gate, schedule.critical(layer, LAYERS, len(gate)))
+    everywhere = PromptTokens(torch.ones_like(rows), heavy, False)
+    for part, told in ((rows, everywhere), (~rows, None)):
+        if part.any():
+            told = told and PromptTokens(told.rows[part], heavy[part], False)
+            phase = importance(ids[part], weights[part], 10, told)[told is None]
+            wanted.update(phase.used[phase.first(schedule.critical(layer, LAYERS, len(phase.used)))].tolist())
     assert high(plan) == wanted
     assert list(plan) == sorted(set(ids.flatten().tolist()))
 
@@ -116,22 +115,6 @@ def test_experts_of_a_coming_layer_are_foreseen_in_the_tiers_that_it_will_want()
     assert high(system.precision.tiers_ahead(0, LAYERS, named)) == {9, 4, 2, 6}
     assert Dymoe(retention=0).precision.tiers_ahead(0, LAYERS, named) == dict.fromkeys(named, Tier.LO)
     assert Exact().precision.tiers_ahead(7, LAYERS, named) == dict.fromkeys(named, Tier.HI)
-
-
-@pytest.mark.parametrize(
-    ("options", "layers", "top_k", "idle"),
-    [
-        ({"retention": 0.75}, 32, 2, "low"),  # Mixtral: 63 of 64 choices high
-        ({"retention": 0.75, "rounding": "nearest"}, 32, 2, None),
-        ({"retention": 0.75}, 48, 8, None),
-        ({"retention": 0.1, "rounding": "nearest"}, 8, 1, "low"),
-        ({"retention": 1}, 32, 2, None),
-        ({"retention": 0}, 32, 2, None),
-    ],
-)
-def test_rounding_that_makes_a_tier_idle_is_a_warning(options, layers, top_k, idle):
-    found = Dymoe(high_by="depth", **options).precision.warnings(layers, top_k)
-    assert [sentence.partition(" tier")[0].rpartition(" ")[2] for sentence in found] == ([idle] if idle else [])
 
 
 def test_one_threshold_settles_where_retention_is_met_and_leaves_no_layer_without_a_high_expert():

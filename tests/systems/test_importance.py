@@ -1,20 +1,14 @@
 """Eqs. 1 to 3 against their definitions, written out."""
 
-import math
-
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_dymoe.residency.constants import WEIGHT_UNIT
 from vllm_dymoe.residency.routing import PromptTokens
-from vllm_dymoe.systems.importance import (
-    attention_mass,
-    gate_importance,
-    mark_heavy_hitters,
-    most_important,
-    step_importance,
-)
+from vllm_dymoe.systems.importance import Importance, attention_mass, importance, mark_heavy_hitters
 
 
 def naive_mass(query, key, scale, window, reach=None):
@@ -85,53 +79,36 @@ def test_the_share_of_heavy_hitters_is_rounded_up(share, count):
 
 
 def naive(ids, weights, heavy):
-    loads, sums = {}, {}
+    """By expert: heavy hitters among its tokens, and the sum of their weights."""
+    found = {}
     for row, (experts, shares) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
         for expert, weight in zip(experts, shares, strict=True):
             if expert >= 0:
-                loads[expert] = loads.get(expert, 0) + bool(heavy[row])
-                sums[expert] = sums.get(expert, 0) + weight
-    return loads, sums
+                hits, total = found.get(expert, (0, 0.0))
+                found[expert] = hits + bool(heavy[row]), total + weight * bool(heavy[row])
+    return found
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 1000), st.booleans())
-def test_importance_against_its_definition(tokens, top_k, seed, other_ranks):
+def told(phase):
+    numbers = zip(phase.used.tolist(), phase.hits.tolist(), (phase.sums / WEIGHT_UNIT).tolist(), strict=True)
+    return {expert: (hits, pytest.approx(total, abs=1e-6)) for expert, hits, total in numbers}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 1000), st.sampled_from((None, False, True)))
+def test_importance_against_its_definition(tokens, top_k, seed, mixed):
+    """Each phase is measured over its own tokens."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.stack([torch.randperm(7, generator=generator)[:top_k] for _ in range(tokens)]).int()
-    if other_ranks:
-        ids = torch.where(ids < 3, ids, -1)
+    ids = torch.stack([torch.randperm(8, generator=generator)[:top_k] for _ in range(tokens)]).int() - 1
     weights = torch.rand(tokens, top_k, generator=generator)
-    heavy = torch.rand(tokens, generator=generator) < 0.3
-    loads, sums = naive(ids, weights, heavy)
-    decoded = step_importance(ids, weights, 7)
-    assert decoded.gate == pytest.approx(sums, abs=1e-6)
-    assert not decoded.load
-    load, gate = step_importance(ids, weights, 7, PromptTokens(torch.ones_like(heavy), heavy, False))
-    assert not gate
-    assert {expert: count for expert, (count, _) in load.items()} == loads
-    assert {expert: total for expert, (_, total) in load.items()} == pytest.approx(sums, abs=1e-6)
-
-
-def test_one_token_is_its_routing_weights():
-    """Eq. 3 as it stands."""
-    ids, weights = torch.tensor([[5, 2, -1]]), torch.tensor([[0.5, 0.3, 0.2]])
-    assert gate_importance(ids.numpy(), weights.numpy()) == pytest.approx({5: 0.5, 2: 0.3})
-    assert step_importance(ids, weights, 6).gate == pytest.approx({5: 0.5, 2: 0.3})
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(2, 30), st.integers(0, 1000))
-def test_of_a_mixed_step_each_phase_is_measured_over_its_own_tokens(tokens, seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.stack([torch.randperm(9, generator=generator)[:3] for _ in range(tokens)]).int() - 1
-    weights = torch.rand(tokens, 3, generator=generator)
     rows, heavy = torch.rand(2, tokens, generator=generator) < 0.5
-    load, gate = step_importance(ids, weights, 8, PromptTokens(rows, heavy, True))
-    loads, sums = naive(ids[rows], weights[rows], heavy[rows])
-    assert {expert: count for expert, (count, _) in load.items()} == loads
-    assert {expert: total for expert, (_, total) in load.items()} == pytest.approx(sums, abs=1e-6)
-    assert gate == pytest.approx(naive(ids[~rows], weights[~rows], heavy[~rows])[1], abs=1e-6)
+    if not mixed:
+        rows.fill_(mixed is False)
+    prompt = None if mixed is None else PromptTokens(rows, heavy, bool(mixed))
+    prompts, others = importance(ids, weights, 7, prompt)
+    assert naive(ids[rows], weights[rows], heavy[rows]) == told(prompts)
+    decoded = naive(ids[~rows], weights[~rows], torch.ones(tokens)[~rows])
+    assert {expert: (0, total) for expert, (_, total) in decoded.items()} == told(others)
 
 
 def test_sums_do_not_depend_on_the_order_of_tokens():
@@ -139,10 +116,11 @@ def test_sums_do_not_depend_on_the_order_of_tokens():
     ids = torch.randint(0, 5, (400, 2), generator=generator)
     weights = torch.rand(400, 2, generator=generator) ** 8
     order = torch.randperm(400, generator=generator)
-    assert step_importance(ids, weights, 5) == step_importance(ids[order], weights[order], 5)
+    one, other = (importance(ids[at], weights[at], 5)[1] for at in (slice(None), order))
+    assert all(map(np.array_equal, one, other))
 
 
-def test_of_equal_experts_the_lower_numbers_come_first():
-    assert most_important({9: 1.0, 3: 1.0, 5: 2.0, 1: 0.5}, 2) == {5, 3}
-    assert most_important({4: (1, 0.2), 2: (1, 0.9), 7: (0, 5.0)}, 1) == {2}
-    assert most_important({1: math.inf}, 0) == set()
+def test_heavy_hitters_count_first_then_their_weights_then_the_lower_number():
+    numbers = np.array([1, 3, 5, 7, 9])
+    some = Importance(numbers, np.array([1, 1, 2, 0, 1]), np.array([4, 6, 1, 99, 6]))
+    assert [numbers[some.first(count)].tolist() for count in range(5)] == [[], [5], [3, 5], [3, 5, 9], [1, 3, 5, 9]]

@@ -8,6 +8,7 @@ from vllm_dymoe import __version__
 from vllm_dymoe.config import Options
 from vllm_dymoe.predict import Predictor
 from vllm_dymoe.runtime import MoERuntime
+from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_adapter.announcements import describe, warnings
 
@@ -57,17 +58,6 @@ def test_settings_that_work_badly_are_a_warning(store, slots, options, said):
     assert all("raise expert_budget" in sentence for sentence in found if "tier" in sentence)
 
 
-def test_a_systems_own_warnings_are_said(store):
-    options = {
-        "system": "dymoe",
-        "system_options": {"retention": 0.9, "high_by": "depth"},
-        "expert_budget": "100%",
-        "link_gbps": 1.0,
-    }
-    runtime = MoERuntime(store, chosen(**options), CPU)
-    assert any("leaves the low tier" in sentence for sentence in warnings(runtime))
-
-
 def test_a_system_without_a_low_tier_may_have_bases():
     """A store of two tiers, one inside the other, that is served high."""
     nested = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K, nested=True))
@@ -96,9 +86,10 @@ def test_the_first_line_says_what_is_active(store):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"system": "firm"}, "; system firm; prefetch meeting of layers; hi"),
+        ({"system": "firm", "link_gbps": 1.0}, "; system firm; prefetch meeting of layers; hi"),
+        ({"system": "firm"}, "; system firm; prefetch none, because the cores that would copy compute; hi"),
         (
-            {"system": "duoserve"},
+            {"system": "duoserve", "link_gbps": 1.0},
             "; system duoserve; prefetch popularity, because no predictor was given; hi",
         ),
         ({"system_options": {"look_ahead": 0}}, "; prefetch none; hi"),
@@ -115,7 +106,8 @@ def test_a_predictor_is_announced_with_its_file_and_what_it_takes(store):
         def predict(self, layer):
             return []
 
-    line = describe(MoERuntime(store, chosen(predictor="a/file", expert_budget="50%"), CPU, predictor=Weighty()))
+    options = chosen(predictor="a/file", expert_budget="50%", link_gbps=1.0)
+    line = describe(MoERuntime(store, options, CPU, predictor=Weighty()))
     assert "; prefetch trained, by a/file (2.0 KiB of the budget); hi" in line
 
 
@@ -125,6 +117,7 @@ def test_what_decides_in_decode_is_said(memory_store):
     )
     assert "decode is decided by the host; " in describe(host)
     assert "decode is decided by the device (" in describe(device)
-    assert "nothing fetched ahead (ahead_in_graph is 0): prefetch is for prompts" in describe(device)
+    of_each_kind = f"prefetch none (ahead_in_graph is 0) in decode steps of up to {DECODE_ROWS} tokens, none, because"
+    assert of_each_kind in describe(device)
     host.host_decides_because = "of a test"
     assert "decode is decided by the host, because of a test; " in describe(host)

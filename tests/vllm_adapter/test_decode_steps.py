@@ -184,8 +184,10 @@ def test_more_rows_than_the_path_takes_are_not_captured(runtime, monkeypatch):
         rank_of(runtime).forward(LAYERS[0], *random_step(1, DECODE_ROWS + 1, runtime.experts))
 
 
-def test_versions_follow_what_such_steps_choose(memory_store):
-    parameters = {"window_s": 0, "window_uses": 1, "margin": 0, "slack": 0, "alpha": 1, "link_share": 1}
+def test_versions_follow_what_such_steps_choose_and_large_batches_are_told_nothing(memory_store, monkeypatch):
+    monkeypatch.setattr(decode_steps, "_MANY", 1)
+    monkeypatch.setattr(decode_steps.logger, "warning", pytest.fail)
+    parameters = {"window_s": 0, "window_uses": 1, "margin": 0, "alpha": 1, "link_share": 1}
     runtime = decided_runtime(memory_store, "90%", "dynaexq", system_options=parameters)
     serving = rank_of(runtime)
     for number in range(30):
@@ -198,3 +200,4 @@ def test_versions_follow_what_such_steps_choose(memory_store):
     assert stats.windows > 0
     assert stats.misses == 0
     assert stats.moves["published"] > 0
+    run(serving, 30, DECODE_ROWS + 1)

@@ -79,7 +79,7 @@ class Runtime:
     """As much of a runtime, and of what serves its steps, as a rank looks at; its layers return their input."""
 
     experts = SimpleNamespace(layers=(0,))
-    system = SimpleNamespace(precision=Precision())
+    system = SimpleNamespace(precision=Precision(), foresight=None)
     decode = None
 
     def __init__(self, error=None):

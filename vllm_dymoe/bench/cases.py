@@ -40,6 +40,7 @@ class Workload:
     temperature: float = 0.0  # 0 is greedy; otherwise each request has a seed of its own
     prompt_tokens: int | None = None
     """Of each prompt, cut from all of them behind one another; None leaves prompts as they are."""
+    runs: int = 1  # how often all of it is answered and measured
 
 
 @dataclass(frozen=True)

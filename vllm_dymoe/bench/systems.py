@@ -8,15 +8,42 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from vllm_dymoe.predict import Predictor, RoutedModel
+from vllm_dymoe.predict import Candidate, Predictor, RoutedModel
 from vllm_dymoe.predict.meeting_of_layers import MeetingOfLayers
 from vllm_dymoe.predict.side_stream import make_side_stream
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.systems import SYSTEMS, System
-from vllm_dymoe.systems.base import Foresight, Precision
+from vllm_dymoe.systems import SYSTEMS, System, firm
+from vllm_dymoe.systems.base import Foresight, Precision, Residency
 from vllm_dymoe.systems.dymoe import CriticalHigh, Dymoe
 from vllm_dymoe.systems.exact import Exact
+
+
+class Oracle(Predictor):
+    """Knows what the next layer's router will choose, from the same requests before: greedy answers repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[bytes, list[list[int]]] = {}  # by the first layer's routing: each layer's experts
+        self._step: list[list[int]] = []
+        self._again = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has seen the running step before."""
+        return self._again
+
+    def observe(self, routing: Routing) -> None:
+        if routing.layer == 0:
+            key = routing.host_ids.tobytes() + routing.host_weights.tobytes()
+            self._again = key in self._known
+            self._step = self._known.setdefault(key, [])
+        if not self._again:
+            self._step.append(routing.active)
+
+    def predict(self, layer: int) -> Sequence[Candidate]:
+        coming = self._step[layer + 1 : layer + 2] if self._again else []
+        return [Candidate(layer + 1, expert, 1.0) for experts in coming for expert in experts]
 
 
 class Compared(Exact):
@@ -25,7 +52,7 @@ class Compared(Exact):
     name: ClassVar[str] = "compared"
     summary: ClassVar[str] = "parts of systems, for measurements"
 
-    ahead: Literal["next gate", "meeting of layers"] = "next gate"
+    ahead: Literal["nothing", "next gate", "meeting of layers", "tuned meeting", "oracle"] = "next gate"
     """What names experts of the next layer."""
     projections: int = Field(default=3, ge=1, le=3)
     """FIRM-MoE's n."""
@@ -33,23 +60,38 @@ class Compared(Exact):
     """Experts that each layer names; as many as a token uses if None."""
     p: int = Field(default=3, ge=1)
     """Layers that meet."""
+    first_in: bool = False
+    """Experts leave in the order in which they came; else the coldest goes."""
+    whole: bool = False
+    """An expert is computed when all of it has arrived."""
+    keeps: bool = True
+    """Layers keep experts for later steps."""
 
     @cached_property
-    def foresight(self) -> Foresight:
-        """A meeting may have as many on their way as it names, so that K decides what is fetched, and not the slots."""
+    def residency(self) -> Residency:
+        return Residency(keeps=self.keeps, ages=not self.first_in, whole=self.whole)
+
+    @cached_property
+    def foresight(self) -> Foresight | None:
+        """With the slots and the pace of FIRM-MoE, whatever names."""
+        if self.ahead == "nothing":
+            return None
         return Foresight(
             self.ahead,
             self._compared,
             needs_gates=True,
             takes_predictor=True,
-            paced=True,
             projections=self.projections,
-            wide=lambda top_k: 0 if self.ahead == "next gate" else self.k or top_k,
+            wide=lambda top_k: top_k,
         )
 
     def _compared(self, model: RoutedModel) -> Predictor:
         if self.ahead == "next gate" or model.predictor is not None:
             return self._predictor(model)
+        if self.ahead == "oracle":
+            return Oracle()
+        if self.ahead == "tuned meeting":
+            return firm.predictor(model)
         return MeetingOfLayers(
             model.gates, self.k or model.top_k, self.p, held=model.held, side_stream=make_side_stream(model.device)
         )

@@ -64,7 +64,8 @@ class Paper:
         for table, body in filled:
             self._print(f"{table.name}: {table.about}", *lines(table, body))
         page = bench.out / f"{name}.md"
-        page.write_text(as_markdown(f"{name} on {bench.model}", filled))
+        rounded = bench.options.get("quantizer", "rtn")
+        page.write_text(as_markdown(f"{name} on {bench.model}, experts quantized by {rounded}", filled))
         typer.echo(f"Written: {', '.join(map(str, [page, *(draw(rows, bench.out) if rows else [])]))}")
         ours = [bool(row.ours) for _, body in filled for row in body]
         typer.echo(f"{sum(ours)} of {len(ours)} rows have numbers of ours.")

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ class Predictor(ABC):
         side_stream: where predictions are computed; on the thread that asks if not given.
     """
 
+    tells_phases: ClassVar[bool] = False
+    """In a step of prompts and decoding requests it has to be told which rows are which."""
     _side_stream: Inline = Inline()
 
     def __init__(self, side_stream: Inline | None = None) -> None:
@@ -59,6 +61,11 @@ class Predictor(ABC):
     def nbytes(self) -> int:
         """Device memory that it takes; 0 without weights of its own."""
         return 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has stopped tuning itself, as far as it does."""
+        return True
 
     @property
     def answers_later(self) -> bool:

@@ -86,6 +86,10 @@ class MeetingOfLayers(Predictor):
         if self._tuner is not None:
             self._report(layer, routing.counts)
 
+    @property
+    def settled(self) -> bool:
+        return self._tuner is None or self._tuner.settled
+
     def slots_changed(self) -> None:
         if self._tuner is not None:
             self._tuner.restart()

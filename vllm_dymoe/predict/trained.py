@@ -1,8 +1,8 @@
 """The trained predictor at work (DuoServe-MoE 5.3): in decode a network names the next layer's experts.
 
-A prefill wants nearly all of them, so it is not asked then (5.2): the most popular ones come first. Its state is made
-of what the routers chose in the running step, by tensor operations alone, so the host has to wait for nothing but the
-names that come out.
+A prefill wants nearly all of them, so it is not asked then (5.2): the most popular ones come first. In a step of both
+it is asked about the rows that decode, and its names come before the popular ones. Its state is made of what the
+routers chose in the running step, by tensor operations alone: the host waits for nothing but the names that come out.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +30,8 @@ class TrainedPredictor(Predictor):
         network: of the model that runs.
     """
 
+    tells_phases = True
+
     def __init__(self, network: FoldedMLP, decode_experts: int, side_stream: Inline | None = None) -> None:
         super().__init__(side_stream)
         self.network = network
@@ -37,7 +39,8 @@ class TrainedPredictor(Predictor):
         self._past: torch.Tensor | None = None
         self._x: torch.Tensor | None = None
         self._layer = -1
-        self._phase = Phase.PREFILL
+        self._decodes = self._mixed = False
+        self._rows: torch.Tensor | None = None  # that decode, in a step of both
         self._read: Callable[[], Answer] | None = None
         self._favourites = [_ranked(layer, shares) for layer, shares in enumerate(network.popularity.float().cpu())]
 
@@ -63,9 +66,17 @@ class TrainedPredictor(Predictor):
     def observe(self, routing: Routing) -> None:
         layer = routing.layer
         before = None if layer <= self._layer else self._past  # a step begins where layers do not grow
-        self._layer, self._phase, self._x, self._read = layer, routing.phase, routing.x, None
+        self._layer, self._x, self._read = layer, routing.x, None
+        self._mixed = routing.phase is Phase.PREFILL and routing.prompt is not None and routing.prompt.mixed
+        self._decodes = self._mixed or routing.phase is Phase.DECODE
+        ids = routing.ids
+        if self._mixed:
+            assert routing.prompt is not None
+            if before is None or self._rows is None:
+                self._rows = (~routing.prompt.rows).nonzero().flatten()
+            ids, self._x = ids[self._rows], routing.x[self._rows]
         if self._has_network_for(layer + 1):
-            self._past = self.network.remember(routing.ids, before)
+            self._past = self.network.remember(ids, before)
 
     def begin(self, layer: int) -> None:
         following, network = layer + 1, self.network
@@ -93,16 +104,20 @@ class TrainedPredictor(Predictor):
         experts, scores = self._read()
         self._x = self._read = None
         if len(experts) == 1:
-            (named,), (likely,) = experts.tolist(), scores.tolist()
-            return [Candidate(following, expert, score) for expert, score in zip(named, likely, strict=True)]
-        ranked = rank_by_frequency(experts.flatten(), scores.flatten().float().sigmoid())
-        return [Candidate(following, expert, score) for expert, score in ranked]
+            ranked = list(zip(experts[0].tolist(), scores[0].tolist(), strict=True))
+        else:
+            ranked = rank_by_frequency(experts.flatten(), scores.flatten().float().sigmoid())
+        named = [Candidate(following, expert, score) for expert, score in ranked]
+        if self._mixed:
+            known = {candidate.expert for candidate in named}
+            named += [candidate for candidate in self._favourites[following] if candidate.expert not in known]
+        return named
 
     def on_device(self, device: torch.device) -> OnDevice:
         return NetworkOnDevice(self.network, self._amount)
 
     def _has_network_for(self, layer: int) -> bool:
-        return layer < self.network.num_layers and self._phase is Phase.DECODE
+        return layer < self.network.num_layers and self._decodes
 
 
 def _ranked(layer: int, shares: torch.Tensor) -> list[Candidate]:

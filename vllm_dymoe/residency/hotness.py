@@ -5,14 +5,11 @@ if routers had no favourites has hotness 1, whatever the model's size and howeve
 expert gets is its uses (the paper), or the squares of its shares of tokens' routing weights: the error that a low
 version adds to an output grows with that share, and so its square with the square.
 
-Three things keep sets from oscillating. A *margin*: an expert that comes in is hotter by more than that than one that
-goes. A *slack*: a high expert stays as long as it is among the n + slack hottest. And *two windows*: a swap needs that
-the last window and the one before want it both, each by itself. Traffic that alternates between two mixes then swaps no
-pair twice.
+One thing keeps sets from oscillating, a *margin*: an expert that comes in is hotter by more than that than the one that
+goes. Ranks of slack and windows that have to agree cost more quality than their moves are worth (benchmarks/LOG.md).
 """
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,51 +17,28 @@ from torch import Tensor
 
 GATE_UNIT = 1 << 20
 
+Place = tuple[int, int]
+"""Layer and expert."""
+
 
 class Swap(NamedTuple):
     """One move of a plan."""
 
     gain: float  # by how much the expert that comes in is hotter
-    layer: int  # of both
-    up: int  # the expert that becomes high
-    down: int | None  # the one that becomes low; None if the layer has a place that is free
+    up: Place  # the expert that becomes high
+    down: Place | None  # the one that becomes low, perhaps of another layer; None if there is a place that is free
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How hotness is averaged and sets are chosen."""
+def averaged(score: NDArray[np.float64], counts: NDArray[np.int64], alpha: float) -> NDArray[np.float64]:
+    """Hotness with one more window in it. A layer that counted nothing keeps what is known.
 
-    alpha: float  # weight of the last window, above 0 and up to 1
-    margin: float  # in even shares
-    slack: int  # in ranks
-
-
-@dataclass(frozen=True)
-class Hotness:
-    """What is known at the end of a window; float64 [layers, experts], in even shares."""
-
-    score: NDArray[np.float64]  # the average over windows
-    last: NDArray[np.float64]  # of the last window alone
-    before: NDArray[np.float64]  # of the window before it
-
-    @classmethod
-    def of(cls, counts: NDArray[np.int64]) -> Self:
-        """From the counts of one stretch of traffic, int64 [layers, experts]; no expert is hot where all are 0."""
-        shares = even_shares(counts)
-        return cls(shares, shares, shares)
-
-    def after(self, counts: NDArray[np.int64], rule: Rule) -> "Hotness":
-        """Average in one more window. A layer that counted nothing keeps what is known."""
-        shares, seen = even_shares(counts), counts.any(1, keepdims=True)
-        known = self.score.any(1, keepdims=True)  # the first window stands for itself
-        score = np.where(known, self.score + rule.alpha * (shares - self.score), shares)
-        before = np.where(known, self.last, shares)
-        return replace(
-            self,
-            score=np.where(seen, score, self.score),
-            last=np.where(seen, shares, self.last),
-            before=np.where(seen, before, self.before),
-        )
+    Args:
+        score: float64 [layers, experts], in even shares; a layer of which nothing is known has zeros.
+        counts: int64 [layers, experts], of the window.
+        alpha: its weight, above 0 and up to 1; the first window of a layer stands for itself.
+    """
+    shares, known = even_shares(counts), score.any(1, keepdims=True)
+    return np.where(counts.any(1, keepdims=True), np.where(known, score + alpha * (shares - score), shares), score)
 
 
 def squared_gates(weights: Tensor) -> Tensor:
@@ -115,37 +89,26 @@ def share_out(score: NDArray[np.float64], places: int) -> NDArray[np.int64]:
     return np.bincount(order // score.shape[1], minlength=score.shape[0])
 
 
-def swaps(hotness: Hotness, high: NDArray[np.bool_], places: NDArray[np.int64], rule: Rule) -> list[Swap]:
-    """The moves from the sets that are high to those that are to be, what is worth most first.
+def swaps(score: NDArray[np.float64], high: NDArray[np.bool_], places: int, margin: float) -> list[Swap]:
+    """The moves from the set that is high to the hottest ones of all layers, what is worth most first.
 
     Args:
-        high: bool [layers, experts], at most as many of a layer as it has places.
-        places: int64 [layers], high experts that each layer can have.
+        score: float64 [layers, experts], hotness times what high versions are worth.
+        high: bool [layers, experts], at most as many as there are places.
+        places: high experts of all layers.
+        margin: by which an expert that comes in is to be hotter than the one that goes.
     """
-    found: list[Swap] = []
-    for layer in range(len(high)):
-        found += _layer_swaps(layer, hotness, high[layer], int(places[layer]), rule)
-    return sorted(found, key=lambda swap: -swap.gain)
-
-
-def _layer_swaps(layer: int, hotness: Hotness, high: NDArray[np.bool_], places: int, rule: Rule) -> list[Swap]:
-    score, last, before = hotness.score[layer], hotness.last[layer], hotness.before[layer]
-    order = np.argsort(-score, kind="stable")
-    coming = [expert for expert in order[:places].tolist() if not high[expert] and score[expert] > 0]
-    going = order[places + rule.slack :]
-    going = going[high[going]][::-1]  # the coldest first
-    found = []
+    order = np.argsort(-score, axis=None, kind="stable")
+    held, values = high.ravel(), score.ravel()
+    coming = [at for at in order[:places].tolist() if not held[at] and values[at] > 0]
+    going = [at for at in order[places:].tolist() if held[at]]  # the coldest last
     free = places - int(np.count_nonzero(high))
-    for up in coming:
+    found = []
+    for at in coming:
+        up = divmod(at, score.shape[1])
         if free > 0:
             free -= 1
-            found.append(Swap(float(score[up]), layer, up, None))
-            continue
-        agreed = (score[up] > score[going] + rule.margin) & (last[up] > last[going]) & (before[up] > before[going])
-        if not agreed.any():
-            continue
-        place = int(agreed.argmax())
-        down = int(going[place])
-        going = np.delete(going, place)
-        found.append(Swap(float(score[up] - score[down]), layer, up, down))
-    return found
+            found.append(Swap(float(values[at]), up, None))
+        elif going and (gain := float(values[at] - values[going[-1]])) > margin:
+            found.append(Swap(gain, up, divmod(going.pop(), score.shape[1])))
+    return sorted(found, key=lambda swap: -swap.gain)

@@ -251,12 +251,12 @@ def check_memory(memory: ExpertMemory, in_flight: Iterable[tuple[Tier, Slot, boo
     there, decides = list(in_flight), memory.writer is Writer.DEVICE
     if memory.device_side is not None and not (decides and memory.streaming):
         on_device = memory.device_side.table.on_host()
-        check_integrity(on_device, ranges=decides)
+        check_integrity(on_device, ranges=decides, moving=memory.plan.holds_all)
         memory.read_device()
         for name in ("tier", "slot"):
             ours, theirs = getattr(memory.table, name), getattr(on_device, name)
             assert np.array_equal(ours, theirs[: len(ours)]), "the device reads other rows than the host"
-    check_integrity(memory.table, ranges=decides)
+    check_integrity(memory.table, ranges=decides, moving=memory.plan.holds_all)
     for tier, pool in memory.pools.items():
         filling = [(slot.index, kept) for other, slot, kept in there if other is tier]
         if decides:

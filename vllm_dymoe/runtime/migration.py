@@ -18,11 +18,14 @@ from numpy.typing import NDArray
 
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.observe.timeline import Lane
-from vllm_dymoe.residency.hotness import Hotness, Swap, hottest, swaps
+from vllm_dymoe.residency.hotness import Swap, averaged, hottest, swaps
+from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.rule import HIGH
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.device_side import DecodeCounts
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
+from vllm_dymoe.runtime.layer_changes import LayerChanges
+from vllm_dymoe.runtime.sizing import layer_worth
 from vllm_dymoe.systems.base import Migrating
 from vllm_dymoe.transfer import Reason, TransferError, TransferStats
 from vllm_dymoe.transfer.ticket import State
@@ -34,6 +37,7 @@ FAILED, UNDER_WAY, ARRIVED = 0, 1, 2
 """What a rank says of a move: the least of all holds for each."""
 OUTCOMES = ("published", "failed", "late", "refused", "outdated")
 _LOADING = 8  # transfers that are on their way at once before the first request
+_KEPT_EVERY = 32  # windows; by their number, so that all ranks keep the same
 _LOOK = 16  # turns from one look at the clocks of several ranks to the next: each costs a message of all
 
 
@@ -80,9 +84,10 @@ class Migration:
         agree: with other ranks.
         decoded: counts what routers choose in steps without the host; None where there are no such steps.
         clock: seconds.
+        keep: is given the hotness now and then, for the next start.
 
     Attributes:
-        hotness: at the end of the last window.
+        hotness: float64 [layers, experts], in even shares, at the end of the last window.
 
     Raises:
         ConfigError: an expert cannot be read.
@@ -96,40 +101,45 @@ class Migration:
         agree: Agree = list,
         decoded: DecodeCounts | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        keep: Callable[[NDArray[np.float64]], None] | None = None,
     ) -> None:
         memory = fetcher.memory
         self._memory, self._fetcher, self._engine, self._migrating = memory, fetcher, fetcher.engine, migrating
-        self._agree, self._clock, self._decoded = agree, clock, decoded
+        self._agree, self._clock, self._decoded, self._keep = agree, clock, decoded, keep
         self._stats = MigrationStats()
         self._chosen: list[tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
         shape = memory.table.tier.shape
-        self._places = memory.table.shares[:, HIGH]
+        places = memory.table.shares[:, HIGH]
+        self._places = int(places.sum())
+        self._worth = np.array(layer_worth(memory.experts, migrating.worth))
+        own = shape[0] - memory.experts.draft_layers
+        self._changes = None if migrating.worth else LayerChanges(own)
         self._counts = np.zeros((2, *shape), np.int64)  # uses, and squared gates
         self._seen, self._least = 0, migrating.window_uses * self._counts[0].size
-        start = np.zeros(shape) if popularity is None else popularity
-        self.hotness = Hotness(start, start, start)
+        self.hotness = np.zeros(shape) if popularity is None else popularity
         self._planned: deque[Swap] = deque()
         self._flying: list[_Move] = []
         self._began, self._busy = clock(), 0.0
         self._moved = 0, 0.0  # since the start, and the link's seconds for them
         self._turns, self._look = 0, 1 if agree is list else _LOOK
         self._closing = False
-        _bring_all(fetcher, hottest(start, self._places))
+        _bring_all(fetcher, hottest(self.hotness, places))
         for layer in range(shape[0]):
             memory.rows_changed(layer)
 
     # -- in a step --------------------------------------------------------------------------------
 
-    def count(self, layer: int, experts: NDArray[np.int64], uses: NDArray[np.int64], gates: NDArray[np.int64]) -> None:
+    def count(self, routing: Routing, experts: NDArray[np.int64], uses: NDArray[np.int64]) -> None:
         """What a layer's router chose in a step of requests.
 
         Args:
-            layer: position among the MoE layers.
+            routing: of the layer.
             experts: int64 [n], each once.
             uses: int64 [n], tokens that chose each.
-            gates: int64 [n], sums of :func:`~.hotness.squared_gates`.
         """
-        self._chosen.append((layer, experts, uses, gates))
+        self._chosen.append((routing.layer, experts, uses, routing.squared_gates[experts]))
+        if self._changes is not None:
+            self._changes.see(routing.layer, routing.x)
 
     def _count(self) -> None:
         """Enter what was chosen since rows last changed, of all layers at once: one by one would cost a step 1 %."""
@@ -211,7 +221,10 @@ class Migration:
         elif over_:
             self._end_window(now)
         while self._planned and len(self._flying) < limit:
-            swap = self._planned.popleft()
+            swap, tier = self._planned.popleft(), self._memory.table.tier
+            if tier[swap.up] == HIGH or (swap.down and tier[swap.down] != HIGH):  # an earlier plan's move has failed
+                self.stats.moves["outdated"] += 1
+                continue
             self._flying.append(_Move(swap, self._begin(swap), self.stats.windows))
 
     def stop(self) -> None:
@@ -227,15 +240,15 @@ class Migration:
 
     def _begin(self, swap: Swap) -> list[Fetch]:
         """Reserve slots and submit; nothing if there are none."""
-        start, memory, (_, layer, up, down) = self._fetcher.start, self._memory, swap
+        start, memory, (_, up, down) = self._fetcher.start, self._memory, swap
         if memory.nested:
             if down is not None:
-                memory.evict(layer, down, Tier.HI)
-                memory.rows_changed(layer)
-            fine = start(layer, up, Tier.HI, Reason.MIGRATION, kept=True)
+                memory.evict(*down, Tier.HI)
+                memory.rows_changed(down[0])
+            fine = start(*up, Tier.HI, Reason.MIGRATION, kept=True)
             return [] if fine is None else [fine]
-        assert down is not None, "a layer's high versions are never fewer than its places"
-        pair = start(layer, up, Tier.HI, Reason.MIGRATION), start(layer, down, Tier.LO, Reason.MIGRATION)
+        assert down is not None, "high versions are never fewer than their places"
+        pair = start(*up, Tier.HI, Reason.MIGRATION), start(*down, Tier.LO, Reason.MIGRATION)
         found = [fetch for fetch in pair if fetch is not None]
         if len(found) < len(pair):
             self._fetcher.give_up(found)
@@ -243,20 +256,22 @@ class Migration:
         return found
 
     def _publish(self, move: _Move) -> None:
-        begin, (_, layer, up, down) = time.perf_counter(), move.swap
+        begin, (_, up, down) = time.perf_counter(), move.swap
         for fetch in move.fetches:
             self._fetcher.complete(fetch)  # a fine slice is named from here on
         if not self._memory.nested:
             assert down is not None
-            self._memory.evict(layer, up)
-            self._memory.evict(layer, down)
+            self._memory.evict(*up)
+            self._memory.evict(*down)
             for fetch in move.fetches:
                 self._fetcher.keep(fetch)
-        self._memory.rows_changed(layer)
+        for layer in {fetch.layer for fetch in move.fetches}:
+            self._memory.rows_changed(layer)
         self._end(move, "published")
         timeline = self._engine.timeline
         if timeline is not None:
-            what = f"publish layer {layer}, expert {up} high, {'none' if down is None else f'expert {down}'} low"
+            names = [f"layer {at[0]}, expert {at[1]}" if at else "none" for at in (up, down)]
+            what = f"publish {names[0]} high, {names[1]} low"
             timeline.add(Lane.HOST, what, "migration", begin, time.perf_counter())
 
     def _give_up(self, move: _Move, outcome: str) -> None:
@@ -281,21 +296,27 @@ class Migration:
             self._give_up(move, "late")
         self.stats.windows += 1
         self.stats.moves["outdated"] += len(self._planned)
-        rule = self._migrating.rule
         if self._decoded is not None:
             low, high, gates = self._decoded.take()
             self._counts += (low + high, gates)
             self.stats.choices[Tier.LO] += int(low.sum())
             self.stats.choices[Tier.HI] += int(high.sum())
-        self.hotness = self.hotness.after(self._counts[int(self._migrating.by_gates)], rule)
+        migrating = self._migrating
+        self.hotness = averaged(self.hotness, self._counts[int(migrating.by_gates)], migrating.alpha)
         self._counts.fill(0)
         self._seen, self._began, self._busy, self._closing = 0, now, 0.0, False
         held = self._memory.table.tier == HIGH
-        for _, layer, up, down in (move.swap for move in self._flying):
-            held[layer, up] = True
+        for _, up, down in (move.swap for move in self._flying):
+            held[up] = True
             if down is not None:
-                held[layer, down] = False
-        self._planned = deque(swaps(self.hotness, held, self._places, rule))
+                held[down] = False
+        if self._changes is not None and self._changes.enough:
+            parts = self._agree(self._changes.parts())
+            rest = [min(parts)] * (len(self._worth) - len(parts) - 1)  # a draft decides no token
+            self._worth, self._changes = np.maximum([*parts, parts[-1], *rest], 1) / max(1.0, np.mean(parts)), None
+        if self._keep is not None and self.stats.windows % _KEPT_EVERY == 0:
+            self._keep(self.hotness)
+        self._planned = deque(swaps(self.hotness * self._worth[:, None], held, self._places, migrating.margin))
 
 
 def _bring_all(fetcher: Fetcher, high: NDArray[np.bool_]) -> None:

@@ -5,6 +5,8 @@ The steps themselves are ``serving``'s.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +26,10 @@ from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodeKernel, DecodePath
 from vllm_dymoe.runtime.decode_plain import PlainDecode
 from vllm_dymoe.runtime.device_memory import make_device_memory
 from vllm_dymoe.runtime.device_side import DecodeCounts
+from vllm_dymoe.runtime.hot_set import HotSet
 from vllm_dymoe.runtime.memory import ExpertMemory, Writer, check_memory
 from vllm_dymoe.runtime.migration import Agree, Migration
-from vllm_dymoe.runtime.popularity import read_popularity
+from vllm_dymoe.runtime.popularity import keep_hotness, read_popularity
 from vllm_dymoe.runtime.precision import changed_precision
 from vllm_dymoe.runtime.serving import Serving
 from vllm_dymoe.runtime.sizing import (
@@ -106,6 +109,7 @@ class MoERuntime:
         obstacle: why the host has to decide in decode, if the model is such a one.
         agree: with the ranks that have other parts of the same experts, for a system that moves versions.
         parts: in place of those of the device.
+        hotness: file that says from start to start which experts are hot, for a system that moves versions.
 
     Attributes:
         options: in force.
@@ -134,6 +138,7 @@ class MoERuntime:
         obstacle: str = "",
         agree: Agree = list,
         parts: Parts | None = None,
+        hotness: Path | None = None,
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
         self._parts = parts = parts or Parts(device)
@@ -162,7 +167,8 @@ class MoERuntime:
         measured = None if predictor is None else Measured(predictor)
         self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.decode)
         self._expert_budget, self._agree = options.expert_budget, agree
-        popularity = read_popularity(self.experts, system)
+        popularity = read_popularity(self.experts, system, hotness, agree)
+        self._keep = None if hotness is None else partial(keep_hotness, hotness)
         self._spending = _Spending(self.experts, decoding is not None, popularity, automatic_budget)
         self._allocate(options, system, self._spending.plan(options.expert_budget, options, system, self.beside))
 
@@ -259,15 +265,19 @@ class MoERuntime:
     def _allocate(self, options: Options, system: System, plan: SlotPlan) -> None:
         """Serve with other slots; the old ones are gone, so that there is one arena at a time."""
         memory, serving, migrating = self.memory, self.serving, system.residency.migrating
+        before = serving.migration
         bits = slot_bits(self.experts, options, system.precision.tiers)
         memory.allocate(plan, bits, reuse_high=system.precision.reuses_high)
         self.plan, self.budget = plan, memory.budget
         self._serve_with(options, system)
         serving.begin()
-        if migrating is not None and any(plan.quotas.get(Tier.HI, ())):  # else steps fetch what they need
+        if migrating is not None and plan.holds_all:
             decoded = None if memory.device_side is None else DecodeCounts(memory.device_side.table)
-            start = self._spending.popularity
-            serving.migration = Migration(serving.fetcher, migrating, start, self._agree, decoded)
+            start = before.hotness if before and before.hotness.any() else self._spending.popularity
+            args = serving.fetcher, migrating, start, self._agree, decoded
+            serving.migration = Migration(*args, keep=self._keep)
+        elif migrating is not None:
+            serving.hot_set = HotSet(memory, migrating)
 
     def _serve_with(self, options: Options, system: System) -> None:
         self.options = options

@@ -1,4 +1,10 @@
-"""Which experts a recorded trace names as hot, for a system that begins with these."""
+"""Which experts are hot at start: those of a recorded trace, or those that were when the model was served before."""
+
+import contextlib
+import logging
+import os
+import zlib
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,18 +14,29 @@ from vllm_dymoe.observe import statistics
 from vllm_dymoe.observe.trace import Trace, TraceError
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.hotness import even_shares
+from vllm_dymoe.runtime.migration import Agree
 from vllm_dymoe.systems import System
 
+_logger = logging.getLogger("vllm.plugins.dymoe")
 
-def read_popularity(experts: ModelExperts, system: System) -> NDArray[np.float64] | None:
-    """Float64 [layers, experts] in even shares, 0 in a draft's layers; None where the system names no trace.
+
+def read_popularity(
+    experts: ModelExperts, system: System, kept: Path | None = None, agree: Agree = list
+) -> NDArray[np.float64] | None:
+    """Float64 [layers, experts] in even shares, 0 in a draft's layers; None where nothing is known or wanted.
+
+    Args:
+        kept: what :func:`keep_hotness` wrote, used where the system names none.
+        agree: with ranks that have other parts of the same experts, which have to begin with the same ones.
 
     Raises:
         ConfigError: the trace cannot be read, or is of other layers or experts than this rank has.
     """
     migrating = system.residency.migrating
-    if migrating is None or migrating.trace is None:
+    if migrating is None:
         return None
+    if migrating.trace is None:
+        return _kept(kept, (len(experts.layers), experts.num_experts), agree)
     try:
         trace = Trace.load(migrating.trace.expanduser())
     except TraceError as error:
@@ -35,3 +52,27 @@ def read_popularity(experts: ModelExperts, system: System) -> NDArray[np.float64
     found = np.zeros((len(experts.layers), experts.num_experts))
     found[:own] = even_shares((statistics.gate_load if migrating.by_gates else statistics.load)(trace).numpy())
     return found
+
+
+def keep_hotness(path: Path, hotness: NDArray[np.float64]) -> None:
+    """For the next start; the file is there whole or as it was. A disk that fails costs no step."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            np.save(file, hotness)
+        os.replace(partial, path)
+    except OSError as error:
+        _logger.warning("vllm-dymoe: %s cannot be written (%s), so the next start knows no hot experts.", path, error)
+
+
+def _kept(path: Path | None, shape: tuple[int, int], agree: Agree) -> NDArray[np.float64] | None:
+    if path is None:
+        return None
+    found, digest = None, 0
+    with contextlib.suppress(OSError, ValueError, EOFError):  # none, cut off, or not ours
+        found = np.load(path, allow_pickle=False)
+    if found is not None and found.shape == shape and found.dtype == np.float64 and np.isfinite(found).all():
+        digest = zlib.crc32(found.tobytes())
+    least, most = agree([digest, -digest])
+    return found if digest and least == -most else None

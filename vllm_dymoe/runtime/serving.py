@@ -25,6 +25,7 @@ from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.counters import PrefetchStats, ResidencyCounts
 from vllm_dymoe.runtime.decode_path import DecodePath
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
+from vllm_dymoe.runtime.hot_set import HotSet
 from vllm_dymoe.runtime.memory import ExpertMemory, Writer
 from vllm_dymoe.runtime.migration import Migration
 from vllm_dymoe.runtime.prefetch import Prefetcher
@@ -50,6 +51,7 @@ class Serving:
         fetcher: gives slots to what is fetched.
         prefetcher: fetches ahead; None without a predictor.
         migration: moves versions between steps; None where steps fetch what they need.
+        hot_set: which experts are wanted high while others are streamed; None otherwise.
         counts: of what steps needed.
         prefetch_stats: of what was fetched ahead.
     """
@@ -60,6 +62,7 @@ class Serving:
     fetcher: Fetcher
     prefetcher: Prefetcher | None = None
     migration: Migration | None = None
+    hot_set: HotSet | None = None
 
     def __init__(
         self,
@@ -80,7 +83,8 @@ class Serving:
         self.memory.pools.fence(self.engine.fence())
         # Systems that move slots between steps have no last-reader fence, so their copies wait for all computation.
         overlaps = self.system.residency.overlaps and self.system.residency.migrating is None
-        self.fetcher, self.prefetcher, self.migration = Fetcher(self.memory, self.engine, overlaps=overlaps), None, None
+        self.fetcher, self.prefetcher = Fetcher(self.memory, self.engine, overlaps=overlaps), None
+        self.migration = self.hot_set = None
         if self.predictor is not None:
             self.predictor.predictor.slots_changed()
             experts = self.memory.experts
@@ -101,8 +105,8 @@ class Serving:
 
     def begin_step(self, phase: Phase) -> None:
         """A step of requests begins, and its first MoE layer is some way off."""
-        if self.migration is not None:
-            self.migration.turn()
+        if (planner := self.migration or self.hot_set) is not None:
+            planner.turn()
         foresight = self.system.foresight
         asked = phase is Phase.PREFILL and foresight is not None and foresight.first_layer
         if asked and self.predictor is not None and self.prefetcher is not None:
@@ -156,7 +160,8 @@ class Serving:
             if not there and (timeline is not None or not (places == HIT).all()):  # a timeline shows every piece
                 in_turn = self.engine.occupies_cores or not self.system.residency.overlaps
                 kernel, counts = self.kernel, self.counts
-                step = LayerStep(routing.layer, self.fetcher, self.prefetcher, kernel, counts, in_turn=in_turn)
+                grain: dict[str, bool] = {"in_turn": in_turn, "whole": self.system.residency.whole}
+                step = LayerStep(routing.layer, self.fetcher, self.prefetcher, kernel, counts, **grain)
                 step.acquire(wanted, places.T.tolist())
                 step.run(partial(self._begin, routing, x, out, activation), look_ahead)
             else:
@@ -189,7 +194,8 @@ class Serving:
 
     def _decide(self, routing: Routing) -> tuple[dict[int, Tier], set[int], Ints]:
         """The tier of each expert that is computed, those that are skipped, and what the rule makes of the former."""
-        tiers, bits, layer = self.system.precision.select(routing), self.bits, routing.layer
+        bits, layer = self.bits, routing.layer
+        tiers = self.hot_set.wants(routing) if self.hot_set else self.system.precision.select(routing)
         wanted = {expert: tier for expert in routing.active if bits[tier := tiers[expert]] > 0}
         planned = self.counts.planned
         planned.update(wanted.values())
@@ -200,8 +206,8 @@ class Serving:
             self.fetcher.collect()
         if self.migration is not None:
             uses = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
-            self.migration.count(layer, active, uses, routing.squared_gates[active])
-        places = self.memory.table.begin_step(layer, active, codes)
+            self.migration.count(routing, active, uses)
+        places = self.memory.table.begin_step(layer, active, codes, ages=self.system.residency.ages)
         if self.computes_there:  # what has no slot costs no copy, but free slots are filled
             lacks = (places != HIT) & (places != FREE)
             lacks |= (places != HIT) & lacks[0]  # a fine slice is kept with its base only
@@ -246,13 +252,13 @@ class Serving:
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
         """For made-up tokens, often thousands all alike: they are not counted, foreseen or learnt from."""
-        before = self.counts, self.engine.stats, self.predictor, self.migration
+        before = self.counts, self.engine.stats, self.predictor, self.migration, self.hot_set
         self.counts, self.engine.stats, self.predictor = ResidencyCounts(), TransferStats(), None
-        self.migration = None
+        self.migration = self.hot_set = None
         try:
             yield
         finally:
-            self.counts, self.engine.stats, self.predictor, self.migration = before
+            self.counts, self.engine.stats, self.predictor, self.migration, self.hot_set = before
 
     def reset_stats(self) -> None:
         """Count from zero."""

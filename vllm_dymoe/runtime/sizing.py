@@ -27,6 +27,7 @@ class SlotPlan:
     workspace_bytes: int  # the part that the kernel's scratch and the predictor take
     slots: Mapping[Tier, int]  # number of slots of each tier in use
     quotas: Mapping[Tier, Sequence[int]]  # experts of each tier that each layer may keep; the table's ``shares``
+    holds_all: bool = False  # every expert has a place, and none is fetched when a router asks
 
     @property
     def staging(self) -> Mapping[Tier, int]:
@@ -206,7 +207,7 @@ def _plan_residents(
     high = min(every - 1, 1 + (limit - workspace_bytes - least) // (step - least))
     if limit - workspace_bytes >= _resident_bytes(experts, options, migrating, every):
         high = every
-    worth = _layer_worth(experts, migrating.worth)
+    worth = layer_worth(experts, migrating.worth)
     places = layer_shares(high, worth, 0, each)
     if popularity is not None:
         places = share_out(popularity * np.array(worth)[:, None], high).tolist()
@@ -215,10 +216,10 @@ def _plan_residents(
     slots, quotas = {Tier.HI: high + staging}, {Tier.HI: places}
     if any(low):
         slots, quotas = slots | {Tier.LO: sum(low) + staging}, quotas | {Tier.LO: low}
-    return SlotPlan(limit, workspace_bytes, slots, quotas)
+    return SlotPlan(limit, workspace_bytes, slots, quotas, holds_all=True)
 
 
-def _layer_worth(experts: ModelExperts, worth: Sequence[float]) -> list[float]:
+def layer_worth(experts: ModelExperts, worth: Sequence[float]) -> list[float]:
     """For every layer; those of a draft, which decides no token, are worth least.
 
     Raises:

@@ -20,6 +20,7 @@ from vllm_dymoe.kernels import ExpertKernel
 from vllm_dymoe.kernels.base import Receive
 from vllm_dymoe.observe.timeline import Lane, Timeline
 from vllm_dymoe.residency.decision import Decision
+from vllm_dymoe.residency.format import EVERY_PROJECTION
 from vllm_dymoe.residency.rule import HIT, PASS
 from vllm_dymoe.residency.slots import Slot
 from vllm_dymoe.residency.table import coldest_of
@@ -59,6 +60,7 @@ class LayerStep:
         kernel: computes.
         counts: are counted here.
         in_turn: experts are computed when all that have a slot have arrived, and not while others arrive.
+        whole: no projection of an expert is computed before the others are there.
     """
 
     def __init__(
@@ -70,10 +72,11 @@ class LayerStep:
         counts: ResidencyCounts,
         *,
         in_turn: bool,
+        whole: bool = False,
     ) -> None:
         self._layer, self._fetcher, self._prefetcher, self._kernel = layer, fetcher, prefetcher, kernel
         self._memory, self._engine = fetcher.memory, fetcher.engine
-        self._counts, self._in_turn = counts, in_turn
+        self._counts, self._in_turn, self._whole = counts, in_turn, whole
         self._shared = False  # whether residents have had their turn before what is on its way
         self._must_keep = False  # whether misses take slots from what the layer keeps: no staging slot comes back
         self._ready: list[_Held] = []  # whose bytes are there, those that have just arrived last
@@ -280,6 +283,8 @@ class LayerStep:
             for fetch in (fetch for held in computing for fetch in held.fetches):
                 self._engine.wait(fetch.ticket, projections)
 
+        if arriving and self._whole:
+            receive(len(EVERY_PROJECTION))
         items, timeline = [held.item for held in computing], self._engine.timeline
         if timeline is None:
             self._kernel.compute(items, receive if arriving else None)

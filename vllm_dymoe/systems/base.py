@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict
 from vllm_dymoe.config import ExpertBudget
 from vllm_dymoe.predict import Predictor, RoutedModel
 from vllm_dymoe.residency.format import EVERY_PROJECTION, ModelExperts
-from vllm_dymoe.residency.hotness import Rule
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.rule import Ints
 from vllm_dymoe.residency.threshold import NO_THRESHOLD
@@ -79,7 +78,7 @@ class Precision:
 
     def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
         """Where devices decide: how many experts of a decode step are high, int32 [num_layers, experts + 1], by layer
-        and number of active experts. The most important by :func:`~.importance.step_importance` are."""
+        and number of active experts. The most important by :func:`~.importance.Importance` are."""
         return np.tile(np.arange(experts + 1, dtype=np.int32), (num_layers, 1))
 
     def threshold(self) -> Ints:
@@ -96,18 +95,15 @@ class Precision:
         """
         return dict.fromkeys(named, Tier.HI if Tier.HI in self.tiers else Tier.LO)
 
-    def warnings(self, num_layers: int, top_k: int) -> Sequence[str]:
-        """Sentences about parameters that work, but badly, for a model with so many layers and experts per token."""
-        return ()
-
 
 @dataclass(frozen=True)
 class Migrating:
     """How the high set of a system follows traffic.
 
     Attributes:
-        rule: which experts are to be high.
-        window_seconds: after which the rule is applied again.
+        alpha: weight of the last window in an expert's hotness.
+        margin: by which an expert that becomes high is to be hotter than the one that becomes low, in even shares.
+        window_seconds: after which high experts are chosen anew.
         window_uses: mean uses of an expert by then; with fewer the window goes on.
         in_flight: moves at the same time; more where they need no slots of their own.
         link_share: share of the time that the link may work for moves.
@@ -117,7 +113,8 @@ class Migrating:
         streams: a budget that cannot hold every expert is served by fetching.
     """
 
-    rule: Rule
+    alpha: float
+    margin: float
     window_seconds: float
     window_uses: float
     in_flight: int
@@ -147,12 +144,16 @@ class Residency:
     Attributes:
         keeps: layers keep experts for later steps.
         overlaps: experts arrive while others are computed.
+        ages: what is hot stays; else what came last.
+        whole: an expert is computed when all of it is there; else projection by projection.
         on_device: a device can decide a decode step by itself: ``critical_counts`` says all that ``select`` would.
         migrating: how versions move between steps where every expert is there; None where steps fetch what they need.
     """
 
     keeps: bool = True
     overlaps: bool = True
+    ages: bool = True
+    whole: bool = False
     on_device: bool = False
     migrating: Migrating | None = None
 

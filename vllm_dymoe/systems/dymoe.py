@@ -21,10 +21,8 @@ from vllm_dymoe.residency.threshold import above, follow, threshold_for
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.base import Precision, Residency
 from vllm_dymoe.systems.exact import Exact
-from vllm_dymoe.systems.importance import gate_importance, most_important, step_importance, weight_sums
+from vllm_dymoe.systems.importance import importance
 from vllm_dymoe.systems.schedule import Schedule
-
-_IDLE = 0.25  # of what retention says: less than that is an idle tier
 
 
 @dataclass(frozen=True)
@@ -60,21 +58,16 @@ class CriticalHigh(Precision):
 
     def critical(self, routing: Routing) -> set[int]:
         """The most important experts of a step (4.2)."""
-        prompt, high = routing.prompt, set()
-        experts = 1 + max(routing.active, default=0)
-        if self.thresholds:
-            phases = weight_sums(routing.ids, routing.weights, experts, prompt)
-            for threshold, (used, sums) in zip(self.thresholds, phases, strict=True):
-                those = above(threshold, sums)
-                follow(threshold, int(those.sum()), len(used))
-                high.update(used[those].tolist())
-            return high
-        if prompt is None and len(routing.ids) == 1:  # decode of one request
-            importance = gate_importance(routing.host_ids, routing.host_weights)
-            return most_important(importance, self._critical_of(routing, len(routing.active)))
-        load, gate = step_importance(routing.ids, routing.weights, experts, prompt)
-        high = most_important(load, self._critical_of(routing, len(load)))
-        return high | most_important(gate, self._critical_of(routing, len(gate)))
+        high, experts = set(), 1 + max(routing.active, default=0)
+        phases = importance(routing.ids, routing.weights, experts, routing.prompt)
+        for number, phase in enumerate(phases):
+            if self.thresholds:
+                those = above(self.thresholds[number], phase.sums)
+                follow(self.thresholds[number], int(those.sum()), len(those))
+            else:
+                those = phase.first(self._critical(routing.layer, routing.num_layers, len(phase.used)))
+            high.update(phase.used[those].tolist())
+        return high
 
     def chooser(self, num_layers: int) -> Callable[[int, Ints], NDArray[np.bool_]]:
         """For replays of decode: which experts of a layer are high, by their sums, with a threshold of its own."""
@@ -108,27 +101,8 @@ class CriticalHigh(Precision):
         high = set(named[:count])
         return {expert: Tier.HI if expert in high else Tier.LO for expert in named}
 
-    def warnings(self, num_layers: int, top_k: int) -> Sequence[str]:
-        """Where rounding leaves one of two tiers, in decode, less than a quarter of what retention says."""
-        schedule, found = self.schedule, list[str]()
-        realised = schedule.realised(num_layers, top_k)
-        for name, wanted, share in (
-            ("low", 1 - schedule.retention, 1 - realised),
-            ("high", schedule.retention, realised),
-        ):
-            if share < _IDLE * wanted and not self.thresholds:
-                found.append(
-                    f'rounding "{schedule.rounding}" leaves the {name} tier {share:.1%} of a token\'s experts where '
-                    f"retention {schedule.retention:g} says {wanted:.0%}, so it is idle in decode; set high_by to "
-                    '"threshold" in system_options, or change retention.'
-                )
-        return found
-
     def _critical(self, layer: int, num_layers: int, active: int) -> int:
         return self.schedule.critical(layer, num_layers, active)
-
-    def _critical_of(self, routing: Routing, active: int) -> int:
-        return self.schedule.critical(routing.layer, routing.num_layers, active)
 
 
 class Dymoe(Exact):

@@ -4,25 +4,35 @@ Nothing is fetched when a router asks. What is high follows windows of traffic, 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from vllm_dymoe.residency.hotness import Rule
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.systems.base import Migrating, Precision, Residency, System
 
+_HOT = 0.25
+"""Of the experts that stay where others are streamed, the share that is high: a quarter has half of the traffic."""
 
+
+@dataclass(frozen=True)
 class _AsResident(Precision):
-    """Low will do: an expert whose high version is there is computed high."""
+    """Low will do: an expert whose high version is there is computed high.
+
+    Attributes:
+        hot: share that is wanted high all the same.
+    """
+
+    hot: float = 0.0
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
-        return {Tier.HI: [0.0] * num_layers, Tier.LO: [1.0] * num_layers}
+        return {Tier.HI: [self.hot] * num_layers, Tier.LO: [1 - self.hot] * num_layers}
 
     def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
         return np.zeros((num_layers, experts + 1), np.int32)
@@ -48,14 +58,12 @@ class DynaExq(System):
     """Uses that experts have in a window on average; one with fewer goes on."""
     margin: NonNegativeFloat = 0.1
     """How much hotter an expert must be to take another one's place, in even shares of a layer's traffic."""
-    slack: NonNegativeInt = 1
-    """Ranks below its layer's places that a high expert may fall to before it goes."""
     in_flight: PositiveInt = 2
     """Experts that are moved at the same time; more, within link_share, where versions are nested and need no slots."""
     link_share: float = Field(default=0.25, gt=0, le=1)
     """Share of the time that the link may work for moves."""
     layer_worth: tuple[PositiveFloat, ...] = ()
-    """What high versions are worth in each layer beside the others, for its places; alike if empty."""
+    """What high versions are worth in each layer beside the others; measured while serving if empty."""
     popularity: Path | None = None
     """A trace: at start its most popular experts are high, and layers have places by what these bring."""
     stream_cold: bool = False
@@ -64,13 +72,14 @@ class DynaExq(System):
     @cached_property
     def precision(self) -> Precision:
         """Both tiers; residency decides which."""
-        return _AsResident(frozenset((Tier.HI, Tier.LO)))
+        return _AsResident(frozenset((Tier.HI, Tier.LO)), hot=_HOT if self.stream_cold else 0.0)
 
     @cached_property
     def residency(self) -> Residency:
         """Where every expert is there nothing is left for a device to decide."""
         migrating = Migrating(
-            rule=Rule(self.alpha, self.margin, self.slack),
+            alpha=self.alpha,
+            margin=self.margin,
             window_seconds=self.window_s,
             window_uses=self.window_uses,
             in_flight=self.in_flight,

@@ -27,18 +27,19 @@ class Firm(System):
 
     @cached_property
     def foresight(self) -> Foresight:
-        """Meeting of Layers (Eqs. 5 and 6). With fewer slots than the largest K these would decide what is fetched, and
-        K and P nothing (Eq. 9)."""
+        """Meeting of Layers (Eqs. 5 and 6), with as many slots as a token has experts. Of up to twice as many that are
+        named, these are on the device already or worth less than what the slots would keep."""
         return Foresight(
             "meeting of layers",
-            _predictor,
+            predictor,
             needs_gates=True,
             projections=self.projections,
-            wide=lambda top_k: _LARGEST_K * top_k,
+            wide=lambda top_k: top_k,
         )
 
 
-def _predictor(model: RoutedModel) -> Predictor:
+def predictor(model: RoutedModel) -> Predictor:
+    """A meeting that HEOP tunes."""
     start = Setting(min(model.top_k, model.num_experts), _START_P)
     largest = Setting(max(start.k, min(_LARGEST_K * model.top_k, model.num_experts)), _LARGEST_P)
     tuner = Heop(model.num_layers, start, largest)

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -18,92 +17,44 @@ from vllm_dymoe.residency.rule import Ints
 _SCORES_AT_ONCE = 1 << 20
 
 
-def gate_importance(expert_ids: NDArray[np.int64], weights: NDArray[np.float32]) -> Mapping[int, float]:
-    """Eq. 3: an expert's routing weight, for one token.
+class Importance(NamedTuple):
+    """Of experts, for the tokens of one phase; whole numbers, so that no order of additions decides."""
 
-    Args:
-        expert_ids: [1, top_k], negative where another rank has the expert.
-        weights: [1, top_k].
+    used: Ints  # int64 [n], experts that its tokens use, ascending
+    hits: Ints  # int64 [n], heavy hitters among the tokens that use each (Eq. 2); 0 in decode
+    sums: Ints
+    """int64 [n], of routing weights in 1 / WEIGHT_UNIT (Eq. 3), in prompts those of heavy hitters alone."""
 
-    Returns:
-        Importance of each expert that occurs.
-    """
-    pairs = zip(expert_ids[0].tolist(), weights[0].tolist(), strict=True)
-    return {expert: weight for expert, weight in pairs if expert >= 0}
-
-
-class StepImportance(NamedTuple):
-    """How much experts matter to the tokens of a step."""
-
-    load: Mapping[int, tuple[float, float]]
-    """Eq. 2: for each expert that tokens of prompts use how many heavy hitters do, and, since many have the same
-    number, these tokens' routing weights' sum."""
-    gate: Mapping[int, float]  # Eq. 3: for each expert that other tokens use the sum of their routing weights.
+    def first(self, count: int) -> NDArray[np.bool_]:
+        """bool [n], the most important ones, of equal ones those with the lower numbers."""
+        chosen = np.zeros(len(self.used), bool)
+        chosen[np.lexsort((-self.sums, -self.hits))[:count]] = True
+        return chosen
 
 
-def step_importance(
+def importance(
     expert_ids: Tensor, weights: Tensor, experts: int, prompt: PromptTokens | None = None
-) -> StepImportance:
-    """Eqs. 2 and 3 over all tokens; the host waits for the device once, however many there are.
-
-    Sums are rounded to float32 after the addition in float64: the order in which a GPU adds must not decide which
-    expert is high.
+) -> tuple[Importance, Importance]:
+    """For the tokens of prompts and for the others; the host waits for the device once, however many there are.
 
     Args:
         expert_ids: [tokens, top_k] int, negative where another rank has the expert.
         weights: [tokens, top_k] float32.
         experts: more than the largest number in ``expert_ids``.
         prompt: which tokens are prompts'; None for no token.
-    """
-    values = weights.double()
-    one = torch.ones_like(values)
-    columns = [one, values]
-    if prompt is not None:
-        of_prompt = prompt.rows.unsqueeze(1)
-        heavy = (prompt.heavy & prompt.rows).unsqueeze(1)
-        columns = [one * of_prompt, one * heavy, values * of_prompt]
-        if prompt.mixed:
-            columns += [one * ~of_prompt, values * ~of_prompt]
-    places = (expert_ids.flatten().long() + 1).clamp_min_(0)  # other ranks' experts fall into the first place
-    sums = values.new_zeros(len(columns), experts + 1)
-    sums.index_add_(1, places, torch.stack(columns).view(len(columns), -1))
-    found = list(enumerate(zip(*sums.float()[:, 1:].tolist(), strict=True)))
-    if prompt is None:
-        return StepImportance({}, {expert: total for expert, (count, total) in found if count})
-    load = {expert: (hits, total) for expert, (count, hits, total, *_) in found if count}
-    gate = {expert: total for expert, (*_, count, total) in found if count} if prompt.mixed else {}
-    return StepImportance(load, gate)
-
-
-def weight_sums(
-    expert_ids: Tensor, weights: Tensor, experts: int, prompt: PromptTokens | None = None
-) -> list[tuple[Ints, Ints]]:
-    """What a threshold goes by, in whole numbers: no order of additions decides.
-
-    Args:
-        expert_ids: [tokens, top_k] int, negative where another rank has the expert.
-        weights: [tokens, top_k] float32.
-        experts: more than the largest number in ``expert_ids``.
-        prompt: which tokens are prompts'; None for no token.
-
-    Returns:
-        For the tokens of prompts and for the others, the experts that they use, ascending, and the sum of each one's
-        routing weights in 1 / WEIGHT_UNIT; in prompts those of heavy hitters alone.
     """
     units = (weights.float() * float(WEIGHT_UNIT)).long()
     none = torch.zeros(len(units), 1, dtype=torch.bool, device=units.device)
     of_prompt, heavy = (none, none) if prompt is None else (prompt.rows[:, None], prompt.heavy[:, None])
-    rows = (of_prompt, of_prompt & heavy, ~of_prompt)
-    columns = torch.stack([rows[0].expand_as(units), units * rows[1], rows[2].expand_as(units), units * rows[2]])
-    places = (expert_ids.flatten().long() + 1).clamp_min_(0)
-    sums = units.new_zeros(len(columns), experts + 1).index_add_(1, places, columns.view(len(columns), -1))
-    found = sums[:, 1:].cpu().numpy()
-    return [(used.nonzero()[0], total[used > 0]) for used, total in (found[:2], found[2:])]
-
-
-def most_important(importance: Mapping[int, float] | Mapping[int, tuple[float, float]], count: int) -> set[int]:
-    """The ``count`` experts of the highest importance; of equal ones those with the lower numbers."""
-    return set(sorted(sorted(importance), key=importance.__getitem__, reverse=True)[:count])
+    heavy = (of_prompt & heavy).expand_as(units)
+    decoded = ~of_prompt.expand_as(units)
+    parts = (~decoded, heavy, units * heavy, decoded, torch.zeros_like(units), units * decoded)
+    columns = torch.stack([part.long() for part in parts])
+    places = (expert_ids.flatten().long() + 1).clamp_min_(0)  # other ranks' experts fall into the first place
+    totals = units.new_zeros(len(columns), experts + 1).index_add_(1, places, columns.view(len(columns), -1))
+    phases = totals[:, 1:].cpu().numpy().reshape(2, 3, -1)
+    prompts, others = (Importance(uses.nonzero()[0], hits[uses > 0], sums[uses > 0]) for uses, hits, sums in phases)
+    return prompts, others
 
 
 def mark_heavy_hitters(mass: Tensor, share: float, heavy: Tensor) -> None:

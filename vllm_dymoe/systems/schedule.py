@@ -52,10 +52,6 @@ class Schedule:
         """t_l, Eq. 5: how many of the ``active`` experts of a step are critical."""
         return _critical(self, layer, num_layers, active)
 
-    def realised(self, num_layers: int, active: int) -> float:
-        """The average share of critical experts that rounding leaves where every layer has ``active`` experts."""
-        return sum(self.critical(layer, num_layers, active) for layer in range(num_layers)) / (num_layers * active)
-
 
 @lru_cache(1 << 14)  # asked for every layer of every step
 def _critical(schedule: Schedule, layer: int, num_layers: int, active: int) -> int:

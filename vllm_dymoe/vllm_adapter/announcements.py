@@ -54,18 +54,25 @@ def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
 def _decisions(runtime: MoERuntime) -> str:
     if runtime.decode is None:
         return f"the host{f', because {runtime.host_decides_because}' if runtime.host_decides_because else ''}"
-    foresight, more = runtime.system.foresight, ""
-    ahead = foresight.projections_in_graph if foresight else 0
-    if ahead and runtime.memory.device_side and runtime.memory.device_side.most_ahead:
-        more = f", up to {ahead} projections of the next layer fetched ahead"
-    elif ahead:
-        more = ", nothing fetched ahead (it needs a predictor, and low versions that do not lie inside the high ones)"
-    elif foresight is not None:
-        more = ", nothing fetched ahead (ahead_in_graph is 0): prefetch is for prompts and larger steps"
-    return f"the device ({runtime.decode.kernel.name}), in steps of up to {DECODE_ROWS} tokens{more}"
+    return f"the device ({runtime.decode.kernel.name}), in steps of up to {DECODE_ROWS} tokens"
 
 
 def _prefetch(runtime: MoERuntime) -> str:
+    """What is fetched ahead, in each kind of step."""
+    foresight, side = runtime.system.foresight, runtime.memory.device_side
+    if foresight is None:
+        return "none"
+    host = "none, because the cores that would copy compute" if runtime.engine.occupies_cores else _named(runtime)
+    if runtime.decode is None or side is None:
+        return host
+    most, needs = side.most_ahead, "ahead_in_graph is 0"
+    if foresight.projections_in_graph:
+        needs = "ahead_in_graph needs a predictor, and low versions that do not lie inside the high ones"
+    decode = f"up to {most} projections of the next layer" if most else f"none ({needs})"
+    return f"{decode} in decode steps of up to {DECODE_ROWS} tokens, {host} in prompts and larger steps"
+
+
+def _named(runtime: MoERuntime) -> str:
     options, predictor, foresight = runtime.options, runtime.predictor, runtime.system.foresight
     if options.predictor is not None and predictor is not None:
         return f"trained, by {options.predictor} ({size(predictor.nbytes)} of the budget)"
@@ -91,7 +98,6 @@ def warnings(runtime: MoERuntime) -> list[str]:
             "lo is 0, so experts that matter less are skipped, which loses about ten times as much on a prompt as 2 "
             "bits do; set lo to 2."
         )
-    found += runtime.system.precision.warnings(len(experts.layers) - experts.draft_layers, experts.top_k)
     for tier in plan.slots if runtime.system.residency.keeps and runtime.system.residency.migrating is None else ():
         every_base = runtime.memory.nested and tier is Tier.LO
         # Whatever its tier, an expert needs its base.

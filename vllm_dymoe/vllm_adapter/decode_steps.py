@@ -47,7 +47,9 @@ class DecodeSteps:
 
     def begin(self) -> None:
         self._tokens = self._step.tokens if self._decodes and self._step.tokens <= DECODE_ROWS else 0
-        self._too_large += self._decodes and self._step.tokens > DECODE_ROWS
+        # Where every expert is there the host has nothing to fetch.
+        follows = self._runtime.serving.migration is not None
+        self._too_large += self._decodes and self._step.tokens > DECODE_ROWS and not follows
         if self._too_large == _MANY:
             self._too_large += 1
             logger.warning(

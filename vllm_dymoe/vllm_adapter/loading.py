@@ -182,6 +182,8 @@ class Loading:
                 raise
             budget = 0  # resizing to it is refused while the model is served
         given: dict[str, Any] = {"predictor": predictor, "obstacle": obstacle, "agree": _agreement(config)}
+        if not self._model.dummy and make_system(mine).residency.migrating is not None:
+            given["hotness"] = self._model.hotness_file
         return MoERuntime(store, options, device, budget, **given)
 
     def _routed_model(self, predictor: Path | None) -> RoutedModel:

@@ -29,6 +29,8 @@ from vllm_dymoe.vllm_adapter.metrics import difference, total
 Request = tuple[list[int], int]
 """Token numbers of a prompt, and tokens of its answer."""
 
+_ROUNDS = 8  # of warming up at most: a system that tunes itself is measured when it has settled
+
 _COUNTED = (
     "hits", "misses", "there", "promotions", "reuses", "evictions", "exposed_wait_seconds", "prediction_seconds",
     "planned", "bytes_moved", "transfers", "prefetches", "predictions", "budget_bytes", "peak_expert_bytes",
@@ -101,19 +103,29 @@ def measure(
 ) -> dict[str, Any]:
     """One case: warm up with the first prompts, then answer the others, ``batch`` at a time."""
     cold, warm = prompts[: workload["warm_up"]], prompts[workload["warm_up"] :]
-    for number, together in enumerate(_chunks(cold, batch)):
-        answer(llm, together, f"{label}-warm-{number}", workload["temperature"], ours=False)
+    for number in range(_ROUNDS):
+        if number and (not ours or all(llm.collective_rpc(_settled))):
+            break
+        for place, together in enumerate(_chunks(prompts if number else cold, batch)):
+            answer(llm, together, f"{label}-warm-{number}-{place}", workload["temperature"], ours=False)
     if ours:
         llm.collective_rpc("dymoe_reset_stats")
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    answers, peak = [], peak_bytes()
-    for number, together in enumerate(_chunks(warm, batch)):
-        answers.append(answer(llm, together, f"{label}-{number}", workload["temperature"], ours=ours))
-        peak = max(peak, peak_bytes())
+    answers, peak = list[Answers](), peak_bytes()
+    for run in range(workload["runs"]):
+        for number, together in enumerate(_chunks(warm, batch)):
+            answers.append(answer(llm, together, f"{label}-{run}-{number}", workload["temperature"], ours=ours))
+            peak = max(peak, peak_bytes())
     if ours:
         llm.collective_rpc("dymoe_check_integrity")
-    return summarise(answers) | {"peak_device_bytes": peak, "warm_up_requests": len(cold)}
+    each = len(answers) // workload["runs"]
+    runs = [summarise(answers[begin : begin + each])["tpot_ms"] for begin in range(0, len(answers), each)]
+    return summarise(answers) | {
+        "peak_device_bytes": peak,
+        "warm_up_requests": len(cold),
+        "tpot_ms_of_runs": [found["mean"] for found in runs if found],
+    }
 
 
 def answer(llm: LLM, requests: Sequence[Request], label: str, temperature: float, *, ours: bool) -> Answers:
@@ -156,6 +168,11 @@ def answer(llm: LLM, requests: Sequence[Request], label: str, temperature: float
     if ours:
         found.decode = _difference(_counters(llm), before)
     return found
+
+
+def _settled(worker: Any) -> bool:
+    predictor = worker.vllm_config.quant_config.loaded_model().runtime.predictor
+    return predictor is None or bool(predictor.predictor.settled)
 
 
 def _fill_worker(worker: Any) -> None:

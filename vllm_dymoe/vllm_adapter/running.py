@@ -63,9 +63,12 @@ class Running:
         self.runtime, self.step, self.failures = runtime, step, failures
         self.foresight, self.observation = foresight, observation
         self.prompts: PromptTap | None = None  # for a system that does not ask
-        if runtime.system.precision.heavy_hitters is not None:
+        takes = runtime.system.foresight is not None and runtime.system.foresight.takes_predictor
+        if takes or runtime.system.precision.heavy_hitters is not None:
             recorded = runtime.options.trace is not None
-            self.prompts = PromptTap(lambda: self.runtime.system, step, drafted, recorded=recorded)
+            self.prompts = PromptTap(
+                lambda: self.runtime.system, step, drafted, recorded=recorded, asked=self._predictor_asks
+            )
         self._model = model
         self._decode: DecodeSteps | None = None
         if runtime.decode is not None:
@@ -73,6 +76,10 @@ class Running:
         self._num_layers = len(runtime.experts.layers)  # without a draft's, which come later
         failures.on_failure = observation.forget
         foresight.listen(observation, lambda: self.runtime.set_predictor(None))
+
+    def _predictor_asks(self) -> bool:
+        predictor = self.runtime.predictor
+        return predictor is not None and predictor.predictor.tells_phases
 
     def forward(self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Run the routed experts of one MoE layer, outside of any compilation.

@@ -101,6 +101,7 @@ class PromptTap:
         system: the one in force, asked anew in every step.
         drafted: tokens that speculative decoding adds to a request's one; a longer query is a prompt's.
         recorded: a trace has them, so that they are marked where every expert gets the same tier, too.
+        asked: whether something else asks for the prompts at the moment.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class PromptTap:
         drafted: int = 0,
         *,
         recorded: bool = False,
+        asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._system = system
+        self._system, self._asked = system, asked
         self._step = step
         self._recorded = recorded
         self._longest_decode = 1 + drafted
@@ -142,7 +144,7 @@ class PromptTap:
 
         None if there are none, or the system does not ask, or the layer computes only some of the step's tokens.
         """
-        prompts = self.running() if self._share is not None else None
+        prompts = self.running() if self._share is not None or self._asked() else None
         if prompts is None or not prompts.spans or count != self._step.tokens:
             return None
         if prompts.rows is None:

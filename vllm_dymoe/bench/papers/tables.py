@@ -26,12 +26,13 @@ class At:
     batch: int = 1  # requests at once
     prompt_tokens: int | None = None  # of each prompt; None takes the run's prompts as they are
     max_tokens: int | None = None  # of each answer; None for those of the run
+    runs: int = 1  # of the same requests
 
     def case(self, subject: Subject, model: str, workload: Workload, engine: Mapping[str, Any]) -> Case:
         """Of a run's workload: at least as many requests as the batch has, at the lengths that are asked for."""
         asked = replace(
             workload, requests=max(workload.requests, self.batch), prompt_tokens=self.prompt_tokens,
-            max_tokens=self.max_tokens or workload.max_tokens,
+            max_tokens=self.max_tokens or workload.max_tokens, runs=self.runs,
         )  # fmt: skip
         return Case(model, replace(subject, budgets=None), self.budget, self.batch, asked, engine)
 
@@ -99,6 +100,29 @@ TTFT = of("ttft_ms", "median", unit=1e-3)
 TPOT = of("tpot_ms", "mean", unit=1e-3)
 """Seconds for each later token."""
 RATE = of("decode_tokens_per_second")
+
+
+def spread(row: Row) -> Number:
+    """Seconds for each later token, and half of the difference between the fastest and the slowest run."""
+    runs = [value / 1e3 for value in row["measured"]["tpot_ms_of_runs"]]
+    return f"{sum(runs) / len(runs):.4f} ± {(max(runs) - min(runs)) / 2:.4f}"
+
+
+def bound(row: Row) -> tuple[float, float]:
+    """Seconds for each later token of a system that foresees nothing, if all of its transfers T overlapped with its
+    computation C, and by how much that is less: by 1 + C / T at most."""
+    measured, tokens = row["measured"], row["measured"]["decode_tokens"]
+    waited = measured["decode"]["exposed_wait_seconds"] / tokens
+    computed = measured["tpot_ms"]["mean"] / 1e3 - waited
+    rate = (row["options"] or {}).get("link_gbps")
+    moved = sum(measured["decode"]["bytes_moved"].values()) / rate / 1e9 / tokens if rate else waited
+    return max(moved, computed), (computed + moved) / max(moved, computed)
+
+
+def least(row: Row) -> Number:
+    """The bound as text."""
+    seconds, gain = bound(row)
+    return f"{seconds:.4f} ({gain:.2f} times)"
 
 
 def cases_of(

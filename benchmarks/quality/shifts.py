@@ -1,0 +1,89 @@
+"""Traffic that shifts to one domain, while dynaexq's high set follows it over a link, beside the best that could be."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from bench import DOMAINS, GROUP_SIZE, Bench
+from losses import Scores, losses
+
+from vllm_dymoe.config import Options
+from vllm_dymoe.residency.hotness import even_shares, swaps
+from vllm_dymoe.residency.rule import HIGH
+from vllm_dymoe.runtime.migration import Migration
+
+HIGH_SHARES = (0.125, 0.25, 0.5)
+TEXTS = 4  # of a window
+_FROZEN = 1e9  # uses
+# At this rate and a quarter of the link half of the experts' fine slices take about as long as two windows of texts.
+_LINK_GBPS = 0.03
+
+
+class Shifts:
+    """What a high set loses on texts of a domain to which traffic has just shifted.
+
+    Args:
+        bench: the engine.
+        store: of nested versions at 4 and 2 bits.
+    """
+
+    def __init__(self, bench: Bench, store: str = "nested rtn") -> None:
+        self._bench, self._store, self._texts = bench, store, bench.domains
+        self._reference: dict[str, Scores] = {}
+        self._mass: dict[str, Any] = {}  # squared gates of a domain's texts, but for those that are measured
+        exact = {"hi": 16, "system": "exact", "system_options": {"look_ahead": 0}}
+        for domain, texts in self._texts.items():
+            bench.serve("rtn", Options(group_size=GROUP_SIZE, expert_budget="100%", **exact))
+            with bench.counted() as self._mass[domain]:
+                bench.read(texts[:-TEXTS])
+            self._reference[domain] = bench.read(texts[-TEXTS:])
+
+    def rows(self, share: float, **options: Any) -> Iterator[dict[str, Any]]:
+        """For every domain: the honest oracle, which knows its other texts; dynaexq, two windows behind the shift; and
+        the set of the domains before it.
+
+        Args:
+            share: of the experts, that are high.
+            options: of dynaexq.
+        """
+        for domain, texts in self._texts.items():
+            before = [text for other in DOMAINS if other != domain for text in self._texts[other][:TEXTS]]
+            for name in ("oracle", "dynaexq", "as before"):
+                migration = self._serve(share, options)
+                self._bench.read(before)
+                if name == "dynaexq":
+                    self._bench.read(texts[-3 * TEXTS : -TEXTS])
+                else:
+                    migration._least = _FROZEN
+                if name == "oracle":
+                    self._place(migration, even_shares(self._mass[domain]))
+                migration.reset_stats()
+                found = losses(self._bench.read(texts[-TEXTS:]), self._reference[domain], texts[-TEXTS:])
+                yield {"high": share, "domain": domain, "experts": name, **found}
+
+    def _serve(self, share: float, options: dict[str, Any]) -> Migration:
+        """With windows of TEXTS texts, whatever they take."""
+        top_k = self._bench.experts.top_k
+        uses = TEXTS * len(self._texts[DOMAINS[0]][0]) * top_k / self._bench.experts.num_experts
+        chosen = {"window_s": 0, "window_uses": uses, **options}
+        nbytes = self._bench.nested_bytes(self._store, share)
+        self._bench.serve(self._store, Options(
+            hi=4, lo=2, group_size=GROUP_SIZE, system="dynaexq", system_options=chosen, expert_budget=nbytes,
+            link_gbps=_LINK_GBPS,
+        ))  # fmt: skip
+        migration = self._bench.runtime.serving.migration
+        assert migration is not None
+        return migration
+
+    def _place(self, migration: Migration, score: Any) -> None:
+        """At once: an oracle waits for no link."""
+        migration.stop()
+        self._bench.runtime.serving.fetcher.settle_all()
+        held = self._bench.runtime.memory.table.tier == HIGH
+        migration._planned.extend(swaps(score * migration._worth[:, None], held, migration._places, 0.0))
+        while migration._planned or migration._flying:
+            migration._began = 0.0
+            migration.turn()
+            for fetch in list(migration.flying):
+                self._bench.runtime.engine.wait(fetch.ticket)
+        assert np.count_nonzero(self._bench.runtime.memory.table.tier == HIGH) == migration._places

@@ -1,0 +1,67 @@
+"""The systems that papers' tables compare: only time differs, the oracle is right, and what came first goes first."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runtime.steps import STEPS, forward, make_runtime, random_step
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.bench.systems import Compared, Oracle
+from vllm_dymoe.residency.routing import Routing
+from vllm_dymoe.residency.rule import HIGH
+from vllm_dymoe.residency.table import Table, set_pools
+from vllm_dymoe.systems.exact import Exact
+
+LAYERS = 2
+STORE = make_store(make_experts(layers=LAYERS, num_experts=8, bits=(4,)))
+
+
+def outputs(system, predictor=None):
+    runtime = make_runtime(STORE, "50%", system, lo=0, predictor=predictor, link_gbps=0.05)
+    found = []
+    for seed, layer, tokens in STEPS:
+        found.append(forward(runtime, layer, *random_step(seed, tokens, STORE.experts)))
+        runtime.check_integrity()
+    return found, runtime.stats()
+
+
+@pytest.mark.parametrize(
+    "options", [{"first_in": True}, {"whole": True}, {"keeps": False, "first_in": True, "whole": True}]
+)
+def test_only_time_differs(options):
+    ours, stats = outputs(Compared(ahead="nothing", **options))
+    theirs, _ = outputs(Exact(look_ahead=0))
+    assert all(map(torch.equal, ours, theirs))
+    assert stats.misses > 0
+
+
+def test_the_oracle_knows_steps_that_it_has_seen():
+    oracle = Oracle()
+    for again in (False, True):
+        for seed in (1, 2):
+            routings = [Routing(layer, LAYERS, *_step(seed + 10 * layer)) for layer in range(LAYERS)]
+            oracle.observe(routings[0])
+            assert oracle.settled is again
+            named = [candidate.expert for candidate in oracle.predict(0)]
+            assert named == (routings[1].active if again else [])
+            oracle.observe(routings[1])
+            assert oracle.predict(1) == []
+
+
+def _step(seed):
+    x, weights, ids = random_step(seed, 3, STORE.experts)
+    return x, ids, weights
+
+
+def test_without_ageing_what_came_first_goes_first():
+    table = Table.allocate(1, 6)
+    set_pools(table, {HIGH: (0, 1, 2)}, {HIGH: [2]})
+    wanted = np.full(1, HIGH, np.int8)
+    gone = []
+    for expert in (0, 1, 0, 0, 2, 0, 3):  # 0 is used most, and came first
+        active = np.array([expert])
+        places = table.begin_step(0, active, wanted, ages=False)
+        gone.append(int(places[0, 0]))
+        if gone[-1] >= -1:
+            table.keep(0, active, wanted, places)
+    assert gone == [-1, -1, -3, -3, 0, 1, 2]

@@ -40,6 +40,13 @@ def compute_experts(
     receive: Receive | None = None,
 ) -> None:
     """Begin a step of some experts and compute all of them at once."""
+    kernel.compute(begin_experts(kernel, x, work, out, activation), receive)
+
+
+def begin_experts(
+    kernel: ExpertKernel, x: Tensor, work: Sequence[ExpertWork], out: Tensor, activation: Activation
+) -> list[int]:
+    """Begin a step of some experts; its items."""
     bounds = [0, *accumulate(len(expert.tokens) for expert in work)]
     rows, pairs = (
         torch.cat([getattr(expert, name).cpu() for expert in work]) if work else torch.empty(0, dtype=torch.int64)
@@ -50,7 +57,7 @@ def compute_experts(
     for item, expert in enumerate(work):
         decision.place(item, Expert(*expert[:3]))
     kernel.begin(x, decision, out, activation)
-    kernel.compute(items, receive)
+    return items
 
 
 def section_of(packed: PackedMatrix) -> Tensor:

@@ -361,8 +361,10 @@ def test_what_absent_pairs_cost_on_a_card(monkeypatch):
     class OnACard(torch.Tensor):
         is_cuda = True
 
-    out = absent_outputs([2, 3]).as_subclass(OnACard)
+    out, into = absent_outputs([2, 3]).as_subclass(OnACard), torch.zeros(3, 8).bfloat16()
     with Operations() as operations:
-        combine(out, WEIGHTS, IDS, {2, 3}, renormalize=True)
-    assert len(launched) == 1
+        assert combine(out, WEIGHTS, IDS, {2, 3}, renormalize=True, into=into) is into
+    ((pairs, where),) = launched
+    assert where is into
+    assert pairs.out is out
     assert [name for name in operations.names if name not in ("lift_fresh", "new_empty", "empty")] == []

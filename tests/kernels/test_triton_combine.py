@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from tests.kernels.sections import DEVICE
 from tests.operations import Operations
-from vllm_dymoe.kernels import combine
 from vllm_dymoe.kernels.combine import Pairs, combine_with_torch
 from vllm_dymoe.kernels.triton import combine as on_gpu
 from vllm_dymoe.kernels.triton.start import run_kernel
@@ -136,22 +135,6 @@ def test_one_launch_for_a_layer_and_no_other_operation():
         on_gpu._launch(pairs, into, lambda kernel, grid, *rest: started.append(grid))
     assert started == [(2048, 1)]
     assert operations.names == []
-
-
-def test_a_card_gets_it_and_writes_where_it_is_told(monkeypatch):
-    """The one place that chooses; `is_cuda` is all that a tensor without a card lacks."""
-
-    class OnACard(torch.Tensor):
-        is_cuda = True
-
-    launched = []
-    monkeypatch.setattr(on_gpu, "combine_on_gpu", lambda pairs, into: launched.append((pairs, into)))
-    out = torch.ones(4, 8).bfloat16().as_subclass(OnACard)
-    into = torch.zeros(2, 8).bfloat16()
-    assert combine(out, torch.ones(2, 2), into=into) is into
-    ((pairs, where),) = launched
-    assert where is into
-    assert pairs.out is out
 
 
 def test_the_first_call_compiles_what_absent_pairs_need(monkeypatch):

@@ -1,20 +1,16 @@
 """TritonKernel as the runtime calls it, against the float64 reference."""
 
-from itertools import accumulate
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.gpu.experts import ExpertWork, compute_experts, section_of
+from benchmarks.gpu.experts import ExpertWork, begin_experts, compute_experts, section_of
 from tests.kernels.matrices import MIXED, Expert, check_mix, random_expert
 from tests.kernels.sections import DEVICE, TOLERANCE, relative_error, some_widths
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.kernel import MINIMUM_WORKSPACE_BYTES
-from vllm_dymoe.residency.decision import Decision, Grouped
-from vllm_dymoe.residency.format import Expert as Placed
 from vllm_dymoe.residency.matrix import PackedMatrix
 
 
@@ -96,13 +92,7 @@ def test_one_at_a_time_is_the_same_to_the_last_bit():
 
 def prepared(kernel, x, work):
     """The step of some experts, and what it launches for all of them."""
-    bounds = [0, *accumulate(len(one.tokens) for one in work)]
-    rows, pairs = (torch.cat([getattr(one, name).cpu() for one in work]) for name in ("tokens", "pairs"))
-    items = list(range(len(work)))
-    decision = Decision.of_routing(Grouped(items, bounds, rows, pairs), items)
-    for item, one in enumerate(work):
-        decision.place(item, Placed(*one[:3]))
-    kernel.begin(x, decision, x.new_empty(len(x), x.shape[1]), Activation.SILU)
+    items = begin_experts(kernel, x, work, x.new_empty(len(x), x.shape[1]), Activation.SILU)
     return kernel.step, kernel.step.launches(items)
 
 

@@ -26,16 +26,11 @@ from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.base import Precision
 from vllm_dymoe.systems.exact import Exact
-from vllm_dymoe.systems.firm import Firm
 from vllm_dymoe.transfer import make_engine
 
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
-FORESIGHT: Mapping[str, System] = {
-    "none": Exact(look_ahead=0),
-    "next-gate": Exact(),
-    "meeting-of-layers": Firm(projections=3),
-}
+FORESIGHT: Mapping[str, System] = {"none": Exact(look_ahead=0), "next-gate": Exact()}
 """Systems by what they foresee with."""
 
 

@@ -6,7 +6,7 @@ expert gets is its uses (the paper), or the squares of its shares of tokens' rou
 version adds to an output grows with that share, and so its square with the square.
 
 One thing keeps sets from oscillating, a *margin*: an expert that comes in is hotter by more than that than the one that
-goes. Ranks of slack and windows that have to agree cost more quality than their moves are worth (benchmarks/LOG.md).
+goes. Ranks of slack and windows that had to agree, beside it, kept sets from following (benchmarks/LOG.md).
 """
 
 from typing import NamedTuple

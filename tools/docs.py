@@ -57,7 +57,7 @@ def options() -> str:
     """Every option."""
     rows = []
     for name, field in Options.model_fields.items():
-        default = code("auto") if name == "expert_budget" else code(field.default)
+        default = code("auto") if name in ("expert_budget", "host_memory") else code(field.default)
         rows.append([f"`{name}`", values(field, SYSTEMS if name == "system" else ()), default, field.description or ""])
     return table(["option", "values", "default", "meaning"], rows)
 

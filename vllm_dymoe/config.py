@@ -54,8 +54,11 @@ class ExpertBudget(BaseModel):
 
     @property
     def is_auto(self) -> bool:
-        """Whether the budget follows from the free device memory."""
-        return self == ExpertBudget()
+        """Whether the budget follows from the memory that is free."""
+        return self == AUTO
+
+
+AUTO = ExpertBudget()
 
 
 class TraceOptions(BaseModel):
@@ -86,10 +89,14 @@ class Options(BaseModel):
     """How experts are quantized: round to nearest, HQQ (slower, better at 2 bits), or GPTQ (by vllm-dymoe quantize)."""
     dense: Literal[16, 8, 4] = 16
     """Bits per weight of attention, shared experts and the LM head of a 16-bit checkpoint, on a CPU; 16 leaves them."""
-    expert_budget: ExpertBudget = ExpertBudget()
+    expert_budget: ExpertBudget = AUTO
     """Device memory for experts, on each rank: "auto", bytes ("4GiB"), a share of all ("25%"), "top-k" or "layer"."""
     host_store: Literal["auto", "file", "pinned"] = "auto"
     """Where the packed experts live: safetensors shards on disk, page-locked host memory, or what there is room for."""
+    host_memory: ExpertBudget = AUTO
+    """Host memory for experts, on each rank: "auto" for what there is room for, bytes ("16GiB"), or a share of all."""
+    checksums: Literal["first", "always"] = "first"
+    """When the bytes of an expert are checked: as they are first read from the disk, or each time."""
     misses: Literal["fetch", "compute"] = "fetch"
     """Experts without a slot are fetched, or computed where they lie in a CPU's memory; free slots are filled first."""
     decisions: Literal["auto", "host", "device"] = "auto"
@@ -104,6 +111,8 @@ class Options(BaseModel):
     """File of a predictor that `vllm-dymoe train` has trained on this model, in place of the system's own."""
     transfer_timeout_s: float = Field(default=60, ge=0)
     """Seconds that one expert's transfer may take before the requests that wait for it fail; 0 waits for ever."""
+    disk_gbps: float | None = Field(default=None, gt=0)
+    """Rate in 1e9 bytes per second of an emulated disk, slower than the real one; none by default."""
     link_gbps: float | None = Field(default=None, gt=0)
     """Rate in 1e9 bytes per second of an emulated link between host store and device, on a CPU; none by default."""
     trace: TraceOptions | None = None
@@ -119,6 +128,18 @@ class Options(BaseModel):
                 'must be "auto", "top-k", "layer", bytes such as "4GiB", or a share above 0% and up to 100% such as '
                 '"25%"'
             ) from error
+
+    @field_validator("host_memory", mode="before")
+    @classmethod
+    def _parse_host_memory(cls, value: Any) -> ExpertBudget:
+        reason = 'must be "auto", bytes such as "16GiB", or a share above 0% and up to 100% such as "40%"'
+        try:
+            parsed = ExpertBudget.parse(value)
+        except ValueError as error:
+            raise ValueError(reason) from error
+        if parsed.slots is not None:
+            raise ValueError(reason)
+        return parsed
 
     @field_validator("predictor")
     @classmethod
@@ -141,6 +162,9 @@ class Options(BaseModel):
 
     @model_validator(mode="after")
     def _check_misses(self) -> Self:
+        if self.host_store == "file" and not self.host_memory.is_auto:
+            raise ValueError('host_memory is how much of the experts is held, which host_store = "file" leaves to the '
+                             "page cache; leave one of them out")  # fmt: skip
         if self.misses == "compute" and (self.host_store == "file" or self.link_gbps is not None):
             what = "files" if self.host_store == "file" else "an emulated link"
             raise ValueError(f'misses is "compute", which needs experts in memory, and not behind {what}')

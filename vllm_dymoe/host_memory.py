@@ -8,14 +8,16 @@ import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 # Limit and use of a container's memory: version 2 of control groups, then version 1.
-_LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+_LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 _NODES = Path("/sys/devices/system/node/online")
 _MBIND = {"x86_64": 237, "aarch64": 235}  # libc has no function for it
@@ -25,13 +27,28 @@ _PREFERRED = 1  # MPOL_PREFERRED: another node's memory serves where this one's 
 def available_host_memory() -> int:
     """Bytes that can be allocated without swapping: the machine's, or what a container's limit leaves of them."""
     available = int(psutil.virtual_memory().available)
-    for limit, used in _LIMITS:
-        try:
-            left = int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        available = min(available, max(0, left + _reclaimable((_CGROUP / limit).with_name("memory.stat"))))
+    for group in _groups():
+        for limit, used in _LIMITS:
+            try:
+                left = int((group / limit).read_text()) - int((group / used).read_text())
+            except (OSError, ValueError):  # no such file, or "max"
+                continue
+            available = min(available, max(0, left + _reclaimable(group / "memory.stat")))
     return available
+
+
+def _groups() -> Iterator[Path]:
+    """Control groups that may limit this process: its own and those around it, as far as they are mounted."""
+    yield from (_CGROUP, _CGROUP / "memory")
+    try:
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        root = {"": _CGROUP, "memory": _CGROUP / "memory"}.get(controllers)
+        if root is not None:
+            own = root / path.lstrip("/")
+            yield from (group for group in (own, *own.parents) if group.is_relative_to(root) and group != root)
 
 
 def _reclaimable(statistics: Path) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from vllm_dymoe.config import ConfigError, Options
-from vllm_dymoe.store import STORE_VERSION
+from vllm_dymoe.store import READABLE_VERSIONS, STORE_VERSION
 from vllm_dymoe.systems import SYSTEMS, SystemOptionError, make_system
 
 ENVIRONMENT_PREFIX = "DYMOE_"
@@ -46,10 +46,11 @@ def resolve_options(
             f"but is {additional!r}."
         )
     version = (checkpoint or {}).get("format_version", STORE_VERSION)
-    if version != STORE_VERSION:
+    if version not in READABLE_VERSIONS:
         raise ConfigError(
-            f"vllm-dymoe: this checkpoint has format_version {version}, but this vllm-dymoe reads version "
-            f"{STORE_VERSION}; install the version that wrote it, or write it again with `vllm-dymoe quantize`."
+            f"vllm-dymoe: this checkpoint has format_version {version}, but this vllm-dymoe reads versions "
+            f"{' and '.join(map(str, READABLE_VERSIONS))}; install the version that wrote it, or write it again with "
+            "`vllm-dymoe quantize`."
         )
     stored = {key: value for key, value in (checkpoint or {}).items() if key not in _CHECKPOINT_ONLY_KEYS}
     variables = _read_environment(os.environ if environment is None else environment)

@@ -61,6 +61,16 @@ def test_a_checkpoint(checkpoint, model):
     ]
 
 
+def test_what_was_measured_of_the_disk(checkpoint):
+    assert report(checkpoint)["disk"] is None
+    assert "not measured so far" in " ".join(command("inspect", checkpoint).stdout.split())
+    rates = FileStore(checkpoint).rates()
+    found = report(checkpoint)
+    assert (found["alignment"], found["disk"]["depth"]) == (4096, rates.depth)
+    assert (found["disk"]["cached"], found["disk"]["warm"]) == (rates.cached, rates.warm)
+    assert "through the page cache" in " ".join(command("inspect", checkpoint).stdout.split())
+
+
 def test_a_checkpoint_that_is_not_quantized_yet(model, original):
     found = report(model.folder)
     assert [version["bits"] for version in found["versions"]] == [16, 8, 4, 2]
@@ -118,7 +128,7 @@ def test_errors_of_every_layer(checkpoint):
 @pytest.mark.parametrize(("expert", "byte"), [(0, 0), (EXPERTS - 1, -1)])
 def test_verify_finds_one_flipped_bit(checkpoint, bits, expert, byte):
     experts = FileStore(checkpoint).experts
-    fmt, place = experts.formats[bits], experts.places[bits]
+    fmt, place = experts.formats[bits], experts.places_at(4096)[bits]
     path = checkpoint / file_name(MOE_LAYERS[1])
     content = bytearray(path.read_bytes())
     header_end = 8 + int.from_bytes(content[:8], "little")

@@ -157,7 +157,7 @@ def test_config_and_small_files(model, out):
     config = json.loads((out / "config.json").read_text())
     assert config.pop("quantization_config") == {
         "quant_method": "dymoe",
-        "format_version": 5,
+        "format_version": 6,
         "hi": 4,
         "lo": 2,
         "group_size": 32,

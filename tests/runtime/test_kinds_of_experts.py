@@ -70,9 +70,8 @@ def test_an_expert_without_a_gate_takes_two_thirds_of_the_bytes_and_is_checked_i
     assert store.manifest.experts == experts
     last = read(store, BlobKey(1, 5, 4))
     store.close()
-    damage(
-        next((tmp_path / "store").glob("*-00002.safetensors")), 4096 + 5 * experts.formats[4].nbytes + 7, b"\xff\x01"
-    )
+    place = 4096 + 5 * experts.places_at(4096)[4].stride + 7
+    damage(next((tmp_path / "store").glob("*-00002.safetensors")), place, b"\xff\x01")
     store = FileStore(tmp_path / "store")
     with pytest.raises(StoreError, match="the up projection of expert 5 at 4 bits does not match its checksum"):
         assert torch.equal(read(store, BlobKey(1, 5, 4)), last)

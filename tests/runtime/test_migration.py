@@ -247,6 +247,7 @@ class Obstinate:
     """A store whose background reads fail, hang for ever or take their time from some moment on."""
 
     description = "a store"
+    depth, occupies_cores = 1, True
 
     def __init__(self, store):
         self.experts, self._store = store.experts, store

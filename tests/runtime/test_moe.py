@@ -56,7 +56,8 @@ def test_misses_are_computed_beside_no_other_device_and_not_from_files(memory_st
         with pytest.raises(ConfigError, match="experts in memory"):
             resolve_options({"misses": "compute", **wrong}, environment={})
     assert resolve_options({"misses": "compute"}, environment={}).host_store == "pinned"
-    hidden = SimpleNamespace(**{name: getattr(memory_store, name) for name in ("experts", "description", "read_into")})
+    names = ("experts", "description", "depth", "occupies_cores", "read_into")
+    hidden = SimpleNamespace(**{name: getattr(memory_store, name) for name in names})
     with pytest.raises(ConfigError, match='misses = "compute" is impossible'):
         make_runtime(hidden, misses="compute")
 
@@ -149,6 +150,8 @@ def test_slots_are_really_there_from_the_start():
 
 class FailingStore:
     """Reads fail in the given calls, and otherwise deliver."""
+
+    depth, occupies_cores = 1, True
 
     def __init__(self, store, failing):
         self._store, self._failing, self.calls = store, failing, 0

@@ -35,7 +35,7 @@ def test_a_projection_that_was_not_read_is_not_taken_for_checked(tmp_path):
     store = write(tmp_path / "store")
     key, fmt = BlobKey(1, 1, 4), store.experts.formats[4]
     with (store.folder / file_name(2)).open("r+b") as file:
-        file.seek(store._blobs[1][4] + fmt.nbytes + fmt.sections[2].start)
+        file.seek(store._begin(key) + fmt.sections[2].start)
         file.write(b"\xff\xff\xff")
     store.read_into(key, torch.empty(fmt.sections[1].stop, dtype=torch.uint8), range(2))
     with pytest.raises(StoreError, match="the down projection of expert 1 at 4 bits"):
@@ -47,13 +47,16 @@ def test_the_shards_are_ordinary_safetensors_files(store, memory_store):
     for layer, index in enumerate(store.experts.layers):
         with safe_open(store.folder / file_name(index), "pt") as shard:
             assert sorted(shard.keys()) == ["2bit.blobs", "2bit.xxh3", "4bit.blobs", "4bit.xxh3"]
-            assert torch.equal(shard.get_tensor("4bit.blobs")[3], memory_store.blob(BlobKey(layer, 3, 4)))
+            assert torch.equal(
+                shard.get_tensor("4bit.blobs")[3][: store.experts.formats[4].nbytes],
+                memory_store.blob(BlobKey(layer, 3, 4)),
+            )
 
 
 def test_a_flipped_bit_is_found_at_the_first_read(store):
     shard = store.folder / file_name(2)
     fmt = store.experts.formats[4]
-    damage(shard, 4096 + fmt.nbytes + fmt.sections[1].start, b"\xff\xfe")
+    damage(shard, store._begin(BlobKey(1, 1, 4)) + fmt.sections[1].start, b"\xff\xfe")
     fresh = FileStore(store.folder)
     read(fresh, BlobKey(1, 0, 4))
     with pytest.raises(StoreError, match=r"00002.*corrupted: the up projection of expert 1 at 4 bits"):

@@ -12,12 +12,13 @@ import torch
 from tests.small_model import make_experts
 from tests.store.locks import RecordedLock
 from tests.store.stores import damage, read
+from vllm_dymoe.config import ExpertBudget
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import all_keys
 from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError, memory_bytes, page_lock
 from vllm_dymoe.store.files import file_name
-from vllm_dymoe.store.memory import choose_host_place
+from vllm_dymoe.store.memory import HostRoom, choose_host_place, smallest_level
 from vllm_dymoe.store.writer import StoreWriter
 
 
@@ -107,8 +108,8 @@ LARGE = make_experts(layers=48, num_experts=128, top_k=8, hidden=2048, intermedi
 NEEDED = memory_bytes(LARGE)
 
 
-def choose(asked="auto", available=64 * GIB, ranks=1, device="cuda", experts=LARGE):
-    return choose_host_place(asked, device, experts, available, ranks)
+def choose(asked="auto", available=64 * GIB, ranks=1, device="cuda", experts=LARGE, **room):
+    return choose_host_place(asked, device, experts, HostRoom(available, ranks, **room))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -139,8 +140,8 @@ def test_memory_that_is_not_there_is_refused_with_the_numbers_that_would_fit(ran
 @pytest.mark.parametrize(
     ("asked", "available", "device", "pinned", "reason"),
     [
-        ("auto", 64 * GIB, "cuda", True, "auto: 15.2 GiB, 64.0 GiB of host memory are available, of which 6.4 GiB are"),
-        ("auto", 16 * GIB, "cuda", False, "would take 15.2 GiB, 16.0 GiB of host memory are available, of which 2.0"),
+        ("auto", 64 * GIB, "cuda", True, "64.0 GiB of host memory are available, of which 6.4 GiB are left"),
+        ("auto", 16 * GIB, "cuda", False, "16.0 GiB of host memory are available, of which 2.0 GiB are left"),
         ("auto", NEEDED + 2 * GIB, "cuda", True, ""),
         ("auto", NEEDED + 2 * GIB - 1, "cuda", False, ""),
         ("auto", 64 * GIB, "cpu", False, "auto: there is no CUDA device"),
@@ -155,3 +156,30 @@ def test_experts_live_where_there_is_room_and_the_reason_is_said(asked, availabl
     assert place.reason == "" if reason is None else reason in place.reason
     with pytest.raises(StoreError, match=r'use host_store = "file"\.$'):
         choose("pinned", available=GIB)
+
+
+@pytest.mark.parametrize(
+    ("asked", "room", "pinned", "level"),
+    [
+        ({}, {"available": 8 * GIB}, False, 6 * GIB),
+        ({}, {"available": 40 * GIB, "ranks": 4}, False, 9 * GIB),
+        ({}, {"available": 2 * GIB}, False, 0),
+        ({"bytes": 5 * GIB}, {}, False, 5 * GIB),
+        ({"bytes": 5 * GIB}, {"taken": 2 * GIB}, False, 3 * GIB),
+        ({"bytes": 5 * GIB}, {"taken": 5 * GIB}, False, 0),
+        ({"bytes": 5 * GIB}, {"device": "cpu"}, False, 5 * GIB),
+        ({"bytes": 5 * GIB}, {"device": "cpu", "separate": False}, False, 0),
+        ({"share": 0.5}, {}, False, LARGE.stored_nbytes // 2),
+        ({"share": 1.0}, {}, True, 0),
+    ],
+)
+def test_what_does_not_fit_is_held_in_part(asked, room, pinned, level):
+    place = choose(wanted=ExpertBudget(**asked), **room)
+    assert (place.pinned, place.level) == (pinned, level)
+
+
+def test_more_than_there_is_is_refused_and_too_little_is_no_level():
+    with pytest.raises(StoreError, match=f"host_memory is {9 * GIB} bytes on each of 2 ranks, but {8 * GIB} are"):
+        choose(wanted=ExpertBudget(bytes=9 * GIB), available=16 * GIB, ranks=2)
+    assert choose(wanted=ExpertBudget(bytes=smallest_level(LARGE))).level
+    assert not choose(wanted=ExpertBudget(bytes=smallest_level(LARGE) - 1)).level

@@ -67,6 +67,7 @@ class RecordedStore:
     """
 
     description = "recorded memory"
+    depth, occupies_cores = 1, True
 
     def __init__(self, store: MemoryStore, history: History, pause: Callable[[], None]) -> None:
         self.experts: ModelExperts = store.experts

@@ -216,6 +216,8 @@ def test_settling_means_that_no_write_to_the_slot_is_left(harness, memory_store)
 class FaultyStore:
     """Fails for one expert, and can hold every reader back."""
 
+    depth, occupies_cores = 1, True
+
     def __init__(self, store, broken):
         self._store, self._broken, self.experts = store, broken, store.experts
         self.gate = threading.Event()

@@ -32,6 +32,8 @@ class Disk:
         faults: by number of the read, "fail" or "hang"; every read waits for a disk unless it is named "warm".
     """
 
+    depth, occupies_cores = 1, True
+
     def __init__(self, faults):
         self.faults, self.experts, self.description = faults, STORE.experts, "files in /disk"
         self.gate = threading.Event()

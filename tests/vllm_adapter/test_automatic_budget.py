@@ -11,9 +11,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from tests.small_model import make_experts
 from tests.vllm_adapter.test_prepare import configure
-from vllm_dymoe.config import ConfigError
+from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.vllm_adapter import automatic_budget as module
-from vllm_dymoe.vllm_adapter.automatic_budget import automatic_budget, kv_cache_bytes, step_shape
+from vllm_dymoe.vllm_adapter.automatic_budget import (
+    automatic_budget,
+    budget_in_host_memory,
+    kv_cache_bytes,
+    step_shape,
+)
 
 GIB = 2**30
 LAYERS, LENGTH = 48, 40960
@@ -160,3 +165,22 @@ def test_on_a_cpu_it_is_half_of_what_the_machine_has(monkeypatch):
     assert budget(2) == 3 * GIB // 2, "two ranks share the machine's memory"
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "20")
     assert budget(1) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [
+        ({}, 7 * GIB),
+        ({"host_memory": "2GiB"}, 2 * GIB),
+        ({"host_memory": "25%"}, EXPERTS.stored_nbytes // 4),
+        ({"host_memory": "25%", "expert_budget": "1GiB"}, EXPERTS.stored_nbytes // 4),
+    ],
+)
+def test_on_a_cpu_host_memory_is_the_budget(options, budget):
+    assert budget_in_host_memory(Options(**options), EXPERTS, 7 * GIB, 0) == budget
+
+
+def test_on_a_cpu_a_budget_above_host_memory_is_refused():
+    options = Options(host_memory="1GiB", expert_budget="25%")
+    with pytest.raises(ConfigError, match=f"expert_budget is {EXPERTS.stored_nbytes // 4} bytes and host_memory {GIB}"):
+        budget_in_host_memory(options, EXPERTS, 7 * GIB, 0)

@@ -13,15 +13,17 @@ from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.residency.format import BlobKey, Projection
-from vllm_dymoe.store import Manifest, StoreError
-from vllm_dymoe.store.memory import HostPlace
+from vllm_dymoe.store import HostPlace, Manifest, StoreError
 from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.vllm_adapter.loading import Loading
 from vllm_dymoe.vllm_adapter.model_store import LayerSpec, layer_numbers
 
 EXPERTS = make_experts()
 SPEC = LayerSpec("layers.1.mlp.experts", 6, 2, 64, 32, torch.bfloat16, False, 0, 1, 0, 1)
-CONFIG = SimpleNamespace(device_config=SimpleNamespace(device="cpu"))
+CONFIG = SimpleNamespace(
+    device_config=SimpleNamespace(device="cpu", device_type="cpu"),
+    parallel_config=SimpleNamespace(local_world_size=1, data_parallel_size_local=1),
+)
 
 
 def loading(packer):

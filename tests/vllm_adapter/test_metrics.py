@@ -28,6 +28,7 @@ SOME = {
     "choices": {"hi": 0, "lo": 0},
     "moves": {"published": 0, "late": 0, "failed": 0},
 }
+SOME["host_guesses"] = dict.fromkeys(("made", "useful", "dropped"), 0)
 STATS = RuntimeStats(**dict.fromkeys((field.name for field in fields(RuntimeStats)), 0) | SOME)
 
 

@@ -12,10 +12,10 @@ from tests.store.stores import write
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.residency.code import MXFP4
 from vllm_dymoe.residency.format import Format, ModelExperts, all_keys, stored_formats
-from vllm_dymoe.store import FileStore, Manifest, MemoryStore, StoreError, memory_bytes
+from vllm_dymoe.store import FileStore, HostPlace, Manifest, MemoryStore, StoreError, memory_bytes
 from vllm_dymoe.store.files import file_name
-from vllm_dymoe.store.memory import HostPlace
 from vllm_dymoe.store.writer import StoreWriter
+from vllm_dymoe.transfer import HostLevel
 from vllm_dymoe.vllm_adapter import model_store
 from vllm_dymoe.vllm_adapter.model_store import (
     LayerSpec,
@@ -73,10 +73,12 @@ def test_memory_that_cannot_be_locked_is_refused_where_it_was_asked_for(files, l
     assert not lock.locked
 
 
-def test_and_otherwise_files_serve_and_the_line_says_why(files, lock):
+def test_and_otherwise_it_is_held_behind_buffers_and_the_line_says_why(files, lock):
     lock._refuse = 0
     store, place = place_experts(files, PINNED, CUDA, asked_for=False)
-    assert store is files
+    assert isinstance(store, HostLevel)
+    assert (len(store.slots.held), store.slots.locked) == (len(list(all_keys(files.experts))), 0)
+    assert "0 B of it page-locked, the rest goes through staging buffers" in store.description
     assert not place.pinned
     assert place.reason.startswith(f"auto: the experts need {memory_bytes(files.experts)} bytes of page-locked")
     assert "CUDA error 2: out of memory" in place.reason

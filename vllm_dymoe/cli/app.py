@@ -22,6 +22,8 @@ Link = Annotated[
     list[str] | None,
     typer.Option(help="Emulated on a CPU: 12MB/s, or a GPU whose link is as slow beside it; several times."),
 ]
+Disk = Annotated[str | None, typer.Option(help="Rate of a disk under host memory: 2GB/s; `bench` emulates it.")]
+HostMemory = Annotated[str | None, typer.Option(help="Bytes of host memory for experts: 16GB.")]
 PaperName = Annotated[
     str | None, typer.Option(help="The tables of a paper in place of --system: dymoe, duoserve, firm or dynaexq.")
 ]
@@ -276,6 +278,8 @@ def bench(
     ] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task.")] = None,
     include: Annotated[Path | None, typer.Option(help="Folder of tasks that lm-eval does not know.")] = None,
+    disk: Disk = None,
+    host_memory: HostMemory = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of rows; the same one to go on.")] = Path("bench"),
 ) -> None:
     """Measure systems side by side: times, hits, bytes and memory, for each budget and batch size."""
@@ -283,8 +287,11 @@ def bench(
     from vllm_dymoe.bench.prompts import read_prompts
     from vllm_dymoe.cli.bench import Bench
     from vllm_dymoe.cli.paper import Paper
+    from vllm_dymoe.plan.device import parse_rate
 
     asked, common = read_prompts(prompts), json_object("--options", options)
+    common |= {} if host_memory is None else {"host_memory": host_memory}
+    common |= {} if disk is None else {"disk_gbps": parse_rate(disk) / 1e9}
     workload = Workload(asked.digest, asked.name, asked.is_random, requests, warm_up, max_tokens, temperature)
     run = Bench(model, asked, workload, {} if paper else common, json_object("--engine", engine), out)
     if paper is not None:
@@ -308,6 +315,8 @@ def plan(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="As of `vllm serve`.")] = 16,
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.1, max=1, help="As of `vllm serve`.")] = 0.9,
     system: Annotated[list[str] | None, typer.Option(help="Show this system at every budget; repeatable.")] = None,
+    disk: Disk = None,
+    host_memory: HostMemory = None,
 ) -> None:
     """Say what fits on a device, how fast each system will be, and which options to take; nothing is loaded."""
     from vllm_dymoe.cli import plan as planning
@@ -317,7 +326,7 @@ def plan(
     if gpu is None:
         raise ConfigError("say for which device: --gpu rtx4090, or a folder of measured rows.")
     serving = Serving(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
-    planning.run(model, gpu, link, trace, batch, prompt, serving, system or ())
+    planning.run(model, gpu, link, trace, batch, prompt, serving, system or (), disk, host_memory)
 
 
 @app.command()

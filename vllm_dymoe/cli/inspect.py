@@ -1,6 +1,7 @@
 """``vllm-dymoe inspect``: what a store or a checkpoint holds, and which budgets can serve it."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm_dymoe.quantize.tensors import read_tensors
 from vllm_dymoe.residency.format import ModelExperts, all_keys
 from vllm_dymoe.runtime.sizing import limit_in_bytes, minimum_budget, plan_slots, used_tiers, workspace_bytes
 from vllm_dymoe.store import MANIFEST, FileStore, Manifest
+from vllm_dymoe.store.disk import known_rates
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.dymoe import Dymoe
 from vllm_dymoe.systems.exact import Exact
@@ -65,9 +67,17 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
         "tensor_parallel": {"rank": rank, "size": ranks},
         **({"dense_bytes": sum(p.nbytes for p in read_tensors(store.folder).values())} if checkpoint else {}),
         **_describe_experts(experts),
+        "alignment": manifest.alignment,
+        "disk": _describe_disk(store),
         "errors": _describe_errors(manifest),
         "budgets": _budgets(experts, Options.model_validate({"hi": bits[0], "lo": bits[1] if len(bits) > 1 else 0})),
     }
+
+
+def _describe_disk(store: FileStore) -> dict[str, Any] | None:
+    """What a start has measured, in bytes per second; None before the first one."""
+    rates = known_rates(store.folder)
+    return None if rates is None else {**asdict(rates), "depth": rates.depth}
 
 
 def _describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -162,6 +172,8 @@ def _print(report: dict[str, Any]) -> None:
         "dense part": size(report["dense_bytes"]) if "dense_bytes" in report else None,
         "experts as they are": size(report["expert_bytes"]) if "expert_bytes" in report else None,
         "model fingerprint": escape(report["model"]),
+        "slices begin at multiples of": f"{report['alignment']} bytes" if packed else None,
+        "disk": _disk(report["disk"]) if packed else None,
         "checksums": "all match" if report.get("verified") else None,
     }
     said = [fact for fact in facts.items() if fact[1] is not None]
@@ -176,6 +188,16 @@ def _print(report: dict[str, Any]) -> None:
         rows.append((" + ".join(row["tiers"]), row["expert_budget"], f"{row['bytes']} ({size(row['bytes'])})", kept))
     title = f"Budgets{'' if packed else f' at {Options().hi} bits'}, kernel workspace included"
     print_table(title, ("tiers in use", "expert_budget", "bytes", "kept per layer"), rows)
+
+
+def _disk(rates: dict[str, Any] | None) -> str:
+    if rates is None:
+        return "not measured so far; the first start does"
+    through = f"{rates['cached'] / 1e9:.2g} GB/s through the page cache ({rates['warm'] / 1e9:.2g} of what is in it)"
+    if not rates["direct"]:
+        return f"{through}; the file system cannot read past it"
+    past = rates["direct"][rates["depth"]]
+    return f"{past / 1e9:.2g} GB/s past the page cache, {rates['depth']} reads at once; {through}"
 
 
 def _print_errors(errors: list[dict[str, Any]] | None) -> None:

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import typer
+from pydantic import ByteSize, TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
@@ -12,7 +14,7 @@ from vllm_dymoe.bench.systems import make_known
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, Serving, choices, recommended, shown
-from vllm_dymoe.plan.device import find_device
+from vllm_dymoe.plan.device import find_device, parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
 from vllm_dymoe.plan.replay import LOCALITY, SKEW, Routings, made_up
 from vllm_dymoe.residency.identity import ModelIdentity
@@ -21,14 +23,19 @@ from vllm_dymoe.units import size
 
 def run(
     model: str, gpu: str, link: str | None, trace: Path | None, batch: int, prompt: int, serving: Serving,
-    systems: Sequence[str],
+    systems: Sequence[str], disk: str | None = None, host_memory: str | None = None,
 ) -> None:  # fmt: skip
+    if (disk is None) != (host_memory is None):
+        raise ConfigError("experts are read from a disk where host memory has no room: say --disk and --host-memory.")
     planned = {candidate["system"] for candidate in CANDIDATES}
     if unknown := set(systems) - planned:
         raise ConfigError(f"{', '.join(sorted(unknown))}: a plan has the systems {', '.join(sorted(planned))}.")
     if Path(gpu).is_dir():
         make_known()  # its rows may be of systems that only bench has
     shape, device = read_shape(model), find_device(gpu, link)
+    if disk is not None:
+        held = TypeAdapter(ByteSize).validate_python(host_memory)
+        device = replace(device, disk=parse_rate(disk), host_memory=held)
     rows = list(choices(shape, device, _routings(shape, model, trace, batch), serving, prompt))
     best = recommended(rows)
     table = Table(
@@ -50,6 +57,7 @@ def run(
         f"{size(shape.dense_bytes)}.\n{device.name}: {size(device.memory)}, reads {device.bandwidth / 1e9:.0f} GB/s, "
         f"its link {device.link / 1e9:.1f} GB/s, {1e6 * device.layer_seconds:.0f} us of the host for a layer; "
         f"routers are {routers}."
+        + (f"\nHost memory holds {host_memory} of experts, the disk reads {disk}." if disk else "")
     )
     recommending = (
         f"Recommended: the fastest of which {GOOD_ENOUGH:.0%} of the likeliest tokens are those of 16 bits, as "
@@ -57,7 +65,8 @@ def run(
     )
     typer.echo(said)
     Console(highlight=False).print(table)
-    typer.echo(f"{recommending}\n{_command(model, best, shape, serving)}")
+    given = {} if device.host_memory is None else {"host_memory": device.host_memory}
+    typer.echo(f"{recommending}\n{_command(model, best, shape, serving, given)}")
 
 
 def _routings(shape: ModelShape, model: str, trace: Path | None, batch: int) -> Routings:
@@ -74,10 +83,10 @@ def _routings(shape: ModelShape, model: str, trace: Path | None, batch: int) -> 
     return Routings(found, batch)
 
 
-def _command(model: str, row: Choice, shape: ModelShape, serving: Serving) -> str:
+def _command(model: str, row: Choice, shape: ModelShape, serving: Serving, more: dict[str, int]) -> str:
     length = min(serving.max_model_len, shape.longest)
     return (
         f"vllm serve {model} --quantization dymoe --max-model-len {length} --max-num-seqs {serving.max_num_seqs} "
         f"--gpu-memory-utilization {serving.gpu_memory_utilization:g} "
-        f"--additional-config '{json.dumps({'dymoe': {**row.given, 'expert_budget': row.limit}})}'"
+        f"--additional-config '{json.dumps({'dymoe': {**row.given, **more, 'expert_budget': row.limit}})}'"
     )

@@ -20,6 +20,7 @@ class Lane(Enum):
     HOST = "host"
     COMPUTE = "compute"
     LINK = "link"
+    DISK = "disk"
 
 
 class HostClock:

@@ -12,6 +12,9 @@ smaller of
 
 is hidden, since a wrong guess takes the link from a right one (FIRM-MoE 7, 8). Each chunk of a prompt streams what is
 not there while it computes, so that it takes the longer of the two, and one expert more (DuoServe-MoE 5.2).
+
+Where host memory holds a part of the experts, what is in neither memory is read from the disk in front of the link. The
+host's rule sees the device's misses, so that both together keep about what one memory of both sizes would.
 """
 
 import json
@@ -25,7 +28,7 @@ from vllm_dymoe.config import ConfigError, ExpertBudget, Options
 from vllm_dymoe.plan.device import Device
 from vllm_dymoe.plan.model import ITEM, ModelShape
 from vllm_dymoe.plan.replay import Routings, replay
-from vllm_dymoe.residency.format import EVERY_PROJECTION
+from vllm_dymoe.residency.format import EVERY_PROJECTION, ModelExperts
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
@@ -108,26 +111,38 @@ def predict(
     layer_moved = sum(demand.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
     needed = sum(demand.active.values())
 
-    alone = system.residency.on_device and options.decisions != "host" and routings.batch <= DECODE_ROWS
+    beside = _slots_in_host_memory(device, experts)
+    layer_read = 0.0
+    if beside is not None:
+        both = {
+            tier: [min(shape.experts, own + beside) for own in kept.get(tier, [0] * layers)] for tier in slots.slots
+        }
+        far = replay(routings, both, choose, low=options.lo > 0, nested=nested)
+        layer_read = sum(far.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
+    alone = (
+        beside is None and system.residency.on_device and options.decisions != "host" and routings.batch <= DECODE_ROWS
+    )
     deciding = device.in_a_graph() if alone else device
     step = device.step.get((options.hi, routings.batch))
     if step is None:
         bits = {tier: tier_bits(options, tier) for tier in demand.active}
-        read = sum(count * formats[bits[tier]].whole_nbytes for tier, count in demand.active.items() if bits[tier])
-        step = (shape.token_weights * ITEM + layers * read) / device.bandwidth + layers * deciding.layer_seconds
+        weights = sum(count * formats[bits[tier]].whole_nbytes for tier, count in demand.active.items() if bits[tier])
+        step = (shape.token_weights * ITEM + layers * weights) / device.bandwidth + layers * deciding.layer_seconds
     right, waiting = _foresight(system, routings), layer_moved / device.link
     if alone and device.decides and system.foresight is not None:
         right *= system.foresight.projections_in_graph / len(EVERY_PROJECTION)
     hidden = min(right * waiting, right * step / shape.layers)
 
     chunks = -(-prompt // chunk)
-    active, streamed = routings.distinct(prompt // chunks), 0.0
+    active, streamed, read = routings.distinct(prompt // chunks), 0.0, 0.0
     shares = {Tier.HI: [1.0]} if choose is None else precision.shares(layers, max(1, round(active)))
     high = fmean(shares.get(Tier.HI, [0.0]))
     for tier, share in ((Tier.HI, high), (Tier.LO, 1.0 if nested else 1 - high)):
         if share > 0 and tier in slots.slots:
             there = sum(slots.quotas[tier]) / layers / shape.experts
             streamed += layers * share * active * max(0.0, 1 - there) * slot_bytes[tier]
+            if beside is not None:
+                read += layers * share * active * max(0.0, 1 - there - beside / shape.experts) * slot_bytes[tier]
     blob = formats[options.hi].whole_nbytes
     computing = _prompt_seconds(options.hi, blob, active, shape, device, routings.batch, prompt / chunks)
     tiers = f"{options.hi}/{options.lo}" if options.system == "dymoe" else f"{options.hi}"
@@ -137,9 +152,17 @@ def predict(
         agreement=_agreement(tiers, options),
         hit_rate=1 - demand.misses / needed if needed else 1.0,
         moved=layers * layer_moved,
-        tpot=step + layers * (waiting - hidden + demand.misses * deciding.miss),
-        ttft=chunks * max(computing, streamed / device.link) + (blob / device.link if streamed else 0.0),
+        tpot=step + layers * (waiting - hidden + demand.misses * deciding.miss + layer_read / device.disk),
+        ttft=chunks * max(computing, streamed / device.link, read / device.disk)
+        + (blob / device.link if streamed else 0.0),
     )  # fmt: skip
+
+
+def _slots_in_host_memory(device: Device, experts: ModelExperts) -> int | None:
+    """Experts of a layer that a level in host memory keeps; None where all experts have room there."""
+    if device.host_memory is None or device.host_memory >= experts.stored_nbytes:
+        return None
+    return int(experts.num_experts * device.host_memory / experts.stored_nbytes)
 
 
 def _agreement(tiers: str, options: Options) -> float | None:

@@ -57,6 +57,8 @@ class Device:
         prompt: seconds for each token of a prompt, likewise.
         miss: seconds of the host for each miss, beside the time of its bytes.
         decides: decode steps of few rows are graphs, in which the device decides.
+        host_memory: bytes for experts; None for as many as there are.
+        disk: bytes per second that it reads for experts that are not there.
     """
 
     name: str
@@ -69,6 +71,8 @@ class Device:
     prompt: Mapping[tuple[int, int], float] = field(default_factory=dict)
     miss: float = 0.0
     decides: bool = False
+    host_memory: int | None = None
+    disk: float = float("inf")
 
     def in_a_graph(self) -> "Device":
         """The same for steps that it decides by itself."""

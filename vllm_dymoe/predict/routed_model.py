@@ -9,6 +9,9 @@ import torch
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.residency.identity import ModelIdentity
 
+FAR = 4
+"""Layers ahead that are worth asking about where a disk has to be read: it takes as long as several layers compute."""
+
 _CPU = torch.device("cpu")
 
 
@@ -25,6 +28,7 @@ class RoutedModel:
         hidden: model width.
         fingerprint: of the weights, which a trained predictor must have been trained for.
         device: where predictions are computed.
+        horizon: layers ahead that are worth asking about in decode.
         predictor: file of a trained predictor; None if none was given.
     """
 
@@ -36,6 +40,7 @@ class RoutedModel:
     hidden: int = 0
     fingerprint: str = ""
     device: torch.device = _CPU
+    horizon: int = 1
     predictor: Path | None = None
 
     @property

@@ -158,15 +158,20 @@ class ModelExperts:
 
     @cached_property
     def places(self) -> Mapping[int, "SlicePlace"]:
-        """Where each version, or slice, lies in its blob."""
+        """Where each version, or slice, lies in its blob in memory."""
+        return self.places_at(1)
+
+    def places_at(self, alignment: int) -> Mapping[int, "SlicePlace"]:
+        """The same where every slice begins at a multiple of so many bytes."""
         places = {}
         for bits, fmt in self.formats.items():
             if fmt.code.upper_of:
                 continue
-            start = 0
+            starts = [0]
+            for part in fmt.slices:
+                starts.append(-(-(starts[-1] + part.nbytes) // alignment) * alignment)
             for number, part in enumerate(fmt.slices):
-                places[part.bits] = SlicePlace(bits, fmt.whole_nbytes, start, number, len(fmt.slices))
-                start += part.nbytes
+                places[part.bits] = SlicePlace(bits, starts[-1], starts[number], number, len(fmt.slices))
         return places
 
 

@@ -40,7 +40,7 @@ def _obstacle(options: Options, system: System, readable: bool) -> str:
     if options.misses == "compute":
         return "the host computes misses"
     if not readable:
-        return 'the device cannot read experts from files by itself (host_store "pinned" puts them into memory)'
+        return 'not all experts are in host memory, as with host_store "pinned", and a device cannot wait for a disk'
     if options.trace is not None and options.trace.inputs:
         return "the inputs of routers are recorded"
     return "an emulated link is the host's" if options.link_gbps is not None else ""

@@ -42,11 +42,10 @@ from vllm_dymoe.runtime.sizing import (
     workspace_bytes,
 )
 from vllm_dymoe.runtime.stats import RuntimeStats
-from vllm_dymoe.store import HostStore, ReadableStore
+from vllm_dymoe.store import FileStore, HostStore, ReadableStore, StoreError
+from vllm_dymoe.store.memory import host_memory_bytes
 from vllm_dymoe.systems import System, make_system
-from vllm_dymoe.transfer import TransferEngine, make_engine
-
-_READERS = 1  # threads that read the host store ahead of the computation
+from vllm_dymoe.transfer import HostLevel, TransferEngine, make_engine
 
 
 class Parts:
@@ -115,6 +114,7 @@ class MoERuntime:
         options: in force.
         plan: how the budget is spent.
         budget: counts every byte of it.
+        level: host memory over a disk; None where all experts are in memory, or none.
         host_decides_because: why the device does not decide, if it was to.
 
     Raises:
@@ -146,7 +146,7 @@ class MoERuntime:
         matrices = [matrix for fmt in formats for matrix in fmt.matrices]
         self.kernel: ExpertKernel = make_kernel(device, workspace_bytes(self.experts, device.type), matrices)
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None
-        self.engine = engine or make_engine(store, device, _READERS, largest, timeout, options.link_gbps)
+        self.engine = engine or make_engine(store, device, None, largest, timeout, options.link_gbps)
         obstacle = DRAFTED if self.experts.draft_layers else obstacle
         readable = isinstance(store, ReadableStore)
         if readable and not obstacle and not parts.device_memory.shares_addresses():
@@ -165,7 +165,11 @@ class MoERuntime:
         self.memory = parts.memory(store, Writer.HOST if decoding is None else writer)
         self.decode = None if decoding is None else _make_decode_path(parts, self.memory, decoding, system, predictor)
         measured = None if predictor is None else Measured(predictor)
-        self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.decode)
+        self.level = store if isinstance(store, HostLevel) else None
+        self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.decode, self.level)
+        files = self.level.files if self.level else store
+        if isinstance(files, FileStore):
+            self.serving.disk = files.counts
         self._expert_budget, self._agree = options.expert_budget, agree
         popularity = read_popularity(self.experts, system, hotness, agree)
         self._keep = None if hotness is None else partial(keep_hotness, hotness)
@@ -188,6 +192,31 @@ class MoERuntime:
         plan = self._spending.plan(parsed, self.options, self.system, self.beside)
         self._replace("expert_budget", self.options, self.system, plan)
         self._expert_budget = parsed
+
+    def resize_host_memory(self, wanted: Any) -> None:
+        """Change the budget of host memory; the level starts empty. On a CPU it is the expert budget.
+
+        Args:
+            wanted: as the option ``host_memory``.
+
+        Raises:
+            ValueError: there is no level, or the budget is too small or more than there is; the old one stays.
+        """
+        parsed = ExpertBudget.parse(wanted)
+        if self.level is None and self.device.type == "cpu" and self.options.link_gbps is None:
+            return self.resize(parsed)
+        nbytes = host_memory_bytes(parsed, self.experts)
+        if self.level is None or nbytes is None:
+            raise ConfigError(
+                "vllm-dymoe: host_memory stays as it was: "
+                + ("say how many bytes it is to be." if self.level else f"experts are in {self.store.description}.")
+            )
+        if not self.serving.end():
+            raise ConfigError("vllm-dymoe: host_memory cannot change while reads have not ended; try again later.")
+        try:
+            self.level.resize(nbytes)
+        except StoreError as error:
+            raise ConfigError(f"vllm-dymoe: {error}.") from error
 
     def set_precision(self, **changes: Any) -> None:
         """Change retention, tiers or another parameter of the system.
@@ -342,6 +371,8 @@ class MoERuntime:
         self.serving.fetcher.collect()
         flying = ((fetch.tier, fetch.slot, fetch.kept) for fetch in self.serving.on_their_way())
         check_memory(self.memory, flying)
+        if self.level is not None:
+            self.level.check_integrity()
 
 
 def precision_of(runtime: MoERuntime) -> Mapping[str, Any]:
@@ -362,7 +393,9 @@ def precision_of(runtime: MoERuntime) -> Mapping[str, Any]:
 def start_timeline(runtime: MoERuntime) -> None:
     """Record what runs when, from now on; what was recorded before is dropped."""
     device = runtime.device
-    runtime.engine.timeline = Timeline(HostClock() if device.type == "cpu" else CudaClock(device))
+    runtime.engine.timeline = timeline = Timeline(HostClock() if device.type == "cpu" else CudaClock(device))
+    if runtime.level is not None:
+        runtime.level.engine.timeline = timeline
 
 
 def stop_timeline(runtime: MoERuntime, rank: int = 0) -> list[dict[str, Any]]:
@@ -372,6 +405,8 @@ def stop_timeline(runtime: MoERuntime, rank: int = 0) -> list[dict[str, Any]]:
         ValueError: none was started.
     """
     timeline, runtime.engine.timeline = runtime.engine.timeline, None
+    if runtime.level is not None:
+        runtime.level.engine.timeline = None
     if timeline is None:
         raise ValueError("vllm-dymoe: no timeline was started; start one before what it is to show.")
     return timeline.events(rank)

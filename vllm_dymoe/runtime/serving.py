@@ -17,6 +17,7 @@ from vllm_dymoe.kernels import Activation, ExpertKernel, combine
 from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.predict import Measured, PredictionStats
 from vllm_dymoe.residency.decision import Decision
+from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.routing import Phase, Routing
 from vllm_dymoe.residency.rule import FREE, HIT, PASS, THERE, Ints
 from vllm_dymoe.residency.slots import Slot
@@ -30,8 +31,9 @@ from vllm_dymoe.runtime.memory import ExpertMemory, Writer
 from vllm_dymoe.runtime.migration import Migration
 from vllm_dymoe.runtime.prefetch import Prefetcher
 from vllm_dymoe.runtime.stream import LayerStep
+from vllm_dymoe.store.disk import DiskCounts
 from vllm_dymoe.systems import System
-from vllm_dymoe.transfer import TransferEngine, TransferStats
+from vllm_dymoe.transfer import HostLevel, TransferEngine, TransferStats
 
 
 class Serving:
@@ -43,6 +45,7 @@ class Serving:
         engine: brings what is missing.
         predictor: names experts to fetch ahead; None for none.
         decode: serves the steps that the device decides; None where there are none.
+        level: of host memory over a disk; None where all experts are in memory, or none.
 
     Attributes:
         system: chooses tiers.
@@ -54,6 +57,7 @@ class Serving:
         hot_set: which experts are wanted high while others are streamed; None otherwise.
         counts: of what steps needed.
         prefetch_stats: of what was fetched ahead.
+        disk: of what was read from files.
     """
 
     system: System
@@ -71,7 +75,9 @@ class Serving:
         engine: TransferEngine,
         predictor: Measured | None,
         decode: DecodePath | None,
+        level: HostLevel | None = None,
     ) -> None:
+        self.level, self.disk = level, DiskCounts()
         self.memory, self.kernel, self.engine = memory, kernel, engine
         self.predictor, self._decode = predictor, decode
         self.counts, self.prefetch_stats = ResidencyCounts(), PrefetchStats()
@@ -89,7 +95,7 @@ class Serving:
             self.predictor.predictor.slots_changed()
             experts = self.memory.experts
             layers = len(experts.layers) - experts.draft_layers
-            self.prefetcher = Prefetcher(self.fetcher, layers, self.system, self.prefetch_stats)
+            self.prefetcher = Prefetcher(self.fetcher, layers, self.system, self.prefetch_stats, self.level)
 
     def end(self) -> bool:
         """Stop what goes on between steps, before slots are taken away; whether every read has ended."""
@@ -212,7 +218,17 @@ class Serving:
             lacks = (places != HIT) & (places != FREE)
             lacks |= (places != HIT) & lacks[0]  # a fine slice is kept with its base only
             places[lacks] = PASS if (places[~lacks] == FREE).any() else THERE
+        if self.level is not None:
+            self._read(self.level, layer, wanted, places)
         return wanted, tiers.keys() - wanted.keys(), places
+
+    def _read(self, level: HostLevel, layer: int, wanted: Mapping[int, Tier], places: Ints) -> None:
+        """Let all that the device lacks be read at once, in front of the link, which asks for one after the other."""
+        memory, keys = self.memory, []
+        for (expert, tier), place in zip(wanted.items(), places.T.tolist(), strict=True):
+            parts = zip(memory.parts[tier], place, strict=False)
+            keys += [BlobKey(layer, expert, memory.bits[part]) for part, found in parts if found != HIT]
+        level.expect(layer, keys)
 
     def _begin(
         self, routing: Routing, x: torch.Tensor, out: torch.Tensor, activation: Activation, order: Sequence[int]
@@ -268,6 +284,9 @@ class Serving:
             self.migration.reset_stats()
         if self.predictor is not None:
             self.predictor.stats, self.predictor.seconds = PredictionStats(), 0.0
+        self.disk.reset()
+        if self.level is not None:
+            self.level.reset_stats()
 
     def on_their_way(self) -> Iterator[Fetch]:
         """Fetches that no step has waited for so far."""

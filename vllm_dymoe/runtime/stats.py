@@ -41,6 +41,16 @@ class RuntimeStats:
     bytes_moved: dict[str, int] = field(
         metadata=_count("Bytes moved from host to device.", "reason", name="transferred_bytes")
     )
+    host_hits: int = field(metadata=_count("Misses of the device that were in host memory, where that is a level."))
+    host_misses: int = field(metadata=_count("Misses of the device that had to wait for the disk as well."))
+    host_guesses: dict[str, int] = field(metadata=_count("Slices read ahead into host memory.", "outcome"))
+    host_slices: int = field(metadata=_now("Slices that are in host memory, where that is a level."))
+    host_bytes: int = field(metadata=_now("Host memory that the level takes."))
+    disk_bytes: int = field(metadata=_count("Bytes read from the store's files."))
+    disk_reads: int = field(metadata=_count("Reads of the store's files."))
+    disk_seconds: float = field(metadata=_count("Time in which at least one of them was under way."))
+    disk_wait_seconds: float = field(metadata=_count("Time spent waiting for them."))
+    disk_queue: int = field(metadata=_now("Reads that wait or run now."))
     failed_transfers: int = field(metadata=_count("Transfers that ended in an error."))
     exposed_wait_seconds: float = field(metadata=_count("Host time spent waiting for transfers."))
     prefetches: dict[str, int] = field(metadata=_count("Experts fetched ahead, by what became of them.", "outcome"))
@@ -68,6 +78,7 @@ class RuntimeStats:
         """Read the counters of one runtime."""
         counts, prefetch, predictor = serving.counts, serving.prefetch_stats, serving.predictor
         transfer, memory, migration = serving.engine.stats, serving.memory, serving.migration
+        level, disk = serving.level, serving.disk
         plan, moved = memory.plan, migration.stats if migration else MigrationStats()
         return cls(
             planned={tier.value: counts.planned[tier] for tier in Tier},
@@ -80,6 +91,18 @@ class RuntimeStats:
             evictions=counts.evictions,
             bytes_moved={reason.name.lower(): transfer.bytes_moved[reason] for reason in Reason},
             transfers={reason.name.lower(): transfer.transfers[reason] for reason in Reason},
+            host_hits=level.slots.counts.hits if level else 0,
+            host_misses=level.slots.counts.misses if level else 0,
+            host_guesses=asdict(level.slots.counts.guesses) if level else {},
+            host_slices=len(level.slots.held) - len(level.slots.coming) if level else 0,
+            host_bytes=level.slots.nbytes if level else 0,
+            disk_bytes=disk.nbytes,
+            disk_reads=disk.reads,
+            disk_seconds=disk.seconds,
+            disk_wait_seconds=level.engine.stats.exposed_wait_seconds
+            if level
+            else transfer.exposed_wait_seconds * (disk.reads > 0),
+            disk_queue=len(level.slots.coming) if level else disk.under_way,
             failed_transfers=transfer.failed,
             exposed_wait_seconds=transfer.exposed_wait_seconds,
             budget_bytes=memory.budget.limit,

@@ -2,20 +2,24 @@
 
 from vllm_dymoe.store.base import HostMemoryError, HostStore, ReadableStore, StoreError, blob_name
 from vllm_dymoe.store.files import FileStore
-from vllm_dymoe.store.manifest import MANIFEST, STORE_VERSION, ErrorRecord, Manifest
-from vllm_dymoe.store.memory import MemoryStore, memory_bytes
+from vllm_dymoe.store.manifest import MANIFEST, READABLE_VERSIONS, STORE_VERSION, ErrorRecord, Manifest
+from vllm_dymoe.store.memory import HostPlace, HostRoom, MemoryStore, choose_host_place, memory_bytes
 
 __all__ = [
     "MANIFEST",
+    "READABLE_VERSIONS",
     "STORE_VERSION",
     "ErrorRecord",
     "FileStore",
     "HostMemoryError",
+    "HostPlace",
+    "HostRoom",
     "HostStore",
     "Manifest",
     "MemoryStore",
     "ReadableStore",
     "StoreError",
     "blob_name",
+    "choose_host_place",
     "memory_bytes",
 ]

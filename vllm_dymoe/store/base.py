@@ -24,6 +24,14 @@ class HostStore(Protocol):
     def description(self) -> str:
         """Where the bytes lie, for people."""
 
+    @property
+    def depth(self) -> int:
+        """Reads at once that are worth it."""
+
+    @property
+    def occupies_cores(self) -> bool:
+        """Whether a read may be a copy by a core, and not a wait for a disk."""
+
     def read_into(
         self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:

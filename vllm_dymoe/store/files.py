@@ -8,6 +8,7 @@ offsets: docs/format.md.
 import ctypes
 import errno
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,17 @@ import xxhash
 
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, Projection
 from vllm_dymoe.store.base import StoreError
+from vllm_dymoe.store.disk import (
+    DiskCounts,
+    DiskRates,
+    Pacer,
+    Reading,
+    keep_rates,
+    known_rates,
+    measure_rates,
+    open_direct,
+    read_direct,
+)
 from vllm_dymoe.store.header import TensorPlace, read_header
 from vllm_dymoe.store.manifest import Manifest
 
@@ -40,6 +52,10 @@ class FileStore:
 
     Args:
         layers: model layers to open, as a pipeline stage needs them; all of the manifest's if None.
+
+    Attributes:
+        reading: how files are read; through the page cache unless another way is chosen.
+        counts: of what was read.
     """
 
     def __init__(self, folder: Path, layers: tuple[int, ...] | None = None) -> None:
@@ -52,7 +68,10 @@ class FileStore:
                 "write the store again for this model."
             )
         self.experts = held if layers is None else replace(held, layers=layers)
+        self.reading, self.counts, self._pacer = Reading(), DiskCounts(), Pacer()
+        self._places = held.places_at(self.manifest.alignment)
         self._files: list[int] = []
+        self._direct: list[int | None] = []  # the same past the page cache
         self._blobs: list[dict[int, int]] = []  # of each layer: first byte, by bits
         self._expected: list[dict[int, torch.Tensor]] = []
         self._verified: dict[BlobKey, frozenset[int]] = {}
@@ -65,39 +84,89 @@ class FileStore:
 
     @property
     def description(self) -> str:
-        return f"files in {self.folder}"
+        return f"files in {self.folder}{self.reading.description}"
+
+    @property
+    def depth(self) -> int:
+        return self.reading.depth
+
+    @property
+    def occupies_cores(self) -> bool:
+        return not self.reading.direct
+
+    def rates(self) -> DiskRates:
+        """How fast its disk is: what an earlier start has kept beside it, or a measurement of a second.
+
+        Raises:
+            StoreError: the files cannot be read.
+        """
+        found = known_rates(self.folder)
+        if found is None:
+            bits, fmt = max(self.experts.formats.items(), key=lambda item: item[1].nbytes)
+            keys = [BlobKey(layer, expert, bits) for layer in range(len(self._files))
+                    for expert in range(self.experts.num_experts)]  # fmt: skip
+
+            def read(number: int, reading: Reading) -> int:
+                self._fill(
+                    keys[number], torch.empty(fmt.nbytes, dtype=torch.uint8), fmt.span(EVERY_PROJECTION), reading
+                )
+                return fmt.nbytes
+
+            def forget(number: int) -> None:
+                key = keys[number]
+                os.posix_fadvise(self._files[key.layer], self._begin(key), fmt.nbytes, os.POSIX_FADV_DONTNEED)
+
+            found = measure_rates(read, forget, range(len(keys)), fmt.nbytes, None not in self._direct)
+            keep_rates(self.folder, found)
+        return found
 
     def read_into(
         self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        flags = 0 if wait else os.RWF_NOWAIT
-        fmt = self.experts.formats[key.bits]
-        span = fmt.span(projections)
-        view = destination.numpy().data
-        offset = self._blobs[key.layer][key.bits] + key.expert * self.experts.places[key.bits].stride + span.start
-        done, nbytes = 0, span.stop - span.start
-        while done < nbytes:
-            try:
-                count = os.preadv(self._files[key.layer], [view[done:]], offset + done, flags)
-            except OSError as error:
-                # Not every file system can say whether it would have to wait.
-                if not wait and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
-                    raise BlockingIOError(error.errno, error.strerror) from None
-                raise StoreError(
-                    f"{self._path(key.layer)} cannot be read at expert {key.expert} ({error.strerror}); check its disk."
-                ) from error
-            if count == 0:
-                raise StoreError(
-                    f"{self._path(key.layer)} ends at byte {offset + done}, inside expert {key.expert}; "
-                    f"the file was truncated: {_again(self.folder)}."
-                )
-            done += count
-        if not self._verified.get(key, _NOTHING).issuperset(projections):
-            self._check(key, view, projections)
+        span, reading = self.experts.formats[key.bits].span(projections), self.reading
+        with self.counts.reading(span.stop - span.start):
+            self._fill(key, destination, span, reading, wait=wait)
+        if reading.check == "always" or not self._verified.get(key, _NOTHING).issuperset(projections):
+            self._check(key, destination.numpy().data, projections)
+
+    def _begin(self, key: BlobKey) -> int:
+        """First byte of a slice."""
+        return self._blobs[key.layer][key.bits] + key.expert * self._places[key.bits].stride
+
+    def _fill(
+        self, key: BlobKey, destination: torch.Tensor, span: slice, reading: Reading, *, wait: bool = True
+    ) -> None:
+        begun, file, direct = time.perf_counter(), self._files[key.layer], self._direct[key.layer]
+        offset, nbytes = self._begin(key) + span.start, span.stop - span.start
+        past = reading.direct and direct is not None
+        if not wait and (past or reading.bytes_per_second):
+            raise BlockingIOError(errno.EAGAIN, "a disk has to be waited for")
+        try:
+            if past and direct is not None:
+                done = read_direct(direct, destination, offset)
+            else:
+                done = _read_cached(file, destination.numpy().data, offset, 0 if wait else os.RWF_NOWAIT)
+        except OSError as error:
+            # Not every file system can say whether it would have to wait.
+            if not wait and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
+                raise BlockingIOError(error.errno, error.strerror) from None
+            raise StoreError(
+                f"{self._path(key.layer)} cannot be read at expert {key.expert} ({error.strerror}); check its disk."
+            ) from error
+        if done < nbytes:
+            raise StoreError(
+                f"{self._path(key.layer)} ends at byte {offset + done}, inside expert {key.expert}; "
+                f"the file was truncated: {_again(self.folder)}."
+            )
+        if reading.drops and not past:
+            os.posix_fadvise(file, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        if reading.bytes_per_second:
+            self._pacer.wait(nbytes, begun, reading.bytes_per_second)
 
     def close(self) -> None:
-        while self._files:
-            os.close(self._files.pop())
+        for file in self._files + [file for file in self._direct if file is not None]:
+            os.close(file)
+        self._files, self._direct = [], []
 
     def _check(self, key: BlobKey, read: memoryview, projections: range) -> None:
         expected = self._expected[key.layer][key.bits][key.expert].tolist()
@@ -124,6 +193,7 @@ class FileStore:
                 f"{path} of the expert store cannot be opened ({error.strerror}); {_again(path.parent)}."
             ) from error
         self._files.append(file)
+        self._direct.append(open_direct(path))
         size = os.fstat(file).st_size
         places = read_header(path, file)
         promised = max((place.end for place in places.values()), default=0)
@@ -133,13 +203,24 @@ class FileStore:
                 f"the file was truncated: {_again(path.parent)}."
             )
         count, begins, expected = self.experts.num_experts, {}, {}
-        for bits, (blob, stride, start, number, slices) in self.experts.places.items():
+        for bits, (blob, stride, start, number, slices) in self._places.items():
             begins[bits] = _locate(path, places, f"{blob}bit.blobs", count * stride).begin + start
             place = _locate(path, places, f"{blob}bit.xxh3", count * slices * len(Projection) * 8)
             checks = bytearray(os.pread(file, place.nbytes, place.begin))
             expected[bits] = torch.frombuffer(checks, dtype=torch.int64).view(count, slices, len(Projection))[:, number]
         self._blobs.append(begins)
         self._expected.append(expected)
+
+
+def _read_cached(file: int, view: memoryview, offset: int, flags: int) -> int:
+    """``preadv`` through the page cache; returns how many bytes the file had."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(file, [view[done:]], offset + done, flags)
+        if count == 0:
+            break
+        done += count
+    return done
 
 
 def _locate(path: Path, places: Mapping[str, TensorPlace], name: str, nbytes: int) -> TensorPlace:

@@ -13,7 +13,12 @@ from vllm_dymoe.residency.format import Format, ModelExperts, nested
 from vllm_dymoe.store.base import StoreError
 
 MANIFEST = "dymoe_experts.json"
-STORE_VERSION = 5
+STORE_VERSION = 6
+READABLE_VERSIONS = (5, STORE_VERSION)
+"""Stores of version 5 have slices one behind the other, and are the same otherwise."""
+
+BLOCK = 4096
+"""Where slices of new stores begin, in bytes: what O_DIRECT reads straight into a slot."""
 
 _FLAGS = {"integer_zeros": "zeros_in_steps", "act_order": "ordered"}
 _CODEBOOKS = "codebooks"
@@ -75,6 +80,7 @@ class Manifest:
         model: fingerprint of the checkpoint they were made from.
         tensor_parallel: (rank, size) of the slice that the store holds.
         errors: of the packed experts, None where they were not recorded; not part of the store's identity.
+        alignment: multiple of bytes that slices begin at in the files; neither.
     """
 
     experts: ModelExperts
@@ -82,6 +88,7 @@ class Manifest:
     model: str
     tensor_parallel: tuple[int, int] = (0, 1)
     errors: ErrorRecord | None = field(default=None, compare=False)
+    alignment: int = field(default=BLOCK, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         fmt = next(iter(self.experts.formats.values()))
@@ -89,6 +96,7 @@ class Manifest:
         return {
             "format": "vllm-dymoe experts",
             "version": STORE_VERSION,
+            "alignment": self.alignment,
             "layers": list(self.experts.layers),
             "num_experts": self.experts.num_experts,
             "top_k": self.experts.top_k,
@@ -114,10 +122,10 @@ class Manifest:
         path = folder / MANIFEST
         try:
             data = json.loads(path.read_text())
-            if data["version"] != STORE_VERSION:
+            if data["version"] not in READABLE_VERSIONS:
                 raise StoreError(
-                    f"{path} has store version {data['version']}, but this vllm-dymoe reads version {STORE_VERSION}; "
-                    "write the store again with `vllm-dymoe quantize`."
+                    f"{path} has store version {data['version']}, but this vllm-dymoe reads versions "
+                    f"{' and '.join(map(str, READABLE_VERSIONS))}; write the store again with `vllm-dymoe quantize`."
                 )
             dtype = getattr(torch, data["dtype"])
             formats = {
@@ -141,7 +149,8 @@ class Manifest:
                     raise ValueError(f"blobs of {held} bytes where {fmt.whole_nbytes} are expected")
             parallel = data["tensor_parallel"]
             errors = ErrorRecord.from_json(data["errors"]) if data.get("errors") else None
-            return cls(experts, data["quantizer"], data["model"], (parallel["rank"], parallel["size"]), errors)
+            rank, alignment = (parallel["rank"], parallel["size"]), data.get("alignment", 1)
+            return cls(experts, data["quantizer"], data["model"], rank, errors, alignment)
         except OSError as error:
             raise StoreError(f"{folder} holds no expert store: {MANIFEST} cannot be read ({error}).") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:

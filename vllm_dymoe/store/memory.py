@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_dymoe.config import AUTO, ExpertBudget
 from vllm_dymoe.host_memory import available_host_memory, whole_pages
 from vllm_dymoe.residency.code import code_of
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, ModelExperts, layer_keys
@@ -27,6 +28,8 @@ class MemoryStore:
     Raises:
         HostMemoryError: the memory cannot be had.
     """
+
+    depth, occupies_cores = 1, True
 
     def __init__(self, experts: ModelExperts, page_lock: CudaPageLock | None = None) -> None:
         self.experts = experts
@@ -129,6 +132,8 @@ class JoinedStore:
     def __init__(self, model: HostStore, draft: HostStore, experts: ModelExperts) -> None:
         self.experts = experts
         self.description = f"{model.description}, for the draft {draft.description}"
+        self.depth = max(model.depth, draft.depth)
+        self.occupies_cores = model.occupies_cores or draft.occupies_cores
         self._stores = model, draft
 
     def read_into(
@@ -164,42 +169,105 @@ def memory_bytes(experts: ModelExperts) -> int:
     return len(experts.layers) * whole_pages(layer)
 
 
+def slot_bytes(nbytes: int) -> int:
+    """Of a slice in a slot of host memory: whole pages, so that a disk writes straight into it."""
+    return whole_pages(nbytes)
+
+
+def smallest_level(experts: ModelExperts) -> int:
+    """The smallest budget of a level in host memory: two slices of each version, one read from while another fills."""
+    return 2 * sum(slot_bytes(fmt.nbytes) for fmt in experts.formats.values())
+
+
+def whole_level(experts: ModelExperts) -> int:
+    """The budget of a level that holds everything."""
+    return len(experts.layers) * experts.num_experts * sum(slot_bytes(fmt.nbytes) for fmt in experts.formats.values())
+
+
 @dataclass(frozen=True)
 class HostPlace:
-    """Where packed experts live: in memory, page-locked where there is a CUDA device, or in files; and why."""
+    """Where packed experts live, and why.
+
+    Attributes:
+        pinned: all in host memory, page-locked where there is a CUDA device; otherwise in files.
+        reason: a remark for people.
+        level: bytes of host memory for some of them, beside the files.
+    """
 
     pinned: bool
     reason: str = ""
+    level: int = 0
 
 
-def choose_host_place(asked: str, device_type: str, experts: ModelExperts, available: int, ranks: int) -> HostPlace:
+@dataclass(frozen=True)
+class HostRoom:
+    """What one rank may use.
+
+    Attributes:
+        available: bytes of host memory that all ranks on this machine can get.
+        ranks: on this machine.
+        wanted: the option ``host_memory``.
+        taken: bytes of it that another model's experts have on this rank.
+        separate: the device has memory of its own, real or emulated, beside which host memory is a level.
+    """
+
+    available: int
+    ranks: int = 1
+    wanted: ExpertBudget = AUTO
+    taken: int = 0
+    separate: bool = True
+
+    def limit(self, experts: ModelExperts) -> int | None:
+        """Bytes that the user allows; None if that is left to us.
+
+        Raises:
+            HostMemoryError: they are more than there are: the machine would swap, or end the process.
+        """
+        limit = host_memory_bytes(self.wanted, experts)
+        if limit is not None and limit - self.taken > self.available // self.ranks:
+            raise HostMemoryError(
+                f"host_memory is {limit} bytes on each of {self.ranks} ranks, but {self.available // self.ranks} are "
+                'available to each; lower host_memory, or leave it "auto"'
+            )
+        return None if limit is None else max(0, limit - self.taken)
+
+
+def host_memory_bytes(wanted: ExpertBudget, experts: ModelExperts) -> int | None:
+    """Bytes that the option ``host_memory`` means; None for "auto"."""
+    return int(wanted.share * experts.stored_nbytes) if wanted.share is not None else wanted.bytes
+
+
+def choose_host_place(asked: str, device_type: str, experts: ModelExperts, room: HostRoom) -> HostPlace:
     """Choose for one rank; HostMemoryError if memory was asked for, and has no room for the experts.
 
     Args:
         asked: the option ``host_store``: "auto", "file" or "pinned".
-        available: bytes of host memory that all ranks on this machine can get.
     """
     if asked == "file":
         return HostPlace(False)
-    needed = memory_bytes(experts)
-    each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    needed, available, limit = memory_bytes(experts), room.available, room.limit(experts)
+    each = f" on each of {room.ranks} ranks" if room.ranks > 1 else ""
     if asked == "pinned":
-        room = available // ranks
-        if needed > room:
+        mine = available // room.ranks if limit is None else limit
+        if needed > mine:
             raise HostMemoryError(
-                f'host_store = "pinned" needs {needed} bytes of host memory{each}, but {room} are available'
-                f'{" to each" if each else ""}; free {needed - room} more, or use host_store = "file"'
-                f"{_fewer_bits(experts, room)}."
+                f'host_store = "pinned" needs {needed} bytes of host memory{each}, but {mine} are available'
+                f'{" to each" if each else ""}; free {needed - mine} more, or use host_store = "file"'
+                f"{_fewer_bits(experts, mine)}."
             )
         return HostPlace(True)
-    if device_type != "cuda":
-        return HostPlace(False, "auto: there is no CUDA device")
+    if device_type != "cuda" and (limit is None or not room.separate):
+        return HostPlace(False, "auto: there is no CUDA device" if limit is None else "host_memory is the budget, too")
     left = max(_LEAST_LEFT, available // _SHARE_LEFT)
-    room = max(0, available - left) // ranks
-    told = f"{size(available)} of host memory are available, of which {size(left)} are left to others"
-    if needed > room:
-        return HostPlace(False, f"auto: page-locked memory would take {size(needed)}{each}, {told}")
-    return HostPlace(True, f"auto: {size(needed)}{each}, {told}")
+    told = f"host_memory is {size(limit or 0)}"
+    if limit is None:
+        limit = max(0, available - left) // room.ranks
+        told = f"auto: {size(available)} of host memory are available, of which {size(left)} are left to others"
+    if needed <= limit:
+        return HostPlace(True, f"{told}; all take {size(needed)}{each}")
+    if limit < smallest_level(experts):
+        return HostPlace(False, f"{told}; not enough for a level between device and files")
+    return HostPlace(False, f"{told}; all would take {size(needed)}{each}", limit)
 
 
 def _fewer_bits(experts: ModelExperts, room: int) -> str:

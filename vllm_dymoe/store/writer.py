@@ -54,9 +54,9 @@ class StoreWriter:
         self._folder, self._manifest, self._advice = folder, manifest, advice
         self._files: list[int] = []
         experts = manifest.experts
-        # All blobs come first: their sizes are multiples of 256, so that each of them is aligned to that.
-        count = experts.num_experts
-        blobs = [place for place in experts.places.values() if place.start == 0]
+        self._places = experts.places_at(manifest.alignment)
+        count = experts.num_experts  # blobs come first, so that each of them is aligned
+        blobs = [place for place in self._places.values() if place.start == 0]
         tensors: list[tuple[str, str, tuple[int, ...], int]] = [
             (f"{blob.bits}bit.blobs", "U8", (count, blob.stride), count * blob.stride) for blob in blobs
         ]
@@ -64,7 +64,7 @@ class StoreWriter:
             (f"{blob.bits}bit.xxh3", "I64", (count, blob.slices, 3), count * blob.slices * 3 * 8) for blob in blobs
         ]
         header, self._begin, size = make_header(tensors, "vllm-dymoe experts", _DATA_ALIGNMENT)
-        needed = experts.stored_nbytes + others
+        needed = len(experts.layers) * size + others
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(folder.parent).free
@@ -86,7 +86,7 @@ class StoreWriter:
     def write(self, key: BlobKey, projection: Projection, part: torch.Tensor, start: int = 0) -> None:
         """Write a packed section (uint8, contiguous), or the part from byte ``start`` on of one; and its checksum."""
         experts, file = self._manifest.experts, self._files[key.layer]
-        slice_place = experts.places[key.bits]
+        slice_place = self._places[key.bits]
         section, data = experts.formats[key.bits].sections[projection], part.numpy().data
         begin = self._begin[f"{slice_place.bits}bit.blobs"] + key.expert * slice_place.stride
         begin += slice_place.start + section.start

@@ -18,7 +18,8 @@ class Exact(System):
     summary: ClassVar[str] = "every expert at `hi`, the hottest kept"
 
     look_ahead: NonNegativeInt = 1
-    """How many layers ahead gates are asked, or a predictor is: 0 fetches nothing before its router names it."""
+    """How many layers ahead gates are asked, or a predictor is; more where experts come from a disk. 0 fetches nothing
+    before its router names it."""
     ahead_in_graph: int = Field(default=0, ge=0, le=24)
     """Projections of the next layer's experts that a decode step fetches ahead where the device decides; 0 for none."""
 
@@ -51,4 +52,5 @@ class Exact(System):
     def _predictor(self, model: RoutedModel) -> Predictor:
         if model.predictor is not None:
             return TrainedPredictor.load(model)
-        return NextGate(model.gates, model.top_k, layers=self.look_ahead, side_stream=make_side_stream(model.device))
+        layers = max(self.look_ahead, model.horizon)
+        return NextGate(model.gates, model.top_k, layers=layers, side_stream=make_side_stream(model.device))

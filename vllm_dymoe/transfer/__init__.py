@@ -4,15 +4,17 @@ import functools
 
 import torch
 
-from vllm_dymoe.store import HostStore, MemoryStore
+from vllm_dymoe.observe.timeline import Lane
+from vllm_dymoe.store import FileStore, HostStore, MemoryStore
 from vllm_dymoe.transfer.engine import TransferEngine
+from vllm_dymoe.transfer.level import HostLevel
 from vllm_dymoe.transfer.ticket import Reason, Ticket, TransferError, TransferStats
 
 
 def make_engine(
     store: HostStore,
     device: torch.device,
-    io_threads: int,
+    io_threads: int | None,
     largest_blob: int,
     timeout: float | None = None,
     link_gbps: float | None = None,
@@ -22,7 +24,7 @@ def make_engine(
     Args:
         store: where the bytes come from.
         device: where the slots are.
-        io_threads: threads that read ahead; 0 for none.
+        io_threads: threads that read ahead, 0 for none; as many as the store says if None.
         largest_blob: bytes of the largest blob, the size of a staging buffer.
         timeout: seconds that a transfer is waited for; None for ever.
         link_gbps: 1e9 bytes per second of an emulated link, on a CPU; None for none.
@@ -30,12 +32,14 @@ def make_engine(
     Raises:
         ValueError: an emulated link on a device that has a real one.
     """
+    threads = store.depth if io_threads is None else io_threads
     if device.type == "cpu":
         from vllm_dymoe.transfer.host import CpuDelivery
         from vllm_dymoe.transfer.link import EmulatedLink
 
         if link_gbps is None:
-            return TransferEngine(CpuDelivery(store), io_threads, timeout=timeout)
+            lane = Lane.DISK if isinstance(store, FileStore) else Lane.LINK
+            return TransferEngine(CpuDelivery(store), threads, timeout=timeout, lane=lane)
         # A link is one queue: one thread serves it.
         link = EmulatedLink(CpuDelivery(store), link_gbps * 1e9)
         return TransferEngine(link, threads=1, timeout=timeout, waiters_move=False)
@@ -43,7 +47,7 @@ def make_engine(
         raise ValueError(
             f"vllm-dymoe: link_gbps emulates a link on a CPU, but {device.type} devices have one; leave link_gbps out."
         )
-    from vllm_dymoe.transfer.cuda import CudaStreams, PinnedDelivery, StagedDelivery
+    from vllm_dymoe.transfer.cuda import CudaStreams, LevelDelivery, PinnedDelivery, StagedDelivery
 
     streams = CudaStreams(device)
     # A new thread begins on the first device, which may be another rank's.
@@ -52,11 +56,16 @@ def make_engine(
     if isinstance(store, MemoryStore):
         # Enqueueing a copy is all the host does for demand; the thread meters out what is not urgent.
         return TransferEngine(PinnedDelivery(store, streams), threads=1, eager=True, enter=enter)
-    buffers = [torch.empty(largest_blob, dtype=torch.uint8, pin_memory=True) for _ in range(2 * max(1, io_threads))]
-    return TransferEngine(StagedDelivery(store, streams, buffers), io_threads, timeout=timeout, enter=enter)
+    # What waits for a disk has one buffer each, and the link one more to copy from.
+    buffers = [torch.empty(largest_blob, dtype=torch.uint8, pin_memory=True) for _ in range(1 + max(1, threads))]
+    if isinstance(store, HostLevel):
+        store.delivery.synchronize = streams.synchronize
+        return TransferEngine(LevelDelivery(store, streams, buffers), 1, timeout=timeout, enter=enter)
+    return TransferEngine(StagedDelivery(store, streams, buffers), threads, timeout=timeout, enter=enter)
 
 
 __all__ = [
+    "HostLevel",
     "Reason",
     "Ticket",
     "TransferEngine",

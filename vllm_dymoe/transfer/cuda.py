@@ -14,6 +14,7 @@ import torch
 from vllm_dymoe.residency.format import BlobKey, Projection
 from vllm_dymoe.store import HostStore, MemoryStore
 from vllm_dymoe.transfer.delivery import Delivery, Streams
+from vllm_dymoe.transfer.level import HostLevel
 from vllm_dymoe.transfer.ticket import ALL, Reason, Ticket
 
 WORTH_A_COPY = 256 << 10
@@ -157,3 +158,17 @@ class StagedDelivery(_StreamDelivery):
             with self._returned:
                 self._buffers.append((buffer, event))
                 self._returned.notify()
+
+
+class LevelDelivery(StagedDelivery):
+    """From a level in host memory: straight out of slots that are page-locked, otherwise through the buffers."""
+
+    store: HostLevel
+
+    def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
+        with self.store.hold(ticket.key, projections, wait=wait) as held:
+            if not held.locked:
+                return super().deliver(ticket, projections, destination, wait=wait)
+            source = held.blob[self.store.experts.formats[ticket.key.bits].span(projections)]
+            held.last_read = event = self._enqueue(ticket, projections, source, destination)
+            return event

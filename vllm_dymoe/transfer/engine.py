@@ -36,6 +36,7 @@ class TransferEngine:
         timeout: seconds that a transfer is waited for; None for ever.
         waiters_move: whether a thread that waits moves bytes too; not over a link whose transfers have an order.
         enter: called first by every thread of the engine.
+        lane: of the timeline, that shows transfers.
         concurrency: has Lock, Condition and Thread; tests pass others than Python's own to record or decide schedules.
     """
 
@@ -48,13 +49,14 @@ class TransferEngine:
         timeout: float | None = None,
         waiters_move: bool = True,
         enter: Callable[[], None] = lambda: None,
+        lane: Lane = Lane.LINK,
         concurrency: Any = threading,
     ) -> None:
         self._delivery = delivery
         self._timeout = timeout
         self._waiters_move = waiters_move
         self._queue = TicketQueue(threads > 0, eager, lambda: waiters_move and delivery.occupies_cores, concurrency)
-        self._mover = Mover(delivery, self._queue)
+        self._mover = Mover(delivery, self._queue, lane)
         self._workers = Workers(self._queue, self._mover.run, threads, timeout is not None, concurrency, enter)
 
     @property

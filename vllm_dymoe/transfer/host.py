@@ -22,7 +22,7 @@ class CpuDelivery(Delivery):
     @property
     def occupies_cores(self) -> bool:
         """Whether reads are copies by a core (memory, page cache) rather than waits for a disk."""
-        return self._disk_share < 0.5
+        return self.store.occupies_cores and self._disk_share < 0.5
 
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
         """Read; file reads release the interpreter lock."""

@@ -22,12 +22,14 @@ class Mover:
     Args:
         delivery: the device's way of moving bytes.
         queue: is told how each piece ended.
+        lane: of the timeline, that shows them.
 
     Attributes:
         timeline: records every piece; None for no record.
     """
 
-    def __init__(self, delivery: Delivery, queue: TicketQueue) -> None:
+    def __init__(self, delivery: Delivery, queue: TicketQueue, lane: Lane = Lane.LINK) -> None:
+        self._lane = lane
         self.timeline: Timeline | None = None
         self._delivery = delivery
         self._streams = cast(Streams, delivery.streams)  # used only with events, which it alone makes
@@ -100,5 +102,5 @@ class Mover:
             whole = len(piece.projections) == ALL
             parts = "all of it" if whole else ", ".join(Projection(i).name.lower() for i in piece.projections)
             timeline.add(
-                Lane.LINK, f"{ticket.place}, {parts}", piece.reason.name.lower(), *moments, bits=ticket.key.bits
+                self._lane, f"{ticket.place}, {parts}", piece.reason.name.lower(), *moments, bits=ticket.key.bits
             )

@@ -7,10 +7,13 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.runtime.device_memory import CudaMemory
 from vllm_dymoe.runtime.device_share import StepShape, automatic_share
+from vllm_dymoe.runtime.sizing import limit_in_bytes
+from vllm_dymoe.store.memory import host_memory_bytes
 from vllm_dymoe.vllm_adapter.model_files import ranks_of_machine
 
 # On a CPU the "device" is the machine's memory, which other processes use too.
@@ -40,6 +43,25 @@ def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: Mod
     activations = step_shape(vllm_config, experts).nbytes
     fixed = model.original_max_model_len != -1
     return automatic_share(free, kv_cache, activations, least, model.max_model_len, fixed=fixed)
+
+
+def budget_in_host_memory(options: Options, experts: ModelExperts, automatic: int, workspace: int) -> int:
+    """On a CPU slots are what ``host_memory`` counts, so that it is the budget where no other was set.
+
+    Raises:
+        ConfigError: the budget that was set is larger.
+    """
+    allowed = host_memory_bytes(options.host_memory, experts)
+    if allowed is None:
+        return automatic
+    if not options.expert_budget.is_auto:
+        asked = limit_in_bytes(options.expert_budget, experts, options, workspace, automatic)
+        if asked > allowed:
+            raise ConfigError(
+                f"vllm-dymoe: expert_budget is {asked} bytes and host_memory {allowed}, but on a CPU both are the same "
+                "memory; leave expert_budget out, or raise host_memory."
+            )
+    return allowed
 
 
 def kv_cache_bytes(vllm_config: VllmConfig) -> int:

@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.predict import Predictor, RoutedModel
+from vllm_dymoe.predict.routed_model import FAR
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import describe
 from vllm_dymoe.residency.format import ModelExperts
@@ -20,11 +21,11 @@ from vllm_dymoe.runtime import MoERuntime, minimum_budget
 from vllm_dymoe.runtime.decisions import DRAFTED, without_device
 from vllm_dymoe.runtime.migration import Agree
 from vllm_dymoe.runtime.sizing import workspace_bytes
-from vllm_dymoe.store import HostStore
+from vllm_dymoe.store import HostStore, MemoryStore
 from vllm_dymoe.store.memory import join
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.announcements import announce
-from vllm_dymoe.vllm_adapter.automatic_budget import automatic_budget
+from vllm_dymoe.vllm_adapter.automatic_budget import automatic_budget, budget_in_host_memory
 from vllm_dymoe.vllm_adapter.failures import make_step_failures
 from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.graphs import leave_layers_out
@@ -69,7 +70,8 @@ class Loading:
             return len(self._model.layers) - 1
         if self._draft is None:
             self._begin = time.perf_counter()
-            self._draft = ModelStore(self._vllm_config, self.options, None, self.reader, self._host_memory)
+            taken = self._model.held_bytes
+            self._draft = ModelStore(self._vllm_config, self.options, None, self.reader, self._host_memory, taken)
         if self._draft.place is not None:
             raise ConfigError(f"vllm-dymoe: {spec.name} belongs to a third model with MoE layers; two are supported.")
         self._draft.add(spec)
@@ -181,6 +183,8 @@ class Loading:
             if options.expert_budget.is_auto:
                 raise
             budget = 0  # resizing to it is refused while the model is served
+        if device.type == "cpu" and options.link_gbps is None:
+            budget = budget_in_host_memory(options, experts, budget, workspace_bytes(experts))
         given: dict[str, Any] = {"predictor": predictor, "obstacle": obstacle, "agree": _agreement(config)}
         if not self._model.dummy and make_system(mine).residency.migrating is not None:
             given["hotness"] = self._model.hotness_file
@@ -202,6 +206,7 @@ class Loading:
             fingerprint="" if predictor is None else self._model.model_fingerprint,
             device=torch.device(self._vllm_config.device_config.device),
             predictor=predictor,
+            horizon=1 if isinstance(self._model.store, MemoryStore) else FAR,
         )
 
     def _recordable(self) -> dict[str, Any] | None:

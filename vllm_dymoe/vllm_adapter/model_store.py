@@ -31,20 +31,26 @@ from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.residency.format import Format, ModelExperts, Projection, stored_formats
 from vllm_dymoe.store import (
     MANIFEST,
-    STORE_VERSION,
     FileStore,
     HostMemoryError,
+    HostPlace,
+    HostRoom,
     HostStore,
     Manifest,
     MemoryStore,
     StoreError,
+    choose_host_place,
+    memory_bytes,
 )
-from vllm_dymoe.store.memory import HostPlace, choose_host_place
+from vllm_dymoe.store.disk import Reading
+from vllm_dymoe.store.memory import whole_level
 from vllm_dymoe.store.page_lock import CudaPageLock
 from vllm_dymoe.store.writer import StoreWriter
+from vllm_dymoe.transfer import HostLevel
 from vllm_dymoe.vllm_adapter.announcements import logger
 from vllm_dymoe.vllm_adapter.model_files import local_folder, ranks_of_machine
 
+_NAMED_SINCE = 5  # the version of stores whose names are still in use
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
@@ -114,6 +120,7 @@ class ModelStore:
     Args:
         checkpoint: quantization_config of the checkpoint, if it is ours.
         host_memory: bytes that all ranks of this machine can get.
+        taken: bytes of host memory that another model's experts have on this rank.
     """
 
     def __init__(
@@ -123,12 +130,14 @@ class ModelStore:
         checkpoint: Mapping[str, Any] | None,
         reader: Reader,
         host_memory: int,
+        taken: int = 0,
     ) -> None:
         self.layers: list[LayerSpec] = []
         self.place: HostPlace | None = None  # before the first weight came
         self.store: HostStore | None = None  # before the last layer is loaded
         self._vllm_config, self._options, self._reader = vllm_config, options, reader
-        self._checkpoint, self._host_memory = checkpoint, host_memory
+        self._checkpoint = checkpoint
+        self._host_memory, self._taken = host_memory, taken
         self._packed_for = ""  # fingerprint of the model that the checkpoint's own store was made from
         self._loaded = 0
         self._packer: ExpertPacker | None = None
@@ -240,8 +249,8 @@ class ModelStore:
 
     def _open(self) -> None:
         config, experts = self._vllm_config, self.experts
-        device, ranks = config.device_config.device_type, ranks_of_machine(config.parallel_config)
-        self.place = choose_host_place(self._options.host_store, device, experts, self._host_memory, ranks)
+        device = config.device_config.device_type
+        self.place = choose_host_place(self._options.host_store, device, experts, self._room)
         if self._checkpoint is None or self.dummy:
             existing = cached_store(self._folder, self._manifest)  # of an earlier start
         else:
@@ -262,11 +271,46 @@ class ModelStore:
             quantizer = QUANTIZERS[self._options.quantizer]
             self._packer = ExpertPacker(experts, quantizer, writer, self._progress.update)
 
+    @cached_property
+    def _room(self) -> HostRoom:
+        options, ranks = self._options, ranks_of_machine(self._vllm_config.parallel_config)
+        separate = self._vllm_config.device_config.device_type != "cpu" or options.link_gbps is not None
+        available = max(0, self._host_memory - self._taken * ranks)
+        return HostRoom(available, ranks, options.host_memory, self._taken, separate)
+
     def _placed(self, files: FileStore) -> HostStore:
         assert self.place is not None
         device = torch.device(self._vllm_config.device_config.device)
-        store, self.place = place_experts(files, self.place, device, asked_for=self._options.host_store != "auto")
+        if not self.place.pinned:
+            files.reading = self._reading(files)
+        options = self._options
+        asked, timeout = options.host_store != "auto", options.transfer_timeout_s or None
+        store, self.place = place_experts(files, self.place, device, asked_for=asked, timeout=timeout)
         return store
+
+    def _reading(self, files: FileStore) -> Reading:
+        """Past the page cache where that is faster beside what it could hold, or where it may hold nothing."""
+        assert self.place is not None
+        options, experts, room = self._options, files.experts, self._room
+        rate = options.disk_gbps and options.disk_gbps * 1e9
+        plain = Reading(check=options.checksums, bytes_per_second=rate)
+        if options.host_store == "file":
+            return plain
+        mine, rates = room.available // room.ranks, files.rates()
+        used = self.place.level
+        if not room.separate:  # slots are in host memory: half of it, unless the user says how much
+            budget = options.expert_budget
+            used = budget.bytes or int((budget.share or 0) * experts.stored_nbytes) or mine // 2 * budget.is_auto
+        held = min(1.0, max(0, mine - used) / experts.stored_nbytes) if options.host_memory.is_auto else 0.0
+        direct = rates.read_past_cache(held)
+        return replace(plain, direct=direct, depth=rates.depth, drops=not (direct or options.host_memory.is_auto))
+
+    @property
+    def held_bytes(self) -> int:
+        """Of host memory, by the experts of this model."""
+        if isinstance(self.store, HostLevel):
+            return self.store.slots.nbytes
+        return memory_bytes(self.store.experts) if isinstance(self.store, MemoryStore) else 0
 
     def _fill_up(self, layer: int, packer: ExpertPacker) -> None:
         """Store zeros for the experts that this layer lacks; no router names them."""
@@ -297,7 +341,7 @@ def layer_numbers(names: list[str]) -> tuple[int, ...]:
 
 def fingerprint(folder: Path | None, purpose: str) -> str:
     """Sixteen hex digits of the checkpoint's files (name, size, time of change), their purpose and our format."""
-    digest = hashlib.sha256(f"{STORE_VERSION} {purpose}".encode())
+    digest = hashlib.sha256(f"{_NAMED_SINCE} {purpose}".encode())
     if folder is None:
         return digest.hexdigest()[:16]
     config = folder / "config.json"
@@ -350,24 +394,37 @@ def cached_store(folder: Path, manifest: Manifest) -> FileStore | None:
 
 
 def place_experts(
-    files: FileStore, place: HostPlace, device: torch.device, *, asked_for: bool
+    files: FileStore, place: HostPlace, device: torch.device, *, asked_for: bool, timeout: float | None = None
 ) -> tuple[HostStore, HostPlace]:
     """Fill memory from files, with progress, if they are to be there; returns the store and where it is.
+
+    What cannot be locked whole, and was not asked for, is a level that is locked as far as the system allows.
 
     Raises:
         StoreError: the files cannot be read, or memory that was ``asked_for`` cannot be had or locked.
     """
-    if not place.pinned:
+    if not place.pinned and not place.level:
         return files, place
     page_lock = CudaPageLock(device) if device.type == "cuda" else None
     nbytes, what = files.experts.stored_nbytes, "Reading experts into memory"
+    if not place.pinned:
+        try:
+            return HostLevel(files, place.level, page_lock, timeout), place
+        except HostMemoryError as error:
+            raise StoreError(f'{error}; lower host_memory, or use host_store = "file".') from error
     try:
         with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, dynamic_ncols=True) as progress:
             memory = MemoryStore.from_files(files, page_lock, progress.update)
     except HostMemoryError as error:
         if asked_for:
             raise StoreError(f'{error}; use host_store = "file", or "auto".') from error
-        return files, HostPlace(False, f"auto: {error}")
+        place = HostPlace(False, f"auto: {error}", whole_level(files.experts))
+        try:
+            level = HostLevel(files, place.level, page_lock, timeout)
+        except HostMemoryError:
+            return files, replace(place, level=0)
+        level.fill()
+        return level, place
     files.close()
     return memory, place
 

@@ -17,8 +17,7 @@ from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.residency.format import Format, ModelExperts, stored_formats
 from vllm_dymoe.runtime.decisions import device_decides, without_device
 from vllm_dymoe.runtime.sizing import limit_in_bytes, plan_slots, workspace_bytes
-from vllm_dymoe.store import StoreError
-from vllm_dymoe.store.memory import choose_host_place
+from vllm_dymoe.store import HostRoom, StoreError, choose_host_place
 from vllm_dymoe.systems import make_system
 from vllm_dymoe.vllm_adapter.announcements import logger
 from vllm_dymoe.vllm_adapter.graphs import settle_graphs
@@ -189,8 +188,11 @@ def _check_memory(config: VllmConfig, experts: ModelExperts, options: Options) -
         plan_slots(experts, options, make_system(options), limit, workspace)
     if options.host_store == "pinned":
         surely = replace(experts, layers=experts.layers[: _layers_with_experts(config, len(experts.layers))])
-        ranks = ranks_of_machine(config.parallel_config)
-        choose_host_place(options.host_store, device_type, surely, available_host_memory(), ranks)
+        choose_host_place(options.host_store, device_type, surely, _room(config, options))
+
+
+def _room(config: VllmConfig, options: Options) -> HostRoom:
+    return HostRoom(available_host_memory(), ranks_of_machine(config.parallel_config), options.host_memory)
 
 
 def _layers_with_experts(config: VllmConfig, layers: int) -> int:
@@ -210,8 +212,7 @@ def _device_decides(config: VllmConfig, experts: ModelExperts | None, options: O
         options = without_device(options)
     device_type, pinned = current_platform.device_type, options.host_store == "pinned"
     if options.host_store == "auto" and experts is not None:
-        ranks = ranks_of_machine(config.parallel_config)
-        pinned = choose_host_place("auto", device_type, experts, available_host_memory(), ranks).pinned
+        pinned = choose_host_place("auto", device_type, experts, _room(config, options)).pinned
     obstacle = host_needed(config)
     return device_decides(options, make_system(options), device_type, readable=pinned, obstacle=obstacle)[0]
 

@@ -31,8 +31,10 @@ class DymoeWorkerExtension:
     def dymoe_reset_stats(self) -> None:
         _runtime(self).reset_stats()
 
-    def dymoe_resize(self, expert_budget: str | int | float) -> dict[str, Any]:
-        """Change the option ``expert_budget``; the cache starts empty, and freed memory goes back to the device.
+    def dymoe_resize(
+        self, expert_budget: str | int | float | None = None, host_memory: str | int | float | None = None
+    ) -> dict[str, Any]:
+        """Change the options ``expert_budget`` and ``host_memory``; what is smaller starts empty and gives memory back.
 
         Returns ``dymoe_stats``, and ``free_device_bytes``: what can be allocated on the device now.
 
@@ -40,7 +42,10 @@ class DymoeWorkerExtension:
             ValueError: it is not a budget, too small, or more than the device has; the old one stays.
         """
         runtime = _runtime(self)
-        runtime.resize(expert_budget)
+        if host_memory is not None:
+            runtime.resize_host_memory(host_memory)
+        if expert_budget is not None:
+            runtime.resize(expert_budget)
         return {**runtime.stats().to_dict(), "free_device_bytes": runtime.memory.pools.available}
 
     def dymoe_precision(self, **changes: Any) -> dict[str, Any]:

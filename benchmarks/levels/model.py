@@ -1,0 +1,125 @@
+"""The model of the benchmark: the shipped one with wide experts, so that routers are real and bytes are many.
+
+Rows that gate and up gain are random, and what down gains for them is zero: no result changes, and no file is easy to
+compress. Written as a dymoe checkpoint at 4 bits, and as GGUF at llama.cpp's 4 bits (Q4_0).
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+SHIPPED = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
+LAYERS, EXPERTS = 8, 32
+
+
+def widened(width: int) -> dict[str, torch.Tensor]:
+    """All tensors at 16 bits, one layer's experts after the other when they are asked for."""
+    return {name: _wide(name, tensor, width) for name, tensor in load_file(SHIPPED / "model.safetensors").items()}
+
+
+def _wide(name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
+    if ".experts." not in name:
+        return tensor
+    rows, columns = tensor.shape
+    if name.endswith("down_proj.weight"):
+        return torch.cat((tensor, tensor.new_zeros(rows, width - columns)), dim=1)
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    more = torch.randn(width - rows, columns, generator=generator).to(tensor.dtype) * columns**-0.5
+    return torch.cat((tensor, more))
+
+
+def write(folder: Path, width: int) -> tuple[Path, Path]:
+    """Folders and files are there from an earlier run, or written now: the dymoe checkpoint and the GGUF file."""
+    packed, gguf = folder / f"packed-{width}", folder / f"model-{width}.gguf"
+    if packed.is_dir() and gguf.is_file():
+        return packed, gguf
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = folder / "plain"
+    plain.mkdir(exist_ok=True)
+    tensors = widened(width)
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    for path in SHIPPED.iterdir():
+        if path.suffix == ".json" and path.name != "prompts.json":
+            (plain / path.name).write_bytes(path.read_bytes())
+    config = json.loads((SHIPPED / "config.json").read_text()) | {"moe_intermediate_size": width}
+    (plain / "config.json").write_text(json.dumps(config))
+    _write_gguf(gguf.with_suffix(".partial"), tensors, config)
+    del tensors
+    command = [
+        Path(sys.executable).with_name("vllm-dymoe"),
+        "quantize",
+        plain,
+        "-o",
+        packed,
+        "--hi",
+        "4",
+        "--overwrite",
+    ]
+    subprocess.run([str(part) for part in command], check=True)
+    (plain / "model.safetensors").unlink()
+    gguf.with_suffix(".partial").rename(gguf)
+    return packed, gguf
+
+
+def _write_gguf(path: Path, tensors: dict[str, torch.Tensor], config: dict) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_expert_count(EXPERTS)
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    tokenizer = json.loads((SHIPPED / "tokenizer.json").read_text())
+    words = {number: word for word, number in tokenizer["model"]["vocab"].items()}
+    words |= {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([words.get(number, f"<unused {number}>") for number in range(config["vocab_size"])])
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    kinds = [gguf.TokenType.CONTROL if number in special else gguf.TokenType.NORMAL for number in range(len(words))]
+    writer.add_token_types(kinds + [gguf.TokenType.UNUSED] * (config["vocab_size"] - len(words)))
+    merges = tokenizer["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_add_bos_token(False)
+
+    def add(name: str, tensor: torch.Tensor, packed: bool = False) -> None:
+        data = tensor.float().numpy()
+        if packed:
+            kind = gguf.GGMLQuantizationType.Q4_0
+            writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, data)
+
+    add("token_embd.weight", tensors["model.embed_tokens.weight"])
+    add("output_norm.weight", tensors["model.norm.weight"])
+    names = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp",
+    }  # fmt: skip
+    for layer in range(LAYERS):
+        for theirs, ours in names.items():
+            add(f"blk.{layer}.{ours}.weight", tensors[f"model.layers.{layer}.{theirs}.weight"])
+        for projection in ("gate", "up", "down"):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            all_ = torch.stack([tensors[f"{prefix}.{e}.{projection}_proj.weight"] for e in range(EXPERTS)])
+            add(f"blk.{layer}.ffn_{projection}_exps.weight", all_, packed=True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,230 @@
+"""How the files of a store are read: past the page cache or through it, how many reads at once, and how fast that was.
+
+The first start measures and keeps what it found in ``disk.json`` beside the store. Which way is better depends on
+memory as well: what the page cache holds is copied as fast as memory, but what comes from the disk through it takes a
+core, and may be read in small pieces.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from vllm_dymoe.store.durable import write_synced
+from vllm_dymoe.store.manifest import BLOCK
+
+RATES = "disk.json"
+_DEPTHS = (1, 2, 4, 8, 16)
+_MEASURED_BYTES = 32 << 20  # for each depth: 0.2 s and less, on a disk that anyone would serve from
+_ENOUGH = 0.9  # of the best rate; deeper queues only lengthen each read
+_buffers = threading.local()
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """What a disk has reached, in bytes per second.
+
+    Attributes:
+        direct: past the page cache, by reads at once; empty on a file system that cannot.
+        cached: through the page cache, by one reader, of what was not in it.
+        warm: of what was.
+    """
+
+    direct: dict[int, float]
+    cached: float
+    warm: float
+
+    @property
+    def depth(self) -> int:
+        """The fewest reads at once that are about as fast as any."""
+        best = max(self.direct.values(), default=0.0)
+        return min((depth for depth, rate in self.direct.items() if rate >= _ENOUGH * best), default=_DEPTHS[2])
+
+    def read_past_cache(self, held: float) -> bool:
+        """Whether that is faster, if the page cache holds a share of what is asked for."""
+        through = held / self.warm + (1 - held) / self.cached
+        return bool(self.direct) and 1 / self.direct[self.depth] < through
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a store's files are read.
+
+    Attributes:
+        direct: past the page cache.
+        depth: reads at once.
+        drops: what was read through the page cache is not left in it.
+        check: sections are compared with their checksums when they are first read, or whenever they are.
+        bytes_per_second: of an emulated disk; None for the real one.
+    """
+
+    direct: bool = False
+    depth: int = 1
+    drops: bool = False
+    check: Literal["first", "always"] = "first"
+    bytes_per_second: float | None = None
+
+    @property
+    def description(self) -> str:
+        way = "past the page cache" if self.direct else "leaving nothing in the page cache" if self.drops else ""
+        return f", read {way}, {self.depth} at once" if way else ""
+
+
+@dataclass
+class DiskCounts:
+    """What was read from files; several threads count.
+
+    Attributes:
+        reads: that have ended.
+        nbytes: that they brought.
+        under_way: reads that run now.
+        seconds: in which at least one ran.
+    """
+
+    reads: int = 0
+    nbytes: int = 0
+    under_way: int = 0
+    seconds: float = 0.0
+    _since: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @contextlib.contextmanager
+    def reading(self, nbytes: int) -> Iterator[None]:
+        with self._lock:
+            if not self.under_way:
+                self._since = time.perf_counter()
+            self.under_way += 1
+        try:
+            yield
+        except BaseException:
+            nbytes = 0
+            raise
+        finally:
+            with self._lock:
+                self.under_way -= 1
+                if not self.under_way:
+                    self.seconds += time.perf_counter() - self._since
+                self.reads += nbytes > 0
+                self.nbytes += nbytes
+
+    def reset(self) -> None:
+        with self._lock:
+            self.reads = self.nbytes = 0
+            self.seconds, self._since = 0.0, time.perf_counter()
+
+
+def read_direct(file: int, destination: torch.Tensor, offset: int) -> int:
+    """``preadv`` with O_DIRECT: straight where both sides are aligned, else through a buffer of the thread.
+
+    Returns:
+        Bytes that the file had, fewer than asked for at its end.
+
+    Raises:
+        OSError: the disk says so.
+    """
+    nbytes = destination.numel()
+    begin = offset // BLOCK * BLOCK
+    ahead = offset - begin
+    straight = not (ahead or nbytes % BLOCK or destination.data_ptr() % BLOCK)
+    view = destination.numpy().data if straight else _buffer(-(-(ahead + nbytes) // BLOCK) * BLOCK)
+    done = 0
+    while done < ahead + nbytes:
+        count = os.preadv(file, [view[done:]], begin + done)
+        done += count
+        if count == 0 or done % BLOCK:  # the end of the file
+            break
+    found = max(0, min(nbytes, done - ahead))
+    if not straight:
+        destination[:found].copy_(torch.frombuffer(view, dtype=torch.uint8)[ahead : ahead + found])
+    return found
+
+
+def _buffer(nbytes: int) -> memoryview:
+    """Of this thread; at least so many bytes, from a page's begin on."""
+    held: memoryview | None = getattr(_buffers, "view", None)
+    if held is None or len(held) < nbytes:
+        _buffers.view = held = memoryview(mmap.mmap(-1, nbytes))
+    return held[:nbytes]
+
+
+def open_direct(path: Path) -> int | None:
+    """A descriptor for reads past the page cache; None where the file system has none."""
+    with contextlib.suppress(OSError, AttributeError):  # no such flag on other systems
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        try:
+            read_direct(file, torch.empty(BLOCK, dtype=torch.uint8), 0)  # some refuse only now
+        except OSError:
+            os.close(file)
+            raise
+        return file
+    return None
+
+
+def known_rates(folder: Path) -> DiskRates | None:
+    """What an earlier start has measured, if it can be read."""
+    try:
+        said = json.loads((folder / RATES).read_text())
+        direct = {int(depth): float(rate) for depth, rate in said["direct"].items()}
+        rates = DiskRates(direct, float(said["cached"]), float(said["warm"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return rates if min(rates.cached, rates.warm, *rates.direct.values()) > 0 else None
+
+
+def keep_rates(folder: Path, rates: DiskRates) -> None:
+    """Beside the store, for the next start; a folder that cannot be written is measured again."""
+    partial = folder / f"{RATES}.{os.getpid()}"
+    with contextlib.suppress(OSError):
+        write_synced(partial, (json.dumps(asdict(rates), indent=2) + "\n").encode())
+        partial.replace(folder / RATES)
+
+
+def measure_rates(
+    read: Callable[[int, Reading], int], forget: Callable[[int], None], slices: Sequence[int], nbytes: int, direct: bool
+) -> DiskRates:
+    """Read random slices of a store in every way.
+
+    Args:
+        read: one slice, by number; returns its bytes.
+        forget: removes what the page cache has of it.
+        slices: numbers of all.
+        nbytes: of the largest.
+        direct: whether the file system can read past the page cache.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    chosen = random.Random(0).sample(slices, min(len(slices), max(_DEPTHS[-1], _MEASURED_BYTES // nbytes)))
+    for number in chosen:
+        forget(number)
+
+    def rate(reading: Reading) -> float:
+        with ThreadPoolExecutor(reading.depth) as pool:
+            begin = time.perf_counter()
+            total = sum(pool.map(lambda number: read(number, reading), chosen))
+            return total / max(time.perf_counter() - begin, 1e-9)
+
+    past = {depth: rate(Reading(direct=True, depth=depth)) for depth in _DEPTHS} if direct else {}
+    return DiskRates(past, rate(Reading()), rate(Reading()))
+
+
+class Pacer:
+    """Reads end no sooner than from a disk of a given rate."""
+
+    def __init__(self) -> None:
+        self._lock, self._free = threading.Lock(), 0.0
+
+    def wait(self, nbytes: int, begun: float, bytes_per_second: float) -> None:
+        with self._lock:
+            self._free = due = max(self._free, begun) + nbytes / bytes_per_second
+        time.sleep(max(0.0, due - time.perf_counter()))

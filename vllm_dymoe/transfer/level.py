@@ -1,0 +1,233 @@
+"""Host memory as a level: slots in an arena with a hard budget, between the disk and a device with memory of its own.
+
+The device's rule decides what stays, over a table of the level's own whose uses are the device's misses: what the
+device keeps cools down here and makes room for what it does not. Reads are tickets of an engine of the level's own, as
+many at once as the disk wants. A guess takes a slot that no layer keeps, and is dropped when anything is in demand.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from vllm_dymoe.observe.timeline import Lane
+from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey, layer_keys
+from vllm_dymoe.store import FileStore, HostMemoryError, StoreError
+from vllm_dymoe.store.page_lock import CudaPageLock
+from vllm_dymoe.transfer.engine import TransferEngine
+from vllm_dymoe.transfer.host import CpuDelivery
+from vllm_dymoe.transfer.level_slots import Held, LevelCounts, LevelSlots
+from vllm_dymoe.transfer.ticket import Reason, State, Ticket, TransferError, TransferStats
+from vllm_dymoe.units import size
+
+_POLL_SECONDS = 1e-3  # where more slices are asked for at once than there are slots
+
+
+class _DiskDelivery(CpuDelivery):
+    """From the files into slots of the level, behind the device's last copy out of them."""
+
+    def __init__(self, files: FileStore) -> None:
+        super().__init__(files)
+        self.synchronize: Callable[[Any], None] = lambda event: None
+
+    def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
+        if ticket.after is not None and projections.start == 0:
+            self.synchronize(ticket.after)
+        super().deliver(ticket, projections, destination, wait=wait)
+
+
+class HostLevel:
+    """A store whose slices are in host memory as far as a budget goes, and in files otherwise.
+
+    Args:
+        files: all slices.
+        nbytes: of host memory, a hard limit.
+        page_lock: of the device, where there is one.
+        timeout: seconds that a read is waited for; None for ever.
+
+    Attributes:
+        slots: what is in host memory.
+        engine: reads the files.
+        delivery: how; ``synchronize`` is set where copies out of slots are asynchronous.
+
+    Raises:
+        HostMemoryError: the budget has no room for two slices of each version, or the memory cannot be had.
+    """
+
+    def __init__(
+        self, files: FileStore, nbytes: int, page_lock: CudaPageLock | None = None, timeout: float | None = None
+    ) -> None:
+        self.experts, self.files, self._page_lock = files.experts, files, page_lock
+        self.depth, self.occupies_cores = files.depth, files.occupies_cores
+        self.delivery = _DiskDelivery(files)
+        self.engine = TransferEngine(self.delivery, files.depth, timeout=timeout, waiters_move=False, lane=Lane.DISK)
+        self._changed = threading.Condition()
+        self._expected: set[BlobKey] = set()  # of the layer that computes: the rule knows
+        try:
+            self.slots = LevelSlots(files.experts, nbytes, page_lock, self.engine)
+        except BaseException:
+            self.engine.close()
+            raise
+
+    @property
+    def description(self) -> str:
+        slots = sum(len(pool.slots) for pool in self.slots.pools.values())
+        every = len(self.experts.layers) * self.experts.num_experts * len(self.slots.pools)
+        locked = (
+            "page-locked" if self.slots.locked == self.slots.nbytes else f"{size(self.slots.locked)} of it page-locked"
+        )
+        if self._page_lock is None:
+            locked = "not page-locked: there is no CUDA device"
+        elif self.slots.locked < self.slots.nbytes:
+            locked += ", the rest goes through staging buffers"
+        part = f"{size(self.slots.nbytes)} of host memory ({locked}) for {slots} of {every} slices"
+        return f"{part}, over {self.files.description}"
+
+    def read_into(
+        self, key: BlobKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
+    ) -> None:
+        with self.hold(key, projections, wait=wait) as held:
+            destination.copy_(held.blob[self.experts.formats[key.bits].span(projections)])
+
+    @contextlib.contextmanager
+    def hold(self, key: BlobKey, projections: range = EVERY_PROJECTION, *, wait: bool = True) -> Iterator[Held]:
+        """A slice in host memory, which stays there meanwhile; whatever enqueues a copy sets ``last_read``.
+
+        Args:
+            key: which one.
+            projections: that are wanted now; with the first one it is used, if ``expect`` has not said so.
+            wait: for a disk, if need be.
+
+        Raises:
+            StoreError: it cannot be read.
+            BlockingIOError: without ``wait``, it is not there; it has been asked for.
+        """
+        held = self._arrive(key, wait, first=projections.start == 0)
+        try:
+            yield held
+        finally:
+            self._leave(held)
+
+    def _arrive(self, key: BlobKey, wait: bool, first: bool) -> Held:
+        while True:
+            held = self._use(key, wait, first)
+            first = False
+            ticket = held.ticket
+            if ticket is None:
+                return held
+            try:
+                if not wait and not self.engine.arrived(ticket):
+                    raise BlockingIOError("a disk has to be waited for")
+                self.engine.wait(ticket)
+            except BaseException as error:
+                self._leave(held)
+                if not isinstance(error, TransferError):
+                    raise
+                if ticket.state is not State.CANCELLED:  # a guess that was dropped just now is asked for again
+                    raise StoreError(str(error)) from error
+            else:
+                return held
+
+    def _leave(self, held: Held) -> None:
+        with self._changed:
+            held.users -= 1
+            self.slots.collect()
+            if held.dropped and not held.users:
+                self.slots.free(held)
+            self._changed.notify_all()
+
+    def _use(self, key: BlobKey, wait: bool, first: bool) -> Held:
+        with self._changed:
+            self.slots.collect()
+            if first and key not in self._expected:
+                self.slots.expect(key.layer, [key])
+            while key not in self.slots.held and not self.slots.begin(key, Reason.DEMAND):
+                if not wait:
+                    raise BlockingIOError("every slot is in use")
+                if not self.slots.coming and not any(held.users for held in self.slots.held.values()):
+                    raise StoreError("every slot of host memory belongs to a read that has not ended; check the disk.")
+                self._changed.wait(_POLL_SECONDS)
+                self.slots.collect()
+            held = self.slots.held[key]
+            held.users += 1
+            if key in self.slots.passing:
+                self.slots.passing.move_to_end(key)
+            return held
+
+    def fill(self) -> None:
+        """Read everything, where there is room for it; closed if the files cannot be read (StoreError)."""
+        try:
+            for layer in range(len(self.experts.layers)):
+                keys = list(layer_keys(self.experts, layer))
+                self.expect(layer, keys)
+                for key in keys:
+                    with self.hold(key):
+                        pass
+        except BaseException:
+            self.close()
+            raise
+
+    def expect(self, layer: int, keys: list[BlobKey]) -> None:
+        """What a layer's step needs and the device lacks: decide what stays, and begin all reads at once."""
+        with self._changed:
+            self.slots.collect()
+            for held in self.slots.passing.values():
+                held.guess &= held.key is not None and held.key.layer != layer
+            self._expected = set(keys)
+            self.slots.expect(layer, keys)
+
+    def prefetch(self, keys: Iterable[BlobKey]) -> None:
+        """Guesses about later layers, the best first: read them into slots that are idle, when nothing is in demand."""
+        with self._changed:
+            self.slots.collect()
+            for key in keys:
+                if key not in self.slots.held and not self.slots.begin(key, Reason.PREFETCH):
+                    return
+
+    def has(self, key: BlobKey) -> bool:
+        """Whether a slice is there, so that nothing waits for a disk."""
+        with self._changed:
+            self.slots.collect()
+            held = self.slots.held.get(key)
+            return held is not None and held.ticket is None
+
+    def resize(self, nbytes: int) -> None:
+        """Another budget; the level is empty afterwards. No step may be running.
+
+        Raises:
+            HostMemoryError: it has no room for two slices of each version, or cannot be had; the old one stays.
+        """
+        before = self.slots.limit
+        with self._changed:
+            for key in list(self.slots.coming):
+                self.engine.cancel(self.slots.ticket(key))
+            if (
+                not all(self.engine.settle(self.slots.ticket(key)) for key in list(self.slots.coming))
+                or self.slots.orphans
+            ):
+                raise HostMemoryError("host_memory cannot change while reads have not ended; check the disk")
+            for held in self.slots.held.values():
+                if held.last_read is not None:
+                    self.delivery.synchronize(held.last_read)
+            self.slots.forget()
+            try:
+                self.slots.make(nbytes)
+            except HostMemoryError:
+                self.slots.make(before)
+                raise
+
+    def reset_stats(self) -> None:
+        self.slots.counts, self.engine.stats = LevelCounts(), TransferStats()
+
+    def close(self) -> None:
+        """End the reads, give the memory back, and close the files."""
+        self.engine.close()
+        self.slots.forget()
+        self.files.close()
+
+    def check_integrity(self) -> None:
+        """Between steps; see :meth:`LevelSlots.check_integrity`."""
+        with self._changed:
+            self.slots.check_integrity()

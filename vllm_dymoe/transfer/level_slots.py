@@ -1,0 +1,307 @@
+"""The slots of a level in host memory: which slice is in which, on its way or not, and which may go.
+
+Mechanism of :class:`~vllm_dymoe.transfer.level.HostLevel`, which holds its lock for every call.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_dymoe.residency.format import BlobKey, ModelExperts
+from vllm_dymoe.residency.rule import HIGH, HIT, PASS
+from vllm_dymoe.residency.table import Table, check_integrity, layer_shares, set_pools
+from vllm_dymoe.residency.tier import Tier
+from vllm_dymoe.store import HostMemoryError
+from vllm_dymoe.store.memory import slot_bytes, smallest_level
+from vllm_dymoe.store.page_lock import Arena, CudaPageLock
+from vllm_dymoe.transfer.engine import TransferEngine
+from vllm_dymoe.transfer.ticket import Reason, Ticket
+
+_CHUNK = 256 << 20  # bytes that are locked at once: where the system allows less than all, most of it is used
+_FEWEST = 2  # slots that no layer keeps
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A slot of the level, while something is in it.
+
+    Attributes:
+        blob: uint8 [bytes of the slice].
+        index: of the slot in its pool.
+        locked: a device's copy engine reads it by itself.
+        key: what is in it, or comes.
+        ticket: of the read that fills it; None once that has ended.
+        kept: a layer keeps it; otherwise it goes when its slot is wanted.
+        guess: it was read ahead for a layer that has not come yet.
+        users: copies out of it that have not been enqueued so far.
+        last_read: event behind the last of them.
+        dropped: it is free when the last user has gone.
+    """
+
+    blob: torch.Tensor
+    index: int
+    locked: bool
+    key: BlobKey | None = None
+    ticket: Ticket | None = None
+    kept: bool = False
+    guess: bool = False
+    users: int = 0
+    last_read: Any = None
+    dropped: bool = False
+
+
+@dataclass
+class Guesses:
+    """Slices that were to be read ahead: all, those that were asked for, and those that gave way to demand."""
+
+    made: int = 0
+    useful: int = 0
+    dropped: int = 0
+
+
+@dataclass
+class LevelCounts:
+    """What became of the device's misses.
+
+    Attributes:
+        hits: slices that were in host memory, or on their way there as guesses in time.
+        misses: slices that had to be read.
+        guesses: slices that were to be read ahead.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    guesses: Guesses = field(default_factory=Guesses)
+
+
+@dataclass
+class _Pool:
+    """Slots for slices of one bit-width, and the table of what layers keep in them."""
+
+    table: Table
+    slots: list[Held]
+    free: list[Held] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free = self.slots[::-1]
+
+
+class LevelSlots:
+    """An arena of slots with a hard budget, and a table for each version of what layers keep in them.
+
+    Args:
+        experts: of the store.
+        nbytes: of host memory.
+        page_lock: of the device, where there is one.
+        engine: reads.
+
+    Attributes:
+        limit: bytes that slots may take.
+        nbytes: bytes that they take.
+        locked: those that are locked for the device.
+        counts: since the start or the last reset.
+        held: what is in slots, or comes.
+        passing: that of it which no layer keeps, what was used last at the end.
+        coming: that of it which is still read.
+        orphans: slots that are in use, or written, by what was given up.
+
+    Raises:
+        HostMemoryError: the budget has no room for two slices of each version, or the memory cannot be had.
+    """
+
+    def __init__(
+        self, experts: ModelExperts, nbytes: int, page_lock: CudaPageLock | None, engine: TransferEngine
+    ) -> None:
+        self.experts, self.counts, self._page_lock, self._engine = experts, LevelCounts(), page_lock, engine
+        self._arenas: list[Arena] = []
+        self.pools: dict[int, _Pool] = {}
+        self.held: dict[BlobKey, Held] = {}
+        self.passing: OrderedDict[BlobKey, Held] = OrderedDict()
+        self.coming: set[BlobKey] = set()
+        self.orphans: list[Held] = []
+        self.limit = self.nbytes = self.locked = 0
+        self.make(nbytes)
+
+    def make(self, nbytes: int) -> None:
+        sizes = {bits: slot_bytes(fmt.nbytes) for bits, fmt in self.experts.formats.items()}
+        least = smallest_level(self.experts)
+        if nbytes < least:
+            raise HostMemoryError(
+                f"host_memory is {nbytes} bytes, but two slices of each version need {least}; set host_memory to at "
+                f"least {least} bytes"
+            )
+        every = len(self.experts.layers) * self.experts.num_experts
+        count = min(every, nbytes // sum(sizes.values()))
+        self.limit, self.nbytes, self.locked = nbytes, 0, 0
+        can_lock = self._page_lock is not None
+        try:
+            for bits, each in sizes.items():
+                slots: list[Held] = []
+                while len(slots) < count:
+                    part = min(count - len(slots), max(1, _CHUNK // each))
+                    arena = Arena(part * each, self._page_lock)
+                    self._arenas.append(arena)
+                    arena.memory.fill_(0)  # so that it is there: a machine short of it would end the process later
+                    can_lock = can_lock and arena.lock() is None
+                    self.locked += part * each * can_lock
+                    blobs = arena.memory.view(part, each)[:, : self.experts.formats[bits].nbytes]
+                    slots += [Held(blob, len(slots) + i, can_lock) for i, blob in enumerate(blobs)]
+                self.nbytes += count * each
+                self.pools[bits] = _Pool(self._table(count, every), slots)
+        except OSError as error:
+            self.forget()
+            raise HostMemoryError(f"{nbytes} bytes of host memory could not be had ({error.strerror})") from error
+
+    def _table(self, count: int, every: int) -> Table:
+        layers, each = len(self.experts.layers), self.experts.num_experts
+        table = Table.allocate(layers, each)
+        passing = 0 if count == every else max(_FEWEST, min(count // 8, self.experts.top_k * 4))
+        shares = layer_shares(count, [1.0] * layers, min(passing, count), each)
+        set_pools(table, {HIGH: (0, 0, count)}, {HIGH: shares})
+        return table
+
+    def expect(self, layer: int, keys: list[BlobKey]) -> None:
+        if any(key not in self.held for key in keys):
+            self._drop_guesses(keys)
+        for bits, pool in self.pools.items():
+            asked = sorted(key.expert for key in keys if key.bits == bits)
+            if not asked:
+                continue
+            active = np.array(asked, np.int64)
+            places = pool.table.begin_step(layer, active, np.full(len(active), HIGH, np.int8))[0].tolist()
+            for expert, place in zip(asked, places, strict=True):
+                key = BlobKey(layer, expert, bits)
+                held = self.held.get(key)
+                self.counts.hits += held is not None
+                self.counts.misses += held is None
+                if held is not None and held.ticket is not None and held.ticket.reason is Reason.PREFETCH:
+                    self._engine.demand(held.ticket)
+                if held is not None:
+                    self.counts.guesses.useful += held.guess
+                    held.guess = False
+                if place == HIT:
+                    continue
+                if place >= 0:
+                    self._evict(pool, BlobKey(layer, place, bits))
+                if held is None and not self.begin(key, Reason.DEMAND):
+                    continue
+                held = self.held[key]
+                if place != PASS and not held.kept:
+                    held.kept = True
+                    del self.passing[key]
+                    if held.ticket is None:
+                        self._publish(held)
+
+    def begin(self, key: BlobKey, reason: Reason) -> bool:
+        """Start to read a slice, if there is a slot for it."""
+        pool = self.pools[key.bits]
+        held = pool.free.pop() if pool.free else self._reclaim(key.bits, guesses=reason is Reason.DEMAND)
+        if held is None:
+            return False
+        self.counts.guesses.made += reason is Reason.PREFETCH
+        held.key, held.kept, held.guess = key, False, reason is Reason.PREFETCH
+        held.ticket = self._engine.submit(key, held.blob, reason, held.last_read)
+        held.last_read = None
+        self.held[key] = self.passing[key] = held
+        self.coming.add(key)
+        return True
+
+    def _reclaim(self, bits: int, *, guesses: bool) -> Held | None:
+        """The slot of what passed, longest ago; one guess does not push out another."""
+        for key, held in self.passing.items():
+            if key.bits == bits and not held.users and held.ticket is None and (guesses or not held.guess):
+                del self.passing[key], self.held[key]
+                return held
+        return None
+
+    def _drop_guesses(self, wanted: list[BlobKey]) -> None:
+        for key in [key for key in self.coming if key not in wanted]:
+            ticket = self.ticket(key)
+            if ticket.reason is Reason.PREFETCH and not self.held[key].users:
+                self.counts.guesses.dropped += self._engine.cancel(ticket)
+        self.collect()
+
+    def collect(self) -> None:
+        """Take note of reads that have ended, and of slots that come back."""
+        for key in list(self.coming):
+            held, ticket = self.held[key], self.ticket(key)
+            if not ticket.ended and not ticket.orphaned:
+                continue
+            self.coming.discard(key)
+            if self._engine.arrived(ticket):
+                held.ticket = None
+                if held.kept:
+                    self._publish(held)
+                continue
+            del self.held[key]
+            self.passing.pop(key, None)
+            self.orphans.append(held)
+        for held in [held for held in self.orphans if held.ticket is not None and held.ticket.ended]:
+            self.orphans.remove(held)
+            held.ticket = None
+            self._release(held)
+
+    def _publish(self, held: Held) -> None:
+        """Complete bytes get their row, unless the layer has filled its share meanwhile, because a step failed."""
+        key = held.key
+        assert key is not None
+        table = self.pools[key.bits].table
+        if np.count_nonzero(table.tier[key.layer]) < table.shares[key.layer, HIGH]:
+            table.publish(key.layer, key.expert, Tier.HI, held.index)
+        else:
+            held.kept, self.passing[key] = False, held
+
+    def _evict(self, pool: _Pool, key: BlobKey) -> None:
+        pool.table.remove(key.layer, key.expert)
+        self._release(self.held.pop(key))
+
+    def _release(self, held: Held) -> None:
+        if held.users:
+            held.dropped = True
+            self.orphans.append(held)
+        else:
+            self.free(held)
+
+    def free(self, held: Held) -> None:
+        assert held.key is not None
+        if held in self.orphans:
+            self.orphans.remove(held)
+        self.pools[held.key.bits].free.append(held)
+        held.key, held.dropped = None, False
+
+    def ticket(self, key: BlobKey) -> Ticket:
+        ticket = self.held[key].ticket
+        assert ticket is not None
+        return ticket
+
+    def forget(self) -> None:
+        """Give the memory back; nothing may be read into it."""
+        self.held.clear()
+        self.passing.clear()
+        self.coming.clear()
+        self.pools.clear()
+        while self._arenas:
+            self._arenas.pop().close()
+
+    def check_integrity(self) -> None:
+        """Between steps: every slot is free or holds one slice, layers keep no more than their shares, budget kept.
+
+        Raises:
+            AssertionError: it is not so.
+        """
+        self.collect()
+        assert self.nbytes <= self.limit
+        assert self.passing.keys() == {key for key, held in self.held.items() if not held.kept}
+        for bits, pool in self.pools.items():
+            check_integrity(pool.table)
+            used = [held.index for key, held in self.held.items() if key.bits == bits]
+            lost = [held.index for held in self.orphans if held.key is not None and held.key.bits == bits]
+            found = sorted(used + lost + [held.index for held in pool.free])
+            assert found == list(range(len(pool.slots))), f"slots lost or doubled: {found} of {len(pool.slots)}"
+            for layer, expert in pool.table.residents(Tier.HI):
+                held = self.held[BlobKey(layer, expert, bits)]
+                assert held.index == pool.table.slot[0, layer, expert], "a row names another slot"
+                assert held.kept, "a row names what passes"

@@ -11,6 +11,7 @@ from tests.small_model import make_experts
 from tests.store.locks import RecordedLock
 from tests.store.stores import damage, read, write
 from vllm_dymoe.residency.format import BlobKey, all_keys, layer_keys
+from vllm_dymoe.runtime.moe import resize_host_memory
 from vllm_dymoe.store import FileStore, HostMemoryError, StoreError
 from vllm_dymoe.store.disk import Reading
 from vllm_dymoe.store.files import file_name
@@ -229,7 +230,7 @@ def test_a_level_below_a_device_changes_no_bit(make_level, part):
     stats = runtime.stats()
     assert stats.host_hits > 0
     assert 0 < stats.host_misses <= stats.disk_reads < stats.misses + stats.host_guesses["made"] + 1
-    runtime.resize_host_memory(smallest_level(EXPERTS))
+    resize_host_memory(runtime, smallest_level(EXPERTS))
     for got, expected in zip(run(runtime, STEPS), want, strict=True):
         assert torch.equal(got, expected)
     runtime.close()

@@ -34,6 +34,7 @@ from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.runtime.device_share import StepShape, automatic_share
 from vllm_dymoe.runtime.sizing import (
+    SlotPlan,
     limit_in_bytes,
     minimum_budget,
     plan_slots,
@@ -100,28 +101,21 @@ def predict(
     system, experts = make_system(options), shape.packed(tuple(options.stored_bits), options.group_size)
     formats, workspace, layers = experts.formats, workspace_bytes(experts, "cuda"), shape.moe_layers
     slots = plan_slots(experts, options, system, limit, workspace)
-    slot_bytes = {
-        tier: formats[bits].nbytes for tier, bits in slot_bits(experts, options, system.precision.tiers).items()
-    }
-    nested = Tier.HI in slots.slots and any(fmt.nested for fmt in formats.values())
     precision = system.precision
+    slot_bytes = {tier: formats[bits].nbytes for tier, bits in slot_bits(experts, options, precision.tiers).items()}
+    nested = Tier.HI in slots.slots and any(fmt.nested for fmt in formats.values())
     choose = precision.chooser(routings.header.num_layers) if isinstance(precision, CriticalHigh) else None
     kept = slots.quotas if system.residency.keeps else {}
     demand = replay(routings, kept, choose, low=options.lo > 0, nested=nested)
     layer_moved = sum(demand.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
     needed = sum(demand.active.values())
-
-    beside = _slots_in_host_memory(device, experts)
-    layer_read = 0.0
+    beside, layer_read = _slots_in_host_memory(device, experts), 0.0
     if beside is not None:
-        both = {
-            tier: [min(shape.experts, own + beside) for own in kept.get(tier, [0] * layers)] for tier in slots.slots
-        }
+        both = {tier: [min(shape.experts, own + beside) for own in shares] for tier, shares in slots.quotas.items()}
         far = replay(routings, both, choose, low=options.lo > 0, nested=nested)
         layer_read = sum(far.missing[tier] * nbytes for tier, nbytes in slot_bytes.items())
-    alone = (
-        beside is None and system.residency.on_device and options.decisions != "host" and routings.batch <= DECODE_ROWS
-    )
+    alone = system.residency.on_device and options.decisions != "host" and routings.batch <= DECODE_ROWS
+    alone &= beside is None
     deciding = device.in_a_graph() if alone else device
     step = device.step.get((options.hi, routings.batch))
     if step is None:
@@ -134,15 +128,12 @@ def predict(
     hidden = min(right * waiting, right * step / shape.layers)
 
     chunks = -(-prompt // chunk)
-    active, streamed, read = routings.distinct(prompt // chunks), 0.0, 0.0
+    active = routings.distinct(prompt // chunks)
     shares = {Tier.HI: [1.0]} if choose is None else precision.shares(layers, max(1, round(active)))
     high = fmean(shares.get(Tier.HI, [0.0]))
-    for tier, share in ((Tier.HI, high), (Tier.LO, 1.0 if nested else 1 - high)):
-        if share > 0 and tier in slots.slots:
-            there = sum(slots.quotas[tier]) / layers / shape.experts
-            streamed += layers * share * active * max(0.0, 1 - there) * slot_bytes[tier]
-            if beside is not None:
-                read += layers * share * active * max(0.0, 1 - there - beside / shape.experts) * slot_bytes[tier]
+    wanted = {Tier.HI: high, Tier.LO: 1.0 if nested else 1 - high}
+    streamed = _streamed(slots, slot_bytes, wanted, active, shape, 0)
+    read = 0.0 if beside is None else _streamed(slots, slot_bytes, wanted, active, shape, beside)
     blob = formats[options.hi].whole_nbytes
     computing = _prompt_seconds(options.hi, blob, active, shape, device, routings.batch, prompt / chunks)
     tiers = f"{options.hi}/{options.lo}" if options.system == "dymoe" else f"{options.hi}"
@@ -153,9 +144,21 @@ def predict(
         hit_rate=1 - demand.misses / needed if needed else 1.0,
         moved=layers * layer_moved,
         tpot=step + layers * (waiting - hidden + demand.misses * deciding.miss + layer_read / device.disk),
-        ttft=chunks * max(computing, streamed / device.link, read / device.disk)
-        + (blob / device.link if streamed else 0.0),
+        ttft=chunks * max(computing, streamed / device.link, read / device.disk) + bool(streamed) * blob / device.link,
     )  # fmt: skip
+
+
+def _streamed(
+    slots: SlotPlan, nbytes: Mapping[Tier, int], wanted: Mapping[Tier, float], active: float, shape: ModelShape,
+    beside: int,
+) -> float:  # fmt: skip
+    """Bytes that a chunk of a prompt moves: of its active experts, by tier, what layers keep neither in slots nor so
+    many ``beside``."""
+    moved = 0.0
+    for tier in slots.slots:
+        there = (sum(slots.quotas[tier]) / shape.moe_layers + beside) / shape.experts
+        moved += shape.moe_layers * max(0.0, wanted[tier]) * active * max(0.0, 1 - there) * nbytes[tier]
+    return moved
 
 
 def _slots_in_host_memory(device: Device, experts: ModelExperts) -> int | None:

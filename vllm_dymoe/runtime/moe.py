@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_dymoe.config import ConfigError, ExpertBudget, Options
+from vllm_dymoe.host_memory import available_host_memory
 from vllm_dymoe.kernels import CpuKernel, ExpertKernel, make_kernel
 from vllm_dymoe.observe.timeline import CudaClock, HostClock, Timeline
 from vllm_dymoe.predict import Measured, Predictor
@@ -193,31 +194,6 @@ class MoERuntime:
         self._replace("expert_budget", self.options, self.system, plan)
         self._expert_budget = parsed
 
-    def resize_host_memory(self, wanted: Any) -> None:
-        """Change the budget of host memory; the level starts empty. On a CPU it is the expert budget.
-
-        Args:
-            wanted: as the option ``host_memory``.
-
-        Raises:
-            ValueError: there is no level, or the budget is too small or more than there is; the old one stays.
-        """
-        parsed = ExpertBudget.parse(wanted)
-        if self.level is None and self.device.type == "cpu" and self.options.link_gbps is None:
-            return self.resize(parsed)
-        nbytes = host_memory_bytes(parsed, self.experts)
-        if self.level is None or nbytes is None:
-            raise ConfigError(
-                "vllm-dymoe: host_memory stays as it was: "
-                + ("say how many bytes it is to be." if self.level else f"experts are in {self.store.description}.")
-            )
-        if not self.serving.end():
-            raise ConfigError("vllm-dymoe: host_memory cannot change while reads have not ended; try again later.")
-        try:
-            self.level.resize(nbytes)
-        except StoreError as error:
-            raise ConfigError(f"vllm-dymoe: {error}.") from error
-
     def set_precision(self, **changes: Any) -> None:
         """Change retention, tiers or another parameter of the system.
 
@@ -373,6 +349,33 @@ class MoERuntime:
         check_memory(self.memory, flying)
         if self.level is not None:
             self.level.check_integrity()
+
+
+def resize_host_memory(runtime: MoERuntime, wanted: Any) -> None:
+    """Change the budget of host memory; the level starts empty. On a CPU it is the expert budget.
+
+    Args:
+        wanted: as the option ``host_memory``.
+
+    Raises:
+        ValueError: there is no level, or the budget is too small or more than there is; the old one stays.
+    """
+    parsed, level = ExpertBudget.parse(wanted), runtime.level
+    if level is None and runtime.device.type == "cpu" and runtime.options.link_gbps is None:
+        return runtime.resize(parsed)
+    nbytes = host_memory_bytes(parsed, runtime.experts)
+    why = "say how many bytes it is to be" if level else f"experts are in {runtime.store.description}"
+    if level is None or nbytes is None:
+        raise ConfigError(f"vllm-dymoe: host_memory stays as it was: {why}.")
+    more = nbytes - level.slots.nbytes
+    if more > (free := available_host_memory()):
+        raise ConfigError(f"vllm-dymoe: host_memory would take {more} bytes more, and {free} are free; lower it.")
+    if not runtime.serving.end():
+        raise ConfigError("vllm-dymoe: host_memory cannot change while reads have not ended; try again later.")
+    try:
+        level.resize(nbytes)
+    except StoreError as error:
+        raise ConfigError(f"vllm-dymoe: {error}.") from error
 
 
 def precision_of(runtime: MoERuntime) -> Mapping[str, Any]:

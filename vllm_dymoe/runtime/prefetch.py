@@ -15,19 +15,18 @@ It can change only when an expert arrives, never what is computed.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping
 
 from vllm_dymoe.predict import Candidate, Measured
-from vllm_dymoe.predict.routed_model import FAR
-from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey
+from vllm_dymoe.residency.format import EVERY_PROJECTION
 from vllm_dymoe.residency.routing import Phase
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.counters import PrefetchStats
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
+from vllm_dymoe.runtime.levels import ReadAhead
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.pace import Pace
-from vllm_dymoe.transfer import HostLevel, Reason
+from vllm_dymoe.transfer import Reason
 from vllm_dymoe.transfer.ticket import State
 
 
@@ -37,7 +36,7 @@ class Prefetcher:
     Args:
         system: in which tier, how much of an expert, and how often is fetched ahead. A step that wants another tier has
             no use for what was fetched, unless one lies inside the other.
-        level: of host memory over a disk; None where there is none.
+        disk: reads ahead into host memory, where that is a level; None elsewhere.
         clock: seconds, as ``time.perf_counter``.
     """
 
@@ -47,12 +46,12 @@ class Prefetcher:
         num_layers: int,
         system: System,
         stats: PrefetchStats,
-        level: HostLevel | None = None,
+        disk: ReadAhead | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._memory, self._fetcher, self._engine = fetcher.memory, fetcher, fetcher.engine
         self._num_layers, self._system, self.stats, self.clock = num_layers, system, stats, clock
-        self._level = level
+        self._disk = disk
         self._candidates: deque[tuple[int, int, Tier]] = deque()  # layer, expert, and in which tier
         self._ahead: dict[int, list[Fetch]] = {}  # by layer, in the order of their transfers
         self._spent = 0.0  # seconds of the host since the layer last waited for the link
@@ -115,21 +114,8 @@ class Prefetcher:
         }
         wanted = ((later, expert, tiers[later][expert]) for later, expert, _ in coming)
         self._candidates = deque(one for one in wanted if one[2] in self._memory.pools)
-        if self._level is not None:
-            later = range(max(named, default=layer) + 1, min(layer + 1 + 2 * FAR, self._num_layers))
-            self._level.prefetch([*chain.from_iterable(map(self._lacking, self._candidates)), *self._used_last(later)])
-
-    def _lacking(self, candidate: tuple[int, int, Tier]) -> list[BlobKey]:
-        layer, expert, tier = candidate
-        return [BlobKey(layer, expert, self._memory.bits[part]) for part in self._memory.lacking(layer, expert, tier)]
-
-    def _used_last(self, layers: range) -> Iterator[BlobKey]:
-        """Slices that the last step used in some layers, and that have no slot on the device."""
-        table, pools = self._memory.table, self._memory.pools
-        for layer in layers:
-            for expert in (table.used_at[0, layer] == table.step[layer]).nonzero()[0].tolist():
-                if table.step[layer]:
-                    yield from self._lacking((layer, expert, next(iter(pools))))
+        if self._disk is not None:
+            self._disk.offer(layer, list(self._candidates))
 
     def fill(self) -> None:
         """Start transfers as far as there are slots; the engine moves them when nothing else is to be moved."""
@@ -143,8 +129,8 @@ class Prefetcher:
     def _take_slots(self) -> None:
         while self._candidates:
             layer, expert, tier = self._candidates[0]
-            if self._level is not None and not all(map(self._level.has, self._lacking(self._candidates[0]))):
-                self._candidates.popleft()  # a guess waits for no disk
+            if self._disk is not None and not self._disk.has(self._candidates[0]):
+                self._candidates.popleft()  # a guess of the link's waits for no disk
                 continue
             ahead = self._ahead.setdefault(layer, [])
             for part in self._memory.lacking(layer, expert, tier):

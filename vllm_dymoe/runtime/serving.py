@@ -17,7 +17,6 @@ from vllm_dymoe.kernels import Activation, ExpertKernel, combine
 from vllm_dymoe.observe.timeline import Lane
 from vllm_dymoe.predict import Measured, PredictionStats
 from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.routing import Phase, Routing
 from vllm_dymoe.residency.rule import FREE, HIT, PASS, THERE, Ints
 from vllm_dymoe.residency.slots import Slot
@@ -27,6 +26,7 @@ from vllm_dymoe.runtime.counters import PrefetchStats, ResidencyCounts
 from vllm_dymoe.runtime.decode_path import DecodePath
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
 from vllm_dymoe.runtime.hot_set import HotSet
+from vllm_dymoe.runtime.levels import ReadAhead, expect
 from vllm_dymoe.runtime.memory import ExpertMemory, Writer
 from vllm_dymoe.runtime.migration import Migration
 from vllm_dymoe.runtime.prefetch import Prefetcher
@@ -95,7 +95,8 @@ class Serving:
             self.predictor.predictor.slots_changed()
             experts = self.memory.experts
             layers = len(experts.layers) - experts.draft_layers
-            self.prefetcher = Prefetcher(self.fetcher, layers, self.system, self.prefetch_stats, self.level)
+            ahead = ReadAhead(self.level, self.memory, layers) if self.level else None
+            self.prefetcher = Prefetcher(self.fetcher, layers, self.system, self.prefetch_stats, ahead)
 
     def end(self) -> bool:
         """Stop what goes on between steps, before slots are taken away; whether every read has ended."""
@@ -219,16 +220,8 @@ class Serving:
             lacks |= (places != HIT) & lacks[0]  # a fine slice is kept with its base only
             places[lacks] = PASS if (places[~lacks] == FREE).any() else THERE
         if self.level is not None:
-            self._read(self.level, layer, wanted, places)
+            expect(self.level, self.memory, layer, wanted, places)
         return wanted, tiers.keys() - wanted.keys(), places
-
-    def _read(self, level: HostLevel, layer: int, wanted: Mapping[int, Tier], places: Ints) -> None:
-        """Let all that the device lacks be read at once, in front of the link, which asks for one after the other."""
-        memory, keys = self.memory, []
-        for (expert, tier), place in zip(wanted.items(), places.T.tolist(), strict=True):
-            parts = zip(memory.parts[tier], place, strict=False)
-            keys += [BlobKey(layer, expert, memory.bits[part]) for part, found in parts if found != HIT]
-        level.expect(layer, keys)
 
     def _begin(
         self, routing: Routing, x: torch.Tensor, out: torch.Tensor, activation: Activation, order: Sequence[int]

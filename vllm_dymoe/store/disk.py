@@ -25,7 +25,7 @@ from vllm_dymoe.store.manifest import BLOCK
 
 RATES = "disk.json"
 _DEPTHS = (1, 2, 4, 8, 16)
-_MEASURED_BYTES = 32 << 20  # for each depth: 0.2 s and less, on a disk that anyone would serve from
+_MEASURED_BYTES = 32 << 20  # for each depth: 0.2 s and less, on a disk worth serving from
 _ENOUGH = 0.9  # of the best rate; deeper queues only lengthen each read
 _buffers = threading.local()
 

@@ -15,6 +15,7 @@ from fastapi import FastAPI, HTTPException, Request
 from vllm_dymoe.config import ConfigError
 from vllm_dymoe.quantize.recording import CalibrationError
 from vllm_dymoe.runtime import MoERuntime, precision_of, start_timeline, stop_timeline
+from vllm_dymoe.runtime.moe import resize_host_memory
 from vllm_dymoe.vllm_adapter.running import Running
 
 ROUTES = {"/v1/dymoe/precision": "dymoe_precision", "/v1/dymoe/predictor": "dymoe_predictor"}
@@ -43,7 +44,7 @@ class DymoeWorkerExtension:
         """
         runtime = _runtime(self)
         if host_memory is not None:
-            runtime.resize_host_memory(host_memory)
+            resize_host_memory(runtime, host_memory)
         if expert_budget is not None:
             runtime.resize(expert_budget)
         return {**runtime.stats().to_dict(), "free_device_bytes": runtime.memory.pools.available}

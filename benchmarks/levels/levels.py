@@ -199,8 +199,10 @@ def main() -> None:
     )
     found: dict[str, Any] = {}
     for label, system in SYSTEMS.items():
-        if system in arguments.only:
-            out = arguments.work / f"{system}.json"
+        out = arguments.work / f"{system}.json"
+        if system not in arguments.only and out.is_file():
+            found[label] = json.loads(out.read_text())  # of an earlier call
+        elif system in arguments.only:
             log = arguments.work / f"{system}.log"
             command = [sys.executable, __file__, "--width", arguments.width, "--work", arguments.work]
             command += ["--child", system, memory, out]

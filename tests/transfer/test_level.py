@@ -11,6 +11,7 @@ from tests.small_model import make_experts
 from tests.store.locks import RecordedLock
 from tests.store.stores import damage, read, write
 from vllm_dymoe.residency.format import BlobKey, all_keys, layer_keys
+from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.moe import resize_host_memory
 from vllm_dymoe.store import FileStore, HostMemoryError, StoreError
 from vllm_dymoe.store.disk import Reading
@@ -91,7 +92,8 @@ def test_what_fits_is_read_once_and_what_does_not_is_kept_by_heat(make_level):
         level.expect(1, list(asked))
         for key in asked:
             read(level, key)
-    before = level.files.counts.reads
+    before, kept = level.files.counts.reads, level.slots.pools[4].table.residents(Tier.HI)
+    assert {(key.layer, key.expert) for key in hot} <= kept
     for key in hot:
         read(level, key)
     assert level.files.counts.reads == before, "the hottest stay"

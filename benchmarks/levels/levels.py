@@ -2,7 +2,7 @@
 
 The shipped model with wide experts, so that routers are real. Each serves the same prompts in a process of its own,
 one request at a time with pauses, and eight at once. Memory for experts is the same for all; see ``limits`` for how the
-page cache is held to it. Puts its table into this folder's README, and a shorter one into the project's.
+page cache is held to it. Puts its table into this folder's README.
 """
 
 import argparse
@@ -245,7 +245,6 @@ def report(found: dict[str, Any], experts: int, memory: int, past: float) -> Non
     print(text)
     if len(found) == len(SYSTEMS):
         put(HERE / "README.md", "results", text)
-        put(HERE.parents[1] / "README.md", "levels", f"{table}\n\n{said}")
     print(json.dumps({"experts_bytes": experts, "memory_bytes": memory, "disk_bytes_per_second": past, "runs": found}))
 
 

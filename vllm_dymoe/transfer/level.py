@@ -146,7 +146,8 @@ class HostLevel:
             while key not in self.slots.held and not self.slots.begin(key, Reason.DEMAND):
                 if not wait:
                     raise BlockingIOError("every slot is in use")
-                if not self.slots.coming and not any(held.users for held in self.slots.held.values()):
+                in_use = any(one.users for one in (*self.slots.held.values(), *self.slots.orphans))
+                if not self.slots.coming and not in_use:
                     raise StoreError("every slot of host memory belongs to a read that has not ended; check the disk.")
                 self._changed.wait(_POLL_SECONDS)
                 self.slots.collect()

@@ -144,7 +144,9 @@ class Bench:
             decode: a token in each step, in place of a text.
             share: the budget, of all experts' bytes at 4 bits; None holds every expert, each in the planned version.
         """
-        chosen = dict(variant.options, expert_budget="100%" if share is None else self._bytes(share))
+        workspace = self._model.runtime.kernel.workspace_bytes
+        budget = "100%" if share is None else workspace + int(share * self.experts.nbytes(4))
+        chosen = dict(variant.options, expert_budget=budget)
         if share is None and chosen.get("system") == "dymoe":
             chosen["system_options"] = {"reuse_high": False, **chosen["system_options"]}
         options = Options(group_size=GROUP_SIZE, **chosen)
@@ -203,9 +205,6 @@ class Bench:
         every = len(experts.layers) * experts.num_experts
         nbytes = every * experts.formats[2].nbytes + int(share * every) * experts.formats[4].nbytes
         return self._model.runtime.kernel.workspace_bytes + nbytes
-
-    def _bytes(self, share: float) -> int:
-        return self._model.runtime.kernel.workspace_bytes + int(share * self.experts.nbytes(4))
 
     def _read(self, text: list[int]) -> torch.Tensor:
         """Log-probabilities of what follows each token but the last: float32 [tokens - 1, vocabulary].

@@ -30,7 +30,7 @@ from vllm_dymoe.vllm_adapter.failures import make_step_failures
 from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.graphs import leave_layers_out
 from vllm_dymoe.vllm_adapter.model_files import host_needed
-from vllm_dymoe.vllm_adapter.model_store import LayerSpec, LayerStore, ModelStore
+from vllm_dymoe.vllm_adapter.model_store import LayerSpec, LayerStore, ModelStore, held_bytes
 from vllm_dymoe.vllm_adapter.observers import Observation, observe_trace
 from vllm_dymoe.vllm_adapter.running import Running
 from vllm_dymoe.vllm_adapter.step import RunningStep
@@ -70,7 +70,7 @@ class Loading:
             return len(self._model.layers) - 1
         if self._draft is None:
             self._begin = time.perf_counter()
-            taken = self._model.held_bytes
+            taken = held_bytes(self._model.store)
             self._draft = ModelStore(self._vllm_config, self.options, None, self.reader, self._host_memory, taken)
         if self._draft.place is not None:
             raise ConfigError(f"vllm-dymoe: {spec.name} belongs to a third model with MoE layers; two are supported.")

@@ -305,13 +305,6 @@ class ModelStore:
         direct = rates.read_past_cache(held)
         return replace(plain, direct=direct, depth=rates.depth, drops=not (direct or options.host_memory.is_auto))
 
-    @property
-    def held_bytes(self) -> int:
-        """Of host memory, by the experts of this model."""
-        if isinstance(self.store, HostLevel):
-            return self.store.slots.nbytes
-        return memory_bytes(self.store.experts) if isinstance(self.store, MemoryStore) else 0
-
     def _fill_up(self, layer: int, packer: ExpertPacker) -> None:
         """Store zeros for the experts that this layer lacks; no router names them."""
         experts = packer.experts
@@ -391,6 +384,13 @@ def cached_store(folder: Path, manifest: Manifest) -> FileStore | None:
         store.close()
         return None
     return store
+
+
+def held_bytes(store: HostStore | None) -> int:
+    """Of host memory, by the experts of a model."""
+    if isinstance(store, HostLevel):
+        return store.slots.nbytes
+    return memory_bytes(store.experts) if isinstance(store, MemoryStore) else 0
 
 
 def place_experts(

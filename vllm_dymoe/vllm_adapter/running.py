@@ -137,11 +137,7 @@ class Running:
             out = torch.zeros_like(x)
         if gathered is not None:
             return gathered.combine(out)
-        if tokens == rows:
-            return out
-        filled_up = out.new_zeros(rows, out.shape[1])
-        filled_up[:tokens] = out
-        return filled_up
+        return out if tokens == rows else torch.nn.functional.pad(out, (0, 0, 0, rows - tokens))
 
     def begin_step(self, scheduler_output: Any) -> bool:
         for observer in self.observation.observers:

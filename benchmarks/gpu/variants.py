@@ -43,11 +43,14 @@ from vllm_dymoe.kernels.triton import (
     grouped_gate_up,
     launch,
     place,
+    wide,
 )
+from vllm_dymoe.kernels.triton.wide import name_wide, plan_wide
 from vllm_dymoe.residency.code import CODEBOOKS, WHOLE
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_ahead import Copies
 from vllm_dymoe.residency.table import Table
+from vllm_dymoe.residency.wide_rule import WideShape, WideWork
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 BITS = (16, 8, 4, 2)
@@ -63,6 +66,7 @@ _TYPES = {
     torch.int64: "*i64",
     torch.int8: "*i8",
 }
+_WIDE = ("count", "list", "place_pairs", "name_wide")  # around the products of a wide step
 _MODULES = {
     "gate_up": ("activation", "combine", "decode", "fetch", "float_rows", "rows", "section"),
     "down": ("activation", "combine", "decode", "fetch", "float_rows", "rows", "section"),
@@ -73,6 +77,7 @@ _MODULES = {
     "decide": ("decide",),
     "name_ahead": ("ahead", "decide"),
     "fetch_ahead": ("ahead",),
+    **dict.fromkeys(_WIDE, ("decide", "wide")),
 }
 """Where a kernel's code comes from."""
 
@@ -94,6 +99,7 @@ class Variant:
     def code(self) -> Any:
         """The kernel itself; by name, because Triton's functions cannot travel to another process."""
         others = {"combine": combine, "place": place, "decide": decide, "name_ahead": ahead, "fetch_ahead": ahead}
+        others |= dict.fromkeys(_WIDE, wide)
         module = others.get(self.kernel, launch)
         return getattr(module, f"{self.kernel}_kernel")
 
@@ -271,6 +277,29 @@ def _others(architecture: int) -> Iterator[Variant]:
         yield _noted(key, ahead.name_ahead, vars(tables[0]), 0, ids.long(), scores, rows, vars(copies))
     key = architecture, "fetch_ahead", "", "", ""
     yield _noted(key, ahead.fetch_ahead, vars(Copies.allocate(1, 1, 1, "cpu")))
+    for nested in (False, True):
+        yield from _wide(architecture, *_ROUTERS[1], nested)
+
+
+def _wide(architecture: int, experts: int, top_k: int, nested: bool) -> Iterator[Variant]:
+    """What stands around the products of a wide step: with marks, and, where versions are nested, streamed."""
+    shape, steps = WideShape(17, top_k, experts, 1 + nested, 2 * nested, nested, True), (4, 16, 64, 128)
+    table = vars(Table.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu", nested=nested))
+    decision = Decision.allocate(17, top_k, experts, "cpu", slices=1 + nested, scratch=shape.scratch)
+    lists = vars(WideWork.allocate(shape, steps, "cpu"))
+    ids, weights = torch.zeros(17, top_k, dtype=torch.int32), torch.zeros(17, top_k)
+    rows, marks, launched = ids[0, :1], torch.zeros(17, dtype=torch.int8), list[tuple[Any, ...]]()
+
+    def start(*launch: Any) -> None:
+        launched.append(launch)
+
+    plan_wide(table, 0, ids, weights, rows, decision.tensors, shape, 0, steps, lists, marks, start=start)
+    name_wide(table, 0, rows, shape, 0, 2, lists["spans"], start=start)
+    for kernel, *others in launched:
+        name = kernel.__name__.removesuffix("_kernel")
+        if name in ("decide", "list") or not nested:
+            key = architecture, name, f"{experts} experts", "", f"wide, top {top_k}" + ", nested" * nested
+            yield _noted(key, lambda start, launch=(kernel, *others): start(*launch))
 
 
 def _noted(key: tuple[int, str, str, str, str], launch: Callable[..., None], *arguments: Any) -> Variant:

@@ -35,8 +35,8 @@ _USE = tl.constexpr(USE)
 
 _OF_TABLE = (
     "tier", "slot", "heat", "used_at", "step", "shares", "first_slot", "staging", "staged", "staged_for", "critical",
-    "threshold", "bits", "offsets", "pool", "slot_bytes", "source", "reuse_high", "counters", "recording", "ring_ids",
-    "ring_weights", "ring_rows",
+    "threshold", "prompt_threshold", "bits", "offsets", "pool", "slot_bytes", "source", "reuse_high", "counters",
+    "recording", "ring_ids", "ring_weights", "ring_rows",
 )  # fmt: skip
 _OF_DECISION = (
     "count", "experts", "tiers", "slots", "fate", "bits", "addresses", "destinations", "work", "rows", "pairs",
@@ -52,6 +52,8 @@ def decide(
     rows: Tensor,
     decision: Mapping[str, Tensor],
     *,
+    chunks: int = 0,
+    marked: bool = False,
     start: Start = run_kernel,
 ) -> None:
     """What ``decide_plain`` does, in one launch.
@@ -63,6 +65,8 @@ def decide(
         weights: float32 [tokens, top_k].
         rows: int32 [1], how many tokens are real.
         decision: the tensors of a Decision for so many tokens, by name.
+        chunks: of a wide step, whose pairs ``wide`` has counted and will place.
+        marked: those of prompts and of heavy hitters have been counted, too.
         start: launch, or only compile.
 
     Raises:
@@ -76,7 +80,7 @@ def decide(
     check_tensor("weights", weights, shape=(tokens, top_k), dtype=torch.float32)
     check_tensor("rows", rows, shape=(1,), dtype=torch.int32)
     check_tensor("computed", decision["computed"], shape=(tokens, top_k))
-    if tokens > ring_tokens:
+    if tokens > ring_tokens and not chunks:
         raise ValueError(f"a step has {tokens} tokens, but the table was made for at most {ring_tokens}")
     width = experts_width(experts)
     start(
@@ -94,12 +98,15 @@ def decide(
             depth,
             ring_tokens,
             decision["slots"].stride(0),
+            chunks,
         ),
         {
             "EXPERTS": experts,
             "TOP_K": top_k,
             "COUNTERS": table["counters"].shape[1],
             "NESTED": len(table["slot"]) > 1,
+            "WIDE": chunks > 0,
+            "MARKED": marked,
             "WIDTH": width,
             "CHUNK": min(width, ELEMENTS_AT_ONCE // width),
         },
@@ -112,7 +119,7 @@ _ANY_ALIGNMENT = ["ids", "weights", "rows", *_OF_TABLE, *(f"item_{name}" for nam
 
 @triton.jit(
     do_not_specialize_on_alignment=_ANY_ALIGNMENT,
-    do_not_specialize=["layer", "layers", "tokens", "depth", "ring_tokens", "apart"],
+    do_not_specialize=["layer", "layers", "tokens", "depth", "ring_tokens", "apart", "chunks"],
 )
 def decide_kernel(
     ids,
@@ -130,6 +137,7 @@ def decide_kernel(
     staged_for,
     critical,
     threshold,
+    prompt_threshold,
     bits,
     offsets,
     pool,
@@ -160,10 +168,13 @@ def decide_kernel(
     depth: tl.int32,
     ring_tokens: tl.int32,
     apart: tl.int32,
+    chunks: tl.int32,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     COUNTERS: tl.constexpr,
     NESTED: tl.constexpr,
+    WIDE: tl.constexpr,
+    MARKED: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -176,10 +187,13 @@ def decide_kernel(
         depth: of the ring.
         ring_tokens: rows of its entries.
         apart: items from one slice to the next.
+        chunks: of a wide step.
         EXPERTS: of a layer.
         TOP_K: of a token.
         COUNTERS: columns.
         NESTED: whether the low version lies inside the high one.
+        WIDE: pairs are counted already, and placed later; nothing is recorded.
+        MARKED: prompts and other tokens have measures of their own, of which an expert needs to meet one.
         WIDTH: a power of two, at least EXPERTS.
         CHUNK: pairs at a time, a power of two.
     """
@@ -188,16 +202,34 @@ def decide_kernel(
     known = expert < EXPERTS
     ranks = item_scratch + 3 * WIDTH
     number = tl.load(step + layer) + tl.where(real > 0, 1, 0).to(tl.int64)
-    if (tl.load(recording) != 0) & (real > 0):
-        at = (number % depth) * layers + layer
-        _record(ids, weights, ring_ids, ring_weights, at * ring_tokens * TOP_K, real * TOP_K, WIDTH)
-        tl.store(ring_rows + at, real)
-
-    sizes, sums = count_pairs(ids, weights, ranks, real * TOP_K, expert, EXPERTS, WIDTH, CHUNK)
+    if WIDE:
+        sizes, sums = _add_chunks(ranks, chunks, expert, WIDTH)
+    else:
+        if (tl.load(recording) != 0) & (real > 0):
+            at = (number % depth) * layers + layer
+            _record(ids, weights, ring_ids, ring_weights, at * ring_tokens * TOP_K, real * TOP_K, WIDTH)
+            tl.store(ring_rows + at, real)
+        sizes, sums = count_pairs(ids, weights, ranks, real * TOP_K, expert, EXPERTS, WIDTH, CHUNK)
     active = sizes > 0
-    wanted = tiers_of(
-        active, sums, threshold, critical + layer * (EXPERTS + 1), item_scratch + 2 * WIDTH, expert, WIDTH, CHUNK
-    )
+    others = active
+    of_prompts = expert < 0  # none
+    wanted_prompts = tl.zeros([WIDTH], tl.int32)
+    at_critical = critical + layer * (EXPERTS + 1)
+    if MARKED:
+        part = 3 * chunks * WIDTH + (tokens * TOP_K + 1) // 2 * 2
+        prompt_sizes, prompt_sums = _add_chunks(ranks + part, chunks, expert, WIDTH)
+        hits, heavy_sums = _add_chunks(ranks + 2 * part, chunks, expert, WIDTH)
+        of_prompts = prompt_sizes > 0
+        wanted_prompts = tiers_of(
+            of_prompts, heavy_sums, prompt_threshold, at_critical, item_scratch + WIDTH, expert, WIDTH, CHUNK,
+            prompt_sums, hits,
+        )  # fmt: skip
+        others = sizes > prompt_sizes
+        sums = sums - prompt_sums
+        tl.debug_barrier()
+    wanted = tiers_of(others, sums, threshold, at_critical, item_scratch + 2 * WIDTH, expert, WIDTH, CHUNK)
+    number_high = number_of(wanted == 2)
+    wanted = tl.where(wanted > wanted_prompts, wanted, wanted_prompts)
     width = tl.where(wanted == 2, tl.load(bits + 2), tl.load(bits + 1))
     uses = active & (width != 0)
 
@@ -253,7 +285,9 @@ def decide_kernel(
     tl.debug_barrier()  # where warps hold the same experts, none may load what another has stored
     if real > 0:
         tl.store(step + layer, number)
-        _follow(threshold, number_of(wanted == 2), number_of(active))
+        _follow(threshold, number_high, number_of(others))
+        if MARKED:
+            _follow(prompt_threshold, number_of(wanted_prompts == 2), number_of(of_prompts))
         tl.store(heat + row, warmth, mask=known)
         tl.store(used_at + row, last_use, mask=known)
         tl.store(tier + row, now.to(tl.int8), mask=known)
@@ -338,22 +372,22 @@ def decide_kernel(
     tl.store(item_work + 3 * most + 1, 0)
     tl.store(item_work + 3 * most + 2, tokens)
 
-    # The positions.
-    tl.store(item_scratch + expert, tl.where(uses, begins, -1))
-    tl.debug_barrier()
-    total = tl.sum(positions, 0)
-    for first_pair in range(0, tokens * TOP_K, WIDTH):
-        pair = first_pair + expert
-        one_id, inside = ids_of(ids, pair, real * TOP_K, EXPERTS)
-        begin_at = tl.load(item_scratch + one_id, mask=inside, other=-1)
-        inside = inside & (begin_at >= 0)
-        position = begin_at + tl.load(ranks + pair, mask=inside, other=0)
-        tl.store(item_pairs + position, pair, mask=inside)
-        tl.store(item_rows + position, pair // TOP_K, mask=inside)
-        beyond = (pair >= total) & (pair < tokens * TOP_K)
-        tl.store(item_pairs + pair, 0, mask=beyond)
-        tl.store(item_rows + pair, 0, mask=beyond)
-        tl.store(item_computed + pair, inside.to(tl.int32), mask=pair < tokens * TOP_K)
+    if not WIDE:  # the positions
+        tl.store(item_scratch + expert, tl.where(uses, begins, -1))
+        tl.debug_barrier()
+        total = tl.sum(positions, 0)
+        for first_pair in range(0, tokens * TOP_K, WIDTH):
+            pair = first_pair + expert
+            one_id, inside = ids_of(ids, pair, real * TOP_K, EXPERTS)
+            begin_at = tl.load(item_scratch + one_id, mask=inside, other=-1)
+            inside = inside & (begin_at >= 0)
+            position = begin_at + tl.load(ranks + pair, mask=inside, other=0)
+            tl.store(item_pairs + position, pair, mask=inside)
+            tl.store(item_rows + position, pair // TOP_K, mask=inside)
+            beyond = (pair >= total) & (pair < tokens * TOP_K)
+            tl.store(item_pairs + pair, 0, mask=beyond)
+            tl.store(item_rows + pair, 0, mask=beyond)
+            tl.store(item_computed + pair, inside.to(tl.int32), mask=pair < tokens * TOP_K)
 
 
 @triton.jit
@@ -506,10 +540,29 @@ def count_pairs(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH
 
 
 @triton.jit
-def tiers_of(active, sums, threshold, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+def _add_chunks(counted, chunks, expert, WIDTH: tl.constexpr):
+    """Sizes and sums of all chunks, see ``wide.count_kernel``; in their place those of the chunks before each."""
+    sizes = tl.zeros([WIDTH], tl.int32)
+    sums = tl.zeros([WIDTH], tl.int64)
+    sums_at = (counted + chunks * WIDTH).to(tl.pointer_type(tl.int64))
+    for number in range(chunks):
+        of_chunk = tl.load(counted + number * WIDTH + expert)
+        sums += tl.load(sums_at + number * WIDTH + expert)
+        tl.debug_barrier()  # where warps hold the same experts, none may load what another has stored
+        tl.store(counted + number * WIDTH + expert, sizes)
+        sizes += of_chunk
+    return sizes, sums
+
+
+@triton.jit
+def tiers_of(
+    active, sums, threshold, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK: tl.constexpr, all_sums=None,
+    hits=None,
+):  # fmt: skip
     """int32 [WIDTH]: 2 for the most important, 1 for other active.
 
-    These are the ones above the threshold; without one as many as are critical, of equal ones the first.
+    These are the ones above the threshold; without one as many as are critical, of equal ones the first. With hits
+    these come first, and then all sums; scratch is twice as large.
     """
     number = number_of(active)
     high = tl.load(critical + number)
@@ -521,7 +574,11 @@ def tiers_of(active, sums, threshold, critical, scratch, expert, WIDTH: tl.const
         first = tl.min(tl.where(active & (sums == most), expert, WIDTH), 0)
         wanted = tl.where(active & (is_above | (expert == first)), 2, tl.where(active, 1, 0))
     elif high < number:
-        importance = tl.where(active, sums.to(tl.float32), -float("inf"))
+        if hits is None:
+            importance = tl.where(active, sums.to(tl.float32), -float("inf"))
+        else:
+            importance = tl.where(active, all_sums.to(tl.float32), -float("inf"))
+            tl.store(scratch + WIDTH + expert, hits)
         at = scratch.to(tl.pointer_type(tl.float32))
         tl.store(at + expert, importance)
         tl.debug_barrier()
@@ -531,6 +588,9 @@ def tiers_of(active, sums, threshold, critical, scratch, expert, WIDTH: tl.const
             others = tl.load(at + other)[:, None]
             as_good = (others == importance[None, :]) & (other[:, None] < expert[None, :])
             before = (others > importance[None, :]) | as_good
+            if hits is not None:
+                other_hits = tl.load(scratch + WIDTH + other)[:, None]
+                before = (other_hits > hits[None, :]) | ((other_hits == hits[None, :]) & before)
             rank += tl.sum(before.to(tl.int32), 0)
         wanted = tl.where(active & (rank >= high), 1, wanted)
     return wanted

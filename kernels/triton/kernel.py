@@ -25,9 +25,11 @@ from vllm_dymoe.kernels.triton.plan import DECODE, Plan, plan
 from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_together, run_kernel
 from vllm_dymoe.kernels.triton.step import DecodeStep
 from vllm_dymoe.kernels.triton.tiles import Tiles, choose_tiles
+from vllm_dymoe.kernels.triton.wide_step import TritonWide
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import Expert
 from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
+from vllm_dymoe.residency.wide_rule import WideShape
 
 DEFAULT_WORKSPACE_BYTES = 32 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10
@@ -65,6 +67,7 @@ class TritonKernel:
         self.device = torch.device(device)
         self._semaphores = torch.zeros(_SEMAPHORES, dtype=torch.int32, device=device)
         self._memory = torch.empty(workspace_bytes - 4 * _SEMAPHORES, dtype=torch.uint8, device=device)
+        self._larger: Tensor | None = None
         self.step: TritonStep
         self._compiled: set[tuple[ExpertShape, frozenset[int], Activation]] = set()
         self.asynchronous = self.device.type == "cuda"
@@ -147,6 +150,29 @@ class TritonKernel:
         shape, tiers = self.shape_of(formats)
         tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
         return DecodeStep(shape, tiers, tiles, activation, self._memory, self._semaphores)
+
+    def wide_step(
+        self, table: Mapping[str, Tensor], shape: WideShape, formats: Sequence[Formats], activation: Activation
+    ) -> TritonWide:
+        """A wide step of experts of some formats.
+
+        Raises:
+            ValueError: they cannot share a launch.
+        """
+        experts, tiers = self.shape_of(formats)
+        tiles = choose_tiles(self._architecture, experts.hidden, experts.intermediate)
+        return TritonWide(table, shape, experts, tiers, tiles, activation, self._scratch_of)
+
+    def _scratch_of(self, partials: int, semaphores: int) -> Scratch:
+        """This kernel's own, or, where that is too little, larger ones that are kept as long as steps use them."""
+        own = self._memory[: len(self._memory) // 4 * 4].view(torch.float32)
+        if partials > len(own):
+            if self._larger is None or len(self._larger) < partials:
+                self._larger = torch.empty(partials, dtype=torch.float32, device=self.device)
+            own = self._larger
+        if semaphores > len(self._semaphores):
+            self._semaphores = torch.zeros(semaphores, dtype=torch.int32, device=self.device)
+        return Scratch(own, self._semaphores)
 
     def shape_of(self, formats: Sequence[Formats]) -> tuple[ExpertShape, frozenset[int]]:
         """What experts of some formats have in common, and the bit-widths that launches are compiled for.

@@ -21,7 +21,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from tests.e2e.replays import Replays, platform_with_graphs, seen, tensors
 from tests.support.no_host import NoHost
-from vllm_dymoe.runtime.decode_plain import PlainDecode
+from vllm_dymoe.runtime.decode_plain import PlainDecode, PlainWide
 from vllm_dymoe.vllm_adapter import moe_method, running
 
 
@@ -124,6 +124,7 @@ def replayed_steps() -> Iterator[Replays]:
         (PlainDecode, "forward", as_launch(PlainDecode.forward)),
         (PlainDecode, "name_ahead", staticmethod(as_launch(PlainDecode.name_ahead))),
         (PlainDecode, "fetch_ahead", as_launch(PlainDecode.fetch_ahead)),
+        *((PlainWide, name, as_launch(getattr(PlainWide, name))) for name in ("plan", "copy", "compute", "finish")),
         (running, "is_captured", lambda x: seen.capturing is not None),
         (CPUAttentionMetadataBuilder, "get_cudagraph_support", lambda *_: AttentionCGSupport.UNIFORM_BATCH),
     )

@@ -3,7 +3,8 @@
     python tests/kernels/gpu_at_true_sizes.py speeds|layers FILE
 
 The host is in place of the card, memory is mapped and not written, and what is left is the host's own work: FILE gets
-what the part found, and the times of "runtime, ..." are the host's for a layer. Numbers of the device mean nothing.
+what the part found, and the times of "runtime, ..." and of prompts that the device decides are the host's for a layer.
+Numbers of the device mean nothing.
 """
 
 import sys
@@ -26,6 +27,7 @@ import kernel_speeds  # noqa: E402
 from parts import speeds, stack  # noqa: E402
 from record import Recorder  # noqa: E402
 
+from vllm_dymoe.runtime.wide_path import WidePath  # noqa: E402
 from vllm_dymoe.store import MemoryStore  # noqa: E402
 from vllm_dymoe.store.page_lock import CudaPageLock  # noqa: E402
 
@@ -48,10 +50,10 @@ def unless_large(method):
 
 
 def timed(method):
-    def call(*arguments):
+    def call(*arguments, **named):
         begin = time.perf_counter()
         try:
-            return method(*arguments)
+            return method(*arguments, **named)
         finally:
             HOST.append(time.perf_counter() - begin)
 
@@ -75,6 +77,7 @@ kernel_speeds.seconds.__defaults__ = (0.0,)
 speeds.pinned_store = lambda model, bits: MemoryStore(model.at(bits), CudaPageLock(stack.DEVICE))
 kernel_speeds.TOKENS = kernel_speeds.TOKENS[::3]
 speeds.STEPS, speeds.WARM = {phase: (tokens, 4) for phase, (tokens, _) in speeds.STEPS.items()}, 8
+WidePath.forward = timed(WidePath.forward)
 speeds.same_bits = lambda one, other: True
 MAKE, stack.Stack.runtime = stack.Stack.runtime, runtime
 

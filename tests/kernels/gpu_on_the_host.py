@@ -31,7 +31,7 @@ from parts.stack import Model  # noqa: E402
 from vllm_dymoe.kernels import Activation, make_kernel  # noqa: E402
 from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape  # noqa: E402
 from vllm_dymoe.runtime import moe  # noqa: E402
-from vllm_dymoe.runtime.decode_plain import PlainDecode  # noqa: E402
+from vllm_dymoe.runtime.decode_plain import PlainDecode, PlainWide  # noqa: E402
 
 gpu.PARTS = {name: replace(part, limit=10 * part.limit) for name, part in gpu.PARTS.items()}
 sanitizer.LIMIT = 1000
@@ -49,13 +49,15 @@ runtime.MODEL = Model(layers=2, experts=6, top_k=2, hidden=72, intermediate=40, 
 graphs.MODEL = replace(runtime.MODEL, layers=6, experts=4, hidden=64, intermediate=32)
 sanitizer.MODEL = replace(graphs.MODEL, layers=2, experts=2, top_k=1)
 runtime.TOKENS, runtime.BUSY_BYTES = (1, 2, 20), 1 << 10
-graphs.LAUNCHED, graphs.CHANGES, graphs.STEPS, graphs.BATCH = (1, 20), 1, 3, 2
+graphs.LAUNCHED, graphs.CHANGES, graphs.STEPS, graphs.BATCH, graphs.WIDE = (1, 20), 1, 3, 2, 20
 sanitizer.TOKENS = (1, 10)
 if "short" not in sys.argv:  # a launch in the interpreter takes a second: one part shows that the runtime launches them
     moe.make_kernel = lambda device, *arguments: make_kernel("cpu", *arguments)
     PlainDecode.forward = host_card.as_launches(PlainDecode.forward)
     PlainDecode.name_ahead = staticmethod(host_card.as_launches(PlainDecode.name_ahead))
     PlainDecode.fetch_ahead = host_card.as_launches(PlainDecode.fetch_ahead)
+    for name in ("plan", "copy", "compute", "finish"):
+        setattr(PlainWide, name, host_card.as_launches(getattr(PlainWide, name)))
 speeds.KERNEL_LAYERS, speeds.KERNEL_TOKENS = kernel_speeds.LAYERS, (1,)
 kernel_speeds.TOKENS, kernel_speeds.run.__defaults__ = (1, 9), (("4",),)
 speeds.MODEL = Model(layers=2, experts=8, top_k=2, hidden=64, intermediate=64)

@@ -73,7 +73,7 @@ def test_it_runs_to_its_end(tmp_path):
     assert {"card", "driver", "cuda", "torch", "triton", "date"} <= results.keys()
     parts = results["parts"]
     counts = {name: len(part["checks"]) for name, part in parts.items()}
-    assert counts == {"kernels": 1, "runtime": 12, "graphs": 9, "sanitizer": 3, "engine": 0, "speeds": 19}
+    assert counts == {"kernels": 1, "runtime": 12, "graphs": 15, "sanitizer": 3, "engine": 0, "speeds": 22}
     assert parts["engine"]["sentences"][0].startswith("Left out: vLLM is not installed here")
     assert all(part["complete"] for part in parts.values())
     names = [speed["name"] for speed in parts["speeds"]["speeds"]]
@@ -96,7 +96,7 @@ def test_every_layer_is_measured_where_that_is_asked_for(tmp_path):
     assert names == [*kernels, "kernels, two experts of Mixtral-8x7B fetched through from the host"]
 
 
-@pytest.mark.parametrize(("part", "speeds"), [("speeds", 30), ("layers", 51)])
+@pytest.mark.parametrize(("part", "speeds"), [("speeds", 33), ("layers", 51)])
 def test_every_line_of_the_measurements_runs_at_its_true_size(tmp_path, part, speeds):
     """Sizes at which a down projection is split in four, which the small ones above do not have."""
     pytest.importorskip("triton")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.runtime.steps import forward, make_runtime, random_step
+from tests.runtime.steps import make_runtime, random_step
 from tests.small_model import make_experts
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.kernels import Activation, Curve
@@ -39,18 +39,27 @@ def decided_runtime(store, budget="50%", system=None, **options):
 
 def decode(runtime, layer, x, weights, ids, activation=Activation.SILU, rows=None):
     """One layer of a step without the host, of so many real rows."""
-    runtime.serving.enter_decode()
     runtime.decode.tell(len(x) if rows is None else rows)
     out = runtime.decode.forward(layer, x, weights, ids, activation)
     runtime.decode.tell(0)
     return out
 
 
+def decode_wide(runtime, layer, x, weights, ids, activation=Activation.SILU, rows=None, **told):
+    """One layer of a wide step without the host, of so many real rows."""
+    if runtime.decode.ahead is not None:  # as where a step begins
+        runtime.decode.ahead.join()
+    runtime.decode.tell(len(x) if rows is None else rows)
+    out = runtime.decode.wide.forward(layer, x, weights, ids, activation, **told)
+    runtime.decode.tell(0)
+    return out
+
+
 def run_decided(runtime, steps, activation=Activation.SILU):
-    """Run (seed, layer, tokens), those of few tokens without the host, and return the outputs."""
+    """Run (seed, layer, tokens) without the host, those of few tokens in narrow steps, and return the outputs."""
     outputs = []
     for seed, layer, tokens in steps:
-        run = decode if tokens <= DECODE_ROWS else forward
+        run = decode if tokens <= DECODE_ROWS else decode_wide
         outputs.append(run(runtime, layer, *random_step(seed, tokens, runtime.experts), activation))
         check_decided(runtime)
     return outputs

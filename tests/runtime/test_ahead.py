@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.predict.gates import random_gates
-from tests.runtime.decided import check_decided, decided_runtime, decode
+from tests.runtime.decided import check_decided, decided_runtime, decode, decode_wide
 from tests.runtime.steps import BUDGETS, equal, forward, make_runtime, random_step
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.kernels import Activation
@@ -39,7 +39,7 @@ STEPS = [(seed, (1, 1, 4, 1, 40, 1)[seed % 6]) for seed in range(12)]
 def run_all(runtime, *, decided):
     outputs = []
     for seed, tokens in STEPS:
-        one = decode if decided and tokens <= 16 else forward
+        one = (decode if tokens <= 16 else decode_wide) if decided else forward
         outputs += whole_step(lambda *layer, one=one: one(runtime, *layer), seed, tokens)
         if decided:
             check_decided(runtime)
@@ -87,12 +87,12 @@ def test_good_guesses_take_bytes_from_demand_and_change_neither_hits_nor_what_is
 
 
 def test_prompts_and_budgets_between_steps_take_the_slots_back(want):
-    """The host streams through slots that guesses lay in, and a layer's guess of before is no one's."""
+    """A prompt streams through slots beside those of guesses, which may still serve it."""
     runtime = decided_runtime(STORE, "50%", Exact(ahead_in_graph=9), predictor=NextGate(gates(), TOP_K))
     table = runtime.memory.device_side.table
     outputs = iter(want["exact"])
     for number, (seed, tokens) in enumerate(STEPS):
-        one = decode if tokens <= 16 else forward
+        one = decode if tokens <= 16 else decode_wide
         for got in whole_step(lambda *layer, one=one: one(runtime, *layer), seed, tokens):
             assert torch.equal(got, next(outputs))
         if number % 4 == 3:

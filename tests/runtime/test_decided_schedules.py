@@ -1,8 +1,9 @@
-"""No schedule of steps with and without the host corrupts a slot, on a recorded device.
+"""No schedule of narrow and wide steps without the host corrupts a slot, on a recorded device.
 
-A step without the host, replayed from a graph or launched, is one operation of the computing stream for each of its
-layers: it reads slots, and fills slots that layers keep and slots that no layer keeps. The host's steps between them
-stream through the latter, guess into them, and read what layers keep; budgets change in the middle.
+A narrow step, replayed from a graph or launched, is one operation of the computing stream for each of its layers: it
+reads slots, and fills slots that layers keep and slots that no layer keeps. Wide steps between them stream through the
+latter on a stream of their own, ahead of what is computed, and fill and read what layers keep; budgets change in the
+middle.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.runtime.decided import decode
+from tests.runtime.decided import decode, decode_wide
 from tests.runtime.schedules import (
     EXPERTS,
     LAYERS,
@@ -26,17 +27,15 @@ from tests.runtime.schedules import (
     expected,
     make_engine,
 )
-from tests.runtime.steps import forward, make_runtime, random_step
+from tests.runtime.steps import make_runtime, random_step
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
 from tests.support.recorded_device import COMPUTATION, RecordedStore, record_reads
 from vllm_dymoe.residency.table import Table, check_integrity
 from vllm_dymoe.runtime.ahead import Ahead
-from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
+from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.runtime.decode_plain import PlainDecode
-from vllm_dymoe.runtime.memory import ExpertMemory
-from vllm_dymoe.runtime.pools import SlotPools
-from vllm_dymoe.runtime.serving import Serving
+from vllm_dymoe.runtime.wide_path import WidePath
 from vllm_dymoe.systems.exact import Exact
 
 PROMPT = DECODE_ROWS + 4
@@ -60,8 +59,11 @@ class RecordedBranch:
         yield
         self.stream = COMPUTATION
 
-    def join(self):
-        self._history.follow(COMPUTATION, self._history.now("branch"))
+    def mark(self):
+        return self._history.now("branch")
+
+    def join(self, mark=None):
+        self._history.follow(COMPUTATION, self.mark() if mark is None else mark)
 
 
 class RecordedDecode(PlainDecode):
@@ -80,10 +82,10 @@ class RecordedDecode(PlainDecode):
 
 
 class Roomy(Exact):
-    """Has a slot for a guess about an even layer, and one for an odd one."""
+    """Has a slot for a guess about an even layer, one for an odd one, and two groups of two for what passes."""
 
     def staging_slots(self, slots):
-        return min(3, slots)
+        return min(6, slots)
 
 
 class AnyExperts:
@@ -138,7 +140,7 @@ def execute(program, turns, history):
     for number, (seed, layer, tokens) in enumerate(program.steps):
         if number in program.resizes:
             runtime.resize(program.resizes[number])
-        run = decode if tokens <= DECODE_ROWS else forward
+        run = decode if tokens <= DECODE_ROWS else decode_wide
         outputs.append(run(runtime, layer, *random_step(seed, tokens, STORES[program.nested].experts)))
         check_integrity(runtime.memory.device_side.table.on_host(), ranges=True)
     runtime.check_integrity()
@@ -176,13 +178,13 @@ def test_no_schedule_corrupts_a_slot(program, seed, restless):
 
 
 def random_program(seed):
-    """Prompts and decode steps in turn, which guess and stream through the same slots."""
+    """Prompts and decode steps, which guess and stream; every other program of steps that end in the middle."""
     chosen = random.Random(seed)
-    layers = [number % LAYERS for number in range(12)]
+    layers = [chosen.randrange(LAYERS) if seed % 2 else number % LAYERS for number in range(12)]
     return Program(
         steps=tuple((chosen.randrange(50), layer, chosen.choice((1, 5, 5, PROMPT, PROMPT))) for layer in layers),
-        budget=chosen.choice((0.2, 0.4)),
-        nested=chosen.choice((False, True)),
+        budget=0.4 if seed % 2 else chosen.choice((0.2, 0.4)),
+        nested=seed % 4 == 0,
         guesses=tuple(
             tuple((min(layer + 1, LAYERS - 1), chosen.randrange(EXPERTS)) for _ in range(4)) for layer in layers
         ),
@@ -209,16 +211,9 @@ def elsewhere(self, source, destination):
     return PlainDecode.fetch(self, source, destination)
 
 
-def forget_copies(self):
-    self.memory.enter_decode()
-
-
-def look_once(self, last_read):
-    if not vars(self).setdefault("looked", False):
-        self.looked = True
-        self.read_device()
-    self.pools.fence(last_read)
-    self.streaming = True
+def join_everything_or_nothing(self, mark=None):
+    if mark is None:
+        self._history.follow(COMPUTATION, self.mark())
 
 
 @contextlib.contextmanager
@@ -236,12 +231,15 @@ PLANTED = {
         fork_at_once,
         "the branch stream writes",
     ),
-    "a guess counts although the host had its slot": (Table, "forget_ahead", lambda self: None, "wrong"),
-    "the host fills a slot that the branch still fills": (DecodePath, "settle", lambda self: None, "while the branch"),
+    "what was copied ahead counts for another step": (Table, "forget_ahead", lambda self: None, "wrong"),
+    "another step begins beside copies for a wide one": (WidePath, "settle", lambda self: None, "while the branch"),
+    "a group is computed before it is there": (
+        RecordedBranch,
+        "join",
+        join_everything_or_nothing,
+        "reads",
+    ),
     "a row is published before another stream has filled its slot": (RecordedDecode, "fetch", elsewhere, "writes"),
-    "a slot is filled before the decode step that reads it": (SlotPools, "fence", lambda *_: None, "writes"),
-    "a decode step fills slots that guesses still fill": (Serving, "enter_decode", forget_copies, ""),
-    "the host goes by a snapshot from before a decode step": (ExpertMemory, "enter_stream", look_once, "wrong"),
 }
 
 

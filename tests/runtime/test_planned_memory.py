@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runtime.decided import decode
+from tests.runtime.decided import decode, decode_wide
 from tests.runtime.schedules import LAYERS
-from tests.runtime.steps import CPU, forward, random_step
+from tests.runtime.steps import CPU, random_step
 from tests.runtime.test_migration import AT_ONCE, frozen_output
 from tests.runtime.two_ranks import on_two_ranks
 from tests.small_model import make_experts, make_store
@@ -34,7 +34,7 @@ def planned_runtime(nested, share="85%", agree=list, **options):
 
 
 def serve(runtime, count, tokens=lambda number: (2, 5, PROMPT)[number % 3]):
-    """Whole steps with and without the host in turn; yields each layer's output beside that of a frozen map."""
+    """Whole steps, narrow and wide ones in turn; yields each layer's output beside that of a frozen map."""
     for number in range(count):
         rows = tokens(number)
         runtime.serving.begin_step(Phase.PREFILL if rows == PROMPT else Phase.DECODE)
@@ -42,10 +42,9 @@ def serve(runtime, count, tokens=lambda number: (2, 5, PROMPT)[number % 3]):
         for layer in range(LAYERS):
             x, weights, ids = random_step(number, rows, runtime.experts)
             ids = (ids % 3 + 3 * (number // 6 % 2)).int()  # now one half, now the other
-            run = forward if rows == PROMPT else decode
+            run = decode_wide if rows == PROMPT else decode
             yield run(runtime, layer, x, weights, ids), held, (layer, (x, weights, ids))
-        if rows != PROMPT:
-            runtime.serving.end_decode(rows)
+        runtime.serving.end_decode(rows, wide=rows == PROMPT)
         runtime.check_integrity()
         time.sleep(0.002)
 
@@ -79,15 +78,18 @@ def test_rows_that_the_device_does_not_hear_of_are_found(nested):
     runtime.engine.close()
 
 
-def test_choices_are_counted_where_they_are_made_and_read_once():
+@pytest.mark.parametrize("rows", [4, PROMPT])
+def test_choices_are_counted_where_they_are_made_and_read_once(rows):
     runtime = planned_runtime(True, window_s=1e9)
     runtime.memory.device_side.table.recording.fill_(1)
     counts, expected = DecodeCounts(runtime.memory.device_side.table), np.zeros((3, LAYERS, 6), np.int64)
-    for _, held, (layer, (_, weights, ids)) in serve(runtime, 5, lambda number: 4):
+    runtime.decode.wide.counts = counts
+    for _, held, (layer, (_, weights, ids)) in serve(runtime, 5, lambda number: rows):
         np.add.at(expected, (held[layer][ids] - LOW, layer, ids), 1)
         np.add.at(expected[2, layer], ids, squared_gates(weights))
-        if layer == LAYERS - 1:
-            assert counts.add(4) == 4 * 2 * LAYERS
+        if layer == LAYERS - 1 and rows != PROMPT:
+            counts.add(rows)
+    assert runtime.serving.migration._seen == 5 * rows * 2 * LAYERS
     counts.ask()
     assert counts.ready()
     assert np.array_equal(counts.take(), expected)

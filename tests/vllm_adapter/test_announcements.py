@@ -117,7 +117,8 @@ def test_what_decides_in_decode_is_said(memory_store):
     )
     assert "decode is decided by the host; " in describe(host)
     assert "decode is decided by the device (" in describe(device)
-    of_each_kind = f"prefetch none (ahead_in_graph is 0) in decode steps of up to {DECODE_ROWS} tokens, none, because"
+    of_each_kind = f"prefetch none (ahead_in_graph is 0) in steps of up to {DECODE_ROWS} tokens, the next"
     assert of_each_kind in describe(device)
+    assert "; each chunk of a prompt moves up to" in describe(device)
     host.host_decides_because = "of a test"
     assert "decode is decided by the host, because of a test; " in describe(host)

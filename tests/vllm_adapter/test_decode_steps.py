@@ -1,6 +1,7 @@
 """What stands around a step that needs no host, and that nothing of it stands inside."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,15 +11,15 @@ from tests.runtime.decided import decided_runtime
 from tests.runtime.steps import make_runtime, random_step
 from tests.support.no_host import NoHost
 from tests.vllm_adapter.steps import rank_of, scheduled
-from vllm_dymoe.config import ConfigError
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.residency.table import Counter, Table
 from vllm_dymoe.runtime import start_timeline, stop_timeline
+from vllm_dymoe.runtime.ahead import NoBranch
 from vllm_dymoe.runtime.decode_path import DECODE_ROWS, DecodePath
-from vllm_dymoe.vllm_adapter import decode_steps
 from vllm_dymoe.vllm_adapter import running as module
+from vllm_dymoe.vllm_adapter import step as step_module
 from vllm_dymoe.vllm_adapter.observers import Observer
-from vllm_dymoe.vllm_adapter.running import RankLayer
+from vllm_dymoe.vllm_adapter.step import RankLayer
 
 LAYERS = [RankLayer(f"layers.{number}", number, Activation.SILU, None) for number in range(2)]
 
@@ -51,13 +52,18 @@ def steps_of(runtime):
     return runtime.memory.device_side.table.counters[:, Counter.STEPS].tolist()
 
 
-def test_which_steps_need_the_host(runtime):
-    """Those of prompts, and of more rows than decode kernels are for; drafted tokens are no prompt."""
+@pytest.mark.parametrize("system", ["exact", "dymoe"])
+def test_which_steps_are_wide(memory_store, system, monkeypatch):
+    """More rows than decode kernels are for, and prompts that count otherwise; drafted tokens are none."""
+    runtime = decided_runtime(memory_store, "50%", system)
     speculating = rank_of(runtime, drafted=2)
-    for counts, drafted, decided in (
+    assert (speculating.prompts is None) == (system == "exact")
+    context = SimpleNamespace(attn_metadata=None, additional_kwargs={})
+    monkeypatch.setattr(step_module, "get_forward_context", lambda: context)
+    for counts, drafted, narrow in (
         ((1, 1, 1), {}, True),
         ((3, 1, 3), {"a": 2, "c": 2}, True),
-        ((4, 1), {}, False),
+        ((4, 1), {}, system == "exact"),
         ((1,) * (DECODE_ROWS + 1), {}, False),
         ((1,) * DECODE_ROWS, {}, True),
     ):
@@ -67,17 +73,9 @@ def test_which_steps_need_the_host(runtime):
         for layer in LAYERS:
             speculating.forward(layer, *random_step(1, sum(counts), runtime.experts))
         speculating.end_model(None, output, None)
-        assert steps_of(runtime) == [number + decided for number in before]
+        assert steps_of(runtime) == [number + 1 for number in before]
+        assert speculating._decode._wide is not narrow
         runtime.check_integrity()
-
-
-def test_large_batches_are_told_once_that_nothing_is_kept_for_them(runtime, monkeypatch, warnings):
-    monkeypatch.setattr(decode_steps, "_MANY", 2)
-    large = rank_of(runtime)
-    for count in range(4):
-        run(large, count, DECODE_ROWS + 1)
-        assert [line.count('decisions "host"') for line in warnings()] == [1] * (count > 0)
-    run(large, 1, DECODE_ROWS)
 
 
 def test_a_warm_up_changes_nothing(runtime):
@@ -88,7 +86,7 @@ def test_a_warm_up_changes_nothing(runtime):
             warming_up.step.end()
         stats, table = runtime.stats(), vars(runtime.memory.device_side.table)
         before = {name: tensor.clone() for name, tensor in table.items()}
-        for rows in (1, DECODE_ROWS):
+        for rows in (1, DECODE_ROWS, DECODE_ROWS + 4):
             assert not warming_up.forward(LAYERS[0], *random_step(1, rows, runtime.experts)).any()
         assert all(torch.equal(before[name], table[name]) for name in before)
         assert runtime.stats() == stats
@@ -113,13 +111,13 @@ def test_observers_hear_of_a_step_when_it_has_run_unless_they_need_inputs(runtim
         assert rows == 4
     assert looks.heard == []
     observed.step.end()
-    output = scheduled(5)
+    output = scheduled(20)
     observed.begin_step(output)
-    observed.forward(LAYERS[0], *random_step(2, 5, runtime.experts))
+    observed.forward(LAYERS[0], *random_step(2, 20, runtime.experts))
     assert len(hears.heard) == 3
     assert len(looks.heard) == 1
     observed.end_model(None, output, None)
-    assert len(hears.heard) == 3, "a step of the host is heard of once"
+    assert len(hears.heard) == 3, "a wide step is heard of once"
     observed.observation.leave(hears)
     observed.step.end()
     run(observed, 3, 4)
@@ -154,15 +152,36 @@ class Launches:
         assert decision.computed.shape == ids.shape
         return torch.empty_like(x)
 
+    def wide_step(self, table, shape, activation):
+        assert not shape.passes, "a graph has one group"
+        return Wide(shape)
 
-def captured(runtime, kernel, monkeypatch, expert_map=None):
+
+class Wide:
+    """The launches of a wide step."""
+
+    def __init__(self, shape):
+        self.shape = shape
+
+    def plan(self, layer, x, weights, ids, rows, half, activation, marks):
+        self._x = x
+
+    def copy(self, group): ...
+
+    compute = copy
+
+    def finish(self):
+        return torch.empty_like(self._x)
+
+
+def captured(runtime, kernel, monkeypatch, expert_map=None, rows=8):
     """The operations of a layer's capture, traced with tensors that have no values."""
     monkeypatch.setattr(module, "is_captured", lambda x: True)
-    experts, rows = runtime.experts, 8
+    experts = runtime.experts
     capturing = rank_of(runtime)
     with torch.device("meta"):
         table = Table.allocate(2, 6, rows=DECODE_ROWS, top_k=2, depth=1, device="meta")
-        capturing._decode._path = DecodePath(experts, table, kernel, torch.device("meta"))
+        capturing._decode.path = DecodePath(experts, table, kernel, torch.device("meta"), NoBranch())
         x = torch.empty(rows, 64, dtype=torch.bfloat16)
         weights, ids = torch.empty(rows, 2), torch.empty(rows, 2, dtype=torch.int32)
         local = None if expert_map is None else torch.empty(len(expert_map), dtype=torch.int64)
@@ -173,20 +192,13 @@ def captured(runtime, kernel, monkeypatch, expert_map=None):
 
 
 def test_nothing_of_ours_stands_beside_the_launches_of_a_captured_layer(runtime, monkeypatch):
-    assert captured(runtime, Launches(), monkeypatch) == ["empty_like"]
+    for rows in (8, 40):
+        assert captured(runtime, Launches(), monkeypatch, rows=rows) == ["empty_like"]
     shared = captured(runtime, Launches(), monkeypatch, expert_map=range(13))
     assert shared == ["_to_copy", "index", "empty_like"]
 
 
-def test_more_rows_than_the_path_takes_are_not_captured(runtime, monkeypatch):
-    monkeypatch.setattr(module, "is_captured", lambda x: True)
-    with pytest.raises(ConfigError, match=r"captures layers\.0 in .*\"cudagraph_mode\": \"NONE\""):
-        rank_of(runtime).forward(LAYERS[0], *random_step(1, DECODE_ROWS + 1, runtime.experts))
-
-
-def test_versions_follow_what_such_steps_choose_and_large_batches_are_told_nothing(memory_store, monkeypatch):
-    monkeypatch.setattr(decode_steps, "_MANY", 1)
-    monkeypatch.setattr(decode_steps.logger, "warning", pytest.fail)
+def test_versions_follow_what_such_steps_choose(memory_store):
     parameters = {"window_s": 0, "window_uses": 1, "margin": 0, "alpha": 1, "link_share": 1}
     runtime = decided_runtime(memory_store, "90%", "dynaexq", system_options=parameters)
     serving = rank_of(runtime)

@@ -155,3 +155,17 @@ def test_ranks_add_up_what_their_heads_see(begin, monkeypatch):
     together, alone = (attention_mass(*heads, 0.25, WINDOW) for heads in ((query, key), (query[:, :2], key[:, :1])))
     assert torch.equal(tap.tokens(30, CPU).heavy, heavy_hitters(together, 0.2))
     assert not torch.equal(heavy_hitters(alone, 0.2), heavy_hitters(together, 0.2))
+
+
+@pytest.mark.parametrize("share", [1, 0.2])
+def test_marks_say_the_same_without_a_look(begin, share):
+    """Requests and rows that fill up a batch have none."""
+    begin([1, 50, 1, 7], padding=[0, 3])
+    tap = make_tap(heavy_share=share)
+    tap.attend(LAYER, *queries_and_keys(62))
+    found, marks = tap.tokens(59, CPU), tap.marks(62, CPU)
+    assert marks.dtype == torch.int8
+    assert torch.equal(marks[:59], found.rows.to(torch.int8) + found.heavy.to(torch.int8))
+    assert not marks[59:].any()
+    begin([1, 1])
+    assert tap.marks(2, CPU) is None

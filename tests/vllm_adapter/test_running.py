@@ -22,8 +22,7 @@ from vllm_dymoe.vllm_adapter.moe_method import DymoeMoEMethod
 from vllm_dymoe.vllm_adapter.observers import Observer
 from vllm_dymoe.vllm_adapter.patches import apply_patches
 from vllm_dymoe.vllm_adapter.quant_config import DymoeConfig
-from vllm_dymoe.vllm_adapter.running import RankLayer
-from vllm_dymoe.vllm_adapter.step import RunningStep
+from vllm_dymoe.vllm_adapter.step import RankLayer, RunningStep
 
 LAYER = RankLayer("layers.0", 0, Activation.SILU, None)
 

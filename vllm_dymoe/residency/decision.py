@@ -53,9 +53,11 @@ class Decision:
     bounds: list[int] = field(default_factory=list)  # as in Grouped, by item
 
     @classmethod
-    def allocate(cls, tokens: int, top_k: int, experts: int, device: torch.device | str, *, slices: int = 1) -> Self:
-        """For steps of up to so many tokens, padding included."""
-        positions, items = tokens * top_k, min(experts, tokens * top_k)
+    def allocate(
+        cls, tokens: int, top_k: int, experts: int, device: torch.device | str, *, slices: int = 1, scratch: int = 0
+    ) -> Self:
+        """For steps of up to so many tokens, padding included; with more scratch for a wide one, and an item more."""
+        positions, items = tokens * top_k, min(experts, tokens * top_k) + (scratch > 0)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -73,7 +75,7 @@ class Decision:
             addresses=zeros(slices, items, 3, dtype=torch.int64),
             destinations=zeros(slices, items, 3, dtype=torch.int64),
             computed=zeros(tokens, top_k),
-            scratch=zeros(scratch_size(tokens, top_k, experts)),
+            scratch=zeros(scratch or scratch_size(tokens, top_k, experts)),
         )
 
     @classmethod

@@ -18,7 +18,10 @@ from vllm_dymoe.residency.threshold import above, follow
 PROJECTIONS = 3
 
 
-def decide_plain(table: Table, layer: int, ids: Tensor, weights: Tensor, rows: Tensor, decision: Decision) -> None:
+def decide_plain(
+    table: Table, layer: int, ids: Tensor, weights: Tensor, rows: Tensor, decision: Decision, *, wide: bool = False,
+    marks: Tensor | None = None,
+) -> None:  # fmt: skip
     """Decide a layer's step: changes the table's rows, and says in `decision` what is to be computed from where.
 
     A step without rows changes nothing of the table.
@@ -30,21 +33,25 @@ def decide_plain(table: Table, layer: int, ids: Tensor, weights: Tensor, rows: T
         weights: float32 [tokens, top_k].
         rows: int32 [1], how many tokens are real, the first ones.
         decision: for so many tokens, overwritten.
+        wide: nothing is recorded.
+        marks: int8 [tokens], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others; None for all 0.
     """
     _empty(decision)
     real, top_k, host = int(rows), ids.shape[1], table.on_host()
     if not real:
         return
-    if host.recording[0]:
+    if host.recording[0] and not wide:
         at = (int(host.step[layer]) + 1) % len(host.ring_ids), layer
         host.ring_ids[at][:real], host.ring_weights[at][:real] = ids[:real], weights[:real]
         host.ring_rows[at] = real
     chosen = ids[:real].numpy().astype(np.int64).reshape(-1)
     sizes = np.bincount(chosen[chosen >= 0], minlength=host.experts)
     active = sizes.nonzero()[0]
-    wanted = choose_tiers(host, layer, active, sum_weights(host.experts, chosen, weights[:real].numpy().reshape(-1)))
-    if host.threshold[1] >= 0:
-        follow(host.threshold, int((wanted == HIGH).sum()), len(active))
+    values, of_pairs = (
+        weights[:real].numpy().reshape(-1),
+        None if marks is None else marks[:real].repeat_interleave(top_k),
+    )
+    wanted = _choose(host, layer, active, chosen, values, of_pairs)
     skipped = host.bits[wanted] == 0
     counted = {Counter.STEPS: 1, Counter.WANTED_HIGH: wanted == HIGH, Counter.WANTED_LOW: wanted == LOW}
     active, wanted = active[~skipped], wanted[~skipped]
@@ -101,6 +108,45 @@ def choose_tiers(table: Table, layer: int, active: Ints, sums: Ints) -> NDArray[
     wanted = np.full(len(active), LOW, np.int8)
     wanted[np.argsort(-importance, kind="stable")[: table.critical[layer, len(active)]]] = HIGH
     return wanted
+
+
+def _choose(
+    table: Table, layer: int, active: Ints, chosen: Ints, weights: NDArray[np.float32], marks: Tensor | None
+) -> NDArray[np.int8]:
+    """The tier of each active expert; a threshold follows."""
+    if marks is not None:
+        return _choose_marked(table, layer, active, chosen, weights, marks.numpy())
+    wanted = choose_tiers(table, layer, active, sum_weights(table.experts, chosen, weights))
+    if table.threshold[1] >= 0:
+        follow(table.threshold, int((wanted == HIGH).sum()), len(active))
+    return wanted
+
+
+def _choose_marked(
+    table: Table, layer: int, active: Ints, chosen: Ints, weights: NDArray[np.float32], marks: NDArray[np.int8]
+) -> NDArray[np.int8]:
+    """High for what tokens of prompts or others want high, each of them by their own measure (DyMoE 4.2).
+
+    Prompts go by the weights of heavy hitters, or, without a threshold, by how many these are, and of equal ones by
+    the weights of all of the prompts' tokens (Eq. 2).
+    """
+    parts = [np.where(those, chosen, -1) for those in (marks > 0, marks > 1, marks == 0)]
+    uses, hits, others = (np.bincount(part[part >= 0], minlength=table.experts) for part in parts)
+    of_prompts, of_heavy, of_others = (sum_weights(table.experts, part, weights) for part in parts)
+    high = np.zeros(table.experts, bool)
+    if table.threshold[1] >= 0:
+        for threshold, used, sums in (
+            (table.prompt_threshold, uses.nonzero()[0], of_heavy),
+            (table.threshold, others.nonzero()[0], of_others),
+        ):
+            those = above(threshold, sums[used])
+            follow(threshold, int(those.sum()), len(used))
+            high[used[those]] = True
+    else:
+        for counts, used, sums in ((hits, uses.nonzero()[0], of_prompts), (0 * hits, others.nonzero()[0], of_others)):
+            order = np.lexsort((used, -sums[used].astype(np.float32), -counts[used]))
+            high[used[order[: table.critical[layer, len(used)]]]] = True
+    return np.where(high[active], HIGH, LOW).astype(np.int8)
 
 
 def slot_address(table: Table, code: int, slot: int) -> int:

@@ -38,7 +38,6 @@ class SlotPool:
     slots: list[Slot] = field(init=False, repr=False)
     _arena: torch.Tensor = field(init=False, repr=False)
     _free: list[Slot] = field(init=False, repr=False)
-    _withheld: int = field(init=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
         # Written once, so that the memory is really there: a machine short of it would end the process later.
@@ -60,11 +59,6 @@ class SlotPool:
         """
         for slot in self.slots:
             slot.last_read = filled
-
-    def withhold(self, count: int) -> None:
-        """Never hand out the first ``count`` slots: a device decides about them."""
-        self._withheld = count
-        self._free = self.slots[: count - 1 if count else None : -1]
 
     def close(self) -> None:
         """Give the memory back at once, though a cancelled transfer may hold a view of its slot a moment longer."""
@@ -112,10 +106,10 @@ class SlotPool:
         self._free.append(slot)
 
     def check_integrity(self, in_use: list[int]) -> None:
-        """Every slot that is not withheld is either free or in ``in_use``, once.
+        """Every slot is either free or in ``in_use``, once.
 
         Raises:
             AssertionError: a slot is lost, or is in two places.
         """
         indices = sorted([slot.index for slot in self._free] + in_use)
-        assert indices == list(range(self._withheld, self.count)), f"slots lost or doubled: {indices} of {self.count}"
+        assert indices == list(range(self.count)), f"slots lost or doubled: {indices} of {self.count}"

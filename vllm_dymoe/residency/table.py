@@ -101,6 +101,8 @@ class Table:
     """How many of a step's active experts are high, by their number, 0 to that of a layer's experts."""
     threshold: Any = _column(2)
     """Above which an expert is high, see :mod:`~.threshold`; then ``critical`` is not asked."""
+    prompt_threshold: Any = _column(2)
+    """The same for tokens of prompts in a step that says which these are."""
     bits: Any = _column(3, dtype="int32")
     """Tags of the tiers' codes; 0 for one that is skipped."""
     offsets: Any = _column(3, 3)
@@ -146,7 +148,7 @@ class Table:
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in column.metadata["shape"])
             columns[column.name] = np.full(shape, column.metadata["fill"], column.metadata["dtype"])
         columns["critical"][:] = np.arange(experts + 1)
-        columns["threshold"][:] = NO_THRESHOLD
+        columns["threshold"][:] = columns["prompt_threshold"][:] = NO_THRESHOLD
         if device is not None:
             return cls(**{name: torch.from_numpy(values).to(device) for name, values in columns.items()})
         return cls(**columns)
@@ -301,9 +303,11 @@ def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False)
             assert ((own >= 0) & (own < share[there.nonzero()[0]])).all(), "a layer names a slot of another layer"
         for half in (table.staged_for >= 0).nonzero()[0].tolist():
             staged, tiers, projections = table.staged[half]
-            begin, count = table.ahead[code].tolist()
-            guessed = staged[(projections > 0) & (tiers == code)] - begin - half * count
-            assert ((guessed >= 0) & (guessed < count)).all(), "a guess lies in a slot that is not for guesses"
+            (begin, count), (passing, most) = table.ahead[code].tolist(), table.staging[code].tolist()
+            guessed = staged[(projections > 0) & (tiers == code)]
+            own = (guessed >= begin + half * count) & (guessed < begin + (half + 1) * count)
+            own |= (guessed >= passing) & (guessed < passing + most)  # in a wide step
+            assert own.all(), "a guess lies in a slot that is not for guesses"
             assert len(np.unique(guessed)) == len(guessed), "two guesses lie in one slot"
 
 
@@ -339,13 +343,14 @@ def set_precision(
     table.offsets.copy_(offsets)
     table.critical.copy_(torch.from_numpy(critical))
     if int(table.threshold[1]) != int(threshold[1]):
-        table.threshold.copy_(torch.tensor([int(number) for number in threshold]))
+        for column in (table.threshold, table.prompt_threshold):
+            column.copy_(torch.tensor([int(number) for number in threshold]))
 
 
 def set_pools(
     table: Table, pools: Mapping[int, tuple[int, int, int]], shares: Mapping[int, Sequence[int]], *, foreseen: int = 0
-) -> None:
-    """Where slots are and how layers share them; no expert is there from now on.
+) -> dict[int, int]:
+    """Where slots are and how layers share them; no expert is there from now on. Returns the number of staging slots.
 
     Args:
         table: of the host, or of the device, with tensors.
@@ -375,6 +380,7 @@ def set_pools(
         column = getattr(table, name)
         column[:] = torch.from_numpy(values) if isinstance(column, torch.Tensor) else values
     table.clear()
+    return {code: int(columns["staging"][code, 1]) for code in pools}
 
 
 def layer_shares(slots: int, weights: Sequence[float], staging: int, most: int) -> list[int]:

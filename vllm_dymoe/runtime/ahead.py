@@ -9,7 +9,7 @@ when the next layer is decided. Slots of even and of odd layers take turns, so t
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +26,12 @@ class Branch(Protocol):
         """Inside, work is enqueued behind what the computing stream was given before, and beside what it is given."""
         ...
 
-    def join(self) -> None:
-        """The computing stream goes on behind the branch."""
+    def mark(self) -> Any:
+        """The point that work on the branch has come to."""
+        ...
+
+    def join(self, mark: Any = None) -> None:
+        """The computing stream goes on behind the branch, or behind a point of it."""
         ...
 
 
@@ -38,7 +42,10 @@ class NoBranch:
         """Nothing."""
         return nullcontext()
 
-    def join(self) -> None:
+    def mark(self) -> None:
+        """Nothing."""
+
+    def join(self, mark: Any = None) -> None:
         """Nothing."""
 
 
@@ -46,7 +53,8 @@ class CudaBranch:
     """A stream of its own, which a capture of the computing stream takes in."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        # Few programs that wait for the link: they begin as soon as there is room for one beside the products.
+        self._device, self._stream = device, torch.cuda.Stream(device, priority=-1)
 
     @contextmanager
     def fork(self) -> Iterator[None]:
@@ -55,9 +63,19 @@ class CudaBranch:
         with torch.cuda.stream(self._stream):
             yield
 
-    def join(self) -> None:
+    def mark(self) -> torch.cuda.Event:
+        """An event of this stream."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def join(self, mark: Any = None) -> None:
         """Behind an event of this one."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        computing = torch.cuda.current_stream(self._device)
+        if mark is None:
+            computing.wait_stream(self._stream)
+        else:
+            computing.wait_event(mark)
 
 
 class AheadKernel(Protocol):

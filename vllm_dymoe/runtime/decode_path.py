@@ -17,12 +17,13 @@ from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.table import Table
 from vllm_dymoe.runtime.ahead import Ahead, AheadKernel, Branch
+from vllm_dymoe.runtime.wide_path import WideKernel, WidePath
 
 DECODE_ROWS = 16
-"""Most rows of a step that take this path; with more of them tensor cores are worth a step without a graph."""
+"""Most rows of a step that take this path; with more of them tensor cores are worth a wide one."""
 
 
-class DecodeKernel(AheadKernel, Protocol):
+class DecodeKernel(AheadKernel, WideKernel, Protocol):
     """Decides and computes one layer's step, and fetches ahead for the next layer.
 
     Attributes:
@@ -68,20 +69,25 @@ class DecodePath:
         table: which experts are where.
         kernel: decides and computes.
         device: of all.
+        branch: where wide steps copy.
 
     Attributes:
         table: which experts are where, and what was counted.
         kernel: decides and computes.
+        wide: steps of more rows, and prompts.
         ahead: fetches for the next layer while one is computed; None if nothing does.
     """
 
-    def __init__(self, experts: ModelExperts, table: Table, kernel: DecodeKernel, device: torch.device) -> None:
+    def __init__(
+        self, experts: ModelExperts, table: Table, kernel: DecodeKernel, device: torch.device, branch: Branch
+    ) -> None:
         self.table, self.kernel = table, kernel
         self._experts, self._device = experts, device
         scratch = Decision.allocate(DECODE_ROWS, experts.top_k, experts.num_experts, device, slices=1 + table.nested)
         # One for each number of rows, made once: slices are host work, too.
         self._decisions = [scratch.of(rows, experts.num_experts) for rows in range(DECODE_ROWS + 1)]
         self._rows = torch.zeros(1, dtype=torch.int32, device=device)
+        self.wide = WidePath(experts, table, kernel, branch, self._rows)
         self._told = 0
         self.ahead: Ahead | None = None
 
@@ -98,9 +104,12 @@ class DecodePath:
     def warm_up(self, activation: Activation) -> None:
         """Compile and load what layers will launch, by a step without tokens: neither requests nor captures wait."""
         fmt, top_k = next(iter(self._experts.formats.values())), self._experts.top_k
-        x = torch.zeros(1, fmt.hidden, dtype=fmt.dtype, device=self._device)
-        weights, ids = (torch.zeros(1, top_k, dtype=t, device=self._device) for t in (torch.float32, torch.int32))
-        self.forward(0, x, weights, ids, activation)
+        x = torch.zeros(DECODE_ROWS + 1, fmt.hidden, dtype=fmt.dtype, device=self._device)
+        weights, ids = (
+            torch.zeros(len(x), top_k, dtype=dtype, device=self._device) for dtype in (torch.float32, torch.int32)
+        )
+        self.forward(0, x[:1], weights[:1], ids[:1], activation)
+        self.wide.warm_up(x, weights, ids, activation)
         self.settle()
 
     def tell(self, rows: int) -> None:
@@ -111,6 +120,7 @@ class DecodePath:
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
         """One layer; see :meth:`DecodeKernel.forward`."""
+        self.wide.settle()
         decision, ahead = self._decisions[len(x)], self.ahead
         if ahead is not None:
             ahead.name(layer, x, ids, self._rows)
@@ -120,6 +130,7 @@ class DecodePath:
         return out
 
     def settle(self) -> None:
-        """Nothing is fetched ahead any more that the computing stream does not wait for."""
+        """The computing stream waits for what is fetched ahead, and no other step finds what a wide one has."""
+        self.wide.settle()
         if self.ahead is not None:
             self.ahead.join()

@@ -13,6 +13,7 @@ from vllm_dymoe.residency.decode_rule import decide_plain
 from vllm_dymoe.residency.format import Expert, Format
 from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.residency.table import Table
+from vllm_dymoe.residency.wide_rule import WideShape, WideWork, name_wide_plain, plan_wide_plain
 
 
 class PlainDecode:
@@ -26,7 +27,7 @@ class PlainDecode:
     name = "decided and fetched as a device would, by the host"
 
     def __init__(self, kernel: ExpertKernel, formats: Mapping[int, Format]) -> None:
-        self._kernel, self._formats = kernel, {fmt.code.tag: fmt for fmt in formats.values()}
+        self.kernel, self._formats = kernel, {fmt.code.tag: fmt for fmt in formats.values()}
 
     def forward(
         self,
@@ -47,9 +48,9 @@ class PlainDecode:
         host = Grouped(list(items), bounds, *(of[: bounds[-1]].long() for of in (decision.rows, decision.pairs)))
         step = Decision.of_routing(host, items)
         for item in items:
-            step.place(item, self._expert(decision, item))
-        self._kernel.begin(x, step, out, activation)
-        self._kernel.compute(items)
+            step.place(item, self.expert(decision, item))
+        self.kernel.begin(x, step, out, activation)
+        self.kernel.compute(items)
         if int(decision.computed.sum()) == ids.numel():
             return combine(out, weights)
         return combine(out, weights, torch.where(decision.computed > 0, ids, -1))
@@ -60,31 +61,91 @@ class PlainDecode:
 
     def fetch_ahead(self, copies: Copies) -> None:
         """See :class:`vllm_dymoe.runtime.ahead.AheadKernel`."""
-        for source, destination, nbytes in copies.spans.tolist():
+        self.copy_spans(copies.spans)
+
+    def wide_step(self, table: Table, shape: WideShape, activation: Activation) -> "PlainWide":
+        """See :class:`vllm_dymoe.runtime.wide_path.WideKernel`."""
+        return PlainWide(self, table, shape)
+
+    def copy_spans(self, spans: Tensor) -> None:
+        """Copy int64 [any, 3]: from where, to where, and how many bytes."""
+        for source, destination, nbytes in spans.tolist():
             if nbytes:
                 self.fetch(memory_at(source, nbytes), memory_at(destination, nbytes))
 
-    def _expert(self, decision: Decision, item: int) -> Expert:
-        """One item, once its bytes are where they are to be kept."""
-        gate, up, down = (self._matrix(decision, item, projection) for projection in range(3))
+    def expert(self, decision: Decision, item: int, *, through: bool = True) -> Expert:
+        """One item, once its bytes are where they are to be kept; or where it is read, if nothing is read through."""
+        gate, up, down = (self._matrix(decision, item, projection, through) for projection in range(3))
         return Expert(gate, up, down)
 
-    def _matrix(self, decision: Decision, item: int, projection: int) -> PackedMatrix:
+    def _matrix(self, decision: Decision, item: int, projection: int, through: bool) -> PackedMatrix:
         matrix = self._formats[int(decision.bits[item, projection])].matrices[projection]
         if not matrix.nested:
-            return matrix.view(self._section(decision, (0, item, projection), matrix))
-        base = matrix.base.view(self._section(decision, (0, item, projection), matrix.base))
-        return matrix.view(self._section(decision, (1, item, projection), matrix), base)
+            return matrix.view(self._section(decision, (0, item, projection), matrix, through))
+        base = matrix.base.view(self._section(decision, (0, item, projection), matrix.base, through))
+        return matrix.view(self._section(decision, (1, item, projection), matrix, through), base)
 
-    def _section(self, decision: Decision, at: tuple[int, int, int], matrix: MatrixFormat) -> Tensor:
+    def _section(self, decision: Decision, at: tuple[int, int, int], matrix: MatrixFormat, through: bool) -> Tensor:
         """Where a section is to be read, once it is there."""
         section = memory_at(int(decision.addresses[at]), matrix.nbytes)
-        destination = int(decision.destinations[at])
+        destination = int(decision.destinations[at]) if through else 0
         return self.fetch(section, memory_at(destination, matrix.nbytes)) if destination else section
 
     def fetch(self, source: Tensor, destination: Tensor) -> Tensor:
         """Copy a section, or some, to a slot; returns the copy."""
         return destination.copy_(source)
+
+
+class PlainWide:
+    """A wide step on a CPU, group by group; see :class:`vllm_dymoe.runtime.wide_path.WideStep`."""
+
+    _steps = 0, 1 << 30  # one class: positions are in the order of experts
+
+    def __init__(self, owner: PlainDecode, table: Table, shape: WideShape) -> None:
+        self.shape, self._owner, self._table = shape, owner, table
+        slices = {"slices": shape.slices, "scratch": shape.scratch}
+        self._decision = Decision.allocate(shape.tokens, shape.top_k, shape.experts, "cpu", **slices)
+        self._wide = WideWork.allocate(shape, self._steps, "cpu")
+        self.ids = self._wide.ids
+        self._ahead = torch.zeros(shape.half, 3, dtype=torch.int64)
+
+    def plan(
+        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, activation: Activation,
+        marks: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Decide, list, and begin the kernel's step."""
+        decision, owner = self._decision, self._owner
+        owner.decide(self._table, layer, ids, weights, rows, decision, wide=True, marks=marks)
+        plan_wide_plain(self._table, layer, ids, decision, self.shape, half, self._steps, self._wide)
+        items = list(range(int(decision.count)))
+        bounds = [0, *decision.work[: len(items), 2].tolist()]
+        host = Grouped(items, bounds, *(of[: bounds[-1]].long() for of in (decision.rows, decision.pairs)))
+        self._step, self._weights = Decision.of_routing(host, items), weights
+        self._out = x.new_empty((ids.numel(), x.shape[1]))
+        owner.kernel.begin(x, self._step, self._out, activation)
+
+    def copy(self, group: int) -> None:
+        """From the host store, or from where it was copied ahead."""
+        self._owner.copy_spans(self._wide.spans[self.shape.spans(group)])
+
+    def compute(self, group: int) -> None:
+        """Its items, where they lie now."""
+        items = (self._wide.group == group).nonzero().flatten().tolist()
+        for item in items:
+            self._step.place(item, self._owner.expert(self._decision, item, through=False))
+        self._owner.kernel.compute(items)
+
+    def name_ahead(self, layer: int, rows: Tensor, half: int, code: int) -> None:
+        """By the plain rule."""
+        name_wide_plain(self._table, layer, rows, self.shape, half, code, self._ahead)
+
+    def copy_ahead(self) -> None:
+        """What was named."""
+        self._owner.copy_spans(self._ahead)
+
+    def finish(self) -> Tensor:
+        """The weighted sum."""
+        return combine(self._out, self._weights, self.ids)
 
 
 def memory_at(address: int, nbytes: int) -> Tensor:

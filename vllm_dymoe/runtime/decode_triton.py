@@ -7,11 +7,13 @@ from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.ahead import fetch_ahead, name_ahead
 from vllm_dymoe.kernels.triton.step import DecodeStep
+from vllm_dymoe.kernels.triton.wide_step import TritonWide
 from vllm_dymoe.residency.constants import check_experts
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_ahead import Copies
 from vllm_dymoe.residency.format import ModelExperts
 from vllm_dymoe.residency.table import Table
+from vllm_dymoe.residency.wide_rule import WideShape
 
 
 class TritonDecode:
@@ -59,6 +61,10 @@ class TritonDecode:
     def fetch_ahead(self, copies: Copies) -> None:
         """See :class:`vllm_dymoe.runtime.ahead.AheadKernel`."""
         fetch_ahead(vars(copies))
+
+    def wide_step(self, table: Table, shape: WideShape, activation: Activation) -> TritonWide:
+        """See :class:`vllm_dymoe.runtime.wide_path.WideKernel`."""
+        return self._kernel.wide_step(vars(table), shape, self._formats, activation)
 
     def _step(self, activation: Activation) -> DecodeStep:
         step = self._steps.get(activation)

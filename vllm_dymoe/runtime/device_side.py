@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from vllm_dymoe.residency.decode_rule import PROJECTIONS
 from vllm_dymoe.residency.format import BlobKey
@@ -34,7 +35,12 @@ class DeviceSide:
     Attributes:
         table: of tensors.
         most_ahead: projections that a step of the device fetches ahead for a layer.
+        shares: experts that each layer keeps, by LOW and HIGH of the tiers in use.
+        staging: slots of each that no layer keeps, and that are not for guesses.
     """
+
+    shares: Mapping[int, Sequence[int]]
+    staging: Mapping[int, int]
 
     def __init__(self, store: ReadableStore, device: torch.device) -> None:
         experts = store.experts
@@ -52,10 +58,10 @@ class DeviceSide:
 
     def set_slots(self, pools: Mapping[Tier, SlotPool], quotas: Mapping[Tier, Sequence[int]]) -> None:
         """Where slots are; no expert is there from now on."""
+        self.shares = {CODES[tier]: quotas[tier] for tier in pools}
         codes = {CODES[tier]: pool for tier, pool in pools.items()}
         at = {code: (pool.slots[0].blob.data_ptr(), pool.format.nbytes, pool.count) for code, pool in codes.items()}
-        shares = {CODES[tier]: quotas[tier] for tier in pools}
-        set_pools(self.table, at, shares, foreseen=-(-self.most_ahead // PROJECTIONS))
+        self.staging = set_pools(self.table, at, self.shares, foreseen=-(-self.most_ahead // PROJECTIONS))
 
     def fill(self, pools: Mapping[Tier, SlotPool], quotas: Mapping[Tier, Sequence[int]]) -> None:
         """Where every expert has a slot, bring them all: then no step ever misses one."""
@@ -147,16 +153,26 @@ class DecodeCounts:
         self._there = torch.zeros(3 * self._bins, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._event = torch.cuda.Event() if pinned else None
 
-    def add(self, tokens: int) -> int:
-        """Count a step that has run, or is going to on the computing stream; returns its choices of all ranks."""
-        ids = self._table.ring_ids[0, :, :tokens].long()
-        place = torch.where(ids >= 0, ids + self._first, self._bins - 1)
+    def add(self, tokens: int) -> None:
+        """Count a narrow step that has run, or is going to on the computing stream."""
+        self._add(self._table.ring_ids[0, :, :tokens], self._table.ring_weights[0, :, :tokens], self._first)
+
+    def add_layer(self, layer: int, ids: Tensor, weights: Tensor) -> None:
+        """Count a layer of a wide step: int32 and float32 [tokens, top_k]."""
+        self._add(ids, weights, self._first[layer, 0])
+
+    def _add(self, ids: Tensor, weights: Tensor, first: Tensor) -> None:
+        ids = ids.long()
+        place = torch.where(ids >= 0, ids + first, self._bins - 1)
         high = self._table.tier.flatten()[place.clamp(max=self._bins - 2)] == HIGH
         index = (place + self._bins * high).flatten()
         self._uses.scatter_add_(0, index, torch.ones_like(index))
-        gates = squared_gates(self._table.ring_weights[0, :, :tokens])
+        gates = squared_gates(weights)
         self._uses.scatter_add_(0, (place + 2 * self._bins).flatten(), gates.flatten())
-        return index.numel()
+
+    def clear(self) -> None:
+        """Count anew, and forget what was asked for."""
+        self._uses.zero_()
 
     def ask(self) -> None:
         """Count anew from the next step on, and send what there is to the host."""

@@ -54,7 +54,7 @@ class Fetcher:
             kept: into a slot that its layer was promised; otherwise into one for what comes and goes.
             projections: how many are brought before the rest is demanded.
         """
-        slot = self.memory.take(layer, tier, kept=kept)
+        slot = self.memory.pools[tier].take(kept=kept)
         if slot is None:
             return None
         key = BlobKey(layer, expert, self.memory.bits[tier])
@@ -89,7 +89,7 @@ class Fetcher:
         if last_read is not None:
             fetch.slot.last_read = last_read
         if not fetch.kept:
-            self.memory.give_back(fetch.tier, fetch.slot, kept=False)
+            self._free(fetch)
 
     def give_up(self, fetches: Iterable[Fetch], *, wait: bool = False) -> None:
         """Have no more use for experts that were brought; slots are free at once, or when what moves has ended.
@@ -104,7 +104,7 @@ class Fetcher:
             if fetch.complete or (self.engine.settle(fetch.ticket) if wait else free or fetch.ticket.ended):
                 self._free(fetch)
             else:
-                if fetch.kept and self.memory.keeps_guesses:  # its layer fills its share without it
+                if fetch.kept:  # its layer fills its share without it
                     self.memory.pools[fetch.tier].lend()
                     fetch.kept = False
                 self.orphaned.append(fetch)
@@ -138,7 +138,7 @@ class Fetcher:
         return some
 
     def _free(self, fetch: Fetch) -> None:
-        self.memory.give_back(fetch.tier, fetch.slot, kept=fetch.kept)
+        self.memory.pools[fetch.tier].give_back(fetch.slot, kept=fetch.kept)
 
     def _publish(self, fetch: Fetch) -> None:
-        self.memory.publish(fetch.layer, fetch.expert, fetch.tier, fetch.slot)
+        self.memory.table.publish(fetch.layer, fetch.expert, fetch.tier, fetch.slot.index)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +26,11 @@ class Writer(StrEnum):
     HOST = "host"
     """The host, in every step; there are no others."""
     DEVICE = "device"
-    """The device, in steps without the host. Each layer has slots of its own, behind which lie those that no layer
-    keeps: these are used by whichever kind of step runs. In its own steps the host goes by a copy of the rows."""
+    """The device, in every step. Each layer has slots of its own, behind which lie those that no layer keeps. The host
+    has a copy of the rows as far as it has asked for them."""
     PLANNER = "planner"
-    """The host, between steps of both kinds. The device has a copy of the rows. Every expert is there, so that a step
-    of the device decides nothing and only counts."""
+    """The host, between steps. The device has a copy of the rows, where it runs steps. Every expert is there, so that a
+    step of the device decides nothing and only counts."""
 
 
 class ExpertMemory:
@@ -50,7 +49,6 @@ class ExpertMemory:
         parts: pools that an expert of a tier needs a slot of.
         in_store: an expert where it lies in host memory, by layer, number, and the bits of its slices.
         device_side: what steps without the host go by; None where there are none.
-        streaming: the host's copy of rows that the device writes holds: the last step was the host's.
     """
 
     plan: SlotPlan
@@ -63,10 +61,8 @@ class ExpertMemory:
         self, store: HostStore, device: torch.device, device_memory: DeviceMemory, writer: Writer = Writer.HOST
     ) -> None:
         self.experts, self.writer, self.in_store = store.experts, writer, _views(store)
-        self.pools = SlotPools(device, device_memory, lends=writer is not Writer.DEVICE)
+        self.pools = SlotPools(device, device_memory)
         self.bits: dict[Tier, int] = {}
-        self.streaming = False
-        self._filling: set[tuple[Tier, int]] = set()  # slots of layers' own ranges that no row names yet
         self.device_side: DeviceSide | None = None
         if writer is not Writer.HOST:
             assert isinstance(store, ReadableStore)
@@ -95,7 +91,6 @@ class ExpertMemory:
         self.table.reuse_high[:] = reuse_high
         sizes = {CODES[tier]: (0, pool.format.nbytes, pool.count) for tier, pool in self.pools.items()}
         set_pools(self.table, sizes, {CODES[tier]: plan.quotas[tier] for tier in self.pools})
-        self.streaming = False
         if self.device_side is not None:
             self.device_side.set_slots(self.pools, plan.quotas)
         if self.device_side is not None and self.writer is Writer.DEVICE:
@@ -134,38 +129,6 @@ class ExpertMemory:
             fine.joined = slots[0], self.pools[Tier.HI].format.view(fine.blob, base)
         return fine.joined[1]
 
-    @property
-    def keeps_guesses(self) -> bool:
-        """Whether any slot may become one that is kept; where the device writes each layer has a range of its own."""
-        return self.writer is not Writer.DEVICE
-
-    def take(self, layer: int, tier: Tier, *, kept: bool) -> Slot | None:
-        """A free slot for a layer, or None; its bytes are whatever was there before.
-
-        Args:
-            kept: out of what the layer was promised; otherwise out of what comes and goes.
-        """
-        if not kept or self.keeps_guesses:
-            return self.pools[tier].take(kept=kept)
-        own = (index for index in self.table.free_slots(layer, CODES[tier]) if (tier, index) not in self._filling)
-        index = next(own, None)
-        if index is None:
-            return None
-        self._filling.add((tier, index))
-        return self.pools[tier].slots[index]
-
-    def give_back(self, tier: Tier, slot: Slot, *, kept: bool) -> None:
-        """Return a slot that :meth:`take` handed out."""
-        if kept and not self.keeps_guesses:
-            self._filling.discard((tier, slot.index))
-        else:
-            self.pools[tier].give_back(slot, kept=kept)
-
-    def publish(self, layer: int, expert: int, tier: Tier, slot: Slot) -> None:
-        """The bytes of an expert are complete: from now on its row names them."""
-        self._filling.discard((tier, slot.index))
-        self.table.publish(layer, expert, tier, slot.index)
-
     def evict(self, layer: int, expert: int, part: Tier | None = None) -> bool:
         """Free an expert's slots, which the next copy may write once their last reader has ended; False if it has none.
 
@@ -174,7 +137,7 @@ class ExpertMemory:
         """
         freed = self.table.remove(layer, expert, fine=self.nested and part is Tier.HI)
         for tier, index in freed:
-            self.give_back(tier, self.pools[tier].slots[index], kept=True)
+            self.pools[tier].give_back(self.pools[tier].slots[index], kept=True)
         return bool(freed)
 
     def clear(self) -> None:
@@ -182,7 +145,6 @@ class ExpertMemory:
         if self.device_side is not None and self.writer is Writer.DEVICE:
             self.device_side.table.clear()
             self.device_side.fill(self.pools, self.plan.quotas)
-            self.streaming = False
             self.read_device()
             return
         for tier in self.pools:
@@ -190,7 +152,7 @@ class ExpertMemory:
                 self.evict(layer, expert)
         self.table.clear()
 
-    # -- two kinds of steps -----------------------------------------------------------------------
+    # -- what the device has --------------------------------------------------------------------
 
     def rows_changed(self, layer: int) -> None:
         """Copy a layer's rows to the device, behind all that computes and before what is launched or replayed next."""
@@ -201,27 +163,9 @@ class ExpertMemory:
             getattr(self.device_side.table, name)[..., layer, :].copy_(rows, non_blocking=True)
 
     def read_device(self) -> None:
-        """Where the device writes, learn what it has written, if it has since the last time; waits for it."""
-        if self.device_side is not None and self.writer is Writer.DEVICE and not self.streaming:
+        """Where the device writes, learn what it has written; waits for it."""
+        if self.device_side is not None and self.writer is Writer.DEVICE:
             self.table.copy_rows(self.device_side.table)
-
-    def enter_stream(self, last_read: Any) -> None:
-        """Steps of the host begin behind those of a device that writes.
-
-        Args:
-            last_read: fence behind the device's steps, for the first copy into each slot.
-        """
-        self.read_device()
-        self.pools.fence(last_read)
-        self.streaming = True
-
-    def enter_decode(self) -> bool:
-        """Steps of the device begin; true if the host's copies of before must have ended by now."""
-        before, self.streaming = self.streaming, False
-        if before and self.device_side is not None:
-            self.device_side.table.forget_ahead()  # the host had the slots of guesses
-            self.device_side.table.copy_rows(self.table)  # what the host's steps have used
-        return before
 
 
 def _views(store: HostStore) -> Callable[[int, int, tuple[int, ...]], Expert]:
@@ -249,7 +193,7 @@ def check_memory(memory: ExpertMemory, in_flight: Iterable[tuple[Tier, Slot, boo
         AssertionError: it is not so.
     """
     there, decides = list(in_flight), memory.writer is Writer.DEVICE
-    if memory.device_side is not None and not (decides and memory.streaming):
+    if memory.device_side is not None:
         on_device = memory.device_side.table.on_host()
         check_integrity(on_device, ranges=decides, moving=memory.plan.holds_all)
         memory.read_device()
@@ -260,9 +204,6 @@ def check_memory(memory: ExpertMemory, in_flight: Iterable[tuple[Tier, Slot, boo
     for tier, pool in memory.pools.items():
         filling = [(slot.index, kept) for other, slot, kept in there if other is tier]
         if decides:
-            own = {(tier, index) for index, kept in filling if kept}
-            assert own == {at for at in memory._filling if at[0] is tier}, "a slot of a layer's own range is lost"
-            pool.check_integrity([index for index, kept in filling if not kept])
             continue
         named = memory.table.slots(tier)
         pool.check_integrity(named + [index for index, _ in filling])

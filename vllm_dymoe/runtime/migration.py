@@ -159,10 +159,12 @@ class Migration:
         self._stats.choices[Tier.HI] += high
         self._stats.choices[Tier.LO] += total - high
 
-    def count_decoded(self, tokens: int) -> None:
-        """The same of all layers, behind a step without the host."""
+    def count_decoded(self, tokens: int, *, wide: bool = False) -> None:
+        """The same of all layers, behind a step without the host; layers of a wide one have been counted."""
         assert self._decoded is not None
-        self._seen += self._decoded.add(tokens)
+        if not wide:
+            self._decoded.add(tokens)
+        self._seen += tokens * self._memory.experts.top_k * len(self._memory.experts.layers)
 
     # -- between steps ----------------------------------------------------------------------------
 

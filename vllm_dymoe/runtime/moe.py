@@ -166,12 +166,13 @@ class MoERuntime:
         self.memory = parts.memory(store, Writer.HOST if decoding is None else writer)
         self.decode = None if decoding is None else _make_decode_path(parts, self.memory, decoding, system, predictor)
         measured = None if predictor is None else Measured(predictor)
-        self.level = store if isinstance(store, HostLevel) else None
-        self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.decode, self.level)
+        self.level, foresees = store if isinstance(store, HostLevel) else None, self.decode is None
+        self.serving = Serving(self.memory, self.kernel, self.engine, measured, self.level, foresees=foresees)
         files = self.level.files if self.level else store
         if isinstance(files, FileStore):
             self.serving.disk = files.counts
         self._expert_budget, self._agree = options.expert_budget, agree
+        self._counts: DecodeCounts | None = None
         popularity = read_popularity(self.experts, system, hotness, agree)
         self._keep = None if hotness is None else partial(keep_hotness, hotness)
         self._spending = _Spending(self.experts, decoding is not None, popularity, automatic_budget)
@@ -274,10 +275,17 @@ class MoERuntime:
         bits = slot_bits(self.experts, options, system.precision.tiers)
         memory.allocate(plan, bits, reuse_high=system.precision.reuses_high)
         self.plan, self.budget = plan, memory.budget
+        if self.decode is not None and memory.device_side is not None:
+            side, passes = memory.device_side, migrating is None  # the planner's staging slots are for moves
+            self.decode.wide.set_slots(side.staging if passes else dict.fromkeys(side.staging, 0), side.shares)
         self._serve_with(options, system)
         serving.begin()
         if migrating is not None and plan.holds_all:
-            decoded = None if memory.device_side is None else DecodeCounts(memory.device_side.table)
+            if self.decode is not None and self._counts is None:  # once: captured steps add to them
+                self._counts = self.decode.wide.counts = DecodeCounts(self.decode.table)
+            decoded = self._counts
+            if decoded is not None:
+                decoded.clear()
             start = before.hotness if before and before.hotness.any() else self._spending.popularity
             args = serving.fetcher, migrating, start, self._agree, decoded
             serving.migration = Migration(*args, keep=self._keep)
@@ -436,7 +444,7 @@ def _make_decode_path(
 ) -> DecodePath:
     side = memory.device_side
     assert side is not None
-    path = DecodePath(memory.experts, side.table, kernel, parts.device)
+    path = DecodePath(memory.experts, side.table, kernel, parts.device, parts.branch())
     named = None if predictor is None else predictor.on_device(parts.device)
     ahead = system.foresight.projections_in_graph if system.foresight else 0
     if named is not None and ahead > 0 and not side.table.nested:

@@ -17,12 +17,11 @@ class SlotPools(dict[Tier, SlotPool]):
     """Slots by tier, the high one first.
 
     Args:
-        lends: whether the host hands out the slots that layers keep; otherwise the device decides about these.
     """
 
-    def __init__(self, device: torch.device, device_memory: DeviceMemory, *, lends: bool) -> None:
+    def __init__(self, device: torch.device, device_memory: DeviceMemory) -> None:
         super().__init__()
-        self._device, self._device_memory, self._lends = device, device_memory, lends
+        self._device, self._device_memory = device, device_memory
 
     def make(self, tier: Tier, fmt: Format, count: int, promised: int) -> None:
         """Add slots whose memory is there from now on, whatever other processes take later.
@@ -37,15 +36,13 @@ class SlotPools(dict[Tier, SlotPool]):
                 f"{self._where} memory are available; lower expert_budget, or end what else takes memory."
             )
         try:
-            self[tier] = pool = SlotPool(fmt, count, self._device, promised if self._lends else 0)
+            self[tier] = SlotPool(fmt, count, self._device, promised)
         except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError among them
             raise ConfigError(
                 f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self._where} memory for {count} slots, which "
                 f"could not be had ({str(error).splitlines()[0]}); lower expert_budget or gpu_memory_utilization, or "
                 "end what else takes memory."
             ) from error
-        if not self._lends:
-            pool.withhold(promised)
 
     def fence(self, filled: Any) -> None:
         """Let the first copy into each slot wait for a fence; see :meth:`SlotPool.fence`."""

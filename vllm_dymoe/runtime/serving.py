@@ -23,11 +23,10 @@ from vllm_dymoe.residency.slots import Slot
 from vllm_dymoe.residency.table import CODES
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime.counters import PrefetchStats, ResidencyCounts
-from vllm_dymoe.runtime.decode_path import DecodePath
 from vllm_dymoe.runtime.fetcher import Fetch, Fetcher
 from vllm_dymoe.runtime.hot_set import HotSet
 from vllm_dymoe.runtime.levels import ReadAhead, expect
-from vllm_dymoe.runtime.memory import ExpertMemory, Writer
+from vllm_dymoe.runtime.memory import ExpertMemory
 from vllm_dymoe.runtime.migration import Migration
 from vllm_dymoe.runtime.prefetch import Prefetcher
 from vllm_dymoe.runtime.stream import LayerStep
@@ -44,8 +43,8 @@ class Serving:
         kernel: computes.
         engine: brings what is missing.
         predictor: names experts to fetch ahead; None for none.
-        decode: serves the steps that the device decides; None where there are none.
         level: of host memory over a disk; None where all experts are in memory, or none.
+        foresees: something may be fetched ahead; not where the device decides, which does that by itself.
 
     Attributes:
         system: chooses tiers.
@@ -74,12 +73,13 @@ class Serving:
         kernel: ExpertKernel,
         engine: TransferEngine,
         predictor: Measured | None,
-        decode: DecodePath | None,
         level: HostLevel | None = None,
+        *,
+        foresees: bool = True,
     ) -> None:
         self.level, self.disk = level, DiskCounts()
         self.memory, self.kernel, self.engine = memory, kernel, engine
-        self.predictor, self._decode = predictor, decode
+        self.predictor, self._foresees = predictor, foresees
         self.counts, self.prefetch_stats = ResidencyCounts(), PrefetchStats()
 
     # -- between steps ----------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Serving:
         overlaps = self.system.residency.overlaps and self.system.residency.migrating is None
         self.fetcher, self.prefetcher = Fetcher(self.memory, self.engine, overlaps=overlaps), None
         self.migration = self.hot_set = None
-        if self.predictor is not None:
+        if self.predictor is not None and self._foresees:
             self.predictor.predictor.slots_changed()
             experts = self.memory.experts
             layers = len(experts.layers) - experts.draft_layers
@@ -119,23 +119,10 @@ class Serving:
         if asked and self.predictor is not None and self.prefetcher is not None:
             self.prefetcher.foresee_first_layer(phase, self.predictor)
 
-    def enter_decode(self) -> None:
-        """Steps without the host begin: no transfer of the host may still write into a slot."""
-        if self.memory.enter_decode():
-            ended = self.settle()
-            assert ended, "a copy from host memory has not ended"
-
-    def end_decode(self, tokens: int) -> None:
+    def end_decode(self, tokens: int, *, wide: bool = False) -> None:
         """A step of requests without the host has run, or will before anything else."""
         if self.migration is not None:
-            self.migration.count_decoded(tokens)
-
-    def _enter_stream(self) -> None:
-        memory = self.memory
-        if memory.writer is Writer.DEVICE and not memory.streaming:
-            assert self._decode is not None
-            self._decode.settle()
-            memory.enter_stream(self.engine.fence())
+            self.migration.count_decoded(tokens, wide=wide)
 
     # -- in a step --------------------------------------------------------------------------------
 
@@ -154,7 +141,6 @@ class Serving:
         """
         if len(routing.ids) == 0:
             return torch.empty_like(routing.x)
-        self._enter_stream()
         begun, timeline = time.perf_counter(), self.engine.timeline
         try:
             wanted, skipped, places = self._decide(routing)

@@ -131,7 +131,6 @@ class LayerStep:
             fetch = ahead.get((expert, part))
             # A fine slice is kept with its base only, which may have come as a guess that cannot be kept.
             kept = place != PASS and all(brought.kept for brought in coming.fetches)
-            kept &= fetch is None or memory.keeps_guesses
             if kept:
                 if not memory.nested:
                     memory.evict(self._layer, expert)  # in another version
@@ -184,7 +183,7 @@ class LayerStep:
 
     def _evict_coldest(self, tier: Tier, spared: set[int]) -> bool:
         memory, layer = self._memory, self._layer
-        victim = coldest_of(memory.table, layer, tier, spared) if memory.keeps_guesses else None
+        victim = coldest_of(memory.table, layer, tier, spared)
         return victim is not None and memory.evict(layer, victim, tier)
 
     # -- computation ------------------------------------------------------------------------------

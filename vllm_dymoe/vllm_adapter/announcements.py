@@ -54,7 +54,23 @@ def describe(runtime: MoERuntime, rank: str = "", place: str = "") -> str:
 def _decisions(runtime: MoERuntime) -> str:
     if runtime.decode is None:
         return f"the host{f', because {runtime.host_decides_because}' if runtime.host_decides_because else ''}"
-    return f"the device ({runtime.decode.kernel.name}), in steps of up to {DECODE_ROWS} tokens"
+    more, moved = "", _moved_by_a_chunk(runtime)
+    if moved:
+        more = (
+            f"; each chunk of a prompt moves up to {size(moved)} over the link, so that larger ones "
+            "(--max-num-batched-tokens) move less"
+        )
+    return f"the device ({runtime.decode.kernel.name}){more}"
+
+
+def _moved_by_a_chunk(runtime: MoERuntime) -> int:
+    """Bytes of the experts that layers do not keep, each once: at the high version where there are two."""
+    plan, memory, experts = runtime.plan, runtime.memory, runtime.experts
+    if runtime.system.residency.migrating is not None:
+        return 0
+    tiers = list(plan.slots) if memory.nested else list(plan.slots)[:1]
+    missing = {tier: sum(experts.num_experts - kept for kept in plan.quotas[tier]) for tier in tiers}
+    return sum(count * experts.formats[memory.bits[tier]].nbytes for tier, count in missing.items())
 
 
 def _prefetch(runtime: MoERuntime) -> str:
@@ -69,7 +85,7 @@ def _prefetch(runtime: MoERuntime) -> str:
     if foresight.projections_in_graph:
         needs = "ahead_in_graph needs a predictor, and low versions that do not lie inside the high ones"
     decode = f"up to {most} projections of the next layer" if most else f"none ({needs})"
-    return f"{decode} in decode steps of up to {DECODE_ROWS} tokens, {host} in prompts and larger steps"
+    return f"{decode} in steps of up to {DECODE_ROWS} tokens, the next layer's experts by themselves in larger ones"
 
 
 def _named(runtime: MoERuntime) -> str:

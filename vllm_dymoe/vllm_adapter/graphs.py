@@ -1,7 +1,8 @@
 """Which CUDA graphs run around or over MoE layers, and the line at start that says so.
 
 Host code in a captured graph would never run again. Where the device decides about experts (``runtime.decode_path``)
-there is none, and a decode step is one graph; steps that read prompts run without, because the host decides in them.
+there is none, and a decode step is one graph. Steps that read prompts run without, unless every expert is there:
+outside of a graph experts come for one layer while another is computed.
 
 Where the host always decides no graph may reach over a MoE layer; and a graph behind one reads where its capture has
 read, so the layer writes into a buffer that the graph before it allocated (``moe_method``). Both can be had with vLLM's
@@ -20,36 +21,53 @@ from vllm_dymoe.runtime.decode_path import DECODE_ROWS
 from vllm_dymoe.vllm_adapter.announcements import logger
 
 OPERATOR = "vllm_dymoe::moe_forward_into"
+OVER_STEPS = (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
+"""Graphs that have MoE layers in them."""
 
 
-def settle_graphs(config: VllmConfig, *, device_decides: bool = False) -> None:
-    """Set the graphs of a finished configuration, with everything that vLLM has derived from them, and say so."""
+def settle_graphs(
+    config: VllmConfig, *, device_decides: bool = False, recorded: bool = False, complete: bool = False
+) -> None:
+    """Set the graphs of a finished configuration, with everything that vLLM has derived from them, and say so.
+
+    Args:
+        config: to be changed.
+        device_decides: steps need no host.
+        recorded: what routers choose is recorded, which graphs of narrow steps keep alone.
+        complete: every expert is there in some version, and prompts are computed as other tokens are.
+    """
     settings = config.compilation_config
     asked = settings.cudagraph_mode
-    sizes = _decode_sizes(config) if device_decides else []
+    sizes = _decode_sizes(config, recorded=recorded) if device_decides else []
     mode, reason = _choose(config, asked, over_steps=bool(sizes))
+    pieces = settings.is_attention_compiled_piecewise() and not _breakable()
+    if mode == CUDAGraphMode.FULL_DECODE_ONLY and asked == CUDAGraphMode.FULL_AND_PIECEWISE and complete and pieces:
+        mode = asked
     settings.cudagraph_mode = mode
     if mode == CUDAGraphMode.NONE:
         # As VllmConfig does where there are no graphs.
         settings.max_cudagraph_capture_size = 0
         settings.cudagraph_capture_sizes = []
-    elif not _breakable() and settings.is_attention_compiled_piecewise() and OPERATOR not in settings.splitting_ops:
+    elif pieces and mode != CUDAGraphMode.FULL_AND_PIECEWISE and OPERATOR not in settings.splitting_ops:
         settings.splitting_ops = [*settings.splitting_ops, OPERATOR]
-    if mode == CUDAGraphMode.FULL_DECODE_ONLY:
+    if mode in OVER_STEPS:
         settings.cudagraph_capture_sizes = sizes
         settings.max_cudagraph_capture_size = sizes[-1]
     if asked != CUDAGraphMode.NONE:
-        _say(asked, mode, reason)
+        _say(asked, mode, reason, settings.max_cudagraph_capture_size)
 
 
 def leave_layers_out(config: VllmConfig, why: str) -> None:
     """In a worker, before it captures: no graph over MoE layers after all, because the device does not decide."""
     settings = config.compilation_config
-    if settings.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-        settings.cudagraph_mode, _ = _choose(config, settings.cudagraph_mode, over_steps=False)
+    before = settings.cudagraph_mode
+    if before in OVER_STEPS:
+        settings.cudagraph_mode, _ = _choose(config, before, over_steps=False)
+        if before == CUDAGraphMode.FULL_AND_PIECEWISE:  # whose pieces have layers in them
+            settings.cudagraph_mode = CUDAGraphMode.NONE
         logger.warning(
-            "vllm-dymoe: no CUDA graphs over whole decode steps (cudagraph_mode FULL_DECODE_ONLY becomes %s), because "
-            "%s.", settings.cudagraph_mode.name, why,
+            "vllm-dymoe: no CUDA graphs over whole decode steps (cudagraph_mode %s becomes %s), because %s.",
+            before.name, settings.cudagraph_mode.name, why,
         )  # fmt: skip
 
 
@@ -95,25 +113,31 @@ def _breakable() -> bool:
     return bool(is_breakable_cudagraph_enabled())
 
 
-def _decode_sizes(config: VllmConfig) -> list[int]:
-    """Of the sizes that vLLM captures those whose MoE layers the device computes in decode kernels.
+def _decode_sizes(config: VllmConfig, *, recorded: bool) -> list[int]:
+    """Of the sizes that vLLM captures those whose MoE layers need no host.
 
-    With speculative decoding a size is of whole requests: vLLM rounds its sizes up, and drops what gets too large.
+    A step of few rows has to find a graph of a narrow step, or nothing would be known of what its routers choose. With
+    speculative decoding a size is of whole requests: vLLM rounds its sizes up, and drops what gets too large.
     """
     speculative = config.speculative_config
     if speculative is not None and speculative.method == "ngram_gpu":
         return []  # drafts are taken off on the device, where the number of rows that are left is not known
     query = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
-    sizes = [size for size in config.compilation_config.cudagraph_capture_sizes or () if size <= DECODE_ROWS]
-    return sizes if sizes and query <= sizes[-1] else []
+    sizes = sorted(config.compilation_config.cudagraph_capture_sizes or ())
+    few = [size for size in sizes if size <= DECODE_ROWS]
+    if not few or query > few[-1]:
+        return []
+    return few if recorded or DECODE_ROWS % query or few == sizes else sorted({*sizes, DECODE_ROWS})
 
 
-def _say(asked: CUDAGraphMode, mode: CUDAGraphMode, reason: str) -> None:
+def _say(asked: CUDAGraphMode, mode: CUDAGraphMode, reason: str, largest: int) -> None:
     becomes = "" if asked == mode else f" (cudagraph_mode {asked.name} becomes {mode.name})"
-    if mode == CUDAGraphMode.FULL_DECODE_ONLY:
+    if mode == CUDAGraphMode.FULL_AND_PIECEWISE:
+        logger.info("vllm-dymoe: vLLM's CUDA graphs stay as they are, MoE layers included: no expert has to come.")
+    elif mode == CUDAGraphMode.FULL_DECODE_ONLY:
         logger.info(
             "vllm-dymoe: decode steps of up to %d tokens are one CUDA graph, experts that are not there included, "
-            "because the device decides about them; other steps run without graphs%s.", DECODE_ROWS, becomes,
+            "because the device decides about them; other steps run without graphs%s.", largest, becomes,
         )  # fmt: skip
     elif mode == CUDAGraphMode.NONE:
         logger.warning(

@@ -34,7 +34,7 @@ from vllm_dymoe.vllm_adapter.activations import activation_of
 from vllm_dymoe.vllm_adapter.expert_loader import ExpertLoader
 from vllm_dymoe.vllm_adapter.loading import Loading
 from vllm_dymoe.vllm_adapter.model_store import LayerSpec
-from vllm_dymoe.vllm_adapter.running import RankLayer
+from vllm_dymoe.vllm_adapter.step import RankLayer
 
 
 class DymoeMoEMethod(FusedMoEMethodBase):

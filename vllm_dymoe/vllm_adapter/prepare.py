@@ -66,7 +66,10 @@ def prepare(config: VllmConfig) -> None:
     except (StoreError, PredictorError, CheckpointError) as error:
         raise ConfigError(f"vllm-dymoe: {error}") from error
     if current_platform.support_static_graph_mode():
-        settle_graphs(config, device_decides=_device_decides(config, experts, options))
+        decides, system, share = _device_decides(config, experts, options), make_system(options), options.expert_budget
+        there = system.residency.migrating is not None or ((share.share or 0) >= 1 and len(system.precision.tiers) == 1)
+        recorded = options.trace is not None
+        settle_graphs(config, device_decides=decides, recorded=recorded, complete=there and not recorded)
     _add_worker_methods(config)
 
 

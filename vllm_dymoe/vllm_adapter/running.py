@@ -1,18 +1,16 @@
 """One rank that serves: the forward of its MoE layers, in the steps of requests and while vLLM warms up.
 
-Where the device decides, steps in which every request decodes need no host: a captured graph may hold them. Then
-nothing here runs in them but what stands around the model, and that is all they may rely on.
+Where the device decides, steps need no host: a captured graph may hold them. Then nothing here runs in them but what
+stands around the model, and that is all they may rely on.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_dymoe.kernels import Activation
 from vllm_dymoe.predict import RoutedModel
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
@@ -24,22 +22,7 @@ from vllm_dymoe.vllm_adapter.failures import StepFailures
 from vllm_dymoe.vllm_adapter.gates import Foresight
 from vllm_dymoe.vllm_adapter.graphs import is_captured, refused_capture
 from vllm_dymoe.vllm_adapter.observers import Observation
-from vllm_dymoe.vllm_adapter.step import PromptTap, RunningStep
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankLayer:
-    """One MoE layer."""
-
-    name: str  # as vLLM calls it
-    position: int  # among the model's MoE layers, from 0
-    activation: Activation
-    expert_map: torch.Tensor | None
-    """int [experts of all ranks + 1], this rank's number of each, -1 for another rank's, and at the end -1 for rows
-    whose expert is -1; None where the rank has all experts."""
-    weights_on_input: bool = False  # the router's weights multiply what experts read, and not what they give
-    meets: bool = False  # tokens of all data-parallel ranks meet at this rank's experts
-    part: int | None = None  # which of the step's rows a rank of tensor parallelism has; None where each has all
+from vllm_dymoe.vllm_adapter.step import PromptTap, RankLayer, RunningStep
 
 
 class Running:
@@ -72,7 +55,7 @@ class Running:
         self._model = model
         self._decode: DecodeSteps | None = None
         if runtime.decode is not None:
-            self._decode = DecodeSteps(runtime, runtime.decode, step, observation, 1 + drafted)
+            self._decode = DecodeSteps(runtime, runtime.decode, step, observation, 1 + drafted, self.prompts)
         self._num_layers = len(runtime.experts.layers)  # without a draft's, which come later
         failures.on_failure = observation.forget
         foresight.listen(observation, lambda: self.runtime.set_predictor(None))
@@ -99,10 +82,11 @@ class Running:
         """
         runtime, step, rows = self.runtime, self.step, len(x)
         tokens, capturing = step.real(rows), is_captured(x)
-        path = None if self._decode is None else self._decode.take(rows, capturing=capturing)
-        if path is not None:
+        if self._decode is not None:
             here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
-            return path.forward(layer.position, x, weights, here, layer.activation)
+            if self._decode.enter_layer(rows, capturing=capturing):
+                return self._decode.path.forward(layer.position, x, weights, here, layer.activation)
+            return self._decode.run_wide(layer, x, weights, ids, here, capturing=capturing)
         if capturing:
             raise refused_capture(layer.name)
         phase, gathered = step.phase, None
@@ -121,17 +105,15 @@ class Running:
         routing = Routing(layer.position, self._num_layers, x, here, weights, phase, prompt, everywhere)
         routing.weights_on_input = layer.weights_on_input
         try:
-            if not len(x):  # an engine without requests beside others that have none either
-                out = torch.zeros_like(x)
+            if not len(x) or (self.failures.sentence is not None and not step.warming_up):
+                out = torch.zeros_like(x)  # no engine has requests, or the step has failed already
             elif step.warming_up:
                 with runtime.serving.unobserved():
                     out = runtime.serving.forward(routing, layer.activation)
-            elif self.failures.sentence is None:
+            else:
                 for observer in () if draft else self.observation.observers:
                     observer.see(routing)
                 out = runtime.serving.forward(routing, layer.activation)
-            else:  # the step has failed already
-                out = torch.zeros_like(x)
         except TransferError as error:
             self._failed(error)
             out = torch.zeros_like(x)

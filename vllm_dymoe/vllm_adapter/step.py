@@ -23,13 +23,29 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 from vllm.forward_context import get_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_dymoe.kernels import Activation
 from vllm_dymoe.residency.routing import Phase, PromptTokens
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.importance import attention_mass, mark_heavy_hitters
 
-_KEY = "vllm_dymoe.prompts"
+_KEY, _MARKS = "vllm_dymoe.prompts", "vllm_dymoe.marks"
 WINDOW = 32
 """Last queries of a prompt that stand for all of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankLayer:
+    """One MoE layer."""
+
+    name: str  # as vLLM calls it
+    position: int  # among the model's MoE layers, from 0
+    activation: Activation
+    expert_map: torch.Tensor | None
+    """int [experts of all ranks + 1], this rank's number of each, -1 for another rank's, and at the end -1 for rows
+    whose expert is -1; None where the rank has all experts."""
+    weights_on_input: bool = False  # the router's weights multiply what experts read, and not what they give
+    meets: bool = False  # tokens of all data-parallel ranks meet at this rank's experts
+    part: int | None = None  # which of the step's rows a rank of tensor parallelism has; None where each has all
 
 
 class RunningStep:
@@ -154,6 +170,30 @@ class PromptTap:
         heavy = prompts.rows if prompts.heavy is None else prompts.heavy
         mixed = sum(last - first for first, last in prompts.spans) < count
         return PromptTokens(prompts.rows, heavy, mixed)
+
+    def marks(self, rows: int, device: torch.device) -> torch.Tensor | None:
+        """What :meth:`tokens` says, without waiting for the device: int8 [rows], 2 for heavy hitters, 1 for the others.
+
+        None in a step that only decodes, or if the system does not ask.
+        """
+        share, context = self._share, get_forward_context()
+        if share is None or self._step.phase is not Phase.PREFILL or self._step.real(rows) != self._step.tokens:
+            return None
+        found = context.additional_kwargs.get(_MARKS)
+        if found is None or share < 1:  # which attention changes in every layer
+            metadata, places = _described(context.attn_metadata), torch.arange(rows, device=device)
+            if metadata is None:
+                return None
+            bounds = metadata.query_start_loc.clamp(max=self._step.tokens)
+            request = torch.searchsorted(bounds[1:].contiguous(), places, right=True).clamp_(max=len(bounds) - 2)
+            read = (bounds.diff() > self._longest_decode)[request] & (places < self._step.tokens)
+            found = 2 * read.to(torch.int8)
+            context.additional_kwargs[_MARKS] = found
+            prompts = self.running() if share < 1 else None
+            if prompts is not None and prompts.heavy is not None:
+                light = read[: len(prompts.heavy)] & ~prompts.heavy
+                found[: len(light)] -= light.to(torch.int8)
+        return found
 
     @property
     def _share(self) -> float | None:

@@ -1,4 +1,4 @@
-"""A decode step of a stack that the device decides, as one graph."""
+"""Steps of a stack that the device decides: narrow or wide, launched or as one graph."""
 
 from typing import Any
 
@@ -18,35 +18,41 @@ def runtime_of(stack: Stack, store: Any, bits: int, budget: str, projections: in
 
 
 class DecidedSteps:
-    """Steps of a fixed number of tokens, captured once.
+    """Steps of a fixed number of tokens, captured once, or launched anew.
 
     Args:
         stack: gates.
         runtime: whose device decides.
         tokens: of a step.
+        launched: each step is launched, and no graph of one is replayed.
+        wide: by the launches of a wide step.
     """
 
-    def __init__(self, stack: Stack, runtime: MoERuntime, tokens: int) -> None:
+    def __init__(
+        self, stack: Stack, runtime: MoERuntime, tokens: int, *, launched: bool = False, wide: bool = False
+    ) -> None:
         assert runtime.decode is not None
+        self._wide, self._captured = wide, not launched
         self._stack, self._runtime, self._path = stack, runtime, runtime.decode
         self._x = stack.inputs(tokens, 0)
         self._seen: list[Seen] = []
-        runtime.serving.enter_decode()
         self._path.tell(0)  # the step before a capture, and on a host the capture itself, change nothing
-        self._graph = captured(self._launch)
+        self._replay = self._launch if launched else captured(self._launch).replay
         self._path.tell(tokens)
 
     def step(self, x: Tensor) -> list[Seen]:
         """Replay; what is seen stays where it is, and the next step writes over it."""
-        self._runtime.serving.enter_decode()
         self._x.copy_(x)
-        self._graph.replay()
+        self._replay()
         return self._seen
 
     def _launch(self) -> None:
         x, self._seen = self._x, []
         for layer in range(self._stack.model.layers):
             weights, ids = self._stack.route(layer, x)
-            out = self._path.forward(layer, x, weights, ids, Activation.SILU)
+            if self._wide:
+                out = self._path.wide.forward(layer, x, weights, ids, Activation.SILU, captured=self._captured)
+            else:
+                out = self._path.forward(layer, x, weights, ids, Activation.SILU)
             self._seen.append(Seen(layer, x, weights, ids, out))
             x = normalized(x + out)

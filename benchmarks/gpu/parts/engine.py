@@ -1,7 +1,8 @@
 """vLLM itself, where it is installed: the same answers with CUDA graphs and without, and at both budgets.
 
-Both engines compile the same code, and batches have exactly the sizes that graphs are captured for: where nothing is
-padded and nothing is compiled otherwise, there is no reason for a single bit to differ.
+All engines compile the same code, and the first batches have exactly the sizes that graphs are captured for: where
+nothing is padded and nothing is compiled otherwise, there is no reason for a single bit to differ. Behind them a batch
+fills up a graph, and a prompt arrives while others decode; these are compared between budgets.
 """
 
 import importlib.util
@@ -17,10 +18,16 @@ from record import Recorder
 
 MODEL = Path(__file__).resolve().parents[2] / "tiny_moe" / "model"
 BUDGETS = ("100%", "25%")
-GRAPHS = {"off": "NONE", "on": "PIECEWISE"}
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
+GRAPHS: dict[str, tuple[str, dict[str, Any]]] = {
+    "off": ("NONE", {}),
+    "on": ("PIECEWISE", {}),
+    "over whole steps": ("FULL_DECODE_ONLY", {}),
+    "over whole steps, with drafts": ("FULL_DECODE_ONLY", DRAFTS),
+}
 BATCH = 4
 """Requests that are answered together, after some alone."""
-ALONE = 2
+ALONE, PADDED = 2, 3
 NEW_TOKENS = 24
 SETTINGS: dict[str, Any] = {"gpu_memory_utilization": 0.5}
 """Of the engine, beside what makes answers comparable."""
@@ -33,18 +40,20 @@ def run(record: Recorder) -> None:
         return
     answers: dict[str, dict[str, Any]] = {}
     modes = {}
-    for graphs, mode in GRAPHS.items():
+    for graphs, (mode, more) in GRAPHS.items():
         with record.check(f"vLLM's engine answers with graphs {graphs}, at {' and '.join(BUDGETS)}") as wrong:
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                found = pool.submit(ask, mode, SETTINGS).result()
+                found = pool.submit(ask, mode, SETTINGS | more).result()
             answers[graphs], modes[graphs] = found["answers"], found["mode"]
             wrong += _differences(answers[graphs][BUDGETS[1]], answers[graphs][BUDGETS[0]], f"graphs {graphs}, 25 %")
             if found["misses"] == 0:
                 wrong.append("no expert was fetched at 25 %, so that this says nothing")
     with record.check("the same answers with graphs as without") as wrong:
-        for budget in BUDGETS:
-            wrong += _differences(answers["on"][budget], answers["off"][budget], f"{budget}, graphs on")
-    record.say(f"cudagraph_mode in force was {modes['off']} and {modes['on']}.")
+        for graphs in [name for name, (_, more) in GRAPHS.items() if name != "off" and not more]:
+            for budget in BUDGETS:
+                ours, theirs = (answers[one][budget][: ALONE + BATCH] for one in (graphs, "off"))
+                wrong += _differences(ours, theirs, f"{budget}, graphs {graphs}")
+    record.say(f"cudagraph_mode in force was {', '.join(modes.values())}.")
 
 
 def ask(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -73,8 +82,9 @@ def ask(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
         for budget in BUDGETS:
             llm.collective_rpc("dymoe_resize", args=(budget,))
             llm.collective_rpc("dymoe_reset_stats")
-            groups = [[prompt] for prompt in prompts[:ALONE]] + [prompts[ALONE:]]
+            groups = [[prompt] for prompt in prompts[:ALONE]] + [prompts[ALONE:], prompts[:PADDED]]
             outputs = [output for group in groups for output in llm.generate(group, sampling, use_tqdm=False)]
+            outputs += _one_comes_late(llm.llm_engine, prompts[:PADDED], sampling)
             answers[budget] = [
                 [(token, tops[token].logprob) for token, tops in zip(one.token_ids, one.logprobs, strict=True)]
                 for one in (output.outputs[0] for output in outputs)
@@ -83,6 +93,19 @@ def ask(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
         resolved = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
         llm.llm_engine.engine_core.shutdown()
         return {"answers": answers, "misses": misses, "mode": getattr(resolved, "name", str(resolved))}
+
+
+def _one_comes_late(engine: Any, prompts: list[str], sampling: Any) -> list[Any]:
+    """Answers to requests of which the last one's prompt is read while the others decode."""
+    done: dict[str, Any] = {}
+    for number, prompt in enumerate(prompts):
+        if number == len(prompts) - 1:
+            for _ in range(NEW_TOKENS // 6):
+                engine.step()
+        engine.add_request(f"in turn {number}", prompt, sampling)
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return [done[name] for name in sorted(done)]
 
 
 def _differences(ours: list[Any], theirs: list[Any], name: str) -> list[str]:

@@ -25,7 +25,7 @@ LAUNCHED = (1, 2, 40, 200)
 """Tokens of a call: each way that kernels are launched in."""
 CHANGES = 3
 """Of x, in the same graph."""
-BATCH = 4
+BATCH, WIDE = 4, 40
 STEPS = 12
 
 
@@ -43,6 +43,11 @@ def run(record: Recorder) -> None:
         name = f"decode steps that the device decides at {budget}, {ahead} projections ahead"
         with record.check(f"{name}: one graph, replayed, the bits of the host's steps at 100%") as wrong:
             wrong += _check_decided(store, budget, ahead)
+    for budget in ("100%", "50%", "minimum"):
+        for launched in (False, True):
+            form = "launched, copies ahead" if launched else "one graph"
+            with record.check(f"wide steps decided on the device at {budget}: {form}, the host's bits") as wrong:
+                wrong += _check_decided(store, budget, 0, tokens=WIDE, launched=launched)
     store.close()
 
 
@@ -91,12 +96,13 @@ def _check_launches(tokens: int) -> list[str]:
     return wrong
 
 
-def _check_decided(store: HostStore, budget: str, ahead: int) -> list[str]:
+def _check_decided(store: HostStore, budget: str, ahead: int, tokens: int = 0, launched: bool = False) -> list[str]:
+    """Narrow steps as one graph; wide ones of so many tokens in the form that is given."""
     stack = Stack(MODEL, exact=True)
     host, device = stack.runtime(store, BITS[0]), runtime_of(stack, store, BITS[0], budget, ahead)
-    replayed, wrong = DecidedSteps(stack, device, BATCH), []
+    replayed, wrong = DecidedSteps(stack, device, tokens or BATCH, launched=launched, wide=tokens > 0), []
     for seed in range(STEPS):
-        x = stack.inputs(BATCH, seed)
+        x = stack.inputs(tokens or BATCH, seed)
         for got, want in zip(replayed.step(x), stack.step(host, x), strict=True):
             if not same_bits(got.out, want.out):
                 wrong.append(f"step {seed}, layer {got.layer}: other bits than the host's step gives")

@@ -67,17 +67,22 @@ def _measure_runtime(record: Recorder, machine: Machine, store: HostStore, stack
 
 
 def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
-    """Decode of one token as one graph: a layer's time between two replays, beside what link or memory allow."""
-    _, steps = STEPS["decode"]
-    for budget in BUDGETS:
-        for ahead in AHEAD if budget != "100%" else AHEAD[:1]:
-            name = f"decode decided on the device, {budget}, {ahead} projections ahead"
+    """Steps between which the host does nothing: a layer's time, beside what link or memory allow.
+
+    Decode of one token is one graph; a prompt is launched, and streams through the staging slots.
+    """
+    for phase, (tokens, steps) in STEPS.items():
+        wide = phase == "prefill"
+        for budget, ahead in [(budget, ahead) for budget in BUDGETS for ahead in AHEAD]:
+            if ahead and (wide or budget == "100%"):
+                continue
+            name = f"{phase} decided on the device, {budget}, {ahead} projections ahead"
             with record.check(f"{name}, could be measured"):
                 runtime = runtime_of(stack, store, BITS, budget, ahead)
-                replayed = DecidedSteps(stack, runtime, 1)
-                for seed in range(WARM):
-                    replayed.step(stack.inputs(1, steps + seed))
-                inputs = [stack.inputs(1, seed) for seed in range(steps)]
+                replayed = DecidedSteps(stack, runtime, tokens, launched=wide, wide=wide)
+                for seed in range(1 if wide else WARM):
+                    replayed.step(stack.inputs(tokens, steps + seed))
+                inputs = [stack.inputs(tokens, seed) for seed in range(steps)]
                 torch.cuda.synchronize()
                 runtime.reset_stats()
                 begin = time.perf_counter()

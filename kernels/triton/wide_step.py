@@ -1,0 +1,145 @@
+"""A wide step of one MoE layer as launches, with no host in it: lists, copies, and products class by class.
+
+How an expert is computed follows from the number of its tokens, as where the host plans (``plan.py``): the same bits.
+A class that has nothing to do in a group is a launch of programs that end at once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+from vllm_dymoe.kernels.activation import Activation
+from vllm_dymoe.kernels.combine import combine
+from vllm_dymoe.kernels.triton.ahead import fetch_ahead
+from vllm_dymoe.kernels.triton.launch import (
+    ExpertShape,
+    ExpertTable,
+    Scratch,
+    WorkList,
+    decode_down,
+    decode_gate_up,
+    grouped_down,
+    grouped_gate_up,
+)
+from vllm_dymoe.kernels.triton.start import Start, run_kernel
+from vllm_dymoe.kernels.triton.tiles import Tiles
+from vllm_dymoe.kernels.triton.wide import name_wide, plan_wide
+from vllm_dymoe.residency.decision import Decision
+from vllm_dymoe.residency.wide_rule import WideShape, WideWork
+
+_Launch = tuple[Any, tuple[int, ...], tuple[Tensor | int, ...], dict[str, Any], dict[str, int]]
+
+
+class TritonWide:
+    """See :class:`vllm_dymoe.runtime.wide_path.WideStep`.
+
+    Args:
+        table: the tensors of a Table, by name.
+        shape: of the step.
+        experts: what all of them have in common.
+        tiers: bit-widths, or codebooks' tags, that may occur.
+        tiles: sizes of programs.
+        activation: of the gate.
+        scratch: of decode, for positions, elements of partial sums and semaphores; one layer at a time uses it.
+        start: launch, or only compile.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[str, Tensor],
+        shape: WideShape,
+        experts: ExpertShape,
+        tiers: frozenset[int],
+        tiles: Tiles,
+        activation: Activation,
+        scratch: Callable[[int, int], Scratch],
+        *,
+        start: Start = run_kernel,
+    ) -> None:
+        self.shape, self._table, self._tiles, self._activation, self._start = shape, table, tiles, activation, start
+        device, self._inner = table["tier"].device, experts.intermediate
+        self._steps = tiles.decode_tokens, *(tile.block_m for tile in tiles.grouped_down)
+        decision = Decision.allocate(
+            shape.tokens, shape.top_k, shape.experts, device, slices=shape.slices, scratch=shape.scratch
+        )
+        self._wide, self._decision = WideWork.allocate(shape, self._steps, device), decision.tensors
+        self.ids = self._wide.ids
+        self._lists, self._ahead = vars(self._wide), {"spans": self._wide.spans.new_zeros(shape.half, 3)}
+        self._spans = [{"spans": self._wide.spans[shape.spans(group)]} for group in range(1, max(2, shape.groups))]
+        fine = decision.addresses[-1] if experts.nested else None
+        self._experts = ExpertTable(experts, tiers, decision.addresses[0], decision.bits, fine=fine)
+        rooms = [room for group in range(shape.groups) for room in shape.work_items(group, self._steps)]
+        bounds = list(accumulate(rooms, initial=0))
+        # Experts that are decoded come first, and share scratch by their positions.
+        decoded = min(shape.positions, shape.items * tiles.decode_tokens)
+        self._work = []
+        for number, (first, room) in enumerate(zip(bounds, rooms, strict=False)):
+            most = shape.positions if number % len(self._steps) else decoded
+            listed = self._wide.work[first : first + room]
+            self._work.append(WorkList(listed, decision.rows[:most], decision.pairs[:most]))
+        self._scratch = scratch(*_shared(experts, tiles, decoded))
+        self._launches: list[list[_Launch]] = []  # of each group
+
+    def plan(
+        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, activation: Activation,
+        marks: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Four launches; and memory for what is between gate, down and the sums."""
+        plan_wide(
+            self._table, layer, ids, weights, rows, self._decision, self.shape, half, self._steps, self._lists,
+            marks, start=self._start,
+        )  # fmt: skip
+        self._x, self._weights = x, weights
+        self._hidden = x.new_empty(self.shape.positions, self._inner)
+        self._out = x.new_empty(self.shape.positions, x.shape[1])
+        if not self._launches:
+            self._launches = [self._products(group) for group in range(self.shape.groups)]
+
+    def copy(self, group: int) -> None:
+        """One launch."""
+        fetch_ahead(self._spans[group - 1], start=self._start)
+
+    def compute(self, group: int) -> None:
+        """Two launches for each class."""
+        up, down = (self._x, self._hidden), (self._hidden, self._out)
+        for number, (kernel, grid, tensors, constants, options) in enumerate(self._launches[group]):
+            self._start(kernel, grid, (*(down if number % 2 else up), *tensors), constants, options)
+
+    def _products(self, group: int) -> "list[_Launch]":
+        """The launches of a group, checked once: between layers the first two tensors differ, and nothing else."""
+        found: list[_Launch] = []
+
+        def start(kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | int], *rest: Any) -> None:
+            found.append((kernel, grid, tuple(tensors[2:]), *rest))
+
+        tiles, table, count = self._tiles, self._experts, len(self._steps)
+        decoded, *grouped = self._work[group * count : (group + 1) * count]
+        hidden = self._hidden[: decoded.positions]
+        decode_gate_up(self._x, hidden, table, decoded, self._activation, tiles.gate_up, self._scratch, start=start)
+        decode_down(hidden, self._out, table, decoded, tiles.down, self._scratch, start=start)
+        for work, gate_up, down in zip(grouped, tiles.grouped_gate_up, tiles.grouped_down, strict=True):
+            grouped_gate_up(self._x, self._hidden, table, work, self._activation, gate_up, start=start)
+            grouped_down(self._hidden, self._out, table, work, down, start=start)
+        return found
+
+    def name_ahead(self, layer: int, rows: Tensor, half: int, code: int) -> None:
+        """One launch."""
+        name_wide(self._table, layer, rows, self.shape, half, code, self._ahead["spans"], start=self._start)
+
+    def copy_ahead(self) -> None:
+        """One launch."""
+        fetch_ahead(self._ahead, start=self._start)
+
+    def finish(self) -> Tensor:
+        """One launch."""
+        return combine(self._out, self._weights, self.ids)
+
+
+def _shared(experts: ExpertShape, tiles: Tiles, positions: int) -> tuple[int, int]:
+    """Elements of partial sums and semaphores where programs share sums of so many positions."""
+    inner, outer = -(-experts.intermediate // 64), -(-experts.hidden // 64)
+    up = 2 * tiles.gate_up.split * inner if tiles.gate_up.split > 1 else 0
+    down = tiles.down.split * outer if tiles.down.split > 1 else 0
+    return 64 * positions * max(up, down), positions * max(inner, outer) if up or down else 0

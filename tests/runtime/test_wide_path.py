@@ -1,0 +1,256 @@
+"""Wide steps without the host: the bits of the host's way, what is enqueued when, and nothing that waits."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.runtime.decided import check_decided, decided_runtime, decode, decode_wide, run_decided
+from tests.runtime.steps import forward, make_runtime, random_step, run
+from tests.runtime.test_host_syncs import OnDevice
+from tests.small_model import make_experts, make_store
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.residency.routing import PromptTokens
+from vllm_dymoe.residency.rule import HIGH
+from vllm_dymoe.residency.table import Counter, Table
+from vllm_dymoe.residency.wide_rule import WideShape
+from vllm_dymoe.runtime.decode_plain import PlainDecode, PlainWide
+from vllm_dymoe.runtime.wide_path import WidePath
+from vllm_dymoe.systems.dymoe import Dymoe
+from vllm_dymoe.systems.exact import Exact
+
+LAYERS, EXPERTS = 4, 16
+STORES = {nested: make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, nested=nested)) for nested in (0, 1)}
+
+
+class Roomy(Exact):
+    """Half of its slots stay free for what passes."""
+
+    def staging_slots(self, slots):
+        return slots // 2
+
+
+class RoomyDymoe(Dymoe, Roomy):
+    """The same with two tiers."""
+
+
+SYSTEMS = {"exact": (Roomy(), 0), "tiers": (RoomyDymoe(retention=0.5, reuse_high=False), 2)}
+SYSTEMS["skips"] = SYSTEMS["tiers"][0], 0
+STEPS = [(seed, layer, tokens) for seed, tokens in enumerate((40, 40, 3, 20, 1, 60, 17)) for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("budget", ["100%", "50%", "25%", "minimum"])
+@pytest.mark.parametrize("nested", [0, 1])
+def test_no_budget_changes_a_bit(system, budget, nested):
+    system, lo = SYSTEMS[system]
+    system = type(system)(**system.model_dump())  # a threshold of its own
+    want = run(make_runtime(STORES[nested], "100%", type(system)(**system.model_dump()), lo=lo), STEPS)
+    runtime = decided_runtime(STORES[nested], budget, system, lo=lo)
+    got = run_decided(runtime, STEPS)
+    assert all(map(torch.equal, got, want))
+    counts = runtime.memory.device_side.table.counters.sum(0)
+    alone = not nested and len(runtime.plan.slots) == 1
+    assert bool(counts[Counter.AHEAD_USED]) == (alone and budget in ("50%", "25%"))
+
+
+@pytest.mark.parametrize("high_by", ["threshold", "depth"])
+def test_prompts_have_the_hosts_tiers(high_by):
+    """Prompts beside tokens that decode, each with a measure of its own; some tokens are no heavy hitters."""
+    system = lambda: RoomyDymoe(retention=0.5, reuse_high=False, high_by=high_by)  # noqa: E731
+    host, runtime = make_runtime(STORES[1], "100%", system()), decided_runtime(STORES[1], "50%", system())
+    for step in range(12):
+        for layer in range(LAYERS):
+            given, place = random_step(step, 30, STORES[1].experts), torch.arange(30)
+            rows = place < (30, 17, 0)[step % 3]
+            prompt = PromptTokens(rows, rows & (place % 4 > 0), mixed=not rows.all())
+            want = forward(host, layer, *given, prompt=prompt if rows.any() else None)
+            marks = rows.to(torch.int8) + prompt.heavy
+            assert torch.equal(decode_wide(runtime, layer, *given, marks=marks), want)
+    table = runtime.memory.device_side.table
+    if high_by == "threshold":
+        ours = table.prompt_threshold.tolist(), table.threshold.tolist()
+        assert ours == tuple(one.tolist() for one in host.system.precision.thresholds)
+
+
+def test_an_interrupted_step_leaves_nothing_that_counts():
+    """What was copied ahead for a layer that does not come is not found by the next step, wide or narrow."""
+    runtime = decided_runtime(STORES[0], "25%", Roomy(), lo=0)
+    want = run(make_runtime(STORES[0], "100%", Roomy(), lo=0), STEPS)
+    for number, (seed, layer, tokens) in enumerate(STEPS):
+        if number % 3 == 0:
+            decode_wide(runtime, (layer + 2) % LAYERS, *random_step(99, 30, STORES[0].experts))
+        step = decode if tokens <= 16 else decode_wide
+        assert torch.equal(step(runtime, layer, *random_step(seed, tokens, STORES[0].experts)), want[number])
+        check_decided(runtime)
+
+
+def test_a_graph_of_a_layer_holds_for_any_budget():
+    """Captured with everything there, and right when nothing is."""
+    runtime = decided_runtime(STORES[0], "100%", Roomy(), lo=0)
+    want = run(make_runtime(STORES[0], "100%", Roomy(), lo=0), STEPS[:LAYERS])
+    for budget in ("100%", "25%", "minimum"):
+        runtime.resize(runtime.minimum_budget if budget == "minimum" else budget)
+        for (seed, layer, tokens), one in zip(STEPS, want, strict=False):
+            given = random_step(seed, tokens, STORES[0].experts)
+            assert torch.equal(decode_wide(runtime, layer, *given, captured=True), one)
+    check_decided(runtime)
+    assert len(runtime.decode.wide._captured) == 1
+
+
+class Order:
+    """The calls of a step, in the order in which they are enqueued."""
+
+    def __init__(self, monkeypatch):
+        self.calls, self._on = [], "main"
+        for name in ("plan", "copy", "compute", "name_ahead", "copy_ahead", "finish"):
+            monkeypatch.setattr(PlainWide, name, self._noted(name, getattr(PlainWide, name)))
+
+    def _noted(self, name, method):
+        def call(step, *arguments):
+            group = arguments[:1] if name in ("copy", "compute") else ()
+            self.calls.append((self._on, name, *group))
+            return method(step, *arguments)
+
+        return call
+
+    @contextlib.contextmanager
+    def fork(self):
+        self.calls.append(("branch", "fork"))
+        self._on = "branch"
+        yield
+        self._on = "main"
+
+    def mark(self):
+        return len(self.calls)
+
+    def join(self, mark=None):
+        self.calls.append(("main", "join"))
+
+
+def test_copies_are_enqueued_ahead_of_what_is_computed(monkeypatch):
+    runtime, order = decided_runtime(STORES[0], "25%", Roomy(), lo=0), Order(monkeypatch)
+    wide = runtime.decode.wide
+    monkeypatch.setattr(wide, "_branch", order)
+    for layer in range(2):
+        decode_wide(runtime, layer, *random_step(layer, 40, STORES[0].experts))
+    half, passes = wide._half, -(-wide._passing // wide._half)
+    assert half > 1
+    assert passes > 2
+    begin = [("main", "plan"), ("branch", "fork"), ("branch", "copy", 1), ("branch", "copy", 2)]
+    there = [("main", "compute", 0)]
+    passing = []
+    for group in range(2, 2 + passes):
+        last = group == 1 + passes
+        passing += [("main", "name_ahead")] * last + [("branch", "fork")]
+        passing += [("branch", "copy_ahead") if last else ("branch", "copy", group + 1)]
+        passing += [("main", "join"), ("main", "compute", group)]
+    end = [("main", "join"), ("main", "compute", 1), ("main", "finish")]
+    first = begin + there + passing + end
+    assert order.calls == first + begin + [("main", "join")] + there + passing + end
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_no_step_waits_for_the_device(monkeypatch, captured):
+    """Of launches that do nothing: what is left is the path's own code, with ids that only the device knows."""
+
+    class Launches(PlainWide):
+        def plan(self, layer, x, weights, ids, *rest):
+            assert isinstance(ids, OnDevice)
+            self._x = x
+
+        def copy(self, group): ...
+
+        compute = name_ahead = copy_ahead = copy
+
+        def finish(self):
+            return self._x
+
+    monkeypatch.setattr(Launches, "name_ahead", lambda *_: None)
+    monkeypatch.setattr(Launches, "copy_ahead", lambda *_: None)
+    monkeypatch.setattr(PlainDecode, "wide_step", lambda kernel, table, shape, _: Launches(kernel, table, shape))
+    runtime = decided_runtime(STORES[0], "25%", Roomy(), lo=0)
+    OnDevice.log = []
+    for step in range(2):
+        for layer in range(LAYERS):
+            given = (part.as_subclass(OnDevice) for part in random_step(step, 40, STORES[0].experts))
+            decode_wide(runtime, layer, *given, captured=captured)
+    assert OnDevice.log == []
+    assert isinstance(runtime.decode.wide, WidePath)
+
+
+class Clocks:
+    """The two streams of a device in virtual time, and a step whose launches only take some.
+
+    Attributes:
+        computing: seconds that the computing stream has come to.
+        copying: seconds that the other one has.
+    """
+
+    def __init__(self, shape, resident, each, compute, decide):
+        self.shape, self._resident, self._each = shape, resident, each
+        self._compute, self._decide = compute / shape.experts, decide
+        self.computing = self.copying = self.busy = 0.0
+        self._staged = 0
+
+    @contextlib.contextmanager
+    def fork(self):
+        self.copying = max(self.copying, self.computing)
+        yield
+
+    def mark(self):
+        return self.copying
+
+    def join(self, mark=None):
+        self.computing = max(self.computing, self.copying if mark is None else mark)
+
+    def plan(self, *_):
+        self.computing += self._decide
+        self._left, self._there, self._staged = self.shape.experts - self._resident - self._staged, self._staged, 0
+        self._sizes = {}
+        for group in range(2, self.shape.groups):
+            self._sizes[group] = min(self.shape.half, self._left)
+            self._left -= self._sizes[group]
+        assert not self._left
+
+    def copy(self, group):
+        self._move(self._sizes.get(group, 0))
+
+    def copy_ahead(self):
+        self._staged = self.shape.half
+        self._move(self._staged)
+
+    def name_ahead(self, *_): ...
+
+    def compute(self, group):
+        count = self._resident + self._there if group == 0 else self._sizes.get(group, 0)
+        self.computing += count * self._compute
+
+    def finish(self):
+        return torch.empty(0)
+
+    def _move(self, experts):
+        self.copying += experts * self._each
+        self.busy += experts * self._each
+
+
+@pytest.mark.parametrize("resident", [16, 32, 64, 96])
+def test_the_link_never_rests_in_a_sweep(resident):
+    """512 tokens through 48 layers of 128 experts at 25 GB/s: within a twentieth of what the link alone would take.
+
+    A layer is computed in 1.15 ms, decided in 0.1, and between two of them attention takes 0.35, as counted for a 4090.
+    """
+    table = Table.allocate(48, 128, device="cpu")
+    wide = WidePath(SimpleNamespace(top_k=8), table, None, None, torch.zeros(1))
+    wide.set_slots({HIGH: 16}, {HIGH: [resident] * 48})
+    shape = WideShape(512, 8, 128, 1, 8, -(-(128 - resident) // 8))
+    clocks = Clocks(shape, resident, each=2.65e6 / 25e9, compute=1.15e-3, decide=1e-4)
+    wide._branch, wide._kernel = clocks, SimpleNamespace(wide_step=lambda *_: clocks)
+    for layer in range(48):
+        wide.forward(layer, torch.empty(512, 1), None, None, Activation.SILU)
+        assert wide._last[0][0] == shape
+        clocks.computing += 3.5e-4
+    bound = 48 * (128 - resident) * 2.65e6 / 25e9
+    assert clocks.busy == pytest.approx(bound)
+    assert clocks.computing / bound < 1.05

@@ -1,0 +1,223 @@
+"""Wide steps without the host: prompts, and batches of more rows than a narrow step has.
+
+The host enqueues and looks at nothing. What comes passes through the staging slots, half of them at a time (see
+``residency.wide_rule``), on a stream of its own, and goes on for the next layer before that one is routed, since nearly
+every expert of it will be active:
+
+    copies     ... | kept, passing 0 | passing 1 | ... | ahead for the next layer | kept, passing 0 ...
+    computing  decide | there, ahead   | passing 0 | ... | last | kept | attention ... | decide | there, ahead ...
+
+In a graph, and where there are hardly any staging slots, a layer is one group.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.residency.format import ModelExperts
+from vllm_dymoe.residency.table import Table
+from vllm_dymoe.residency.wide_rule import KEPT, PASSING, THERE, WideShape
+from vllm_dymoe.runtime.ahead import Branch
+
+_LEAST_HALF = 2
+"""Staging slots of a group; with fewer there would be as many launches as experts."""
+_MOST_ACTIVE = 0.9
+"""Share of a layer's experts that has to be active for certain before copies for it begin without its router."""
+
+
+class Counts(Protocol):
+    """Counts what routers choose."""
+
+    def add_layer(self, layer: int, ids: Tensor, weights: Tensor) -> None:
+        """A layer of a wide step: int32 and float32 [tokens, top_k]."""
+        ...
+
+
+class WideStep(Protocol):
+    """The launches of one layer's step, of a shape; its memory serves all layers in turn.
+
+    Attributes:
+        shape: what was allocated for.
+        ids: int32 [tokens, top_k], experts of what is computed, -1 for the other pairs.
+    """
+
+    shape: WideShape
+    ids: Tensor
+
+    def plan(
+        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, activation: Activation,
+        marks: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Decide, and list groups and copies; `half` is where the first group that passes lies."""
+        ...
+
+    def copy(self, group: int) -> None:
+        """Copy what a group lacks."""
+        ...
+
+    def compute(self, group: int) -> None:
+        """Compute a group."""
+        ...
+
+    def name_ahead(self, layer: int, rows: Tensor, half: int, code: int) -> None:
+        """Choose what is copied for a layer that is not routed yet."""
+        ...
+
+    def copy_ahead(self) -> None:
+        """Copy it."""
+        ...
+
+    def finish(self) -> Tensor:
+        """[tokens, hidden], the weighted sums of what was computed, zero for a row that is no token."""
+        ...
+
+
+class WideKernel(Protocol):
+    """Makes wide steps."""
+
+    def wide_step(self, table: Table, shape: WideShape, activation: Activation) -> WideStep:
+        """The launches of a shape."""
+        ...
+
+
+class WidePath:
+    """Every MoE layer of one rank, in wide steps that need no host.
+
+    Args:
+        experts: of the rank.
+        table: which experts are where.
+        kernel: decides, copies and computes.
+        branch: where copies are made.
+        rows: int32 [1], how many rows are tokens.
+
+    Attributes:
+        counts: of what routers choose; None where nothing asks.
+    """
+
+    counts: Counts | None = None
+
+    def __init__(self, experts: ModelExperts, table: Table, kernel: WideKernel, branch: Branch, rows: Tensor) -> None:
+        self._experts, self._table, self._kernel, self._branch, self._rows = experts, table, kernel, branch, rows
+        self._half = self._passing = 0
+        self._ahead_code = 0
+        self._groups = 0  # that have passed so far: they take turns with the halves
+        self._pending: tuple[int, Any] | None = None  # the layer for which something was copied ahead, and its event
+        self._captured: dict[tuple[WideShape, Activation], WideStep] = {}
+        self._last: tuple[tuple[WideShape, Activation], WideStep] | None = None
+
+    def set_slots(self, staging: Mapping[int, int], shares: Mapping[int, Sequence[int]]) -> None:
+        """How many slots no layer keeps and how many each keeps, by LOW and HIGH of the tiers in use."""
+        half = min(staging.values()) // 2
+        self._half = half if half >= _LEAST_HALF else 0
+        self._passing = self._table.experts - min(min(shares[code]) for code in shares)
+        self._ahead_code = next(iter(shares)) if len(shares) == 1 else 0
+        self._pending = None
+
+    def forward(
+        self,
+        layer: int,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        activation: Activation,
+        marks: Tensor | None = None,
+        *,
+        captured: bool = False,
+    ) -> Tensor:
+        """One layer.
+
+        Args:
+            layer: position among the MoE layers.
+            x: [rows, hidden] bfloat16 or float16.
+            weights: float32 [rows, top_k].
+            ids: int [rows, top_k], negative where another rank has the expert.
+            activation: of the gated expert.
+            marks: int8 [rows], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others; None where
+                precision asks for none.
+            captured: the launches go into a graph.
+
+        Returns:
+            [rows, hidden], the weighted sum over each token's experts on this rank.
+        """
+        step, branch = self._step(len(x), activation, marked=marks is not None, captured=captured), self._branch
+        shape, pending = step.shape, self._pending
+        if pending is not None and (pending[0] != layer or not shape.passes):
+            self.settle()
+            pending = None
+        first = self._groups % 2
+        step.plan(layer, x, weights, ids, self._rows, first, activation, marks)
+        if self.counts is not None:
+            self.counts.add_layer(layer, step.ids, weights)
+        if not shape.passes:
+            step.copy(KEPT)
+            step.compute(THERE)
+            return step.finish()
+        self._groups += shape.passes + 1  # the last one is ahead
+        self._pending = None
+        with branch.fork():
+            step.copy(KEPT)
+            kept = branch.mark()
+            step.copy(PASSING)
+            coming = branch.mark()
+        if pending is not None:
+            branch.join(pending[1])
+        step.compute(THERE)
+        for group in range(PASSING, shape.groups):
+            # A half is filled again when what was in it has been computed: that is all which was enqueued by now.
+            following = self._fill(step, layer, group + 1)
+            branch.join(coming)
+            step.compute(group)
+            coming = following
+        branch.join(kept)
+        step.compute(KEPT)
+        return step.finish()
+
+    def warm_up(self, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> None:
+        """Compile and load what layers will launch, in graphs and outside, by steps without tokens."""
+        for captured in (False, True):
+            for marks in (None, x.new_zeros(len(x), dtype=torch.int8)):
+                self.forward(0, x, weights, ids, activation, marks, captured=captured)
+                self.settle()
+        self._captured.clear()
+
+    def settle(self) -> None:
+        """What was copied ahead does not count any more: another kind of step, or another layer, comes."""
+        if self._pending is not None:
+            self._branch.join(self._pending[1])
+            self._table.forget_ahead()
+            self._pending = None
+
+    def _fill(self, step: WideStep, layer: int, group: int) -> Any:
+        """Copy what is computed after the next group; returns the event behind it."""
+        branch, shape = self._branch, step.shape
+        if group < shape.groups:
+            with branch.fork():
+                step.copy(group)
+                return branch.mark()
+        active = 1 - (1 - shape.top_k / max(shape.experts, shape.top_k)) ** shape.tokens
+        if not self._ahead_code or layer + 1 == self._table.layers or active < _MOST_ACTIVE:
+            return None
+        step.name_ahead(layer + 1, self._rows, (self._groups + 1) % 2, self._ahead_code)
+        with branch.fork():
+            step.copy_ahead()
+            self._pending = layer + 1, branch.mark()
+        return None
+
+    def _step(self, tokens: int, activation: Activation, *, marked: bool, captured: bool) -> WideStep:
+        table, passes = self._table, 0
+        if self._half and not captured:
+            passes = -(-min(self._passing, tokens * self._experts.top_k) // self._half)
+        half = self._half if passes else 0
+        shape = WideShape(tokens, self._experts.top_k, table.experts, 1 + table.nested, half, passes, marked)
+        key = shape, activation
+        if captured:  # a graph goes on using its memory
+            if key not in self._captured:
+                self._captured[key] = self._kernel.wide_step(table, shape, activation)
+            return self._captured[key]
+        if self._last is None or self._last[0] != key:
+            self._last = None
+            self._last = key, self._kernel.wide_step(table, shape, activation)
+        return self._last[1]

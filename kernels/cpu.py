@@ -126,6 +126,7 @@ class CpuKernel:
         layer.digits = 2
         layer.threads = min(torch.get_num_threads(), 1 + x.numel() // (1 << 14))
         layer.positions, layer.out_rows = len(rows), len(out)
+        layer.outer, layer.inner = self._forms.rotations
         layer.x, layer.out = x.data_ptr(), out.data_ptr()
         layer.inputs, layer.rows, layer.pairs = self._inputs.data_ptr(), rows.data_ptr(), pairs.data_ptr()
         library.experts(layer, native.READ)
@@ -136,10 +137,11 @@ class _Forms:
 
     Attributes:
         width: columns of the widest matrix, as a multiple of what a row's padding may be.
-        intermediate: of the expert that was asked for last.
+        intermediate, rotations: of the expert that was asked for last; neighbouring inputs that are rotated together.
     """
 
     width = intermediate = 0
+    rotations = 0, 0
 
     def __init__(self) -> None:
         self._matrices = (native.Matrix * 0)()
@@ -161,6 +163,7 @@ class _Forms:
             ValueError: projections that do not fit x or one another.
         """
         check_formats(gate, up, down, x, activation)
+        self.rotations = up.rotation, down.rotation
         described = [native.matrix(format) for format in (gate, up, down)]
         number = len(self._matrices) // 3
         self._matrices = (native.Matrix * (3 * number + 3))(*self._matrices, *described)

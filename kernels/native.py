@@ -5,6 +5,7 @@ threads are those of the OpenMP that torch has loaded: no second pool competes w
 """
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.kernels.activation import Activation, Curve
+from vllm_dymoe.residency.code import Code
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 ISAS = {"AVX512": (2, "AVX-512"), "AVX2": (1, "AVX2"), "DEFAULT": (0, "portable vectors")}
@@ -46,7 +48,7 @@ class Layer(Structure):
     _fields_ = (
         *_integers("tokens items positions out_rows hidden inter dtype"),
         *_integers("x out item matrices rows pairs inputs activations"),
-        *_integers("width phase has_gate curve digits"),
+        *_integers("width phase has_gate curve digits outer inner"),
         *_doubles("limit alpha beta"),
         *_integers("threads next"),
     )
@@ -56,6 +58,15 @@ class Sum(Structure):
     """The weighted sum of a token's experts: ``Sum`` of layer.h."""
 
     _fields_ = _integers("tokens top_k hidden dtype rows weights into threads next")
+
+
+class Rounding(Structure):
+    """A block of columns that are rounded to points: ``Rounding`` of layer.h."""
+
+    _fields_ = (
+        *_integers("rows columns streams left errors base fine factors divisors before"),
+        *_doubles("low_share"),
+    )
 
 
 ITEM_FIELDS = 9
@@ -81,7 +92,8 @@ class Library:
         library.dymoe_row_floats.restype = library.dymoe_sizes.restype = c_int64
         library.dymoe_row_floats.argtypes = [c_int64]
         library.dymoe_experts.argtypes = library.dymoe_weighted_sum.argtypes = [c_void_p, ctypes.c_int, c_void_p]
-        sizes = [ctypes.sizeof(Matrix), 8 * ITEM_FIELDS, ctypes.sizeof(Layer), ctypes.sizeof(Sum)]
+        library.dymoe_round_block.argtypes = [c_void_p, ctypes.c_int]
+        sizes = [ctypes.sizeof(Matrix), 8 * ITEM_FIELDS, *map(ctypes.sizeof, (Layer, Sum, Rounding))]
         built = [library.dymoe_sizes(which) for which in range(len(sizes))]
         if sizes != built:
             raise OSError(
@@ -111,6 +123,23 @@ class Library:
         threads = torch.get_num_threads() if into.numel() > 1 << 14 else 1
         job = Sum(tokens, top_k, into.shape[1], into.dtype is torch.float16, *addresses, threads, 0)
         self._library.dymoe_weighted_sum(ctypes.addressof(job), self.isa, self.parallel)
+
+    def round_block(
+        self,
+        left: torch.Tensor,
+        errors: torch.Tensor,
+        codes: Sequence[torch.Tensor],
+        factors: torch.Tensor,
+        divisors: torch.Tensor,
+        low_share: float,
+        before: torch.Tensor | None,
+    ) -> None:
+        """Round a block of columns [columns, streams, rows], see ``quantize.lattice``; all tensors are contiguous."""
+        columns, streams, rows = left.shape
+        parts = left, errors, codes[0], codes[-1], factors, divisors
+        addresses = [part.data_ptr() for part in parts]
+        block = Rounding(rows, columns, streams, *addresses, 0 if before is None else before.data_ptr(), low_share)
+        self._library.dymoe_round_block(ctypes.addressof(block), self.isa)
 
 
 @cache
@@ -143,7 +172,6 @@ def _openmp() -> int | None:
 def matrix(format: MatrixFormat) -> Matrix:
     """A projection's description for the library; where it is nested, of both sections."""
     code, base = format.code, format.base if format.nested else format
-    levels = code.floats and code.bits == 4
     offsets = (
         base.bias_offset - 256 if code.has_factor else -1,
         base.bias_offset if base.bias and base.rows else -1,
@@ -151,15 +179,23 @@ def matrix(format: MatrixFormat) -> Matrix:
     )
     return Matrix(
         format.rows, format.columns, format.padded_rows, format.padded_columns,
-        3 if not format.quantized else (1 if levels else 2) if code.floats else 0,
+        4 if code.lattice else 3 if not format.quantized else (1 if code.bits == 4 else 2) if code.floats else 0,
         code.bits, format.nested,
-        format.group_size if format.quantized else format.columns, format.fold,
-        0 if code.scale_dtype is None else _SCALES[code.scale_dtype],
+        format.padded_columns // format.groups if format.quantized else format.columns, format.fold,
+        4 + format.nested if code.lattice else 0 if code.scale_dtype is None else _SCALES[code.scale_dtype],
         format.integer_zeros | (format.dtype is torch.float16) << 1,
         base.scales_offset, *offsets,
-        # The library multiplies e2m1 as 2 * level + 12, which has no sign.
-        *((0.5, 12.0) if levels else (1.0, 0.0) if code.floats else (code.step, code.center)),
+        *_step_and_center(code),
     )  # fmt: skip
+
+
+def _step_and_center(code: Code) -> tuple[float, float]:
+    """Of the numbers without a sign that the library multiplies: a weight is (step * number - center) * scale."""
+    if code.lattice:  # 7 + 4 * point; where there are two 4 times that of the base plus that of the fine slice
+        return (1 / 16, 35 / 16) if code.nested else (1 / 4, 7 / 4)
+    if code.floats:  # e2m1 as 2 * level + 12
+        return (0.5, 12.0) if code.bits == 4 else (1.0, 0.0)
+    return code.step, code.center
 
 
 def set_activation(layer: Layer, activation: Activation) -> None:

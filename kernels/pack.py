@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from vllm_dymoe.kernels.lattice import numbers, rotate
 from vllm_dymoe.residency.checks import check_tensor
 from vllm_dymoe.residency.matrix import BLOCK_ROWS, PAIR_BYTES, MatrixFormat, PackedMatrix
 
@@ -20,9 +21,10 @@ def pack(
 
     Args:
         format: 8, 4 or 2 bits.
-        codes: uint8 [rows, columns], each below 2**bits, in the order of the inputs, which :func:`unpack` restores.
-        scales: [rows, groups], exact in the format's dtype.
-        zeros: [rows, groups], exact in the format's dtype.
+        codes: uint8 [rows, columns], each below 2**bits, in the order of the inputs, which :func:`unpack` restores; of
+            a lattice [padded_rows, columns], because rows share points.
+        scales: [rows, groups], exact in the format's dtype; of a lattice those of the low reading.
+        zeros: [rows, groups], exact in the format's dtype; of a lattice the scales of the high reading.
         section: uint8 [nbytes], overwritten.
         order: int64 [columns], the columns as they are to be stored, group by group; only for an act order.
 
@@ -37,7 +39,8 @@ def pack(
         raise ValueError(f"format is {format.code.name}, which has no zeros: use pack_floats")
     if format.nested:
         raise ValueError("format is nested: pack_nested writes its two sections")
-    check_tensor("codes", codes, dtype=torch.uint8, shape=(format.rows, format.columns), contiguous=False)
+    rows = format.padded_rows if format.code.lattice else format.rows
+    check_tensor("codes", codes, dtype=torch.uint8, shape=(rows, format.columns), contiguous=False)
     check_tensor("scales", scales, shape=(format.rows, format.groups), contiguous=False)
     check_tensor("zeros", zeros, shape=(format.rows, format.groups), contiguous=False)
     highest = int(codes.max())
@@ -126,7 +129,7 @@ def pack_nested(
 
 def _store(codes: Tensor, weight: Tensor, format: MatrixFormat) -> None:
     """Write codes [rows, columns], or halves of them, in stored order into a section: uint8 [format.weight_shape]."""
-    padding = (0, format.padded_columns - format.columns, 0, format.padded_rows - format.rows)
+    padding = (0, format.padded_columns - format.columns, 0, format.padded_rows - codes.shape[0])
     if any(padding):
         codes = torch.nn.functional.pad(codes, padding)
     first, second = codes.view(-1, 2, PAIR_BYTES, format.padded_columns).unbind(1)  # [blocks, 32, columns]
@@ -158,7 +161,7 @@ def _stored_codes(packed: PackedMatrix) -> Tensor:
     codes = _loaded(packed.weight, format)
     if packed.fine is not None:
         codes = codes << format.code.stored_bits | _loaded(packed.fine, format)
-    return codes[: format.rows]
+    return codes if format.code.lattice else codes[: format.rows]
 
 
 def _loaded(stored: Tensor, format: MatrixFormat) -> Tensor:
@@ -182,6 +185,8 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     if not format.quantized:
         return packed.weight.to(dtype)
+    if format.code.lattice:
+        return rotate(rotated_weights(packed, precise), format.rotation, back=True).to(dtype)
     groups = _stored_codes(packed).view(format.rows, format.groups, format.group_size)
     if packed.scales is not None:
         scales = packed.scales.to(precise).transpose(1, 2).reshape(-1, format.groups, 1)[: format.rows]
@@ -196,6 +201,14 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
             zeros = zeros * scales
         weights = groups.to(precise).mul_(format.code.step).sub_(format.code.center).mul_(scales).add_(zeros)
     return _in_input_order(packed, weights.flatten(1)[:, : format.columns].to(dtype))
+
+
+def rotated_weights(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What a lattice's codes stand for: `dtype` [rows, columns] that multiply rotated inputs."""
+    format, nested = packed.format, packed.fine is not None
+    assert packed.scales_zeros is not None
+    found = numbers(_stored_codes(packed), nested=nested)[: format.rows, : format.columns].to(dtype)
+    return found * packed.scales_zeros[0, : format.rows, int(nested), None].to(dtype)
 
 
 def _in_input_order(packed: PackedMatrix, stored: Tensor) -> Tensor:

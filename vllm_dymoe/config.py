@@ -14,6 +14,9 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
+CALIBRATED = ("gptq", "e8")
+"""Quantizers that need a calibration."""
+
 
 class ConfigError(ValueError):
     """An option that cannot be honoured; the message is one sentence for the user."""
@@ -85,8 +88,8 @@ class Options(BaseModel):
     """Bits per weight of the low tier; 0 stores no second version, so that a low expert is skipped. With dymoe 2."""
     group_size: Literal[32, 64, 128] = 64
     """Weights that share one scale and zero, along the input dimension."""
-    quantizer: Literal["rtn", "hqq", "gptq"] = "rtn"
-    """How experts are quantized: round to nearest, HQQ (slower, better at 2 bits), or GPTQ (by vllm-dymoe quantize)."""
+    quantizer: Literal["rtn", "hqq", "gptq", "e8"] = "rtn"
+    """How experts are quantized: round to nearest, HQQ (slower, better at 2 bits); GPTQ, E8 by vllm-dymoe quantize."""
     dense: Literal[16, 8, 4] = 16
     """Bits per weight of attention, shared experts and the LM head of a 16-bit checkpoint, on a CPU; 16 leaves them."""
     expert_budget: ExpertBudget = AUTO
@@ -157,6 +160,15 @@ class Options(BaseModel):
             raise ValueError(
                 f"lo is {self.lo} bits but must be below hi, which is {self.hi}; "
                 "set lo to 0 to store one version of each expert only"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_lattice(self) -> Self:
+        if self.quantizer == "e8" and self.stored_bits not in ((4, 2), (2,)):
+            raise ValueError(
+                f"quantizer is e8, whose points have 2 bits, alone or inside of 4, but hi is {self.hi} and lo is "
+                f"{self.lo}; set hi to 4 and lo to 2, or hi to 2 and lo to 0"
             )
         return self
 

@@ -4,7 +4,7 @@ Qwen3-30B-A3B's shape: 128 experts [768, 2048], 8 for each token, random ones of
 is the time that all threads take to read the bytes of the experts in use, measured between the rows. ``--torch-int4``
 adds torch's own kernel for 4 bits, where it runs.
 
-    python benchmarks/cpu/layer.py [--tokens 1 4 16 64 512] [--codes 4 2 8 4/2 mxfp4 nvfp4 fp8 16] [--isa AVX2]
+    python benchmarks/cpu/layer.py [--tokens 1 4 16 64 512] [--codes 4 2 8 4/2 mxfp4 nvfp4 fp8 16 e8 e8+e8] [--isa AVX2]
 """
 
 import argparse
@@ -17,21 +17,21 @@ import torch
 from vllm_dymoe.host_memory import map_bytes
 from vllm_dymoe.kernels import Activation, CpuKernel
 from vllm_dymoe.quantize.dummy import fill_randomly
-from vllm_dymoe.residency.code import CODEBOOKS, code_of
+from vllm_dymoe.residency.code import CODEBOOKS, LATTICES, code_of
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.format import Expert, Format, stored_formats
 from vllm_dymoe.residency.routing import group_by_expert
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
-BITS = {"4/2": 4, "mxfp4": 4, "nvfp4": 4, "fp8": 8}
-CODES = ("4", "2", "8", "4/2", "mxfp4", "nvfp4", "fp8", "16")
+BITS = {"4/2": 4, "mxfp4": 4, "nvfp4": 4, "fp8": 8, "e8": 2, "e8+e8": 4}
+CODES = ("4", "2", "8", "4/2", "mxfp4", "nvfp4", "fp8", "16", "e8", "e8+e8")
 
 
 def make_experts(code: str, group: int) -> tuple[list[Expert], torch.Tensor]:
     """Random experts and their bytes, uint8 [EXPERTS, bytes of one]."""
 
     def plain(bits: int) -> Format:
-        return Format(HIDDEN, INTERMEDIATE, code_of(bits, CODEBOOKS.get(code)), group, torch.bfloat16)
+        return Format(HIDDEN, INTERMEDIATE, code_of(bits, (CODEBOOKS | LATTICES).get(code)), group, torch.bfloat16)
 
     bits = BITS.get(code) or int(code)
     fmt = stored_formats((4, 2), plain)[4] if code == "4/2" else plain(bits)

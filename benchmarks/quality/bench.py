@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from vllm import LLM, SamplingParams
 
 import vllm_dymoe
-from vllm_dymoe.config import Options
+from vllm_dymoe.config import CALIBRATED, Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.packer import pack
@@ -165,6 +165,11 @@ class Bench:
         scores.hit_rate = stats.hit_rate
         return scores
 
+    def bits_per_weight(self, variant: Variant) -> float:
+        """Of an expert in the high tier, with its scales."""
+        fmt = self.store(variant.quantizer).experts.formats[variant.options["hi"]]
+        return 8 * fmt.whole_nbytes / (3 * fmt.hidden * fmt.intermediate)
+
     def planned_bytes(self, scores: Scores, variant: Variant) -> float:
         """Bytes of the experts that a step computed, wherever they were."""
         formats, bits = self.experts.formats, variant.options
@@ -230,12 +235,12 @@ class Bench:
         """
         if name not in self._stores:
             *nested, quantizer = name.split()
-            self._stores[name] = self._pack(quantizer, (4, 2) if nested else WIDTHS)
+            self._stores[name] = self._pack(quantizer, (4, 2) if nested else (2,) if quantizer == "e8" else WIDTHS)
         return self._stores[name]
 
     def _pack(self, name: str, bits: tuple[int, ...]) -> HostStore:
-        calibration = self._calibration if name == "gptq" else None
-        experts = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16)
+        calibration = self._calibration if name in CALIBRATED else None
+        experts = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16, name)
         folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
         writer = StoreWriter(folder / "store", Manifest(experts, name, "measured"))
         errors = pack(self.checkpoint, experts, name, writer, calibration)

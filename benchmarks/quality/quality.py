@@ -70,7 +70,8 @@ class Measurement:
             self._reference[decode] = self.bench.score(EXACT, texts, decode=decode)
         scores = self.bench.score(variant, texts, decode=decode, share=share)
         found = losses(scores, self._reference[decode], texts)
-        found["planned_bytes_per_step"] = self.bench.planned_bytes(scores, variant)
+        if "e8" not in variant.quantizer:
+            found["planned_bytes_per_step"] = self.bench.planned_bytes(scores, variant)
         if share is not None:
             found["moved_bytes_per_token"] = scores.moved / sum(map(len, texts))
             found["hit_rate"] = scores.hit_rate
@@ -86,6 +87,13 @@ class Measurement:
         for bits in (8, 4, 2):
             for quantizer in QUANTIZERS:
                 yield self.row("uniform", {"bits": bits, "quantizer": quantizer}, uniform(bits, quantizer))
+
+    def readings(self) -> Iterator[dict[str, Any]]:
+        """Both readings of nested versions, by quantizer, and points of a lattice alone."""
+        rows = [nested(uniform(bits, quantizer)) for quantizer in ("rtn", "gptq", "e8") for bits in (4, 2)]
+        for row in [*rows, uniform(2, "e8")]:
+            place = {"reading": row.name, "quantizer": row.quantizer.removeprefix("nested ")}
+            yield {**self.row("readings", place, row), "bits_per_weight": self.bench.bits_per_weight(row)}
 
     def tiers(self) -> Iterator[dict[str, Any]]:
         """The paper's Table 2, in both phases; ways to choose, and what becomes of skipped experts' weights."""
@@ -117,7 +125,7 @@ class Measurement:
             yield from shifts.rows(share)
 
 
-SECTIONS = ("uniform", "tiers", "budgets", "shifts")
+SECTIONS = ("uniform", "readings", "tiers", "budgets", "shifts")
 
 
 def main() -> None:

@@ -40,6 +40,12 @@ def uniform(rows: list[Row]) -> tuple[list[str], Iterator[list[str]]]:
     return ["bits", "quantizer", *LOST], ([str(row["bits"]), row["quantizer"], *lost(row)] for row in rows)
 
 
+def readings(rows: list[Row]) -> tuple[list[str], Iterator[list[str]]]:
+    """Every expert in one reading of a nested version."""
+    lines = ([row["reading"], row["quantizer"], f"{row['bits_per_weight']:.2f}", *lost(row)] for row in rows)
+    return ["reading", "quantizer", "bits for each weight", *LOST], lines
+
+
 def tiers(rows: list[Row]) -> tuple[list[str], Iterator[list[str]]]:
     """Both phases side by side, with the bytes of what was computed."""
 
@@ -102,7 +108,7 @@ def shifts(rows: list[Row]) -> tuple[list[str], Iterator[list[str]]]:
     return head, lines()
 
 
-TABLES = {"uniform": uniform, "tiers": tiers, "budgets": budgets, "shifts": shifts}
+TABLES = {"uniform": uniform, "readings": readings, "tiers": tiers, "budgets": budgets, "shifts": shifts}
 
 
 def show(results: Row) -> None:

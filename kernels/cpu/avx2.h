@@ -52,6 +52,20 @@ template <int MASK, bool LEVEL, int R> INLINE void split(Packed p, int first, Q*
         }
     }
 }
+// 4 * code + 2, or + 0 where the low bits of a point's eight codes have odd parity (kernels/lattice.py); `second` is 1 for
+// the second half of columns that share bytes.
+template <int R> INLINE void points(Packed p, int second, int first, Q* out) {
+    split<3, false, R>(shifted(p, 2 * second), first, out);
+    const __m256i two = _mm256_set1_epi8(2);
+    const __m256i turned = _mm256_set1_epi64x(0x0504070601000302 | 0LL), lanes = _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808);
+    for (int i = 0; i < R; i += 2) {  // four words of a lane, and those 32 rows behind them
+        __m256i parity = _mm256_xor_si256(out[i], out[i + 1]);
+        parity = _mm256_xor_si256(parity, _mm256_shuffle_epi32(parity, 0xB1));
+        parity = _mm256_slli_epi16(_mm256_xor_si256(parity, _mm256_shuffle_epi8(parity, _mm256_add_epi8(turned, lanes))), 1);
+        parity = _mm256_andnot_si256(parity, two);
+        for (int half = i; half < i + 2; half++) out[half] = _mm256_or_si256(_mm256_slli_epi16(out[half], 2), parity);
+    }
+}
 template <int R> INLINE void whole_bytes(Packed, Packed, int, Q*) {}
 
 // wide[t] = sums over WIDTH columns of the codes in R registers times (256 * high + low) of token t. No sum of SPAN

@@ -44,6 +44,18 @@ template <int MASK, bool LEVEL, int R> INLINE void split(Packed p, int first, Q*
         }
     }
 }
+// 4 * code + 2, or + 0 where the low bits of a point's eight codes have odd parity (kernels/lattice.py); `second` is 1 for
+// the second half of columns that share bytes.
+template <int R> INLINE void points(Packed p, int second, int first, Q* out) {
+    split<3, false, R>(shifted(p, 2 * second), first, out);
+    for (int i = 0; i < R; i += 2) {  // four dwords of a lane, and those 32 rows behind them
+        __m512i parity = _mm512_xor_si512(out[i], out[i + 1]);
+        parity = _mm512_xor_si512(parity, _mm512_shuffle_epi32(parity, _MM_PERM_BADC));
+        parity = _mm512_slli_epi16(_mm512_xor_si512(parity, _mm512_shuffle_epi32(parity, _MM_PERM_CDAB)), 1);
+        for (int half = i; half < i + 2; half++)  // 4 * code | (2 & ~parity)
+            out[half] = _mm512_ternarylogic_epi64(_mm512_slli_epi16(out[half], 2), parity, _mm512_set1_epi8(2), 0xF2);
+    }
+}
 template <int R> INLINE void whole_bytes(Packed high, Packed low, int first, Q* out) {
     const Packed lower = {choose_bits(0xf0, _mm512_slli_epi16(high.a, 4), low.a), choose_bits(0xf0, _mm512_slli_epi16(high.b, 4), low.b)};
     const Packed upper = {choose_bits(0xf0, high.a, _mm512_srli_epi16(low.a, 4)), choose_bits(0xf0, high.b, _mm512_srli_epi16(low.b, 4))};

@@ -148,12 +148,13 @@ struct Codes {             // where the codes of a block begin
     const uint8_t* high;   // whole codes, upper halves, or the plane of the high four bits
     const uint8_t* low;    // lower halves, or the plane of the low four bits
 };
-enum Kind { FOUR, LEVELS, TWO, TWO_AND_TWO, EIGHT };
-constexpr bool in_planes(Kind kind) { return kind == EIGHT && !WHOLE_BYTES; }  // high and low halves are multiplied apart
+enum Kind { FOUR, LEVELS, TWO, TWO_AND_TWO, EIGHT, POINTS, TWO_POINTS };
+// High and low halves are multiplied apart: bits of the low ones, or 0.
+constexpr int in_planes(Kind kind) { return WHOLE_BYTES ? 0 : kind == EIGHT ? 4 : kind == TWO_POINTS ? 2 : 0; }
 
 // STEP columns of a block, as bytes in registers Q from `first` on, R of them.
 template <Kind kind, int R> INLINE void codes(Codes at, i64 column, i64 fold, int first, Q* out) {
-    if constexpr (kind == FOUR || in_planes(kind)) {
+    if constexpr (kind == FOUR || (kind == EIGHT && in_planes(kind))) {
         split<15, false, R>(packed(at.high + 32 * column), first, out);
     } else if constexpr (kind == LEVELS) {
         split<15, true, R>(packed(at.high + 32 * column), first, out);
@@ -162,7 +163,14 @@ template <Kind kind, int R> INLINE void codes(Codes at, i64 column, i64 fold, in
     } else {  // byte j of a fold has columns j and j + fold / 2; fold is a power of two
         const i64 half = fold / 2, place = 16 * (column & -fold) + 32 * (column & (half - 1));
         const int second = (column & half) != 0;
-        if constexpr (kind == TWO) split<3, false, R>(shifted(packed(at.high + place), 2 * second), first, out);
+        if constexpr (kind == POINTS || kind == TWO_POINTS) {
+            points<R>(packed(at.high + place), second, first, out);
+            if constexpr (kind == TWO_POINTS && !in_planes(kind)) {
+                Q fine[R];
+                points<R>(packed(at.low + place), second, first, fine);
+                for (int i = 0; i < R; i++) out[i] = (out[i] << 2) + fine[i];
+            }
+        } else if constexpr (kind == TWO) split<3, false, R>(shifted(packed(at.high + place), 2 * second), first, out);
         else split<15, false, R>(merged(packed(at.high + place), packed(at.low + place), second), first, out);
     }
 }
@@ -189,6 +197,15 @@ static __attribute__((noinline)) void scales_of(const Matrix& m, const uint8_t* 
         if (m.zeros == 1) return pairs_of<false, true>(pairs, step, center, to);
         if (m.zeros == 2) return pairs_of<true, false>(pairs, step, center, to);
         return pairs_of<true, true>(pairs, step, center, to);
+    }
+    if (m.scale >= LOW_SCALE) {
+        for (int v = 0; v < VECTORS; v++) {
+            const I pair = ints_of((const int*)scales + BLOCK * block, v);
+            const F s = widen((m.scale == LOW_SCALE ? pair : pair >> 16) & 0xffff, m.zeros & 2 ? FLOAT16 : BFLOAT16);
+            store(to.scale + W * v, s * step);
+            store(to.offset + W * v, -center * s);
+        }
+        return;
     }
     const i64 kind = m.scale;
     for (int v = 0; v < VECTORS; v++) {
@@ -233,11 +250,12 @@ template <int N, int V> INLINE void end_group(const Scales& scales, const float*
 }
 
 template <Kind kind> INLINE void prefetch_codes(Codes at, i64 column) {
-    constexpr int bytes_of_column = kind == TWO || kind == TWO_AND_TWO ? 16 : 32;
+    constexpr bool two = kind == TWO || kind == TWO_AND_TWO || kind == POINTS || kind == TWO_POINTS;
+    constexpr int bytes_of_column = two ? 16 : 32;
     const i64 from = bytes_of_column * column + AHEAD;
     for (int i = 0; i < STEP * bytes_of_column; i += 64) {
         __builtin_prefetch(at.high + from + i);
-        if (kind == TWO_AND_TWO || kind == EIGHT) __builtin_prefetch(at.low + from + i);
+        if (kind == TWO_AND_TWO || kind == EIGHT || kind == TWO_POINTS) __builtin_prefetch(at.low + from + i);
     }
 }
 
@@ -270,7 +288,7 @@ static void strip(const Matrix& m, const uint8_t* section, Codes at, i64 block, 
                 if constexpr (in_planes(kind)) {
                     I fine[N][V];
                     exact_sums<WIDTH, 16, N, R, DIGITS>([&](i64 c, Q* q) LAMBDA { codes<kind, R>({at.low, nullptr}, c, m.fold, first, q); }, x, column, fine);
-                    unroll<N * V>([&](auto i) LAMBDA { wide[i / V][i % V] = (wide[i / V][i % V] << 4) + fine[i / V][i % V]; });
+                    unroll<N * V>([&](auto i) LAMBDA { wide[i / V][i % V] = (wide[i / V][i % V] << in_planes(kind)) + fine[i / V][i % V]; });
                 }
                 unroll<N>([&](auto t) LAMBDA {
                     const F scale = all(x[t].scale[uint64_t(column) / UNIT]);
@@ -398,6 +416,8 @@ static void product(const Matrix& m, const Item& item, int which, i64 block, con
                                   : Codes{section + 2 * plane, section + 2 * plane + BLOCK / 2 * m.padded_columns};
     if (m.code == PLAIN) plain(m, section, block, x, n, dtype, out);
     else if (m.code == E4M3) floats(m, section, planes, block, x, n, out);
+    else if (m.code == LATTICE && m.nested) quantized<TWO_POINTS>(m, section, {section + half, fine + half}, block, x, n, digits, out);
+    else if (m.code == LATTICE) quantized<POINTS>(m, section, {section + half, nullptr}, block, x, n, digits, out);
     else if (m.code == E2M1) quantized<LEVELS>(m, section, {section + plane, nullptr}, block, x, n, digits, out);
     else if (m.bits == 8) quantized<EIGHT>(m, section, planes, block, x, n, digits, out);
     else if (m.bits == 2) quantized<TWO>(m, section, {section + half, nullptr}, block, x, n, digits, out);
@@ -436,6 +456,7 @@ static void read_inputs(const Layer& k, i64 token) {
     for (; c + W <= k.hidden; c += W) store(row.x + c, halves(x + c, k.dtype));
     for (; c < k.hidden; c++) row.x[c] = half_to_float(x[c], k.dtype);
     for (; c < k.width; c++) row.x[c] = 0;
+    rotate(row.x, 0, k.hidden, k.outer);
     for (c = 0; c < k.width; c += BLOCK) row.integers(c, k.digits);
 }
 
@@ -459,6 +480,7 @@ static void gate_up(const Layer& k, const Item& item, i64 block, float* memory) 
                 F up = load(u + BLOCK * t + r);
                 store(to.x + begin + r, k.has_gate ? activate(k, load(g + BLOCK * t + r), up) : activate(k, up, all(1.0f)));
             }
+            rotate(to.x, begin, begin + rest, k.inner);
             for (i64 c = begin + rest; c < end; c++) to.x[c] = 0;
             for (i64 c = begin; c < end; c += BLOCK) to.integers(c, k.digits);
         }

@@ -76,7 +76,10 @@ static const uint8_t TWICE_E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 1
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,bmi2")
 namespace avx512 {
 #include "avx512.h"
+
+#include "rotation.h"
 #include "body.h"
+#include "nearest.h"
 }
 #pragma GCC pop_options
 
@@ -84,14 +87,18 @@ namespace avx512 {
 #pragma GCC target("avx2,fma,bmi2")
 namespace avx2 {
 #include "avx2.h"
+#include "rotation.h"
 #include "body.h"
+#include "nearest.h"
 }
 #pragma GCC pop_options
 #endif
 
 namespace portable {  // NEON on ARM, SSE2 on x86-64
 #include "portable.h"
+#include "rotation.h"
 #include "body.h"
+#include "nearest.h"
 }
 
 enum Isa { PORTABLE, AVX2, AVX512 };
@@ -140,4 +147,15 @@ API void dymoe_weighted_sum(Sum* sum, int isa, Parallel parallel) {
     run(body_of(isa, true), sum, sum->threads, parallel);
 }
 
-API i64 dymoe_sizes(int which) { return which == 0 ? sizeof(Matrix) : which == 1 ? sizeof(Item) : which == 2 ? sizeof(Layer) : sizeof(Sum); }
+API void dymoe_round_block(Rounding* block, int isa) {
+#if defined(__x86_64__)
+    if (isa == AVX512) return avx512::round_block(block);
+    if (isa == AVX2) return avx2::round_block(block);
+#endif
+    portable::round_block(block);
+}
+
+API i64 dymoe_sizes(int which) {
+    const i64 sizes[] = {sizeof(Matrix), sizeof(Item), sizeof(Layer), sizeof(Sum), sizeof(Rounding)};
+    return sizes[which];
+}

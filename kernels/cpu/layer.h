@@ -5,9 +5,9 @@
 using i64 = int64_t;
 
 // How the codes of a matrix become numbers: weight = (step * code - center) * scale + zero, or level[code] * scale.
-enum Code : i64 { AFFINE = 0, E2M1 = 1, E4M3 = 2, PLAIN = 3 };
+enum Code : i64 { AFFINE = 0, E2M1 = 1, E4M3 = 2, PLAIN = 3, LATTICE = 4 };
 // What a scale is stored as.
-enum Scale : i64 { SCALE_AND_ZERO = 0, E8M0 = 1, SCALE_E4M3 = 2, FLOAT32 = 3 };
+enum Scale : i64 { SCALE_AND_ZERO = 0, E8M0 = 1, SCALE_E4M3 = 2, FLOAT32 = 3, LOW_SCALE = 4, HIGH_SCALE = 5 };
 enum Dtype : i64 { BFLOAT16 = 0, FLOAT16 = 1 };
 enum Curve : i64 { SWIGLU = 0, SWIGLU_STEP = 1, SITU = 2, GELU = 3, GELU_TANH = 4, RELU2 = 5 };
 enum Phase : i64 { READ = 0, GATE_UP = 1, DOWN = 2 };
@@ -41,6 +41,7 @@ struct Layer {
     i64 width;             // columns of such a row, a multiple of 256 that no matrix exceeds
     i64 phase, has_gate, curve;
     i64 digits;            // of 8 bits that activations have, 2 or 1
+    i64 outer, inner;      // neighbouring inputs of gate and up, and of down, that are rotated together, or 0
     double limit, alpha, beta;
     i64 threads, next;     // the next piece of work
 };
@@ -51,4 +52,15 @@ struct Sum {               // see weighted_sum
     const float* weights;
     uint16_t* into;
     i64 threads, next;
+};
+
+// A block of columns that are rounded to points, each [streams, rows] (quantize/lattice.py): the high reading, then the
+// low one if there are two. The errors of a column, times its factors, are taken off the later ones.
+struct Rounding {
+    i64 rows, columns, streams;
+    float* left;           // what is wanted, overwritten
+    float* errors;         // of each column, written
+    uint8_t *base, *fine;  // codes [columns, rows], overwritten
+    const float *factors, *divisors, *before;  // [columns, columns]; [columns]; what is read so far, or null
+    double low_share;
 };

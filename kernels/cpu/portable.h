@@ -28,6 +28,16 @@ template <int MASK, bool LEVEL, int R> INLINE void split(Packed p, int first, Q*
         if (LEVEL) for (int j = 0; j < W; j++) out[i][j] = TWICE_E2M1[out[i][j]];
     }
 }
+// 4 * code + 2, or + 0 where the low bits of a point's eight codes have odd parity (kernels/lattice.py); `second` is 1 for
+// the second half of columns that share bytes.
+template <int R> INLINE void points(Packed p, int second, int first, Q* out) {
+    split<3, false, R>(shifted(p, 2 * second), first, out);
+    for (int word = 0; word < 8; word++) {  // a register, and that 32 rows behind it
+        int parity = 0;
+        for (int i = 0; i < W; i++) parity ^= out[word][i] ^ out[word + 8][i];
+        for (int half = 0; half < 2; half++) out[word + 8 * half] = 4 * out[word + 8 * half] + 2 * (~parity & 1);
+    }
+}
 template <int R> INLINE void whole_bytes(Packed high, Packed low, int first, Q* out) {
     for (int i = 0; i < R; i++) out[i] = nibbles_of(high.high, first + i) << 4 | nibbles_of(low.high, first + i);
 }

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.gpu.experts import ExpertWork
 from vllm_dymoe.kernels import Activation, Curve, expert_reference, pack, pack_floats, pack_nested, unpack
 from vllm_dymoe.residency.code import CODEBOOKS, MXFP4, NESTED, PLAIN, STEPS, UPPER_HALVES, Code, code_of
+from vllm_dymoe.residency.format import Format
 from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 
 ACTIVATIONS = (
@@ -44,6 +45,8 @@ def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
     if format.code.floats:
         _pack_random_floats(format, size, section, generator)
         return _with_bias(format.view(section), generator)
+    if format.code.lattice:
+        return _random_points(format, size, generator)
     codes = torch.randint(0, 1 << format.bits, shape, generator=generator, dtype=torch.uint8)
     scales = (torch.rand(format.rows, format.groups, generator=generator) + 0.5) * size * 4 / (1 << format.bits)
     if format.integer_zeros:
@@ -56,6 +59,19 @@ def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
         pack_nested(format, codes, scales.to(format.dtype), zeros.to(format.dtype), base, section, order)
         return format.view(section, _with_bias(format.base.view(base), generator))
     pack(format, codes, scales.to(format.dtype), zeros.to(format.dtype), section, order)
+    return _with_bias(format.view(section), generator)
+
+
+def _random_points(format: MatrixFormat, size: float, generator: torch.Generator) -> PackedMatrix:
+    shape = format.padded_rows, format.columns
+    codes = torch.randint(0, 1 << format.bits, shape, generator=generator, dtype=torch.uint8)
+    low, high = ((torch.rand(2, format.rows, 1, generator=generator) + 0.5) * size).to(format.dtype)
+    section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
+    if format.nested:
+        base = torch.full((format.base.nbytes,), 0xEE, dtype=torch.uint8)
+        pack_nested(format, codes, low, high, base, section)
+        return format.view(section, _with_bias(format.base.view(base), generator))
+    pack(format, codes, low, low, section)
     return _with_bias(format.view(section), generator)
 
 
@@ -170,8 +186,6 @@ def random_expert(
 ) -> Expert:
     """An expert of [hidden] -> [intermediate] -> [hidden], of a code or so many bits; an order is of integers only."""
     code = code if isinstance(code, Code) else code_of(code)
-    act_order = act_order and code.bits < 16 and not code.floats
-    rest = code, code.group_size or group_size, dtype, bias, steps, act_order
-    wide, narrow = MatrixFormat(intermediate, hidden, *rest), MatrixFormat(hidden, intermediate, *rest)
-    first = wide if gate else replace(wide, rows=0)
-    return Expert(random_packed(first, seed), random_packed(wide, seed + 1), random_packed(narrow, seed + 2))
+    act_order = act_order and code.bits < 16 and not (code.floats or code.lattice)
+    formats = Format(hidden, intermediate, code, group_size, dtype, bias, steps, act_order, gate).matrices
+    return Expert(*(random_packed(format, seed + number) for number, format in enumerate(formats)))

@@ -14,7 +14,7 @@ from tests.operations import Operations
 from vllm_dymoe.kernels import Activation, CpuKernel, combine, expert_reference, make_kernel, native
 from vllm_dymoe.kernels.combine import Pairs, combine_with_torch
 from vllm_dymoe.kernels.cpu import MINIMUM_WORKSPACE_BYTES
-from vllm_dymoe.residency.code import NESTED, code_of
+from vllm_dymoe.residency.code import LATTICES, NESTED, code_of
 from vllm_dymoe.residency.matrix import MatrixFormat
 
 # Two roundings of the inner activation, one of the result: 8 bits of mantissa in bf16, 11 in fp16.
@@ -138,7 +138,7 @@ def test_experts_computed_together_get_the_bits_they_get_alone(width, activation
 
 
 @pytest.mark.parametrize("isa", NATIVE)
-@pytest.mark.parametrize("code", KINDS.values(), ids=lambda code: code.name)
+@pytest.mark.parametrize("code", [*KINDS.values(), *LATTICES.values()], ids=lambda code: code.name)
 def test_a_token_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(isa, code):
     """Invariant 1 for what requests share a step, which their arrival decides."""
     expert = random_expert(150, 100, code, bias=True, act_order=True)
@@ -156,7 +156,7 @@ def test_a_token_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(isa
 
 
 @pytest.mark.parametrize("isa", NATIVE)
-@pytest.mark.parametrize("code", KINDS.values(), ids=lambda code: code.name)
+@pytest.mark.parametrize("code", [*KINDS.values(), *LATTICES.values()], ids=lambda code: code.name)
 def test_activations_of_very_different_sizes_keep_sixteen_bits(isa, code):
     """The native kernel's integers share a power of two in each 32, so an error is a part of the largest of them."""
     x = random_tokens(9, 256, torch.float16) ** 3 / 64

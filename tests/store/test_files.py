@@ -10,8 +10,9 @@ from safetensors import safe_open
 
 from tests.small_model import make_experts
 from tests.store.stores import damage, read, write
+from vllm_dymoe.residency.code import E8, E8_BASE, E8_NESTED
 from vllm_dymoe.residency.format import BlobKey, all_keys
-from vllm_dymoe.store import MANIFEST, FileStore, Manifest, StoreError
+from vllm_dymoe.store import MANIFEST, ErrorRecord, FileStore, Manifest, StoreError
 from vllm_dymoe.store.files import file_name
 
 
@@ -110,6 +111,20 @@ def manifests():
     yield make_experts(bias=True)
     for bits in ((4, 2), (8, 4)):
         yield make_experts(bits=bits, nested=True)
+    for codes in ({4: E8_NESTED, 2: E8_BASE}, {2: E8}):
+        yield replace(plain, formats={bits: replace(plain.formats[4], code=code) for bits, code in codes.items()})
+
+
+def test_what_experts_lose_is_said_and_may_be_absent(store, tmp_path):
+    lost = {2: ((0.5, 0.25), (1e-9, 3.0))}
+    manifest = replace(store.manifest, errors=ErrorRecord({2: (0.5, 0.5)}, experts=lost))
+    said = manifest.to_json()
+    (tmp_path / MANIFEST).write_text(json.dumps(said))
+    assert Manifest.read(tmp_path).errors.experts == lost
+    del said["errors"]["experts"]
+    (tmp_path / MANIFEST).write_text(json.dumps(said))
+    old = Manifest.read(tmp_path)
+    assert (old, old.errors.experts) == (manifest, {})
 
 
 def test_a_manifest_says_what_its_formats_are(store, tmp_path):

@@ -96,11 +96,11 @@ def quantize(
         typer.Option(help="Weights that share one scale and zero: 64, or what a quantized checkpoint has."),
     ] = None,
     quantizer: Annotated[
-        Literal["rtn", "hqq", "gptq"] | None,
-        typer.Option(help="GPTQ with --calibration, the best; without round to nearest, or HQQ, better at 2 bits."),
+        Literal["rtn", "hqq", "gptq", "e8"] | None,
+        typer.Option(help="With --calibration GPTQ, or E8, the best at 2 bits; else round to nearest, or HQQ."),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="Folder that `vllm-dymoe calibrate` wrote for MODEL; for gptq.")
+        Path | None, typer.Option(help="Folder that `vllm-dymoe calibrate` wrote for MODEL; for gptq and e8.")
     ] = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16"],

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_dymoe.cli.display import byte_progress
-from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.config import CALIBRATED, ConfigError, Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.convert import convert
@@ -44,11 +44,12 @@ def run(
         options = Options.model_validate(given)
     except ValidationError as error:
         raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ") + ".") from None
-    if quantizer == "gptq" and calibration is None:
+    if quantizer in CALIBRATED and calibration is None:
         raise ConfigError(
-            "gptq needs --calibration, a folder that `vllm-dymoe calibrate MODEL --texts FILE --out FOLDER` writes."
+            f"{quantizer} needs --calibration, a folder that `vllm-dymoe calibrate MODEL --texts FILE --out FOLDER` "
+            "writes."
         )
-    if quantizer != "gptq" and calibration is not None:
+    if quantizer not in CALIBRATED and calibration is not None:
         raise ConfigError(f"--quantizer {quantizer} does not use a --calibration; leave one of the two out.")
     recorded = None if calibration is None else Calibration(calibration)
     checkpoint = Checkpoint.open(model)
@@ -86,7 +87,7 @@ def _print_summary(checkpoint: Checkpoint, folder: Path, manifest: Manifest, sec
         width = next(iter(experts.formats.values())).hidden
         console.print(
             f"{rare} of {count} experts saw too few tokens in the calibration (fewer than {width}), and were quantized "
-            f"with {FALLBACK}:",
+            f"with {'what their layers read' if manifest.quantizer == 'e8' else FALLBACK}:",
             soft_wrap=True,
         )
         for layer, numbers in zip(experts.layers, fallbacks, strict=True):

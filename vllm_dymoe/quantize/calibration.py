@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vllm_dymoe.kernels.lattice import rotate
 from vllm_dymoe.quantize.gptq import Curvature
 from vllm_dymoe.quantize.held import Held, Matrix
 from vllm_dymoe.quantize.recording import CalibrationError, Recording
@@ -64,32 +65,60 @@ class Calibration:
         experts = torch.cat([self._tensor(part, layer, "experts").flatten() for part in range(len(self._parts))])
         return torch.bincount(experts.long(), minlength=self.recording.num_experts)
 
-    def inputs(self, layer: int, expert: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """What the router sent to an expert, in pieces: inputs [tokens, hidden], weights [tokens, 1], both float32."""
+    def inputs(self, layer: int, expert: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """What the router sent to an expert, in pieces: inputs [tokens, hidden], weights [tokens, 1], both float32.
+
+        For None what the layer read, each token as if an expert counted as much as one does on average.
+        """
         for part in range(len(self._parts)):
-            chosen = self._tensor(part, layer, "experts") == expert
+            experts, weights = self._tensor(part, layer, "experts"), self._tensor(part, layer, "weights")
+            chosen = torch.ones_like(experts, dtype=torch.bool) if expert is None else experts == expert
             rows = chosen.any(1).nonzero().flatten()
             inputs = self._tensor(part, layer, "inputs")
-            weights = (self._tensor(part, layer, "weights") * chosen).sum(1, keepdim=True)
+            weights = (weights * chosen).sum(1, keepdim=True)
+            if expert is None:
+                weights /= self.recording.top_k
+                rows = rows[: -(-self._borrowed // len(self._parts))]
             for some in rows.split(_CHUNK):
                 yield inputs[some].float(), weights[some]
 
-    def curvatures(self, layer: int, expert: int, matrices: Mapping[Projection, Matrix]) -> tuple[Curvature, Curvature]:
-        """Of what an expert's gate and up read, and of what down reads; CalibrationError if that is not finite."""
+    @property
+    def _borrowed(self) -> int:
+        """Tokens of its layer that an expert borrows: four for each number of an input."""
+        return 4 * self.recording.hidden_size
+
+    def curvatures(
+        self,
+        layer: int,
+        expert: int,
+        matrices: Mapping[Projection, Matrix],
+        rotations: tuple[int, int] = (0, 0),
+        *,
+        borrow: bool = False,
+    ) -> tuple[Curvature, Curvature]:
+        """Of what an expert's gate and up read, and of what down reads; CalibrationError if that is not finite.
+
+        Args:
+            rotations: inputs of both that are rotated together.
+            borrow: take what the layer read in place of what the router sent to the expert.
+        """
         function = self.recording.activation_of(layer)
         up = _linear(*matrices[Projection.UP])
         gate = _linear(*matrices[Projection.GATE]) if function.has_gate else None
         width = matrices[Projection.UP][0].shape[0]
         outer = torch.zeros(self.recording.hidden_size, self.recording.hidden_size)
         inner = torch.zeros(width, width)
-        for inputs, weights in self.inputs(layer, expert):
+        mass = 0.0
+        for inputs, weights in self.inputs(layer, None if borrow else expert):
+            mass += float(weights.square().sum())
             ups = up(inputs)
             activation = (function.alone(ups) if gate is None else function.gated(gate(inputs), ups)).mul_(weights)
             inner.addmm_(activation.t(), activation)
             inputs.mul_(weights)
             outer.addmm_(inputs.t(), inputs)
         try:
-            return Curvature.of(outer), Curvature.of(inner)
+            first, second = (_rotated(*each) for each in zip((outer, inner), rotations, strict=True))
+            return Curvature.of(first, mass), Curvature.of(second, mass)
         except ValueError as error:
             name = f"expert {expert} in layer {self.recording.layers[layer]}"
             raise CalibrationError(f"the calibration in {self.folder} is of no use for {name}: {error}") from error
@@ -97,6 +126,11 @@ class Calibration:
     def _tensor(self, part: int, layer: int, name: str) -> Tensor:
         found: Tensor = self._parts[part].get_tensor(f"{layer}.{name}")
         return found
+
+
+def _rotated(hessian: Tensor, block: int) -> Tensor:
+    """The Hessian of rotated inputs."""
+    return rotate(rotate(hessian, block).t().contiguous(), block) if block else hessian
 
 
 def _linear(weight: Tensor | Held, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -24,6 +24,7 @@ from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, read_tensors
 from vllm_dymoe.residency.format import Format, ModelExperts, Projection, stored_formats
 from vllm_dymoe.store.header import TensorPlace
+from vllm_dymoe.store.manifest import codes_of
 
 _HIDDEN = ("moe_latent_size", "hidden_size")
 _WITHOUT_GATE = frozenset(("nemotron_h",))
@@ -117,7 +118,9 @@ class Checkpoint:
         """Of every expert; some models' have no gate."""
         return tuple(Projection)[self.config.model_type in _WITHOUT_GATE :]
 
-    def model_experts(self, bits: tuple[int, ...], group_size: int, dtype: torch.dtype) -> ModelExperts:
+    def model_experts(
+        self, bits: tuple[int, ...], group_size: int, dtype: torch.dtype, quantizer: str = "rtn"
+    ) -> ModelExperts:
         """What a store of this checkpoint holds; bits have the high tier first. CheckpointError if it cannot."""
         hidden, intermediate = self.config.size(*_HIDDEN), self.config.size(*INTERMEDIATE)
         biased = any("bias" in tensors.parts for tensors in self.experts)
@@ -125,7 +128,7 @@ class Checkpoint:
             bits,
             lambda width: Format(
                 hidden, intermediate, group_size=group_size, dtype=dtype, bias=biased,
-                has_gate=Projection.GATE in self.projections, **format_fields(self.reader, {}, width),
+                has_gate=Projection.GATE in self.projections, **format_fields(self.reader, codes_of(quantizer), width),
             ),
         )  # fmt: skip
         try:

@@ -95,7 +95,7 @@ def convert(
 def _plan(checkpoint: Checkpoint, options: Options, dtype: torch.dtype, calibration: Calibration | None) -> Manifest:
     """What the store will be; refuses what is not for this checkpoint."""
     bits = options.stored_bits
-    experts = checkpoint.model_experts(bits, options.group_size, dtype)
+    experts = checkpoint.model_experts(bits, options.group_size, dtype, options.quantizer)
     reader = checkpoint.reader
     check_compatible(reader, bits, options.group_size, 0, 1)
     model = checkpoint.fingerprint()
@@ -103,7 +103,7 @@ def _plan(checkpoint: Checkpoint, options: Options, dtype: torch.dtype, calibrat
         if reader.held:
             raise CheckpointError(
                 f"{checkpoint.folder} is quantized with {reader.method}, and a calibration is for 16-bit "
-                "checkpoints; use another quantizer than gptq for the low tier."
+                f"checkpoints; use another quantizer than {options.quantizer} for the low tier."
             )
         calibration.check_belongs(model, experts)
     return Manifest(experts, quantizer_name(reader, bits, options.quantizer), model)
@@ -122,11 +122,12 @@ def _write_rest(
         target.parent.mkdir(exist_ok=True)
         write_synced(target, path.read_bytes())
         sync_folder(target.parent)
-    if (quantization := checkpoint.config.quantization) is not None:
+    fmt = next(iter(manifest.experts.formats.values()))
+    if (quantization := checkpoint.config.quantization) is not None or fmt.code.lattice:
         ours |= describe_codes(manifest.experts.formats)
+    if quantization is not None:
         ours["dense"] = quantization  # how vLLM reads the layers that are no experts
-    dtype = next(iter(manifest.experts.formats.values())).dtype
-    config = checkpoint.config.with_dtype(dtype) | {"quantization_config": ours}
+    config = checkpoint.config.with_dtype(fmt.dtype) | {"quantization_config": ours}
     config.pop("compression_config", None)
     write_synced(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
     copy_tensors(checkpoint.dense.values(), folder, progress)

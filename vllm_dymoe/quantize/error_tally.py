@@ -9,7 +9,7 @@ from vllm_dymoe.quantize.gptq import Curvature
 from vllm_dymoe.residency.format import ModelExperts, Projection
 from vllm_dymoe.store import ErrorRecord
 
-_WEIGHT, _OUTPUT = range(2)
+_WEIGHT, _OUTPUT, _MASS = range(3)
 
 
 class ErrorTally:
@@ -40,6 +40,7 @@ class ErrorTally:
         if curvature is not None:
             norms = curvature.output_norm(difference), curvature.output_norm(weight)
             self._squares[layer][_OUTPUT, bits, *matrix] = norms
+            self._squares[layer][_MASS, bits, *matrix] = curvature.mass, 0.0
 
     def fell_back(self, layer: int, experts: list[int]) -> None:
         """Note the experts of a layer for which the calibration was not used."""
@@ -56,11 +57,29 @@ class ErrorTally:
 
     def record(self) -> ErrorRecord:
         fallbacks = tuple(map(tuple, self._fallbacks))
-        return ErrorRecord(self._relative(_WEIGHT), self._relative(_OUTPUT), fallbacks if any(fallbacks) else ())
+        experts = {
+            bits: tuple(_lost_by_experts(layer, bits) for layer in self._squares) for bits in self._relative(_OUTPUT)
+        }
+        rare = fallbacks if any(fallbacks) else ()
+        return ErrorRecord(self._relative(_WEIGHT), self._relative(_OUTPUT), rare, experts)
 
     def _relative(self, kind: int) -> dict[int, tuple[float, ...]]:
         widths = sorted({bits for layer in self._squares for of, bits, *_ in layer if of == kind}, reverse=True)
         return {bits: tuple(_ratio(layer, kind, bits) for layer in self._squares) for bits in widths}
+
+
+def _lost_by_experts(layer: dict[tuple[int, ...], tuple[float, float]], bits: int) -> tuple[float, ...]:
+    """Of each expert: the relative errors of what its matrices make, as if each were one of the expert's output."""
+    count = 1 + max((expert for _, _, expert, _ in layer), default=-1)
+    lost = [0.0] * count
+    for (kind, width, expert, _), (error, whole) in sorted(layer.items()):
+        if (kind, width) == (_OUTPUT, bits) and whole:
+            lost[expert] += error / whole
+    for expert in range(count):
+        place = bits, expert, Projection.DOWN
+        (_, whole), (mass, _) = layer.get((_OUTPUT, *place), (0, 0)), layer.get((_MASS, *place), (0, 0))
+        lost[expert] *= whole / mass if mass else 0.0
+    return tuple(lost)
 
 
 def _square(values: Tensor) -> float:

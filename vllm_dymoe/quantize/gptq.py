@@ -44,14 +44,16 @@ class Curvature:
         hessian: float32 [columns, columns], not damped.
         order: int64 [columns], the order in which columns are rounded.
         factor: float32 [columns, columns], U in that order: the inverse of the damped Hessian is U^T U.
+        mass: sum of the squares of the tokens' routing weights.
     """
 
     hessian: Tensor
     order: Tensor
     factor: Tensor
+    mass: float = 1.0
 
     @classmethod
-    def of(cls, hessian: Tensor) -> "Curvature":
+    def of(cls, hessian: Tensor, mass: float = 1.0) -> "Curvature":
         """Factorize X^T X, float [columns, columns]; ValueError if it is not finite."""
         if not bool(torch.isfinite(hessian).all()):
             raise ValueError("inputs are NaN, infinite or too large.")
@@ -61,7 +63,7 @@ class Curvature:
         upper = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
         identity = torch.eye(len(order), dtype=upper.dtype, device=upper.device)
         factor = torch.linalg.solve_triangular(upper, identity, upper=True)
-        return cls(hessian.float(), order, factor.float())
+        return cls(hessian.float(), order, factor.float(), mass)
 
     def damped(self) -> Tensor:
         return _damped(self.hessian, self.order)

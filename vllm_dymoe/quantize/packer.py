@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels import dequantize
+from vllm_dymoe.kernels.lattice import rotate
+from vllm_dymoe.kernels.pack import rotated_weights
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, quantize_gptq
 from vllm_dymoe.quantize.held import Held, Matrix
+from vllm_dymoe.quantize.lattice import quantize_lattice
 from vllm_dymoe.quantize.quantizers import QUANTIZERS, Quantizer, dequantized, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.side_by_side import SideBySide
 from vllm_dymoe.residency.format import BlobKey, ModelExperts, Projection
@@ -94,12 +97,14 @@ def pack(
     """Pack every expert of a checkpoint; a whole one at a time, because what down reads follows from the others.
 
     Args:
-        calibration: for GPTQ. Experts that it saw too rarely are quantized with HQQ.
+        calibration: for GPTQ and lattices. Experts that it saw too rarely are quantized with HQQ, or, to points of a
+            lattice, with what their layer read.
         journal: which layers are packed already; each that is packed and synced is added.
         progress: called with source bytes as they are done.
     """
     errors = ErrorTally(experts)
     chosen = QUANTIZERS[quantizer if calibration is None else FALLBACK]
+    fmt = next(iter(experts.formats.values()))
     rare: dict[int, list[int]] = {}
 
     def work() -> Iterator[tuple[int, int]]:
@@ -117,8 +122,9 @@ def pack(
     def do(layer: int, expert: int) -> None:
         matrices = checkpoint.expert(layer, expert)
         outer = inner = None
-        if calibration is not None and expert not in rare[layer]:
-            outer, inner = calibration.curvatures(layer, expert, matrices)
+        borrow = calibration is not None and expert in rare[layer]
+        if calibration is not None and (fmt.code.lattice or not borrow):
+            outer, inner = calibration.curvatures(layer, expert, matrices, fmt.rotations, borrow=borrow)
         for projection, matrix in matrices.items():
             curvature = inner if projection is Projection.DOWN else outer
             pack_projection(experts, (layer, expert, projection), matrix, chosen, writer, errors, curvature)
@@ -151,7 +157,7 @@ def pack_projection(
     Codes go into the version of their bits as they are; the others are quantized from what the codes stand for.
 
     Args:
-        curvature: of the inputs, for GPTQ in place of the quantizer.
+        curvature: of the inputs, for GPTQ in place of the quantizer; of rotated ones for a lattice.
 
     Raises:
         StoreError: the shape is not the model's, weights are not finite, or codes cannot be held as they are.
@@ -170,13 +176,21 @@ def pack_projection(
         section = torch.empty(form.nbytes, dtype=torch.uint8)
         base = torch.empty(form.base.nbytes, dtype=torch.uint8) if form.nested else None
         taken = isinstance(weight, Held) and bits == weight.bits
+        plain = weight.dequantize() if isinstance(weight, Held) and not taken else weight
         try:
-            if isinstance(weight, Held) and taken:
+            if form.code.lattice:
+                assert curvature is not None
+                assert isinstance(plain, Tensor)
+                plain = rotate(plain.float(), form.rotation)
+                quantize_lattice(plain, form, curvature, section, base)
+                made = form.view(section, None if base is None else form.base.view(base))
+                errors.add(place, plain, rotated_weights(made), bits, curvature)
+            elif isinstance(weight, Held) and taken:
                 weight.pack(form, section, base)
             else:
                 if isinstance(weight, Held):
                     weight.check_scales(form.dtype)
-                plain = weight.dequantize() if isinstance(weight, Held) else weight
+                assert isinstance(plain, Tensor)
                 codes = quantize_matrix(plain, form, quantizer, section, base)
                 if codes is not None:
                     errors.add(place, plain, dequantized(codes, form), bits, curvature)
@@ -186,8 +200,10 @@ def pack_projection(
         if bias is not None:
             _pack_bias(experts, place, bias, form if base is None else form.base, section if base is None else base)
         if base is not None:
-            plain = weight.dequantize() if isinstance(weight, Held) else weight
-            errors.add(place, plain, dequantize(form.base.view(base)), form.base.bits, curvature)
+            low = form.base.view(base)
+            read = rotated_weights(low) if form.code.lattice else dequantize(low)
+            plain = plain.dequantize() if isinstance(plain, Held) else plain
+            errors.add(place, plain, read, form.base.bits, curvature)
             writer.write(BlobKey(place[0], place[1], form.base.bits), place[2], base)
         writer.write(BlobKey(place[0], place[1], bits), place[2], section)
 

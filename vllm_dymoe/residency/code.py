@@ -3,7 +3,8 @@
 16 bits are plain weights. 8, 4 and 2 bits are steps of a grid: weight = (step * code - center) * scale + zero. Each
 half of the bits of such a code is a slice of its own where versions are nested: the upper half alone is the low
 version. MXFP4, NVFP4 and FP8 are published floats, weight = level[code] * scale: the 16 levels of e2m1 (OCP
-Microscaling Formats 1.0, 5.3.3) or the 256 of e4m3 (arXiv:2209.05433).
+Microscaling Formats 1.0, 5.3.3) or the 256 of e4m3 (arXiv:2209.05433). Codes of a lattice are points of E8, one for
+eight weights of a column whose inputs are rotated (``kernels/lattice.py``); the fine slice is a second, smaller point.
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Code:
     """Of a published float's scale; None for steps of a grid, whose scales and zeros have the matrix's."""
     has_factor: bool = False  # whether a matrix has a factor of its own beside its scales
     dtype: torch.dtype = torch.uint8  # of a published float of 8 bits
+    lattice: bool = False  # whether codes are points of a lattice, with a scale for each row, of rotated inputs
 
     @property
     def nested(self) -> bool:
@@ -38,7 +40,7 @@ class Code:
     @cached_property
     def base(self) -> "Code":
         """Of the slice with the upper halves, if this code is nested."""
-        return UPPER_HALVES[self.bits]
+        return E8_BASE if self.lattice else UPPER_HALVES[self.bits]
 
     @property
     def floats(self) -> bool:
@@ -80,8 +82,12 @@ NESTED = {bits: Code(f"{bits}/{bits // 2}", bits, bits, bits // 2) for bits in (
 MXFP4 = Code("mxfp4", 4, 32, 4, group_size=32, scale_dtype=torch.float8_e8m0fnu)
 NVFP4 = Code("nvfp4", 4, 64, 4, group_size=16, scale_dtype=torch.float8_e4m3fn, has_factor=True)
 FP8 = Code("fp8", 8, 128, 8, scale_dtype=torch.float32, dtype=torch.float8_e4m3fn)
+E8 = Code("e8", 2, 256, 2, lattice=True)
+E8_NESTED = Code("e8+e8", 4, 512, 2, lattice=True)
+E8_BASE = Code("e8 of e8+e8", 2, 256, 2, upper_of=4, lattice=True)
 
 CODEBOOKS = {code.name: code for code in (MXFP4, NVFP4, FP8)}
+LATTICES = {code.name: code for code in (E8, E8_NESTED)}
 WHOLE = {code.tag: code for code in (PLAIN, *STEPS.values(), *CODEBOOKS.values())}
 """Codes of a version of its own, by tag."""
 

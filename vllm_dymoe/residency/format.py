@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_dymoe.residency.code import NESTED, Code
-from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
+from vllm_dymoe.residency.matrix import BLOCK_ROWS, MatrixFormat, PackedMatrix
 
 
 class Projection(IntEnum):
@@ -98,8 +98,20 @@ class Format:
         """Formats of gate [I, H] or [0, H], up [I, H] and down [H, I]."""
         group_size = self.code.group_size or self.group_size
         rest = self.code, group_size, self.dtype, self.bias, self.integer_zeros, self.act_order
-        up = MatrixFormat(self.intermediate, self.hidden, *rest)
-        return up if self.has_gate else replace(up, rows=0), up, MatrixFormat(self.hidden, self.intermediate, *rest)
+        outer, inner = self.rotations
+        up = MatrixFormat(self.intermediate, self.hidden, *rest, outer)
+        down = MatrixFormat(self.hidden, self.intermediate, *rest, inner)
+        return up if self.has_gate else replace(up, rows=0), up, down
+
+    @property
+    def rotations(self) -> tuple[int, int]:
+        """Inputs of gate and up, and of down, that are rotated together: the largest power of two that divides them.
+
+        Of down no more than a kernel's program makes of them, which can then rotate them before it stores them.
+        """
+        if not self.code.lattice:
+            return 0, 0
+        return self.hidden & -self.hidden, min(self.intermediate & -self.intermediate, BLOCK_ROWS)
 
     @cached_property
     def sections(self) -> tuple[slice, slice, slice]:
@@ -201,7 +213,7 @@ def stored_formats(bits: Sequence[int], make: Callable[[int], Format]) -> dict[i
 
 def nested(fmt: Format) -> Format:
     """The fine slice of a version with the low one inside."""
-    return replace(fmt, code=NESTED[fmt.bits])
+    return fmt if fmt.nested else replace(fmt, code=NESTED[fmt.bits])
 
 
 def nests(bits: Sequence[int], code: Code | None) -> bool:

@@ -55,6 +55,7 @@ class MatrixFormat:
     """Whether columns are stored in another order than that of the inputs, which lies behind the bias. GPTQ quantizes
     columns in the order of their activations (desc_act), and its groups lie scattered over a row; columns are stored so
     that groups are neighbours again."""
+    rotation: int = 0  # neighbouring inputs that are rotated together before they are multiplied; 0 but for lattices
 
     def __post_init__(self) -> None:
         if self.rows < 0 or self.columns < 1:
@@ -64,7 +65,7 @@ class MatrixFormat:
             raise ValueError(f"group_size is {self.group_size}, expected one of {', '.join(map(str, sizes))}")
         if self.dtype not in DTYPES:
             raise TypeError(f"dtype is {self.dtype}, expected torch.bfloat16 or torch.float16")
-        if (self.integer_zeros or self.act_order) and (self.code.floats or not self.quantized):
+        if (self.integer_zeros or self.act_order) and (self.code.floats or self.code.lattice or not self.quantized):
             what = "integer_zeros" if self.integer_zeros else "act_order"
             raise ValueError(f"{what} is set for the code {self.code.name}, which has neither zeros nor an order")
         if self.act_order and self.columns > _MOST_ACT_ORDER_COLUMNS:
@@ -93,6 +94,8 @@ class MatrixFormat:
     @cached_property
     def fold(self) -> int:
         """Neighbouring columns whose 2-bit codes share bytes, the first half of them with the second."""
+        if self.code.lattice:
+            return FOLD_COLUMNS
         halves = self.code.nested or self.code.upper_of
         return min(self.group_size, FOLD_COLUMNS) if halves else self.group_size
 
@@ -104,11 +107,15 @@ class MatrixFormat:
     @cached_property
     def padded_columns(self) -> int:
         """Columns that are stored: whole groups, or just the columns at 16 bits."""
+        if self.code.lattice:
+            return _round_up(self.columns, FOLD_COLUMNS)
         return _round_up(self.columns, self.group_size) if self.quantized else self.columns
 
     @cached_property
     def groups(self) -> int:
         """Groups along the columns of one row; 0 at 16 bits."""
+        if self.code.lattice:
+            return 1
         return self.padded_columns // self.group_size if self.quantized else 0
 
     @cached_property
@@ -198,7 +205,8 @@ class PackedMatrix:
     """uint8 [blocks, columns, 32] at 4 bits, [blocks, columns / 2, 32] at 2, [blocks, 2, columns, 32] at 8 (columns
     padded to whole groups); `dtype` [rows, columns] at 16."""
     scales_zeros: Tensor | None
-    """`dtype` [groups, padded_rows, 2], scale then zero; None at 16 bits and for published floats."""
+    """`dtype` [groups, padded_rows, 2], scale then zero, of a lattice the scales of the low and the high reading; None
+    at 16 bits and for published floats."""
     bias: Tensor | None = None  # `dtype` [rows]; None where the format has none
     order: Tensor | None = None
     """int16 [columns], the input that each stored column multiplies; None where that is its own place."""

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from vllm_dymoe.residency.code import CODEBOOKS, code_of
+from vllm_dymoe.residency.code import CODEBOOKS, LATTICES, code_of
 from vllm_dymoe.residency.format import Format, ModelExperts, nested
 from vllm_dymoe.store.base import StoreError
 
@@ -22,19 +22,26 @@ BLOCK = 4096
 
 _FLAGS = {"integer_zeros": "zeros_in_steps", "act_order": "ordered"}
 _CODEBOOKS = "codebooks"
+_NAMED = CODEBOOKS | LATTICES
 
 
 def describe_codes(formats: Mapping[int, Format]) -> dict[str, Any]:
     """What codes mean, as it stands in a manifest and in a checkpoint's quantization_config."""
     flags = {key: [bits for bits, fmt in formats.items() if getattr(fmt, field)] for field, key in _FLAGS.items()}
-    return flags | {_CODEBOOKS: {str(bits): fmt.code.name for bits, fmt in formats.items() if fmt.code.floats}}
+    named = {str(bits): fmt.code.name for bits, fmt in formats.items() if fmt.code.name in _NAMED}
+    return flags | {_CODEBOOKS: named}
 
 
 def read_codes(described: Mapping[str, Any], bits: int) -> dict[str, Any]:
     """The same of one bit-width as arguments of :class:`Format`."""
     flags = {field: bits in described.get(key, ()) for field, key in _FLAGS.items()}
     named = described.get(_CODEBOOKS, {}).get(str(bits))
-    return flags | {"code": code_of(bits, None if named is None else CODEBOOKS[named])}
+    return flags | {"code": code_of(bits, None if named is None else _NAMED[named])}
+
+
+def codes_of(quantizer: str) -> dict[str, Any]:
+    """What a quantizer's codes are, as ``describe_codes`` says it."""
+    return {_CODEBOOKS: {str(code.bits): code.name for code in LATTICES.values()}} if quantizer == "e8" else {}
 
 
 @dataclass(frozen=True)
@@ -45,20 +52,24 @@ class ErrorRecord:
         weight: by bit-width below 16, |W - dequantized W| / |W|.
         output: the same of X W^T, X being the inputs of a calibration; empty where there was none.
         fallbacks: the experts of each layer that the calibration saw too rarely to be used.
+        experts: by bit-width, what each expert of each layer loses: the expected square of its output's error, where
+            its routing weight is 1; empty where there was no calibration.
     """
 
     weight: Mapping[int, tuple[float, ...]]
     output: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     fallbacks: tuple[tuple[int, ...], ...] = ()
+    experts: Mapping[int, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         def rounded(errors: Mapping[int, tuple[float, ...]]) -> dict[str, list[float]]:
-            return {str(bits): [float(f"{error:.4g}") for error in layers] for bits, layers in errors.items()}
+            return {str(bits): [_short(error) for error in layers] for bits, layers in errors.items()}
 
         return {
             "weight": rounded(self.weight),
             "output": rounded(self.output),
             "fallbacks": [list(experts) for experts in self.fallbacks],
+            "experts": {str(bits): [list(map(_short, each)) for each in some] for bits, some in self.experts.items()},
         }
 
     @classmethod
@@ -67,7 +78,15 @@ class ErrorRecord:
             return {int(bits): tuple(float(error) for error in layers) for bits, layers in errors.items()}
 
         fallbacks = tuple(tuple(int(expert) for expert in experts) for experts in data["fallbacks"])
-        return cls(read(data["weight"]), read(data["output"]), fallbacks)
+        experts = {
+            int(bits): tuple(tuple(map(float, each)) for each in layers)
+            for bits, layers in data.get("experts", {}).items()
+        }
+        return cls(read(data["weight"]), read(data["output"]), fallbacks, experts)
+
+
+def _short(error: float) -> float:
+    return float(f"{error:.4g}")
 
 
 @dataclass(frozen=True)

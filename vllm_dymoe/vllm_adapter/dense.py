@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.config import CALIBRATED, ConfigError, Options
 from vllm_dymoe.host_memory import map_bytes
 from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.linear import Linear
@@ -91,7 +91,7 @@ class _Packed:
         rows, columns = weight.shape
         options = self._options
         fmt = MatrixFormat(rows, columns, code_of(options.dense), options.group_size, weight.dtype)
-        quantizer = QUANTIZERS["rtn" if options.quantizer == "gptq" else options.quantizer]
+        quantizer = QUANTIZERS["rtn" if options.quantizer in CALIBRATED else options.quantizer]
         quantize_matrix(weight, fmt, quantizer, map_packed(layer, fmt))
         if not self._tied:
             layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)

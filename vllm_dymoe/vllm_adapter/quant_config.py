@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.config import CALIBRATED, ConfigError, Options
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader, make_reader
 from vllm_dymoe.quantize.readers.base import check_compatible, store_group_sizes
 from vllm_dymoe.quantize.readers.configurations import EXPERT_DTYPE, describe_modelopt, with_expert_dtype
@@ -186,10 +186,15 @@ def read_options(
             check_compatible(reader, options.stored_bits, options.group_size, *columns)
         return options
     options = resolve_options(asked, checkpoint)
-    if checkpoint is None and options.quantizer == "gptq":
+    if checkpoint is None and options.quantizer in CALIBRATED:
         raise ConfigError(
-            'vllm-dymoe: quantizer "gptq" needs a calibration, which there is none of while a model loads; write a '
-            "checkpoint with `vllm-dymoe quantize --calibration FOLDER` and serve that."
+            f'vllm-dymoe: quantizer "{options.quantizer}" needs a calibration, which there is none of while a model '
+            "loads; write a checkpoint with `vllm-dymoe quantize --calibration FOLDER` and serve that."
+        )
+    if options.quantizer == "e8" and vllm_config.device_config.device_type != "cpu":
+        raise ConfigError(
+            "vllm-dymoe: this checkpoint holds points of a lattice (quantizer e8), which CPUs alone multiply so far; "
+            "write it with `vllm-dymoe quantize --quantizer gptq`."
         )
     for option in ("hi", "lo", "group_size", "quantizer"):
         stored, wanted = (checkpoint or {}).get(option), getattr(options, option)

@@ -1,0 +1,89 @@
+"""Codes of a lattice: eight weights of a column are one point of E8, and inputs are rotated before they are multiplied.
+
+The eight codes of 2 bits stand for -1.5, -0.5, 0.5 and 1.5, and the parity of their low bits says whether all eight are
+a quarter higher (even) or lower. These are the 65536 points of a moved E8 in a cube: half numbers whose sum is even and
+whole ones whose sum is odd, less a quarter. They cost decoders hardly more than steps of a grid, which they else are;
+the ball that "QuIP#" (Tseng et al., 2024) cuts out of E8 in place of the cube loses 5 to 10 % less and needs a table.
+
+A weight is (point + point of the fine slice / 4) * scale, with a scale for each row. Points are good for weights that
+look Gaussian, as those of rotated inputs do: each column has a sign, and blocks of columns, as many as the largest
+power of two that divides their number, are Hadamard transformed.
+"""
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.residency.matrix import BLOCK_ROWS
+
+FINE = 0.25
+"""A point's size in the fine slice, of its size in the base."""
+
+# Rows of a block, point by point: those whose codes share a word.
+POINT_ROWS = torch.tensor([[4 * w + b + half for half in (0, 32) for b in range(4)] for w in range(8)]).flatten()
+WIDTH = 8
+
+
+def points(codes: Tensor) -> Tensor:
+    """What the codes (uint8 [..., 8 n], eight for each point) stand for: float32, multiples of a quarter."""
+    odd = (codes & 1).view(*codes.shape[:-1], -1, WIDTH).sum(-1) % 2
+    return codes.float() - 1.25 - 0.5 * odd.repeat_interleave(WIDTH, -1)
+
+
+def nearest(wanted: Tensor) -> Tensor:
+    """Codes of the nearest points: float32 [..., 8 n] -> uint8; the plain twin of ``kernels/cpu/nearest.h``."""
+    wanted = wanted.unflatten(-1, (-1, WIDTH))
+    best, found = wanted.new_full(wanted.shape[:-1], torch.inf), torch.zeros_like(wanted, dtype=torch.uint8)
+    for odd in (0, 1):
+        left = wanted + (1.75 if odd else 1.25)  # codes stand for themselves
+        even_codes, odd_codes = (left > 1).float() * 2, (left > 2).float() * 2 + 1
+        costs = (left - even_codes).square(), (left - odd_codes).square()
+        is_odd = costs[1] < costs[0]
+        # If the parity is wrong, the code that costs least is exchanged.
+        gap = (costs[0] - costs[1]).abs()
+        least, which = gap.min(-1)
+        wrong = is_odd.sum(-1) % 2 != odd
+        is_odd = is_odd ^ (torch.zeros_like(is_odd).scatter(-1, which.unsqueeze(-1), True) & wrong.unsqueeze(-1))
+        cost = torch.minimum(*costs).sum(-1) + torch.where(wrong, least, 0.0)
+        better = cost < best
+        codes = torch.where(is_odd, odd_codes, even_codes).to(torch.uint8)
+        found, best = torch.where(better.unsqueeze(-1), codes, found), torch.where(better, cost, best)
+    return found.flatten(-2)
+
+
+def signs(columns: int) -> Tensor:
+    """What inputs are multiplied with before the transform: float32 [columns] of 1 and -1, a hash of their number."""
+    number = torch.arange(columns, dtype=torch.int64)
+    number = (number * 0x9E3779B1) & 0xFFFFFFFF
+    number = ((number ^ (number >> 15)) * 0x85EBCA77) & 0xFFFFFFFF
+    return 1.0 - 2.0 * ((number ^ (number >> 13)) & 1)
+
+
+def rotate(x: Tensor, block: int, *, back: bool = False) -> Tensor:
+    """The last dimension, rotated or rotated back: a new tensor of the same dtype; float32 or float64."""
+    flips = signs(x.shape[-1]).to(x.dtype)
+    out = x if back else x * flips
+    shape, half = out.shape, 1
+    out = out.reshape(-1, block)
+    while half < block:
+        pairs = out.view(len(out), -1, 2, half)
+        out = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2).flatten(1)
+        half *= 2
+    out = (out * block**-0.5).view(shape)
+    return out * flips if back else out
+
+
+def in_point_order(rows: Tensor) -> Tensor:
+    """Rows [whole blocks, ...] in the order in which points have them."""
+    return rows.unflatten(0, (-1, BLOCK_ROWS))[:, POINT_ROWS].flatten(0, 1)
+
+
+def in_row_order(rows: Tensor) -> Tensor:
+    """Inverse of ``in_point_order``."""
+    return rows.unflatten(0, (-1, BLOCK_ROWS))[:, POINT_ROWS.argsort()].flatten(0, 1)
+
+
+def numbers(codes: Tensor, *, nested: bool) -> Tensor:
+    """What codes (uint8 [padded_rows, columns]) stand for before they are scaled: float32, of rotated inputs."""
+    columns = in_point_order(codes).t()
+    base = points(columns >> 2) + FINE * points(columns & 3) if nested else points(columns)
+    return in_row_order(base.t())

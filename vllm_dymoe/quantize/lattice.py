@@ -1,0 +1,148 @@
+"""Points of a lattice for a whole matrix, with feedback of errors, for one reading or for two.
+
+The inputs of a matrix are rotated, so that its weights look Gaussian, and eight rows of a column are rounded together
+to a point of E8 (``kernels/lattice.py``). What rounding a column does to the outputs is made up for by later columns,
+as in ``gptq`` (LDLQ of Tseng et al., "QuIP#", 2024). Where the low version lies inside the high one each reading has
+errors and wishes of its own: the base is nearest to a mean of the two, weighted with `LOW_SHARE`, and the fine slice
+to what the base leaves of the high one. A sweep of coordinate descent chooses every point once more, if that is for
+the better.
+
+Points are made smaller than least squares would have them: the model's own KL is less (`SPREAD`). The low reading has a
+scale of its own, which makes it unbiased: <W, W'> = <W, W> for each row, as its inputs weigh them.
+"""
+
+import torch
+from torch import Tensor
+
+from vllm_dymoe.kernels import native, pack, pack_nested
+from vllm_dymoe.kernels.lattice import FINE, WIDTH, in_point_order, in_row_order, nearest, numbers, points
+from vllm_dymoe.quantize.gptq import Curvature
+from vllm_dymoe.residency.matrix import MatrixFormat
+
+LOW_SHARE = 0.45
+"""What the low reading's wishes count in the mean that the base is nearest to."""
+
+SPREAD = 1.165
+"""A row's scale, of the root of its mean square."""
+
+# Columns whose errors reach the rest of the matrix in one product.
+_BLOCK = 128
+
+
+def quantize_lattice(
+    weight: Tensor,
+    format: MatrixFormat,
+    curvature: Curvature,
+    section: Tensor,
+    base: Tensor | None = None,
+    low_share: float = LOW_SHARE,
+) -> None:
+    """Quantize a matrix and pack it.
+
+    Args:
+        weight: [rows, columns], of rotated inputs.
+        curvature: of rotated inputs.
+        section: uint8 [format.nbytes], overwritten.
+        base: uint8 [format.base.nbytes], overwritten, if the format is nested.
+
+    Raises:
+        ValueError: weights that are not finite.
+    """
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError("some of its weights are NaN or infinite; download the checkpoint again.")
+    scale = (weight.float().square().mean(1, keepdim=True).sqrt() * SPREAD).to(format.dtype)
+    units = weight.float() / torch.where(scale > 0, scale, 1).float()
+    padded = torch.nn.functional.pad(units, (0, 0, 0, format.padded_rows - format.rows))
+    rounded = _Rounding(in_point_order(padded).t()[curvature.order].contiguous(), 1 + format.nested, low_share)
+    rounded.go(curvature.factor)
+    rounded.descend(curvature.damped())
+    sorted_codes = rounded.codes[0] if base is None else rounded.codes[0] << 2 | rounded.codes[1]
+    codes = torch.empty_like(sorted_codes)
+    codes[curvature.order] = sorted_codes
+    codes = in_row_order(codes.t())
+    low = numbers(codes >> 2 if format.nested else codes, nested=False)[: format.rows]
+    seen = units @ curvature.hessian
+    gain = (seen * units).sum(1, keepdim=True) / (seen * low).sum(1, keepdim=True)
+    low_scale = (scale.float() * torch.where((gain > 0.5) & (gain < 2), gain, 1)).to(format.dtype)
+    if base is None:
+        pack(format, codes, low_scale, low_scale, section)
+    else:
+        pack_nested(format, codes, low_scale, scale, base, section)
+
+
+class _Rounding:
+    """A matrix [columns, rows] in units of its rows' scales, in the order of rounding, and its points so far.
+
+    Attributes:
+        codes: uint8 [columns, rows], of the base and, for two streams, of the fine slice.
+    """
+
+    def __init__(self, weight: Tensor, streams: int, low_share: float) -> None:
+        self._weight = weight.unsqueeze(1).expand(-1, streams, -1).contiguous()  # [columns, streams, rows], high first
+        self._share = low_share
+        self.codes = [torch.zeros(weight.shape, dtype=torch.uint8) for _ in range(streams)]
+
+    def read(self) -> Tensor:
+        """What both readings are: float32 [columns, streams, rows]."""
+        base = points(self.codes[0])
+        return torch.stack([base + FINE * points(codes) for codes in self.codes[1:]] + [base], 1)
+
+    def go(self, factor: Tensor) -> None:
+        """Round every column; U, see ``Curvature``, hands errors on."""
+        left = self._weight.clone()
+        for start in range(0, len(left), _BLOCK):
+            block = slice(start, min(start + _BLOCK, len(left)))
+            some = factor[block, block]
+            errors = self._round(block, left[block], some, some.diagonal())
+            left[block.stop :].flatten(1).addmm_(factor[block, block.stop :].t(), errors.flatten(1), alpha=-1)
+
+    def descend(self, hessian: Tensor) -> None:
+        """Choose every column's points once more, given all others."""
+        before = self.read()
+        slope = hessian @ (before - self._weight).flatten(1)
+        diagonal = hessian.diagonal()
+        for start in range(0, len(before), _BLOCK):
+            block = slice(start, min(start + _BLOCK, len(before)))
+            left = before[block] - slope[block].view_as(before[block]) / diagonal[block, None, None]
+            some = hessian[block, block] / diagonal[block]
+            errors = self._round(block, left, some, torch.ones_like(diagonal[block]), before[block])
+            slope.addmm_(hessian[:, block], errors.flatten(1))
+
+    def _round(
+        self, block: slice, left: Tensor, factors: Tensor, divisors: Tensor, before: Tensor | None = None
+    ) -> Tensor:
+        """Round a block of columns in their order; what it hands on: float32 like left, which is overwritten.
+
+        Args:
+            left: float32 [columns, streams, rows], what is wanted of each column.
+            factors: [columns, columns]; that of an earlier column, times its error, is taken off a later one's wishes.
+            divisors: [columns], of what is wanted less what is there, which is the error.
+            before: what is read so far; the error is then the change from it, which must be for the better.
+        """
+        library, codes = native.load(), [part[block] for part in self.codes]
+        errors = torch.empty_like(left)
+        if library is not None:
+            library.round_block(left, errors, codes, factors.contiguous(), divisors.contiguous(), self._share, before)
+            return errors
+        for column, wanted in enumerate(left):
+            base, *fine = choose(wanted, self._share)
+            made = torch.stack([points(base) + FINE * points(codes) for codes in fine] + [points(base)])
+            if before is None:
+                errors[column] = (wanted - made) / divisors[column]
+                taken = torch.ones_like(base, dtype=torch.bool)
+            else:
+                weights = torch.tensor([1.0, self._share / (1 - self._share)][: len(wanted)])[:, None]
+                costs = [((wanted - some).square() * weights).sum(0) for some in (before[column], made)]
+                taken = torch.less(*(cost.view(-1, WIDTH).sum(1) for cost in reversed(costs)))
+                taken = taken.repeat_interleave(WIDTH)
+                errors[column] = torch.where(taken, made - before[column], 0)
+            for part, new in zip(codes, (base, *fine), strict=True):
+                part[column] = torch.where(taken, new, part[column])
+            left[column + 1 :].sub_(factors[column, column + 1 :, None, None] * errors[column])
+        return errors
+
+
+def choose(wanted: Tensor, low_share: float) -> list[Tensor]:
+    """Codes uint8 [rows] of the base and, for two streams, of the fine slice: float32 [streams, rows]."""
+    base = nearest(torch.lerp(wanted[0], wanted[-1], low_share))
+    return [base, nearest((wanted[0] - points(base)) / FINE)][: len(wanted)]

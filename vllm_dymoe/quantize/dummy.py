@@ -59,12 +59,12 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
             size = _SPREAD
         scale = torch.tensor([_SPREAD / size], dtype=torch.float32).to(packed.scales.dtype)
         packed.scales.view(torch.uint8).view(*packed.scales.shape, -1).copy_(scale.view(torch.uint8))
-    elif matrix.code.lattice:  # points have about unit variance
-        packed.scales_zeros[:, : matrix.rows] = _SPREAD
     elif packed.scales_zeros is None:
         sign_and_mantissa = round(1 / torch.finfo(matrix.dtype).eps) - 1 - 2**15
         exponent = int(torch.tensor(_SMALLEST, dtype=matrix.dtype).view(torch.int16))
         packed.weight.view(torch.int16).bitwise_and_(sign_and_mantissa).bitwise_or_(exponent)
+    elif matrix.code.lattice:  # points have about unit variance
+        packed.scales_zeros[:, : matrix.rows] = _SPREAD
     else:
         scale = _SPREAD * 12**0.5 / 2 ** (matrix.code.upper_of or matrix.bits)  # codes are uniform
         packed.scales_zeros[:, : matrix.rows, 0] = scale

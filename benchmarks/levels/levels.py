@@ -110,7 +110,7 @@ def llama(gguf: Path, memory: int) -> dict[str, Any]:
         return found | {"experts_bytes": limit.peak}
 
 
-def dymoe(packed: Path, memory: int, options: dict[str, Any], cache: int) -> dict[str, Any]:
+def dymoe(packed: Path, memory: int, options: dict[str, Any], cache: int | None) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from vllm_dymoe.runtime.serving import Serving
@@ -160,7 +160,7 @@ def child(system: str, packed: Path, gguf: Path, memory: int) -> dict[str, Any]:
         return llama(gguf, memory)
     if system == "cache":  # a quarter for slots, the rest for the page cache
         return dymoe(packed, memory, {"host_store": "file", "expert_budget": memory // 4}, memory - memory // 4)
-    return dymoe(packed, memory, {"host_memory": memory}, 0)
+    return dymoe(packed, memory, {"host_memory": memory}, None)  # a limit of nothing would tear up reads that run
 
 
 def rates(packed: Path) -> Any:

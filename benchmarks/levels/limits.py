@@ -22,14 +22,14 @@ class Limit:
 
     Args:
         files: of them.
-        nbytes: the limit.
+        nbytes: the limit; None to watch only.
         mapped: this process maps them, so that pages have to leave its tables first.
 
     Attributes:
         peak: the most that was seen, in bytes.
     """
 
-    def __init__(self, files: Sequence[Path], nbytes: int, *, mapped: bool = False) -> None:
+    def __init__(self, files: Sequence[Path], nbytes: int | None, *, mapped: bool = False) -> None:
         self._files, self._limit, self._mapped = list(files), nbytes, mapped
         self._open = [os.open(path, os.O_RDONLY) for path in files]
         self._random, self._end = random.Random(0), threading.Event()
@@ -64,7 +64,7 @@ class Limit:
 
     def _trim(self) -> None:
         maps = self._maps() if self._mapped else []
-        while self.cached() > self._limit:
+        while self._limit is not None and self.cached() > self._limit:
             for _ in range(16):
                 number = self._random.randrange(len(self._open))
                 offset = self._random.randrange(0, os.fstat(self._open[number]).st_size, _PIECE)

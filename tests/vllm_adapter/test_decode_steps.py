@@ -57,7 +57,7 @@ def test_which_steps_are_wide(memory_store, system, monkeypatch):
     """More rows than decode kernels are for, and prompts that count otherwise; drafted tokens are none."""
     runtime = decided_runtime(memory_store, "50%", system)
     speculating = rank_of(runtime, drafted=2)
-    assert (speculating.prompts is None) == (system == "exact")
+    assert speculating._decode._asks == (system == "dymoe")
     context = SimpleNamespace(attn_metadata=None, additional_kwargs={})
     monkeypatch.setattr(step_module, "get_forward_context", lambda: context)
     for counts, drafted, narrow in (

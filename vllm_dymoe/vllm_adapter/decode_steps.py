@@ -40,7 +40,7 @@ class DecodeSteps:
         step = self._step
         if not capturing:
             self.path.tell(0 if step.warming_up else step.real(rows))
-        return rows <= DECODE_ROWS and (capturing or step.warming_up or self._decodes or self._prompts is None)
+        return rows <= DECODE_ROWS and (capturing or step.warming_up or self._decodes or not self._asks)
 
     def run_wide(
         self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, here: torch.Tensor,
@@ -58,8 +58,12 @@ class DecodeSteps:
             marks = None if self._prompts is None else self._prompts.marks(rows, x.device)
         return self.path.wide.forward(layer.position, x, weights, here, layer.activation, marks, captured=capturing)
 
+    @property
+    def _asks(self) -> bool:
+        return self._prompts is not None and self._prompts.asks
+
     def begin(self) -> None:
-        self._tokens, self._wide = self._step.tokens, not (self._decodes or self._prompts is None)
+        self._tokens, self._wide = self._step.tokens, not (self._decodes or not self._asks)
         self._wide |= self._step.tokens > DECODE_ROWS
         self.path.settle()
         self.path.tell(self._tokens)

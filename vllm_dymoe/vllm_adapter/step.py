@@ -171,14 +171,20 @@ class PromptTap:
         mixed = sum(last - first for first, last in prompts.spans) < count
         return PromptTokens(prompts.rows, heavy, mixed)
 
+    @property
+    def asks(self) -> bool:
+        """Whether a prompt's tokens count otherwise than others."""
+        return self._system().precision.heavy_hitters is not None and len(self._system().precision.tiers) > 1
+
     def marks(self, rows: int, device: torch.device) -> torch.Tensor | None:
         """What :meth:`tokens` says, without waiting for the device: int8 [rows], 2 for heavy hitters, 1 for the others.
 
         None in a step that only decodes, or if the system does not ask.
         """
-        share, context = self._share, get_forward_context()
+        share = self._share if self.asks else None
         if share is None or self._step.phase is not Phase.PREFILL or self._step.real(rows) != self._step.tokens:
             return None
+        context = get_forward_context()
         found = context.additional_kwargs.get(_MARKS)
         if found is None or share < 1:  # which attention changes in every layer
             metadata, places = _described(context.attn_metadata), torch.arange(rows, device=device)

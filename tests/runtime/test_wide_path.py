@@ -57,14 +57,14 @@ def test_no_budget_changes_a_bit(system, budget, nested):
 
 @pytest.mark.parametrize("high_by", ["threshold", "depth"])
 def test_prompts_have_the_hosts_tiers(high_by):
-    """Prompts beside tokens that decode, each with a measure of its own; some tokens are no heavy hitters."""
+    """Prompts beside tokens that decode, each with a measure of its own; by a threshold some are no heavy hitters."""
     system = lambda: RoomyDymoe(retention=0.5, reuse_high=False, high_by=high_by)  # noqa: E731
     host, runtime = make_runtime(STORES[1], "100%", system()), decided_runtime(STORES[1], "50%", system())
     for step in range(12):
         for layer in range(LAYERS):
             given, place = random_step(step, 30, STORES[1].experts), torch.arange(30)
             rows = place < (30, 17, 0)[step % 3]
-            prompt = PromptTokens(rows, rows & (place % 4 > 0), mixed=not rows.all())
+            prompt = PromptTokens(rows, rows & ((place % 4 > 0) | (high_by == "depth")), mixed=not rows.all())
             want = forward(host, layer, *given, prompt=prompt if rows.any() else None)
             marks = rows.to(torch.int8) + prompt.heavy
             assert torch.equal(decode_wide(runtime, layer, *given, marks=marks), want)

@@ -149,5 +149,6 @@ class Dymoe(Exact):
 
     @cached_property
     def residency(self) -> Residency:
-        """A device cannot hand on the weights of skipped experts."""
-        return Residency(on_device=not self.precision.renormalizes)
+        """A device cannot hand on the weights of skipped experts, nor order experts by some of a prompt's tokens."""
+        orders = self.high_by != "threshold" and self.heavy_share < 1
+        return Residency(on_device=not (self.precision.renormalizes or orders))

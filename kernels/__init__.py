@@ -36,6 +36,7 @@ def make_kernel(
     device: torch.device | str,
     workspace_bytes: int | None = None,
     formats: Iterable[MatrixFormat] = (),
+    activations: int = 16,
 ) -> ExpertKernel:
     """The kernel for a device.
 
@@ -43,16 +44,19 @@ def make_kernel(
         device: where the experts are.
         workspace_bytes: bound on the scratch the kernel holds, at least 320 KiB; None for the kernel's own choice.
         formats: those that work may have, for a kernel that is compiled for them; none if they are not known.
+        activations: bits of those that a CPU multiplies codes with, 16 or 8.
 
     Raises:
-        ValueError: a smaller workspace, or a device that is neither a CPU nor a CUDA device.
+        ValueError: a smaller workspace, a device that is neither a CPU nor a CUDA device, or 8 bits beside the latter.
     """
     options: dict[str, Any] = {} if workspace_bytes is None else {"workspace_bytes": workspace_bytes}
     device = torch.device(device)
     if device.type == "cpu":
-        return CpuKernel(**options)
+        return CpuKernel(activations=activations, **options)
     if device.type != "cuda":
         raise ValueError(f"device is {device}, expected a CPU or a CUDA device")
+    if activations != 16:
+        raise ValueError("activations of 8 bits are computed with on a CPU only; leave the option out")
     # Importing triton takes a second, which only a GPU needs.
     from vllm_dymoe.kernels.triton import TritonKernel
 

@@ -36,15 +36,18 @@ class CpuKernel:
         workspace_bytes: scratch that is held, at least 320 KiB; larger steps allocate theirs.
         isa: the largest instruction set of ``native.ISAS`` that may be used, or "torch" for no native library; None for
             the best of this machine.
+        activations: bits of those that codes are multiplied with, 16 or 8; FP8 and 16 bits have floats.
 
     Raises:
-        ValueError: a smaller workspace.
+        ValueError: a smaller workspace, or activations of 8 bits without the native library.
     """
 
     asynchronous = False
     _step: tuple[Tensor, Decision, Tensor, Activation]
 
-    def __init__(self, workspace_bytes: int = DEFAULT_WORKSPACE_BYTES, isa: str | None = None) -> None:
+    def __init__(
+        self, workspace_bytes: int = DEFAULT_WORKSPACE_BYTES, isa: str | None = None, activations: int = 16
+    ) -> None:
         if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
         self.workspace_bytes = workspace_bytes
@@ -54,8 +57,12 @@ class CpuKernel:
         if self._library is None:
             self.name = "cpu, torch (slow: no native library; with a C++ compiler install vllm-dymoe again)"
         else:
-            self.name = f"cpu, native, {self._library.name}"
-        self._layer = native.Layer()
+            self.name = f"cpu, native, {self._library.name}{', activations of 8 bits' if activations == 8 else ''}"
+        if self._library is None and activations != 16:
+            raise ValueError(
+                "activations of 8 bits need the native library; with a C++ compiler install vllm-dymoe again"
+            )
+        self._layer = native.Layer(digits=activations // 8)
         self._inputs: Tensor | None = None  # what a step's tokens are read as; None before its first experts
         self._forms = _Forms()
 
@@ -78,7 +85,7 @@ class CpuKernel:
             compute_with_torch(x, work, out, activation, receive or _there)  # type: ignore[arg-type]
             return
         forms, bounds, views = self._forms, decision.bounds, decision.views
-        width, listed = forms.width, list[Item]()
+        read_as, listed = (forms.width, forms.floats), list[Item]()
         wanted = x.shape[1], x.dtype, activation.has_gate
         for item in items:
             gate, up, down = views[item]  # type: ignore[misc]
@@ -93,7 +100,7 @@ class CpuKernel:
         forms.intermediate = up.format.rows
         layer, library = self._layer, self._library
         floats = library.row_floats(forms.width)
-        if self._inputs is None or forms.width != width:
+        if self._inputs is None or (forms.width, forms.floats) != read_as:
             self._read(library, floats)
         most, behind = max(_MOST_ACTIVATION_BYTES // (4 * floats), 1), floats * x.shape[0]
         receive, layer.matrices = receive or _there, forms.address
@@ -121,9 +128,9 @@ class CpuKernel:
         small = floats * tokens <= len(self._floats)
         self._inputs = self._floats if small else torch.empty(floats * tokens, dtype=torch.float32)
         native.set_activation(layer, activation)
+        layer.floats = self._forms.floats
         layer.tokens, layer.hidden, layer.inter = tokens, x.shape[1], self._forms.intermediate
         layer.dtype, layer.width = x.dtype is torch.float16, self._forms.width
-        layer.digits = 2
         layer.threads = min(torch.get_num_threads(), 1 + x.numel() // (1 << 14))
         layer.positions, layer.out_rows = len(rows), len(out)
         layer.outer, layer.inner = self._forms.rotations
@@ -138,10 +145,12 @@ class _Forms:
     Attributes:
         width: columns of the widest matrix, as a multiple of what a row's padding may be.
         intermediate, rotations: of the expert that was asked for last; neighbouring inputs that are rotated together.
+        floats: whether some have no small integers.
     """
 
     width = intermediate = 0
     rotations = 0, 0
+    floats = False
 
     def __init__(self) -> None:
         self._matrices = (native.Matrix * 0)()
@@ -166,6 +175,7 @@ class _Forms:
         self.rotations = up.rotation, down.rotation
         described = [native.matrix(format) for format in (gate, up, down)]
         number = len(self._matrices) // 3
+        self.floats |= any(matrix.code in (native.E4M3, native.PLAIN) for matrix in described)
         self._matrices = (native.Matrix * (3 * number + 3))(*self._matrices, *described)
         columns = max(format.padded_columns for format in (gate, up, down))
         self.width = max(self.width, -(-max(columns, up.rows) // 256) * 256)

@@ -49,7 +49,7 @@ class Linear:
         layer.tokens = layer.positions = layer.out_rows = tokens
         layer.hidden, layer.width, layer.dtype = fmt.columns, self._width, x.dtype is torch.float16
         layer.x, layer.out, layer.inputs = x.data_ptr(), out.data_ptr(), inputs.data_ptr()
-        layer.digits = 2
+        layer.digits, layer.floats = 2, self._matrices[0].code in (native.E4M3, native.PLAIN)
         layer.rows = layer.pairs = numbers.data_ptr()
         layer.threads = min(torch.get_num_threads(), 1 + x.numel() // (1 << 14))
         self._library.experts(layer, native.READ)

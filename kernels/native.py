@@ -17,11 +17,18 @@ from vllm_dymoe.kernels.activation import Activation, Curve
 from vllm_dymoe.residency.code import Code
 from vllm_dymoe.residency.matrix import MatrixFormat
 
-ISAS = {"AVX512": (2, "AVX-512"), "AVX2": (1, "AVX2"), "DEFAULT": (0, "portable vectors")}
-"""Number and name, by torch's name of what it uses: variables that hold torch down hold this library down, too."""
+ISAS = {
+    "AVX512_BF16": (3, "AVX-512 with BF16"),
+    "AVX512": (2, "AVX-512"),
+    "AVX2": (1, "AVX2"),
+    "DEFAULT": (0, "portable vectors"),
+}
+"""Number and name, by torch's name of what it uses: variables that hold torch down hold this library down, too. Beside
+AVX512 torch uses BF16 where there is."""
 _CURVES = {curve: number for number, curve in enumerate(Curve)}
 _SCALES = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2, torch.float32: 3}
 READ, GATE_UP, DOWN = 0, 1, 2
+AFFINE, E2M1, E4M3, PLAIN, LATTICE = 0, 1, 2, 3, 4
 
 
 def _integers(names: str) -> list[tuple[str, Any]]:
@@ -48,7 +55,7 @@ class Layer(Structure):
     _fields_ = (
         *_integers("tokens items positions out_rows hidden inter dtype"),
         *_integers("x out item matrices rows pairs inputs activations"),
-        *_integers("width phase has_gate curve digits outer inner"),
+        *_integers("width phase has_gate curve digits outer inner floats"),
         *_doubles("limit alpha beta"),
         *_integers("threads next"),
     )
@@ -150,7 +157,8 @@ def load(isa: str | None = None) -> Library | None:
         isa: the largest of ISAS that may be used; None for what torch uses.
     """
     built = Path(__file__).parent / "_cpu.so"
-    return Library(built, isa or torch.backends.cpu.get_cpu_capability()) if built.exists() else None
+    used = torch.backends.cpu.get_cpu_capability()
+    return Library(built, isa or {"AVX512": "AVX512_BF16"}.get(used, used)) if built.exists() else None
 
 
 def _openmp() -> int | None:
@@ -169,6 +177,12 @@ def _openmp() -> int | None:
     return None
 
 
+def _kind(code: Code, quantized: bool) -> int:
+    if code.lattice or not quantized:
+        return LATTICE if code.lattice else PLAIN
+    return (E2M1 if code.bits == 4 else E4M3) if code.floats else AFFINE
+
+
 def matrix(format: MatrixFormat) -> Matrix:
     """A projection's description for the library; where it is nested, of both sections."""
     code, base = format.code, format.base if format.nested else format
@@ -179,7 +193,7 @@ def matrix(format: MatrixFormat) -> Matrix:
     )
     return Matrix(
         format.rows, format.columns, format.padded_rows, format.padded_columns,
-        4 if code.lattice else 3 if not format.quantized else (1 if code.bits == 4 else 2) if code.floats else 0,
+        _kind(code, format.quantized),
         code.bits, format.nested,
         format.padded_columns // format.groups if format.quantized else format.columns, format.fold,
         4 + format.nested if code.lattice else 0 if code.scale_dtype is None else _SCALES[code.scale_dtype],

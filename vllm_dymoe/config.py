@@ -92,6 +92,8 @@ class Options(BaseModel):
     """How experts are quantized: round to nearest, HQQ (slower, better at 2 bits); GPTQ, E8 by vllm-dymoe quantize."""
     dense: Literal[16, 8, 4] = 16
     """Bits per weight of attention, shared experts and the LM head of a 16-bit checkpoint, on a CPU; 16 leaves them."""
+    activations: Literal[16, 8] = 16
+    """Bits of the activations that a CPU multiplies experts' codes with; 8 is faster for batches and loses more."""
     expert_budget: ExpertBudget = AUTO
     """Device memory for experts, on each rank: "auto", bytes ("4GiB"), a share of all ("25%"), "top-k" or "layer"."""
     host_store: Literal["auto", "file", "pinned"] = "auto"

@@ -87,6 +87,8 @@ class Measurement:
         for bits in (8, 4, 2):
             for quantizer in QUANTIZERS:
                 yield self.row("uniform", {"bits": bits, "quantizer": quantizer}, uniform(bits, quantizer))
+        eight = Variant("4", {"hi": 4, "activations": 8})
+        yield self.row("uniform", {"bits": "4, activations of 8", "quantizer": "rtn"}, eight)
 
     def readings(self) -> Iterator[dict[str, Any]]:
         """Both readings of nested versions, by quantizer, and points of a lattice alone."""

@@ -19,7 +19,6 @@ INLINE I bytes_of(const uint8_t* p, int v) {
     memcpy(&high, p + row_of(v) + 16, 4);
     return (I)_mm256_cvtepu8_epi32(_mm_set_epi32(0, 0, high, low));
 }
-INLINE I nibbles_of(const uint8_t* p, int v) { return (bytes_of(p - (row_of(v) & 32), v) >> (row_of(v) & 32) / 8) & 15; }
 INLINE void store_rows(float* out, int v, F of_rows) {
     memcpy(out + row_of(v), &of_rows, 16);
     memcpy(out + row_of(v) + 16, (const char*)&of_rows + 16, 16);

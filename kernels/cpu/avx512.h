@@ -8,7 +8,6 @@ constexpr bool WHOLE_BYTES = true;  // products of 8 by 8 bits are added exactly
 INLINE I load_words(const uint16_t* p) { return (I)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE int row_of(int v) { return 32 * (v & 1) + 16 * (v >> 1); }
 INLINE I bytes_of(const uint8_t* p, int v) { return (I)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(p + row_of(v)))); }
-INLINE I nibbles_of(const uint8_t* p, int v) { return (bytes_of(p - 32 * (v & 1), v) >> 4 * (v & 1)) & 15; }
 INLINE I ints_of(const int* p, int v) { return *(const UnalignedInts*)(p + row_of(v)); }
 INLINE void store_rows(float* out, int v, F of_rows) { *(Unaligned*)(out + row_of(v)) = of_rows; }
 

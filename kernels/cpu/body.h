@@ -49,6 +49,12 @@ INLINE F exponential(F x) {  // Cephes' expf: 1 ulp or so
 INLINE F least(F a, F b) { return choose(b < a, b, a); }   // NaN in a stays
 INLINE F most(F a, F b) { return choose(b > a, b, a); }
 
+INLINE float sum_of_lanes(F v) {  // of a copy, or the compiler keeps sums in memory for their lanes
+    float lanes[W], total = 0;
+    memcpy(lanes, &v, sizeof(lanes));
+    for (int i = 0; i < W; i++) total += lanes[i];
+    return total;
+}
 template <class Function> INLINE F each(F v, Function function) {
     for (int i = 0; i < W; i++) v[i] = function(v[i]);
     return v;
@@ -90,12 +96,24 @@ struct Row {               // one token's activations, padded with zeros
     float* x;
     int8_t *low, *high;    // digits: x = scale * (256 * high + low); STEP of them COPIES times, as the products want them
     float *scale, *sum;    // of each UNIT; scaled sums of each 16, then of each 32, then of each 64
+    uint16_t *pair, *rest; // bfloat16, and what that leaves, where products are of pairs of these
     i64 width;
     INLINE Row() {}
     INLINE Row(float* memory, i64 width)
-        : x(memory), low((int8_t*)(memory + width)), high(low + 2 * width), scale((float*)(high + 2 * width)), sum(scale + width / UNIT), width(width) {}
-    static i64 floats(i64 width) { return width + width + width / UNIT + 7 * width / 64; }
+        : x(memory), low((int8_t*)(memory + width)), high(low + 2 * width), scale((float*)(high + 2 * width)), sum(scale + width / UNIT),
+          pair((uint16_t*)(sum + 7 * width / 64)), rest(pair + width), width(width) {}
+    static i64 floats(i64 width) { return width + width + width / UNIT + 7 * width / 64 + width; }
 
+    INLINE void pairs(i64 column) const {  // of BLOCK columns, from x
+        for (i64 c = column; c < column + BLOCK; c++) {
+            uint32_t bits, left;
+            memcpy(&bits, x + c, 4);
+            pair[c] = to_bfloat16(bits);
+            const float difference = x[c] - half_to_float(pair[c], BFLOAT16);
+            memcpy(&left, &difference, 4);
+            rest[c] = to_bfloat16(left);
+        }
+    }
     INLINE void integers(i64 column, i64 digits) const {  // of BLOCK columns, from x
         for (i64 c = column; c < column + BLOCK; c += UNIT) {
             const float* v = x + c;
@@ -346,8 +364,10 @@ static void floats(const Matrix& m, const uint8_t* section, Codes at, i64 block,
             for (i64 c = 0; c < COLUMNS; c++) {
                 __builtin_prefetch(at.high + 32 * (from + c) + AHEAD);
                 __builtin_prefetch(at.low + 32 * (from + c) + AHEAD);
-                for (int v = 0; v < VECTORS; v++)
-                    store(tile + BLOCK * c + W * v, e4m3(nibbles_of(at.high + 32 * (from + c), v) << 4 | nibbles_of(at.low + 32 * (from + c), v)));
+                const uint8_t *high = at.high + 32 * (from + c), *low = at.low + 32 * (from + c);
+                uint8_t code[BLOCK];
+                for (int i = 0; i < 32; i++) code[i] = uint8_t(high[i] << 4 | (low[i] & 15)), code[32 + i] = uint8_t((high[i] & 0xf0) | low[i] >> 4);
+                for (int v = 0; v < VECTORS; v++) store(tile + BLOCK * c + W * v, e4m3(bytes_of(code, v)));
             }
             for (int v0 = 0; v0 < VECTORS; v0 += TILE_VECTORS) {
                 i64 t = 0;
@@ -383,9 +403,11 @@ template <int R, int N> INLINE void dot(const uint16_t* w, i64 columns, i64 dtyp
             for (int r = 0; r < R; r++) sum[r][t] += weights[r] * values;
         }
     }
-    for (int r = 0; r < R; r++) for (int t = 0; t < N; t++) {
-        float total = 0;
-        for (int i = 0; i < W; i++) total += sum[r][t][i];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int t = 0; t < N; t++) {
+        float total = sum_of_lanes(sum[r][t]);
         for (i64 d = c; d < columns; d++) total += half_to_float(w[r * columns + d], dtype) * x[t].x[d];
         out[BLOCK * t + r] = total;
     }
@@ -408,12 +430,25 @@ static void plain(const Matrix& m, const uint8_t* section, i64 block, const Row*
     for (t = 0; t < n; t++) for (i64 r = rows; r < BLOCK; r++) out[BLOCK * t + r] = 0;
 }
 
+#ifdef PAIRS
+#include "bf16.h"
+#endif
+
 // out [n, 64] = x [n, columns] times rows 64 * block and so on of a matrix, plus the bias; n is at most BATCH.
-static void product(const Matrix& m, const Item& item, int which, i64 block, const Row* x, i64 n, i64 dtype, i64 digits, float* out) {
+static void product(const Matrix& m, const Item& item, int which, i64 block, const Row* x, i64 n, const Layer& k, float* out) {
+    const i64 dtype = k.dtype, digits = k.digits;
     const uint8_t *section = (const uint8_t*)item.sections[which], *fine = (const uint8_t*)item.fine[which];
     const i64 plane = BLOCK / 2 * m.padded_columns * block, half = plane / 2;
     const Codes planes = m.nested ? Codes{section + plane, fine + plane}
                                   : Codes{section + 2 * plane, section + 2 * plane + BLOCK / 2 * m.padded_columns};
+#ifdef PAIRS
+    if (k.floats && m.code == PLAIN && dtype == BFLOAT16) plain_pairs(m, section, block, x, n, out);
+    else if (k.floats && m.code == E4M3) {
+        i64 t = 0;
+        for (; t + 2 <= n; t += 2) fp8_pairs<2>(m, section, planes, block, x + t, out + BLOCK * t);
+        if (t < n) fp8_pairs<1>(m, section, planes, block, x + t, out + BLOCK * t);
+    } else
+#endif
     if (m.code == PLAIN) plain(m, section, block, x, n, dtype, out);
     else if (m.code == E4M3) floats(m, section, planes, block, x, n, out);
     else if (m.code == LATTICE && m.nested) quantized<TWO_POINTS>(m, section, {section + half, fine + half}, block, x, n, digits, out);
@@ -436,15 +471,21 @@ static void product(const Matrix& m, const Item& item, int which, i64 block, con
 
 // ---- a layer -----------------------------------------------------------------------------------------------------------
 
+// Columns of a row, from x, as the layer's products want them.
+INLINE void prepare(const Layer& k, const Row& row, i64 column) {
+    row.integers(column, k.digits);
+    if (k.floats) row.pairs(column);
+}
+
 // The rows that a matrix reads: where they are, or gathered into `memory` in the order of its columns.
-INLINE void in_order(const Matrix& m, const uint8_t* section, Row* rows, i64 n, float* memory, i64 width, i64 digits) {
+INLINE void in_order(const Matrix& m, const uint8_t* section, Row* rows, i64 n, float* memory, const Layer& k) {
     if (m.order < 0) return;
     const uint16_t* order = (const uint16_t*)(section + m.order);
     for (i64 t = 0; t < n; t++) {
-        Row to(memory + t * Row::floats(width), width);
+        Row to(memory + t * Row::floats(k.width), k.width);
         for (i64 c = 0; c < m.columns; c++) to.x[c] = rows[t].x[order[c]];
-        for (i64 c = m.columns; c < width; c++) to.x[c] = 0;
-        for (i64 c = 0; c < m.padded_columns; c += BLOCK) to.integers(c, digits);
+        for (i64 c = m.columns; c < k.width; c++) to.x[c] = 0;
+        for (i64 c = 0; c < m.padded_columns; c += BLOCK) prepare(k, to, c);
         rows[t] = to;
     }
 }
@@ -457,7 +498,7 @@ static void read_inputs(const Layer& k, i64 token) {
     for (; c < k.hidden; c++) row.x[c] = half_to_float(x[c], k.dtype);
     for (; c < k.width; c++) row.x[c] = 0;
     rotate(row.x, 0, k.hidden, k.outer);
-    for (c = 0; c < k.width; c += BLOCK) row.integers(c, k.digits);
+    for (c = 0; c < k.width; c += BLOCK) prepare(k, row, c);
 }
 
 static void gate_up(const Layer& k, const Item& item, i64 block, float* memory) {
@@ -469,8 +510,8 @@ static void gate_up(const Layer& k, const Item& item, i64 block, float* memory) 
         for (int which = k.has_gate ? 0 : 1; which < 2; which++) {
             Row rows[BATCH];
             for (i64 t = 0; t < n; t++) rows[t] = Row(k.inputs + k.rows[item.first + from + t] * size, k.width);
-            in_order(matrices[which], (const uint8_t*)item.sections[which], rows, n, memory, k.width, k.digits);
-            product(matrices[which], item, which, block, rows, n, k.dtype, k.digits, which ? u : g);
+            in_order(matrices[which], (const uint8_t*)item.sections[which], rows, n, memory, k);
+            product(matrices[which], item, which, block, rows, n, k, which ? u : g);
         }
         const i64 begin = BLOCK * block, rest = k.inter - begin < BLOCK ? k.inter - begin : BLOCK;
         const i64 end = begin + BLOCK >= k.inter ? k.width : begin + BLOCK;  // the last block clears what pads the row
@@ -482,7 +523,7 @@ static void gate_up(const Layer& k, const Item& item, i64 block, float* memory) 
             }
             rotate(to.x, begin, begin + rest, k.inner);
             for (i64 c = begin + rest; c < end; c++) to.x[c] = 0;
-            for (i64 c = begin; c < end; c += BLOCK) to.integers(c, k.digits);
+            for (i64 c = begin; c < end; c += BLOCK) prepare(k, to, c);
         }
     }
 }
@@ -495,8 +536,8 @@ static void down(const Layer& k, const Item& item, i64 block, float* memory) {
         const i64 n = item.count - from < BATCH ? item.count - from : BATCH;
         Row rows[BATCH];
         for (i64 t = 0; t < n; t++) rows[t] = Row(k.activations + (item.first + from + t) * Row::floats(k.width), k.width);
-        in_order(m, (const uint8_t*)item.sections[2], rows, n, memory, k.width, k.digits);
-        product(m, item, 2, block, rows, n, k.dtype, k.digits, sums);
+        in_order(m, (const uint8_t*)item.sections[2], rows, n, memory, k);
+        product(m, item, 2, block, rows, n, k, sums);
         for (i64 t = 0; t < n; t++)
             narrow(sums + BLOCK * t, k.out + k.pairs[item.first + from + t] * k.hidden + BLOCK * block, rows_left, k.dtype);
     }

@@ -78,7 +78,9 @@ namespace avx512 {
 #include "avx512.h"
 
 #include "rotation.h"
+#define PAIRS
 #include "body.h"
+#undef PAIRS
 #include "nearest.h"
 }
 #pragma GCC pop_options
@@ -101,12 +103,13 @@ namespace portable {  // NEON on ARM, SSE2 on x86-64
 #include "nearest.h"
 }
 
-enum Isa { PORTABLE, AVX2, AVX512 };
+enum Isa { PORTABLE, AVX2, AVX512, AVX512_BF16 };
 using Body = void (*)(void*);
 using Parallel = void (*)(Body, void*, unsigned, unsigned);
 
 API int dymoe_supports(int isa) {
 #if defined(__x86_64__)
+    if (isa == AVX512_BF16) return __builtin_cpu_supports("avx512bf16") && dymoe_supports(AVX512);
     if (isa == AVX512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
@@ -117,7 +120,7 @@ API int dymoe_supports(int isa) {
 
 static Body body_of(int isa, bool sum) {
 #if defined(__x86_64__)
-    if (isa == AVX512) return sum ? avx512::weighted_sum : avx512::work;
+    if (isa >= AVX512) return sum ? avx512::weighted_sum : avx512::work;
     if (isa == AVX2) return sum ? avx2::weighted_sum : avx2::work;
 #endif
     return sum ? portable::weighted_sum : portable::work;
@@ -134,6 +137,7 @@ API int dymoe_experts(Layer* layer, int isa, Parallel parallel) {
     if (layer->phase == READ)
         for (i64 p = 0; p < layer->positions; p++)
             if (uint64_t(layer->rows[p]) >= uint64_t(layer->tokens) || uint64_t(layer->pairs[p]) >= uint64_t(layer->out_rows)) return 1;
+    layer->floats = layer->floats && isa == AVX512_BF16;
     layer->next = 0;
     run(body_of(isa, false), layer, layer->threads, parallel);
     return 0;
@@ -149,7 +153,7 @@ API void dymoe_weighted_sum(Sum* sum, int isa, Parallel parallel) {
 
 API void dymoe_round_block(Rounding* block, int isa) {
 #if defined(__x86_64__)
-    if (isa == AVX512) return avx512::round_block(block);
+    if (isa >= AVX512) return avx512::round_block(block);
     if (isa == AVX2) return avx2::round_block(block);
 #endif
     portable::round_block(block);

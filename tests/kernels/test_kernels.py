@@ -139,17 +139,19 @@ def test_experts_computed_together_get_the_bits_they_get_alone(width, activation
 
 @pytest.mark.parametrize("isa", NATIVE)
 @pytest.mark.parametrize("code", [*KINDS.values(), *LATTICES.values()], ids=lambda code: code.name)
-def test_a_token_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(isa, code):
+@pytest.mark.parametrize("activations", [16, 8])
+def test_a_token_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(isa, code, activations):
     """Invariant 1 for what requests share a step, which their arrival decides."""
     expert = random_expert(150, 100, code, bias=True, act_order=True)
     x, threads = random_tokens(70, 150, torch.bfloat16), torch.get_num_threads()
-    whole = compute(CpuKernel(isa=isa), x, [expert.work(list(range(70)), list(range(70)))], 70)
+    make = partial(CpuKernel, isa=isa, activations=activations)
+    whole = compute(make(), x, [expert.work(list(range(70)), list(range(70)))], 70)
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
             for size in (1, 2, 3, 4, 8, 31, 70):
                 rows = list(range(size))
-                part = compute(CpuKernel(isa=isa), x[-size:].clone(), [expert.work(rows, rows)], size)
+                part = compute(make(), x[-size:].clone(), [expert.work(rows, rows)], size)
                 assert torch.equal(part, whole[-size:]), (number, size)
     finally:
         torch.set_num_threads(threads)
@@ -165,6 +167,18 @@ def test_activations_of_very_different_sizes_keep_sixteen_bits(isa, code):
     got = compute(CpuKernel(isa=isa), x, [expert.work(list(range(9)), list(range(9)))], 9)
     rounded = relative_error(want.half(), want)
     assert relative_error(got, want) < 1.1 * rounded + 1e-4
+
+
+@pytest.mark.parametrize("isa", NATIVE)
+@pytest.mark.parametrize("code", KINDS.values(), ids=lambda code: code.name)
+def test_activations_of_eight_bits_lose_a_percent_and_no_more(isa, code):
+    """Steps of 1/127 of the largest of 32 numbers, twice, are about a percent of normal ones; floats stay floats."""
+    x, expert = random_tokens(9, 256, torch.bfloat16), random_expert(256, 128, code)
+    want = expert_reference(x, expert.gate, expert.up, expert.down, Activation.SILU)
+    work = [expert.work(list(range(9)), list(range(9)))]
+    got, exact = (compute(CpuKernel(isa=isa, activations=bits), x, work, 9) for bits in (8, 16))
+    assert relative_error(got, want) < 0.02
+    assert torch.equal(got, exact) == (code.bits == 16 or code.name == "fp8")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -200,6 +214,8 @@ def test_without_the_library_torch_computes_and_says_so(monkeypatch):
     monkeypatch.setattr(native, "load", lambda isa: None)
     assert "torch" in CpuKernel().name
     assert "install" in CpuKernel().name
+    with pytest.raises(ValueError, match="native library"):
+        CpuKernel(activations=8)
 
 
 def test_the_workspace_is_what_the_kernel_says(monkeypatch):

@@ -25,15 +25,19 @@ STEPS = [(0, 0, 1), (1, 1, 1), (2, 0, 3), (3, 1, 40)]
 MIXED = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
 
 
+def triton_kernel(device, workspace_bytes, formats, activations):
+    return TritonKernel(device, workspace_bytes, formats)
+
+
 @pytest.fixture
 def on_triton(monkeypatch):
-    monkeypatch.setattr(moe, "make_kernel", TritonKernel)
+    monkeypatch.setattr(moe, "make_kernel", triton_kernel)
 
 
 def test_it_computes_what_the_cpu_kernel_computes(memory_store, monkeypatch):
     """Few tokens are decoded and many grouped, four and two bits in one call, and some experts are skipped."""
     want = run(with_budget(memory_store, "100%", MIXED), STEPS)
-    monkeypatch.setattr(moe, "make_kernel", TritonKernel)
+    monkeypatch.setattr(moe, "make_kernel", triton_kernel)
     runtime = with_budget(memory_store, "100%", MIXED)
     assert isinstance(runtime.kernel, TritonKernel)
     for got, one in zip(run(runtime, STEPS), want, strict=True):
@@ -57,7 +61,7 @@ def test_the_integers_of_a_checkpoint_beside_a_tier_derived_from_them(monkeypatc
     experts = ModelExperts(plain.layers, plain.num_experts, plain.top_k, formats)
     store = random_store(experts, MemoryWriter(experts), seed=3)
     want = run(with_budget(store, "100%", MIXED), STEPS)
-    monkeypatch.setattr(moe, "make_kernel", TritonKernel)
+    monkeypatch.setattr(moe, "make_kernel", triton_kernel)
     runtime = with_budget(store, "50%", MIXED)
     assert runtime.kernel._kinds == {(4, True, True, 0), (2, False, False, 0)}, "what is compiled once, for all calls"
     for got, one in zip(run(runtime, STEPS), want, strict=True):

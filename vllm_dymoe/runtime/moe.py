@@ -145,7 +145,11 @@ class MoERuntime:
         self._parts = parts = parts or Parts(device)
         formats, system = self.experts.formats.values(), system or make_system(options)
         matrices = [matrix for fmt in formats for matrix in fmt.matrices]
-        self.kernel: ExpertKernel = make_kernel(device, workspace_bytes(self.experts, device.type), matrices)
+        try:
+            workspace = workspace_bytes(self.experts, device.type)
+            self.kernel: ExpertKernel = make_kernel(device, workspace, matrices, options.activations)
+        except ValueError as error:
+            raise ConfigError(f"vllm-dymoe: {error}") from error
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None
         self.engine = engine or make_engine(store, device, None, largest, timeout, options.link_gbps)
         obstacle = DRAFTED if self.experts.draft_layers else obstacle

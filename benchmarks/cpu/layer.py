@@ -1,18 +1,24 @@
 """How near one layer's experts on a CPU come to what the machine's memory and its multipliers allow.
 
 Qwen3-30B-A3B's shape: 128 experts [768, 2048], 8 for each token, random ones of more bytes than caches hold. The bound
-is the time that all threads take to read the bytes of the experts in use, measured between the rows. ``--torch-int4``
-adds torch's own kernel for 4 bits, where it runs.
+is the time that all threads take to read the bytes of the experts in use, measured between the steps. Peers compute the
+layer at 4 bits in turns with it: llama.cpp (``pip install xllamacpp``: Q4_0, repacked) and torch's own kernel. One that
+is not there is left out with a sentence; vLLM's kernels for quantized experts need AMX.
 
     python benchmarks/cpu/layer.py [--tokens 1 4 16 64 512] [--codes 4 2 8 4/2 mxfp4 nvfp4 fp8 16 e8 e8+e8] [--isa AVX2]
+        [--activations 8] [--peers llama.cpp torch] [--busy]
 """
 
 import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 
+import llama_cpp
+import numpy as np
 import torch
+from llama_cpp import LlamaCpp, find
 
 from vllm_dymoe.host_memory import map_bytes
 from vllm_dymoe.kernels import Activation, CpuKernel
@@ -25,6 +31,7 @@ from vllm_dymoe.residency.routing import group_by_expert
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 BITS = {"4/2": 4, "mxfp4": 4, "nvfp4": 4, "fp8": 8, "e8": 2, "e8+e8": 4}
 CODES = ("4", "2", "8", "4/2", "mxfp4", "nvfp4", "fp8", "16", "e8", "e8+e8")
+clock: Callable[[], float] = time.perf_counter
 
 
 def make_experts(code: str, group: int) -> tuple[list[Expert], torch.Tensor]:
@@ -50,9 +57,9 @@ def make_experts(code: str, group: int) -> tuple[list[Expert], torch.Tensor]:
 class Layer:
     """One code's layer, and steps of random tokens over it."""
 
-    def __init__(self, code: str, group: int, isa: str | None) -> None:
+    def __init__(self, code: str, group: int, isa: str | None, activations: int = 16) -> None:
         self.experts, self.arena = make_experts(code, group)
-        self.kernel = CpuKernel(isa=isa)
+        self.kernel = CpuKernel(isa=isa, activations=activations)
         self._generator = torch.Generator().manual_seed(1)
 
     def step(self, tokens: int) -> tuple[float, int]:
@@ -64,18 +71,18 @@ class Layer:
         for item, expert in enumerate(grouped.experts):
             decision.place(item, self.experts[expert])
         out = x.new_empty(tokens * TOP_K, HIDDEN)
-        begin = time.perf_counter()
+        begin = clock()
         self.kernel.begin(x, decision, out, Activation.SILU)
         self.kernel.compute(range(len(grouped.experts)))
-        return time.perf_counter() - begin, len(grouped.experts)
+        return clock() - begin, len(grouped.experts)
 
     def read(self, experts: int) -> float:
         """Seconds that all threads take to read so many experts, which lie behind one another."""
         first = int(torch.randint(EXPERTS - min(experts, EXPERTS) + 1, (), generator=self._generator))
         words = self.arena[first : first + experts].view(torch.int64).view(-1)
-        begin = time.perf_counter()
+        begin = clock()
         words.sum()
-        return time.perf_counter() - begin
+        return clock() - begin
 
 
 def torch_int4(tokens: int, steps: int) -> float | None:
@@ -89,16 +96,32 @@ def torch_int4(tokens: int, steps: int) -> float | None:
             codes = [torch.randint(16, shape, dtype=torch.int32) for shape in shapes]
             weights.append([(pack(c, 1), torch.rand(c.shape[1] // 64, c.shape[0], 2).bfloat16()) for c in codes])
         for step in range(steps):
-            begin = time.perf_counter()
+            begin = clock()
             for expert in range(min(tokens * TOP_K, EXPERTS)):
                 (up, of_up), (down, of_down) = weights[(step * TOP_K + expert) % 32]
                 hidden = multiply(x[:rows], up, 64, of_up)
                 hidden = torch.nn.functional.silu(hidden[:, :INTERMEDIATE]) * hidden[:, INTERMEDIATE:]
                 multiply(hidden, down, 64, of_down)
-            taken.append(time.perf_counter() - begin)
+            taken.append(clock() - begin)
     except (RuntimeError, NotImplementedError):
         return None
     return statistics.median(taken)
+
+
+class Peer:
+    """llama.cpp's layer, with tokens like those of :class:`Layer`."""
+
+    def __init__(self, threads: int) -> None:
+        library = find()
+        if library is None:
+            raise ImportError("llama.cpp is not measured: pip install xllamacpp")
+        self.layer = LlamaCpp(library, (EXPERTS, TOP_K, HIDDEN, INTERMEDIATE), threads)
+        self._random = np.random.default_rng(1)
+
+    def step(self, tokens: int) -> float:
+        x = self._random.standard_normal((tokens, HIDDEN), np.float32)
+        ids = np.argsort(self._random.random((tokens, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
+        return self.layer.step(x, np.ascontiguousarray(ids))
 
 
 def main() -> None:
@@ -108,27 +131,56 @@ def main() -> None:
     parser.add_argument("--codes", nargs="+", default=CODES, choices=CODES)
     parser.add_argument("--group", type=int, default=64)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--isa", help="AVX512, AVX2 or DEFAULT; the processor's best if left out")
-    parser.add_argument("--torch-int4", action="store_true")
+    parser.add_argument("--isa", help="AVX512_BF16, AVX512, AVX2 or DEFAULT; the processor's best if left out")
+    parser.add_argument("--activations", type=int, default=16, choices=(16, 8))
+    parser.add_argument("--peers", nargs="*", default=["llama.cpp", "torch"], choices=("llama.cpp", "torch"))
+    parser.add_argument("--busy", action="store_true", help="one thread, by its processor time: others use the machine")
     options = parser.parse_args()
-    rows = []
-    print(f"{'code':>6} {'tokens':>6} {'bound ms':>9} {'layer ms':>9} {'bound/layer':>11} {'GB/s':>6}")
+    if options.busy:
+        global clock
+        clock = llama_cpp.clock = time.thread_time
+        torch.set_num_threads(1)
+    threads, rows, peer = torch.get_num_threads(), [], None
+    if "llama.cpp" in options.peers and "4" in options.codes:
+        try:
+            peer = Peer(threads)
+            print(f"{peer.layer.name} beside it")
+        except ImportError as error:
+            print(error)
     for code in options.codes:
-        layer = Layer(code, options.group, options.isa)
+        layer = Layer(code, options.group, options.isa, options.activations)
+        if code == options.codes[0]:
+            best = min(layer.read(EXPERTS) for _ in range(10))
+            print(f"{layer.kernel.name}; {threads} threads read {layer.arena.numel() / best / 1e9:.1f} GB/s at best")
+            print(
+                f"{'code':>6} {'tokens':>6} {'bound ms':>9} {'layer ms':>9} {'bound/layer':>11} {'GB/s':>6}   peers, ms"
+            )
         nbytes = layer.arena.shape[1]
         for tokens in options.tokens:
-            steps = max(8, options.steps // max(1, tokens // 8))
-            taken = [(*layer.step(tokens), layer.read(min(EXPERTS, tokens * TOP_K))) for _ in range(steps)][2:]
-            seconds, experts = statistics.median(t for t, _, _ in taken), statistics.mean(n for _, n, _ in taken)
+            steps, taken, others = max(8, options.steps // max(1, tokens // 8)), [], []
+            for _ in range(steps):
+                taken.append((*layer.step(tokens), layer.read(min(EXPERTS, tokens * TOP_K))))
+                if peer is not None and code == "4":
+                    others.append(peer.step(tokens))
+            seconds, experts = statistics.median(t for t, _, _ in taken[2:]), statistics.mean(n for _, n, _ in taken)
             bound = statistics.median(r / min(EXPERTS, tokens * TOP_K) for _, _, r in taken) * experts
             rate = experts * nbytes / seconds / 1e9
-            rows.append({"code": code, "tokens": tokens, "bound_ms": 1e3 * bound, "layer_ms": 1e3 * seconds})
-            print(f"{code:>6} {tokens:>6} {1e3 * bound:9.3f} {1e3 * seconds:9.3f} {bound / seconds:11.2f} {rate:6.1f}")
-            if options.torch_int4 and code == "4":
+            row = {"code": code, "tokens": tokens, "bound_ms": 1e3 * bound, "layer_ms": 1e3 * seconds}
+            said = []
+            if others:
+                row["llama_cpp_ms"] = 1e3 * statistics.median(others[2:])
+                said.append(f"{row['llama_cpp_ms']:.3f} llama.cpp")
+            if "torch" in options.peers and code == "4":
                 other = torch_int4(tokens, steps)
-                rows[-1]["torch_int4_ms"] = None if other is None else 1e3 * other
-                print(f"{'torch int4':>23}: {'does not run here' if other is None else f'{1e3 * other:.3f} ms'}")
-    print(json.dumps({"kernel": layer.kernel.name, "threads": torch.get_num_threads(), "rows": rows}))
+                row["torch_int4_ms"] = None if other is None else 1e3 * other
+                said.append("torch's does not run here" if other is None else f"{1e3 * other:.3f} torch")
+            rows.append(row)
+            print(
+                f"{code:>6} {tokens:>6} {1e3 * bound:9.3f} {1e3 * seconds:9.3f} {bound / seconds:11.2f} {rate:6.1f}   "
+                f"{', '.join(said)}",
+                flush=True,
+            )
+    print(json.dumps({"kernel": layer.kernel.name, "threads": threads, "rows": rows}))
 
 
 if __name__ == "__main__":

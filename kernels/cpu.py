@@ -97,7 +97,7 @@ class CpuKernel:
             listed.append((a, b, c, d, e, f, known[0], first, bounds[item + 1] - first))
         if not listed:
             return
-        forms.intermediate = up.format.rows
+        forms.intermediate, forms.rotations = up.format.rows, (up.format.rotation, down.format.rotation)
         layer, library = self._layer, self._library
         floats = library.row_floats(forms.width)
         if self._inputs is None or (forms.width, forms.floats) != read_as:
@@ -172,7 +172,6 @@ class _Forms:
             ValueError: projections that do not fit x or one another.
         """
         check_formats(gate, up, down, x, activation)
-        self.rotations = up.rotation, down.rotation
         described = [native.matrix(format) for format in (gate, up, down)]
         number = len(self._matrices) // 3
         self.floats |= any(matrix.code in (native.E4M3, native.PLAIN) for matrix in described)

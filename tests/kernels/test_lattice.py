@@ -11,7 +11,7 @@ from tests.kernels.matrices import random_expert, random_packed
 from tests.kernels.test_kernels import KERNELS, TOLERANCE, compute, random_tokens, relative_error
 from vllm_dymoe.kernels import Activation, dequantize, expert_reference
 from vllm_dymoe.kernels.lattice import nearest, points, rotate, signs
-from vllm_dymoe.residency.code import LATTICES
+from vllm_dymoe.residency.code import LATTICES, code_of
 from vllm_dymoe.residency.format import Format
 
 CODES = (torch.arange(1 << 16)[:, None] >> torch.arange(0, 16, 2) & 3).to(torch.uint8)
@@ -67,8 +67,12 @@ def test_every_kernel_agrees_with_the_reference(kernel, code, tokens, hidden, in
     x, rows = random_tokens(tokens, hidden, dtype, seed), list(range(tokens))
     expert = random_expert(hidden, intermediate, LATTICES[code], 64, dtype, seed, bias=bias, gate=gate)
     want = expert_reference(x, expert.gate, expert.up, expert.down, activation)
-    got = compute(KERNELS[kernel](), x, [expert.work(rows, rows)], tokens, activation)
+    made = KERNELS[kernel]()
+    got = compute(made, x, [expert.work(rows, rows)], tokens, activation)
     assert relative_error(got, want) < TOLERANCE[dtype]
+    plain = random_expert(hidden, intermediate, code_of(4), 64, dtype, seed, gate=gate)  # whose inputs are not rotated
+    compute(made, x, [plain.work(rows, rows)], tokens, activation)
+    assert torch.equal(compute(made, x, [expert.work(rows, rows)], tokens, activation), got)
 
 
 def number(section, width, r, c):

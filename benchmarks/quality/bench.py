@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,7 @@ from vllm_dymoe.config import CALIBRATED, Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.packer import pack
-from vllm_dymoe.residency.format import ModelExperts
+from vllm_dymoe.residency.format import Format, ModelExperts
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.runtime import MoERuntime
 from vllm_dymoe.store import HostStore, Manifest
@@ -53,6 +53,15 @@ class Variant:
     name: str  # in the tables
     options: dict[str, Any]  # of the plugin, but for the budget
     quantizer: str = "rtn"  # made the bytes; see `Bench.store`
+
+
+def planned_bytes(scores: Scores, variant: Variant, formats: Mapping[int, Format]) -> float:
+    """Bytes of the experts that a step computed, wherever they were."""
+    bits = variant.options
+    nbytes = scores.planned["hi"] * formats[bits["hi"]].nbytes
+    if bits.get("lo"):
+        nbytes += scores.planned["lo"] * formats[bits["lo"]].nbytes
+    return nbytes / scores.steps
 
 
 class Bench:
@@ -169,14 +178,6 @@ class Bench:
         """Of an expert in the high tier, with its scales."""
         fmt = self.store(variant.quantizer).experts.formats[variant.options["hi"]]
         return 8 * fmt.whole_nbytes / (3 * fmt.hidden * fmt.intermediate)
-
-    def planned_bytes(self, scores: Scores, variant: Variant) -> float:
-        """Bytes of the experts that a step computed, wherever they were."""
-        formats, bits = self.experts.formats, variant.options
-        nbytes = scores.planned["hi"] * formats[bits["hi"]].nbytes
-        if bits.get("lo"):
-            nbytes += scores.planned["lo"] * formats[bits["lo"]].nbytes
-        return nbytes / scores.steps
 
     def serve(self, store: str, options: Options) -> None:
         """With a store by its name."""

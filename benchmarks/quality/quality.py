@@ -17,7 +17,7 @@ from typing import Any
 
 import report
 import torch
-from bench import Bench, Variant
+from bench import Bench, Variant, planned_bytes
 from losses import Scores, losses
 from shifts import HIGH_SHARES, Shifts
 
@@ -71,7 +71,7 @@ class Measurement:
         scores = self.bench.score(variant, texts, decode=decode, share=share)
         found = losses(scores, self._reference[decode], texts)
         if "e8" not in variant.quantizer:
-            found["planned_bytes_per_step"] = self.bench.planned_bytes(scores, variant)
+            found["planned_bytes_per_step"] = planned_bytes(scores, variant, self.bench.experts.formats)
         if share is not None:
             found["moved_bytes_per_token"] = scores.moved / sum(map(len, texts))
             found["hit_rate"] = scores.hit_rate

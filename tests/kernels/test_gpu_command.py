@@ -77,7 +77,7 @@ def test_it_runs_to_its_end(tmp_path):
     assert parts["engine"]["sentences"][0].startswith("Left out: vLLM is not installed here")
     assert all(part["complete"] for part in parts.values())
     names = [speed["name"] for speed in parts["speeds"]["speeds"]]
-    assert len(names) == len(set(names)) == 20
+    assert len(names) == len(set(names)) == 23
     assert all(speed["bound"] > 0 and speed["measured"] > 0 for speed in parts["speeds"]["speeds"])
     table = readme.read_text().split("<!-- gpu:begin -->\n")[1].split("<!-- gpu:end -->")[0]
     assert "a card, " in table

@@ -178,22 +178,16 @@ def pack_projection(
         taken = isinstance(weight, Held) and bits == weight.bits
         plain = weight.dequantize() if isinstance(weight, Held) and not taken else weight
         try:
-            if form.code.lattice:
-                assert curvature is not None
-                assert isinstance(plain, Tensor)
-                plain = rotate(plain.float(), form.rotation)
-                quantize_lattice(plain, form, curvature, section, base)
-                made = form.view(section, None if base is None else form.base.view(base))
-                errors.add(place, plain, rotated_weights(made), bits, curvature)
-            elif isinstance(weight, Held) and taken:
+            if isinstance(weight, Held) and taken:
                 weight.pack(form, section, base)
             else:
                 if isinstance(weight, Held):
                     weight.check_scales(form.dtype)
                 assert isinstance(plain, Tensor)
-                codes = quantize_matrix(plain, form, quantizer, section, base)
-                if codes is not None:
-                    errors.add(place, plain, dequantized(codes, form), bits, curvature)
+                plain = rotate(plain.float(), form.rotation) if form.code.lattice else plain
+                read = _quantize(plain, form, quantizer, curvature, section, base)
+                if read is not None:
+                    errors.add(place, plain, read, bits, curvature)
         except ValueError as error:
             what = f"{'taken as it is at' if taken else 'quantized to'} {bits} bits"
             raise StoreError(f"the {_name(experts, place)} cannot be {what}: {error}") from error
@@ -206,6 +200,23 @@ def pack_projection(
             errors.add(place, plain, read, form.base.bits, curvature)
             writer.write(BlobKey(place[0], place[1], form.base.bits), place[2], base)
         writer.write(BlobKey(place[0], place[1], bits), place[2], section)
+
+
+def _quantize(
+    weight: Tensor,
+    form: MatrixFormat,
+    quantizer: Quantizer,
+    curvature: Curvature | None,
+    section: Tensor,
+    base: Tensor | None,
+) -> Tensor | None:
+    """Write a matrix in its form; what it reads then, for a lattice of rotated inputs, None where it is as it was."""
+    if form.code.lattice:
+        assert curvature is not None
+        quantize_lattice(weight, form, curvature, section, base)
+        return rotated_weights(form.view(section, None if base is None else form.base.view(base)))
+    codes = quantize_matrix(weight, form, quantizer, section, base)
+    return None if codes is None else dequantized(codes, form)
 
 
 class ExpertPacker:

@@ -86,7 +86,7 @@ def test_nothing_is_made_of_what_vllm_computes_to_warm_up(llm, monkeypatch):
         watched = runtime.serving.system = WatchedSystem(runtime.system)
         warm_up(llm)
         runtime.serving.system = watched._system
-        assert len(watched.seen) >= 3 * LAYERS
+        assert len(watched.seen) >= 2 * LAYERS  # a dummy batch has no tokens of this engine
         assert all(routing.prompt is None for routing, _ in watched.seen), "a prompt that was not sent"
         after = stats_of(llm)
         assert {**after, "resident_experts": {}} == {**before, "resident_experts": {}}

@@ -136,7 +136,8 @@ def test_the_budget_changes_no_bit_and_tokens_that_fill_up_are_no_uses(engines, 
             assert result[which, "100%"] == result[which, "25%"]
     assert engines[1]["first alone", "25%"] == []
     for budget in ("100%", "25%"):
-        assert sum(result["uses", budget] for result in engines) == alone[1]
+        # Sums in another order choose another expert where two are nearly tied; dummy tokens would add half as many.
+        assert abs(sum(result["uses", budget] for result in engines) - alone[1]) < 0.05 * alone[1]
         assert all(result["uses", budget] > 0 for result in engines)
 
 

@@ -247,13 +247,15 @@ class Serving:
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
         """For made-up tokens, often thousands all alike: they are not counted, foreseen or learnt from."""
-        before = self.counts, self.engine.stats, self.predictor, self.migration, self.hot_set
+        before, disk = (self.counts, self.engine.stats, self.predictor, self.migration, self.hot_set), self.disk
+        read = disk.reads, disk.nbytes, disk.seconds
         self.counts, self.engine.stats, self.predictor = ResidencyCounts(), TransferStats(), None
         self.migration = self.hot_set = None
         try:
             yield
         finally:
             self.counts, self.engine.stats, self.predictor, self.migration, self.hot_set = before
+            disk.reset(read)
 
     def reset_stats(self) -> None:
         """Count from zero."""

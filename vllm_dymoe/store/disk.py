@@ -117,10 +117,11 @@ class DiskCounts:
                 self.reads += nbytes > 0
                 self.nbytes += nbytes
 
-    def reset(self) -> None:
+    def reset(self, counted: tuple[int, int, float] = (0, 0, 0.0)) -> None:
+        """Go on from zero, or from reads, bytes and seconds as they were."""
         with self._lock:
-            self.reads = self.nbytes = 0
-            self.seconds, self._since = 0.0, time.perf_counter()
+            self.reads, self.nbytes, self.seconds = counted
+            self._since = time.perf_counter()
 
 
 def read_direct(file: int, destination: torch.Tensor, offset: int) -> int:

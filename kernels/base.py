@@ -78,6 +78,9 @@ def check_activations(x: Tensor, out: Tensor) -> None:
     """
     if x.dtype not in DTYPES:
         raise TypeError(f"x is {x.dtype}, expected torch.bfloat16 or torch.float16")
+    fit = x.dim() == out.dim() == 2 and x.shape[1] == out.shape[1] and out.dtype is x.dtype
+    if fit and x.is_contiguous() and out.is_contiguous():
+        return  # the checks below, which have a sentence for everything, take four times as long
     check_tensor("x", x, shape=(None, None))
     check_tensor("out", out, shape=(None, x.shape[1]), dtype=x.dtype)
 

@@ -6,9 +6,8 @@ rows (``torch_experts``), where the last bit may depend on how many tokens an ex
 """
 
 import ctypes
-import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,9 +23,6 @@ DEFAULT_WORKSPACE_BYTES = 1 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10
 _PRODUCTS_OF_A_THREAD = 1 << 20  # fewer take less time than a second thread takes to begin, above all on busy cores
 _MOST_ACTIVATION_BYTES = 32 << 20  # experts whose activations would take more are computed one after the other
-
-Item = tuple[int, ...]
-"""An expert's share of a step: native.ITEM_FIELDS numbers, the last two its first position and how many there are."""
 
 
 class CpuKernel:
@@ -51,8 +47,8 @@ class CpuKernel:
         if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
         self.workspace_bytes = workspace_bytes
-        workspace = torch.empty(workspace_bytes, dtype=torch.uint8)
-        self._floats = workspace.view(torch.float32)
+        self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8)
+        self._address = self._workspace.data_ptr()
         self._library = None if isa == "torch" else native.load(isa)
         if self._library is None:
             self.name = "cpu, torch (slow: no native library; with a C++ compiler install vllm-dymoe again)"
@@ -63,7 +59,7 @@ class CpuKernel:
                 "activations of 8 bits need the native library; with a C++ compiler install vllm-dymoe again"
             )
         self._layer = native.Layer(digits=activations // 8)
-        self._inputs: Tensor | None = None  # what a step's tokens are read as; None before its first experts
+        self._inputs: Tensor | None = None  # holds what a step's tokens are read as; None before its first experts
         self._forms = _Forms()
 
     def begin(self, x: Tensor, decision: Decision, out: Tensor, activation: Activation) -> None:
@@ -82,11 +78,41 @@ class CpuKernel:
         if self._library is None:
             parts = [(item, slice(decision.bounds[item], decision.bounds[item + 1])) for item in items]
             work = [(decision.views[item], decision.rows[part], decision.pairs[part]) for item, part in parts]
-            compute_with_torch(x, work, out, activation, receive or _there)  # type: ignore[arg-type]
+            compute_with_torch(x, work, out, activation, receive or (lambda count: None))  # type: ignore[arg-type]
             return
-        forms, bounds, views = self._forms, decision.bounds, decision.views
-        read_as, listed = (forms.width, forms.floats), list[Item]()
-        wanted = x.shape[1], x.dtype, activation.has_gate
+        if not items:
+            return
+        forms, layer, library, bounds = self._forms, self._layer, self._library, decision.bounds
+        read_as = forms.width, forms.floats
+        fields = self._fields(items)
+        floats = library.row_floats(forms.width)
+        phase = native.GATE_UP
+        if self._inputs is None or (forms.width, forms.floats) != read_as:
+            phase = self._prepare(floats)
+        first, last = bounds[min(items)], bounds[max(items) + 1]
+        products = 3 * (last - first) * layer.hidden * layer.inter
+        layer.threads = min(torch.get_num_threads(), 1 + products // _PRODUCTS_OF_A_THREAD)
+        layer.matrices = forms.address
+        most, behind = max(_MOST_ACTIVATION_BYTES // (4 * floats), 1), floats * layer.tokens
+        pieces = [(fields, first, last)] if last - first <= most else _parts(fields, most)
+        for part, first, last in pieces:
+            activations, _held = self._room(behind, floats * (last - first))
+            layer.items, (layer.item, _) = len(part) // native.ITEM_FIELDS, part.buffer_info()
+            layer.activations = activations - 4 * floats * first  # positions count from the step's first one
+            if receive is None:
+                library.experts(layer, phase, native.DOWN)
+            else:
+                receive(1)
+                receive(2)
+                library.experts(layer, phase, native.GATE_UP)
+                receive(3)
+                library.experts(layer, native.DOWN, native.DOWN)
+            phase = native.GATE_UP
+
+    def _fields(self, items: Sequence[int]) -> "array[int]":
+        """What the library wants of items, native.ITEM_FIELDS numbers each."""
+        (x, decision, _, activation), forms, fields = self._step, self._forms, array("q")
+        wanted, bounds, views = (x.shape[1], x.dtype, activation.has_gate), decision.bounds, decision.views
         for item in items:
             gate, up, down = views[item]  # type: ignore[misc]
             known = forms.known.get(id(up.format))
@@ -94,49 +120,31 @@ class CpuKernel:
                 known = forms.learn(gate.format, up.format, down.format, x, activation)
             first = bounds[item]
             (a, _, _, _, d), (b, _, _, _, e), (c, _, _, _, f) = gate.addresses, up.addresses, down.addresses
-            listed.append((a, b, c, d, e, f, known[0], first, bounds[item + 1] - first))
-        if not listed:
-            return
+            fields.extend((a, b, c, d, e, f, known[0], first, bounds[item + 1] - first))
         forms.intermediate, forms.rotations = up.format.rows, (up.format.rotation, down.format.rotation)
-        layer, library = self._layer, self._library
-        floats = library.row_floats(forms.width)
-        if self._inputs is None or (forms.width, forms.floats) != read_as:
-            self._read(library, floats)
-        most, behind = max(_MOST_ACTIVATION_BYTES // (4 * floats), 1), floats * x.shape[0]
-        receive, layer.matrices = receive or _there, forms.address
-        products = 3 * sum(item[-1] for item in listed) * layer.hidden * layer.inter
-        layer.threads = min(torch.get_num_threads(), 1 + products // _PRODUCTS_OF_A_THREAD)
-        layer.rows, layer.pairs = decision.rows.data_ptr(), decision.pairs.data_ptr()
-        for part in _parts(listed, most):
-            first = min(item[-2] for item in part)
-            held = floats * (max(item[-2] + item[-1] for item in part) - first)
-            small = behind + held <= len(self._floats)
-            activations = self._floats[behind:] if small else torch.empty(held, dtype=torch.float32)
-            fields = array("q", itertools.chain.from_iterable(part))
-            layer.items, (layer.item, _) = len(part), fields.buffer_info()
-            layer.activations = activations.data_ptr() - 4 * floats * first  # positions count from the step's first one
-            receive(1)
-            receive(2)
-            library.experts(layer, native.GATE_UP)
-            receive(3)
-            library.experts(layer, native.DOWN)
+        return fields
 
-    def _read(self, library: native.Library, floats: int) -> None:
-        """Tell the library of the step, and make of its tokens what experts read."""
+    def _room(self, behind: int, floats: int) -> tuple[int, Tensor]:
+        """Address of so many floats behind the first ones of the workspace, or of their own, and what holds them."""
+        if 4 * (behind + floats) <= self.workspace_bytes:
+            return self._address + 4 * behind, self._workspace
+        own = torch.empty(floats, dtype=torch.float32)
+        return own.data_ptr(), own
+
+    def _prepare(self, floats: int) -> int:
+        """Tell the library of the step, whose tokens it reads in the phase that is returned."""
         layer, (x, decision, out, activation) = self._layer, self._step
-        tokens, rows, pairs = x.shape[0], decision.rows, decision.pairs
-        small = floats * tokens <= len(self._floats)
-        self._inputs = self._floats if small else torch.empty(floats * tokens, dtype=torch.float32)
+        rows, pairs = decision.rows, decision.pairs
+        layer.tokens, layer.hidden = x.shape
+        layer.inputs, self._inputs = self._room(0, floats * layer.tokens)
         native.set_activation(layer, activation)
-        layer.floats = self._forms.floats
-        layer.tokens, layer.hidden, layer.inter = tokens, x.shape[1], self._forms.intermediate
+        layer.floats, layer.inter = self._forms.floats, self._forms.intermediate
         layer.dtype, layer.width = x.dtype is torch.float16, self._forms.width
-        layer.threads = min(torch.get_num_threads(), 1 + x.numel() // (1 << 14))
-        layer.positions, layer.out_rows = len(rows), len(out)
+        layer.positions, layer.out_rows = rows.shape[0], out.shape[0]
         layer.outer, layer.inner = self._forms.rotations
         layer.x, layer.out = x.data_ptr(), out.data_ptr()
-        layer.inputs, layer.rows, layer.pairs = self._inputs.data_ptr(), rows.data_ptr(), pairs.data_ptr()
-        library.experts(layer, native.READ)
+        layer.rows, layer.pairs = rows.data_ptr(), pairs.data_ptr()
+        return native.READ
 
 
 class _Forms:
@@ -182,22 +190,18 @@ class _Forms:
         return known
 
 
-def _there(count: int) -> None:
-    """All projections are there."""
-
-
-def _parts(items: list[Item], most: int) -> list[list[Item]]:
-    """Items in parts of at most `most` neighbouring positions; an expert with more is cut."""
-    if max(item[-2] + item[-1] for item in items) - min(item[-2] for item in items) <= most:
-        return [items]
-    parts: list[list[Item]] = []
-    last = room = 0
-    for *places, first, count in items:
-        for begin in range(first, first + count, most):
-            size = min(most, first + count - begin)
-            if size > room or begin != last:
-                parts.append([])
-                room = most
-            parts[-1].append((*places, begin, size))
-            room, last = room - size, begin + size
-    return parts
+def _parts(fields: "array[int]", most: int) -> Iterator[tuple["array[int]", int, int]]:
+    """Items in parts of at most `most` neighbouring positions, each with its first and last + 1 position; an expert
+    with more is cut."""
+    part, begin, end = array("q"), 0, 0
+    for at in range(0, len(fields), native.ITEM_FIELDS):
+        item = fields[at : at + native.ITEM_FIELDS]
+        first, count = item[-2:]
+        for start in range(first, first + count, most):
+            size = min(most, first + count - start)
+            if part and (start != end or end + size - begin > most):
+                yield part, begin, end
+                part = array("q")
+            begin, end = begin if part else start, start + size
+            part.extend((*item[:-2], start, size))
+    yield part, begin, end

@@ -51,11 +51,11 @@ class Linear:
         layer.x, layer.out, layer.inputs = x.data_ptr(), out.data_ptr(), inputs.data_ptr()
         layer.digits, layer.floats = 2, self._matrices[0].code in (native.E4M3, native.PLAIN)
         layer.rows = layer.pairs = numbers.data_ptr()
-        layer.threads = min(torch.get_num_threads(), 1 + x.numel() // (1 << 14))
-        self._library.experts(layer, native.READ)
+        layer.threads = torch.get_num_threads()
+        self._library.experts(layer, native.READ, native.READ)
         codes, fine = self._packed.addresses[0], self._packed.addresses[4]
         item = array("q", (0, 0, codes, 0, 0, fine, 0, 0, tokens))
         layer.items, (layer.item, _) = 1, item.buffer_info()
         layer.matrices, layer.activations, layer.hidden = ctypes.addressof(self._matrices), layer.inputs, fmt.rows
         layer.threads = min(torch.get_num_threads(), 1 + tokens * fmt.rows * fmt.columns // _PRODUCTS_OF_A_THREAD)
-        self._library.experts(layer, native.DOWN)
+        self._library.experts(layer, native.DOWN, native.DOWN)

@@ -55,7 +55,7 @@ class Layer(Structure):
     _fields_ = (
         *_integers("tokens items positions out_rows hidden inter dtype"),
         *_integers("x out item matrices rows pairs inputs activations"),
-        *_integers("width phase has_gate curve digits outer inner floats"),
+        *_integers("width phase last has_gate curve digits outer inner floats"),
         *_doubles("limit alpha beta"),
         *_integers("threads next"),
     )
@@ -98,14 +98,14 @@ class Library:
         library = ctypes.CDLL(str(path))
         library.dymoe_row_floats.restype = library.dymoe_sizes.restype = c_int64
         library.dymoe_row_floats.argtypes = [c_int64]
-        library.dymoe_experts.argtypes = library.dymoe_weighted_sum.argtypes = [c_void_p, ctypes.c_int, c_void_p]
-        library.dymoe_round_block.argtypes = [c_void_p, ctypes.c_int]
         sizes = [ctypes.sizeof(Matrix), 8 * ITEM_FIELDS, *map(ctypes.sizeof, (Layer, Sum, Rounding))]
         built = [library.dymoe_sizes(which) for which in range(len(sizes))]
         if sizes != built:
             raise OSError(
                 f"{path} was built from other sources; install vllm-dymoe again, or run make setup in a checkout."
             )
+        library.dymoe_experts.argtypes = library.dymoe_weighted_sum.argtypes = [c_void_p, ctypes.c_int, c_void_p]
+        library.dymoe_round_block.argtypes = [c_void_p, ctypes.c_int]
         self._library = library
         known = list(ISAS)
         usable = known[known.index(isa if isa in ISAS else "DEFAULT") :]
@@ -113,13 +113,13 @@ class Library:
         self.parallel = _openmp()
         self.row_floats = cache(library.dymoe_row_floats)
 
-    def experts(self, layer: Layer, phase: int) -> None:
-        """Run one phase of a layer's step.
+    def experts(self, layer: Layer, first: int, last: int) -> None:
+        """Run a layer's step from the phase `first` to `last`.
 
         Raises:
             IndexError: a row of x or of out that there is not.
         """
-        layer.phase = phase
+        layer.phase, layer.last = first, last
         if self._library.dymoe_experts(ctypes.addressof(layer), self.isa, self.parallel):
             raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")
 

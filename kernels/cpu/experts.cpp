@@ -5,6 +5,7 @@
 // (GOMP_parallel of the OpenMP that torch has loaded), so that they are the same ones that torch computes with.
 #include "layer.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
@@ -131,15 +132,18 @@ static void run(Body body, void* argument, i64 threads, Parallel parallel) {
     else parallel(body, argument, unsigned(threads), 0);
 }
 
-// Runs layer->phase: READ fills layer->inputs, GATE_UP layer->activations, DOWN layer->out; each waits for all threads.
-// Returns 1, and has done nothing, if READ finds a row that there is not.
+// Runs the phases from layer->phase to layer->last: READ fills layer->inputs, GATE_UP layer->activations, DOWN layer->out;
+// each waits for all threads. Returns 1, and has done nothing, if READ finds a row that there is not.
 API int dymoe_experts(Layer* layer, int isa, Parallel parallel) {
     if (layer->phase == READ)
         for (i64 p = 0; p < layer->positions; p++)
             if (uint64_t(layer->rows[p]) >= uint64_t(layer->tokens) || uint64_t(layer->pairs[p]) >= uint64_t(layer->out_rows)) return 1;
     layer->floats = layer->floats && isa == AVX512_BF16;
-    layer->next = 0;
-    run(body_of(isa, false), layer, layer->threads, parallel);
+    for (; layer->phase <= layer->last; layer->phase++) {
+        const i64 halves = layer->phase == READ ? layer->tokens * layer->hidden >> 14 : layer->threads;
+        layer->next = 0;
+        run(body_of(isa, false), layer, std::min(layer->threads, 1 + halves), parallel);
+    }
     return 0;
 }
 

@@ -202,6 +202,15 @@ def test_the_native_kernel_uses_torchs_threads():
             assert Path(torch.__file__).parent in Path(line.split()[-1]).parents
 
 
+@pytest.mark.skipif(native.load() is None, reason="no native library was built")
+def test_experts_that_are_there_take_one_native_call(monkeypatch):
+    calls, run = [], native.Library.experts
+    monkeypatch.setattr(native.Library, "experts", lambda *step: calls.append(step[2:]) or run(*step))
+    work = [random_expert(64, 64, code_of(4), 64, seed=seed).work([0, 2], [seed, 4 + seed]) for seed in range(3)]
+    compute(CpuKernel(), random_tokens(3, 64, torch.bfloat16), work, 8)
+    assert calls == [(native.READ, native.DOWN)]
+
+
 def test_experts_whose_activations_have_no_room_are_cut(monkeypatch):
     kernel, x, expert = CpuKernel(), random_tokens(70, 64, torch.bfloat16), random_expert(64, 64, 4)
     work = [expert.work(list(range(70)), list(range(70))), expert.work([3, 1], [70, 71])]

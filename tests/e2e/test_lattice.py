@@ -22,6 +22,7 @@ def test_a_checkpoint_of_points_has_the_same_bits_at_every_budget(tmp_path):
     options, calibration = Options(hi=4, lo=2, quantizer="e8"), Calibration(tmp_path / "calibration")
     manifest = convert(checkpoint, tmp_path / "e8", options, calibration=calibration)
     assert manifest.experts.stored_nbytes < 4.4 / 16 * checkpoint.expert_bytes
+    assert len(manifest.experts.curves) == 2
     with engine(MODEL, {"hi": 16, "expert_budget": "100%"}) as llm:
         want = answer(llm, TEXTS, 16)
     system = {"system": "dymoe", "system_options": {"retention": 0.5, "high_by": "depth", "reuse_high": False}}

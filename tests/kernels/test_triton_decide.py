@@ -80,7 +80,7 @@ def test_precision_shares_and_records_change_between_steps(nested):
             pools = {code: (int(table.pool[code]), int(table.slot_bytes[code]), 12) for code in (LOW, HIGH)}
             set_pools(table, pools, {LOW: [low] * LAYERS, HIGH: [high] * LAYERS})
             table.critical.copy_(critical)
-            table.threshold.copy_(torch.from_numpy(precision.threshold()))
+            table.threshold.copy_(torch.from_numpy(precision.thresholds[1]))
             table.recording.fill_(number % 2)
         for seed in range(5):
             twins.step(seed % LAYERS, *random_step(10 * number + seed, 2))

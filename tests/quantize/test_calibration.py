@@ -1,5 +1,6 @@
 """What is made of recorded inputs: Hessians of each expert, and stores that GPTQ wrote."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from vllm_dymoe.quantize import calibration as calibrating
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.recording import CalibrationError
 from vllm_dymoe.residency.format import Projection
+from vllm_dymoe.residency.threshold import above, threshold_for
 
 EXPERTS = make_experts(top_k=2)
 HIDDEN = 64
@@ -88,6 +90,25 @@ def test_tokens_of_each_expert(recorded):
     assert counts == [len(routed(recorded, 1, expert)[0]) for expert in range(6)]
     assert counts[RARE] == 1
     assert Calibration(recorded[0]).rare(1) == [expert for expert, seen in enumerate(counts) if seen < HIDDEN]
+
+
+@pytest.mark.parametrize("retention", [0.3, 0.5, 0.75])
+def test_thresholds_begin_where_the_calibrations_routers_hold_retention(recorded, retention):
+    prompts, tokens = Calibration(recorded[0]).curves()
+    found = ([], [])
+    for weights, experts in recorded[2]:
+        for rows in torch.arange(500).split([300, 200]):
+            sums = torch.zeros(6).index_add_(0, experts[rows].flatten(), weights[rows].flatten())
+            found[0].append(sums[sums > 0])
+        found[1].extend(weights)
+    # Prompts use 24 experts in all; of a token's two one is always high.
+    for curve, shares, wanted, off in zip(
+        (prompts, tokens), found, (retention, max(retention, 0.5)), (1 / 12, 0.03), strict=True
+    ):
+        units = [(row * 2**30).long().numpy() for row in shares]
+        high = [above(threshold_for(retention, curve), row).mean() for row in units]
+        assert np.mean(high) == pytest.approx(wanted, abs=off)
+    assert abs(np.mean([above(threshold_for(0.9), row).mean() for row in units]) - 0.9) > 0.03, "uncalibrated is off"
 
 
 def test_inputs_that_are_not_finite_name_the_expert(recorded):

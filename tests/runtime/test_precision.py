@@ -11,12 +11,16 @@ import torch
 
 from tests.runtime import steps
 from tests.runtime.steps import CPU, equal, forward, kept_by
-from tests.small_model import make_experts, make_store
+from tests.small_model import fill, make_experts, make_store
 from tests.support.instead import Instead
 from vllm_dymoe.config import ConfigError, Options
+from vllm_dymoe.quantize import QUANTIZERS
+from vllm_dymoe.quantize.packer import ExpertPacker
 from vllm_dymoe.residency.routing import PromptTokens
 from vllm_dymoe.residency.tier import Tier
 from vllm_dymoe.runtime import MoERuntime, precision_of
+from vllm_dymoe.store import Manifest, MemoryStore
+from vllm_dymoe.store.writer import StoreWriter
 from vllm_dymoe.systems import System
 from vllm_dymoe.systems.base import Precision
 
@@ -36,6 +40,31 @@ def random_step(seed, tokens):
 def prompt_of(tokens):
     rows = torch.ones(tokens, dtype=torch.bool)
     return PromptTokens(rows, torch.arange(tokens) % 3 == 0, mixed=False)
+
+
+@pytest.mark.parametrize("decisions", ["host", "device"])
+def test_thresholds_begin_by_the_curves_of_a_store(decisions, tmp_path):
+    prompts, tokens = (tuple(scale * (16 - part) / 16 for part in range(1, 17)) for scale in (2.0, 3.0))
+    experts = make_experts(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K)
+    writer = StoreWriter(tmp_path / "store", Manifest(replace(experts, curves=(prompts, tokens)), "gptq", "random"))
+    packer = ExpertPacker(experts, QUANTIZERS["rtn"], writer)
+    fill(packer)
+    store = MemoryStore.from_files(packer.finish())
+    options = {"retention": 0.5, "reuse_high": False}
+    runtime = steps.make_runtime(store, "50%", "dymoe", lo=2, decisions=decisions, system_options=options)
+    table, (of_prompts, of_tokens) = runtime.memory.table, runtime.system.precision.thresholds
+    assert [int(of_prompts[0]), int(of_tokens[0])] == [1 << 32, 3 << 31]
+    if decisions == "device":
+        table = runtime.memory.device_side.table
+        assert [int(table.prompt_threshold[0]), int(table.threshold[0])] == [1 << 32, 3 << 31]
+        return
+    forward(runtime, 0, *steps.random_step(0, 1, store.experts))
+    settled = int(of_tokens[0])
+    runtime.resize("60%")
+    assert settled != 3 << 31
+    assert int(runtime.system.precision.thresholds[1][0]) == settled, "what has moved does not begin again"
+    runtime.set_precision(retention=0.25)
+    assert int(runtime.system.precision.thresholds[1][0]) == 9 << 30
 
 
 STEPS = [(seed, seed % LAYERS, (1, 1, 1, 9, 30)[seed % 5]) for seed in range(40)]

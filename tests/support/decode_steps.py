@@ -36,7 +36,7 @@ def make_table(
     formats = (NESTED if nested else FORMATS) | ({LOW: None} if skip_low else {})
     system = system or Dymoe(retention=0.5)
     precision = system.precision
-    set_precision(table, formats, precision.critical_counts(LAYERS, experts), precision.threshold())
+    set_precision(table, formats, precision.critical_counts(LAYERS, experts), precision.thresholds)
     pools = {code: (POOL[code], 1 << 12, sum(shares[code]) + staging) for code in (LOW, HIGH)}
     set_pools(table, pools, shares, foreseen=-(-most_ahead // 3))
     table.most_ahead.fill_(most_ahead)

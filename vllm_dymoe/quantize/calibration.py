@@ -5,12 +5,15 @@ reads, Y = activation(X gate^T) * X up^T, follows from them and the weights, and
 are added with their routing weights r, and so are their errors: each token counts r^2 (benchmarks/LOG.md).
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -19,9 +22,12 @@ from vllm_dymoe.quantize.gptq import Curvature
 from vllm_dymoe.quantize.held import Held, Matrix
 from vllm_dymoe.quantize.recording import CalibrationError, Recording
 from vllm_dymoe.residency.format import ModelExperts, Projection
+from vllm_dymoe.residency.threshold import curve_of
 
 # Tokens of an expert that are in memory at a time, as float32.
 _CHUNK = 4096
+# Tokens of each part that say where thresholds begin, and of a prompt.
+_READ, _PIECE = 1024, 512
 
 
 class Calibration:
@@ -64,6 +70,17 @@ class Calibration:
         """Tokens that each expert of a layer saw: int64 [num_experts]."""
         experts = torch.cat([self._tensor(part, layer, "experts").flatten() for part in range(len(self._parts))])
         return torch.bincount(experts.long(), minlength=self.recording.num_experts)
+
+    def curves(self) -> tuple[tuple[float, ...], ...]:
+        """Where thresholds begin: of prompts in pieces, and of tokens one by one; see ``residency.threshold``."""
+        prompts, tokens = [], []
+        for layer, part in itertools.product(range(len(self.recording.layers)), range(len(self._parts))):
+            experts, weights = (self._tensor(part, layer, name)[:_READ] for name in ("experts", "weights"))
+            tokens.append(_even(weights))
+            for ids, values in zip(experts.long().split(_PIECE), weights.split(_PIECE), strict=True):
+                sums = torch.zeros(self.recording.num_experts).index_add_(0, ids.flatten(), values.flatten())
+                prompts.append(_even(sums[sums > 0][None]))
+        return curve_of(prompts), curve_of(tokens)
 
     def inputs(self, layer: int, expert: int | None) -> Iterator[tuple[Tensor, Tensor]]:
         """What the router sent to an expert, in pieces: inputs [tokens, hidden], weights [tokens, 1], both float32.
@@ -126,6 +143,12 @@ class Calibration:
     def _tensor(self, part: int, layer: int, name: str) -> Tensor:
         found: Tensor = self._parts[part].get_tensor(f"{layer}.{name}")
         return found
+
+
+def _even(weights: Tensor) -> NDArray[np.float32]:
+    """Shares of rows [any, active] in even ones."""
+    even: NDArray[np.float32] = (weights * weights.shape[1] / weights.sum(1, keepdim=True)).numpy()
+    return even
 
 
 def _rotated(hessian: Tensor, block: int) -> Tensor:

@@ -6,7 +6,7 @@ about to be replaced when a run was killed gets its name back.
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,7 @@ def _plan(checkpoint: Checkpoint, options: Options, dtype: torch.dtype, calibrat
                 f"checkpoints; use another quantizer than {options.quantizer} for the low tier."
             )
         calibration.check_belongs(model, experts)
+        experts = replace(experts, curves=calibration.curves())
     return Manifest(experts, quantizer_name(reader, bits, options.quantizer), model)
 
 

@@ -7,7 +7,7 @@ docs/format.md.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -153,6 +153,8 @@ class ModelExperts:
     formats: Mapping[int, Format]  # one per stored bit-width
     draft_layers: int = 0
     """How many of the layers, the last ones, are those of a draft that proposes the model's tokens."""
+    curves: tuple[tuple[float, ...], ...] = field(default=(), compare=False)
+    """Where thresholds of prompts' tokens and of others begin, see :mod:`~.threshold`; empty without a calibration."""
 
     @property
     def projections(self) -> tuple[Projection, ...]:

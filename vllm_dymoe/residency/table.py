@@ -315,7 +315,7 @@ def set_precision(
     table: Table,
     formats: Mapping[int, Format | None],
     critical: NDArray[np.int32],
-    threshold: NDArray[np.int64] | tuple[int, int] = NO_THRESHOLD,
+    thresholds: Sequence[NDArray[np.int64]] = (),
 ) -> None:
     """What tiers mean in steps of the device, and how many experts of a step are high.
 
@@ -323,7 +323,8 @@ def set_precision(
         table: of the device.
         formats: by LOW and HIGH, those in use; None for one that is skipped.
         critical: int32 [layers, experts + 1], by the number of active experts.
-        threshold: int64 [2]; one that is in use for the same retention stays where it has settled.
+        thresholds: of prompts' tokens and of others, int64 [2] each, or none; one that is in use for the same retention
+            stays where it has settled.
 
     Raises:
         ValueError: the low version was to lie inside the high one and does not, or the other way round.
@@ -342,9 +343,11 @@ def set_precision(
     table.bits.copy_(bits)
     table.offsets.copy_(offsets)
     table.critical.copy_(torch.from_numpy(critical))
-    if int(table.threshold[1]) != int(threshold[1]):
-        for column in (table.threshold, table.prompt_threshold):
-            column.copy_(torch.tensor([int(number) for number in threshold]))
+    columns = table.prompt_threshold, table.threshold
+    none = np.array(NO_THRESHOLD, np.int64)
+    for column, threshold in zip(columns, thresholds or (none, none), strict=True):
+        if int(column[1]) != int(threshold[1]):
+            column.copy_(torch.as_tensor(threshold))
 
 
 def set_pools(

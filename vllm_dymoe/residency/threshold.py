@@ -7,9 +7,12 @@ share of high experts is the retention; all of it is whole numbers, so that host
 
 A threshold is int64 [2]: its value in 2 ** -32 even shares, and the retention in 2 ** -16; less than 0 where none is in
 use and ``Table.critical`` says how many experts are high.
+
+A *curve* says where one begins: the values above which so many of the experts of a calibration's routers were.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +23,25 @@ NO_THRESHOLD = (0, -1)
 GAIN = 10
 """An expert too many in a layer of n moves the threshold by 2 ** (GAIN - 16) / n."""
 MOST = 64 << 32
+RETENTIONS = tuple(part / 16 for part in range(1, 17))
+"""Of the values of a curve."""
 
 
-def threshold_for(retention: float) -> Ints:
-    """Where to begin: of weights that fall exponentially so many are above it. A few hundred layers settle it."""
-    value = min(-math.log(retention), 16.0) if retention > 0 else 16.0
-    return np.array([int(value * (1 << 32)), int(retention * (1 << 16))], np.int64)
+def threshold_for(retention: float, curve: Sequence[float] = ()) -> Ints:
+    """Where to begin: by a curve, or as if weights fell exponentially, which a few hundred layers put right."""
+    value = -math.log(retention) if retention > 0 else 16.0
+    if curve:
+        value = float(np.interp(retention, RETENTIONS, curve))
+    return np.array([int(min(value, 16.0) * (1 << 32)), int(retention * (1 << 16))], np.int64)
+
+
+def curve_of(layers: Sequence[NDArray[np.float32]]) -> tuple[float, ...]:
+    """Of shares in even ones, float32 [any, active] each; the largest of a row is high wherever the threshold is."""
+    for shares in layers:
+        shares[np.arange(len(shares)), shares.argmax(1)] = np.inf
+    every = np.sort(np.concatenate([shares.ravel() for shares in layers]))
+    found = every[[int((1 - retention) * (len(every) - 1)) for retention in RETENTIONS]]
+    return tuple(np.minimum(found, 16.0).round(4).tolist())
 
 
 def above(threshold: Ints, sums: Ints) -> NDArray[np.bool_]:

@@ -95,7 +95,7 @@ class DeviceSide:
         formats = {CODES[tier]: experts.formats.get(bits[tier]) for tier in (Tier.HI, Tier.LO)}
         precision = system.precision
         critical = precision.critical_counts(table.layers, table.experts)
-        set_precision(table, formats, critical, precision.threshold())
+        set_precision(table, formats, critical, precision.thresholds)
         table.reuse_high.fill_(system.precision.reuses_high)
         sources = tuple((code, fmt.bits) for code, fmt in formats.items() if fmt is not None)
         if table.nested:

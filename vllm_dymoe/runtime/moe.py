@@ -298,6 +298,7 @@ class MoERuntime:
 
     def _serve_with(self, options: Options, system: System) -> None:
         self.options = options
+        system.precision.begin(self.experts.curves)
         self.serving.computes_there = options.misses == "compute"
         self.serving.system, self.serving.bits = system, {tier: tier_bits(options, tier) for tier in Tier}
         side = self.memory.device_side

@@ -133,6 +133,7 @@ class Manifest:
             "tensor_parallel": {"rank": rank, "size": size},
             "blob_bytes": {str(bits): f.whole_nbytes for bits, f in self.experts.formats.items()},
             "errors": self.errors.to_json() if self.errors else None,
+            "curves": [list(curve) for curve in self.experts.curves],
         }
 
     @classmethod
@@ -162,7 +163,9 @@ class Manifest:
             for bits in data["nested"]:
                 formats[bits] = nested(formats[bits])
                 formats[bits // 2] = formats[bits].base
-            experts = ModelExperts(tuple(data["layers"]), data["num_experts"], data["top_k"], formats)
+            curves = tuple(tuple(map(float, curve)) for curve in data.get("curves", ()))
+            shape = tuple(data["layers"]), data["num_experts"], data["top_k"]
+            experts = ModelExperts(*shape, formats, curves=curves)
             for bits, fmt in formats.items():
                 if (held := data["blob_bytes"][str(bits)]) != fmt.whole_nbytes:
                     raise ValueError(f"blobs of {held} bytes where {fmt.whole_nbytes} are expected")

@@ -5,7 +5,7 @@ table, no slot and no byte.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -19,7 +19,6 @@ from vllm_dymoe.predict import Predictor, RoutedModel
 from vllm_dymoe.residency.format import EVERY_PROJECTION, ModelExperts
 from vllm_dymoe.residency.routing import Routing
 from vllm_dymoe.residency.rule import Ints
-from vllm_dymoe.residency.threshold import NO_THRESHOLD
 from vllm_dymoe.residency.tier import Tier
 
 # Two slots keep a link busy within a layer: one is computed while the other fills. From a layer's last transfer to the
@@ -41,12 +40,15 @@ class Precision:
         heavy_hitters: share of a prompt's tokens to mark as heavy hitters; None where precision ignores them.
         reuses_high: an expert that is wanted low is computed high where its high version is on the device.
         renormalizes: routing weights of skipped experts go to the token's other experts; otherwise they are lost.
+        thresholds: above which experts of prompts' tokens and of others are high, int64 [2] each, see
+            :mod:`~vllm_dymoe.residency.threshold`; where the host decides they move. Empty where there are none.
     """
 
     tiers: frozenset[Tier] = frozenset((Tier.HI,))
     heavy_hitters: float | None = None
     reuses_high: bool = True
     renormalizes: bool = False
+    thresholds: tuple[Ints, ...] = field(default=(), compare=False)
 
     @property
     def by_depth(self) -> bool:
@@ -81,9 +83,8 @@ class Precision:
         and number of active experts. The most important by :func:`~.importance.Importance` are."""
         return np.tile(np.arange(experts + 1, dtype=np.int32), (num_layers, 1))
 
-    def threshold(self) -> Ints:
-        """Where devices decide: above which experts are high, int64 [2]; see :mod:`~vllm_dymoe.residency.threshold`."""
-        return np.array(NO_THRESHOLD, np.int64)
+    def begin(self, curves: Sequence[Sequence[float]]) -> None:
+        """Thresholds that have not moved begin where those of a calibration ended; none where there was no such."""
 
     def tiers_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Tier]:
         """In which tier a coming layer will want experts.

@@ -30,13 +30,10 @@ class CriticalHigh(Precision):
     """High for the experts above one threshold, or for as many as a schedule says; low for the others.
 
     Attributes:
-        schedule: how many experts are critical, by depth (Eqs. 4 and 5).
-        thresholds: of prompts' tokens and of the others, int64 [2] each, which move with every layer; empty where the
-            schedule decides.
+        schedule: how many experts are critical, by depth (Eqs. 4 and 5), where there are no thresholds.
     """
 
     schedule: Schedule = field(default_factory=lambda: Schedule(0.75))
-    thresholds: tuple[Ints, ...] = field(default=(), compare=False)
 
     @property
     def by_depth(self) -> bool:
@@ -89,8 +86,11 @@ class CriticalHigh(Precision):
         counts = [[self._critical(layer, num_layers, n) for n in range(experts + 1)] for layer in range(num_layers)]
         return np.array(counts, np.int32)
 
-    def threshold(self) -> Ints:
-        return threshold_for(self.schedule.retention) if self.thresholds else super().threshold()
+    def begin(self, curves: Sequence[Sequence[float]]) -> None:
+        start = int(threshold_for(self.schedule.retention)[0])
+        for threshold, curve in zip(self.thresholds, curves, strict=False):
+            if threshold[0] == start:  # it has not moved
+                threshold[:] = threshold_for(self.schedule.retention, curve)
 
     def tiers_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Tier]:
         """High for as many as the coming layer's t says (Eqs. 5, 7 and 8), or retention; the others low."""

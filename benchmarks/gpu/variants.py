@@ -45,7 +45,7 @@ from vllm_dymoe.kernels.triton import (
     place,
     wide,
 )
-from vllm_dymoe.kernels.triton.wide import name_wide, plan_wide
+from vllm_dymoe.kernels.triton.wide import plan_wide
 from vllm_dymoe.residency.code import CODEBOOKS, WHOLE
 from vllm_dymoe.residency.decision import Decision
 from vllm_dymoe.residency.decode_ahead import Copies
@@ -66,7 +66,7 @@ _TYPES = {
     torch.int64: "*i64",
     torch.int8: "*i8",
 }
-_WIDE = ("count", "list", "place_pairs", "name_wide")  # around the products of a wide step
+_WIDE = ("count", "list", "place_pairs")  # around the products of a wide step
 _MODULES = {
     "gate_up": ("activation", "combine", "decode", "fetch", "float_rows", "rows", "section"),
     "down": ("activation", "combine", "decode", "fetch", "float_rows", "rows", "section"),
@@ -293,8 +293,7 @@ def _wide(architecture: int, experts: int, top_k: int, nested: bool) -> Iterator
     def start(*launch: Any) -> None:
         launched.append(launch)
 
-    plan_wide(table, 0, ids, weights, rows, decision.tensors, shape, 0, steps, lists, marks, start=start)
-    name_wide(table, 0, rows, shape, 0, 2, lists["spans"], start=start)
+    plan_wide(table, 0, ids, weights, rows, decision.tensors, shape, 0, 0, steps, lists, marks, start=start)
     for kernel, *others in launched:
         name = kernel.__name__.removesuffix("_kernel")
         if name in ("decide", "list") or not nested:

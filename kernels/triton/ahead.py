@@ -142,9 +142,7 @@ def name_ahead_kernel(
     half = layer % 2
     sizes, sums = count_pairs(ids, scores, scratch + 3 * WIDTH, tl.load(rows) * GUESSES, expert, EXPERTS, WIDTH, CHUNK)
     active = sizes > 0
-    wanted = tiers_of(
-        active, sums, threshold, critical + layer * (EXPERTS + 1), scratch + 2 * WIDTH, expert, WIDTH, CHUNK
-    )
+    wanted = tiers_of(active, sums, threshold, critical + layer * (EXPERTS + 1), scratch, expert, WIDTH, CHUNK)
     width = tl.where(wanted == 2, tl.load(bits + 2), tl.load(bits + 1))
     held = tl.load(tier + layer * EXPERTS + expert, mask=expert < EXPERTS, other=0).to(tl.int32)
     hit = tl.where(tl.load(reuse_high) != 0, held >= wanted, held == wanted)

@@ -1,7 +1,7 @@
 """A layer's step decided on the device, in one program: which experts, at which tier, from where, to where.
 
 Plain twin, bit for bit: ``vllm_dymoe.residency.decode_rule.decide_plain``. Names are those of ``Table`` and
-``Decision`` beside it. All that is compared is an integer, or one rounded to float32: no order of additions decides.
+``Decision`` beside it. All that is compared is an integer: no order of additions decides.
 
 One program of four warps is enough. Everything about experts is a vector of WIDTH of them, and pairs go by in chunks.
 What takes a turn for each expert (its slot, its victim) takes it for misses only, each of which occupies the link for
@@ -221,13 +221,12 @@ def decide_kernel(
         hits, heavy_sums = _add_chunks(ranks + 2 * part, chunks, expert, WIDTH)
         of_prompts = prompt_sizes > 0
         wanted_prompts = tiers_of(
-            of_prompts, heavy_sums, prompt_threshold, at_critical, item_scratch + WIDTH, expert, WIDTH, CHUNK,
-            prompt_sums, hits,
-        )  # fmt: skip
+            of_prompts, heavy_sums, prompt_threshold, at_critical, item_scratch, expert, WIDTH, CHUNK, hits
+        )
         others = sizes > prompt_sizes
         sums = sums - prompt_sums
         tl.debug_barrier()
-    wanted = tiers_of(others, sums, threshold, at_critical, item_scratch + 2 * WIDTH, expert, WIDTH, CHUNK)
+    wanted = tiers_of(others, sums, threshold, at_critical, item_scratch, expert, WIDTH, CHUNK)
     number_high = number_of(wanted == 2)
     wanted = tl.where(wanted > wanted_prompts, wanted, wanted_prompts)
     width = tl.where(wanted == 2, tl.load(bits + 2), tl.load(bits + 1))
@@ -244,7 +243,7 @@ def decide_kernel(
     wants_high = uses & (wanted == 2)
     low_share, high_share = shares + layer * 3 + 1, shares + layer * 3 + 2
     low_first, high_first = first_slot + layer * 3 + 1, first_slot + layer * 3 + 2
-    scratch = item_scratch + WIDTH
+    scratch = item_scratch + 2 * WIDTH
     if NESTED:
         fine_row = layers * EXPERTS + row
         own_fine = tl.load(slot + fine_row, mask=known, other=-1)
@@ -555,14 +554,11 @@ def _add_chunks(counted, chunks, expert, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def tiers_of(
-    active, sums, threshold, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK: tl.constexpr, all_sums=None,
-    hits=None,
-):  # fmt: skip
+def tiers_of(active, sums, threshold, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK: tl.constexpr, hits=None):
     """int32 [WIDTH]: 2 for the most important, 1 for other active.
 
     These are the ones above the threshold; without one as many as are critical, of equal ones the first. With hits
-    these come first, and then all sums; scratch is twice as large.
+    these come first, and then sums. Of scratch int32 [3 * WIDTH] are used.
     """
     number = number_of(active)
     high = tl.load(critical + number)
@@ -574,12 +570,10 @@ def tiers_of(
         first = tl.min(tl.where(active & (sums == most), expert, WIDTH), 0)
         wanted = tl.where(active & (is_above | (expert == first)), 2, tl.where(active, 1, 0))
     elif high < number:
-        if hits is None:
-            importance = tl.where(active, sums.to(tl.float32), -float("inf"))
-        else:
-            importance = tl.where(active, all_sums.to(tl.float32), -float("inf"))
-            tl.store(scratch + WIDTH + expert, hits)
-        at = scratch.to(tl.pointer_type(tl.float32))
+        importance = tl.where(active, sums, -1)
+        at = scratch.to(tl.pointer_type(tl.int64))
+        if hits is not None:
+            tl.store(scratch + 2 * WIDTH + expert, hits)
         tl.store(at + expert, importance)
         tl.debug_barrier()
         rank = tl.zeros([WIDTH], tl.int32)
@@ -589,7 +583,7 @@ def tiers_of(
             as_good = (others == importance[None, :]) & (other[:, None] < expert[None, :])
             before = (others > importance[None, :]) | as_good
             if hits is not None:
-                other_hits = tl.load(scratch + WIDTH + other)[:, None]
+                other_hits = tl.load(scratch + 2 * WIDTH + other)[:, None]
                 before = (other_hits > hits[None, :]) | ((other_hits == hits[None, :]) & before)
             rank += tl.sum(before.to(tl.int32), 0)
         wanted = tl.where(active & (rank >= high), 1, wanted)

@@ -5,7 +5,6 @@ A class that has nothing to do in a group is a launch of programs that end at on
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -25,9 +24,9 @@ from vllm_dymoe.kernels.triton.launch import (
 )
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.kernels.triton.tiles import Tiles
-from vllm_dymoe.kernels.triton.wide import name_wide, plan_wide
+from vllm_dymoe.kernels.triton.wide import plan_wide
 from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.wide_rule import WideShape, WideWork
+from vllm_dymoe.residency.wide_rule import KEPT, PASSING, WideShape, WideWork
 
 _Launch = tuple[Any, tuple[int, ...], tuple[Tensor | int, ...], dict[str, Any], dict[str, int]]
 
@@ -66,30 +65,24 @@ class TritonWide:
         )
         self._wide, self._decision = WideWork.allocate(shape, self._steps, device), decision.tensors
         self.ids = self._wide.ids
-        self._lists, self._ahead = vars(self._wide), {"spans": self._wide.spans.new_zeros(shape.half, 3)}
-        self._spans = [{"spans": self._wide.spans[shape.spans(group)]} for group in range(1, max(2, shape.groups))]
+        groups = range(KEPT, PASSING + shape.passes + (shape.passes > 0))
+        self._spans = {group: {"spans": self._wide.spans[shape.spans(group)]} for group in groups}
         fine = decision.addresses[-1] if experts.nested else None
         self._experts = ExpertTable(experts, tiers, decision.addresses[0], decision.bits, fine=fine)
-        rooms = [room for group in range(shape.groups) for room in shape.work_items(group, self._steps)]
-        bounds = list(accumulate(rooms, initial=0))
+        self._at = decision.rows, decision.pairs
         # Experts that are decoded come first, and share scratch by their positions.
-        decoded = min(shape.positions, shape.items * tiles.decode_tokens)
-        self._work = []
-        for number, (first, room) in enumerate(zip(bounds, rooms, strict=False)):
-            most = shape.positions if number % len(self._steps) else decoded
-            listed = self._wide.work[first : first + room]
-            self._work.append(WorkList(listed, decision.rows[:most], decision.pairs[:most]))
-        self._scratch = scratch(*_shared(experts, tiles, decoded))
+        self._decoded = min(shape.positions, shape.items * tiles.decode_tokens)
+        self._scratch = scratch(*_shared(experts, tiles, self._decoded))
         self._launches: list[list[_Launch]] = []  # of each group
 
     def plan(
-        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, activation: Activation,
+        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
         marks: Tensor | None,
     ) -> None:  # fmt: skip
         """Four launches; and memory for what is between gate, down and the sums."""
         plan_wide(
-            self._table, layer, ids, weights, rows, self._decision, self.shape, half, self._steps, self._lists,
-            marks, start=self._start,
+            self._table, layer, ids, weights, rows, self._decision, self.shape, half, ahead, self._steps,
+            vars(self._wide), marks, start=self._start,
         )  # fmt: skip
         self._x, self._weights = x, weights
         self._hidden = x.new_empty(self.shape.positions, self._inner)
@@ -99,7 +92,7 @@ class TritonWide:
 
     def copy(self, group: int) -> None:
         """One launch."""
-        fetch_ahead(self._spans[group - 1], start=self._start)
+        fetch_ahead(self._spans[group], start=self._start)
 
     def compute(self, group: int) -> None:
         """Two launches for each class."""
@@ -114,8 +107,13 @@ class TritonWide:
         def start(kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | int], *rest: Any) -> None:
             found.append((kernel, grid, tuple(tensors[2:]), *rest))
 
-        tiles, table, count = self._tiles, self._experts, len(self._steps)
-        decoded, *grouped = self._work[group * count : (group + 1) * count]
+        tiles, table = self._tiles, self._experts
+        decoded, *grouped = (
+            WorkList(work[:room], *(of[: of.numel() if number else self._decoded] for of in self._at))
+            for number, (work, room) in enumerate(
+                zip(self._wide.work[group], self.shape.work_items(group, self._steps), strict=True)
+            )
+        )
         hidden = self._hidden[: decoded.positions]
         decode_gate_up(self._x, hidden, table, decoded, self._activation, tiles.gate_up, self._scratch, start=start)
         decode_down(hidden, self._out, table, decoded, tiles.down, self._scratch, start=start)
@@ -123,14 +121,6 @@ class TritonWide:
             grouped_gate_up(self._x, self._hidden, table, work, self._activation, gate_up, start=start)
             grouped_down(self._hidden, self._out, table, work, down, start=start)
         return found
-
-    def name_ahead(self, layer: int, rows: Tensor, half: int, code: int) -> None:
-        """One launch."""
-        name_wide(self._table, layer, rows, self.shape, half, code, self._ahead["spans"], start=self._start)
-
-    def copy_ahead(self) -> None:
-        """One launch."""
-        fetch_ahead(self._ahead, start=self._start)
 
     def finish(self) -> Tensor:
         """One launch."""

@@ -57,14 +57,16 @@ def test_no_budget_changes_a_bit(system, budget, nested):
 
 @pytest.mark.parametrize("high_by", ["threshold", "depth"])
 def test_prompts_have_the_hosts_tiers(high_by):
-    """Prompts beside tokens that decode, each with a measure of its own; by a threshold some are no heavy hitters."""
+    """Prompts beside tokens that decode, each with a measure of its own; in half of the steps weights' sums are equal,
+    or differ by less than float32 would tell."""
     system = lambda: RoomyDymoe(retention=0.5, reuse_high=False, high_by=high_by)  # noqa: E731
     host, runtime = make_runtime(STORES[1], "100%", system()), decided_runtime(STORES[1], "50%", system())
     for step in range(12):
         for layer in range(LAYERS):
-            given, place = random_step(step, 30, STORES[1].experts), torch.arange(30)
+            (x, weights, ids), place = random_step(step, 30, STORES[1].experts), torch.arange(30)
+            given = x, weights if step % 2 else 0.5 + 2**-24 * (weights > weights.median()), ids
             rows = place < (30, 17, 0)[step % 3]
-            prompt = PromptTokens(rows, rows & ((place % 4 > 0) | (high_by == "depth")), mixed=not rows.all())
+            prompt = PromptTokens(rows, rows & (place % 4 > 0), mixed=not rows.all())
             want = forward(host, layer, *given, prompt=prompt if rows.any() else None)
             marks = rows.to(torch.int8) + prompt.heavy
             assert torch.equal(decode_wide(runtime, layer, *given, marks=marks), want)
@@ -104,7 +106,7 @@ class Order:
 
     def __init__(self, monkeypatch):
         self.calls, self._on = [], "main"
-        for name in ("plan", "copy", "compute", "name_ahead", "copy_ahead", "finish"):
+        for name in ("plan", "copy", "compute", "finish"):
             monkeypatch.setattr(PlainWide, name, self._noted(name, getattr(PlainWide, name)))
 
     def _noted(self, name, method):
@@ -142,10 +144,7 @@ def test_copies_are_enqueued_ahead_of_what_is_computed(monkeypatch):
     there = [("main", "compute", 0)]
     passing = []
     for group in range(2, 2 + passes):
-        last = group == 1 + passes
-        passing += [("main", "name_ahead")] * last + [("branch", "fork")]
-        passing += [("branch", "copy_ahead") if last else ("branch", "copy", group + 1)]
-        passing += [("main", "join"), ("main", "compute", group)]
+        passing += [("branch", "fork"), ("branch", "copy", group + 1), ("main", "join"), ("main", "compute", group)]
     end = [("main", "join"), ("main", "compute", 1), ("main", "finish")]
     first = begin + there + passing + end
     assert order.calls == first + begin + [("main", "join")] + there + passing + end
@@ -162,14 +161,12 @@ def test_no_step_waits_for_the_device(monkeypatch, captured):
 
         def copy(self, group): ...
 
-        compute = name_ahead = copy_ahead = copy
+        compute = copy
 
         def finish(self):
             return self._x
 
-    monkeypatch.setattr(Launches, "name_ahead", lambda *_: None)
-    monkeypatch.setattr(Launches, "copy_ahead", lambda *_: None)
-    monkeypatch.setattr(PlainDecode, "wide_step", lambda kernel, table, shape, _: Launches(kernel, table, shape))
+    monkeypatch.setattr(PlainDecode, "wide_step", lambda *given: Launches(*given))
     runtime = decided_runtime(STORES[0], "25%", Roomy(), lo=0)
     OnDevice.log = []
     for step in range(2):
@@ -205,23 +202,21 @@ class Clocks:
     def join(self, mark=None):
         self.computing = max(self.computing, self.copying if mark is None else mark)
 
-    def plan(self, *_):
+    def plan(self, *given):
         self.computing += self._decide
-        self._left, self._there, self._staged = self.shape.experts - self._resident - self._staged, self._staged, 0
+        self._left, self._there = self.shape.experts - self._resident - self._staged, self._staged
+        self._staged = self.shape.half * (given[6] > 0)
         self._sizes = {}
         for group in range(2, self.shape.groups):
             self._sizes[group] = min(self.shape.half, self._left)
             self._left -= self._sizes[group]
+        self._sizes[self.shape.groups] = self._staged
         assert not self._left
 
     def copy(self, group):
-        self._move(self._sizes.get(group, 0))
-
-    def copy_ahead(self):
-        self._staged = self.shape.half
-        self._move(self._staged)
-
-    def name_ahead(self, *_): ...
+        experts = self._sizes.get(group, 0)
+        self.copying += experts * self._each
+        self.busy += experts * self._each
 
     def compute(self, group):
         count = self._resident + self._there if group == 0 else self._sizes.get(group, 0)
@@ -229,10 +224,6 @@ class Clocks:
 
     def finish(self):
         return torch.empty(0)
-
-    def _move(self, experts):
-        self.copying += experts * self._each
-        self.busy += experts * self._each
 
 
 @pytest.mark.parametrize("resident", [16, 32, 64, 96])

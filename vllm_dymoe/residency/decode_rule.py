@@ -77,7 +77,7 @@ def decide_plain(
     for counter, those in counted.items():
         host.counters[layer, counter] += np.count_nonzero(those)
     _list_items(host, layer, active, computed, places, sizes, decision)
-    _list_positions(active, chosen, top_k, decision)
+    list_positions(np.where(np.isin(chosen, active), chosen, -1), top_k, decision)
 
 
 def _empty(decision: Decision) -> None:
@@ -99,14 +99,12 @@ def sum_weights(experts: int, chosen: Ints, weights: NDArray[np.float32]) -> Int
 def choose_tiers(table: Table, layer: int, active: Ints, sums: Ints) -> NDArray[np.int8]:
     """High for experts above the threshold; without one the most important, as many as are critical (Eq. 3 and 5).
 
-    Of equally important ones the first is. Sums are compared as float32: what host code that sums in float64 and
-    rounds finds, too.
+    Of equally important ones the first is.
     """
     if table.threshold[1] >= 0:
         return np.where(above(table.threshold, sums[active]), HIGH, LOW).astype(np.int8)
-    importance = sums[active].astype(np.float32)
     wanted = np.full(len(active), LOW, np.int8)
-    wanted[np.argsort(-importance, kind="stable")[: table.critical[layer, len(active)]]] = HIGH
+    wanted[np.argsort(-sums[active], kind="stable")[: table.critical[layer, len(active)]]] = HIGH
     return wanted
 
 
@@ -127,12 +125,11 @@ def _choose_marked(
 ) -> NDArray[np.int8]:
     """High for what tokens of prompts or others want high, each of them by their own measure (DyMoE 4.2).
 
-    Prompts go by the weights of heavy hitters, or, without a threshold, by how many these are, and of equal ones by
-    the weights of all of the prompts' tokens (Eq. 2).
+    Prompts go by the weights of heavy hitters, or, without a threshold, first by how many these are (Eq. 2).
     """
     parts = [np.where(those, chosen, -1) for those in (marks > 0, marks > 1, marks == 0)]
     uses, hits, others = (np.bincount(part[part >= 0], minlength=table.experts) for part in parts)
-    of_prompts, of_heavy, of_others = (sum_weights(table.experts, part, weights) for part in parts)
+    of_heavy, of_others = (sum_weights(table.experts, part, weights) for part in parts[1:])
     high = np.zeros(table.experts, bool)
     if table.threshold[1] >= 0:
         for threshold, used, sums in (
@@ -143,8 +140,8 @@ def _choose_marked(
             follow(threshold, int(those.sum()), len(used))
             high[used[those]] = True
     else:
-        for counts, used, sums in ((hits, uses.nonzero()[0], of_prompts), (0 * hits, others.nonzero()[0], of_others)):
-            order = np.lexsort((used, -sums[used].astype(np.float32), -counts[used]))
+        for counts, used, sums in ((hits, uses.nonzero()[0], of_heavy), (0 * hits, others.nonzero()[0], of_others)):
+            order = np.lexsort((-sums[used], -counts[used]))
             high[used[order[: table.critical[layer, len(used)]]]] = True
     return np.where(high[active], HIGH, LOW).astype(np.int8)
 
@@ -211,9 +208,10 @@ def _list_items(
         position += int(sizes[expert])
 
 
-def _list_positions(active: Ints, chosen: Ints, top_k: int, decision: Decision) -> None:
-    pairs = np.isin(chosen, active).nonzero()[0]
-    pairs = pairs[np.argsort(chosen[pairs], kind="stable")]
+def list_positions(keys: Ints, top_k: int, decision: Decision) -> None:
+    """Pairs by their keys, in their order where these are equal; those of negative keys are not computed."""
+    pairs = (keys >= 0).nonzero()[0]
+    pairs = pairs[np.argsort(keys[pairs], kind="stable")]
     decision.pairs.numpy()[: len(pairs)] = pairs
     decision.rows.numpy()[: len(pairs)] = pairs // top_k
     decision.computed.numpy().reshape(-1)[pairs] = 1

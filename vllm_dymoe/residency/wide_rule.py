@@ -7,7 +7,7 @@ anything is known; which experts are in them is written here, by the device.
 
     group 0      what is there: residents, and what was copied ahead while the layer before was computed
     group 1      what the layer keeps from now on
-    group 2 + p  what passes, a half of the staging slots at a time
+    group 2 + p  what passes, a half of the staging slots at a time; the one behind the last is the next layer's
 
 Where there are no such groups, in a graph or with hardly any staging slots, what is kept is copied before anything is
 computed, and what passes is read from host memory by the kernel that computes it.
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from vllm_dymoe.residency.constants import Fate, experts_width
 from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.decode_rule import PROJECTIONS, bytes_ahead, slot_address
-from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE
+from vllm_dymoe.residency.decode_rule import PROJECTIONS, bytes_ahead, list_positions, slot_address
+from vllm_dymoe.residency.rule import HIGH, LOW, NOWHERE, Ints
 from vllm_dymoe.residency.table import Counter, Table
 
 THERE, KEPT, PASSING = 0, 1, 2
@@ -35,25 +35,15 @@ _LEAST_CHUNK, _MOST_CHUNKS = 256, 64
 
 @dataclass(frozen=True)
 class WideShape:
-    """What the host knows of a layer's wide step.
+    """What the host knows of a layer's wide step."""
 
-    Attributes:
-        tokens: rows, padding included.
-        top_k: experts of a row.
-        experts: of a layer.
-        slices: 2 where low versions lie inside high ones.
-        half: staging slots of a group.
-        passes: groups that pass; 0 for none, and then everything is one group.
-        marked: whether tokens of prompts are marked.
-    """
-
-    tokens: int
-    top_k: int
-    experts: int
-    slices: int = 1
-    half: int = 0
-    passes: int = 0
-    marked: bool = False
+    tokens: int  # rows, padding included
+    top_k: int  # experts of a row
+    experts: int  # of a layer
+    slices: int = 1  # 2 where low versions lie inside high ones
+    half: int = 0  # staging slots of a group
+    passes: int = 0  # groups that pass; 0 for none, and then everything is one group
+    marked: bool = False  # whether tokens of prompts are marked
 
     @property
     def positions(self) -> int:
@@ -82,67 +72,50 @@ class WideShape:
         return -(-self.positions // self.chunk)
 
     @property
-    def counted(self) -> int:
-        """Elements of what is counted at a time: sizes and sums (int64) of each chunk, and pairs' numbers."""
-        return 3 * self.chunks * experts_width(self.experts) + self.positions + self.positions % 2
-
-    @property
     def scratch(self) -> int:
         """Elements of a decision's scratch: all pairs are counted, those of prompts, and those of heavy hitters."""
         return 3 * experts_width(self.experts) + (3 if self.marked else 1) * self.counted
 
-    def room(self, group: int) -> int:
-        """Experts that a group may hold."""
-        return self.items if group < PASSING else min(self.half, self.items)
+    @property
+    def counted(self) -> int:
+        """Elements of what is counted at a time: sizes and sums (int64) of each chunk, and pairs' numbers."""
+        return 3 * self.chunks * experts_width(self.experts) + self.positions + self.positions % 2
 
     def spans(self, group: int) -> slice:
         """Where a group's copies are listed."""
-        first = 0 if group == KEPT else self.slices * (self.items + (group - PASSING) * self.half)
-        return slice(first, first + self.slices * (self.items if group == KEPT else self.half))
-
-    @property
-    def listed(self) -> int:
-        """Copies that are listed in all."""
-        return self.slices * (self.items + self.passes * self.half)
+        first = 0 if group == KEPT else self.items + (group - PASSING) * self.half
+        return slice(self.slices * first, self.slices * (first + (self.items if group == KEPT else self.half)))
 
     def work_items(self, group: int, steps: Sequence[int]) -> list[int]:
         """Most items of a group in each class, see :func:`class_of`."""
-        room = self.room(group)
+        room = self.items if group < PASSING else min(self.half, self.items)
         most = [room * (-(-steps[0] // 2)), *[room] * (len(steps) - 2), room + self.positions // steps[-1]]
         return [min(count, self.positions) for count in most]
 
 
 @dataclass(frozen=True, eq=False)
 class WideWork:
-    """What a wide step adds to a Decision.
+    """What a wide step adds to a Decision."""
 
-    Attributes:
-        group: int32 [items], of each item; -1 behind the last one.
-        spans: int64 [listed, 3], where bytes lie, where they go, and how many they are: 0 for none.
-        ids: int32 [tokens, top_k], experts of pairs that are computed, -1 for the others.
-        work: int32 [any, 3], for each group and class the row of an expert and its positions, first and last + 1;
-            what is left of a class is (`items`, 0, 0), a row of no bits.
-    """
-
-    group: Tensor
-    spans: Tensor
-    ids: Tensor
+    spans: Tensor  # int64 [copies, 3], where bytes lie, where they go, and how many they are: 0 for none
+    ids: Tensor  # int32 [tokens, top_k], experts of pairs that are computed, -1 for the others
     work: Tensor
+    """int32 [groups, classes, any, 3], the row of an expert and its positions, first and last + 1; what is left of a
+    list is (`items`, 0, 0), a row of no bits."""
 
     @classmethod
     def allocate(cls, shape: WideShape, steps: Sequence[int], device: torch.device | str) -> Self:
         """For a step of a shape, with classes of so many positions."""
-        items = sum(sum(shape.work_items(group, steps)) for group in range(shape.groups))
+        work = shape.groups, len(steps), max(shape.work_items(THERE, steps)), 3
         return cls(
-            torch.zeros(shape.items, dtype=torch.int32, device=device),
-            torch.zeros(shape.listed, 3, dtype=torch.int64, device=device),
+            torch.zeros(shape.spans(PASSING + shape.passes).stop, 3, dtype=torch.int64, device=device),
             torch.zeros(shape.tokens, shape.top_k, dtype=torch.int32, device=device),
-            torch.zeros(items, 3, dtype=torch.int32, device=device),
+            torch.zeros(work, dtype=torch.int32, device=device),
         )
 
 
-def class_of(sizes: NDArray[np.int64], steps: Sequence[int]) -> NDArray[np.int64]:
-    """How experts of so many positions are computed.
+def class_of(sizes: Ints, steps: Sequence[int]) -> Ints:
+    """How experts of so many positions are computed: int64 [any].
 
     Args:
         sizes: int64 [any].
@@ -152,64 +125,86 @@ def class_of(sizes: NDArray[np.int64], steps: Sequence[int]) -> NDArray[np.int64
 
 
 def plan_wide_plain(
-    table: Table, layer: int, ids: Tensor, decision: Decision, shape: WideShape, half: int, steps: Sequence[int],
-    wide: WideWork,
-) -> None:  # fmt: skip
+    table: Table, layer: int, ids: Tensor, decision: Decision, shape: WideShape, half: int, ahead: int,
+    steps: Sequence[int], wide: WideWork,
+) -> NDArray[np.int64]:  # fmt: skip
     """List groups, copies and work of a step that is decided, and say where what is copied will lie.
 
-    Experts that are decoded have the first positions, so that what they share of scratch is little.
+    Experts that are decoded have the first positions, so that what they share of scratch is little. Of the next layer,
+    which is not routed yet, as much is copied ahead of what it does not keep as half the slots hold.
 
     Args:
-        table: on a CPU, like everything else; of the layer nothing is ahead any more.
+        table: on a CPU, like everything else; of the layer nothing is ahead any more, and ``staged`` and
+            ``staged_for`` of the next one are rewritten.
         layer: position among the MoE layers.
         ids: int [tokens, top_k], as the step was decided on.
         decision: of the step; addresses, rows, pairs and positions of `work` are rewritten.
         shape: of the step.
         half: 0 or 1, which half of the staging slots the first group that passes takes.
+        ahead: the version that the next layer's experts are served at; 0 to copy nothing ahead.
         steps: see :func:`class_of`.
         wide: overwritten.
+
+    Returns:
+        int64 [items that there are], the group of each.
     """
     host, count = table.on_host(), int(decision.count)
     sizes = (decision.work[:count, 2] - decision.work[:count, 1]).numpy().astype(np.int64)
-    classes, group = class_of(sizes, steps), np.full(shape.items, -1)
-    ranks = {KEPT: 0, PASSING: 0}
+    classes, group = class_of(sizes, steps), np.full(count, THERE)
+    kept = passed = 0
     wide.spans.zero_()
-    for item in range(count):
-        expert, code = int(decision.experts[item]), int(decision.tiers[item])
+
+    def copy(listed: int, code: int, source: int, slot: int) -> None:
+        wide.spans[listed] = torch.tensor((source, slot_address(host, code, slot), int(host.slot_bytes[code])))
+
+    experts, tiers = decision.experts[:count].tolist(), decision.tiers[:count].tolist()
+    for item, (expert, code) in enumerate(zip(experts, tiers, strict=True)):
         parts = (LOW, HIGH)[:code] if host.nested else (code,)
-        fates = [int(decision.fate[number, item]) for number in range(len(parts))]
-        ahead = _ahead_slot(host, layer, expert, code)
-        passes = Fate.PASS in fates and ahead is None and ranks[PASSING] < shape.passes * shape.half
-        group[item] = THERE
+        fates = decision.fate[: len(parts), item].tolist()
+        found = _ahead_slot(host, layer, expert, code)
+        passes = Fate.PASS in fates and found is None and passed < shape.passes * shape.half
         if passes:
-            rank = ranks[PASSING]
-            group[item] = PASSING + rank // shape.half
-            ranks[PASSING] += 1
+            group[item], listed, place = PASSING + passed // shape.half, shape.items + passed, passed % shape.half
+            place += (half + passed // shape.half) % 2 * shape.half
+            passed += 1
         elif Fate.KEEP in fates:
-            rank = ranks[KEPT]
-            group[item] = KEPT if shape.passes else THERE
-            ranks[KEPT] += 1
+            group[item], listed = KEPT if shape.passes else THERE, kept
+            kept += 1
         for number, (part, fate) in enumerate(zip(parts, fates, strict=True)):
-            slot = int(decision.slots[number, item])
-            if fate == Fate.PASS and passes:
-                of_group = (half + rank // shape.half) % 2
-                slot = int(host.staging[part, 0]) + of_group * shape.half + rank % shape.half
-            elif fate != Fate.KEEP:
+            if fate == Fate.HIT or (fate == Fate.PASS and not passes):
                 continue
-            source = int(host.source[layer, expert, part])
-            if ahead is not None:
-                source = slot_address(host, part, ahead)
-            begin = shape.slices * (rank + (shape.items if passes else 0)) + number
-            to = slot_address(host, part, slot)
-            wide.spans[begin] = torch.tensor((source, to, int(host.slot_bytes[part])))
-            decision.addresses[number, item] = torch.from_numpy(host.offsets[part]) + to
+            slot = int(host.staging[part, 0]) + place if fate == Fate.PASS else int(decision.slots[number, item])
+            source = int(host.source[layer, expert, part]) if found is None else slot_address(host, part, found)
+            copy(shape.slices * listed + number, part, source, slot)
+            decision.addresses[number, item] = torch.from_numpy(host.offsets[part]) + slot_address(host, part, slot)
     host.staged_for[layer % 2] = -1
-    wide.group.copy_(torch.from_numpy(group))
-    begins = np.zeros(count, np.int64)
-    order = np.argsort(classes != 0, kind="stable")
+    if ahead:
+        staged, after, listed = host.staged[(layer + 1) % 2], layer + 1, shape.spans(shape.groups).start
+        staged.fill(0)
+        host.staged_for[after % 2] = after
+        missing = (host.tier[after] == NOWHERE).nonzero()[0][: shape.half if count else 0].tolist()
+        for rank, expert in enumerate(missing):
+            slot = int(host.staging[ahead, 0]) + (half + shape.passes) % 2 * shape.half + rank
+            staged[:, expert] = slot, ahead, PROJECTIONS
+            copy(listed + rank, ahead, int(host.source[after, expert, ahead]), slot)
+        nbytes = len(missing) * bytes_ahead(host, ahead, PROJECTIONS)
+        host.counters[after, [Counter.AHEAD, Counter.AHEAD_BYTES]] += len(missing), nbytes
+
+    begins, order = np.zeros(count, np.int64), np.argsort(classes != 0, kind="stable")
     begins[order] = sizes[order].cumsum() - sizes[order]
-    _list_work(decision, shape, steps, classes, begins, sizes, wide)
-    _list_pairs(ids, decision, begins, wide)
+    decision.work[:count, 1:] = torch.from_numpy(np.stack((begins, begins + sizes), 1))
+    wide.work[:] = torch.tensor((shape.items, 0, 0))
+    for number, step in enumerate((2, *steps[1:])):
+        for of_group in range(shape.groups):
+            items = ((group == of_group) & (classes == number)).nonzero()[0]
+            pieces = [(item, at, min(at + step, begins[item] + sizes[item]))
+                      for item in items for at in range(begins[item], begins[item] + sizes[item], step)]  # fmt: skip
+            wide.work[of_group, number, : len(pieces)] = torch.tensor(pieces, dtype=torch.int32).view(-1, 3)
+    wide.ids.copy_(torch.where(decision.computed > 0, ids, -1))
+    begin_of = np.full(shape.experts + 1, -1)  # behind the last expert what -1 finds
+    begin_of[decision.experts[:count].numpy()] = begins
+    list_positions(begin_of[wide.ids.flatten().numpy()], shape.top_k, decision)
+    return group
 
 
 def _ahead_slot(table: Table, layer: int, expert: int, code: int) -> int | None:
@@ -217,62 +212,3 @@ def _ahead_slot(table: Table, layer: int, expert: int, code: int) -> int | None:
     slot, tier, projections = table.staged[layer % 2, :, expert].tolist()
     whole = not table.nested and table.staged_for[layer % 2] == layer and projections == PROJECTIONS
     return int(slot) if whole and tier == code else None
-
-
-def _list_work(
-    decision: Decision, shape: WideShape, steps: Sequence[int], classes: NDArray[np.int64], begins: NDArray[np.int64],
-    sizes: NDArray[np.int64], wide: WideWork,
-) -> None:  # fmt: skip
-    first = 0
-    for group in range(shape.groups):
-        for number, room in enumerate(shape.work_items(group, steps)):
-            step, listed = (2 if number == 0 else steps[number]), []
-            those = (wide.group.numpy()[: len(sizes)] == group) & (classes == number)
-            for item in those.nonzero()[0].tolist():
-                stop = int(begins[item] + sizes[item])
-                listed += [(item, at, min(at + step, stop)) for at in range(int(begins[item]), stop, step)]
-            listed += [(shape.items, 0, 0)] * (room - len(listed))
-            wide.work[first : first + room] = torch.tensor(listed, dtype=torch.int32).view(-1, 3)
-            first += room
-    decision.work[: len(sizes), 1] = torch.from_numpy(begins)
-    decision.work[: len(sizes), 2] = torch.from_numpy(begins + sizes)
-
-
-def _list_pairs(ids: Tensor, decision: Decision, begins: NDArray[np.int64], wide: WideWork) -> None:
-    top_k, count = ids.shape[1], len(begins)
-    chosen = torch.where(decision.computed > 0, ids.int(), -1)
-    wide.ids.copy_(chosen)
-    decision.rows.zero_()
-    decision.pairs.zero_()
-    flat = chosen.flatten().numpy()
-    for expert, begin in zip(decision.experts[:count].tolist(), begins.tolist(), strict=True):
-        pairs = torch.from_numpy((flat == expert).nonzero()[0]).int()
-        decision.pairs[begin : begin + len(pairs)] = pairs
-        decision.rows[begin : begin + len(pairs)] = pairs // top_k
-
-
-def name_wide_plain(
-    table: Table, layer: int, rows: Tensor, shape: WideShape, half: int, code: int, spans: Tensor
-) -> None:
-    """Choose what is copied for a layer before it is routed: of what it does not keep as much as half the slots hold.
-
-    Args:
-        table: on a CPU, like everything else; ``staged`` and ``staged_for`` of the layer's half are rewritten.
-        layer: that comes next.
-        rows: int32 [1], how many tokens are real; of none nothing is copied.
-        shape: of the step.
-        half: 0 or 1, which half of the staging slots.
-        code: the version that all experts are served at.
-        spans: int64 [half, 3], overwritten.
-    """
-    host = table.on_host()
-    spans.zero_()
-    staged = host.staged[layer % 2]
-    staged.fill(0)
-    host.staged_for[layer % 2] = layer
-    for rank, expert in enumerate((host.tier[layer] == NOWHERE).nonzero()[0][: shape.half * bool(int(rows))].tolist()):
-        slot = int(host.staging[code, 0]) + half * shape.half + rank
-        staged[:, expert] = slot, code, PROJECTIONS
-        source = int(host.source[layer, expert, code])
-        spans[rank] = torch.tensor((source, slot_address(host, code, slot), int(host.slot_bytes[code])))
-        host.counters[layer, [Counter.AHEAD, Counter.AHEAD_BYTES]] += 1, bytes_ahead(host, code, PROJECTIONS)

@@ -13,7 +13,7 @@ from vllm_dymoe.residency.decode_rule import decide_plain
 from vllm_dymoe.residency.format import Expert, Format
 from vllm_dymoe.residency.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.residency.table import Table
-from vllm_dymoe.residency.wide_rule import WideShape, WideWork, name_wide_plain, plan_wide_plain
+from vllm_dymoe.residency.wide_rule import WideShape, WideWork, plan_wide_plain
 
 
 class PlainDecode:
@@ -65,7 +65,7 @@ class PlainDecode:
 
     def wide_step(self, table: Table, shape: WideShape, activation: Activation) -> "PlainWide":
         """See :class:`vllm_dymoe.runtime.wide_path.WideKernel`."""
-        return PlainWide(self, table, shape)
+        return PlainWide(self, table, shape, activation)
 
     def copy_spans(self, spans: Tensor) -> None:
         """Copy int64 [any, 3]: from where, to where, and how many bytes."""
@@ -101,28 +101,29 @@ class PlainWide:
 
     _steps = 0, 1 << 30  # one class: positions are in the order of experts
 
-    def __init__(self, owner: PlainDecode, table: Table, shape: WideShape) -> None:
-        self.shape, self._owner, self._table = shape, owner, table
+    def __init__(self, owner: PlainDecode, table: Table, shape: WideShape, activation: Activation) -> None:
+        self.shape, self._owner, self._table, self._activation = shape, owner, table, activation
         slices = {"slices": shape.slices, "scratch": shape.scratch}
         self._decision = Decision.allocate(shape.tokens, shape.top_k, shape.experts, "cpu", **slices)
         self._wide = WideWork.allocate(shape, self._steps, "cpu")
         self.ids = self._wide.ids
-        self._ahead = torch.zeros(shape.half, 3, dtype=torch.int64)
 
     def plan(
-        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, activation: Activation,
+        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
         marks: Tensor | None,
     ) -> None:  # fmt: skip
         """Decide, list, and begin the kernel's step."""
         decision, owner = self._decision, self._owner
         owner.decide(self._table, layer, ids, weights, rows, decision, wide=True, marks=marks)
-        plan_wide_plain(self._table, layer, ids, decision, self.shape, half, self._steps, self._wide)
+        self._groups = plan_wide_plain(
+            self._table, layer, ids, decision, self.shape, half, ahead, self._steps, self._wide
+        )
         items = list(range(int(decision.count)))
         bounds = [0, *decision.work[: len(items), 2].tolist()]
         host = Grouped(items, bounds, *(of[: bounds[-1]].long() for of in (decision.rows, decision.pairs)))
         self._step, self._weights = Decision.of_routing(host, items), weights
         self._out = x.new_empty((ids.numel(), x.shape[1]))
-        owner.kernel.begin(x, self._step, self._out, activation)
+        owner.kernel.begin(x, self._step, self._out, self._activation)
 
     def copy(self, group: int) -> None:
         """From the host store, or from where it was copied ahead."""
@@ -130,18 +131,10 @@ class PlainWide:
 
     def compute(self, group: int) -> None:
         """Its items, where they lie now."""
-        items = (self._wide.group == group).nonzero().flatten().tolist()
+        items = (self._groups == group).nonzero()[0].tolist()
         for item in items:
             self._step.place(item, self._owner.expert(self._decision, item, through=False))
         self._owner.kernel.compute(items)
-
-    def name_ahead(self, layer: int, rows: Tensor, half: int, code: int) -> None:
-        """By the plain rule."""
-        name_wide_plain(self._table, layer, rows, self.shape, half, code, self._ahead)
-
-    def copy_ahead(self) -> None:
-        """What was named."""
-        self._owner.copy_spans(self._ahead)
 
     def finish(self) -> Tensor:
         """The weighted sum."""

@@ -286,7 +286,8 @@ class MoERuntime:
         serving.begin()
         if migrating is not None and plan.holds_all:
             if self.decode is not None and self._counts is None:  # once: captured steps add to them
-                self._counts = self.decode.wide.counts = DecodeCounts(self.decode.table)
+                self._counts = DecodeCounts(self.decode.table)
+                self.decode.wide.count = self._counts.add_layer
             decoded = self._counts
             if decoded is not None:
                 decoded.clear()

@@ -10,7 +10,7 @@ every expert of it will be active:
 In a graph, and where there are hardly any staging slots, a layer is one group.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,14 +28,6 @@ _MOST_ACTIVE = 0.9
 """Share of a layer's experts that has to be active for certain before copies for it begin without its router."""
 
 
-class Counts(Protocol):
-    """Counts what routers choose."""
-
-    def add_layer(self, layer: int, ids: Tensor, weights: Tensor) -> None:
-        """A layer of a wide step: int32 and float32 [tokens, top_k]."""
-        ...
-
-
 class WideStep(Protocol):
     """The launches of one layer's step, of a shape; its memory serves all layers in turn.
 
@@ -48,10 +40,11 @@ class WideStep(Protocol):
     ids: Tensor
 
     def plan(
-        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, activation: Activation,
+        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
         marks: Tensor | None,
     ) -> None:  # fmt: skip
-        """Decide, and list groups and copies; `half` is where the first group that passes lies."""
+        """Decide, and list groups and copies; `half` is where the first group that passes lies, and `ahead` the version
+        that the next layer is served at, of which as much is copied as a group behind the last one; 0 for nothing."""
         ...
 
     def copy(self, group: int) -> None:
@@ -60,14 +53,6 @@ class WideStep(Protocol):
 
     def compute(self, group: int) -> None:
         """Compute a group."""
-        ...
-
-    def name_ahead(self, layer: int, rows: Tensor, half: int, code: int) -> None:
-        """Choose what is copied for a layer that is not routed yet."""
-        ...
-
-    def copy_ahead(self) -> None:
-        """Copy it."""
         ...
 
     def finish(self) -> Tensor:
@@ -94,10 +79,10 @@ class WidePath:
         rows: int32 [1], how many rows are tokens.
 
     Attributes:
-        counts: of what routers choose; None where nothing asks.
+        count: counts what routers choose for a layer, int32 and float32 [tokens, top_k]; None where nothing asks.
     """
 
-    counts: Counts | None = None
+    count: Callable[[int, Tensor, Tensor], None] | None = None
 
     def __init__(self, experts: ModelExperts, table: Table, kernel: WideKernel, branch: Branch, rows: Tensor) -> None:
         self._experts, self._table, self._kernel, self._branch, self._rows = experts, table, kernel, branch, rows
@@ -113,7 +98,7 @@ class WidePath:
         half = min(staging.values()) // 2
         self._half = half if half >= _LEAST_HALF else 0
         self._passing = self._table.experts - min(min(shares[code]) for code in shares)
-        self._ahead_code = next(iter(shares)) if len(shares) == 1 else 0
+        self._ahead_code = next(iter(shares)) if len(shares) == 1 and not self._table.nested else 0
         self._pending = None
 
     def forward(
@@ -147,16 +132,17 @@ class WidePath:
         if pending is not None and (pending[0] != layer or not shape.passes):
             self.settle()
             pending = None
-        first = self._groups % 2
-        step.plan(layer, x, weights, ids, self._rows, first, activation, marks)
-        if self.counts is not None:
-            self.counts.add_layer(layer, step.ids, weights)
+        active = 1 - (1 - shape.top_k / max(shape.experts, shape.top_k)) ** shape.tokens
+        ahead = self._ahead_code if shape.passes and layer + 1 < self._table.layers and active >= _MOST_ACTIVE else 0
+        step.plan(layer, x, weights, ids, self._rows, self._groups % 2, ahead, marks)
+        if self.count is not None:
+            self.count(layer, step.ids, weights)
         if not shape.passes:
             step.copy(KEPT)
             step.compute(THERE)
             return step.finish()
         self._groups += shape.passes + 1  # the last one is ahead
-        self._pending = None
+        self._pending, last = None, shape.groups + (ahead > 0)
         with branch.fork():
             step.copy(KEPT)
             kept = branch.mark()
@@ -167,10 +153,16 @@ class WidePath:
         step.compute(THERE)
         for group in range(PASSING, shape.groups):
             # A half is filled again when what was in it has been computed: that is all which was enqueued by now.
-            following = self._fill(step, layer, group + 1)
+            following = None
+            if group + 1 < last:
+                with branch.fork():
+                    step.copy(group + 1)
+                    following = branch.mark()
             branch.join(coming)
             step.compute(group)
             coming = following
+        if ahead:
+            self._pending = layer + 1, coming
         branch.join(kept)
         step.compute(KEPT)
         return step.finish()
@@ -189,22 +181,6 @@ class WidePath:
             self._branch.join(self._pending[1])
             self._table.forget_ahead()
             self._pending = None
-
-    def _fill(self, step: WideStep, layer: int, group: int) -> Any:
-        """Copy what is computed after the next group; returns the event behind it."""
-        branch, shape = self._branch, step.shape
-        if group < shape.groups:
-            with branch.fork():
-                step.copy(group)
-                return branch.mark()
-        active = 1 - (1 - shape.top_k / max(shape.experts, shape.top_k)) ** shape.tokens
-        if not self._ahead_code or layer + 1 == self._table.layers or active < _MOST_ACTIVE:
-            return None
-        step.name_ahead(layer + 1, self._rows, (self._groups + 1) % 2, self._ahead_code)
-        with branch.fork():
-            step.copy_ahead()
-            self._pending = layer + 1, branch.mark()
-        return None
 
     def _step(self, tokens: int, activation: Activation, *, marked: bool, captured: bool) -> WideStep:
         table, passes = self._table, 0

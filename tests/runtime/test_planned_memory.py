@@ -83,7 +83,7 @@ def test_choices_are_counted_where_they_are_made_and_read_once(rows):
     runtime = planned_runtime(True, window_s=1e9)
     runtime.memory.device_side.table.recording.fill_(1)
     counts, expected = DecodeCounts(runtime.memory.device_side.table), np.zeros((3, LAYERS, 6), np.int64)
-    runtime.decode.wide.counts = counts
+    runtime.decode.wide.count = counts.add_layer
     for _, held, (layer, (_, weights, ids)) in serve(runtime, 5, lambda number: rows):
         np.add.at(expected, (held[layer][ids] - LOW, layer, ids), 1)
         np.add.at(expected[2, layer], ids, squared_gates(weights))

@@ -38,16 +38,13 @@ def make_kernel(
     formats: Iterable[MatrixFormat] = (),
     activations: int = 16,
 ) -> ExpertKernel:
-    """The kernel for a device.
+    """The kernel for a device; ValueError for a smaller workspace, a device that is neither a CPU nor a CUDA device, or
+    activations of 8 bits beside the latter.
 
     Args:
-        device: where the experts are.
         workspace_bytes: bound on the scratch the kernel holds, at least 320 KiB; None for the kernel's own choice.
         formats: those that work may have, for a kernel that is compiled for them; none if they are not known.
         activations: bits of those that a CPU multiplies codes with, 16 or 8.
-
-    Raises:
-        ValueError: a smaller workspace, a device that is neither a CPU nor a CUDA device, or 8 bits beside the latter.
     """
     options: dict[str, Any] = {} if workspace_bytes is None else {"workspace_bytes": workspace_bytes}
     device = torch.device(device)

@@ -82,11 +82,7 @@ class Activation:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Inverse of ``str``.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Inverse of ``str``; ValueError for anything else."""
         if text in NAMES:
             known = NAMES[text]
             assert isinstance(known, cls)

@@ -26,56 +26,38 @@ _ELEMENTS_AT_ONCE = 32768
 
 
 class ExpertKernel(Protocol):
-    """Computes experts from their packed bytes, one layer's step at a time.
+    """Computes experts from their packed bytes, one layer's step at a time."""
 
-    Attributes:
-        name: which implementation, for logs and reports.
-        workspace_bytes: scratch on the device that this object holds beyond activations.
-        asynchronous: whether calls return when the work is enqueued, so that few large ones cost the host least.
-    """
-
-    name: str
-    workspace_bytes: int
-    asynchronous: bool
+    name: str  # which implementation, for logs and reports
+    workspace_bytes: int  # scratch on the device that this object holds beyond activations
+    asynchronous: bool  # whether calls return when the work is enqueued, so that few large ones cost the host least
 
     def begin(self, x: Tensor, decision: Decision, out: Tensor, activation: Activation) -> None:
-        """Begin a layer's step.
+        """Begin a layer's step; TypeError and ValueError as ``check_activations``.
 
         Args:
             x: [rows, hidden] bfloat16 or float16, contiguous.
             decision: made by the host. Neighbouring items can share a launch.
             out: [tokens * top_k, hidden] like x, overwritten where pairs of computed items are.
             activation: of the gate.
-
-        Raises:
-            TypeError: a dtype that no kernel computes with, or two.
-            ValueError: shapes that do not fit.
         """
         ...
 
     def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
         """Write unweighted outputs: out[pairs] = down(activation(gate x, up x)), with the biases that there are.
 
-        Which items share a call changes no bit.
+        Which items share a call changes no bit. TypeError and ValueError as ``check_formats``, or for a misaligned
+        address.
 
         Args:
             items: of the decision, whose views are placed.
             receive: lets projections that are still on their way arrive in time; it may block, and it changes no bit.
-
-        Raises:
-            TypeError: an expert that is packed for another dtype than x.
-            ValueError: projections whose shapes do not fit x or one another, or a misaligned address.
         """
         ...
 
 
 def check_activations(x: Tensor, out: Tensor) -> None:
-    """Refuse what is no input, or no output of it.
-
-    Raises:
-        TypeError: a dtype that no kernel computes with, or two.
-        ValueError: shapes that do not fit, or strides.
-    """
+    """TypeError for a dtype that no kernel computes with, or two; ValueError for shapes or strides that do not fit."""
     if x.dtype not in DTYPES:
         raise TypeError(f"x is {x.dtype}, expected torch.bfloat16 or torch.float16")
     fit = x.dim() == out.dim() == 2 and x.shape[1] == out.shape[1] and out.dtype is x.dtype
@@ -86,12 +68,8 @@ def check_activations(x: Tensor, out: Tensor) -> None:
 
 
 def check_formats(gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, x: Tensor, activation: Activation) -> None:
-    """Refuse experts that do not fit the activations.
-
-    Raises:
-        TypeError: scales of another dtype than x.
-        ValueError: projections whose shapes do not fit together, or a gate that the activation does not have.
-    """
+    """Refuse experts that do not fit the activations: TypeError for scales of another dtype than x, ValueError for
+    shapes that do not fit together, or a gate that the activation does not have."""
     hidden = x.shape[1]
     if bool(gate.rows) != activation.has_gate:
         raise ValueError(f"work holds a gate of {gate.rows} rows, but the activation is {activation}")

@@ -36,28 +36,23 @@ def combine(
     renormalize: bool = False,
     into: Tensor | None = None,
 ) -> Tensor:
-    """Sum over k of topk_weights[t, k] * out[t * top_k + k], in ascending k from zero on.
+    """Sum over k of topk_weights[t, k] * out[t * top_k + k], in ascending k from zero on: [tokens, hidden] in out's
+    dtype.
 
     Products are rounded to float32 before they are added, sums are float32 and rounded once, at the end: the same bits
-    on every device. A token's result does not depend on the other tokens.
+    on every device. A token's result does not depend on the other tokens. TypeError and ValueError for other dtypes and
+    shapes than these, or experts that are skipped without ids.
 
     Args:
         out: [tokens * top_k, hidden] bfloat16 or float16, as a kernel wrote it.
         topk_weights: float32 [tokens, top_k].
-        expert_ids: int [tokens, top_k]; pairs with a negative one have no expert here (another rank's, or a row
-            that fills up a batch), and count as zero whatever `out` holds there. None if there are none.
+        expert_ids: int [tokens, top_k]; pairs with a negative one have no expert here (another rank's, or a row that
+            fills up a batch), and count as zero whatever `out` holds there. None if there are none.
         skipped: experts that no kernel computed; their pairs count as zero, too.
         renormalize: scale the weights of a token's experts that stay, so that they sum to what they did with the
             skipped ones. Pairs without an expert here do not count: each rank hands the weights of what it skips to
             what it computes. A token none of whose experts stays has nothing to scale.
         into: [tokens, hidden] like out, overwritten; None for a new tensor.
-
-    Returns:
-        [tokens, hidden] in out's dtype.
-
-    Raises:
-        TypeError: weights that are not float32, ids that are no integers, or `into` of another dtype than `out`.
-        ValueError: shapes that do not fit, or experts that are skipped without ids.
     """
     check_tensor("topk_weights", topk_weights, shape=(None, None), dtype=torch.float32, contiguous=False)
     tokens, top_k = topk_weights.shape

@@ -26,16 +26,13 @@ _MOST_ACTIVATION_BYTES = 32 << 20  # experts whose activations would take more a
 
 
 class CpuKernel:
-    """Experts on a CPU.
+    """Experts on a CPU; ValueError for a smaller workspace, or activations of 8 bits without the native library.
 
     Args:
         workspace_bytes: scratch that is held, at least 320 KiB; larger steps allocate theirs.
         isa: the largest instruction set of ``native.ISAS`` that may be used, or "torch" for no native library; None for
             the best of this machine.
         activations: bits of those that codes are multiplied with, 16 or 8; FP8 and 16 bits have floats.
-
-    Raises:
-        ValueError: a smaller workspace, or activations of 8 bits without the native library.
     """
 
     asynchronous = False
@@ -63,17 +60,13 @@ class CpuKernel:
         self._forms = _Forms()
 
     def begin(self, x: Tensor, decision: Decision, out: Tensor, activation: Activation) -> None:
-        """Begin a layer's step, see :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
+        """As in :class:`ExpertKernel`."""
         check_activations(x, out)
         self._step = x, decision, out, activation
         self._inputs = None
 
     def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
-        """Compute some items, see :class:`vllm_dymoe.kernels.base.ExpertKernel`.
-
-        Raises:
-            IndexError: the decision names a row that there is not.
-        """
+        """As in :class:`ExpertKernel`; IndexError if the decision names a row that there is not."""
         x, decision, out, activation = self._step
         if self._library is None:
             parts = [(item, slice(decision.bounds[item], decision.bounds[item + 1])) for item in items]
@@ -173,12 +166,7 @@ class _Forms:
     def learn(
         self, gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, x: Tensor, activation: Activation
     ) -> tuple[int, tuple[int, torch.dtype, bool], MatrixFormat, MatrixFormat, MatrixFormat]:
-        """A form's number, what it was checked against, and its formats.
-
-        Raises:
-            TypeError: packed for another dtype than x.
-            ValueError: projections that do not fit x or one another.
-        """
+        """A form's number, what it was checked against, and its formats; errors as ``check_formats``."""
         check_formats(gate, up, down, x, activation)
         described = [native.matrix(format) for format in (gate, up, down)]
         number = len(self._matrices) // 3

@@ -17,14 +17,8 @@ _PRODUCTS_OF_A_THREAD = 1 << 20
 
 
 class Linear:
-    """A packed matrix as a linear layer.
-
-    Args:
-        packed: 8, 4 or 2 bits, [rows, columns], which stays in memory as long as this does.
-
-    Raises:
-        RuntimeError: there is no native library.
-    """
+    """A packed matrix [rows, columns] at 8, 4 or 2 bits, which stays in memory as long as this does, as a linear layer;
+    RuntimeError without a native library."""
 
     def __init__(self, packed: PackedMatrix) -> None:
         library = native.load()

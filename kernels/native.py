@@ -81,18 +81,8 @@ ITEM_FIELDS = 9
 
 
 class Library:
-    """The loaded library.
-
-    Args:
-        path: of the file.
-        isa: the largest of ISAS that may be used; a smaller one is if the processor lacks it.
-
-    Attributes:
-        name: of the instruction set that it uses here.
-
-    Raises:
-        OSError: it cannot be loaded, or is of other sources than this file.
-    """
+    """The loaded library, with the name of the instruction set that it uses here: the largest up to ``isa``, one of
+    ISAS, that the processor has. OSError if it cannot be loaded, or is of other sources than this file."""
 
     def __init__(self, path: Path, isa: str) -> None:
         library = ctypes.CDLL(str(path))
@@ -114,11 +104,7 @@ class Library:
         self.row_floats = cache(library.dymoe_row_floats)
 
     def experts(self, layer: Layer, first: int, last: int) -> None:
-        """Run a layer's step from the phase `first` to `last`.
-
-        Raises:
-            IndexError: a row of x or of out that there is not.
-        """
+        """Run a layer's step from the phase `first` to `last`; IndexError for a row of x or of out that there is not."""
         layer.phase, layer.last = first, last
         if self._library.dymoe_experts(ctypes.addressof(layer), self.isa, self.parallel):
             raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")
@@ -151,11 +137,8 @@ class Library:
 
 @cache
 def load(isa: str | None = None) -> Library | None:
-    """The library that was built with the package; None if there is none, because no compiler was there.
-
-    Args:
-        isa: the largest of ISAS that may be used; None for what torch uses.
-    """
+    """The library that was built with the package, held to an instruction set, or to what torch uses; None if there is
+    none, because no compiler was there."""
     built = Path(__file__).parent / "_cpu.so"
     used = torch.backends.cpu.get_cpu_capability()
     return Library(built, isa or {"AVX512": "AVX512_BF16"}.get(used, used)) if built.exists() else None

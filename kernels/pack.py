@@ -19,6 +19,9 @@ def pack(
     """Write a quantized matrix into a section; bytes that pad are zero, and so is a bias, until it is copied into
     view(section).bias.
 
+    TypeError if codes or section is not uint8; ValueError for a 16-bit or nested format, a wrong shape, a code that
+    does not fit, or an order that is missing, not a permutation, or not the format's to hold.
+
     Args:
         format: 8, 4 or 2 bits.
         codes: uint8 [rows, columns], each below 2**bits, in the order of the inputs, which :func:`unpack` restores; of
@@ -27,11 +30,6 @@ def pack(
         zeros: [rows, groups], exact in the format's dtype; of a lattice the scales of the high reading.
         section: uint8 [nbytes], overwritten.
         order: int64 [columns], the columns as they are to be stored, group by group; only for an act order.
-
-    Raises:
-        TypeError: codes or section is not uint8.
-        ValueError: a 16-bit or nested format, a wrong shape, a code that does not fit, or an order that is missing, not
-            a permutation, or not the format's to hold.
     """
     if not format.quantized:
         raise ValueError("format has 16 bits: such a matrix has no codes, copy its weights into view(section).weight")
@@ -67,16 +65,14 @@ def pack_floats(
 ) -> None:
     """Write a matrix with a codebook into a section; bytes that pad are zero, and so is a bias.
 
+    TypeError and ValueError for other dtypes, shapes and codes than these, a format without a codebook, or a factor too
+    many.
+
     Args:
-        format: with a codebook.
         codes: uint8 [rows, columns], as published.
         scales: [rows, groups] in the codebook's dtype.
         section: uint8 [nbytes], overwritten.
         factor: what scales are multiplied with, and then divided by; (1, 1) for a codebook without one.
-
-    Raises:
-        TypeError: codes, scales or section have another dtype.
-        ValueError: a format without a codebook, a wrong shape, a code that does not fit, or a factor too many.
     """
     if not format.code.floats:
         raise ValueError("format has no codebook: use pack")
@@ -110,16 +106,8 @@ def pack_nested(
     fine: Tensor,
     order: Tensor | None = None,
 ) -> None:
-    """Write a matrix of a nested format into the sections of its upper and its lower halves; otherwise as `pack`.
-
-    Args:
-        base: uint8 [format.base.nbytes], overwritten.
-        fine: uint8 [format.nbytes], overwritten.
-
-    Raises:
-        TypeError: codes or a section is not uint8.
-        ValueError: as `pack`.
-    """
+    """Write a matrix of a nested format into the sections of its upper and its lower halves, uint8 [format.base.nbytes]
+    and [format.nbytes], overwritten; otherwise as `pack`."""
     half = format.bits // 2
     check_tensor("fine", fine, dtype=torch.uint8, shape=(format.nbytes,))
     pack(format.base, codes >> half, scales, zeros, base, order)
@@ -145,11 +133,8 @@ def _store(codes: Tensor, weight: Tensor, format: MatrixFormat) -> None:
 
 
 def unpack(packed: PackedMatrix) -> Tensor:
-    """The codes of a quantized matrix: uint8 [rows, columns], columns in the order of the inputs.
-
-    Raises:
-        ValueError: the matrix has 16 bits, and therefore no codes.
-    """
+    """The codes of a quantized matrix: uint8 [rows, columns], columns in the order of the inputs; ValueError at 16
+    bits."""
     if not packed.format.quantized:
         raise ValueError("the matrix has 16 bits: it holds weights, not codes")
     return _in_input_order(packed, _stored_codes(packed)[:, : packed.format.columns])

@@ -17,19 +17,8 @@ def expert_reference(
     activation: Activation,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """One expert: down(activation(gate x, up x)), each projection with its bias if it has one.
-
-    Args:
-        x: [tokens, hidden].
-        gate: [intermediate, hidden], or [0, hidden] for none.
-        up: [intermediate, hidden].
-        down: [hidden, intermediate].
-        activation: of the gate.
-        dtype: of the whole computation and of the result.
-
-    Returns:
-        [tokens, hidden].
-    """
+    """One expert: down(activation(gate x, up x)), each projection with its bias if it has one: [tokens, hidden], like
+    x. Everything is computed in `dtype`, and so is the result. A gate has no rows where there is none."""
     precise = x.to(dtype)
     ups = _linear(precise, up)
     activations = activation.gated(_linear(precise, gate), ups) if activation.has_gate else activation.alone(ups)

@@ -27,11 +27,7 @@ def compute_with_torch(
     activation: Activation,
     receive: Receive,
 ) -> None:
-    """:meth:`ExpertKernel.compute`, expert by expert.
-
-    Args:
-        work: each expert with its rows of x and of out, int64 [n].
-    """
+    """:meth:`ExpertKernel.compute`, expert by expert, each with its rows of x and of out, int64 [n]."""
     for (gate, up, down), rows, pairs in work:
         check_formats(gate.format, up.format, down.format, x, activation)
         inputs = x.index_select(0, rows)

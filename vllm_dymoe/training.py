@@ -76,11 +76,8 @@ class Trained:
 
 
 def split_by_request(trace: Trace, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens to train on and tokens to hold out, as masks; no request has some of each.
-
-    Raises:
-        TrainingError: there are too few requests for that.
-    """
+    """Tokens to train on and tokens to hold out, as masks; no request has some of each. TrainingError for too few
+    requests."""
     requests = trace.request.unique()
     if len(requests) < FEWEST_REQUESTS:
         raise TrainingError(
@@ -102,9 +99,7 @@ def train(
     """Train on most requests, and stop when the others are foreseen no better.
 
     Only tokens of answers count: a predictor is asked in decode (5.3), and a prompt's tokens are routed otherwise.
-
-    Raises:
-        TrainingError: there are too few requests, or no router inputs where the architecture sees them.
+    TrainingError if there are too few requests, or no router inputs where the architecture sees them.
     """
     recipe = recipe or Recipe()
     if trace.header.num_layers < 2:

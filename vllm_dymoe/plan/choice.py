@@ -195,11 +195,8 @@ def _prompt_seconds(
 
 
 def room_for_experts(shape: ModelShape, device: Device, serving: Serving, least: int) -> int:
-    """Bytes that ``expert_budget`` "auto" would take: the same function decides at start.
-
-    Raises:
-        ConfigError: nothing fits.
-    """
+    """Bytes that ``expert_budget`` "auto" would take: the same function decides at start. ConfigError if nothing
+    fits."""
     free = int(device.memory * serving.gpu_memory_utilization) - shape.dense_bytes
     step = StepShape(
         tokens=serving.max_num_batched_tokens, sequences=serving.max_num_seqs, hidden=shape.hidden,
@@ -236,11 +233,8 @@ def shown(rows: Sequence[Choice], systems: Sequence[str]) -> list[Choice]:
 
 
 def recommended(rows: Sequence[Choice]) -> Choice:
-    """The fastest whose answers are good enough; of those within a twentieth of it, the best answers.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The fastest whose answers are good enough; of those within a twentieth of it, the best answers. ConfigError if
+    none is."""
     good = [row for row in rows if (row.agreement or 0) >= GOOD_ENOUGH]
     if not good:
         raise ConfigError("nothing fits on this device; lower --max-model-len or --max-num-seqs.")

@@ -44,35 +44,22 @@ _GRAPH_SECONDS, _GRAPH_MISS_SECONDS = 20e-6, 1e-6
 
 @dataclass(frozen=True)
 class Device:
-    """What it can do.
+    """What it can do."""
 
-    Attributes:
-        name: as it was asked for.
-        memory: bytes.
-        bandwidth: bytes per second that kernels read.
-        compute: operations per second.
-        link: bytes per second from the host.
-        layer_seconds: for each layer with experts, of the host that decides it.
-        step: seconds of a decode step with every expert resident, by bit-width and batch, where that was measured.
-        prompt: seconds for each token of a prompt, likewise.
-        miss: seconds of the host for each miss, beside the time of its bytes.
-        decides: decode steps of few rows are graphs, in which the device decides.
-        host_memory: bytes for experts; None for as many as there are.
-        disk: bytes per second that it reads for experts that are not there.
-    """
-
-    name: str
-    memory: int
-    bandwidth: float
-    compute: float
-    link: float
-    layer_seconds: float = _LAYER_SECONDS
+    name: str  # as it was asked for
+    memory: int  # bytes
+    bandwidth: float  # bytes per second that kernels read
+    compute: float  # operations per second
+    link: float  # bytes per second from the host
+    layer_seconds: float = _LAYER_SECONDS  # for each layer with experts, of the host that decides it
     step: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """Seconds of a decode step with every expert resident, by bit-width and batch, where that was measured."""
     prompt: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    miss: float = 0.0
-    decides: bool = False
-    host_memory: int | None = None
-    disk: float = float("inf")
+    """Seconds for each token of a prompt, likewise."""
+    miss: float = 0.0  # seconds of the host for each miss, beside the time of its bytes
+    decides: bool = False  # decode steps of few rows are graphs, in which the device decides
+    host_memory: int | None = None  # bytes for experts; None for as many as there are
+    disk: float = float("inf")  # bytes per second that it reads for experts that are not there
 
     def in_a_graph(self) -> "Device":
         """The same for steps that it decides by itself."""
@@ -80,11 +67,8 @@ class Device:
 
 
 def find_device(name: str, link: str | None) -> Device:
-    """By the name of a GPU in any spelling, or by the folder of a run of ``vllm-dymoe bench``.
-
-    Raises:
-        ConfigError: it is not known, or the link is no rate.
-    """
+    """By the name of a GPU in any spelling, or by the folder of a run of ``vllm-dymoe bench``; ConfigError if it is not
+    known, or the link is no rate."""
     rows = Path(name) / "rows.jsonl"
     if (key := _key(name)) in _SHEETS:
         memory, bandwidth, compute, sheet = _SHEETS[key]
@@ -102,11 +86,8 @@ def find_device(name: str, link: str | None) -> Device:
 
 
 def measured_device(rows: Sequence[Row], name: str) -> Device:
-    """What a run says of steps with every expert resident, and, where it has loading on demand, of misses.
-
-    Raises:
-        ConfigError: the run has no full load.
-    """
+    """What a run says of steps with every expert resident, and, where it has loading on demand, of misses; ConfigError
+    if it has no full load."""
     machine = next((row for row in rows if row["kind"] == "machine"), None)
     step, prompt = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
     for row in filter(is_full_load, rows):
@@ -138,18 +119,11 @@ def _miss_seconds(row: Row, step: Mapping[tuple[int, int], float], link: float) 
 
 
 def emulated_rate(gpu: str, shape: ModelShape, bits: int, layer_seconds: float) -> float:
-    """Bytes per second of a link as slow beside this machine's computation as a GPU's is beside its own.
+    """Bytes per second of a link as slow beside this machine's computation as a GPU's is beside its own: a decode step
+    of one token takes ``layer_seconds`` for a layer here, with every expert on the device. ConfigError if the GPU is
+    not known.
 
     Both are the data sheet's bounds: decode that uses all of the memory's bandwidth, and a copy all of the link's.
-
-    Args:
-        gpu: its name.
-        shape: of the model.
-        bits: of its experts.
-        layer_seconds: of a decode step of one token here, with every expert on the device.
-
-    Raises:
-        ConfigError: the GPU is not known.
     """
     if (key := _key(gpu)) not in _SHEETS:
         raise ConfigError(f"{gpu} is no rate such as 25GB/s and no GPU that is known: {', '.join(_SHEETS)}.")

@@ -53,11 +53,8 @@ class ModelShape:
 
 
 def read_shape(model: str) -> ModelShape:
-    """From a folder, or from the Hugging Face hub, of which config.json alone is fetched.
-
-    Raises:
-        ConfigError: there is no config.json to be had, or it is not one of a Mixture-of-Experts model.
-    """
+    """From a folder, or from the Hugging Face hub, of which config.json alone is fetched; ConfigError if there is none
+    to be had, or it is not one of a Mixture-of-Experts model."""
     folder = Path(model)
     if not folder.is_dir():
         try:

@@ -91,7 +91,6 @@ def replay(
     """Let layers keep what the rule says.
 
     Args:
-        routings: what is asked for.
         quotas: experts of each tier that each layer of the model may keep.
         choose: (layer, sums of the active experts' weights) to which of them are high; all of them if None.
         low: whether the others have a version, or are skipped.

@@ -37,15 +37,7 @@ class PredictionStats:
 
 
 class Measured:
-    """A predictor that is watched.
-
-    Args:
-        predictor: which one.
-        stats: counts to go on with.
-
-    Attributes:
-        seconds: host time that its predictions took.
-    """
+    """A predictor that is watched; ``seconds`` of host time its predictions took."""
 
     def __init__(self, predictor: Predictor, stats: PredictionStats | None = None) -> None:
         self.predictor = predictor

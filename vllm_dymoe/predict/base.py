@@ -20,13 +20,9 @@ class Candidate(NamedTuple):
 
 
 class OnDevice(Protocol):
-    """Names the next layer's experts by tensor operations alone, so that a captured step can hold it (DuoServe 5.3).
+    """Names the next layer's experts by tensor operations alone, so that a captured step can hold it (DuoServe 5.3)."""
 
-    Attributes:
-        guesses: experts that are named for each token.
-    """
-
-    guesses: int
+    guesses: int  # experts that are named for each token
 
     def foresee(self, layer: int, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Name experts of the layer behind one; called for the layers of a step in order, but for the last.
@@ -38,17 +34,14 @@ class OnDevice(Protocol):
 
         Returns:
             This rank's experts, int64 [tokens, guesses], negative for another rank's, and how likely each is, float32
-            from 0 to 1.
+                from 0 to 1.
         """
         ...
 
 
 class Predictor(ABC):
-    """Names experts and touches nothing: it knows of no slot, no byte and no transfer.
-
-    Args:
-        side_stream: where predictions are computed; on the thread that asks if not given.
-    """
+    """Names experts and touches nothing: it knows of no slot, no byte and no transfer. Predictions are computed on a
+    side stream, if one is given."""
 
     tells_phases: ClassVar[bool] = False
     """In a step of prompts and decoding requests it has to be told which rows are which."""
@@ -83,11 +76,8 @@ class Predictor(ABC):
 
     @abstractmethod
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """Experts that layers after ``layer`` will want, the most useful first; empty if there is nothing to say.
-
-        Args:
-            layer: the one that was observed last.
-        """
+        """Experts that layers after ``layer``, which was observed last, will want, the most useful first; empty if
+        there is nothing to say."""
 
     def on_device(self, device: torch.device) -> OnDevice | None:
         """The same prediction inside a captured step; None for a predictor that needs the host."""
@@ -95,15 +85,9 @@ class Predictor(ABC):
 
 
 def rank_by_frequency(ids: torch.Tensor, scores: torch.Tensor) -> list[tuple[int, float]]:
-    """Experts by how many tokens chose them (DyMoE Eq. 7), those of the same number by their summed scores.
-
-    Args:
-        ids: int64 [choices], an expert for each choice of each token.
-        scores: float32 [choices].
-
-    Returns:
-        The chosen experts, best first, each with its number of tokens.
-    """
+    """The chosen experts by how many tokens chose them (DyMoE Eq. 7), those of the same number by their summed scores,
+    each with its number of tokens. ``ids`` int64 and ``scores`` float32 [choices] have an element for each choice of
+    each token."""
     counts = torch.bincount(ids)
     mass = torch.zeros(len(counts), dtype=torch.float32, device=ids.device).index_add_(0, ids, scores)
     order = mass.argsort(descending=True)

@@ -35,15 +35,8 @@ class PredictorCard:
     format: int = PREDICTOR_FORMAT  # of the file
 
     def check(self, path: Path, here: ModelIdentity) -> None:
-        """Refuse it for another model than its own.
-
-        Args:
-            path: of the file.
-            here: the model that runs.
-
-        Raises:
-            PredictorError: it was trained for another one.
-        """
+        """PredictorError for the file ``path`` of a predictor that was trained for another model than the one that runs
+        here."""
         for name, what in (
             ("num_layers", "MoE layers"),
             ("num_experts", "experts in a layer"),
@@ -64,11 +57,7 @@ class PredictorCard:
 
 
 def save_predictor(path: Path, card: PredictorCard, network: FoldedMLP) -> None:
-    """Write a file that is there whole or not at all.
-
-    Raises:
-        PredictorError: it cannot be written.
-    """
+    """Write a file that is there whole or not at all; PredictorError if it cannot be written."""
     incomplete = path.with_name(path.name + ".incomplete")
     half = network.to(torch.device("cpu"), torch.float16)
     try:
@@ -83,20 +72,13 @@ def save_predictor(path: Path, card: PredictorCard, network: FoldedMLP) -> None:
 
 
 def read_card(path: Path) -> PredictorCard:
-    """The card alone, which costs no tensor.
-
-    Raises:
-        PredictorError: the file is not there, cut off, damaged or none of ours.
-    """
+    """The card alone; PredictorError if the file is not there, cut off, damaged or none of ours."""
     return _read(path)[0]
 
 
 def load_predictor(path: Path) -> tuple[PredictorCard, FoldedMLP]:
-    """Card and network, the latter in float16 on the CPU.
-
-    Raises:
-        PredictorError: as ``read_card``; or the tensors are not what the card says.
-    """
+    """Card and network, in float16 on the CPU; PredictorError as ``read_card``, or if tensors are not what the card
+    says."""
     card, tensors = _read(path, with_tensors=True)
     sizes = card.header
     try:

@@ -50,11 +50,7 @@ class FoldedMLP:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> "FoldedMLP":
-        """The opposite of ``tensors``.
-
-        Raises:
-            KeyError: one is missing.
-        """
+        """The opposite of ``tensors``; KeyError if one is missing."""
         later = range(sum(name.startswith("matrix.") for name in tensors))
         matrices = [tensors[f"matrix.{number}"] for number in later]
         biases = [tensors[f"bias.{number}"] for number in later]
@@ -79,15 +75,9 @@ class FoldedMLP:
         return self.of({name: tensor.to(device, dtype).contiguous() for name, tensor in self.tensors().items()})
 
     def remember(self, experts: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-        """The history with one more layer, as rows of a table.
-
-        Args:
-            experts: [tokens, top_k] int, what the layer chose.
-            before: the history of the layer before it; None for the first one.
-
-        Returns:
-            [tokens, top_k of each layer that is remembered], the last one first.
-        """
+        """The history with one more layer, whose choices are ``experts`` int [tokens, top_k]; ``before`` is that of the
+        layer before it, None for the first. Rows of a table, [tokens, top_k of each layer that is remembered], the last
+        layer first."""
         if self.history == 1:
             return experts
         if before is None:
@@ -97,15 +87,12 @@ class FoldedMLP:
         return torch.cat((experts, before + self.num_experts), 1)
 
     def logits(self, layer: int, rows: torch.Tensor, router_input: torch.Tensor | None) -> torch.Tensor:
-        """What the network says when it is not trained.
+        """What the network, when it is not trained, says of the experts of a layer, from 1: [tokens, num_experts] in
+        its dtype.
 
         Args:
-            layer: whose experts are asked for, from 1.
             rows: what the layers before it chose, as ``remember`` has it.
             router_input: [tokens, hidden] of the layer before, if the network sees it.
-
-        Returns:
-            [tokens, num_experts] in the network's dtype.
         """
         x = _sum_of_rows(self._tables[layer - 1 if len(self._tables) > 1 else 0], rows)
         if self.recent is not None:

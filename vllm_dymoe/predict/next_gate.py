@@ -29,7 +29,6 @@ class NextGate(Predictor):
         gates: of every MoE layer, in order.
         top_k: experts per token of the model, t of Eqs. 7 and 8: of a prefill every expert that a token chooses.
         layers: how many layers after this one are foreseen in decode; a prefill has enough to do with the next.
-        side_stream: where gates are asked.
     """
 
     def __init__(
@@ -83,13 +82,8 @@ class NextGate(Predictor):
 
 
 class GatesOnDevice:
-    """The next layer's gate on this layer's input (DyMoE 4.4.1, Eq. 8).
-
-    Args:
-        gates: of every MoE layer, in order.
-        amount: experts to name for each token.
-        device: of all.
-    """
+    """The next layer's gate on this layer's input (DyMoE 4.4.1, Eq. 8), which names ``amount`` experts for each
+    token."""
 
     def __init__(self, gates: Sequence[Gate], amount: int, device: torch.device) -> None:
         self._gates, self.guesses = gates, amount

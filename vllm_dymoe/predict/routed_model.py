@@ -17,31 +17,18 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RoutedModel:
-    """One rank's model.
+    """One rank's model."""
 
-    Attributes:
-        num_layers: MoE layers on this rank.
-        num_experts: experts of a layer on this rank.
-        top_k: experts per token.
-        gates: of every layer, in order; empty where they are not known.
-        held: which experts of a layer are on the device.
-        hidden: model width.
-        fingerprint: of the weights, which a trained predictor must have been trained for.
-        device: where predictions are computed.
-        horizon: layers ahead that are worth asking about in decode.
-        predictor: file of a trained predictor; None if none was given.
-    """
-
-    num_layers: int
-    num_experts: int
-    top_k: int
-    gates: Sequence[Gate] = ()
-    held: Callable[[int], Set[int]] = lambda layer: frozenset()
-    hidden: int = 0
-    fingerprint: str = ""
-    device: torch.device = _CPU
-    horizon: int = 1
-    predictor: Path | None = None
+    num_layers: int  # MoE layers on this rank
+    num_experts: int  # experts of a layer on this rank
+    top_k: int  # experts per token
+    gates: Sequence[Gate] = ()  # of every layer, in order; empty where they are not known
+    held: Callable[[int], Set[int]] = lambda layer: frozenset()  # which experts of a layer are on the device
+    hidden: int = 0  # model width
+    fingerprint: str = ""  # of the weights, which a trained predictor must have been trained for
+    device: torch.device = _CPU  # where predictions are computed
+    horizon: int = 1  # layers ahead that are worth asking about in decode
+    predictor: Path | None = None  # file of a trained predictor; None if none was given
 
     @property
     def identity(self) -> ModelIdentity:

@@ -19,16 +19,8 @@ from vllm_dymoe.residency.routing import Phase, Routing
 
 
 class TrainedPredictor(Predictor):
-    """Asks a network about the next layer.
-
-    Args:
-        network: of the model that runs, on its device.
-        decode_experts: how many to name for each token of a decode step.
-        side_stream: where it is computed.
-
-    Attributes:
-        network: of the model that runs.
-    """
+    """Asks a network, on the device of the model that runs, about the next layer's experts: ``decode_experts`` for each
+    token of a decode step."""
 
     tells_phases = True
 
@@ -46,11 +38,8 @@ class TrainedPredictor(Predictor):
 
     @classmethod
     def load(cls, model: RoutedModel) -> "TrainedPredictor":
-        """From the file that a model names, for that model.
-
-        Raises:
-            PredictorError: no file is named, or it is missing, damaged or another model's.
-        """
+        """From the file that a model names, for that model; PredictorError if none is named, or it is missing, damaged
+        or another model's."""
         if model.predictor is None:
             raise PredictorError("a trained predictor needs its file; name it in the option predictor.")
         card, network = load_predictor(model.predictor)
@@ -127,12 +116,7 @@ def _ranked(layer: int, shares: torch.Tensor) -> list[Candidate]:
 
 
 class NetworkOnDevice:
-    """A trained network, which is told what the layers before chose.
-
-    Args:
-        network: of the model that runs, on its device.
-        amount: experts to name for each token.
-    """
+    """A trained network, which is told what the layers before chose, and names ``amount`` experts for each token."""
 
     def __init__(self, network: FoldedMLP, amount: int) -> None:
         self._network, self.guesses = network, amount

@@ -113,12 +113,9 @@ class Calibration:
         *,
         borrow: bool = False,
     ) -> tuple[Curvature, Curvature]:
-        """Of what an expert's gate and up read, and of what down reads; CalibrationError if that is not finite.
-
-        Args:
-            rotations: inputs of both that are rotated together.
-            borrow: take what the layer read in place of what the router sent to the expert.
-        """
+        """Of what an expert's gate and up read, and of what down reads, with the inputs of both rotated together in
+        blocks of ``rotations``; CalibrationError if that is not finite. ``borrow`` takes what the layer read in place
+        of what the router sent."""
         function = self.recording.activation_of(layer)
         up = _linear(*matrices[Projection.UP])
         gate = _linear(*matrices[Projection.GATE]) if function.has_gate else None

@@ -34,38 +34,27 @@ _SAMPLE_BYTES = 512
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """The tensors of one matrix: of one expert, or of all experts of a layer in a stack.
+    """The tensors of one matrix: of one expert, or of all experts of a layer in a stack."""
 
-    Attributes:
-        layer: index of the layer in the model.
-        expert: which one; None for a stack.
-        projections: what its rows are.
-        parts: by the ends of their names, "weight" and "bias", or what a quantized checkpoint has.
-    """
-
-    layer: int
-    expert: int | None
-    projections: tuple[Projection, ...]
+    layer: int  # index of the layer in the model
+    expert: int | None  # which one; None for a stack
+    projections: tuple[Projection, ...]  # what its rows are
     parts: Mapping[str, TensorPlace]
+    """By the ends of their names, "weight" and "bias", or what a quantized checkpoint has."""
 
 
 @dataclass(eq=False)
 class Checkpoint:
-    """One local checkpoint folder; reading experts is safe from several threads.
-
-    Attributes:
-        dense: every tensor that is not of an expert, by name.
-        left_out: tensors of layers beyond the model's last (multi-token prediction), which vLLM's model does not load.
-        experts: the tensors of all experts.
-    """
+    """One local checkpoint folder; reading experts is safe from several threads."""
 
     folder: Path
     config: ModelConfig
     reader: Reader
     stacking: Stacking
-    dense: dict[str, TensorPlace] = field(default_factory=dict)
+    dense: dict[str, TensorPlace] = field(default_factory=dict)  # every tensor that is not of an expert, by name
     left_out: dict[str, TensorPlace] = field(default_factory=dict)
-    experts: list[ExpertTensors] = field(default_factory=list)
+    """Tensors of layers beyond the model's last (multi-token prediction), which vLLM's model does not load."""
+    experts: list[ExpertTensors] = field(default_factory=list)  # the tensors of all experts
     _files: dict[Path, Any] = field(default_factory=dict)
 
     @classmethod

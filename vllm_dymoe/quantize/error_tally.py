@@ -29,10 +29,7 @@ class ErrorTally:
         curvature: Curvature | None,
     ) -> None:
         """Count one projection at one bit-width; with a curvature of its inputs also the errors of its outputs.
-
-        Args:
-            restored: float32 [rows, columns], what is read of it at these bits; overwritten.
-        """
+        ``restored`` is what is read of it at these bits, float32 [rows, columns], and is overwritten."""
         layer, *matrix = place
         weight = weight.float()
         difference = restored.sub_(weight)

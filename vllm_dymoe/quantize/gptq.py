@@ -38,19 +38,12 @@ _BLOCK = 128
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    """What GPTQ needs of a Hessian; the same for every matrix that reads the same inputs.
+    """What GPTQ needs of a Hessian; the same for every matrix that reads the same inputs."""
 
-    Attributes:
-        hessian: float32 [columns, columns], not damped.
-        order: int64 [columns], the order in which columns are rounded.
-        factor: float32 [columns, columns], U in that order: the inverse of the damped Hessian is U^T U.
-        mass: sum of the squares of the tokens' routing weights.
-    """
-
-    hessian: Tensor
-    order: Tensor
-    factor: Tensor
-    mass: float = 1.0
+    hessian: Tensor  # float32 [columns, columns], not damped
+    order: Tensor  # int64 [columns], the order in which columns are rounded
+    factor: Tensor  # float32 [columns, columns], U in that order: the inverse of the damped Hessian is U^T U
+    mass: float = 1.0  # sum of the squares of the tokens' routing weights
 
     @classmethod
     def of(cls, hessian: Tensor, mass: float = 1.0) -> "Curvature":
@@ -100,23 +93,15 @@ def quantize_gptq(weight: Tensor, format: MatrixFormat, curvature: Curvature, lo
 
 @dataclass(frozen=True, eq=False)
 class _Grid:
-    """What codes stand for, counted from the middle one; columns are in the order of rounding.
+    """What codes stand for, counted from the middle one; columns are in the order of rounding."""
 
-    Attributes:
-        scales, zeros: float32 [groups, rows], or [groups, 2 * rows] for two readings, the high one first.
-        steps: scales, infinite where they are 0.
-        group_of: group of each column.
-        bin: codes that have one upper half.
-        low_weight: of the low reading's errors; 0 where there is one reading.
-    """
-
-    scales: Tensor
-    zeros: Tensor
-    steps: Tensor
-    group_of: list[int]
+    scales: Tensor  # float32 [groups, rows], or [groups, 2 * rows] for two readings, the high one first
+    zeros: Tensor  # likewise
+    steps: Tensor  # scales, infinite where they are 0
+    group_of: list[int]  # group of each column
     midpoint: int
-    bin: int
-    low_weight: float
+    bin: int  # codes that have one upper half
+    low_weight: float  # of the low reading's errors; 0 where there is one reading
 
     @classmethod
     def of(cls, codes: Codes, order: Tensor, format: MatrixFormat, low_weight: float = 0.0) -> "_Grid":

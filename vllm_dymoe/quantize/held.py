@@ -68,13 +68,11 @@ class Held:
         return steps.to(self.scales.dtype) * self.scales[self.row_groups][:, self.column_groups]
 
     def pack(self, format: MatrixFormat, section: Tensor, base: Tensor | None = None) -> None:
-        """Write the same codes and scales into a section of this code, or into two if it is nested.
+        """Write the same codes and scales into a section of this code, or into two if it is nested; ValueError if the
+        format cannot hold the numbers as they are.
 
         The format's groups may be shorter than the checkpoint's: they share a scale then. With an act order columns are
         sorted by their groups.
-
-        Raises:
-            ValueError: the format cannot hold the numbers as they are.
         """
         if self.zero_points is None:
             first = _first_of_groups(self.column_groups, format, "columns do not lie in groups of {} with one scale")

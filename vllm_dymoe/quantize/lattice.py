@@ -37,17 +37,8 @@ def quantize_lattice(
     base: Tensor | None = None,
     low_share: float = LOW_SHARE,
 ) -> None:
-    """Quantize a matrix and pack it.
-
-    Args:
-        weight: [rows, columns], of rotated inputs.
-        curvature: of rotated inputs.
-        section: uint8 [format.nbytes], overwritten.
-        base: uint8 [format.base.nbytes], overwritten, if the format is nested.
-
-    Raises:
-        ValueError: weights that are not finite.
-    """
+    """Quantize a matrix [rows, columns] of rotated inputs, with their curvature, and pack it into a section, and a base
+    if the format is nested; both are overwritten. ValueError for weights that are not finite."""
     if not bool(torch.isfinite(weight).all()):
         raise ValueError("some of its weights are NaN or infinite; download the checkpoint again.")
     scale = (weight.float().square().mean(1, keepdim=True).sqrt() * SPREAD).to(format.dtype)

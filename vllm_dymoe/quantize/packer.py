@@ -155,12 +155,10 @@ def pack_projection(
     """Write one projection at every stored bit-width; safe to call from several threads.
 
     Codes go into the version of their bits as they are; the others are quantized from what the codes stand for.
+    StoreError if the shape is not the model's, weights are not finite, or codes cannot be held as they are.
 
     Args:
         curvature: of the inputs, for GPTQ in place of the quantizer; of rotated ones for a lattice.
-
-    Raises:
-        StoreError: the shape is not the model's, weights are not finite, or codes cannot be held as they are.
     """
     weight, bias = matrix
     quantizer = quantizer if curvature is None else partial(quantize_gptq, curvature=curvature)

@@ -89,18 +89,9 @@ QUANTIZERS: dict[str, Quantizer] = {"rtn": round_to_nearest, "hqq": half_quadrat
 def quantize_matrix(
     weight: Tensor, format: MatrixFormat, quantizer: Quantizer, section: Tensor, base: Tensor | None = None
 ) -> Codes | None:
-    """Quantize a matrix and pack it; at 16 bits just round it to the format's dtype.
-
-    Args:
-        section: uint8 [format.nbytes], overwritten.
-        base: uint8 [format.base.nbytes], overwritten, if the format is nested.
-
-    Returns:
-        What was packed; None at 16 bits.
-
-    Raises:
-        ValueError: weights that cannot be represented, or shapes that do not fit.
-    """
+    """Quantize a matrix, pack it into a section, and a base if the format is nested, and return what was packed; at 16
+    bits just round it to the format's dtype. ValueError for weights that cannot be represented, or shapes that do not
+    fit."""
     if format.quantized:
         codes = quantizer(weight, format)
         if base is None:

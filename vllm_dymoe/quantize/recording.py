@@ -36,14 +36,10 @@ class CalibrationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Recording:
-    """The manifest of a folder of recorded inputs.
+    """The manifest of a folder of recorded inputs."""
 
-    Attributes:
-        model, texts: fingerprints of the checkpoint and of the tokens.
-    """
-
-    model: str
-    texts: str
+    model: str  # fingerprint of the checkpoint
+    texts: str  # and of the tokens
     parts: tuple[int, ...]  # tokens in each part
     layers: tuple[int, ...]  # index of each MoE layer in the model
     num_experts: int  # in each layer, over all ranks
@@ -112,10 +108,7 @@ def check_space(recording: Recording, folder: Path) -> None:
 
 class PartWriter:
     """Takes the inputs of every layer, step by step, up to a number of tokens; only one step is in memory.
-
-    Raises:
-        CalibrationError: the file cannot be written, or another process is writing it.
-    """
+    CalibrationError if the file cannot be written, or another process is writing it."""
 
     def __init__(self, path: Path, layers: int, hidden_size: int, top_k: int, dtype: torch.dtype, tokens: int) -> None:
         self._path, self._tokens = path, tokens

@@ -12,16 +12,8 @@ def check_tensor(
     dtype: torch.dtype | None = None,
     contiguous: bool = True,
 ) -> None:
-    """Check one argument.
-
-    Args:
-        shape: expected sizes; None where any will do.
-        dtype: expected dtype; None where any will do.
-
-    Raises:
-        TypeError: not a tensor, or of another dtype.
-        ValueError: another shape, or not contiguous.
-    """
+    """TypeError if an argument is no tensor or of another dtype, ValueError if it has another shape or is not
+    contiguous. Sizes and dtypes that are None may be any."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}, expected a tensor")
     if dtype is not None and tensor.dtype != dtype:

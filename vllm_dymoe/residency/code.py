@@ -93,11 +93,7 @@ WHOLE = {code.tag: code for code in (PLAIN, *STEPS.values(), *CODEBOOKS.values()
 
 
 def code_of(bits: int, codebook: Code | None = None) -> Code:
-    """The code of a version of its own.
-
-    Raises:
-        ValueError: there is none of so many bits.
-    """
+    """The code of a version of its own; ValueError if there is none of so many bits."""
     code = codebook or WHOLE.get(bits)
     if code is None or code.bits != bits:
         known = f"{codebook.bits} for {codebook.name}" if codebook else "one of 16, 8, 4, 2"

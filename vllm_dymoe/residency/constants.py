@@ -32,11 +32,7 @@ MOST_EXPERTS = 512
 
 
 def check_experts(experts: int) -> None:
-    """Refuse layers for which no program decides.
-
-    Raises:
-        ValueError: they have more experts than it holds.
-    """
+    """ValueError for layers of more experts than a program holds."""
     if experts > MOST_EXPERTS:
         raise ValueError(f"a layer has {experts} experts, but a device decides for at most {MOST_EXPERTS}")
 

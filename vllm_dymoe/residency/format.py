@@ -131,11 +131,8 @@ class Format:
         return self.sections[-1].stop
 
     def view(self, blob: torch.Tensor, base: Expert | None = None) -> Expert:
-        """See a slice (uint8 [nbytes], contiguous) as packed matrices, without copying.
-
-        Args:
-            base: the base slice, if this format is nested.
-        """
+        """See a slice (uint8 [nbytes], contiguous) as packed matrices, without copying; with its base if this format is
+        nested."""
         gate, up, down = (
             matrix.view(blob[section], upper)
             for matrix, section, upper in zip(self.matrices, self.sections, base or (None,) * 3, strict=True)
@@ -200,11 +197,8 @@ class SlicePlace(NamedTuple):
 
 
 def stored_formats(bits: Sequence[int], make: Callable[[int], Format]) -> dict[int, Format]:
-    """The formats of a store, the high tier first: one inside the other where one has half the bits of the other.
-
-    Args:
-        make: a version of its own at some bits. A version inside another one has everything else in common with it.
-    """
+    """The formats of a store, the high tier first, from what makes a version of its own: one lies inside the other, and
+    has everything else in common with it, where it has half the bits."""
     formats = {width: make(width) for width in bits}
     high, low = max(bits), min(bits)
     if nests(bits, formats[high].code):
@@ -219,11 +213,8 @@ def nested(fmt: Format) -> Format:
 
 
 def nests(bits: Sequence[int], code: Code | None) -> bool:
-    """Whether the low one of two tiers lies inside the high one.
-
-    Args:
-        code: of the high one: the upper half of a float is no float of its own.
-    """
+    """Whether the low one of two tiers lies inside the high one, which has this code: the upper half of a float is no
+    float of its own."""
     return not (code and code.floats) and set(bits) in ({4, 2}, {8, 4})
 
 

@@ -34,10 +34,8 @@ _MOST_ACT_ORDER_COLUMNS = 32768  # places are 16-bit numbers
 class MatrixFormat:
     """How one logical weight is packed.
 
-    Raises:
-        ValueError: a size or group size that the code does not have, integer zeros or an order of columns with a code
-            that is no grid, or an order of more than 32768 columns.
-        TypeError: another dtype.
+    TypeError for another dtype; ValueError for a size or group size that the code does not have, integer zeros or an
+    order of columns with a code that is no grid, or an order of more than 32768 columns.
     """
 
     rows: int  # outputs N of the projection; 0, and no bytes, for the gate of experts that have none
@@ -159,15 +157,12 @@ class MatrixFormat:
         return self.order_offset + order_bytes
 
     def view(self, section: Tensor, base: "PackedMatrix | None" = None) -> "PackedMatrix":
-        """See a section's bytes as a packed matrix, without copying.
+        """See a section's bytes as a packed matrix, without copying. TypeError or ValueError for other bytes, or
+        another base, than these:
 
         Args:
             section: uint8 [nbytes], contiguous, at an address that is a multiple of 16.
             base: the upper halves, of the format `base`, if this one is nested.
-
-        Raises:
-            TypeError: not uint8.
-            ValueError: another size, not contiguous, not aligned, or a base that is missing or another one.
         """
         check_tensor("section", section, dtype=torch.uint8, shape=(self.nbytes,))
         if section.data_ptr() % ADDRESS_ALIGNMENT or section.storage_offset() % ADDRESS_ALIGNMENT:

@@ -51,12 +51,9 @@ class SlotPool:
         self._free = self.slots[::-1]
 
     def fence(self, filled: Any) -> None:
-        """Let the first copy into each slot wait, as any later one waits for the slot's last reader.
-
-        Args:
-            filled: fence behind the pool's making: the memory may have been another tensor's, which kernels that are
-                under way still read, and the kernel that fills it may not have begun.
-        """
+        """Let the first copy into each slot wait for a fence behind the pool's making, as any later one waits for the
+        slot's last reader: the memory may have been another tensor's, which kernels that are under way still read, and
+        the kernel that fills it may not have begun."""
         for slot in self.slots:
             slot.last_read = filled
 
@@ -82,11 +79,8 @@ class SlotPool:
         return len(self._free)
 
     def take(self, *, kept: bool) -> Slot | None:
-        """A free slot, or None; its bytes are whatever was there before.
-
-        Args:
-            kept: for a layer that keeps what comes, out of what it was promised; otherwise out of the rest.
-        """
+        """A free slot, or None; its bytes are whatever was there before. For a layer that keeps what comes it is one of
+        those that were promised, otherwise one of the rest."""
         if not self._free if kept else len(self._free) <= self.promised:
             return None
         self.promised -= kept
@@ -106,10 +100,6 @@ class SlotPool:
         self._free.append(slot)
 
     def check_integrity(self, in_use: list[int]) -> None:
-        """Every slot is either free or in ``in_use``, once.
-
-        Raises:
-            AssertionError: a slot is lost, or is in two places.
-        """
+        """AssertionError unless every slot is either free or in ``in_use``, once."""
         indices = sorted([slot.index for slot in self._free] + in_use)
         assert indices == list(range(self.count)), f"slots lost or doubled: {indices} of {self.count}"

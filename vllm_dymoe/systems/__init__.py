@@ -20,12 +20,8 @@ SYSTEMS: dict[str, type[System]] = {
 
 
 def make_system(options: Options) -> System:
-    """The system that options name, with its parameters.
-
-    Raises:
-        SystemOptionError: it does not exist, has no such parameter or not with that value, or cannot be served with
-            the other options.
-    """
+    """The system that options name, with its parameters; SystemOptionError if it does not exist, has no such parameter
+    or not with that value, or cannot be served with the other options."""
     name, parameters = options.system, options.system_options
     if name not in SYSTEMS:
         raise SystemOptionError("system", f'system "{name}" does not exist; choose one of {", ".join(SYSTEMS)}')

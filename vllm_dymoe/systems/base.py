@@ -33,22 +33,17 @@ _USUAL_STAGING, _MOST_STAGING = 4, 16
 
 @dataclass(frozen=True)
 class Precision:
-    """The tier of each expert. This one serves every expert high.
+    """The tier of each expert. This one serves every expert high."""
 
-    Attributes:
-        tiers: that ``select`` can answer with; there are slots for no others.
-        heavy_hitters: share of a prompt's tokens to mark as heavy hitters; None where precision ignores them.
-        reuses_high: an expert that is wanted low is computed high where its high version is on the device.
-        renormalizes: routing weights of skipped experts go to the token's other experts; otherwise they are lost.
-        thresholds: above which experts of prompts' tokens and of others are high, int64 [2] each, see
-            :mod:`~vllm_dymoe.residency.threshold`; where the host decides they move. Empty where there are none.
-    """
-
-    tiers: frozenset[Tier] = frozenset((Tier.HI,))
+    tiers: frozenset[Tier] = frozenset((Tier.HI,))  # that ``select`` can answer with; there are slots for no others
     heavy_hitters: float | None = None
-    reuses_high: bool = True
+    """Share of a prompt's tokens to mark as heavy hitters; None where precision ignores them."""
+    reuses_high: bool = True  # an expert that is wanted low is computed high where its high version is on the device
     renormalizes: bool = False
+    """Routing weights of skipped experts go to the token's other experts; otherwise they are lost."""
     thresholds: tuple[Ints, ...] = field(default=(), compare=False)
+    """Above which experts of prompts' tokens and of others are high, int64 [2] each, see
+    :mod:`~vllm_dymoe.residency.threshold`; where the host decides they move. Empty where there are none."""
 
     @property
     def by_depth(self) -> bool:
@@ -60,11 +55,8 @@ class Precision:
         return {Tier.HI: [1.0] * num_layers}
 
     def all_shares(self, experts: ModelExperts) -> Mapping[Tier, Sequence[float]]:
-        """``shares`` of a model and its draft, whose layers get what the model's last one gets.
-
-        Raises:
-            NotImplementedError: there is a tier of which ``shares`` says nothing.
-        """
+        """``shares`` of a model and its draft, whose layers get what the model's last one gets; NotImplementedError if
+        there is a tier of which ``shares`` says nothing."""
         shares = self.shares(len(experts.layers) - experts.draft_layers, experts.top_k)
         if missing := self.tiers - shares.keys():
             names = " and ".join(sorted(tier.value for tier in missing))
@@ -87,103 +79,67 @@ class Precision:
         """Thresholds that have not moved begin where those of a calibration ended; none where there was no such."""
 
     def tiers_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Tier]:
-        """In which tier a coming layer will want experts.
-
-        Args:
-            layer: the coming one.
-            num_layers: of the model.
-            named: experts that a predictor names for it, the best first.
-        """
+        """In which tier a coming layer of a model will want the experts that a predictor names for it, the best
+        first."""
         return dict.fromkeys(named, Tier.HI if Tier.HI in self.tiers else Tier.LO)
 
 
 @dataclass(frozen=True)
 class Migrating:
-    """How the high set of a system follows traffic.
+    """How the high set of a system follows traffic."""
 
-    Attributes:
-        alpha: weight of the last window in an expert's hotness.
-        margin: by which an expert that becomes high is to be hotter than the one that becomes low, in even shares.
-        window_seconds: after which high experts are chosen anew.
-        window_uses: mean uses of an expert by then; with fewer the window goes on.
-        in_flight: moves at the same time; more where they need no slots of their own.
-        link_share: share of the time that the link may work for moves.
-        by_gates: an expert is as hot as its squared gates add up to; else as its uses.
-        worth: what a high expert is worth in each layer beside the others; empty if that is not known.
-        trace: whose most popular experts are high at start.
-        streams: a budget that cannot hold every expert is served by fetching.
-    """
-
-    alpha: float
-    margin: float
-    window_seconds: float
-    window_uses: float
-    in_flight: int
-    link_share: float
-    by_gates: bool
-    worth: tuple[float, ...]
-    trace: Path | None
-    streams: bool
+    alpha: float  # weight of the last window in an expert's hotness
+    margin: float  # by which an expert that becomes high is to be hotter than the one that becomes low, in even shares
+    window_seconds: float  # after which high experts are chosen anew
+    window_uses: float  # mean uses of an expert by then; with fewer the window goes on
+    in_flight: int  # moves at the same time; more where they need no slots of their own
+    link_share: float  # share of the time that the link may work for moves
+    by_gates: bool  # an expert is as hot as its squared gates add up to; else as its uses
+    worth: tuple[float, ...]  # what a high expert is worth in each layer beside the others; empty if that is not known
+    trace: Path | None  # whose most popular experts are high at start
+    streams: bool  # a budget that cannot hold every expert is served by fetching
 
     def at_once(self, seconds: float, each: float) -> int:
-        """How many moves may be on their way while the link has so many seconds for them.
+        """How many moves may be on their way while the link has so many seconds for them, and each takes so many; 0
+        where it needs slots, or none has arrived yet.
 
         Where one needs no slot of its own they are as many as there is time for: moves begin between steps, and two in
         each would take a large model hundreds of steps to follow its traffic.
-
-        Args:
-            seconds: of the link.
-            each: what one takes; 0 where it needs slots, or none has arrived yet.
         """
         return max(self.in_flight, min(_MOST_IN_FLIGHT, int(seconds / each))) if each else self.in_flight
 
 
 @dataclass(frozen=True)
 class Residency:
-    """What stays on the device, and which side decides it.
+    """What stays on the device, and which side decides it."""
 
-    Attributes:
-        keeps: layers keep experts for later steps.
-        overlaps: experts arrive while others are computed.
-        ages: what is hot stays; else what came last.
-        whole: an expert is computed when all of it is there; else projection by projection.
-        on_device: a device can decide a decode step by itself: ``critical_counts`` says all that ``select`` would.
-        migrating: how versions move between steps where every expert is there; None where steps fetch what they need.
-    """
-
-    keeps: bool = True
-    overlaps: bool = True
-    ages: bool = True
-    whole: bool = False
+    keeps: bool = True  # layers keep experts for later steps
+    overlaps: bool = True  # experts arrive while others are computed
+    ages: bool = True  # what is hot stays; else what came last
+    whole: bool = False  # an expert is computed when all of it is there; else projection by projection
     on_device: bool = False
+    """A device can decide a decode step by itself: ``critical_counts`` says all that ``select`` would."""
     migrating: Migrating | None = None
+    """How versions move between steps where every expert is there; None where steps fetch what they need."""
 
 
 @dataclass(frozen=True)
 class Foresight:
-    """What names experts before their router does.
+    """What names experts before their router does."""
 
-    Attributes:
-        name: in two or three words for people.
-        make: the predictor for a model; raises PredictorError if a trained one was given and cannot be used.
-        needs_gates: the predictor asks the model's gates.
-        takes_predictor: a trained predictor can stand in for it.
-        first_layer: experts of a prompt's first MoE layer are named before it is reached.
-        paced: predictions are acted on only as often as they pay.
-        projections: how many of an expert's three are fetched ahead, in the order gate, up, down.
-        projections_in_graph: the most that a decode step which the device decides fetches ahead for the next layer.
-        wide: experts to have on their way at once for so many per token; 0 for the usual number.
-    """
-
-    name: str
+    name: str  # in two or three words for people
     make: Callable[[RoutedModel], Predictor]
-    needs_gates: bool = False
-    takes_predictor: bool = False
-    first_layer: bool = False
-    paced: bool = False
+    """The predictor for a model; raises PredictorError if a trained one was given and cannot be used."""
+    needs_gates: bool = False  # the predictor asks the model's gates
+    takes_predictor: bool = False  # a trained predictor can stand in for it
+    first_layer: bool = False  # experts of a prompt's first MoE layer are named before it is reached
+    paced: bool = False  # predictions are acted on only as often as they pay
     projections: int = len(EVERY_PROJECTION)
+    """How many of an expert's three are fetched ahead, in the order gate, up, down."""
     projections_in_graph: int = 0
+    """The most that a decode step which the device decides fetches ahead for the next layer."""
     wide: Callable[[int], int] = lambda top_k: 0
+    """Experts to have on their way at once for so many per token; 0 for the usual number."""
 
     def slots(self, top_k: int) -> int:
         """Staging slots that it needs beyond what is usual; in a graph two layers' guesses, one read, one fetched."""
@@ -229,11 +185,7 @@ class System(BaseModel):
 
 
 class SystemOptionError(ValueError):
-    """An option that a system cannot honour; the message is what is wrong and what to do.
-
-    Attributes:
-        option: its name.
-    """
+    """An option, by name, that a system cannot honour; the message is what is wrong and what to do."""
 
     def __init__(self, option: str, reason: str) -> None:
         super().__init__(reason)

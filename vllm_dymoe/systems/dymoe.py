@@ -27,13 +27,10 @@ from vllm_dymoe.systems.schedule import Schedule
 
 @dataclass(frozen=True)
 class CriticalHigh(Precision):
-    """High for the experts above one threshold, or for as many as a schedule says; low for the others.
-
-    Attributes:
-        schedule: how many experts are critical, by depth (Eqs. 4 and 5), where there are no thresholds.
-    """
+    """High for the experts above one threshold, or for as many as a schedule says; low for the others."""
 
     schedule: Schedule = field(default_factory=lambda: Schedule(0.75))
+    """How many experts are critical, by depth (Eqs. 4 and 5), where there are no thresholds."""
 
     @property
     def by_depth(self) -> bool:

@@ -23,13 +23,9 @@ _HOT = 0.25
 
 @dataclass(frozen=True)
 class _AsResident(Precision):
-    """Low will do: an expert whose high version is there is computed high.
+    """Low will do: an expert whose high version is there is computed high."""
 
-    Attributes:
-        hot: share that is wanted high all the same.
-    """
-
-    hot: float = 0.0
+    hot: float = 0.0  # share that is wanted high all the same
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Tier, Sequence[float]]:
         return {Tier.HI: [self.hot] * num_layers, Tier.LO: [1 - self.hot] * num_layers}

@@ -58,13 +58,8 @@ def importance(
 
 
 def mark_heavy_hitters(mass: Tensor, share: float, heavy: Tensor) -> None:
-    """T_imp of Eq. 2: the tokens with the most attention mass.
-
-    Args:
-        mass: [tokens].
-        share: of the tokens, rounded up.
-        heavy: bool [tokens], false everywhere; set where a token is one of them.
-    """
+    """T_imp of Eq. 2: the tokens with the most attention ``mass`` [tokens], a ``share`` of them, rounded up. Sets those
+    in ``heavy``, bool [tokens], false everywhere."""
     count = min(mass.shape[0], math.ceil(share * mass.shape[0] - 1e-9))
     heavy.index_fill_(0, mass.topk(count, sorted=False).indices, True)
 
@@ -72,7 +67,7 @@ def mark_heavy_hitters(mass: Tensor, share: float, heavy: Tensor) -> None:
 def attention_mass(
     query: Tensor, key: Tensor, scale: float, window: int, reach: int | None = None, at_once: int = _SCORES_AT_ONCE
 ) -> Tensor:
-    """Eq. 1: how much attention a token gets, on average over the heads.
+    """Eq. 1: how much attention a token gets, on average over the heads: float32 [tokens], which sum to 1.
 
     The paper sums over a whole prompt. Here the last ``window`` queries stand for all of them: they have seen every
     token, and the cost grows with the number of tokens instead of its square.
@@ -81,12 +76,8 @@ def attention_mass(
         query: [tokens, heads, dim], with positions in it.
         key: [tokens, kv_heads, dim]; several heads may share one.
         scale: of the scores.
-        window: queries that are asked, the last ones.
         reach: of a sliding window, in tokens; None sees everything before.
         at_once: scores that are held at a time; one head's are always.
-
-    Returns:
-        float32 [tokens], which sum to 1.
     """
     tokens, heads, dim = query.shape
     kv_heads = key.shape[1]

@@ -19,14 +19,11 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True)
 class Schedule:
-    """Critical experts by depth.
+    """Critical experts by depth; ValueError if retention is outside of 0 to 1.
 
     M of Eq. 5, which the paper does not define, is the number of experts that the step activates in the layer. With all
     experts of the layer in its place every expert of a decode step would be critical as soon as r(l) * M reaches top-k:
     at the paper's r = 0.75 that is every layer of Mixtral and of Qwen3-30B-A3B, and nothing would ever be low.
-
-    Raises:
-        ValueError: retention is outside of 0 to 1.
     """
 
     retention: float  # r, the average of r(l) over the layers, 0 to 1

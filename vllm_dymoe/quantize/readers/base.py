@@ -125,24 +125,18 @@ def choose_group_size(method: str, value: Any) -> int | None:
 
 
 def format_fields(reader: Reader, ours: Mapping[str, Any], bits: int) -> dict[str, Any]:
-    """Arguments of :class:`Format` for one bit-width, so that it holds the checkpoint's numbers.
-
-    Another tier is derived from the weights, with groups of neighbours: an order would cost a gather for every product.
-
-    Args:
-        ours: quantization_config of a checkpoint that we wrote; empty for any other.
-    """
+    """Arguments of :class:`Format` for one bit-width, so that it holds the checkpoint's numbers; ``ours`` is the
+    quantization_config of a checkpoint that we wrote, else empty. Another tier is derived from the weights, with groups
+    of neighbours: an order would cost a gather for every product."""
     if not reader.held or bits != reader.bits:
         return read_codes(ours, bits)
     return {"code": reader.code, "integer_zeros": reader.asymmetric, "act_order": reader.act_order}
 
 
 def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[int, ...]:
-    """Group sizes of a store in which no group would have two scales, the best first; none if ranks cut groups.
-
-    Each rank has ``rank_columns`` inputs of the down projection. Where a code has groups of its own, the store's are
-    those of what is derived from it.
-    """
+    """Group sizes of a store in which no group would have two scales, the best first; none if ranks, each with
+    ``rank_columns`` inputs of the down projection, cut groups. Where a code has groups of its own, the store's are
+    those of what is derived from it."""
     fixed = reader.code.group_size
     if fixed is not None:
         whole = ranks == 1 or reader.ranks_take_groups or rank_columns % fixed == 0

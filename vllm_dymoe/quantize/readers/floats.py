@@ -33,15 +33,11 @@ _INPUT_SCALE = {"input_scale": ignore}
 
 
 def fp8(method: str, scale: str = "weight_scale", block: Any = None, **fields: Any) -> Reader:
-    """E4m3 with a scale for each block of a matrix, for each row, or for all of it.
+    """E4m3 with a scale for each block (rows, columns) of a matrix, for each row, or for all of it.
 
     ``weight`` float8_e4m3fn [rows, columns]; the scales [rows / block, columns / block], rounded up (ModelOpt's have
     two more dimensions of 1), or without a block one number or one for each row. DeepSeek's ``weight_scale_inv`` is
     multiplied with in spite of its name (DeepSeek-V3, inference/kernel.py, ``weight_dequant``).
-
-    Args:
-        scale: end of the name of the scales.
-        block: its rows and columns, if there are blocks.
     """
     width = None if block is None else choose_group_size(method, block[1])
     cut = None if block is None or width is None else (int(block[0]), width)

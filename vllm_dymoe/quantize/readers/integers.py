@@ -133,10 +133,7 @@ def pack_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
     asymmetric ``weight_zero_point`` int32 [rows * bits / 32, rounded up, groups], and ``weight_shape`` int64 [2].
     Signed numbers are stored plus half their range, codes and zero points alike
     (compressed_tensors/compressors/pack_quantized). With actorder "group" ``weight_g_idx`` int32 [columns] says the
-    group of each column.
-
-    Args:
-        unreadable: makes the error for what is found, and what can be read in its place.
+    group of each column. ``unreadable`` makes the error for what is found, and what can be read in its place.
     """
     method = "compressed-tensors"
     bits = choose_bits(method, weights.get("num_bits"), (8, 4, 2))

@@ -8,21 +8,10 @@ from torch import Tensor
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.residency.checks import check_tensor
 from vllm_dymoe.residency.decision import Decision
-from vllm_dymoe.residency.matrix import DTYPES, MatrixFormat, PackedMatrix
-
-Linear = Callable[[Tensor, PackedMatrix], Tensor]
-"""(x [n, columns], packed) -> x @ weight.T + bias [n, rows], a new tensor."""
-
-Choose = Callable[[MatrixFormat, int], Linear]
-"""The linear operation for a format and a number of tokens."""
+from vllm_dymoe.residency.matrix import DTYPES, MatrixFormat
 
 Receive = Callable[[int], None]
 """Called with n = 1, 2, 3 before the first n projections (gate, up, down) of any of the experts are read."""
-
-# Experts whose activations fit one chunk of torch's elementwise loops share one call. In a larger tensor, or with
-# rows that are no whole vectors, an element's neighbours decide whether vector or scalar code computes it, and the
-# two may differ in the last bit: then the order in which experts arrive would show.
-_ELEMENTS_AT_ONCE = 32768
 
 
 class ExpertKernel(Protocol):

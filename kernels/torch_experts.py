@@ -28,24 +28,43 @@ def compute_with_torch(
     receive: Receive,
 ) -> None:
     """:meth:`ExpertKernel.compute`, expert by expert, each with its rows of x and of out, int64 [n]."""
-    for (gate, up, down), rows, pairs in work:
-        check_formats(gate.format, up.format, down.format, x, activation)
-        inputs = x.index_select(0, rows)
-        receive(1)
-        gates = linear(inputs, gate) if activation.has_gate else None
-        receive(2)
-        ups = linear(inputs, up)
-        hidden = activation.alone(ups) if gates is None else activation.gated(gates, ups)
-        receive(3)
-        out.index_copy_(0, pairs, linear(hidden, down))
+    for expert, rows, pairs in work:
+        check_formats(*(matrix.format for matrix in expert), x, activation)
+        out.index_copy_(0, pairs, compute_expert(x.index_select(0, rows), expert, activation, receive))
+
+
+def compute_expert(
+    x: Tensor, expert: Expert, activation: Activation, receive: Receive = lambda projections: None
+) -> Tensor:
+    """One expert, down(activation(gate x, up x)), of x [n, hidden]: a new tensor like x."""
+    receive(1)
+    gates = linear(x, expert.gate) if activation.has_gate else None
+    receive(2)
+    ups = linear(x, expert.up)
+    hidden = activation.alone(ups) if gates is None else activation.gated(gates, ups)
+    receive(3)
+    return linear(hidden, expert.down)
+
+
+def expert_reference(
+    x: Tensor,
+    gate: PackedMatrix,
+    up: PackedMatrix,
+    down: PackedMatrix,
+    activation: Activation,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """What every kernel is tested against: one expert, computed in `dtype`."""
+    return compute_expert(x.to(dtype), Expert(gate, up, down), activation)
 
 
 def linear(x: Tensor, packed: PackedMatrix) -> Tensor:
-    """x [n, columns] times the weight, plus the bias: [n, rows] in x's dtype, accumulated in float32."""
-    rows, precise = packed.format.rows, x.float()
+    """x [n, columns] times the weight, plus the bias: [n, rows] in x's dtype, accumulated in float32, or float64 if x
+    has that."""
+    rows, precise = packed.format.rows, x if x.dtype == torch.float64 else x.float()
     step = max(_WEIGHTS_AT_ONCE // packed.format.padded_columns // BLOCK_ROWS, 1) * BLOCK_ROWS
     parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    result = torch.cat([F.linear(precise, dequantize(_rows_of(packed, part))) for part in parts], 1)
+    result = torch.cat([F.linear(precise, dequantize(_rows_of(packed, part), precise.dtype)) for part in parts], 1)
     if packed.bias is not None:
         result += packed.bias
     return result.to(x.dtype)

@@ -9,7 +9,7 @@ import torch
 from vllm_dymoe.bench import quality
 from vllm_dymoe.bench.cases import Workload
 from vllm_dymoe.bench.papers import PAPERS
-from vllm_dymoe.bench.papers.routers import activated, best_setting, cost_map, heavy_hitters, hot_sets, strategy
+from vllm_dymoe.bench.papers.routers import Votes, activated, best_setting, cost_map, heavy_hitters, hot_sets, strategy
 from vllm_dymoe.bench.papers.tables import (
     Line,
     PaperTable,
@@ -23,7 +23,6 @@ from vllm_dymoe.bench.papers.tables import (
 from vllm_dymoe.cli import paper as paper_command
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.observe.trace import Trace, expert_dtype
-from vllm_dymoe.predict.meeting_of_layers import Votes
 from vllm_dymoe.residency.identity import ModelIdentity
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.systems import make_system

@@ -41,7 +41,7 @@ def test_counts_are_those_of_equations_7_and_8(steps):
             assert script.seen == layer
             if expected is not None:
                 named, wanted, right = named + len(expected), wanted + len(active), right + len(expected & active)
-            script.next = [Candidate(layer + 1, expert, 1.0) for expert in guess] if layer + 1 < LAYERS else []
+            script.next = [Candidate(layer + 1, expert) for expert in guess] if layer + 1 < LAYERS else []
             assert watched.predict(layer) == script.next
             expected = guess
     stats = watched.stats
@@ -60,7 +60,7 @@ def test_layers_that_were_not_asked_about_do_not_count():
 def test_a_step_that_broke_off_leaves_nothing():
     script = Scripted()
     watched = Measured(script)
-    script.next = [Candidate(1, 3, 1.0)]
+    script.next = [Candidate(1, 3)]
     observe(watched, 0, {1})
     watched.predict(0)  # the step ends here, with an error
     observe(watched, 0, {1})

@@ -49,7 +49,7 @@ def test_it_is_the_intersection(seed, k, p, tokens):
             assert {candidate.layer for candidate in candidates} <= {layer}
             assert {candidate.expert for candidate in candidates} == set(counts)
             if tokens > 1:
-                assert [candidate.score for candidate in candidates] == sorted(counts.values(), reverse=True)
+                assert [counts[expert] for _, expert in candidates] == sorted(counts.values(), reverse=True)
 
 
 def test_with_one_layer_it_is_the_next_gate():

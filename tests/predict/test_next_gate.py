@@ -1,6 +1,5 @@
 from collections import Counter
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +31,6 @@ def test_decode_names_the_t_best_of_the_next_gate(seed, t, layer):
     candidates = ask(NextGate(gates, top_k=t), layer, x, Phase.DECODE)
     expected = best_of(weights[layer + 1], x[0], t)
     assert [candidate.expert for candidate in candidates] == list(expected)
-    assert [candidate.score for candidate in candidates] == pytest.approx(list(expected.values()), rel=1e-4)
     assert {candidate.layer for candidate in candidates} == {layer + 1}
 
 
@@ -42,8 +40,7 @@ def test_prefill_names_the_experts_that_most_tokens_would_choose(seed, tokens):
     x = random_inputs(1, tokens, 5, seed)[0]
     candidates = ask(NextGate(gates, top_k=3), 0, x, Phase.PREFILL)
     counts = Counter(expert for row in x for expert in best_of(weights[1], row, 3))
-    assert {candidate.expert: candidate.score for candidate in candidates} == counts
-    assert [candidate.score for candidate in candidates] == sorted(counts.values(), reverse=True)
+    assert [counts[candidate.expert] for candidate in candidates] == sorted(counts.values(), reverse=True)
 
 
 def test_nothing_comes_after_the_last_layer():
@@ -66,7 +63,7 @@ def test_experts_of_other_ranks_are_not_named():
     gate = Gate(lambda x: x, local=(-1, 0, -1, 1))
     x = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
     candidates = ask(NextGate([gate, gate], top_k=3), 0, x, Phase.DECODE)
-    assert [(layer, expert) for layer, expert, _ in candidates] == [(1, 0)]
+    assert candidates == [(1, 0)]
 
 
 def test_what_the_next_layer_repeats_is_found():

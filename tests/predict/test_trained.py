@@ -55,7 +55,6 @@ def test_it_names_what_the_network_says_for_each_layer_but_the_first(name, side_
             want = expected(MODELS[name], layer, token)
             assert [candidate.layer for candidate in candidates] == [layer] * SIZES.top_k
             assert [candidate.expert for candidate in candidates] == want.indices.tolist()
-            assert torch.allclose(torch.tensor([c.score for c in candidates]), want.values, atol=1e-3)
 
 
 def test_several_tokens_name_first_what_most_of_them_want():
@@ -63,8 +62,7 @@ def test_several_tokens_name_first_what_most_of_them_want():
     for layer, candidates in enumerate(step(predictor, slice(0, 30))[:-1], 1):
         wanted = torch.cat([expected(MODELS["linear"], layer, token).indices for token in range(30)])
         counts = wanted.bincount(minlength=SIZES.num_experts)
-        assert [c.score for c in candidates] == sorted(counts[counts > 0].tolist(), reverse=True)
-        assert all(counts[c.expert] == c.score for c in candidates)
+        assert counts[[c.expert for c in candidates]].tolist() == sorted(counts[counts > 0].tolist(), reverse=True)
 
 
 def test_rows_that_decode_beside_prompts_are_asked_about_and_the_popular_ones_follow():

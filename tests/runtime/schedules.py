@@ -55,7 +55,7 @@ class Guesses(Predictor):
         self._answers = iter(answers)
 
     def predict(self, layer):
-        return [Candidate(*names, 0.0) for names in next(self._answers, ())]
+        return [Candidate(*names) for names in next(self._answers, ())]
 
 
 class FaultyStore(RecordedStore):

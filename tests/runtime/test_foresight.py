@@ -43,7 +43,7 @@ class Adversary(Predictor):
         wanted = set(random_step(seed, tokens, STORE.experts)[2].flatten().tolist())
         wrong = [expert for expert in range(6) if expert not in wanted] * 2
         self._random.shuffle(wrong)
-        return [Candidate(following, expert, 1.0) for expert in wrong]
+        return [Candidate(following, expert) for expert in wrong]
 
 
 @pytest.mark.parametrize("budget", ["25%", "50%"])
@@ -87,7 +87,7 @@ class Names(Predictor):
 
     def predict(self, layer):
         self._log.append(f"predict {layer}")
-        return [Candidate(layer + 1, 0, 1.0)] if layer + 1 < LAYERS else []
+        return [Candidate(layer + 1, 0)] if layer + 1 < LAYERS else []
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -227,7 +227,7 @@ class Next(Predictor):
     """Names two experts of the next layer."""
 
     def predict(self, layer):
-        return [Candidate(layer + 1, 4, 1.0), Candidate(layer + 1, 5, 0.5)] if layer == 0 else []
+        return [Candidate(layer + 1, 4), Candidate(layer + 1, 5)] if layer == 0 else []
 
 
 def test_the_next_layer_takes_the_slots_that_this_one_leaves():
@@ -267,7 +267,7 @@ class First(Predictor):
     """Names two experts of the first layer."""
 
     def predict(self, layer):
-        return [Candidate(0, 3, 1.0), Candidate(0, 4, 0.5)] if layer == -1 else []
+        return [Candidate(0, 3), Candidate(0, 4)] if layer == -1 else []
 
 
 @pytest.mark.parametrize(

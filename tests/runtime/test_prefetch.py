@@ -38,7 +38,7 @@ class Guesses(Predictor):
 
     def predict(self, layer):
         count = self._random.randrange(8)
-        return [Candidate(self._random.randrange(4), self._random.randrange(6), 0.0) for _ in range(count)]
+        return [Candidate(self._random.randrange(4), self._random.randrange(6)) for _ in range(count)]
 
 
 @dataclass
@@ -148,7 +148,7 @@ def test_experts_are_fetched_ahead_in_the_tier_that_their_layer_will_want(lo, ne
 
 
 def candidates(*experts, layer=1):
-    return [Candidate(layer, expert, 1.0) for expert in experts]
+    return [Candidate(layer, expert) for expert in experts]
 
 
 def fetched(ahead):
@@ -330,7 +330,7 @@ def test_any_sequence_gives_every_slot_back(data):
         action = data.draw(st.sampled_from(["offer", "fill", "fill", "claim", "give way", "settle", "move", "compute"]))
         if action == "offer":
             chosen = data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=5))
-            prefetcher.offer(layer, [Candidate(*names, 0.0) for names in chosen])
+            prefetcher.offer(layer, [Candidate(*names) for names in chosen])
         elif action == "fill":
             prefetcher.fill()
         elif action == "claim":

@@ -54,7 +54,6 @@ def test_every_system_names_experts_of_the_next_layer_or_says_that_it_does_not(n
             candidates = predictor.predict(layer)
             assert all(c.layer == layer + 1 < LAYERS and 0 <= c.expert < EXPERTS for c in candidates)
             assert len({c.expert for c in candidates}) == len(candidates)
-            assert [c.score for c in candidates] == sorted((c.score for c in candidates), reverse=True)
             named += len(candidates)
     assert named > 0
 

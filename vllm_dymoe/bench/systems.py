@@ -43,7 +43,7 @@ class Oracle(Predictor):
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         coming = self._step[layer + 1 : layer + 2] if self._again else []
-        return [Candidate(layer + 1, expert, 1.0) for experts in coming for expert in experts]
+        return [Candidate(layer + 1, expert) for experts in coming for expert in experts]
 
 
 class Compared(Exact):

@@ -36,7 +36,6 @@ class ModelShape:
 
     @property
     def dense_bytes(self) -> int:
-        """Device memory of everything but experts."""
         return self.dense_weights * ITEM
 
     def step_bytes(self, expert_bytes: float, batch: int) -> float:
@@ -45,7 +44,6 @@ class ModelShape:
         return self.token_weights * ITEM + self.moe_layers * active * expert_bytes
 
     def packed(self, bits: tuple[int, ...], group_size: int = 64) -> ModelExperts:
-        """The experts as the plugin stores them."""
         formats = stored_formats(
             bits, lambda width: Format(self.hidden, self.intermediate, code_of(width), group_size, torch.bfloat16)
         )

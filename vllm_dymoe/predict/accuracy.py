@@ -54,7 +54,6 @@ class Measured:
         return self.predictor.answers_later
 
     def observe(self, routing: Routing) -> None:
-        """Compare what was named for this layer with what it wants."""
         named = self._named.pop(routing.layer, None)
         if routing.layer == 0:  # whatever a step that failed in the middle has left
             self._named.clear()

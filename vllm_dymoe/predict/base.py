@@ -1,13 +1,13 @@
 """The question a predictor answers: which experts will the coming layers want?"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from vllm_dymoe.predict.side_stream import Inline
+from vllm_dymoe.predict.side_stream import Answer, Inline
 from vllm_dymoe.residency.routing import Routing
 
 
@@ -16,7 +16,6 @@ class Candidate(NamedTuple):
 
     layer: int  # position of its layer among the model's MoE layers, later than the one that was observed
     expert: int  # its number on this rank
-    score: float  # larger is likelier; comparable within one answer, and for one layer, only
 
 
 class OnDevice(Protocol):
@@ -46,6 +45,7 @@ class Predictor(ABC):
     tells_phases: ClassVar[bool] = False
     """In a step of prompts and decoding requests it has to be told which rows are which."""
     _side_stream: Inline = Inline()
+    _read: Callable[[], Answer] | None = None  # gives what was begun
 
     def __init__(self, side_stream: Inline | None = None) -> None:
         self._side_stream = side_stream or self._side_stream
@@ -74,6 +74,13 @@ class Predictor(ABC):
     def slots_changed(self) -> None:  # noqa: B027
         """What layers find on the device is another cache's from now on."""
 
+    def _answer(self, layer: int) -> Answer:
+        if self._read is None:
+            self.begin(layer)
+        read, self._read = self._read, None
+        assert read is not None
+        return read()
+
     @abstractmethod
     def predict(self, layer: int) -> Sequence[Candidate]:
         """Experts that layers after ``layer``, which was observed last, will want, the most useful first; empty if
@@ -84,13 +91,21 @@ class Predictor(ABC):
         return None
 
 
-def rank_by_frequency(ids: torch.Tensor, scores: torch.Tensor) -> list[tuple[int, float]]:
-    """The chosen experts by how many tokens chose them (DyMoE Eq. 7), those of the same number by their summed scores,
-    each with its number of tokens. ``ids`` int64 and ``scores`` float32 [choices] have an element for each choice of
-    each token."""
+def rank(experts: Tensor, scores: Tensor, named: Tensor | None = None) -> list[int]:
+    """Experts that a layer's tokens would choose, best first: of several tokens by how many would choose them (DyMoE
+    Eq. 7), those of the same number by their summed scores.
+
+    Args:
+        experts: int64 [tokens, choices], of each token best first.
+        scores: float32, likewise.
+        named: bool, likewise: which choices count; None for all.
+    """
+    alone = len(experts) == 1
+    ids, weights = (experts.flatten(), scores.flatten()) if named is None else (experts[named], scores[named])
+    if alone:
+        return ids.tolist()
     counts = torch.bincount(ids)
-    mass = torch.zeros(len(counts), dtype=torch.float32, device=ids.device).index_add_(0, ids, scores)
+    mass = torch.zeros(len(counts), dtype=torch.float32, device=ids.device).index_add_(0, ids, weights)
     order = mass.argsort(descending=True)
     order = order[counts[order].argsort(descending=True, stable=True)]
-    ranked = zip(order.tolist(), counts[order].tolist(), strict=True)
-    return [(expert, float(count)) for expert, count in ranked if count > 0]
+    return order[counts[order] > 0].tolist()

@@ -84,7 +84,6 @@ class States(nn.Module):
 
     @property
     def history(self) -> int:
-        """Layers that h_l has a place for."""
         everything = self.sizes.num_layers - 1
         return min(self.architecture.history or everything, everything)
 
@@ -159,7 +158,6 @@ class ExpertMLP(nn.Module):
             nn.init.constant_(linear.bias, -_CERTAINTY / 2)
 
     def network(self, layer: int) -> nn.Sequential:
-        """The one that names the experts of a layer, from 1."""
         network = self.networks[0 if self.states.architecture.shared else layer - 1]
         assert isinstance(network, nn.Sequential)
         return network

@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 
+from vllm_dymoe.predict.base import Candidate, rank
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -45,6 +47,12 @@ class Gate:
         scores = self.scores(x)
         values, indices = scores.topk(min(amount, scores.shape[1]), dim=-1)
         return indices, values
+
+    def named(
+        self, layer: int, experts: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor | None = None
+    ) -> list[Candidate]:
+        """This rank's experts among those that tokens would choose in this gate's layer, as :func:`rank` has them."""
+        return [Candidate(layer, here) for expert in rank(experts, scores, chosen) if (here := self.here(expert)) >= 0]
 
     def here(self, expert: int) -> int:
         """This rank's number of an expert; negative if another rank has it."""

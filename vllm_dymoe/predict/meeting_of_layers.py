@@ -8,19 +8,15 @@ With x_m the router's input of layer m and W_g^(l) the gate of layer l:
 The first layers have fewer than P before them, and meet with those. An intersection names less than one layer would
 and is right more often: it saves transfers where the link is scarce. The paper's batch is one token; of several, the
 experts that most tokens' intersections hold come first.
-
-The paper compares it with votes (Figure 7): layer m has a weight, and S_l is every expert whose layers weigh at least a
-threshold. A union is the weight 1 and the threshold 1.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from vllm_dymoe.predict.base import Candidate, Predictor, rank_by_frequency
+from vllm_dymoe.predict.base import Candidate, Predictor
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.side_stream import Answer, Inline
 from vllm_dymoe.predict.tuner import Heop
@@ -28,14 +24,6 @@ from vllm_dymoe.residency.routing import Phase, Routing
 
 _MOST_ROWS = 512
 """Tokens of a step that are asked about, evenly spaced: inputs of all of a prompt's would take hundreds of MB."""
-
-
-@dataclass(frozen=True)
-class Votes:
-    """How layers vote where they need not all agree."""
-
-    weights: tuple[float, ...]  # of layers, that of the nearest one first; layers further away have the last one's
-    threshold: float  # votes that an expert needs
 
 
 class MeetingOfLayers(Predictor):
@@ -47,8 +35,6 @@ class MeetingOfLayers(Predictor):
         p: P of Eqs. 5 and 6.
         tuner: chooses K and P while serving; they stay as they are if None.
         held: which experts of a layer are on the device, for the tuner: what is there costs no transfer.
-        side_stream: where the gate is asked.
-        votes: of the layers; None where all of them have to agree (Eq. 6).
     """
 
     def __init__(
@@ -59,11 +45,9 @@ class MeetingOfLayers(Predictor):
         tuner: Heop | None = None,
         held: Callable[[int], Set[int]] = lambda layer: frozenset(),
         side_stream: Inline | None = None,
-        votes: Votes | None = None,
     ) -> None:
         super().__init__(side_stream)
         self._gates = gates
-        self._votes = votes
         self._setting = (k, p)
         self._tuner = tuner
         self._held = held
@@ -72,10 +56,8 @@ class MeetingOfLayers(Predictor):
         self._layer = -1
         self._phase = Phase.DECODE
         self._named: frozenset[int] | None = None
-        self._read: Callable[[], Answer] | None = None
 
     def observe(self, routing: Routing) -> None:
-        """Keep this layer's input for the layers that come, and tell the tuner how its own prediction was."""
         layer, x = routing.layer, routing.x[:: -(-len(routing.x) // _MOST_ROWS)]
         if layer <= self._layer:
             self._inputs.clear()
@@ -100,34 +82,19 @@ class MeetingOfLayers(Predictor):
             return
         k, p = self._tuner.setting(following) if self._tuner else self._setting
         meeting = list(self._inputs)[-p:]
-        ask = partial(_meet if len(meeting[-1]) > 1 else _choose, self._gates[following], k)
-        if self._votes is not None:
-            ask = partial(vote, self._gates[following], k, self._votes)
+        ask = partial(_meet, self._gates[following], k)
         self._read = self._side_stream.begin(ask, *meeting, lasting=self._inputs.maxlen != 1)
 
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """The experts of the next layer that every layer of the meeting names."""
         following = layer + 1
         if following >= len(self._gates):
             return []
-        if self._read is None:
-            self.begin(layer)
-        assert self._read is not None
-        (experts, scores, *agreed), self._read = self._read(), None
-        if agreed:
-            ranked = rank_by_frequency(experts[agreed[0]], scores[agreed[0]])
-        else:
-            sets = experts.tolist()
-            common = set(sets[-1]).intersection(*sets[:-1])
-            ranked = [(e, score) for e, score in zip(sets[-1], scores[-1].tolist(), strict=True) if e in common]
-        gate = self._gates[following]
-        candidates = [Candidate(following, here, score) for expert, score in ranked if (here := gate.here(expert)) >= 0]
+        candidates = self._gates[following].named(following, *self._answer(layer))
         self._named = frozenset(candidate.expert for candidate in candidates)
         self._there = self._held(following) if self._tuner else frozenset()
         return candidates
 
     def _report(self, layer: int, chosen: Mapping[int, int]) -> None:
-        """Tell the tuner about this layer of a decode step, and when the step ends."""
         assert self._tuner is not None
         named, self._named = self._named, None
         if self._phase is not Phase.DECODE:
@@ -140,29 +107,11 @@ class MeetingOfLayers(Predictor):
             self._tuner.end_step()
 
 
-def _choose(gate: Gate, k: int, *meeting: torch.Tensor) -> Answer:
-    """Eq. 5 for one token: what each layer names and its scores, [layers, k] each; so few that the host intersects."""
-    return gate.best(torch.cat(meeting), k)
-
-
 def _meet(gate: Gate, k: int, *meeting: torch.Tensor) -> Answer:
-    """Eqs. 5 and 6 for several: what the last layer names, its scores, and whether all name it, [tokens, k] each."""
+    """Eqs. 5 and 6: what the last layer names, its scores, and whether all name it, [tokens, k] each."""
     layers, tokens = len(meeting), len(meeting[-1])
     scores = gate.scores(torch.cat(meeting))
     best = scores.topk(min(k, scores.shape[1]), dim=-1)
     named = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best.indices, True)
     experts = best.indices[-tokens:]
     return experts, best.values[-tokens:], named.view(layers, tokens, -1).all(0).gather(1, experts)
-
-
-def vote(gate: Gate, k: int, votes: Votes, *meeting: torch.Tensor) -> Answer:
-    """Experts by their votes, the last layer's scores, and whether they have enough, [tokens, experts] each."""
-    layers, tokens = len(meeting), len(meeting[-1])
-    scores = gate.scores(torch.cat(meeting))
-    named = torch.zeros_like(scores).scatter_(1, scores.topk(min(k, scores.shape[1]), dim=-1).indices, 1.0)
-    weights = [votes.weights[min(layer, len(votes.weights) - 1)] for layer in range(layers)]
-    given = (named.view(layers, tokens, -1) * scores.new_tensor(weights[::-1])[:, None, None]).sum(0)
-    # Fewer layers than the threshold is for need all of their votes, as a meeting of fewer does.
-    enough = given >= min(votes.threshold, sum(weights)) - 1e-6
-    ranked = (given + scores[-tokens:].clamp(0, 1) * 1e-3).argsort(dim=-1, descending=True)
-    return ranked, scores[-tokens:].gather(1, ranked), enough.gather(1, ranked)

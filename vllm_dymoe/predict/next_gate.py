@@ -10,13 +10,12 @@ The residual stream changes little from layer to layer, which is why this finds 
 layer's gate alone; the gates of layers further on can be asked too, whose answers are worth less and come after it.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from vllm_dymoe.predict.base import Candidate, OnDevice, Predictor, rank_by_frequency
+from vllm_dymoe.predict.base import Candidate, OnDevice, Predictor
 from vllm_dymoe.predict.gate import Gate
 from vllm_dymoe.predict.side_stream import Answer, Inline
 from vllm_dymoe.residency.routing import Phase, Routing
@@ -44,41 +43,34 @@ class NextGate(Predictor):
         self._layers = layers
         self._x: torch.Tensor | None = None
         self._phase = Phase.DECODE
-        self._reads: list[tuple[int, Callable[[], Answer]]] | None = None
 
     def observe(self, routing: Routing) -> None:
-        """Note this layer's input; the gate is asked by ``begin`` or ``predict``."""
-        self._x, self._phase, self._reads = routing.x, routing.phase, None
+        self._x, self._phase, self._read = routing.x, routing.phase, None
 
     def begin(self, layer: int) -> None:
         assert self._x is not None
-        depth = self._layers if self._phase is Phase.DECODE else 1
-        coming = range(layer + 1, min(layer + 1 + depth, len(self._gates)))
-        self._reads = []
-        for later in coming:
-            best = partial(self._gates[later].best, amount=self._top_k)
-            self._reads.append((later, self._side_stream.begin(best, self._x)))
+        coming = self._coming(layer)
+
+        def best(x: torch.Tensor) -> Answer:
+            return tuple(part for later in coming for part in self._gates[later].best(x, self._top_k))
+
+        self._read = self._side_stream.begin(best, self._x)
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         """Experts of the next layers, the nearest first."""
-        if self._x is None:
+        if self._x is None or not (coming := self._coming(layer)):
             return []
-        if self._reads is None:
-            self.begin(layer)
-        reads, self._x, self._reads = self._reads or (), None, None
-        return [candidate for later, read in reads for candidate in self._named(later, *read())]
+        answer = self._answer(layer)
+        self._x = None
+        found = zip(coming, answer[::2], answer[1::2], strict=True)
+        return [one for later, experts, scores in found for one in self._gates[later].named(later, experts, scores)]
+
+    def _coming(self, layer: int) -> range:
+        depth = self._layers if self._phase is Phase.DECODE else 1
+        return range(layer + 1, min(layer + 1 + depth, len(self._gates)))
 
     def on_device(self, device: torch.device) -> OnDevice:
         return GatesOnDevice(self._gates, self._top_k, device)
-
-    def _named(self, later: int, experts: torch.Tensor, scores: torch.Tensor) -> list[Candidate]:
-        """Of the choices of each token, [tokens, choices] each."""
-        gate = self._gates[later]
-        if len(experts) == 1:
-            ranked = list(zip(experts[0].tolist(), scores[0].tolist(), strict=True))
-        else:
-            ranked = rank_by_frequency(experts.flatten(), scores.flatten())
-        return [Candidate(later, here, score) for expert, score in ranked if (here := gate.here(expert)) >= 0]
 
 
 class GatesOnDevice:

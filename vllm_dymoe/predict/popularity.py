@@ -40,9 +40,8 @@ class Popularity(Predictor):
             return []
         counts = self._counts[following]
         amount = self._decode_experts if self._phase is Phase.DECODE else len(counts)
-        share, experts = (counts / counts.sum().clamp(min=1e-30)).topk(amount)
-        named = zip(experts.tolist(), share.tolist(), strict=True)
-        return [Candidate(following, expert, score) for expert, score in named if score > 0]
+        wanted, experts = counts.topk(amount)
+        return [Candidate(following, expert) for expert in experts[wanted > 0].tolist()]
 
 
 class AllExperts(Predictor):
@@ -50,10 +49,9 @@ class AllExperts(Predictor):
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._answers = [
-            [Candidate(layer, expert, 1.0) for expert in range(num_experts)] if layer < num_layers else []
+            [Candidate(layer, expert) for expert in range(num_experts)] if layer < num_layers else []
             for layer in range(1, num_layers + 1)
         ]
 
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """Every expert of the next layer; nothing after the last."""
         return self._answers[layer]

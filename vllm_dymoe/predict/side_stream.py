@@ -6,7 +6,6 @@ other, and nothing is gained by waiting.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import torch
 
@@ -14,74 +13,25 @@ Answer = tuple[torch.Tensor, ...]
 
 
 class Inline:
-    """No stream: an answer is computed when it is asked for, which need not be.
+    """No stream: an answer is computed when it is asked for, which need not be."""
 
-    Attributes:
-        answers_later: an answer is better asked for after the layer's first experts have been enqueued.
-    """
-
-    answers_later = False
+    answers_later = False  # an answer is better asked for after the layer's first experts have been enqueued
 
     def begin(
         self, compute: Callable[..., Answer], *inputs: torch.Tensor, lasting: bool = False
     ) -> Callable[[], Answer]:
-        """Compute with tensors of the main stream; what is returned gives the answer, on the host.
-
-        Args:
-            compute: from inputs to answer; it must not wait for the device.
-            inputs: for it.
-            lasting: the inputs are not overwritten.
-        """
+        """Compute with tensors of the main stream, which are overwritten unless they are lasting, without waiting for
+        the device; what is returned gives the answer, on the host."""
         return lambda: compute(*inputs)
 
 
-class Stream(Protocol):
-    """What a prediction needs of a CUDA stream."""
-
-    def copy_inputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Copies on the main stream, whose memory is not given away before this stream has read them."""
-        ...
-
-    def share(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The inputs, whose memory is not given away before this stream has read them."""
-        ...
-
-    def run(self, compute: Callable[..., Answer], inputs: Sequence[torch.Tensor]) -> tuple[Answer, Any]:
-        """Enqueue a computation behind the main stream's; answer on the host, and the event behind it."""
-        ...
-
-    def wait(self, event: Any) -> None:
-        """Block the host until the event."""
-        ...
-
-
-class OnStream(Inline):
-    """Computed on a stream of its own.
-
-    Inputs that do not last are copied on the main stream first: a graph that is replayed may write the next piece's
-    values over them while this stream still reads.
-    """
-
-    answers_later = True
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-
-    def begin(
-        self, compute: Callable[..., Answer], *inputs: torch.Tensor, lasting: bool = False
-    ) -> Callable[[], Answer]:
-        own = self.stream.share(inputs) if lasting else self.stream.copy_inputs(inputs)
-        answer, event = self.stream.run(compute, own)
-
-        def read() -> Answer:
-            self.stream.wait(event)
-            return answer
-
-        return read
-
-
 class CudaStream:
-    """A stream of low priority: experts that are computed go first."""
+    """A stream of low priority: experts that are computed go first.
+
+    It runs behind what the main stream was given. Memory of its inputs is not given away before it has read them; those
+    that do not last are copied on the main stream first: a graph that is replayed may write the next piece's values
+    over them while this stream still reads.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -110,6 +60,26 @@ class CudaStream:
         event.synchronize()
 
 
+class OnStream(Inline):
+    """Computed on a stream of its own."""
+
+    answers_later = True
+
+    def __init__(self, stream: CudaStream) -> None:
+        self.stream = stream
+
+    def begin(
+        self, compute: Callable[..., Answer], *inputs: torch.Tensor, lasting: bool = False
+    ) -> Callable[[], Answer]:
+        own = self.stream.share(inputs) if lasting else self.stream.copy_inputs(inputs)
+        answer, event = self.stream.run(compute, own)
+
+        def read() -> Answer:
+            self.stream.wait(event)
+            return answer
+
+        return read
+
+
 def make_side_stream(device: torch.device) -> Inline:
-    """A stream where the device has streams."""
     return OnStream(CudaStream(device)) if device.type == "cuda" else Inline()

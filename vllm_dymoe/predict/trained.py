@@ -5,12 +5,12 @@ it is asked about the rows that decode, and its names come before the popular on
 routers chose in the running step, by tensor operations alone: the host waits for nothing but the names that come out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from vllm_dymoe.predict.base import Candidate, OnDevice, Predictor, rank_by_frequency
+from vllm_dymoe.predict.base import Candidate, OnDevice, Predictor, rank
 from vllm_dymoe.predict.checkpoint import PredictorError, load_predictor
 from vllm_dymoe.predict.folded import FoldedMLP
 from vllm_dymoe.predict.routed_model import RoutedModel
@@ -33,7 +33,6 @@ class TrainedPredictor(Predictor):
         self._layer = -1
         self._decodes = self._mixed = False
         self._rows: torch.Tensor | None = None  # that decode, in a step of both
-        self._read: Callable[[], Answer] | None = None
         self._favourites = [_ranked(layer, shares) for layer, shares in enumerate(network.popularity.float().cpu())]
 
     @classmethod
@@ -81,22 +80,14 @@ class TrainedPredictor(Predictor):
         self._read = self._side_stream.begin(named, self._past, *(() if network.gates is None else (self._x,)))
 
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """Experts of the next layer, the likeliest first."""
         following = layer + 1
         if following >= self.network.num_layers:
             return []
         if following == 0 or not self._has_network_for(following):
             return self._favourites[following]
-        if self._read is None:
-            self.begin(layer)
-        assert self._read is not None
-        experts, scores = self._read()
-        self._x = self._read = None
-        if len(experts) == 1:
-            ranked = list(zip(experts[0].tolist(), scores[0].tolist(), strict=True))
-        else:
-            ranked = rank_by_frequency(experts.flatten(), scores.flatten().float().sigmoid())
-        named = [Candidate(following, expert, score) for expert, score in ranked]
+        experts, scores = self._answer(layer)
+        self._x = None
+        named = [Candidate(following, expert) for expert in rank(experts, scores.float().sigmoid())]
         if self._mixed:
             known = {candidate.expert for candidate in named}
             named += [candidate for candidate in self._favourites[following] if candidate.expert not in known]
@@ -112,7 +103,7 @@ class TrainedPredictor(Predictor):
 def _ranked(layer: int, shares: torch.Tensor) -> list[Candidate]:
     """Every expert of a layer that was ever chosen, the most popular first."""
     order = shares.argsort(descending=True).tolist()
-    return [Candidate(layer, expert, shares[expert].item()) for expert in order if shares[expert] > 0]
+    return [Candidate(layer, expert) for expert in order if shares[expert] > 0]
 
 
 class NetworkOnDevice:
@@ -123,7 +114,6 @@ class NetworkOnDevice:
         self._past: Tensor | None = None
 
     def foresee(self, layer: int, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Ask the network, which is not told about the first layer."""
         network = self._network
         chosen = ids.clamp(min=0)  # rows that fill up a batch may have none
         self._past = network.remember(chosen, None if layer == 0 else self._past)

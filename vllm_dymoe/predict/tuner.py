@@ -114,7 +114,6 @@ class Heop:
 
     @property
     def settings(self) -> Sequence[Setting]:
-        """K and P of the shallow, the middle and the deep layers, as they are now."""
         return [group.setting for group in self._groups]
 
     @property
@@ -131,7 +130,6 @@ class Heop:
         return self._groups[self._group_of[layer]].setting
 
     def record(self, layer: int, *, unused: int, missed: int, hits: int) -> None:
-        """Add one layer's part to the cost of this step (Eq. 11)."""
         group = self._groups[self._group_of[layer]]
         group.step_cost += self._alpha * unused + self._beta * (missed - hits)
         group.step_layers += 1

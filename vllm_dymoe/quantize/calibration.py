@@ -149,7 +149,6 @@ def _even(weights: Tensor) -> NDArray[np.float32]:
 
 
 def _rotated(hessian: Tensor, block: int) -> Tensor:
-    """The Hessian of rotated inputs."""
     return rotate(rotate(hessian, block).t().contiguous(), block) if block else hessian
 
 

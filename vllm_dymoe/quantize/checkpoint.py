@@ -80,7 +80,6 @@ class Checkpoint:
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
-        """Bytes of the experts of each MoE layer in the checkpoint."""
         found = dict.fromkeys(self.layers, 0)
         for tensors in self.experts:
             found[tensors.layer] += sum(place.nbytes for place in tensors.parts.values())
@@ -187,7 +186,6 @@ class Checkpoint:
         return self.stacking.split(found, tensors.projections)[tensors.projections.index(projection)]
 
     def _sort(self, tensors: Mapping[str, TensorPlace]) -> None:
-        """Divide tensors into those of experts, dense ones and those that are left out."""
         stacks = {named.layers for name in tensors if (named := read_name(name))}
         if not stacks:
             raise CheckpointError(

@@ -93,7 +93,6 @@ def convert(
 
 
 def _plan(checkpoint: Checkpoint, options: Options, dtype: torch.dtype, calibration: Calibration | None) -> Manifest:
-    """What the store will be; refuses what is not for this checkpoint."""
     bits = options.stored_bits
     experts = checkpoint.model_experts(bits, options.group_size, dtype, options.quantizer)
     reader = checkpoint.reader

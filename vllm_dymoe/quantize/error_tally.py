@@ -48,7 +48,6 @@ class ErrorTally:
         return {"squares": list(self._squares[layer].items()), "fallbacks": self._fallbacks[layer]}
 
     def restore(self, layer: int, counted: Any) -> None:
-        """Take back what ``of_layer`` gave."""
         self._fallbacks[layer] = counted["fallbacks"]
         self._squares[layer] = {tuple(matrix): tuple(squares) for matrix, squares in counted["squares"]}
 

@@ -41,7 +41,6 @@ class ExpertName:
 
 
 def read_name(name: str) -> ExpertName | None:
-    """Read the name of a tensor; None if it is not of an expert."""
     match = _NAME.fullmatch(name) or _GRANITE.fullmatch(name)
     if match is None or match["rest"] == _ROUTERS:
         return None
@@ -78,7 +77,6 @@ class Stacking:
         return tuple(rows[part] for part in self.rows(rows.shape[0], projections))
 
     def rows(self, count: int, projections: tuple[Projection, ...]) -> tuple[slice, ...]:
-        """Rows of each projection among so many in one matrix of a stack."""
         if len(projections) == 1:
             return (slice(0, count),)
         if self.interleaved:

@@ -34,17 +34,14 @@ class Code:
 
     @property
     def nested(self) -> bool:
-        """Whether sections hold lower halves alone, beside those of `base`."""
         return self.stored_bits < self.bits
 
     @cached_property
     def base(self) -> "Code":
-        """Of the slice with the upper halves, if this code is nested."""
         return E8_BASE if self.lattice else UPPER_HALVES[self.bits]
 
     @property
     def floats(self) -> bool:
-        """Whether codes are published floats."""
         return self.scale_dtype is not None
 
     @property

@@ -101,11 +101,9 @@ class Decision:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """By name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def of(self, tokens: int, experts: int) -> Self:
-        """The same memory for steps of fewer tokens."""
         top_k = self.computed.shape[1]
         positions, items = tokens * top_k, min(experts, tokens * top_k)
         sizes = {"count": 1, "work": items + 1, "rows": positions, "pairs": positions, "computed": tokens}

@@ -65,17 +65,14 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Of the version."""
         return self.code.bits
 
     @property
     def nested(self) -> bool:
-        """Whether it is a fine slice."""
         return self.code.nested
 
     @cached_property
     def base(self) -> "Format":
-        """The format of the base slice, if this one is nested."""
         return replace(self, code=self.code.base)
 
     @cached_property
@@ -90,7 +87,6 @@ class Format:
 
     @cached_property
     def projections(self) -> tuple[Projection, ...]:
-        """Those that there are."""
         return tuple(Projection)[not self.has_gate :]
 
     @cached_property
@@ -127,7 +123,6 @@ class Format:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the slice."""
         return self.sections[-1].stop
 
     def view(self, blob: torch.Tensor, base: Expert | None = None) -> Expert:
@@ -155,11 +150,9 @@ class ModelExperts:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """Of every expert."""
         return next(iter(self.formats.values())).projections
 
     def nbytes(self, bits: int) -> int:
-        """Bytes of every expert of every layer at one bit-width."""
         return len(self.layers) * self.num_experts * self.formats[bits].whole_nbytes
 
     @property
@@ -208,7 +201,6 @@ def stored_formats(bits: Sequence[int], make: Callable[[int], Format]) -> dict[i
 
 
 def nested(fmt: Format) -> Format:
-    """The fine slice of a version with the low one inside."""
     return fmt if fmt.nested else replace(fmt, code=NESTED[fmt.bits])
 
 

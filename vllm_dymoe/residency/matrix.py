@@ -71,12 +71,10 @@ class MatrixFormat:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
         return self.code.bits
 
     @property
     def nested(self) -> bool:
-        """Whether the section holds lower halves only."""
         return self.code.nested
 
     @property
@@ -86,7 +84,6 @@ class MatrixFormat:
 
     @cached_property
     def base(self) -> "MatrixFormat":
-        """The format of the section with the upper halves, if this one is nested."""
         return replace(self, code=self.code.base)
 
     @cached_property
@@ -111,7 +108,6 @@ class MatrixFormat:
 
     @cached_property
     def groups(self) -> int:
-        """Groups along the columns of one row; 0 at 16 bits."""
         if self.code.lattice:
             return 1
         return self.padded_columns // self.group_size if self.quantized else 0
@@ -222,7 +218,6 @@ class PackedMatrix:
 
 
 def _scales_bytes(format: MatrixFormat) -> int:
-    """Of scales, and of zeros, without padding."""
     dtype = format.code.scale_dtype
     return format.groups * format.padded_rows * (dtype.itemsize if dtype else 2 * format.dtype.itemsize)
 

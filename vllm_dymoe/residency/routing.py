@@ -54,7 +54,6 @@ class Routing:
 
     @cached_property
     def host_weights(self) -> NDArray[np.float32]:
-        """``weights`` on the host."""
         return self.weights.cpu().numpy()
 
     @cached_property
@@ -110,5 +109,4 @@ def group_by_expert(ids: NDArray[np.int64]) -> Grouped:
 
 @lru_cache
 def _one_row(top_k: int) -> Tensor:
-    """The rows of a single token: the same in every step."""
     return torch.zeros(top_k, dtype=torch.int64)

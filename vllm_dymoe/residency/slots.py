@@ -70,7 +70,6 @@ class SlotPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole pool."""
         return self.count * self.format.nbytes
 
     @property
@@ -95,7 +94,6 @@ class SlotPool:
         self.promised += 1
 
     def give_back(self, slot: Slot, *, kept: bool) -> None:
-        """Return a slot that ``take`` handed out."""
         self.promised += kept
         self._free.append(slot)
 

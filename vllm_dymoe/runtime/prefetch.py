@@ -112,7 +112,7 @@ class Prefetcher:
             later: self._system.precision.tiers_ahead(later, self._num_layers, experts)
             for later, experts in named.items()
         }
-        wanted = ((later, expert, tiers[later][expert]) for later, expert, _ in coming)
+        wanted = ((later, expert, tiers[later][expert]) for later, expert in coming)
         self._candidates = deque(one for one in wanted if one[2] in self._memory.pools)
         if self._disk is not None:
             self._disk.offer(layer, list(self._candidates))

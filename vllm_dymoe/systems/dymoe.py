@@ -51,7 +51,6 @@ class CriticalHigh(Precision):
         return {expert: Tier.HI if expert in high else Tier.LO for expert in routing.active}
 
     def critical(self, routing: Routing) -> set[int]:
-        """The most important experts of a step (4.2)."""
         high, experts = set(), 1 + max(routing.active, default=0)
         phases = importance(routing.ids, routing.weights, experts, routing.prompt)
         for number, phase in enumerate(phases):
@@ -79,7 +78,6 @@ class CriticalHigh(Precision):
         return choose
 
     def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
-        """Eq. 5 for every layer and number of active experts."""
         counts = [[self._critical(layer, num_layers, n) for n in range(experts + 1)] for layer in range(num_layers)]
         return np.array(counts, np.int32)
 

@@ -67,7 +67,6 @@ class DynaExq(System):
 
     @cached_property
     def precision(self) -> Precision:
-        """Both tiers; residency decides which."""
         return _AsResident(frozenset((Tier.HI, Tier.LO)), hot=_HOT if self.stream_cold else 0.0)
 
     @cached_property

@@ -32,7 +32,6 @@ class Exact(System):
 
     @cached_property
     def residency(self) -> Residency:
-        """Every expert is high, so a device can decide."""
         return Residency(on_device=True)
 
     @cached_property

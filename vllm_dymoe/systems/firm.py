@@ -39,7 +39,6 @@ class Firm(System):
 
 
 def predictor(model: RoutedModel) -> Predictor:
-    """A meeting that HEOP tunes."""
     start = Setting(min(model.top_k, model.num_experts), _START_P)
     largest = Setting(max(start.k, min(_LARGEST_K * model.top_k, model.num_experts)), _LARGEST_P)
     tuner = Heop(model.num_layers, start, largest)

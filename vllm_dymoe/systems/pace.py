@@ -47,7 +47,6 @@ class Pace:
         return acts
 
     def answer(self, seconds: float) -> None:
-        """Record a non-empty prediction and its host time."""
         self._answers += 1
         self._spent += seconds
 

@@ -5,9 +5,8 @@ from functools import partial
 from typing import Any
 
 from vllm_dymoe.bench.cases import Subject
-from vllm_dymoe.bench.papers.routers import best_setting, strategy
+from vllm_dymoe.bench.papers.routers import Votes, best_setting, strategy
 from vllm_dymoe.bench.papers.tables import RATE, TPOT, At, PaperTable, Speed, least, line, spread
-from vllm_dymoe.predict.meeting_of_layers import Votes
 
 # Slots of the paper's caches as shares of Qwen1.5-MoE's 1440 experts.
 _CACHES = {"128": "9%", "256": "18%", "512": "36%", "768": "53%"}

@@ -1,6 +1,7 @@
 """What papers show of routers, from one trace: similarity, popularity, agreement of layers, experts of a batch."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
 
@@ -17,7 +18,6 @@ from vllm_dymoe.observe.statistics import (
 )
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.predict.gate import Gate
-from vllm_dymoe.predict.meeting_of_layers import Votes, vote
 
 _ALPHA = _BETA = 0.5  # of Eq. 11
 _TOKENS = 2000  # as FIRM-MoE counts (section "Impact of Fine-Grained Pre-fetching")
@@ -101,17 +101,32 @@ def _inputs(recorded: Recorded) -> Trace:
     return decoded.select(torch.arange(min(_TOKENS, decoded.num_tokens)))
 
 
+@dataclass(frozen=True)
+class Votes:
+    """How layers vote (FIRM-MoE Figure 7); a union is the weight 1 and the threshold 1."""
+
+    weights: tuple[float, ...]  # of layers, that of the nearest one first
+    threshold: float  # votes that an expert needs
+
+    def named(self, gate: Gate, k: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Experts that have enough of the layers' votes: bool [tokens, experts]."""
+        scores = torch.stack([gate.scores(x) for x in inputs])
+        ballots = torch.zeros_like(scores).scatter_(-1, scores.topk(min(k, scores.shape[-1])).indices, 1.0)
+        weights = self.weights[: len(inputs)]
+        given = (ballots * scores.new_tensor(weights[::-1])[:, None, None]).sum(0)
+        # Fewer layers than the threshold is for need all of their votes, as a meeting of fewer does.
+        return given >= min(self.threshold, sum(weights)) - 1e-6
+
+
 def _meetings(
     trace: Trace, gates: Sequence[torch.Tensor], k: int, p: int, votes: Votes
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """For each layer: which experts are named, and which are wanted, bool [tokens, experts] each."""
     assert trace.router_inputs is not None
-    experts = trace.header.num_experts
     for layer in range(1, trace.header.num_layers):
         gate = Gate(partial(torch.nn.functional.linear, weight=gates[layer].float()))
         inputs = [trace.router_inputs[:, m].float() for m in range(max(0, layer - p), layer)]
-        ranked, _, enough = vote(gate, k, votes, *inputs)
-        named = torch.zeros(trace.num_tokens, experts, dtype=torch.bool).scatter_(1, ranked, enough)
+        named = votes.named(gate, k, inputs)
         wanted = torch.zeros_like(named).scatter_(1, trace.experts[:, layer].long(), True)
         yield layer, named, wanted
 

@@ -74,7 +74,6 @@ class Reader:
         return (*self.parts, *self.checks)
 
     def dtypes(self, part: str) -> tuple[str, ...]:
-        """What a part may be, as safetensors names dtypes; none where anything is possible."""
         if part == "bias" or not self.held:
             return ("BF16", "F16", "F32")
         if part != self.parts[0]:

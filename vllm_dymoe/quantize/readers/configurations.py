@@ -123,7 +123,6 @@ def _compressed_tensors(config: Config) -> Reader:
 
 
 def _group_of_experts(config: Config) -> tuple[Config, str]:
-    """The group that quantizes experts, and its format."""
     groups = list((config.get("config_groups") or {}).values())
     named = [group for group in groups if any(map(_names_experts, group.get("targets") or ()))]
     groups = named or [group for group in groups if "Linear" in (group.get("targets") or ())] or groups

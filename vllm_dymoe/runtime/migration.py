@@ -111,9 +111,9 @@ class Migration:
         shape = memory.table.tier.shape
         places = memory.table.shares[:, HIGH]
         self._places = int(places.sum())
-        self._worth = np.array(layer_worth(memory.experts, migrating.worth))
+        self._worth = np.array(layer_worth(memory.experts, migrating.layer_worth))
         own = shape[0] - memory.experts.draft_layers
-        self._changes = None if migrating.worth else LayerChanges(own)
+        self._changes = None if migrating.layer_worth else LayerChanges(own)
         self._counts = np.zeros((2, *shape), np.int64)  # uses, and squared gates
         self._seen, self._least = 0, migrating.window_uses * self._counts[0].size
         self.hotness = np.zeros(shape) if popularity is None else popularity
@@ -206,7 +206,7 @@ class Migration:
             assert self._decoded is not None
             over = self._decoded.ready()
         else:
-            over = looks and now - self._began >= self._migrating.window_seconds
+            over = looks and now - self._began >= self._migrating.window_s
         share = self._migrating.link_share * (now - self._began)
         working = self._busy + sum(fetch.ticket.link_seconds(now) for fetch in self.flying)
         each = self._moved[1] / self._moved[0] if self._memory.nested and self._moved[0] else 0.0

@@ -35,19 +35,19 @@ def read_popularity(
     migrating = system.residency.migrating
     if migrating is None:
         return None
-    if migrating.trace is None:
+    if migrating.popularity is None:
         return _kept(kept, (len(experts.layers), experts.num_experts), agree)
     try:
-        trace = Trace.load(migrating.trace.expanduser())
+        trace = Trace.load(migrating.popularity.expanduser())
     except TraceError as error:
         raise ConfigError(f"vllm-dymoe: popularity: {error}") from error
     own = len(experts.layers) - experts.draft_layers
     sizes = trace.header.num_layers, trace.header.num_experts
     if sizes != (own, experts.num_experts):
         raise ConfigError(
-            f"vllm-dymoe: popularity: {migrating.trace} is a trace of {sizes[0]} layers with {sizes[1]} experts, but "
-            f"this rank has {own} with {experts.num_experts}; record one of this model, and leave popularity out where "
-            "ranks share the experts of a layer."
+            f"vllm-dymoe: popularity: {migrating.popularity} is a trace of {sizes[0]} layers with {sizes[1]} experts, "
+            f"but this rank has {own} with {experts.num_experts}; record one of this model, and leave popularity out "
+            "where ranks share the experts of a layer."
         )
     found = np.zeros((len(experts.layers), experts.num_experts))
     found[:own] = even_shares((statistics.gate_load if migrating.by_gates else statistics.load)(trace).numpy())

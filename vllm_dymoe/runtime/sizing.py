@@ -60,7 +60,7 @@ def used_tiers(options: Options, tiers: frozenset[Tier]) -> tuple[Tier, ...]:
 
 def minimum_budget(experts: ModelExperts, options: Options, system: System, workspace_bytes: int) -> int:
     """The smallest budget that can serve at all: one slot of each tier, or of each expert, and the workspace."""
-    if system.residency.migrating is not None and not system.residency.migrating.streams:
+    if system.residency.migrating is not None and not system.residency.migrating.stream_cold:
         return workspace_bytes + _resident_bytes(experts, options, system.residency.migrating, 1)
     bits = slot_bits(experts, options, system.precision.tiers).values()
     return workspace_bytes + sum(experts.formats[width].nbytes for width in bits)
@@ -163,7 +163,7 @@ def _check_budget(experts: ModelExperts, options: Options, system: System, limit
     least, migrating = minimum_budget(experts, options, system, workspace_bytes), system.residency.migrating
     if limit < least:
         needed = "every expert at its low version, a high one" if migrating else "one expert of each tier"
-        instead = ", or stream_cold to fetch what is not there" if migrating and not migrating.streams else ""
+        instead = ", or stream_cold to fetch what is not there" if migrating and not migrating.stream_cold else ""
         raise ConfigError(
             f"vllm-dymoe: expert_budget is {limit} bytes on each rank, but {needed} and the kernel's workspace need "
             f"{least}; set expert_budget to at least {least} bytes{instead}."
@@ -207,7 +207,7 @@ def _plan_residents(
     high = min(every - 1, 1 + (limit - workspace_bytes - least) // (step - least))
     if limit - workspace_bytes >= _resident_bytes(experts, options, migrating, every):
         high = every
-    worth = layer_worth(experts, migrating.worth)
+    worth = layer_worth(experts, migrating.layer_worth)
     places = layer_shares(high, worth, 0, each)
     if popularity is not None:
         places = share_out(popularity * np.array(worth)[:, None], high).tolist()

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from vllm_dymoe.config import ExpertBudget
 from vllm_dymoe.predict import Predictor, RoutedModel
@@ -84,20 +84,40 @@ class Precision:
         return dict.fromkeys(named, Tier.HI if Tier.HI in self.tiers else Tier.LO)
 
 
-@dataclass(frozen=True)
-class Migrating:
-    """How the high set of a system follows traffic."""
+_FROZEN = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    alpha: float  # weight of the last window in an expert's hotness
-    margin: float  # by which an expert that becomes high is to be hotter than the one that becomes low, in even shares
-    window_seconds: float  # after which high experts are chosen anew
-    window_uses: float  # mean uses of an expert by then; with fewer the window goes on
-    in_flight: int  # moves at the same time; more where they need no slots of their own
-    link_share: float  # share of the time that the link may work for moves
-    by_gates: bool  # an expert is as hot as its squared gates add up to; else as its uses
-    worth: tuple[float, ...]  # what a high expert is worth in each layer beside the others; empty if that is not known
-    trace: Path | None  # whose most popular experts are high at start
-    streams: bool  # a budget that cannot hold every expert is served by fetching
+
+class Migrating(BaseModel):
+    """How the high set of a system that moves versions between steps follows traffic."""
+
+    model_config = _FROZEN
+
+    hotness: Literal["squared_gates", "uses"] = "squared_gates"
+    """What makes an expert hot: the squares of its shares of tokens' routing weights, which the error of a low version
+    follows, or its uses, as the paper has it."""
+    alpha: float = Field(default=0.5, gt=0, le=1)
+    """Weight of the last window in an expert's hotness."""
+    window_s: NonNegativeFloat = 2
+    """Seconds of a window, after which high experts are chosen anew."""
+    window_uses: PositiveFloat = 16
+    """Uses that experts have in a window on average; one with fewer goes on."""
+    margin: NonNegativeFloat = 0.1
+    """How much hotter an expert must be to take another one's place, in even shares of a layer's traffic."""
+    in_flight: PositiveInt = 2
+    """Experts that are moved at the same time; more, within link_share, where versions are nested and need no slots."""
+    link_share: float = Field(default=0.25, gt=0, le=1)
+    """Share of the time that the link may work for moves."""
+    layer_worth: tuple[PositiveFloat, ...] = ()
+    """What high versions are worth in each layer beside the others; measured while serving if empty."""
+    popularity: Path | None = None
+    """A trace: at start its most popular experts are high, and layers have places by what these bring."""
+    stream_cold: bool = False
+    """Whether a budget that cannot hold every low version is served all the same, by fetching while requests wait."""
+
+    @property
+    def by_gates(self) -> bool:
+        """An expert is as hot as its squared gates add up to; else as its uses."""
+        return self.hotness == "squared_gates"
 
     def at_once(self, seconds: float, each: float) -> int:
         """How many moves may be on their way while the link has so many seconds for them, and each takes so many; 0
@@ -149,7 +169,7 @@ class Foresight:
 class System(BaseModel):
     """One way of serving experts. This one serves every expert high, keeps experts and foresees nothing."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = _FROZEN
 
     name: ClassVar[str]
     """As the option ``system`` has it."""

@@ -35,5 +35,4 @@ class PrefetchStats:
     cancelled: int = 0  # not needed, or given up for demand, before any byte moved
 
     def reset(self) -> None:
-        """Count from zero."""
         self.useful = self.late = self.wasted = self.cancelled = 0

@@ -36,10 +36,8 @@ class CudaMemory(DeviceMemory):
         self._device = device
 
     def available(self) -> int:
-        """What the driver has left once torch has given back the blocks that it keeps for later.
-
-        Blocks of captured graphs stay: they are in use whenever the graphs are.
-        """
+        """What the driver has left once torch has given back the blocks that it keeps for later. Blocks of captured
+        graphs stay: they are in use whenever the graphs are."""
         with torch.cuda.device(self._device):
             torch.cuda.empty_cache()
             return int(torch.cuda.mem_get_info(self._device)[0])
@@ -61,5 +59,4 @@ class CudaMemory(DeviceMemory):
 
 
 def make_device_memory(device: torch.device) -> DeviceMemory:
-    """The memory of a device."""
     return CudaMemory(device) if device.type == "cuda" else DeviceMemory()

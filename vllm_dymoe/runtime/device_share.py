@@ -48,16 +48,13 @@ class StepShape:
 def automatic_share(
     free: int, kv_cache: int, activations: int, least: int, max_model_len: int, *, fixed: bool = True
 ) -> int:
-    """Bytes for experts.
+    """Bytes for experts; ConfigError if they and one request of ``max_model_len`` tokens do not fit beside each other.
 
     Args:
         free: that vLLM may use of the device, once the dense weights are loaded.
-        kv_cache: of one request of ``max_model_len`` tokens, or what the user has set aside.
+        kv_cache: of one such request, or what the user has set aside.
         least: the smallest budget that can serve.
         fixed: whether that length is to be served; otherwise vLLM shortens it to what fits.
-
-    Raises:
-        ConfigError: experts and one request of that length do not fit beside each other.
     """
     spare = free - activations
     if not fixed:

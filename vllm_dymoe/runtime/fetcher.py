@@ -32,28 +32,18 @@ class Fetch:
 
 
 class Fetcher:
-    """Moves one rank's experts.
-
-    Args:
-        overlaps: a copy waits for the slot's last reader alone; otherwise for everything that computes.
-
-    Attributes:
-        orphaned: what was given up while it moved, and may still be written.
-    """
+    """Moves one rank's experts. A copy waits for the slot's last reader alone if it overlaps, otherwise for everything
+    that computes."""
 
     def __init__(self, memory: ExpertMemory, engine: TransferEngine, *, overlaps: bool = True) -> None:
         self.memory, self.engine, self._overlaps = memory, engine, overlaps
-        self.orphaned: list[Fetch] = []
+        self.orphaned: list[Fetch] = []  # given up while they moved, and perhaps still written
 
     def start(
         self, layer: int, expert: int, tier: Tier, reason: Reason, *, kept: bool = False, projections: int = _ALL
     ) -> Fetch | None:
-        """Begin to bring an expert into a free slot; None if there is none for it now.
-
-        Args:
-            kept: into a slot that its layer was promised; otherwise into one for what comes and goes.
-            projections: how many are brought before the rest is demanded.
-        """
+        """Begin to bring an expert into a free slot, one that its layer was promised if it is kept there; None if there
+        is none now. So many projections are brought before the rest is demanded."""
         slot = self.memory.pools[tier].take(kept=kept)
         if slot is None:
             return None
@@ -63,41 +53,29 @@ class Fetcher:
         return Fetch(layer, expert, tier, slot, kept, ticket)
 
     def keep(self, fetch: Fetch) -> None:
-        """What was brought for the time being is to be kept."""
         fetch.kept = True
         self.memory.pools[fetch.tier].keep()
         if fetch.complete:
             self._publish(fetch)
 
     def complete(self, fetch: Fetch) -> None:
-        """Wait for an expert; the table names it from now on if it is kept.
-
-        Raises:
-            TransferError: it could not be brought.
-        """
+        """Wait for an expert, or raise TransferError; the table names it from now on if it is kept."""
         self.engine.wait(fetch.ticket)
         fetch.complete = True
         if fetch.kept:
             self._publish(fetch)
 
     def release(self, fetch: Fetch, last_read: Any) -> None:
-        """An expert has been used: its slot is free unless it is kept.
-
-        Args:
-            last_read: fence of the computation that reads the slot, for the next copy into it.
-        """
+        """An expert has been used: its slot is free unless it is kept, for a next copy behind the computation that
+        reads it."""
         if last_read is not None:
             fetch.slot.last_read = last_read
         if not fetch.kept:
             self._free(fetch)
 
     def give_up(self, fetches: Iterable[Fetch], *, wait: bool = False) -> None:
-        """Have no more use for experts that were brought; slots are free at once, or when what moves has ended.
-
-        Args:
-            fetches: whether complete or not; what is kept and complete stays.
-            wait: for what moves, as long as the engine does.
-        """
+        """Have no more use for experts that were brought, but for what is kept and complete; slots are free at once, or
+        when what moves has ended, for which this may wait as long as the engine does."""
         unwanted = [fetch for fetch in fetches if not (fetch.kept and fetch.complete)]
         cancelled = [self.engine.cancel(fetch.ticket) for fetch in unwanted]
         for fetch, free in zip(unwanted, cancelled, strict=True):

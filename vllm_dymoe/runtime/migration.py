@@ -43,54 +43,34 @@ _LOOK = 16  # turns from one look at the clocks of several ranks to the next: ea
 
 @dataclass
 class MigrationStats:
-    """What became of moves, and what they are for.
-
-    Attributes:
-        moves: by outcome: published; failed; late, not there after a whole window; refused, no slot for it; outdated,
-            not begun before the next plan.
-        choices: of routers, by the tier that served them.
-        windows: that have ended.
-        link_seconds: that the link worked for moves.
-    """
+    """What became of moves, and what they are for."""
 
     moves: Counter[str] = field(default_factory=Counter)
-    choices: Counter[Tier] = field(default_factory=Counter)
-    windows: int = 0
-    link_seconds: float = 0.0
+    """By outcome: published; failed; late, not there after a whole window; refused, no slot for it; outdated, not begun
+    before the next plan."""
+    choices: Counter[Tier] = field(default_factory=Counter)  # of routers, by the tier that served them
+    windows: int = 0  # that have ended
+    link_seconds: float = 0.0  # that the link worked for moves
 
 
 @dataclass(eq=False, slots=True)
 class _Move:
-    """A swap whose copies are on their way; without copies if it found no slot.
+    """A swap whose copies are on their way; without copies if it found no slot."""
 
-    Attributes:
-        swap: which experts change.
-        fetches: the version, or slice, that makes one high, and where need be the other's low one.
-        window: in which it began.
-    """
-
-    swap: Swap
-    fetches: list[Fetch]
-    window: int
+    swap: Swap  # which experts change
+    fetches: list[Fetch]  # the version, or slice, that makes one high, and where need be the other's low one
+    window: int  # in which it began
 
 
 class Migration:
-    """The only writer of one rank's rows.
+    """The only writer of one rank's rows; ConfigError if an expert cannot be read.
 
     Args:
         fetcher: of a memory whose slots are all free.
-        migrating: what the system wants.
         popularity: float64 [layers, experts], which are high at first; the first of each layer if None.
         agree: with other ranks.
         decoded: counts what routers choose in steps without the host; None where there are no such steps.
-        clock: seconds.
         keep: is given the hotness now and then, for the next start.
-
-    Attributes:
-        hotness: float64 [layers, experts], in even shares, at the end of the last window.
-
-    Raises:
-        ConfigError: an expert cannot be read.
     """
 
     def __init__(
@@ -116,7 +96,7 @@ class Migration:
         self._changes = None if migrating.layer_worth else LayerChanges(own)
         self._counts = np.zeros((2, *shape), np.int64)  # uses, and squared gates
         self._seen, self._least = 0, migrating.window_uses * self._counts[0].size
-        self.hotness = np.zeros(shape) if popularity is None else popularity
+        self.hotness = np.zeros(shape) if popularity is None else popularity  # in even shares, of the last window
         self._planned: deque[Swap] = deque()
         self._flying: list[_Move] = []
         self._began, self._busy = clock(), 0.0
@@ -130,13 +110,7 @@ class Migration:
     # -- in a step --------------------------------------------------------------------------------
 
     def count(self, routing: Routing, experts: NDArray[np.int64], uses: NDArray[np.int64]) -> None:
-        """What a layer's router chose in a step of requests.
-
-        Args:
-            routing: of the layer.
-            experts: int64 [n], each once.
-            uses: int64 [n], tokens that chose each.
-        """
+        """What a layer's router chose in a step of requests: experts int64 [n], each once, and by how many tokens."""
         self._chosen.append((routing.layer, experts, uses, routing.squared_gates[experts]))
         if self._changes is not None:
             self._changes.see(routing.layer, routing.x)
@@ -170,23 +144,19 @@ class Migration:
 
     @property
     def stats(self) -> MigrationStats:
-        """Counts since the start or the last reset."""
         self._count()
         return self._stats
 
     def reset_stats(self) -> None:
-        """Count from zero."""
         self._count()
         self._stats = MigrationStats()
 
     @property
     def flying(self) -> Iterator[Fetch]:
-        """Everything that is on its way."""
         return (fetch for move in self._flying for fetch in move.fetches)
 
     @property
     def window_age(self) -> float:
-        """Seconds since the running window began."""
         return self._clock() - self._began
 
     def turn(self) -> None:
@@ -230,7 +200,6 @@ class Migration:
             self._flying.append(_Move(swap, self._begin(swap), self.stats.windows))
 
     def stop(self) -> None:
-        """Give up whatever is on its way."""
         self._planned.clear()
         for move in list(self._flying):
             self._give_up(move, "outdated")
@@ -322,11 +291,8 @@ class Migration:
 
 
 def _bring_all(fetcher: Fetcher, high: NDArray[np.bool_]) -> None:
-    """Bring every expert before the first request, ``high`` [layers, experts] of them in their high version.
-
-    Raises:
-        ConfigError: one cannot be read.
-    """
+    """Bring every expert before the first request, ``high`` [layers, experts] of them in their high version;
+    ConfigError if one cannot be read."""
     engine, parts = fetcher.engine, fetcher.memory.parts
     counted, engine.stats = engine.stats, TransferStats()
     pending: deque[Fetch] = deque()

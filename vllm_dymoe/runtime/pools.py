@@ -14,21 +14,15 @@ from vllm_dymoe.runtime.sizing import SlotPlan
 
 
 class SlotPools(dict[Tier, SlotPool]):
-    """Slots by tier, the high one first.
-
-    Args:
-    """
+    """Slots by tier, the high one first."""
 
     def __init__(self, device: torch.device, device_memory: DeviceMemory) -> None:
         super().__init__()
         self._device, self._device_memory = device, device_memory
 
     def make(self, tier: Tier, fmt: Format, count: int, promised: int) -> None:
-        """Add slots whose memory is there from now on, whatever other processes take later.
-
-        Raises:
-            ConfigError: another process has taken it already.
-        """
+        """Add slots whose memory is there from now on, whatever other processes take later; ConfigError if one has
+        taken it already."""
         nbytes, available = count * fmt.nbytes, self._device_memory.available()
         if available < nbytes:
             raise ConfigError(
@@ -45,28 +39,22 @@ class SlotPools(dict[Tier, SlotPool]):
             ) from error
 
     def fence(self, filled: Any) -> None:
-        """Let the first copy into each slot wait for a fence; see :meth:`SlotPool.fence`."""
         for pool in self.values():
             pool.fence(filled)
 
     @property
     def available(self) -> int:
-        """Bytes of the device's memory that are free for any process."""
         return self._device_memory.available()
 
     def free(self) -> None:
-        """Give the memory back, to this process and to others."""
         for pool in self.values():
             pool.close()
         self.clear()
         self._device_memory.available()
 
     def check_growth(self, plan: SlotPlan, before: SlotPlan, formats: Mapping[Tier, Format]) -> None:
-        """Refuse more slots than the device has memory for, while the old ones are still there.
-
-        Raises:
-            ConfigError: there is not enough beside what computation takes.
-        """
+        """ConfigError for more slots than the device has memory for beside what computation takes; the old ones are
+        still there."""
         if plan.limit <= before.limit:  # the device has given as much before
             return
         wanted = sum(count * formats[tier].nbytes for tier, count in plan.slots.items())

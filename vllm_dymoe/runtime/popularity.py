@@ -24,13 +24,11 @@ def read_popularity(
     experts: ModelExperts, system: System, kept: Path | None = None, agree: Agree = list
 ) -> NDArray[np.float64] | None:
     """Float64 [layers, experts] in even shares, 0 in a draft's layers; None where nothing is known or wanted.
+    ConfigError if the trace cannot be read, or is of other layers or experts than this rank has.
 
     Args:
         kept: what :func:`keep_hotness` wrote, used where the system names none.
         agree: with ranks that have other parts of the same experts, which have to begin with the same ones.
-
-    Raises:
-        ConfigError: the trace cannot be read, or is of other layers or experts than this rank has.
     """
     migrating = system.residency.migrating
     if migrating is None:

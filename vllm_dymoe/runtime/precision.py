@@ -12,14 +12,12 @@ _TIERS = ("hi", "lo")
 
 
 def changed_precision(options: Options, stored: Collection[int], changes: Mapping[str, Any]) -> Options:
-    """The options with another pair of tiers, or another parameter of the system.
+    """The options with another pair of tiers, or another parameter of the system; ConfigError for a name that cannot
+    change, or a value that cannot be honoured.
 
     Args:
         stored: bit-widths that the host store holds.
         changes: ``hi``, ``lo`` and those parameters of the system that decide precision, by name.
-
-    Raises:
-        ConfigError: a name that cannot change, or a value that cannot be honoured.
     """
     parameters = SYSTEMS[options.system].precision_parameters
     known = (*_TIERS, *parameters)

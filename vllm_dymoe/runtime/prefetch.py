@@ -31,14 +31,8 @@ from vllm_dymoe.transfer.ticket import State
 
 
 class Prefetcher:
-    """Turns candidates into transfers.
-
-    Args:
-        system: in which tier, how much of an expert, and how often is fetched ahead. A step that wants another tier has
-            no use for what was fetched, unless one lies inside the other.
-        disk: reads ahead into host memory, where that is a level; None elsewhere.
-        clock: seconds, as ``time.perf_counter``.
-    """
+    """Turns candidates into transfers; with a level of host memory it is also read ahead into that from the disk. A
+    step that wants an expert in another tier than was fetched has no use for it, unless one lies inside the other."""
 
     def __init__(
         self,
@@ -143,13 +137,8 @@ class Prefetcher:
             self._candidates.popleft()
 
     def claim(self, layer: int, wanted: Mapping[int, Tier]) -> dict[tuple[int, Tier], Fetch]:
-        """A layer is routed: hand over what it needs, and give up the rest.
-
-        What is complete is there, everything else is in demand from now on.
-
-        Returns:
-            What was fetched ahead, by expert and pool; the caller releases it.
-        """
+        """A layer is routed: hand over what it needs, by expert and pool, and give up the rest. What is complete is
+        there, everything else is in demand from now on; the caller releases it."""
         self._spend(0.0)
         (self._pace.answer if self._answered else self._pace.spend)(
             self._spent
@@ -186,7 +175,6 @@ class Prefetcher:
         return False
 
     def clear(self) -> None:
-        """Give up everything."""
         self._candidates.clear()
         for fetches in self._ahead.values():
             self._fetcher.give_up(fetches, wait=True)  # a copy that is enqueued still writes, and memory may go back
@@ -215,7 +203,6 @@ class Prefetcher:
 
     @property
     def ahead(self) -> list[Fetch]:
-        """What was brought, or is on its way, for layers that have not been routed yet."""
         return [fetch for fetches in self._ahead.values() for fetch in fetches]
 
     def _give_up(self, fetch: Fetch) -> bool:

@@ -69,14 +69,11 @@ def minimum_budget(experts: ModelExperts, options: Options, system: System, work
 def limit_in_bytes(
     budget: ExpertBudget, experts: ModelExperts, options: Options, workspace_bytes: int, automatic: int
 ) -> int:
-    """The hard limit that a budget means.
+    """The hard limit that a budget means; ``automatic`` bytes where it is automatic.
 
-    A share counts experts, so that 100 % holds every one of them; the kernel's
-    workspace and the predictor come on top of it and are part of the limit, and
-    so they are where a token's or a layer's experts are counted. Bytes are taken as they are.
-
-    Args:
-        automatic: bytes to use where the budget is automatic.
+    A share counts experts, so that 100 % holds every one of them; the kernel's workspace and the predictor come on top
+    of it and are part of the limit, and so they are where a token's or a layer's experts are counted. Bytes are taken
+    as they are.
     """
     everything = experts.nbytes(options.hi)
     if budget.is_auto:
@@ -99,20 +96,16 @@ def plan_slots(
     filled: bool = False,
     popularity: NDArray[np.float64] | None = None,
 ) -> SlotPlan:
-    """Spend ``limit`` bytes on slots.
+    """Spend ``limit`` bytes on slots; ConfigError if it cannot hold one expert of each tier, or every one where none is
+    fetched.
 
     Where two tiers are in use their numbers of slots are to each other as the experts that are wanted in them, and so
-    are each layer's. Where that would be more slots than experts, every expert has one, as many as possible a high
-    one.
+    are each layer's. Where that would be more slots than experts, every expert has one, as many as possible a high one.
 
     Args:
-        system: whose tiers need slots, and what it keeps.
         workspace_bytes: what the kernel and the predictor take of it.
         filled: slots for every expert are filled at start, and others not before a device decides: the host streams.
         popularity: float64 [layers, experts], of a system whose high set follows traffic; all alike if None.
-
-    Raises:
-        ConfigError: the budget cannot hold one expert of each tier, or every expert where none is fetched.
     """
     migrating = system.residency.migrating
     _check_budget(experts, options, system, limit, workspace_bytes)
@@ -155,11 +148,7 @@ def _version_slots(
 
 
 def _check_budget(experts: ModelExperts, options: Options, system: System, limit: int, workspace_bytes: int) -> None:
-    """Refuse a budget that cannot work, with the smallest that can.
-
-    Raises:
-        ConfigError: it is smaller.
-    """
+    """ConfigError for a budget that cannot work, with the smallest that can."""
     least, migrating = minimum_budget(experts, options, system, workspace_bytes), system.residency.migrating
     if limit < least:
         needed = "every expert at its low version, a high one" if migrating else "one expert of each tier"
@@ -220,11 +209,8 @@ def _plan_residents(
 
 
 def layer_worth(experts: ModelExperts, worth: Sequence[float]) -> list[float]:
-    """For every layer; those of a draft, which decides no token, are worth least.
-
-    Raises:
-        ConfigError: it is said of another number of layers.
-    """
+    """For every layer; those of a draft, which decides no token, are worth least. ConfigError if it is said of another
+    number."""
     own = len(experts.layers) - experts.draft_layers
     if worth and len(worth) != own:
         raise ConfigError(

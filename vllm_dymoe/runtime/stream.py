@@ -33,32 +33,21 @@ from vllm_dymoe.transfer import Reason, TransferError
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """An expert that this step computes.
+    """An expert that this step computes."""
 
-    Attributes:
-        expert: its number.
-        slots: where its bytes are, or arrive: a base slice in front of its fine one.
-        fetches: that bring what was missing.
-        lacking: the pool that each slice still needs a slot of, and whether it is to be kept.
-        item: its number in the Decision.
-    """
-
-    expert: int
+    expert: int  # its number
     slots: list[Slot] = field(default_factory=list)
-    fetches: list[Fetch] = field(default_factory=list)
+    """Where its bytes are, or arrive: a base slice in front of its fine one."""
+    fetches: list[Fetch] = field(default_factory=list)  # that bring what was missing
     lacking: deque[tuple[Tier, bool]] = field(default_factory=deque)
-    item: int = -1
+    """The pool that each slice still needs a slot of, and whether it is to be kept."""
+    item: int = -1  # its number in the Decision
 
 
 class LayerStep:
     """What is left to do of one layer: :meth:`acquire`, then :meth:`run`.
 
     Args:
-        layer: position among the MoE layers.
-        fetcher: brings what is missing.
-        prefetcher: has fetched ahead; or None.
-        kernel: computes.
-        counts: are counted here.
         in_turn: experts are computed when all that have a slot have arrived, and not while others arrive.
         whole: no projection of an expert is computed before the others are there.
     """
@@ -87,12 +76,8 @@ class LayerStep:
     # -- slots ------------------------------------------------------------------------------------
 
     def acquire(self, wanted: Mapping[int, Tier], places: Iterable[Sequence[int]]) -> None:
-        """Claim what was fetched ahead, and evict the victims of what is to be kept.
-
-        Args:
-            wanted: tier by expert, ascending.
-            places: what the residency rule makes of each of them, slice by slice.
-        """
+        """Claim what was fetched ahead, and evict the victims of what is to be kept: ``places`` are what the rule makes
+        of each wanted expert, in ascending order, slice by slice."""
         memory, counts = self._memory, self._counts
         keeping: list[_Held] = []
         passing: list[_Held] = []
@@ -151,7 +136,6 @@ class LayerStep:
         return coming
 
     def _fetch(self, decision: Decision) -> None:
-        """Start as many transfers as there are slots for."""
         while self._missing:
             coming = self._missing[0]
             tier, kept = coming.lacking[0]
@@ -189,14 +173,11 @@ class LayerStep:
     # -- computation ------------------------------------------------------------------------------
 
     def run(self, begin: Callable[[Sequence[int]], Decision], look_ahead: Callable[[], None] | None) -> None:
-        """Until every wanted expert is computed.
+        """Until every wanted expert is computed; after a TransferError no slot is lost.
 
         Args:
             begin: begins the kernel's step, given the experts in about the order in which they will be computed.
             look_ahead: asks for a prediction, called when every transfer that has a slot is under way.
-
-        Raises:
-            TransferError: an expert could not be fetched; no slot is lost.
         """
         try:
             held = [*self._ready, *self._arriving, *self._missing]
@@ -324,7 +305,6 @@ class LayerStep:
 
 
 def _last(held: list[_Held], count: int) -> list[_Held]:
-    """Take the last ``count`` off a list."""
     taken = held[len(held) - count :]
     del held[len(held) - count :]
     return taken

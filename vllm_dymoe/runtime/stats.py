@@ -1,5 +1,6 @@
 """A snapshot of everything that one rank counts, as plain numbers that travel between processes."""
 
+# ruff: noqa: RUF009
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,13 +11,16 @@ from vllm_dymoe.runtime.serving import Serving
 from vllm_dymoe.transfer import Reason
 
 
-def _count(meaning: str, label: str | None = None, **more: Any) -> dict[str, Any]:
-    """What a field is as a metric; ``label`` names the keys of a dictionary."""
-    return {"meaning": meaning, "label": label, "gauge": False, **more}
+def _count(meaning: str, label: str | None = None, **more: Any) -> Any:
+    """A field that is a metric; ``label`` names the keys of a dictionary."""
+    return field(metadata={"meaning": meaning, "label": label, "gauge": False, **more})
 
 
-def _now(meaning: str, label: str | None = None) -> dict[str, Any]:
+def _now(meaning: str, label: str | None = None) -> Any:
     return _count(meaning, label, gauge=True)
+
+
+_COUNTED = ("hits", "misses", "there", "promotions", "reuses", "evictions")  # as in ResidencyCounts
 
 
 @dataclass(frozen=True)
@@ -30,47 +34,41 @@ class RuntimeStats:
     (no slot for it) or outdated (not begun before the next plan).
     """
 
-    planned: dict[str, int] = field(metadata=_count("Experts that the system gave each tier.", "tier"))
-    hits: int = field(metadata=_count("Experts that a layer needed and found on the device."))
-    misses: int = field(metadata=_count("Experts that a layer needed and did not find on the device."))
-    there: int = field(metadata=_count("Misses that were computed where they lie in host memory."))
-    promotions: int = field(metadata=_count("Misses that replaced a low version by a high one."))
-    reuses: int = field(metadata=_count("Hits that used a high version where a low one would have done."))
-    evictions: int = field(metadata=_count("Experts that made room for others."))
-    transfers: dict[str, int] = field(metadata=_count("Blobs moved from host to device.", "reason"))
-    bytes_moved: dict[str, int] = field(
-        metadata=_count("Bytes moved from host to device.", "reason", name="transferred_bytes")
-    )
-    host_hits: int = field(metadata=_count("Misses of the device that were in host memory, where that is a level."))
-    host_misses: int = field(metadata=_count("Misses of the device that had to wait for the disk as well."))
-    host_guesses: dict[str, int] = field(metadata=_count("Slices read ahead into host memory.", "outcome"))
-    host_slices: int = field(metadata=_now("Slices that are in host memory, where that is a level."))
-    host_bytes: int = field(metadata=_now("Host memory that the level takes."))
-    disk_bytes: int = field(metadata=_count("Bytes read from the store's files."))
-    disk_reads: int = field(metadata=_count("Reads of the store's files."))
-    disk_seconds: float = field(metadata=_count("Time in which at least one of them was under way."))
-    disk_wait_seconds: float = field(metadata=_count("Time spent waiting for them."))
-    disk_queue: int = field(metadata=_now("Reads that wait or run now."))
-    failed_transfers: int = field(metadata=_count("Transfers that ended in an error."))
-    exposed_wait_seconds: float = field(metadata=_count("Host time spent waiting for transfers."))
-    prefetches: dict[str, int] = field(metadata=_count("Experts fetched ahead, by what became of them.", "outcome"))
-    predictions: dict[str, int] = field(
-        metadata=_count("Experts named ahead, wanted by routers, and right: both.", "kind")
-    )
-    prediction_seconds: float = field(metadata=_count("Host time spent on predicting experts."))
-    predictor_bytes: int = field(metadata=_now("Device memory of the predictor, within the budget."))
-    prefetch_interval: dict[str, int] = field(metadata=_now("One of so many predictions is acted on.", "phase"))
-    budget_bytes: int = field(metadata=_now("The hard limit of device memory for experts."))
-    peak_expert_bytes: int = field(metadata=_now("The most device memory that experts ever held."))
-    slots: dict[str, int] = field(metadata=_now("Slots for experts on the device.", "tier"))
-    resident_experts: dict[str, int] = field(metadata=_now("Experts that are complete on the device.", "tier"))
-    choices: dict[str, int] = field(
-        metadata=_count("Choices of routers by what served them, where versions move.", "tier")
-    )
-    moves: dict[str, int] = field(metadata=_count("Experts moved to the high version between steps.", "outcome"))
-    windows: int = field(metadata=_count("Windows of traffic after which high experts were chosen anew."))
-    window_age_seconds: float = field(metadata=_now("Age of the running window."))
-    migration_link_seconds: float = field(metadata=_count("Time that the link worked for moves."))
+    planned: dict[str, int] = _count("Experts that the system gave each tier.", "tier")
+    hits: int = _count("Experts that a layer needed and found on the device.")
+    misses: int = _count("Experts that a layer needed and did not find on the device.")
+    there: int = _count("Misses that were computed where they lie in host memory.")
+    promotions: int = _count("Misses that replaced a low version by a high one.")
+    reuses: int = _count("Hits that used a high version where a low one would have done.")
+    evictions: int = _count("Experts that made room for others.")
+    transfers: dict[str, int] = _count("Blobs moved from host to device.", "reason")
+    bytes_moved: dict[str, int] = _count("Bytes moved from host to device.", "reason", name="transferred_bytes")
+    host_hits: int = _count("Misses of the device that were in host memory, where that is a level.")
+    host_misses: int = _count("Misses of the device that had to wait for the disk as well.")
+    host_guesses: dict[str, int] = _count("Slices read ahead into host memory.", "outcome")
+    host_slices: int = _now("Slices that are in host memory, where that is a level.")
+    host_bytes: int = _now("Host memory that the level takes.")
+    disk_bytes: int = _count("Bytes read from the store's files.")
+    disk_reads: int = _count("Reads of the store's files.")
+    disk_seconds: float = _count("Time in which at least one of them was under way.")
+    disk_wait_seconds: float = _count("Time spent waiting for them.")
+    disk_queue: int = _now("Reads that wait or run now.")
+    failed_transfers: int = _count("Transfers that ended in an error.")
+    exposed_wait_seconds: float = _count("Host time spent waiting for transfers.")
+    prefetches: dict[str, int] = _count("Experts fetched ahead, by what became of them.", "outcome")
+    predictions: dict[str, int] = _count("Experts named ahead, wanted by routers, and right: both.", "kind")
+    prediction_seconds: float = _count("Host time spent on predicting experts.")
+    predictor_bytes: int = _now("Device memory of the predictor, within the budget.")
+    prefetch_interval: dict[str, int] = _now("One of so many predictions is acted on.", "phase")
+    budget_bytes: int = _now("The hard limit of device memory for experts.")
+    peak_expert_bytes: int = _now("The most device memory that experts ever held.")
+    slots: dict[str, int] = _now("Slots for experts on the device.", "tier")
+    resident_experts: dict[str, int] = _now("Experts that are complete on the device.", "tier")
+    choices: dict[str, int] = _count("Choices of routers by what served them, where versions move.", "tier")
+    moves: dict[str, int] = _count("Experts moved to the high version between steps.", "outcome")
+    windows: int = _count("Windows of traffic after which high experts were chosen anew.")
+    window_age_seconds: float = _now("Age of the running window.")
+    migration_link_seconds: float = _count("Time that the link worked for moves.")
     hit_rate: float
 
     @classmethod
@@ -82,13 +80,8 @@ class RuntimeStats:
         plan, moved = memory.plan, migration.stats if migration else MigrationStats()
         return cls(
             planned={tier.value: counts.planned[tier] for tier in Tier},
-            hits=counts.hits,
-            misses=counts.misses,
-            there=counts.there,
             hit_rate=counts.hit_rate,
-            promotions=counts.promotions,
-            reuses=counts.reuses,
-            evictions=counts.evictions,
+            **{name: getattr(counts, name) for name in _COUNTED},
             bytes_moved={reason.name.lower(): transfer.bytes_moved[reason] for reason in Reason},
             transfers={reason.name.lower(): transfer.transfers[reason] for reason in Reason},
             host_hits=level.slots.counts.hits if level else 0,
@@ -107,7 +100,7 @@ class RuntimeStats:
             exposed_wait_seconds=transfer.exposed_wait_seconds,
             budget_bytes=memory.budget.limit,
             peak_expert_bytes=memory.budget.reserved,
-            prefetches={name: getattr(prefetch, name) for name in ("useful", "late", "wasted", "cancelled")},
+            prefetches=asdict(prefetch),
             prefetch_interval=serving.prefetcher.intervals if serving.prefetcher else {},
             predictions=asdict(predictor.stats if predictor else PredictionStats()),
             predictor_bytes=predictor.nbytes if predictor else 0,

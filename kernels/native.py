@@ -104,7 +104,7 @@ class Library:
         self.row_floats = cache(library.dymoe_row_floats)
 
     def experts(self, layer: Layer, first: int, last: int) -> None:
-        """Run a layer's step from the phase `first` to `last`; IndexError for a row of x or of out that there is not."""
+        """Run the phases `first` to `last` of a step; IndexError for a row of x or of out that there is not."""
         layer.phase, layer.last = first, last
         if self._library.dymoe_experts(ctypes.addressof(layer), self.isa, self.parallel):
             raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")

@@ -29,7 +29,7 @@ def compute_with_torch(
 ) -> None:
     """:meth:`ExpertKernel.compute`, expert by expert, each with its rows of x and of out, int64 [n]."""
     for expert, rows, pairs in work:
-        check_formats(*(matrix.format for matrix in expert), x, activation)
+        check_formats(expert.gate.format, expert.up.format, expert.down.format, x, activation)
         out.index_copy_(0, pairs, compute_expert(x.index_select(0, rows), expert, activation, receive))
 
 

@@ -80,11 +80,8 @@ class Decision:
 
     @classmethod
     def of_routing(cls, grouped: Grouped, order: Sequence[int], *, row_for_each_pair: bool = False) -> Self:
-        """The host's: some of a step's experts, in the order in which they will be computed.
-
-        Args:
-            row_for_each_pair: the input has a row for each pair, and not for each token.
-        """
+        """The host's: some of a step's experts, in the order in which they will be computed. The input may have a row
+        for each pair, and not for each token."""
         rows, pairs, bounds = grouped.pairs if row_for_each_pair else grouped.rows, grouped.pairs, grouped.bounds
         if list(order) != grouped.experts:
             number = {expert: n for n, expert in enumerate(grouped.experts)}

@@ -147,7 +147,6 @@ def _choose_marked(
 
 
 def slot_address(table: Table, code: int, slot: int) -> int:
-    """Where a slot of a tier's pool begins."""
     return int(table.pool[code]) + slot * int(table.slot_bytes[code])
 
 
@@ -166,20 +165,16 @@ def _found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int,
 def _list_items(
     table: Table, layer: int, active: Ints, computed: NDArray[np.int8], places: Ints, sizes: Ints, decision: Decision
 ) -> None:
-    """What is read from where, and where it goes.
+    """What is read from where, and where it goes; the table's rows are those after the step, like what follows.
 
     A miss is read from where it was fetched ahead, as far as it was. One that passes is read once for every two of its
     positions. With more of them, and if the link has to be crossed, it has a staging slot, as long as there are some:
     the link is slower than the slot.
 
     Args:
-        table: on the host; its rows are those after the step, like what follows.
-        layer: position among the MoE layers.
-        active: the experts.
-        computed: the version of each.
+        computed: the version of each active expert.
         places: what becomes of each slice.
         sizes: positions of each expert of the layer.
-        decision: written.
     """
     staged = dict(enumerate(table.staging.tolist()))
     counts = table.counters[layer]

@@ -42,16 +42,8 @@ def averaged(score: NDArray[np.float64], counts: NDArray[np.int64], alpha: float
 
 
 def squared_gates(weights: Tensor) -> Tensor:
-    """Of each choice, the square of its share of its token's routing weights in units of 1 / GATE_UNIT.
-
-    Whole numbers, since the order of additions must not decide on which rank an expert is hot.
-
-    Args:
-        weights: [..., top_k].
-
-    Returns:
-        int64, of the same shape.
-    """
+    """Of each choice, with weights [..., top_k], the square of its share of its token's routing weights in units of 1 /
+    GATE_UNIT: int64, whole numbers, since the order of additions must not decide on which rank an expert is hot."""
     share = weights.float() / weights.float().sum(-1, keepdim=True).clamp(min=1e-9)
     return (share * share * GATE_UNIT).long()
 
@@ -62,28 +54,16 @@ def even_shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def hottest(score: NDArray[np.float64], places: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """The top n of each layer; the first among equals.
-
-    Args:
-        score: float64 [layers, experts].
-        places: int64 [layers], n.
-
-    Returns:
-        bool [layers, experts].
-    """
+    """The top n of each layer, the first among equals: bool like scores [layers, experts], with n int64 [layers]."""
     ranks = np.argsort(np.argsort(-score, axis=1, kind="stable"), axis=1, kind="stable")
     return ranks < places[:, None]
 
 
 def share_out(score: NDArray[np.float64], places: int) -> NDArray[np.int64]:
-    """Places of each layer, so that high experts get as much as they can; int64 [layers].
+    """Places of each layer, int64 [layers], of so many in all, so that high experts get as much as they can.
 
     Every layer routes the same tokens, so that a place is worth the share of its layer's traffic that comes with it,
-    times what high versions are worth in that layer.
-
-    Args:
-        score: float64 [layers, experts], that product.
-        places: of all layers.
+    times what high versions are worth in that layer: ``score``, float64 [layers, experts], is that product.
     """
     order = np.argsort(-score, axis=None, kind="stable")[:places]
     return np.bincount(order // score.shape[1], minlength=score.shape[0])

@@ -30,11 +30,11 @@ _STEPS = 1 << 40  # more than a server can run: heat and step fit into one int64
 
 
 def record_uses(heat: Ints, used_at: Ints, active: Ints, wanted: NDArray[np.int8], step: int) -> None:
-    """Age a layer's heat by one step, and count what the step uses.
+    """Age a layer's heat by one step, and count what the step uses; both arrays are changed in place.
 
     Args:
-        heat: int64 [slices, experts], changed in place.
-        used_at: int64 [slices, experts], the step of each one's last use, changed in place.
+        heat: int64 [slices, experts].
+        used_at: int64 [slices, experts], the step of each one's last use.
         active: experts that the step uses, each once.
         wanted: LOW or HIGH for each of them: where there are two slices LOW uses the first one alone.
         step: number of the step, larger than those before it and below 2 ** 40.
@@ -56,7 +56,8 @@ def decide(
     *,
     reuse_high: bool = True,
 ) -> Ints:
-    """What becomes of each expert that a step uses (DyMoE 4.4.2: no duplication, promotion, conservative reuse).
+    """What becomes of each expert that a step uses (DyMoE 4.4.2: no duplication, promotion, conservative reuse): int64
+    [slices, n], HIT, PASS, FREE, or the expert whose place is taken. A slice that is not wanted counts as HIT.
 
     Versions that exclude each other are one slice, and an expert that is to be kept in another version than it has
     takes the place of that one as well. Where the low version lies inside the high one there are two slices: a fine
@@ -66,14 +67,9 @@ def decide(
         active: int64 [n], the experts, ascending, counted by :func:`record_uses` already.
         wanted: int8 [n], LOW or HIGH for each of them.
         held: int8 [experts], NOWHERE, LOW or HIGH.
-        heat: int64 [slices, experts].
-        used_at: int64 [slices, experts].
+        heat: int64 [slices, experts]; used_at likewise.
         shares: versions, or slices, that the layer may keep, by LOW and HIGH.
         reuse_high: whether a high version serves where a low one is wanted; it always does where there are two slices.
-
-    Returns:
-        int64 [slices, n]: HIT, PASS, FREE, or the expert whose place is taken. A slice that is not wanted counts as
-            HIT.
     """
     has = held[active]
     if len(heat) == 1:
@@ -111,13 +107,10 @@ def _find_places(
     """Give what is missing of one kind the places that are free, and then those of colder experts.
 
     Args:
-        place: int64 [n], changed where one is found.
-        active: int64 [n], the experts.
+        place: int64 [n], of the active experts, changed where one is found.
         wanting: bool [n], which of them use this kind.
         missing: bool [n], which of them look for a place.
         kept: bool [experts], which experts have one.
-        heat: int64 [experts].
-        used_at: int64 [experts].
         share: places that the layer has.
     """
     looking = missing.nonzero()[0]
@@ -139,11 +132,6 @@ def _find_places(
 
 
 def coldest(heat: Ints, used_at: Ints, among: Ints) -> int:
-    """The expert to give up: the coldest, the one used longest ago among equals, the first of them if that is equal.
-
-    Args:
-        heat: int64 [experts].
-        used_at: int64 [experts].
-        among: experts that may be given up, at least one, ascending.
-    """
+    """The expert to give up among some, at least one, ascending: the coldest, the one used longest ago among equals,
+    the first of them if that is equal. ``heat`` and ``used_at`` are int64 [experts]."""
     return int(among[np.argmin(heat[among] * _STEPS + used_at[among])])

@@ -155,17 +155,14 @@ class Table:
 
     @property
     def nested(self) -> bool:
-        """Whether the low version lies inside the high one."""
         return len(self.slot) > 1
 
     @property
     def layers(self) -> int:
-        """Of the model."""
         return int(self.tier.shape[0])
 
     @property
     def experts(self) -> int:
-        """Of each layer."""
         return int(self.tier.shape[1])
 
     def clear(self) -> None:
@@ -175,7 +172,6 @@ class Table:
         self.forget_ahead()
 
     def forget_ahead(self) -> None:
-        """What was fetched ahead is not there any more."""
         self.staged_for[:] = -1
 
     def on_host(self) -> "Table":
@@ -231,22 +227,16 @@ class Table:
         return own[~np.isin(own, slot[self.holders(code)[layer]])].tolist()
 
     def publish(self, layer: int, expert: int, tier: Tier, slot: int) -> None:
-        """The bytes of an expert are complete: from now on its row names them.
-
-        Raises:
-            AssertionError: the row names others, or a fine slice comes without its base.
-        """
+        """The bytes of an expert are complete: from now on its row names them. AssertionError if it names others, or a
+        fine slice comes without its base."""
         fine, held = self.nested and tier is Tier.HI, self.tier[layer, expert]
         assert not fine or held == LOW, f"the base of expert {expert} of layer {layer} is not there"
         assert fine or not held, f"expert {expert} of layer {layer} would be there twice"
         self.tier[layer, expert], self.slot[int(fine), layer, expert] = CODES[tier], slot
 
     def remove(self, layer: int, expert: int, *, fine: bool = False) -> list[tuple[Tier, int]]:
-        """Empty a row, or leave an expert its base alone. Returns the tier and index of each slot that it named.
-
-        Args:
-            fine: give up the fine slice, and nothing else.
-        """
+        """Empty a row, or leave an expert its base alone if the fine slice is given up. Returns the tier and index of
+        each slot that it named."""
         code = int(self.tier[layer, expert])
         slots: list[tuple[Tier, int]] = []
         if self.nested and code == HIGH:
@@ -279,14 +269,12 @@ def coldest_of(table: Table, layer: int, tier: Tier, spared: set[int]) -> int | 
 
 
 def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False) -> None:
-    """No layer keeps more than its share, no slot is named twice, and what was fetched ahead lies apart.
+    """AssertionError unless no layer keeps more than its share, no slot is named twice, and what was fetched ahead lies
+    apart.
 
     Args:
         ranges: whether every slot is to be of its layer's own range.
         moving: shares go from layer to layer.
-
-    Raises:
-        AssertionError: it is not so.
     """
     assert (table.slot[0][table.tier == NOWHERE] == -1).all(), "an empty row names a slot"
     for fine in table.slot[1:]:
@@ -317,17 +305,14 @@ def set_precision(
     critical: NDArray[np.int32],
     thresholds: Sequence[NDArray[np.int64]] = (),
 ) -> None:
-    """What tiers mean in steps of the device, and how many experts of a step are high.
+    """What tiers mean in steps of the device, and how many experts of a step are high; ValueError if versions are
+    nested where the table is not, or the other way round.
 
     Args:
-        table: of the device.
         formats: by LOW and HIGH, those in use; None for one that is skipped.
         critical: int32 [layers, experts + 1], by the number of active experts.
         thresholds: of prompts' tokens and of others, int64 [2] each, or none; one that is in use for the same retention
             stays where it has settled.
-
-    Raises:
-        ValueError: the low version was to lie inside the high one and does not, or the other way round.
     """
     bits, offsets = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 3, dtype=torch.int64)
     high = formats[HIGH]
@@ -354,16 +339,13 @@ def set_pools(
     table: Table, pools: Mapping[int, tuple[int, int, int]], shares: Mapping[int, Sequence[int]], *, foreseen: int = 0
 ) -> dict[int, int]:
     """Where slots are and how layers share them; no expert is there from now on. Returns the number of staging slots.
+    ValueError if layers would keep more than a pool has, or one more than it has experts.
 
     Args:
-        table: of the host, or of the device, with tensors.
         pools: address of slot 0, bytes of a slot and number of slots, by LOW and HIGH.
         shares: experts that each layer may keep, by LOW and HIGH.
         foreseen: experts that are fetched ahead for a layer at most. While one layer's are read the next one's are
             fetched; two thirds of the slots that no layer keeps are for that at most.
-
-    Raises:
-        ValueError: layers would keep more than a pool has, or one more than it has experts.
     """
     names = ("first_slot", "shares", "staging", "ahead", "pool", "slot_bytes")
     columns = {name: np.zeros(tuple(getattr(table, name).shape), np.int64) for name in names}
@@ -390,7 +372,6 @@ def layer_shares(slots: int, weights: Sequence[float], staging: int, most: int) 
     """Slots that each layer may keep, in proportion to its weight; among equals the first layers get the remainder.
 
     Args:
-        slots: of one tier.
         weights: for each layer; one of weight 0 keeps none.
         staging: slots that no layer keeps.
         most: slots that one layer has a use for.

@@ -45,12 +45,8 @@ def curve_of(layers: Sequence[NDArray[np.float32]]) -> tuple[float, ...]:
 
 
 def above(threshold: Ints, sums: Ints) -> NDArray[np.bool_]:
-    """Which of a layer's active experts are high; the one of the largest sum always is, of equal ones the first.
-
-    Args:
-        threshold: as above.
-        sums: int64 [active], of routing weights in 1 / WEIGHT_UNIT.
-    """
+    """Which of a layer's active experts are high, by their sums int64 [active] of routing weights in 1 / WEIGHT_UNIT;
+    the one of the largest sum always is, of equal ones the first."""
     parts = sums >> 20
     high = parts * len(sums) << 16 > (threshold[0] >> 16) * parts.sum()
     if len(sums):

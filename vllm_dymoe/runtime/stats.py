@@ -34,6 +34,7 @@ class RuntimeStats:
     (no slot for it) or outdated (not begun before the next plan).
     """
 
+    hit_rate: float
     planned: dict[str, int] = _count("Experts that the system gave each tier.", "tier")
     hits: int = _count("Experts that a layer needed and found on the device.")
     misses: int = _count("Experts that a layer needed and did not find on the device.")
@@ -69,7 +70,6 @@ class RuntimeStats:
     windows: int = _count("Windows of traffic after which high experts were chosen anew.")
     window_age_seconds: float = _now("Age of the running window.")
     migration_link_seconds: float = _count("Time that the link worked for moves.")
-    hit_rate: float
 
     @classmethod
     def collect(cls, serving: Serving) -> "RuntimeStats":

@@ -1,4 +1,4 @@
-"""Invariants 1, 3 and 6 through the real engine on the shipped model."""
+"""Invariants 1 and 3 and vLLM's answers through the real engine on the shipped model."""
 
 import os
 import shutil
@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from tests.e2e.engines import (
+    MODEL,
     WatchedSystem,
     answer,
     answers_at_budgets,
@@ -15,6 +16,12 @@ from tests.e2e.engines import (
     prompts,
     runtime_of,
 )
+from tests.quantize.recordings import write_recording
+from vllm_dymoe.config import Options
+from vllm_dymoe.quantize.calibration import Calibration
+from vllm_dymoe.quantize.checkpoint import Checkpoint
+from vllm_dymoe.quantize.convert import convert
+from vllm_dymoe.residency.code import E8_BASE, E8_NESTED
 
 pytestmark = pytest.mark.engine
 
@@ -76,6 +83,23 @@ def test_compiled_models_have_the_heavy_hitters_of_eager_ones(eager, compiled):
         assert float((ours == theirs).float().mean()) > 0.95
     check_logprobs_close(less_compiled, less)
     assert equal_share(less_compiled, less) >= 0.97
+
+
+def test_points_of_a_lattice_have_the_same_bits_at_every_budget_and_answers_near_those_of_16(plain_answers, tmp_path):
+    checkpoint = Checkpoint.open(MODEL)
+    described = {"layers": checkpoint.layers, "num_experts": 32, "top_k": 4, "hidden": 256}
+    write_recording(tmp_path / "calibration", model=checkpoint.fingerprint(), parts=(600,), **described)
+    options, calibration = Options(hi=4, lo=2, quantizer="e8"), Calibration(tmp_path / "calibration")
+    manifest = convert(checkpoint, tmp_path / "e8", options, calibration=calibration)
+    assert manifest.experts.stored_nbytes < 4.4 / 16 * checkpoint.expert_bytes
+    assert len(manifest.experts.curves) == 2
+    system = {"system": "dymoe", "system_options": {"retention": 0.5, "high_by": "depth", "reuse_high": False}}
+    with engine(tmp_path / "e8", {"expert_budget": "50%", **system}) as llm:
+        formats = runtime_of(llm).store.experts.formats
+        assert {bits: fmt.code for bits, fmt in formats.items()} == {4: E8_NESTED, 2: E8_BASE}
+        got = answers_at_budgets(llm, ("100%", "minimum"), lambda: answer(llm, prompts()[:3]))
+    # A wrong scale, rotation or slice leaves fewer than a tenth of the tokens.
+    assert equal_share(got, plain_answers[:3]) > 0.5
 
 
 def test_four_bits_are_the_same_at_every_budget_and_two_bits_still_speak(plain_answers):

@@ -3,12 +3,12 @@
 import contextlib
 import os
 import threading
-import time
 
 import pytest
 from vllm import SamplingParams
 
 from tests.e2e.engines import CORES, answer, engine, needs_two_cores, prompts, runtime_of
+from tests.support.patience import becomes
 from vllm_dymoe.observe.trace import Trace
 from vllm_dymoe.store import StoreError
 from vllm_dymoe.store.files import file_name
@@ -160,11 +160,7 @@ def cut(file, size):
 
 
 def wait_for_orphaned_reads(runtime):
-    deadline = time.monotonic() + 30
-    while runtime.serving.fetcher.orphaned and time.monotonic() < deadline:
-        time.sleep(0.01)
-        runtime.serving.fetcher.collect()
-    assert not runtime.serving.fetcher.orphaned
+    assert becomes(runtime.serving.fetcher.settle_all, 30)
 
 
 @pytest.mark.parametrize("budget", ["25%", "minimum"])

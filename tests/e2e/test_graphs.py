@@ -18,13 +18,13 @@ def answers(llm, seed):
     return [a for lengths in BATCHES for a in answer(llm, random_prompts(lengths, seed), max_tokens=10)]
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "glm-4-moe"])
-def test_replayed_graphs_give_the_answers_of_the_model(name, tmp_path):
-    """One has no shared experts, the other some, and scales its outputs.
+def test_replayed_graphs_give_the_answers_of_the_model(tmp_path):
+    """Which has shared experts and scales its outputs.
 
-    ``vllm_adapter/test_moe_method`` shows that replayed pieces are wrong with vLLM's own operator between them.
+    ``vllm_adapter/test_moe_method`` has layers without them, too, and shows that replayed pieces are wrong with vLLM's
+    own operator between them.
     """
-    model, options = ARCHITECTURES[name].save(tmp_path / "model"), {"hi": 16, "expert_budget": "50%"}
+    model, options = ARCHITECTURES["glm-4-moe"].save(tmp_path / "model"), {"hi": 16, "expert_budget": "50%"}
     with small_engine(model, options) as llm:
         eager = answers(llm, 0)
     graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": list(SIZES)}}

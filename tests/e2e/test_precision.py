@@ -1,9 +1,5 @@
 """The system `dymoe` through the real engine: what it decides, what it moves, and changes while requests are served."""
 
-import contextlib
-from dataclasses import dataclass, field
-from functools import cached_property
-
 import pytest
 import torch
 from vllm import SamplingParams
@@ -15,17 +11,12 @@ from tests.e2e.engines import (
     answers_at_budgets,
     engine,
     prompts,
-    recorded_layers,
     resize,
     runtime_of,
-    same_bits,
     small_engine,
 )
 from tests.e2e.padding import check_padding
-from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.residency.tier import Tier
-from vllm_dymoe.systems.base import Precision
-from vllm_dymoe.systems.exact import Exact
 from vllm_dymoe.systems.schedule import Schedule
 
 pytestmark = pytest.mark.engine
@@ -149,118 +140,6 @@ def test_precision_changes_while_requests_are_served(llm):
         assert slots["hi"] * formats[now["hi"]].nbytes + slots.get("lo", 0) * formats[2].nbytes <= limit
         assert stats["hits"] + stats["misses"] == planned["hi"] + planned["lo"], "what is skipped asks for no bytes"
         runtime.check_integrity()
-
-
-def test_retention_1_is_exact_and_what_is_refused_changes_nothing(llm):
-    change(llm, retention=1.0, lo=2)
-    runtime = runtime_of(llm)
-    with recorded_layers(runtime) as ours:
-        tokens = answer(llm, prompts()[:3], max_tokens=10)
-    for wrong in ({"retention": 2}, {"hi": 16}):
-        with pytest.raises(Exception, match="vllm-dymoe: "):
-            change(llm, **wrong)
-    assert change(llm)["system_options"]["retention"] == 1.0
-    runtime.serving.system = Exact()
-    llm.reset_prefix_cache()
-    with recorded_layers(runtime) as theirs:
-        assert [a.tokens for a in answer(llm, prompts()[:3], max_tokens=10)] == [a.tokens for a in tokens]
-    assert same_bits(ours, theirs)
-
-
-@dataclass(frozen=True)
-class ByWeightPrecision(Precision):
-    """High for an expert that is some token's first choice, low for the others; every fifth step skips the last one."""
-
-    _calls: list = field(default_factory=list)
-
-    def shares(self, num_layers, top_k):
-        return dict.fromkeys(self.tiers, [1.0] * num_layers)
-
-    def select(self, routing):
-        self._calls.append(routing.layer)
-        best = routing.weights.argmax(dim=1, keepdim=True)
-        first = set(routing.ids.gather(1, best).flatten().tolist())
-        plan = {expert: Tier.HI if expert in first else Tier.LO for expert in routing.active}
-        if len(self._calls) % 5 == 0:
-            plan[routing.active[-1]] = Tier.SKIP
-        return plan
-
-
-class ByWeight(Exact):
-    @cached_property
-    def precision(self):
-        return ByWeightPrecision(frozenset((Tier.HI, Tier.LO)))
-
-
-@contextlib.contextmanager
-def watched_slots(runtime):
-    """Tiers of what is computed; its slots have the store's bytes right after, and the table was right."""
-    seen, expected, running = [], {}, []
-    forward, begin = runtime.serving.forward, runtime.kernel.begin
-
-    def check(layer, expert, tier, slot):
-        bits = runtime.memory.bits[tier]
-        key = BlobKey(layer, expert, bits)
-        if key not in expected:
-            expected[key] = torch.empty(runtime.experts.formats[bits].nbytes, dtype=torch.uint8)
-            runtime.store.read_into(key, expected[key])
-        assert torch.equal(slot.blob, expected[key]), f"{key} is not what slot {slot.index} of tier {tier} holds"
-        seen.append(tier)
-
-    def layer_of(routing, *arguments):
-        running[:] = [routing.layer]
-        return forward(routing, *arguments)
-
-    def watched(*arguments, **named):
-        vars(runtime.kernel).pop("compute", None)  # what a step before has left
-        begin(*arguments, **named)
-        decision, compute = arguments[1], runtime.kernel.compute
-        place, slots = decision.place, {}
-        there = {
-            slot.blob.data_ptr(): (tier, slot) for tier, pool in runtime.memory.pools.items() for slot in pool.slots
-        }
-
-        def placed(item, packed):
-            gate = packed.gate
-            parts = (gate.weight,) if gate.fine is None else (gate.weight, gate.fine)
-            slots[item] = [there[part.data_ptr()] for part in parts]
-            place(item, packed)
-
-        def computed(items, receive=None):
-            compute(items, receive)
-            for item in items:
-                for tier, slot in slots[item]:
-                    check(running[0], int(decision.experts[item]), tier, slot)
-
-        decision.place, runtime.kernel.compute = placed, computed
-
-    runtime.serving.forward, runtime.kernel.begin = layer_of, watched
-    yield seen
-    vars(runtime.kernel).pop("compute", None)
-    del runtime.serving.forward, runtime.kernel.begin
-
-
-def test_mixed_tiers_read_complete_bytes_and_keep_one_version(llm):
-    """Invariants 2 and 4."""
-    runtime = runtime_of(llm)
-    runtime.serving.system = ByWeight()
-    for budget in ("50%", "10%", "100%"):
-        runtime.resize(budget)
-        runtime.reset_stats()
-        llm.reset_prefix_cache()
-        with watched_slots(runtime) as seen:
-            answer(llm, prompts()[:2], max_tokens=24)
-            answer(llm, prompts(), max_tokens=12)
-        runtime.check_integrity()
-        stats = runtime.stats()
-        assert {Tier.HI, Tier.LO} <= set(seen)
-        # With a high slot for nearly every expert hardly a low version is kept that could be promoted.
-        assert stats.promotions > 0 or budget == "100%"
-        assert stats.reuses > 0
-        assert stats.misses <= stats.transfers["demand"], "one or two slices for each"
-        assert stats.peak_expert_bytes <= stats.budget_bytes
-    fine = runtime.experts.formats[4]
-    assert fine.nbytes * stats.misses < stats.bytes_moved["demand"] < fine.whole_nbytes * stats.misses
 
 
 def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):

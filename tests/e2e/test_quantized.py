@@ -34,7 +34,6 @@ CHECKPOINTS = [
     ("compressed-tensors", "qwen3-moe"),
     ("mxfp4", "gpt-oss"),
     ("fp8-blocks", "deepseek-v3"),
-    ("nvfp4-compressed-tensors", "glm-4-moe"),
     ("exported", "qwen3-moe-nvfp4"),  # every file is ModelOpt's own
 ]
 

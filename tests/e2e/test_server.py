@@ -270,17 +270,11 @@ def test_a_line_of_statistics_only_when_there_is_work(client, server):
         assert part in written[-1], part
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ('{"dymoe": {"expert_bugdet": "25%"}}', 'expert_bugdet is not an option; did you mean "expert_budget"?'),
-        ('{"dymoe": {"expert_budget": 1000}}', "set expert_budget to at least"),
-        ('{"dymoe": {"hi": 8}}', "hi = 8 was asked for, but this checkpoint was written with hi = 4"),
-    ],
-)
-def test_mistakes_end_the_start_with_one_sentence(checkpoint, options, sentence):
+def test_a_mistake_ends_the_start_with_one_sentence(checkpoint):
+    """vllm_adapter/test_prepare has the others."""
+    options = '{"dymoe": {"expert_budget": 1000}}'
     done = run_until_it_ends([BIN / "vllm", "serve", checkpoint, "--enforce-eager", "--additional-config", options])
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
-    assert sentence in last, done.stderr[-3000:]
+    assert "set expert_budget to at least" in last, done.stderr[-3000:]
     assert "Loading safetensors" not in done.stdout + done.stderr, "the mistake was found after loading began"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.patience import becomes
 from vllm_dymoe.observe.recorder import Recorder, Span
 from vllm_dymoe.observe.trace import Trace, TraceError
 from vllm_dymoe.residency.identity import ModelIdentity
@@ -135,22 +136,13 @@ def test_parts_come_by_size_and_by_time(tmp_path):
     for step in range(8):  # 23 bytes a token
         run(recorder, [Span(0, 5, 5)], seed=step)
         if step % 2:
-            wait_for(lambda step=step: len(list(tmp_path.glob("*.safetensors"))) == (step + 1) // 2)
+            assert becomes(lambda step=step: len(list(tmp_path.glob("*.safetensors"))) == (step + 1) // 2)
     assert Trace.load(tmp_path).num_tokens == 40
     recorder.close()
     recorder, _ = make_recorder(tmp_path, interval=0.05)
     run(recorder, [Span(0, 1, 5)], seed=1)
-    wait_for(lambda: Trace.load(tmp_path).num_tokens == 41)
+    assert becomes(lambda: Trace.load(tmp_path).num_tokens == 41)
     recorder.close()
-
-
-def wait_for(condition, seconds=20):
-    import time
-
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def size_of(folder):
@@ -227,7 +219,7 @@ recorder, _ = make_recorder(Path(sys.argv[1]), part_bytes=300)
 for step in range(10**6):
     run(recorder, [Span(step, 5, 5)], seed=step % 7)
     if step == 40:
-        wait_for(lambda: any(recorder.folder.glob("*.safetensors")))
+        assert becomes(lambda: any(recorder.folder.glob("*.safetensors")))
         print("ready", flush=True)
 """
 

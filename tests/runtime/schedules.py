@@ -58,7 +58,7 @@ class Guesses(Predictor):
         return [Candidate(*names) for names in next(self._answers, ())]
 
 
-class FaultyStore(RecordedStore):
+class RecordedFaults(RecordedStore):
     """Reads fail or do not end as a program says."""
 
     def __init__(self, store, history, turns, faults):
@@ -184,7 +184,7 @@ def execute(program, kind, turns, history):
     Returns:
         Output of each step; None for one that failed.
     """
-    store = FaultyStore(STORES[program.nested], history, turns, program.faults)
+    store = RecordedFaults(STORES[program.nested], history, turns, program.faults)
     # No thread can go on only if a read hangs: then time passes.
     engine = make_engine(kind, store, history, turns, 1.0 if program.faults else None, program)
     compute = COMPUTATION if kind in DEVICES else None

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import random
-import threading
 import time
 from unittest import mock
 
@@ -21,8 +20,8 @@ from tests.runtime.schedules import (
     KINDS,
     LAYERS,
     STORES,
-    FaultyStore,
     Program,
+    RecordedFaults,
     RecordedParts,
     make_engine,
 )
@@ -30,8 +29,10 @@ from tests.runtime.steps import CPU, ByNumber, NumberPrecision, forward, make_ru
 from tests.runtime.two_ranks import on_two_ranks
 from tests.small_model import make_experts, make_store
 from tests.support.deterministic_threads import DeterministicThreads
+from tests.support.faulty_store import FaultyStore
 from tests.support.happens_before import History
 from tests.support.instead import Instead
+from tests.support.patience import becomes
 from tests.support.recorded_device import record_reads
 from vllm_dymoe.config import ConfigError, Options
 from vllm_dymoe.observe.synthetic import synthetic_trace
@@ -105,7 +106,7 @@ def serve(runtime, steps):
 
 def execute(nested, kind, steps, turns, history, faults=(), high=4, idle=16):
     """Serve on a recorded device; what each step gave and what a frozen map gives, and the outcomes of moves."""
-    store = FaultyStore(STORES[nested], history, turns, {})
+    store = RecordedFaults(STORES[nested], history, turns, {})
     engine = make_engine(kind, store, history, turns, 1.0, Program(()))
     compute = COMPUTATION if kind in DEVICES else None
     if kind in DEVICES:  # whose answers are forgotten from one look to the next
@@ -243,33 +244,12 @@ def test_without_a_fault_nothing_is_found(nested, kind):
 # -- outcomes -------------------------------------------------------------------------------------
 
 
-class Obstinate:
-    """A store whose background reads fail, hang for ever or take their time from some moment on."""
-
-    description = "a store"
-    depth, occupies_cores = 1, True
-
-    def __init__(self, store):
-        self.experts, self._store = store.experts, store
-        self.how, self.gate = "", threading.Event()
-
-    def read_into(self, key, destination, projections=range(3), *, wait=True):
-        if self.how == "fail":
-            raise OSError("the disk is on fire")
-        if self.how == "hang":
-            self.gate.wait()
-        self._store.read_into(key, destination, projections, wait=wait)
-
-    def close(self):
-        pass
-
-
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(("how", "outcome"), [("fail", "failed"), ("hang", "late")])
 def test_copies_that_fail_or_hang_for_ever_cost_their_moves_and_no_step_waits(nested, how, outcome):
-    store = Obstinate(STORES[nested])
+    store = FaultyStore(STORES[nested])
     runtime = dynaexq(store, high=6)
-    store.how = how
+    store.fate = lambda number, key: how
     begin = time.perf_counter()
     for number, (output, held, step) in enumerate(serve(runtime, random_steps(1) * 4)):
         layer = random_steps(1)[number % 14][1]
@@ -280,13 +260,10 @@ def test_copies_that_fail_or_hang_for_ever_cost_their_moves_and_no_step_waits(ne
     assert stats.misses == 0
     assert stats.moves[outcome] > 0
     assert stats.moves["published"] == 0
-    store.how = ""
+    store.fate = lambda number, key: None
     store.gate.set()
-    deadline = time.monotonic() + 20
-    while not runtime.stats().moves["published"] and time.monotonic() < deadline:
-        list(serve(runtime, random_steps(2)))
-        time.sleep(0.01)
-    assert runtime.stats().moves["published"] > 0, "slots did not come back"
+    served = lambda: list(serve(runtime, random_steps(2))) and runtime.stats().moves["published"]  # noqa: E731
+    assert becomes(served, 20), "slots did not come back"
     runtime.engine.close()
 
 
@@ -371,25 +348,12 @@ def test_warm_up_counts_nothing_and_idleness_ends_no_window():
 # -- ranks ----------------------------------------------------------------------------------------
 
 
-class SlowStore(Obstinate):
-    """Takes its time, and fails now and then."""
-
-    reads = 0
-
-    def read_into(self, *arguments, **named):
-        self.reads += 1
-        if self.how:
-            time.sleep(0.003)
-            if self.reads % 7 == 0:
-                raise OSError("the disk is on fire")
-        self._store.read_into(*arguments, **named)
-
-
 def map_of_every_step(rank, agree):
-    """The second rank's disk is slow."""
-    store = SlowStore(STORES[True])
+    """The second rank's disk is slow, and fails now and then."""
+    store = FaultyStore(STORES[True])
     runtime = dynaexq(store, agree=agree)
-    store.how = "slow" if rank else ""
+    if rank:
+        store.fate = lambda number, key: time.sleep(0.003) or (None if number % 7 else "fail")
     maps = []
     for _, held, _ in serve(runtime, random_steps(5) * 6):
         maps.append(held)
@@ -525,27 +489,20 @@ def test_a_trace_says_which_experts_are_high_at_first_and_where(tmp_path):
 
 
 def test_an_expert_that_cannot_be_read_at_start_is_named():
-    store = Obstinate(STORES[True])
-    store.how = "fail"
+    store = FaultyStore(STORES[True], lambda number, key: "fail")
     with pytest.raises(ConfigError, match=r"not every expert can be brought to the device.*on fire"):
         dynaexq(store)
 
 
 def test_a_transfer_that_is_not_wanted_holds_no_other_up():
-    store = Obstinate(STORES[True])
+    store, key = FaultyStore(STORES[True], lambda number, key: "hang"), BlobKey(0, 0, 4)
     engine = TransferEngine(CpuDelivery(store), 1)
-    store.how = "hang"
-    key = BlobKey(0, 0, 4)
     stuck = engine.submit(key, torch.zeros_like(STORES[True].blob(key)), Reason.MIGRATION)
-    while stuck.state.value != "running":
-        time.sleep(0.001)
+    assert becomes(lambda: stuck.state is State.RUNNING)
     engine.abandon(stuck)
-    store.how = ""
+    store.fate = lambda number, key: None
     other = engine.submit(key, torch.zeros_like(STORES[True].blob(key)), Reason.MIGRATION)
-    deadline = time.monotonic() + 10
-    while not engine.arrived(other) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert engine.arrived(other)
+    assert becomes(lambda: engine.arrived(other))
     store.gate.set()
     engine.close()
 

@@ -1,15 +1,15 @@
 """While a CUDA graph is captured no other thread asks anything of the device; test_schedules.py tries many."""
 
-import threading
 import time
 
 import pytest
 import torch
 
 from tests.small_model import make_experts, make_store
+from tests.support.faulty_store import FaultyStore
 from tests.support.happens_before import History
 from tests.support.patience import becomes, ended
-from tests.support.recorded_device import RecordedStore, RecordedStreams
+from tests.support.recorded_device import RecordedStreams
 from vllm_dymoe.residency.format import BlobKey
 from vllm_dymoe.transfer import Reason, TransferError
 from vllm_dymoe.transfer.cuda import PinnedDelivery, StagedDelivery
@@ -42,16 +42,8 @@ def test_what_is_queued_goes_on_by_itself_afterwards():
 
 
 def test_a_read_that_does_not_end_is_no_reason_to_wait_for_ever():
-    class Stuck(RecordedStore):
-        gate = threading.Event()
-
-        def read_into(self, *arguments, **named):
-            self.gate.wait()
-            super().read_into(*arguments, **named)
-
-    history = History()
-    streams = RecordedStreams(history, lambda: None, lambda: True)
-    store = Stuck(STORE, history, lambda: None)
+    streams = RecordedStreams(History(), lambda: None, lambda: True)
+    store = FaultyStore(STORE, lambda number, key: "hang")
     buffers = [torch.zeros(NBYTES, dtype=torch.uint8) for _ in range(2)]
     engine = TransferEngine(StagedDelivery(store, streams, buffers), 1, timeout=0.05)
     ticket = engine.submit(BlobKey(0, 0, 4), torch.empty(NBYTES, dtype=torch.uint8), Reason.PREFETCH)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.small_model import make_experts, make_store
 from tests.support.deterministic_threads import DeterministicThreads
+from tests.support.faulty_store import FaultyStore
 from tests.support.happens_before import History
-from tests.support.patience import ended
+from tests.support.patience import becomes, ended
 from tests.support.recorded_device import RecordedStore
 from vllm_dymoe.residency.format import EVERY_PROJECTION, BlobKey
-from vllm_dymoe.store import StoreError
 from vllm_dymoe.transfer import Reason, TransferError
 from vllm_dymoe.transfer.engine import TransferEngine
 from vllm_dymoe.transfer.host import CpuDelivery
@@ -25,34 +25,9 @@ KEYS = [BlobKey(layer, expert, 4) for layer in range(2) for expert in range(6)]
 TIMEOUT = 0.05
 
 
-class Disk:
-    """A store whose reads are answered from memory, wait for a disk, fail, or do not end.
-
-    Attributes:
-        faults: by number of the read, "fail" or "hang"; every read waits for a disk unless it is named "warm".
-    """
-
-    depth, occupies_cores = 1, True
-
-    def __init__(self, faults):
-        self.faults, self.experts, self.description = faults, STORE.experts, "files in /disk"
-        self.gate = threading.Event()
-        self.threads = []
-        self._count = 0
-        self._lock = threading.Lock()
-
-    def read_into(self, key, destination, projections=EVERY_PROJECTION, *, wait=True):
-        if not wait and self.faults.get(self._count) != "warm":
-            raise BlockingIOError("not in memory")
-        with self._lock:
-            fault = self.faults.get(self._count)
-            self._count += 1
-            self.threads.append(threading.current_thread())
-        if fault == "hang":
-            self.gate.wait()
-        if fault == "fail":
-            raise StoreError("the disk is on fire")
-        STORE.read_into(key, destination, projections)
+def disk_with(faults):
+    """Every read waits for a disk, unless it is None among the faults by their numbers."""
+    return FaultyStore(STORE, lambda number, key: faults.get(number, "cold"))
 
 
 def slot():
@@ -71,15 +46,12 @@ def transfer_threads():
 def _no_thread_is_left():
     before = len(transfer_threads())
     yield
-    deadline = time.monotonic() + 10
-    while len(transfer_threads()) > before and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert len(transfer_threads()) == before
+    assert becomes(lambda: len(transfer_threads()) == before)
 
 
 @pytest.mark.parametrize("threads", [0, 1])
 def test_a_read_that_does_not_end_is_given_up_with_a_sentence(threads):
-    disk = Disk({0: "hang"})
+    disk = disk_with({0: "hang"})
     engine = engine_over(disk, threads)
     stuck = engine.submit(KEYS[7], slot(), Reason.DEMAND)
     sentence = r"expert 1 of layer 2 at 4 bits \(files in /disk\) took longer than transfer_timeout_s, which is 0.05 s"
@@ -122,21 +94,20 @@ def test_the_thread_of_a_piece_that_does_not_end_is_replaced_by_its_like(seed):
 
 
 def test_what_is_in_memory_is_read_by_the_waiting_thread():
-    disk = Disk({0: "warm"})
+    disk = disk_with({0: None})
     engine = engine_over(disk)
     for key in KEYS[:2]:
         engine.wait(engine.submit(key, slot(), Reason.DEMAND))
-    assert disk.threads[0] is threading.current_thread()
-    assert disk.threads[1] is not threading.current_thread(), "a disk is never waited for outside of a thread"
+    (first, _), (second, _) = disk.reads
+    assert first is threading.current_thread() is not second, "a disk is never waited for outside of a thread"
     engine.close()
 
 
 def test_a_transfer_that_could_not_begin_in_time_gives_its_slot_back_at_once():
-    disk = Disk({0: "hang"})
+    disk = disk_with({0: "hang"})
     engine = engine_over(disk, threads=1)
     running = engine.submit(KEYS[0], slot(), Reason.PREFETCH)
-    while running.state is not State.RUNNING:
-        time.sleep(0.001)
+    assert becomes(lambda: running.state is State.RUNNING)
     waiting = engine.submit(KEYS[1], slot(), Reason.PREFETCH)
     assert engine.cancel(waiting)
     assert engine.settle(waiting)
@@ -147,11 +118,10 @@ def test_a_transfer_that_could_not_begin_in_time_gives_its_slot_back_at_once():
 
 def test_closing_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr("vllm_dymoe.transfer.workers._SECONDS_TO_CLOSE", 0.1)
-    disk = Disk({0: "hang"})
+    disk = disk_with({0: "hang"})
     engine = engine_over(disk, threads=1)
     running = engine.submit(KEYS[0], slot(), Reason.PREFETCH)
-    while running.state is not State.RUNNING:
-        time.sleep(0.001)
+    assert becomes(lambda: running.state is State.RUNNING)
     begin = time.monotonic()
     engine.close()
     assert time.monotonic() - begin < 5
@@ -159,11 +129,10 @@ def test_closing_does_not_wait_for_ever(monkeypatch):
 
 
 def test_without_a_limit_it_is_waited_for():
-    disk = Disk({0: "hang"})
+    disk = disk_with({0: "hang"})
     engine = engine_over(disk, threads=1, timeout=None)
     ticket = engine.submit(KEYS[0], slot(), Reason.PREFETCH)
-    while ticket.state is not State.RUNNING:
-        time.sleep(0.001)
+    assert becomes(lambda: ticket.state is State.RUNNING)
     threading.Timer(3 * TIMEOUT, disk.gate.set).start()
     engine.wait(ticket)
     assert torch.equal(ticket.destination, STORE.blob(KEYS[0]))
@@ -172,13 +141,13 @@ def test_without_a_limit_it_is_waited_for():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.dictionaries(st.integers(0, 20), st.sampled_from(["fail", "hang", "warm"]), max_size=6),
+    st.dictionaries(st.integers(0, 20), st.sampled_from(["fail", "hang", None]), max_size=6),
     st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(list(Reason))), min_size=1, max_size=16),
     st.integers(0, 2),
 )
 def test_every_ticket_ends_and_every_slot_comes_back(faults, wanted, threads):
     """Random faults at random reads: what arrives is right, what fails is told, and in the end nothing is written."""
-    disk = Disk(faults)
+    disk = disk_with(faults)
     engine = engine_over(disk, threads, timeout=0.02)
     tickets = [engine.submit(key, slot(), reason) for key, reason in wanted]
     orphaned = []

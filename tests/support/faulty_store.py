@@ -1,0 +1,41 @@
+"""A store whose reads fail, wait or do not end, as a test says of each."""
+
+import threading
+
+from vllm_dymoe.residency.format import EVERY_PROJECTION
+from vllm_dymoe.store import StoreError
+
+
+class FaultyStore:
+    """Reads of a store, each with what becomes of it.
+
+    Args:
+        store: has the bytes.
+        fate: from the number and key of a read to "fail", "hang" (until ``gate`` is set), "cold" (waits for a disk, and
+            then delivers) or None.
+
+    Attributes:
+        reads: thread and key of every read so far.
+    """
+
+    depth, occupies_cores, description = 1, True, "files in /disk"
+
+    def __init__(self, store, fate=lambda number, key: None):
+        self.experts, self.fate, self._store = store.experts, fate, store
+        self.gate, self.reads, self._lock = threading.Event(), [], threading.Lock()
+
+    def read_into(self, key, destination, projections=EVERY_PROJECTION, *, wait=True):
+        with self._lock:
+            fate = self.fate(len(self.reads), key)
+            if fate and not wait:
+                raise BlockingIOError("not in memory")
+            self.reads.append((threading.current_thread(), key))
+        if fate == "hang":
+            self.gate.wait()
+        if fate == "fail":
+            destination.fill_(0xEE)
+            raise StoreError("the disk is on fire")
+        self._store.read_into(key, destination, projections)
+
+    def close(self):
+        """Does nothing: the bytes belong to the wrapped store."""
